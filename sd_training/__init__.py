@@ -1,0 +1,3 @@
+"""Train latent text-to-image diffusion models and save folders that diffusers loads."""
+
+__version__ = "0.1.0"
