@@ -1,0 +1,31 @@
+"""Fixtures shared by all tests. Threads are limited before torch starts: two OpenMP threads on two busy cores are slow."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+from pathlib import Path
+
+import pytest
+
+from tests import makers
+
+
+@pytest.fixture(scope="session")
+def pipeline_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny diffusers pipeline folder; read-only by convention."""
+    return makers.save_tiny_pipeline(tmp_path_factory.mktemp("tiny") / "pipeline")
+
+
+@pytest.fixture(scope="session")
+def shards_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two shards of 16 captioned JPEGs with metadata; read-only by convention."""
+    return makers.caption_shards(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(autouse=True)
+def private_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps the shard index of a test inside its own folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -1,0 +1,135 @@
+"""Tiny real things that tests are made of: shards written by webdataset, a diffusers pipeline with random weights."""
+
+import io
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import webdataset
+from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from PIL import Image
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+WORDS = "a an the of red green blue square circle picture photo zero one two three handwritten digit big small".split()
+
+
+def picture(seed: int, width: int = 40, height: int = 32, mode: str = "RGB") -> Image.Image:
+    """A smooth random picture that survives JPEG."""
+    coarse = np.random.default_rng(seed).integers(0, 255, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
+
+
+def encode(image: Image.Image, image_format: str = "JPEG") -> bytes:
+    """The bytes of an image file."""
+    stream = io.BytesIO()
+    image.save(stream, format=image_format)
+    return stream.getvalue()
+
+
+def write_shard(path: Path, samples: Iterable[Mapping[str, Any]]) -> Path:
+    """One tar shard; `bytes` values are stored as they are, other values by webdataset's encoders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with webdataset.TarWriter(str(path)) as sink:
+        for sample in samples:
+            sink.write(dict(sample))
+    return path
+
+
+def caption_samples(count: int, first: int = 0, **size: int) -> list[dict[str, Any]]:
+    """`count` good samples with image, caption and metadata."""
+    return [
+        {
+            "__key__": f"{i:06d}",
+            "jpg": encode(picture(i, **size)),
+            "txt": f"a {WORDS[4 + i % 3]} picture",
+            "json": json.dumps({"original_width": 40 + i, "pwatermark": (i % 10) / 10, "uid": f"u{i}"}).encode(),
+        }
+        for i in range(first, first + count)
+    ]
+
+
+def caption_shards(folder: Path, shards: int = 2, per_shard: int = 16) -> Path:
+    """A folder with `shards` numbered shards; returns the folder."""
+    for i in range(shards):
+        write_shard(folder / f"{i:03d}.tar", caption_samples(per_shard, first=i * per_shard))
+    return folder
+
+
+def tiny_tokenizer() -> CLIPTokenizer:
+    """A CLIP tokenizer that knows single characters and the words of this module; 16 tokens at most."""
+    characters = [chr(c) for c in range(33, 127)]
+    alphabet = characters + [f"{c}</w>" for c in characters]
+    vocabulary = {token: i for i, token in enumerate(["<|startoftext|>", "<|endoftext|>", *alphabet])}
+    return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=16)
+
+
+def tiny_text_encoder(vocabulary_size: int, width: int = 16) -> CLIPTextModel:
+    """A one-layer CLIP text encoder."""
+    return CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=vocabulary_size,
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=16,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=1,
+        )
+    )
+
+
+def tiny_vae() -> AutoencoderKL:
+    """Downscales by 2 into 4 latent channels."""
+    return AutoencoderKL(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=16,
+        scaling_factor=0.7,
+    )
+
+
+UNET_PARAMS: dict[str, Any] = {
+    "sample_size": 8,
+    "in_channels": 4,
+    "out_channels": 4,
+    "block_out_channels": [8, 16],
+    "layers_per_block": 1,
+    "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+    "cross_attention_dim": 16,
+    "attention_head_dim": 4,
+    "norm_num_groups": 4,
+}
+
+
+def tiny_pipeline(seed: int = 0, **scheduler: Any) -> StableDiffusionPipeline:
+    """A Stable Diffusion pipeline of random weights; 16 x 16 pixel pictures."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokenizer = tiny_tokenizer()
+        return StableDiffusionPipeline(
+            vae=tiny_vae(),
+            text_encoder=tiny_text_encoder(len(tokenizer)),
+            tokenizer=tokenizer,
+            unet=UNet2DConditionModel(**UNET_PARAMS),
+            scheduler=DDIMScheduler(
+                beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, **scheduler
+            ),
+            safety_checker=None,
+            feature_extractor=None,
+            requires_safety_checker=False,
+        )
+
+
+def save_tiny_pipeline(folder: Path, seed: int = 0, **scheduler: Any) -> Path:
+    """`tiny_pipeline` as a diffusers folder."""
+    tiny_pipeline(seed, **scheduler).save_pretrained(folder)
+    return folder
