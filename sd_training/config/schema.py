@@ -79,7 +79,10 @@ class ExperimentConfig:
 
     log_dir: str
     """Folder of all runs; this run lives in `log_dir/name`."""
-    name: str = Field(min_length=1, pattern=r"^[^/\\]+$")
+    name: str = Field(
+        pattern=r"^[^/\\]*[^/\\.][^/\\]*$",
+        json_schema_extra={"allowed": "a text that can name a folder, without slashes"},
+    )
     """Name of the run, its folder and its W&B run."""
     project: str = "sd_training"
     """W&B project."""
@@ -191,10 +194,10 @@ class ModelConfig:
     """Keep an exponential moving average of the trained weights on the CPU; previews and exports use it."""
     mixed_precision: Annotated[Literal["no", "bf16", "fp16"], BeforeValidator(_yaml_no)] = "bf16"
     """Autocast type of the trained module; its weights stay fp32."""
-    vae_precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Type of the frozen autoencoder; fp16 overflows in some of them."""
-    text_encoder_precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Type of the frozen text encoder."""
+    vae_precision: Literal["fp32", "bf16", "fp16"] | None = None
+    """Autocast type of the frozen autoencoder; null: bf16 under bf16, otherwise fp32, because some overflow in fp16."""
+    text_encoder_precision: Literal["fp32", "bf16", "fp16"] | None = None
+    """Autocast type of the frozen text encoder; null: as `mixed_precision`."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     xformers: bool = False

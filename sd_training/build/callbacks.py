@@ -1,0 +1,74 @@
+"""The callbacks of a run."""
+
+from pathlib import Path
+
+import pytorch_lightning as pl
+
+from sd_training.build.models import Trained
+from sd_training.build.plan import Plan
+from sd_training.callbacks.ema import Ema
+from sd_training.callbacks.finite_guard import FiniteGuard
+from sd_training.callbacks.metrics import Metrics
+from sd_training.callbacks.pictures import PictureJob, Pictures
+from sd_training.callbacks.progress_bar import ProgressBar
+from sd_training.callbacks.run_record import RunRecord
+from sd_training.callbacks.saves import Saves
+from sd_training.callbacks.stopwatch import Stopwatch
+from sd_training.config.dump import resolved_yaml
+from sd_training.data.datamodule import TrainingData
+from sd_training.export.pictures import read_captions
+from sd_training.models.load import load_weights
+
+
+def build_callbacks(plan: Plan, trained: Trained, data: TrainingData) -> list[pl.Callback]:
+    """In the order they act after an optimizer step: average, guard, log, draw, save, show."""
+    config, batch = plan.config, plan.batch
+    stopwatch = Stopwatch()
+    ema = _ema(plan) if config.model.use_ema else None
+    metrics = Metrics(plan.run_dir / "metrics.csv", config.logging.every, batch.global_batch, stopwatch)
+    facts = {"world_size": batch.processes, "global_batch": batch.global_batch, "data_fingerprint": data.fingerprint}
+    saves = Saves(
+        plan.run_dir,
+        config.experiment.save_every,
+        config.checkpoint.keep,
+        config.experiment.save_only_most_recent,
+        trained.exported,
+        ema,
+        stopwatch,
+    )
+    callbacks: list[pl.Callback | None] = [
+        RunRecord(plan.run_dir, resolved_yaml(config), facts),
+        ema,
+        FiniteGuard(plan.run_dir / "incidents.jsonl", config.logging.every, batch.global_batch),
+        metrics,
+        *_picture_callbacks(plan, trained, ema, stopwatch),
+        saves,
+        ProgressBar(metrics, batch.global_batch, batch.num_steps) if config.logging.progress_bar else None,
+    ]
+    return [callback for callback in callbacks if callback is not None]
+
+
+def _ema(plan: Plan) -> Ema:
+    """The average, started from `ema.path` where it is given."""
+    config = plan.config
+    initial = load_weights(config.ema.path, config.model.train, "ema.path") if config.ema.path else None
+    return Ema(config.ema, initial)
+
+
+def _picture_callbacks(plan: Plan, trained: Trained, ema: Ema | None, stopwatch: Stopwatch) -> list[Pictures]:
+    """Previews and evaluation images; there is nothing to draw while an autoencoder is trained."""
+    config = plan.config
+    if trained.parts is None:
+        return []
+    jobs = []
+    if config.sampling.every and config.sampling.prompts:
+        prompts = [(f"{i:03d}", prompt) for i, prompt in enumerate(config.sampling.prompts)]
+        jobs.append(PictureJob("previews", config.sampling.every, prompts))
+    if config.experiment.eval_caption_file is not None:
+        captions = read_captions(Path(config.experiment.eval_caption_file))[: config.experiment.num_eval_images]
+        jobs.append(PictureJob("eval", config.experiment.save_every, captions, config.experiment.eval_tar))
+    resolution, samples_dir = config.dataset.params.resolution, plan.run_dir / "samples"
+    return [
+        Pictures(job, samples_dir, resolution, config.sampling, trained.parts.pipeline, plan.precision, ema, stopwatch)
+        for job in jobs
+    ]

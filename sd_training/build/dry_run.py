@@ -1,0 +1,96 @@
+"""What a run would do, without doing it: resolved config, batch arithmetic, parameters, memory, saves, data."""
+
+from typing import Any
+
+from torch import nn
+
+from sd_training.build.plan import Plan
+from sd_training.build.run import make_data
+from sd_training.config.dump import resolved_yaml
+from sd_training.errors import ConfigError
+from sd_training.models.load import load_network
+from sd_training.models.stable_diffusion import (
+    StableDiffusionParts,
+    check_resolution,
+    downscale_factor,
+    load_stable_diffusion,
+)
+
+_GIB = 2**30
+_FP32_BYTES = 4
+
+
+def describe(plan: Plan) -> str:
+    """The report of `--dry-run`; networks are made without weights.
+
+    Raises:
+        ConfigError: parts cannot be made or do not fit together.
+        DataError: the data set cannot be used.
+    """
+    config = plan.config
+    networks, parts, latent_shape = _networks(plan)
+    problems = check_resolution(networks["vae"], config.dataset.params.resolution)
+    if problems:
+        raise ConfigError(problems)
+    counts = {name: sum(p.numel() for p in network.parameters()) for name, network in networks.items()}
+    data = make_data(plan, parts, latent_shape)
+    sections = [
+        resolved_yaml(config).rstrip(),
+        plan.batch.sentence(),
+        _parameters(counts, config.model.train),
+        _memory(counts, config.model.train, config.model.use_ema),
+        _saves(plan, counts),
+        data.report().text(),
+    ]
+    return "\n\n".join(sections)
+
+
+def _networks(plan: Plan) -> tuple[dict[str, Any], StableDiffusionParts | None, tuple[int, int, int]]:
+    """Networks on the meta device by part name, the parts, and the shape of the latents."""
+    config = plan.config
+    resolution = config.dataset.params.resolution
+    if config.model.train == "vae":
+        vae = load_network(config.model, "vae", seed=0, meta=True)
+        side = resolution // downscale_factor(vae)
+        return {"vae": vae}, None, (vae.config.latent_channels, side, side)
+    parts = load_stable_diffusion(config.model, config.objective, seed=0, meta=True)
+    networks: dict[str, nn.Module] = {"unet": parts.unet, "vae": parts.vae, "text_encoder": parts.text_encoder}
+    return networks, parts, parts.latent_shape(resolution)
+
+
+def _parameters(counts: dict[str, int], trained: str) -> str:
+    lines = [
+        f"{name}: {count:,} parameters ({count / 1e6:.1f} M), {'trained' if name == trained else 'frozen'}"
+        for name, count in counts.items()
+    ]
+    return "\n".join(lines)
+
+
+def _memory(counts: dict[str, int], trained: str, has_ema: bool) -> str:
+    """fp32 weights, gradients and two AdamW averages of the trained part, fp32 weights of the frozen ones."""
+    weights = counts[trained] * _FP32_BYTES / _GIB
+    frozen = sum(count for name, count in counts.items() if name != trained) * _FP32_BYTES / _GIB
+    lines = [
+        f"device memory per process, without activations: {4 * weights + frozen:.2f} GiB = weights {weights:.2f} + "
+        f"gradients {weights:.2f} + AdamW {2 * weights:.2f} + frozen {frozen:.2f}",
+        "activations come on top; they grow with batch_size and resolution, and gradient_checkpointing lowers them",
+    ]
+    if has_ema:
+        lines.append(f"CPU memory of the first process for the EMA: {weights:.2f} GiB")
+    return "\n".join(lines)
+
+
+def _saves(plan: Plan, counts: dict[str, int]) -> str:
+    """Checkpoints and disk."""
+    config = plan.config
+    trained = counts[config.model.train] * _FP32_BYTES / _GIB
+    checkpoint = trained * (4 if config.model.use_ema else 3)
+    pipeline = sum(counts.values()) * _FP32_BYTES / _GIB
+    saves = -(-plan.batch.num_steps // config.experiment.save_every)
+    kept = 1 if config.experiment.save_only_most_recent else saves
+    # One more of each exists while a new one is written, before the oldest is deleted.
+    disk = checkpoint * (min(config.checkpoint.keep, saves) + 1) + pipeline * (kept + 1)
+    return (
+        f"{saves:,} saves into {plan.run_dir}: checkpoint {checkpoint:.2f} GiB (newest {config.checkpoint.keep} kept), "
+        f"pipeline {pipeline:.2f} GiB ({kept:,} kept); disk at most {disk:.2f} GiB"
+    )

@@ -1,0 +1,45 @@
+"""Where metrics and pictures go beside `metrics.csv`."""
+
+import os
+from pathlib import Path
+
+from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
+
+from sd_training.build.plan import Plan
+from sd_training.config.dump import to_plain
+from sd_training.rank_log import is_main_process
+
+
+def build_loggers(plan: Plan) -> list[Logger]:
+    """TensorBoard always; W&B when a key or a mode asks for it."""
+    wandb = plan.config.wandb
+    loggers: list[Logger] = [TensorBoardLogger(plan.run_dir, name="", version="tensorboard")]
+    key = wandb.api_key or os.environ.get("WANDB_API_KEY")
+    mode = ("online" if key else "disabled") if wandb.mode == "auto" else wandb.mode
+    if mode == "disabled":
+        return loggers
+    if wandb.api_key:
+        os.environ["WANDB_API_KEY"] = wandb.api_key
+    experiment = plan.config.experiment
+    logger = WandbLogger(
+        name=experiment.name,
+        project=experiment.project,
+        entity=wandb.entity,
+        save_dir=plan.run_dir,
+        offline=mode == "offline",
+        id=_wandb_id(plan.run_dir),
+        resume="allow",
+        config=to_plain(plan.config),
+    )
+    return [*loggers, logger]
+
+
+def _wandb_id(run_dir: Path) -> str:
+    """The run's W&B id, kept in its folder so that a resumed run continues the same curves."""
+    path = run_dir / "wandb_id"
+    if path.exists():
+        return path.read_text(encoding="utf-8").strip()
+    identifier = os.urandom(8).hex()
+    if is_main_process():
+        path.write_text(identifier + "\n", encoding="utf-8")
+    return identifier

@@ -1,0 +1,44 @@
+"""What follows from config and launcher alone: devices, batch arithmetic, folders, precision."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sd_training.config.batch_plan import BatchPlan
+from sd_training.config.schema import Config
+from sd_training.distributed.launch import Launch, find_launch
+from sd_training.rank_log import get_logger
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a run that follows from the config and the launcher, before anything is loaded."""
+
+    config: Config
+    launch: Launch
+    batch: BatchPlan
+    run_dir: Path
+    precision: str
+    """no, bf16 or fp16, as this device can do it."""
+
+
+def make_plan(config: Config) -> Plan:
+    """Devices, batch arithmetic and folders.
+
+    Raises:
+        ConfigError: when the config contradicts itself, the launcher or the machine.
+    """
+    launch = find_launch(config.trainer)
+    batch = BatchPlan(
+        micro_batch=config.system.batch_size,
+        accumulation=config.system.gradient_accumulation,
+        processes=launch.processes,
+        num_examples=config.experiment.num_examples_to_see,
+    )
+    precision = config.model.mixed_precision
+    if precision == "fp16" and launch.accelerator == "cpu":
+        log.info("model.mixed_precision: a CPU cannot train in fp16, so bf16 is used here")
+        precision = "bf16"
+    run_dir = Path(config.experiment.log_dir).expanduser() / config.experiment.name
+    return Plan(config, launch, batch, run_dir, precision)

@@ -1,0 +1,138 @@
+"""A whole run: folder, model, data, callbacks, trainer."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+
+from sd_training.build.callbacks import build_callbacks
+from sd_training.build.loggers import build_loggers
+from sd_training.build.models import build_model
+from sd_training.build.plan import Plan
+from sd_training.checkpoint.seal import sealed, step_of, sweep
+from sd_training.data.datamodule import TrainingData
+from sd_training.distributed.launch import make_strategy
+from sd_training.distributed.resume import ResumeFromNewest
+from sd_training.errors import ConfigError
+from sd_training.export.pipeline import recover_export
+from sd_training.models.stable_diffusion import StableDiffusionParts
+from sd_training.rank_log import get_logger, is_main_process
+from sd_training.training.base_module import TrainedModule
+
+log = get_logger(__name__)
+
+_LIGHTNING_PRECISION = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run ready to fit."""
+
+    trainer: pl.Trainer
+    module: TrainedModule
+    data: TrainingData
+    resume_from: Path | None
+    """Folder of checkpoints, when there is one to resume from."""
+
+
+def build_run(plan: Plan) -> Run:
+    """Every object of the run.
+
+    Raises:
+        ConfigError: a part cannot be loaded, parts do not fit, or the run folder is taken.
+        DataError: the data set cannot be used.
+    """
+    resume_from = _prepare_run_dir(plan)
+    trained = build_model(plan)
+    data = make_data(plan, trained.parts, trained.latent_shape)
+    trainer = _trainer(plan, build_callbacks(plan, trained, data))
+    _without_signal_broadcast(trainer)
+    return Run(trainer, trained.module, data, resume_from)
+
+
+def make_data(plan: Plan, parts: StableDiffusionParts | None, latent_shape: tuple[int, int, int]) -> TrainingData:
+    """The training data for a model with these latents; `parts` is null for autoencoder training."""
+    config = plan.config
+    return TrainingData(
+        dataset=config.dataset,
+        plan=plan.batch,
+        workers=config.system.workers,
+        seed=config.experiment.seed,
+        dropout_prob=config.conditioning.dropout_prob if parts else 0.0,
+        tokenizer=parts.tokenizer if parts else None,
+        latent_shape=latent_shape,
+        draw_noise=parts is not None,
+        run_dir=plan.run_dir,
+    )
+
+
+def _prepare_run_dir(plan: Plan) -> Path | None:
+    """Make the run folder, tidy what a killed run left, and say what there is to resume from."""
+    checkpoints, current = plan.run_dir / "checkpoints", plan.run_dir / "current_pipeline"
+    found = sealed(checkpoints)
+    if not plan.config.experiment.requeue and (found or current.exists()):
+        raise ConfigError(
+            f"experiment.requeue: false, but {plan.run_dir} already holds a run; choose another experiment.name, "
+            "remove the folder, or set experiment.requeue=true to continue it"
+        )
+    if is_main_process():
+        plan.run_dir.mkdir(parents=True, exist_ok=True)
+        sweep(checkpoints)
+        recover_export(current)
+    if found and step_of(found[-1]) >= plan.batch.num_steps:
+        log.info(
+            f"{plan.run_dir} has already done {step_of(found[-1]):,} of {plan.batch.num_steps:,} optimizer steps; "
+            "raise experiment.num_examples_to_see to go on"
+        )
+    return checkpoints if plan.run_dir.exists() and _has_checkpoints(checkpoints) else None
+
+
+def _has_checkpoints(checkpoints: Path) -> bool:
+    """Whether any save was ever finished, good or damaged: then a fresh start would lose a run."""
+    return checkpoints.is_dir() and any(path.name.startswith("step=") for path in checkpoints.iterdir())
+
+
+def _plugins(plan: Plan) -> list[Any]:
+    """Checkpoint format and launcher; the latter is named because Lightning would guess SLURM inside an salloc shell."""
+    plugins: list[Any] = [ResumeFromNewest()]
+    if plan.launch.processes > 1:
+        if "LOCAL_WORLD_SIZE" in os.environ:
+            plugins.append(TorchElasticEnvironment())
+        elif "SLURM_PROCID" in os.environ:
+            plugins.append(SLURMEnvironment(auto_requeue=False))
+        else:
+            plugins.append(LightningEnvironment())
+    return plugins
+
+
+def _trainer(plan: Plan, callbacks: list[pl.Callback]) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator=plan.launch.accelerator,
+        devices=plan.launch.devices,
+        num_nodes=plan.launch.num_nodes,
+        strategy=make_strategy(plan.config.distributed, plan.launch),
+        precision=_LIGHTNING_PRECISION[plan.precision],
+        max_steps=plan.batch.num_steps,
+        accumulate_grad_batches=plan.batch.accumulation,
+        callbacks=callbacks,
+        logger=build_loggers(plan) if is_main_process() else [],
+        plugins=_plugins(plan),
+        log_every_n_steps=plan.config.logging.every,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+    )
+
+
+def _without_signal_broadcast(trainer: pl.Trainer) -> None:
+    """Lightning 2.6 broadcasts a signal flag before every micro-batch and reads it on the host, which waits for all the
+    work in flight; that is the host synchronisation this trainer promises not to have."""
+    loop = trainer.fit_loop.epoch_loop
+    if hasattr(loop, "_broadcast_sigterm_tensor"):
+        loop._broadcast_sigterm_tensor = lambda: None

@@ -1,0 +1,93 @@
+"""Averaged metrics every N optimizer steps: `metrics.csv` always, and every logger of the trainer.
+
+The only moment when the host waits for the device.
+"""
+
+import csv
+from pathlib import Path
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from sd_training.callbacks.every_step import OptimizerStepCallback
+from sd_training.callbacks.stopwatch import Stopwatch
+from sd_training.training.base_module import TrainedModule
+
+COLUMNS = ("optimizer_step", "images_seen", "loss", "l1", "kl", "learning_rate", "grad_norm", "images_per_s")
+
+
+class Metrics(OptimizerStepCallback):
+    """Reduces the logged scalars over micro-batches and ranks.
+
+    Args:
+        csv_path: the run's `metrics.csv`.
+        every: optimizer steps between rows.
+        global_batch: samples per optimizer step.
+        stopwatch: shared with the callbacks that save and draw, so that images/s is the speed of training.
+    """
+
+    def __init__(self, csv_path: Path, every: int, global_batch: int, stopwatch: Stopwatch) -> None:
+        self.csv_path = csv_path
+        self.every = every
+        self.global_batch = global_batch
+        self.stopwatch = stopwatch
+        self.latest: dict[str, float] = {}
+        self._window_start = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Drop rows that a killed run wrote after the checkpoint it resumes from."""
+        super().on_train_start(trainer, pl_module)
+        self._window_start = trainer.global_step
+        self.stopwatch.lap_s()
+        if trainer.is_global_zero:
+            self._keep_rows_until(trainer.global_step)
+
+    def _keep_rows_until(self, step: int) -> None:
+        rows = []
+        if self.csv_path.exists():
+            with self.csv_path.open(newline="") as stream:
+                rows = [row for row in csv.DictReader(stream) if int(row["optimizer_step"]) <= step]
+        self.csv_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.csv_path.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, COLUMNS, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+
+    def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+        """Reduce, write, start a new window."""
+        if not self.is_due(trainer, step, self.every):
+            return
+        metrics = self._reduced(trainer, module)
+        elapsed_s = self.stopwatch.lap_s()
+        images = (step - self._window_start) * self.global_batch
+        self._window_start = step
+        metrics["images_per_s"] = images / elapsed_s
+        metrics["images_seen"] = float(step * self.global_batch)
+        self.latest = metrics
+        module.reset_logged()
+        if trainer.is_global_zero:
+            self._write(step, metrics)
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step)
+
+    def _reduced(self, trainer: pl.Trainer, module: TrainedModule) -> dict[str, float]:
+        """Means over the window's micro-batches and over ranks; the gradient norm is the last step's."""
+        names = sorted(module.logged_sums)
+        sums = torch.stack([module.logged_sums[name] for name in names]) / module.logged_micro_batches
+        if trainer.world_size > 1:
+            torch.distributed.all_reduce(sums)
+            sums /= trainer.world_size
+        metrics = dict(zip(names, sums.tolist(), strict=True))
+        step = trainer.global_step
+        plan = module.optimization
+        metrics["learning_rate"] = plan.learning_rate * plan.schedule(max(0, step - 1))
+        if isinstance(module.grad_norm, Tensor):
+            metrics["grad_norm"] = float(module.grad_norm)
+        return metrics
+
+    def _write(self, step: int, metrics: dict[str, float]) -> None:
+        row = {name: f"{value:.8g}" for name, value in metrics.items()}
+        row |= {"optimizer_step": str(step), "images_seen": str(int(metrics["images_seen"]))}
+        with self.csv_path.open("a", newline="") as stream:
+            csv.DictWriter(stream, COLUMNS, extrasaction="ignore").writerow(row)

@@ -1,0 +1,137 @@
+"""Pictures while training: previews from fixed prompts, and evaluation images from a caption file at each save.
+
+Both are split over the ranks and drawn with the weights that are exported. They use generators of their own, so
+training is the same with and without them.
+"""
+
+import shutil
+import tarfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+from pytorch_lightning.loggers import TensorBoardLogger, WandbLogger
+
+from sd_training.callbacks.ema import Ema, export_weights
+from sd_training.callbacks.every_step import OptimizerStepCallback
+from sd_training.callbacks.stopwatch import Stopwatch
+from sd_training.config.schema import SamplingConfig
+from sd_training.export.draw import draw_images
+from sd_training.export.pictures import picture_grid
+from sd_training.models.frozen import autocast
+from sd_training.training.base_module import TrainedModule
+
+_GRID_COLUMNS = 8
+_GRID_PICTURES = 64
+
+
+@dataclass(frozen=True)
+class PictureJob:
+    """What is drawn, when, and where to."""
+
+    name: str
+    """Folder below `samples/step_N/`, and tag in the loggers."""
+    every: int
+    """Optimizer steps between drawings; also drawn at the end of the run."""
+    prompts: Sequence[tuple[str, str]]
+    """(file stem, caption) pairs."""
+    as_tar: bool = False
+    """Pack the images into `NAME.tar` and remove the folder."""
+
+
+class Pictures(OptimizerStepCallback):
+    """Draws one job's pictures on all ranks.
+
+    Args:
+        job: prompts and times.
+        samples_dir: the run's `samples/`.
+        resolution: height and width [pixels].
+        sampling: steps, guidance, first seed, batch size.
+        pipeline: makes the pipeline around the live modules.
+        precision: autocast type, as in training.
+        ema: the average to draw with, if there is one.
+        stopwatch: stands still while drawing.
+    """
+
+    def __init__(
+        self,
+        job: PictureJob,
+        samples_dir: Path,
+        resolution: int,
+        sampling: SamplingConfig,
+        pipeline: Callable[[], DiffusionPipeline],
+        precision: str,
+        ema: Ema | None,
+        stopwatch: Stopwatch,
+    ) -> None:
+        self.job = job
+        self.samples_dir = samples_dir
+        self.resolution = resolution
+        self.sampling = sampling
+        self.pipeline = pipeline
+        self.precision = precision
+        self.ema = ema
+        self.stopwatch = stopwatch
+
+    @property
+    def state_key(self) -> str:
+        """Two jobs of one run are two callbacks."""
+        return f"Pictures.{self.job.name}"
+
+    def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+        """Draw when due."""
+        if not self.is_due(trainer, step, self.job.every):
+            return
+        folder = self.samples_dir / f"step_{step}" / self.job.name
+        with self.stopwatch.paused():
+            folder.mkdir(parents=True, exist_ok=True)
+            with export_weights(module, self.ema):
+                self._draw_share(trainer, module, folder)
+            trainer.strategy.barrier("pictures drawn")
+            if trainer.is_global_zero:
+                self._publish(trainer, folder, step)
+
+    def _draw_share(self, trainer: pl.Trainer, module: TrainedModule, folder: Path) -> None:
+        """This rank's pictures. The seed belongs to the prompt's place in the list, not to the rank."""
+        share = range(trainer.global_rank, len(self.job.prompts), trainer.world_size)
+        if not share:
+            return
+        with torch.no_grad(), autocast(module.device, self.precision):
+            images = draw_images(
+                self.pipeline(),
+                [self.job.prompts[i][1] for i in share],
+                [self.sampling.seed + i for i in share],
+                height=self.resolution,
+                width=self.resolution,
+                num_inference_steps=self.sampling.num_inference_steps,
+                guidance_scale=self.sampling.guidance_scale,
+                batch_size=self.sampling.batch_size,
+            )
+            for i, image in zip(share, images, strict=True):
+                image.save(folder / f"{self.job.prompts[i][0]}.png")
+
+    def _publish(self, trainer: pl.Trainer, folder: Path, step: int) -> None:
+        """Grid picture, loggers, tar."""
+        shown = [folder / f"{stem}.png" for stem, _ in self.job.prompts[:_GRID_PICTURES]]
+        grid = picture_grid([Image.open(path) for path in shown], _GRID_COLUMNS)
+        grid.save(folder.with_name(f"{folder.name}_grid.png"))
+        _log_picture(trainer, self.job.name, grid, step)
+        if self.job.as_tar:
+            with tarfile.open(folder.with_suffix(".tar"), "w") as tar:
+                for path in sorted(folder.iterdir()):
+                    tar.add(path, arcname=path.name)
+            shutil.rmtree(folder)
+
+
+def _log_picture(trainer: pl.Trainer, tag: str, picture: Image.Image, step: int) -> None:
+    """To every logger that shows pictures."""
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_image(tag, np.asarray(picture), step, dataformats="HWC")
+        elif isinstance(logger, WandbLogger):
+            logger.log_image(tag, [picture], step=step)

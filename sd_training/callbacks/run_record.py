@@ -1,0 +1,88 @@
+"""What was run: `config.yaml` (resolved, without secrets) and `run.json` in the run folder."""
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+
+from sd_training.rank_log import get_logger
+
+log = get_logger(__name__)
+
+_PACKAGES = (
+    "torch", "pytorch-lightning", "diffusers", "transformers", "xformers", "webdataset", "omegaconf", "wandb",
+    "deepspeed", "pydantic", "pyarrow", "pillow", "numpy", "safetensors", "tokenizers",
+)  # fmt: skip
+
+
+def package_versions() -> dict[str, str]:
+    """Installed version of every package that can change a run's numbers."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def git_revision(folder: Path) -> str | None:
+    """Commit of the code, `-dirty` when files differ from it; null outside a git checkout."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def redacted(word: str) -> str:
+    """A word of the command line without the value of an option that holds a secret."""
+    name, separator, _ = word.partition("=")
+    return f"{name}=<redacted>" if separator and name.endswith("api_key") else word
+
+
+class RunRecord(pl.Callback):
+    """Writes the record when training starts; each start of a resumed run adds an entry.
+
+    Args:
+        run_dir: the run folder.
+        resolved_config: YAML without secrets.
+        facts: further entries for `run.json`, e.g. world size and data fingerprint.
+    """
+
+    def __init__(self, run_dir: Path, resolved_config: str, facts: dict[str, Any]) -> None:
+        self.run_dir = run_dir
+        self.resolved_config = resolved_config
+        self.facts = facts
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Rank 0 writes."""
+        if not trainer.is_global_zero:
+            return
+        (self.run_dir / "config.yaml").write_text(self.resolved_config, encoding="utf-8")
+        entry = {
+            "started_unix_s": int(time.time()),
+            "first_optimizer_step": trainer.global_step,
+            "command": [redacted(word) for word in sys.argv],
+            "versions": package_versions(),
+            "git_revision": git_revision(Path(__file__).parent),
+            **self.facts,
+        }
+        path = self.run_dir / "run.json"
+        starts = _read_starts(path)
+        path.write_text(json.dumps({"starts": [*starts, entry]}, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_starts(path: Path) -> list[dict[str, Any]]:
+    """Entries of earlier starts; a file that a crash cut short counts as none."""
+    try:
+        starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return starts if isinstance(starts, list) else []

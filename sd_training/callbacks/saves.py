@@ -1,0 +1,88 @@
+"""Saves: a sealed checkpoint to resume from, then the pipeline folder that diffusers loads, then rotation."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+
+from sd_training.callbacks.ema import Ema, export_weights
+from sd_training.callbacks.every_step import OptimizerStepCallback
+from sd_training.callbacks.stopwatch import Stopwatch
+from sd_training.checkpoint.seal import rotate
+from sd_training.export.pipeline import export_pipeline, keep_export
+from sd_training.rank_log import get_logger
+from sd_training.training.base_module import TrainedModule
+
+log = get_logger(__name__)
+
+
+class Saves(OptimizerStepCallback):
+    """Every `every` optimizer steps and at the end of the run.
+
+    Args:
+        run_dir: the run folder.
+        every: optimizer steps between saves.
+        keep: checkpoints kept, at least two.
+        only_most_recent: replace `current_pipeline/`; else keep `pipelines/step_N/` and point at the newest.
+        exported: makes what is exported, a pipeline around the live modules or the autoencoder; collective.
+        ema: the average to export, if there is one.
+        stopwatch: stands still while saving.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        every: int,
+        keep: int,
+        only_most_recent: bool,
+        exported: Callable[[], Any],
+        ema: Ema | None,
+        stopwatch: Stopwatch,
+    ) -> None:
+        self.run_dir = run_dir
+        self.every = every
+        self.keep = keep
+        self.only_most_recent = only_most_recent
+        self.exported = exported
+        self.ema = ema
+        self.stopwatch = stopwatch
+
+    def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+        """Save when due; every rank takes part."""
+        if not self.is_due(trainer, step, self.every):
+            return
+        with self.stopwatch.paused():
+            checkpoint = self.run_dir / "checkpoints" / f"step={step}"
+            trainer.save_checkpoint(checkpoint)
+            if trainer.is_global_zero:
+                rotate(checkpoint.parent, self.keep, trusted=[checkpoint])
+            self._export(trainer, module, step)
+
+    def _export(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+        with export_weights(module, self.ema):
+            exported = self.exported()
+            if trainer.is_global_zero:
+                current = self.run_dir / "current_pipeline"
+                if self.only_most_recent:
+                    export_pipeline(exported, current)
+                else:
+                    keep_export(exported, self.run_dir, step)
+                log.info(f"saved step {step}: {self.run_dir / 'checkpoints' / f'step={step}'} and {current}")
+        trainer.strategy.barrier("pipeline exported")
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Express the loop's micro-batch counters in today's accumulation.
+
+        Progress is counted in optimizer steps; Lightning also stores micro-batches, which mean something else after a
+        change of `system.gradient_accumulation` at the same global batch.
+        """
+        micro_batches = checkpoint["global_step"] * trainer.accumulate_grad_batches
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for counts in (progress["total"], progress["current"]):
+            counts |= {"ready": micro_batches, "started": micro_batches, "processed": micro_batches}
+            # Saved inside on_train_batch_end, where Lightning has not yet counted the batch as completed.
+            counts["completed"] = micro_batches - 1
+        progress["is_last_batch"] = False

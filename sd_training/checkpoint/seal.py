@@ -1,0 +1,236 @@
+"""Sealed checkpoint folders: write, verify, find the newest good one, rotate. Needs no torch.
+
+A folder `step=N` exists only after every file in it was flushed to disk and read back equal to `MANIFEST.json`; a
+process killed at any moment leaves at most a `step=N.partial` or `step=N.deleting` behind, which `sweep` removes.
+One process of a run calls these functions.
+"""
+
+import errno
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from sd_training.checkpoint import manifest
+from sd_training.checkpoint.durable import (
+    files_below,
+    flush_folder,
+    flush_tree,
+    forget_cached,
+    make_empty_folder,
+    remove,
+    remove_quietly,
+    write_failure,
+)
+from sd_training.errors import CheckpointError
+from sd_training.rank_log import get_logger
+
+log = get_logger(__name__)
+
+MIN_KEPT = 2
+"""`rotate` never leaves fewer verified checkpoints: the newest may turn out damaged [count]."""
+
+_SEALED_NAME = re.compile(r"step=(\d+)", re.ASCII)
+_DAMAGED_NAME = re.compile(r"step=\d+\.damaged(-\d+)?", re.ASCII)
+_LEFTOVER_NAME = re.compile(r"step=\d+\.(partial|deleting)", re.ASCII)
+
+
+def folder_name(step: int) -> str:
+    """Name of the checkpoint after `step` optimizer steps."""
+    return f"step={step}"
+
+
+def step_of(folder: Path) -> int:
+    """Optimizer steps of a checkpoint folder, by its name.
+
+    Raises:
+        ValueError: the name is not `step=N`.
+    """
+    match = _SEALED_NAME.fullmatch(folder.name)
+    if match is None:
+        raise ValueError(f"{folder} is not a checkpoint folder: its name must be step=N, N optimizer steps")
+    return int(match[1])
+
+
+def write_sealed(root: Path, step: int, write: Callable[[Path], None], info: Mapping[str, Any]) -> Path:
+    """Writes `root/step=N` so that it either exists whole or not at all. Other checkpoints are not touched.
+
+    A `step=N` that is there and verifies is kept and nothing is written: replacing it would put it at risk.
+
+    Args:
+        root: the run's folder of checkpoints; made when missing.
+        step: optimizer steps completed.
+        write: puts the files into the empty folder it is given.
+        info: JSON that travels in the manifest, see `read_info`.
+
+    Returns:
+        The sealed folder.
+
+    Raises:
+        OSError: disk full, no permission, or not read back as written; names the folder and the free space. Nothing
+            is left behind. Any other error of `write` passes through, also with nothing left behind.
+    """
+    final = root / folder_name(step)
+    partial = root / f"{final.name}.partial"
+    try:
+        if _is_sealed_already(final):
+            return final
+        make_empty_folder(partial)
+        write(partial)
+        _seal(partial, step, info)
+        os.rename(partial, final)
+        flush_folder(root)
+    except OSError as error:
+        remove_quietly(partial)
+        raise write_failure(f"checkpoint {final.name}", root, error) from error
+    except BaseException:
+        remove_quietly(partial)
+        raise
+    return final
+
+
+def verify(folder: Path, *, contents: bool = True) -> list[str]:
+    """Problems of a sealed folder, one sentence each; empty when it is whole.
+
+    Args:
+        folder: `step=N`.
+        contents: also read every file and compare its checksum; without it only names and sizes are compared.
+    """
+    try:
+        recorded = manifest.read(folder)
+    except FileNotFoundError:
+        return [f"{manifest.NAME} is missing"]
+    except (OSError, ValueError) as error:
+        return [f"{manifest.NAME} cannot be used: {error}"]
+    problems = manifest.check_files(folder, recorded, contents=contents)
+    if _SEALED_NAME.fullmatch(folder.name) and step_of(folder) != recorded.step:
+        problems.append(f"{manifest.NAME} belongs to step {recorded.step:,}")
+    return problems
+
+
+def read_info(folder: Path) -> dict[str, Any]:
+    """The `info` that `write_sealed` was given.
+
+    Raises:
+        CheckpointError: the manifest is missing or damaged.
+    """
+    try:
+        return manifest.read(folder).info
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / manifest.NAME} cannot be used: {error}") from error
+
+
+def sealed(root: Path) -> list[Path]:
+    """Folders `step=N` of `root`, oldest first by number. Not verified."""
+    return sorted(_folders(root, _SEALED_NAME), key=step_of)
+
+
+def newest_verified(root: Path) -> Path | None:
+    """The newest checkpoint that verifies, or None when none was ever finished.
+
+    Newer ones that do not verify are renamed `step=N.damaged`, with the reason in the log.
+
+    Raises:
+        CheckpointError: checkpoints exist, or were set aside before, and none verifies. Nothing is renamed then.
+    """
+    damaged: dict[Path, list[str]] = {}
+    for folder in reversed(sealed(root)):
+        problems = verify(folder)
+        if not problems:
+            for bad, reasons in damaged.items():
+                _set_aside(bad, reasons)
+            return folder
+        damaged[folder] = problems
+    set_aside = _folders(root, _DAMAGED_NAME)
+    if damaged or set_aside:
+        raise CheckpointError(_nothing_usable(root, damaged, set_aside))
+    return None
+
+
+def rotate(root: Path, keep: int, trusted: Collection[Path] = ()) -> list[Path]:
+    """Deletes checkpoints older than the `keep` newest verified ones.
+
+    Args:
+        root: the run's folder of checkpoints.
+        keep: verified checkpoints to leave [count]; fewer than 2 count as 2. Damaged ones do not count.
+        trusted: checkpoints that were verified a moment ago and are not read again.
+
+    Returns:
+        What was deleted. An older one that is itself damaged is left for a person to look at.
+    """
+    good, deleted = 0, []
+    for folder in reversed(sealed(root)):
+        if good < max(keep, MIN_KEPT):
+            good += folder in trusted or not verify(folder)
+        elif not verify(folder, contents=False):
+            discard(folder)
+            deleted.append(folder)
+    return deleted
+
+
+def discard(folder: Path) -> None:
+    """Deletes a checkpoint. It is renamed first, so a kill half way leaves no damaged `step=N`."""
+    if not folder.exists():
+        return
+    doomed = folder.with_name(f"{folder.name}.deleting")
+    remove(doomed)
+    os.rename(folder, doomed)
+    remove(doomed)
+
+
+def sweep(root: Path) -> list[Path]:
+    """Removes what killed processes left half written or half deleted; returns the names. Call it once at start."""
+    leftovers = _folders(root, _LEFTOVER_NAME)
+    for folder in leftovers:
+        log.info("removing %s, left by a process that was stopped", folder)
+        remove_quietly(folder)
+    return leftovers
+
+
+def _is_sealed_already(final: Path) -> bool:
+    if not final.exists():
+        return False
+    problems = verify(final)
+    if problems:
+        _set_aside(final, problems)
+    return not problems
+
+
+def _seal(partial: Path, step: int, info: Mapping[str, Any]) -> None:
+    flush_tree(partial)
+    text = manifest.to_text(manifest.record(partial, step, info))
+    (partial / manifest.NAME).write_text(text, encoding="utf-8")
+    flush_tree(partial)
+    for path in files_below(partial):
+        forget_cached(path)
+    problems = verify(partial)
+    if problems:
+        raise OSError(errno.EIO, f"not read back as it was written: {'; '.join(problems)}")
+
+
+def _folders(root: Path, name: re.Pattern[str]) -> list[Path]:
+    if not root.is_dir():
+        return []
+    return [p for p in sorted(root.iterdir()) if name.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
+
+
+def _set_aside(folder: Path, reasons: list[str]) -> None:
+    target = folder.with_name(f"{folder.name}.damaged")
+    count = 1
+    while target.exists():
+        count += 1
+        target = folder.with_name(f"{folder.name}.damaged-{count}")
+    log.error("checkpoint %s is damaged and is set aside as %s: %s", folder, target.name, "; ".join(reasons))
+    try:
+        os.rename(folder, target)
+    except OSError as error:
+        log.error("%s could not be renamed: %s", folder, error)
+
+
+def _nothing_usable(root: Path, damaged: dict[Path, list[str]], set_aside: list[Path]) -> str:
+    lines = [f"{root} holds checkpoints, but none of them can be used:"]
+    lines += [f"  {folder.name}: {'; '.join(reasons)}" for folder, reasons in damaged.items()]
+    lines += [f"  {folder.name}: set aside earlier" for folder in set_aside]
+    lines.append("Put a good copy of one back, or move this folder away to start the run from the beginning.")
+    return "\n".join(lines)

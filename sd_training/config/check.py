@@ -1,0 +1,210 @@
+"""Rules between options. Everything here runs without torch, before anything is loaded."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from sd_training.config.class_prompts import prompts_of, read_class_prompts
+from sd_training.config.fields import options
+from sd_training.config.filter_grammar import parse_filters
+from sd_training.config.schema import Config, PartConfig
+
+PARTS = ("vae", "text_encoder", "tokenizer", "unet", "noise_scheduler_training", "noise_scheduler_inference")
+_NETWORKS = ("vae", "text_encoder", "unet")
+_NEEDED = {"unet": PARTS[:5], "vae": ("vae",)}
+"""`noise_scheduler_inference` may be left out: the exported sampler then follows the training scheduler."""
+
+_PARTNERS = (
+    ("dataset.params.batch_size", "system.batch_size"),
+    ("dataset.params.workers", "system.workers"),
+    ("dataset.params.num_examples_to_see", "experiment.num_examples_to_see"),
+    ("system.dist_backend", "distributed.dist_backend"),
+    ("system.dist_url", "distributed.dist_url"),
+)
+_IGNORED = {
+    "vae": (
+        "objective.prediction_type",
+        "objective.rescale_betas_zero_snr",
+        "objective.snr_gamma",
+        "conditioning.dropout_prob",
+        "experiment.eval_caption_file",
+    ),
+    "unet": ("objective.kl_weight",),
+}
+"""Options that training this part does not read."""
+
+_RENDEZVOUS = re.compile(r"env://|tcp://[^\s/:]+:([0-9]{1,5})")
+
+
+def check(config: Config) -> list[str]:
+    """Everything that is wrong between options, one sentence each; each starts with the option's dotted name."""
+    rules: tuple[Callable[[Config], Iterator[str]], ...] = (
+        _partners,
+        _length,
+        _parts,
+        _local_paths,
+        _dataset,
+        _class_prompts,
+        _ignored,
+        _previews,
+        _processes,
+    )
+    return [problem for rule in rules for problem in rule(config)]
+
+
+def warnings(config: Config) -> list[str]:
+    """What is allowed but probably not meant, one sentence each."""
+    return [*_short_run(config), *_two_learning_rates(config), *_unread(config)]
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value of a dotted option."""
+    value: Any = config
+    for step in key.split("."):
+        value = getattr(value, step)
+    return value
+
+
+def _is_default(config: Config, key: str) -> bool:
+    return bool(value_of(config, key) == options()[key].default)
+
+
+def _partners(config: Config) -> Iterator[str]:
+    """sd-training names some values twice; two different values leave open which is meant."""
+    for copy, original in _PARTNERS:
+        first, second = value_of(config, copy), value_of(config, original)
+        if first is not None and first != second:
+            yield f"{copy}: is {first}, but {original} is {second}; leave {copy} out or write ${{{original}}}"
+
+
+def _length(config: Config) -> Iterator[str]:
+    batch = config.system.batch_size * config.system.gradient_accumulation
+    if config.experiment.num_examples_to_see < batch:
+        yield (
+            f"experiment.num_examples_to_see: is {config.experiment.num_examples_to_see:,}, less than one optimizer "
+            f"step (batch_size {config.system.batch_size} × accumulation {config.system.gradient_accumulation})"
+        )
+
+
+def _parts(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.pretrained is not None:
+        return
+    if model.revision is not None:
+        yield "model.revision: is only read together with model.pretrained"
+    needed = _NEEDED[model.train]
+    if not any(_is_set(getattr(model, part)) for part in PARTS):
+        parts = ", ".join(f"model.{part}" for part in needed)
+        yield f"model.pretrained: is required: a pipeline folder or hub id for all parts; or give each of {parts}"
+        return
+    for part in PARTS:
+        yield from _part(part, getattr(model, part), part in needed)
+
+
+def _part(name: str, part: PartConfig, needed: bool) -> Iterator[str]:
+    if part.pretrained is None:
+        if name == "tokenizer" and (needed or _is_set(part)):
+            yield "model.tokenizer.pretrained: is required: a folder or hub id; a tokenizer cannot be made from target and params"
+        elif needed and not _is_set(part):
+            yield f"model.{name}: is required: give `pretrained` (a folder or hub id), or `target` and `params`"
+        yield from (
+            f"model.{name}.{key}: is only read together with model.{name}.pretrained"
+            for key in ("subfolder", "revision")
+            if getattr(part, key) is not None
+        )
+    elif name in _NETWORKS and part.target is not None:
+        yield (
+            f"model.{name}.target: stands beside model.{name}.pretrained; keep one: `pretrained` loads weights, "
+            f"`target` and `params` start from random ones (model.{name}.target=null model.{name}.params=null)"
+        )
+    elif part.params and not name.startswith("noise_scheduler"):
+        yield f"model.{name}.params: is not read together with model.{name}.pretrained; remove it (model.{name}.params=null)"
+
+
+def _is_set(part: PartConfig) -> bool:
+    return part.pretrained is not None or part.target is not None or bool(part.params)
+
+
+def _local_paths(config: Config) -> Iterator[str]:
+    """A hub id cannot start like a path, so a path that does not exist is a mistake."""
+    parts = [f"model.{part}.pretrained" for part in PARTS] if config.model.pretrained is None else []
+    for key in ("model.pretrained", *parts, "ema.path"):
+        path = value_of(config, key)
+        if path is not None and path.startswith(("/", "./", "../", "~")) and not Path(path).exists():
+            yield f"{key}: {path!r} does not exist{' (~ is not expanded)' if path.startswith('~') else ''}"
+    captions = config.experiment.eval_caption_file
+    if captions is not None and not Path(captions).is_file():
+        yield f"experiment.eval_caption_file: {captions!r} does not exist or is no file"
+
+
+def _dataset(config: Config) -> Iterator[str]:
+    if not config.dataset.params.path:
+        yield "dataset.params.path: is empty; give a tar file, a folder, a glob or a brace pattern"
+    yield from parse_filters(config.dataset.params.filters)[1]
+
+
+def _class_prompts(config: Config) -> Iterator[str]:
+    params, kind = config.dataset.params, config.dataset.type
+    if kind != "ClassificationWebDataset":
+        for name in ("idx_to_prompt", "class_mapping"):
+            if getattr(params, name) is not None:
+                yield f"dataset.params.{name}: is only read with dataset.type=ClassificationWebDataset, not {kind}"
+    elif params.idx_to_prompt is not None and params.class_mapping is not None:
+        yield "dataset.params.class_mapping: is another name of dataset.params.idx_to_prompt; keep one of them"
+    elif prompts_of(params) is None:
+        yield "dataset.params.idx_to_prompt: is required with dataset.type=ClassificationWebDataset"
+    else:
+        yield from read_class_prompts(params)[1]
+
+
+def _ignored(config: Config) -> Iterator[str]:
+    for key in _IGNORED[config.model.train]:
+        if not _is_default(config, key):
+            yield f"{key}: is {value_of(config, key)}, but nothing reads it with model.train={config.model.train}; remove it"
+
+
+def _previews(config: Config) -> Iterator[str]:
+    if config.model.train == "unet" and config.sampling.every > 0 and not config.sampling.prompts:
+        yield f"sampling.prompts: is empty, but sampling.every={config.sampling.every} asks for previews; give at least one"
+
+
+def _processes(config: Config) -> Iterator[str]:
+    trainer, distributed = config.trainer, config.distributed
+    devices = trainer.devices if isinstance(trainer.devices, int) else 1
+    if distributed.strategy == "single" and max(devices, trainer.num_nodes or 1) > 1:
+        yield (
+            "distributed.strategy: `single` is one process, but "
+            f"trainer.devices={trainer.devices} and trainer.num_nodes={trainer.num_nodes} ask for more; use ddp or auto"
+        )
+    url = _RENDEZVOUS.fullmatch(distributed.dist_url)
+    if not url or (url[1] and not 0 < int(url[1]) < 65536):
+        yield f"distributed.dist_url: is {distributed.dist_url!r}; allowed: env:// or tcp://host:port"
+
+
+def _short_run(config: Config) -> Iterator[str]:
+    steps = config.experiment.num_examples_to_see // (config.system.batch_size * config.system.gradient_accumulation)
+    warmup = config.lr_scheduler.params.warmup_length
+    if warmup > steps:
+        yield f"lr_scheduler.params.warmup_length: {warmup:,} steps of warm-up in a run of at most {steps:,} steps"
+
+
+def _two_learning_rates(config: Config) -> Iterator[str]:
+    schedule, optimizer = config.lr_scheduler.params.learning_rate, config.optimizer.params.learning_rate
+    if schedule is not None and schedule != optimizer:
+        yield f"optimizer.params.learning_rate: {optimizer} is not used; lr_scheduler.params.learning_rate={schedule} wins"
+
+
+def _unread(config: Config) -> Iterator[str]:
+    if not config.model.use_ema:
+        for key in options():
+            if key.startswith("ema.") and not _is_default(config, key):
+                yield f"{key}: is not used, because model.use_ema is false"
+    if config.experiment.eval_tar and config.experiment.eval_caption_file is None:
+        yield "experiment.eval_tar: is not used, because experiment.eval_caption_file is not set"
+    for part in PARTS if config.model.pretrained is not None else ():
+        own: PartConfig = getattr(config.model, part)
+        # A noise scheduler's params, and the class of the inference sampler, still override what was stored.
+        overrides = part.startswith("noise_scheduler") and own.pretrained is None
+        if _is_set(own) and not overrides:
+            yield f"model.{part}: its own settings are not used, because model.pretrained is set"

@@ -1,0 +1,52 @@
+"""Class index → prompts, for `ClassificationWebDataset`."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sd_training.config.schema import DatasetParams
+
+Written = Mapping[str | int, str | list[str]] | str
+"""Inline, or the path of a JSON file."""
+
+
+def prompts_of(params: DatasetParams) -> Written | None:
+    """`idx_to_prompt`, or `class_mapping`, its other name; None when neither is set."""
+    return params.idx_to_prompt if params.idx_to_prompt is not None else params.class_mapping
+
+
+def read_class_prompts(params: DatasetParams) -> tuple[dict[int, list[str]], list[str]]:
+    """The prompts of every class.
+
+    Returns:
+        Class index → at least one prompt, and one sentence per problem.
+    """
+    option = "dataset.params.idx_to_prompt" if params.idx_to_prompt is not None else "dataset.params.class_mapping"
+    written: Any = prompts_of(params)
+    if isinstance(written, str):
+        try:
+            written = json.loads(Path(written).read_text(encoding="utf-8"))
+        except OSError as error:
+            return {}, [f"{option}: cannot read {written!r}: {error.strerror}"]
+        except (ValueError, RecursionError) as error:
+            return {}, [f"{option}: {prompts_of(params)!r} is not readable as JSON: {error}"]
+    if not isinstance(written, dict) or not written:
+        return {}, [f"{option}: must be a mapping of class index to prompt, with at least one class"]
+    return _read_mapping(option, written)
+
+
+def _read_mapping(option: str, written: dict[Any, Any]) -> tuple[dict[int, list[str]], list[str]]:
+    prompts: dict[int, list[str]] = {}
+    problems: list[str] = []
+    for index, value in written.items():
+        texts = [value] if isinstance(value, str) else value
+        if not str(index).isascii() or not str(index).isdigit():
+            problems.append(f"{option}.{index}: the key must be a class index, a whole number of at least 0")
+        elif not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+            problems.append(f"{option}.{index}: must be a prompt or a list of at least one prompt")
+        elif int(index) in prompts:
+            problems.append(f"{option}.{index}: this class is listed twice")
+        else:
+            prompts[int(index)] = texts
+    return prompts, problems

@@ -1,0 +1,191 @@
+"""The command line read into one tree: YAML files merged left to right, then dot overrides."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from sd_training.config.fields import SECRETS, accepts, defaults, options
+from sd_training.config.problems import Problem
+
+COMMAND_LINE = "command line"
+
+_MAX_NODES = 500_000
+"""YAML nodes after alias expansion; a class list of a thousand classes with eighty prompts each fits."""
+_KEY = re.compile(r"[^\s<>!=.\[\]]+(\.[^\s<>!=.\[\]]+|\[\d+\])*")
+_NOT_YAML = (">", "|", "!", "&", "*", "%", "@", "`")
+"""A value that starts so is text: YAML would read `>5` as an empty block and `*a` as an alias."""
+
+
+@dataclass
+class Sources:
+    """Everything that was asked for, not yet resolved or checked."""
+
+    tree: DictConfig
+    origins: dict[str, str] = field(default_factory=dict)
+    """Dotted key → "file, line n" or "command line"."""
+    problems: list[Problem] = field(default_factory=list)
+    complete: bool = True
+    """False when a file could not be read, so that missing options say nothing."""
+
+
+def gather(argv: Sequence[str]) -> Sources:
+    """Merges `config=a.yaml,b.yaml` over the schema's defaults, then applies `a.b.c=value` in order."""
+    sources = Sources(OmegaConf.create(defaults()))
+    for item in argv:
+        if item.startswith("config="):
+            for name in item.removeprefix("config=").split(","):
+                _merge_file(sources, name.strip())
+    for item in argv:
+        if not item.startswith("config="):
+            _apply_override(sources, item)
+    return sources
+
+
+def _merge_file(sources: Sources, name: str) -> None:
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+        values, lines = _parse_file(name, text)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a UTF-8 text"
+        values, lines = _file_problem(name, f"cannot read this file: {reason}"), {}
+    if isinstance(values, Problem):
+        sources.problems.append(values)
+        sources.complete = False
+        return
+    sources.problems += _refuse_resolvers(values)
+    merged = OmegaConf.merge(sources.tree, OmegaConf.create(values))
+    assert isinstance(merged, DictConfig), "two mappings merge to a mapping"
+    sources.tree = merged
+    sources.origins |= {key: f"{name}, line {line}" for key, line in lines.items()}
+
+
+def _parse_file(name: str, text: str) -> tuple[dict[Any, Any] | Problem, dict[str, int]]:
+    """The file's mapping and the line of every key."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if node is None:
+            return {}, {}
+        if not isinstance(node, yaml.MappingNode):
+            return _file_problem(name, "must be a mapping of options, such as `experiment:` with `name: …`"), {}
+        loaded = OmegaConf.create(text, max_yaml_expanded_nodes=_MAX_NODES)
+        return dict(_plain(loaded)), _lines(node)
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        return _file_problem(name + line, f"not readable as YAML: {error.problem}"), {}
+    except OmegaConfBaseException as error:
+        return _file_problem(name, f"{getattr(error, 'full_key', '')}: {_first_line(error)}"), {}
+    except (yaml.YAMLError, ValueError) as error:
+        return _file_problem(name, f"not readable as YAML: {_first_line(error)}"), {}
+    except RecursionError:
+        return _file_problem(name, "not readable as YAML: nested too deeply"), {}
+
+
+def _file_problem(name: str, text: str) -> Problem:
+    return Problem(f"config={name}", text, is_option=False)
+
+
+def _lines(node: yaml.MappingNode, prefix: str = "") -> dict[str, int]:
+    found: dict[str, int] = {}
+    for key, value in node.value:
+        dotted = f"{prefix}{key.value}"
+        found[dotted] = key.start_mark.line + 1
+        if isinstance(value, yaml.MappingNode) and dotted not in options():
+            found |= _lines(value, f"{dotted}.")
+    return found
+
+
+def _apply_override(sources: Sources, item: str) -> None:
+    key, equals, text = item.partition("=")
+    if any(secret in key for secret in SECRETS):
+        item = f"{key}=…"
+    if not equals:
+        hint = f"config={item}" if item.endswith((".yaml", ".yml")) else "option=value, such as experiment.name=first"
+        sources.problems.append(Problem(item, f"not understood; write {hint}", is_option=False))
+        return
+    if not _KEY.fullmatch(key) or key.startswith("-"):
+        hint = _key_hint(key, item.partition("=")[2])
+        sources.problems.append(Problem(item, f"not understood: {hint}", is_option=False))
+        return
+    try:
+        # Wrapped in one key, so that a refused resolver can be taken out as in a file.
+        wrapped = {key: parse_value(key, text)}
+        sources.problems += _refuse_resolvers(wrapped)
+        OmegaConf.update(sources.tree, key, wrapped[key], merge=True)
+        sources.origins[key] = COMMAND_LINE
+    except OmegaConfBaseException as error:
+        sources.problems.append(Problem(item, f"cannot be set: {_first_line(error)}", is_option=False))
+
+
+def _key_hint(key: str, text: str) -> str:
+    stem = key.rstrip("<>!= ")
+    if stem != key and _KEY.fullmatch(stem):
+        return f"the option's name ends at the first =; write {stem}={key[len(stem) :].strip()}={text}"
+    if key.startswith("-"):
+        return f"options are written without dashes: {key.lstrip('-')}={text}"
+    return "an option is dotted names, such as dataset.params.path"
+
+
+def parse_value(key: str, text: str) -> Any:
+    """The value of an override: YAML as OmegaConf reads it, or the text itself where YAML cannot read it.
+
+    An option that holds text keeps it as it was typed, so that `experiment.name=007` is not seven.
+    """
+    if text.startswith(_NOT_YAML):
+        return text
+    try:
+        value = _plain(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+    except (yaml.YAMLError, OmegaConfBaseException):
+        return text
+    option = options().get(key)
+    if option is None or value is None or isinstance(value, (str, list)):
+        return value
+    holds_text = accepts(option.annotation, str) and not accepts(option.annotation, type(value))
+    return text if holds_text else value
+
+
+def _refuse_resolvers(values: dict[Any, Any]) -> list[Problem]:
+    """Takes out every `${name:…}`: a resolver could read the environment or run a function.
+
+    The value becomes `???` in place, so that nothing is computed while files are merged.
+    """
+    problems: list[Problem] = []
+
+    def visit(holder: Any, path: str) -> None:
+        for key in range(len(holder)) if isinstance(holder, list) else list(holder):
+            value, dotted = holder[key], f"{path}.{key}" if path else str(key)
+            if isinstance(value, (dict, list)):
+                visit(value, dotted)
+            elif isinstance(value, str) and (name := _resolver_in(value)):
+                holder[key] = "???"
+                text = f"${{{name}:…}} is not allowed: only ${{another.option}} is read, nothing from outside the files"
+                problems.append(Problem(dotted, text))
+
+    visit(values, "")
+    return problems
+
+
+def _resolver_in(text: str) -> str | None:
+    """Name of the first resolver in `${name:…}`, at any depth."""
+    opened: list[int] = []
+    for token in re.finditer(r"\$\{|\}|:", text):
+        if token[0] == "${":
+            opened.append(token.end())
+        elif opened and token[0] == ":":
+            return text[opened[-1] : token.start()].strip()
+        elif opened:
+            opened.pop()
+    return None
+
+
+def _plain(tree: Any) -> Any:
+    return OmegaConf.to_container(tree, resolve=False)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,101 @@
+"""Which samples of the index take part: the declared members are there, the class is known, the filters hold."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from sd_training.config.filter_grammar import Comparison
+from sd_training.data.captions import Prompts, class_name
+from sd_training.data.filters import Mask, evaluate
+from sd_training.data.index import DatasetIndex
+from sd_training.data.problems import EXAMPLES_KEPT, Problems, SkippedSample
+from sd_training.errors import DataError
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The survivors and how they were chosen."""
+
+    survivors: NDArray[np.int64]
+    """[n] indices into the data set's index, ascending."""
+    num_usable: int
+    """Samples that have all members, before filters."""
+    rules: list[tuple[Comparison, int]]
+    """Filters, each with the usable samples that pass it alone."""
+    problems: Problems
+    """Of the shards and of the samples that lack something."""
+
+
+def select(index: DatasetIndex, comparisons: list[Comparison], prompts: Prompts | None) -> Selection:
+    """Chooses the samples.
+
+    Args:
+        prompts: class id → prompts for classification data; None for captioned data.
+
+    Raises:
+        DataError: nothing is left; the message says what each filter alone and all together keep.
+    """
+    problems = Problems()
+    problems.merge(index.problems)
+    usable = _captioned(index, problems) if prompts is None else _classified(index, prompts, problems)
+    passed = [usable & evaluate(comparison, index.metadata, len(index)) for comparison in comparisons]
+    survivors = np.flatnonzero(np.logical_and.reduce([usable, *passed]))
+    rules = [(comparison, int(mask.sum())) for comparison, mask in zip(comparisons, passed, strict=True)]
+    selection = Selection(survivors, int(usable.sum()), rules, problems)
+    if not len(survivors):
+        raise DataError(_nothing_left(index, selection))
+    return selection
+
+
+def _captioned(index: DatasetIndex, problems: Problems) -> Mask:
+    usable: Mask = index.caption_offset >= 0
+    _name(index, np.flatnonzero(~usable), "caption missing", problems)
+    return usable
+
+
+def _classified(index: DatasetIndex, prompts: Prompts, problems: Problems) -> Mask:
+    """Looks each distinct class up once."""
+    encoded = index.cls.combine_chunks().dictionary_encode()
+    known = np.array([class_name(value) in prompts for value in encoded.dictionary.to_pylist()] + [False])
+    codes = pc.fill_null(encoded.indices, len(known) - 1).to_numpy(zero_copy_only=False)
+    usable: Mask = known[codes]
+    has_class = pc.is_valid(encoded).to_numpy(zero_copy_only=False)
+    _name(index, np.flatnonzero(~has_class), "class missing", problems)
+    _name(index, np.flatnonzero(has_class & ~usable), "class without a prompt", problems, show_class=True)
+    return usable
+
+
+def _name(
+    index: DatasetIndex, samples: NDArray[np.int64], reason: str, problems: Problems, show_class: bool = False
+) -> None:
+    for sample in samples[:EXAMPLES_KEPT].tolist():
+        shown = f"{reason}: class {index.cls[sample].as_py()!r}" if show_class else reason
+        problems.add(SkippedSample(*index.name(sample), shown))
+    if len(samples) > EXAMPLES_KEPT:
+        problems.add(SkippedSample("", "", reason), count=len(samples) - EXAMPLES_KEPT)
+
+
+def filter_lines(index: DatasetIndex, selection: Selection) -> list[str]:
+    """One line per filter with its survivors, and the fields that no sample has."""
+    lines = [f"{comparison}: {count:,} samples" for comparison, count in selection.rules]
+    for comparison, _ in selection.rules:
+        if comparison.field not in index.fields:
+            fields = ", ".join(sorted(index.fields)[:20]) or "none"
+            lines.append(f"no sample has the metadata field '{comparison.field}' (fields found: {fields})")
+    return lines
+
+
+def _nothing_left(index: DatasetIndex, selection: Selection) -> str:
+    shards = f"{len(index.shards):,} shards (first: {index.shards[0]})"
+    lines = [f"dataset.params.path: no sample is left of the {len(index):,} in {shards}"]
+    if selection.rules:
+        lines.append(
+            f"samples with all members: {selection.num_usable:,}; dataset.params.filters keep of these, each alone:"
+        )
+        lines += [f"  {line}" for line in filter_lines(index, selection)]
+        lines.append("  all together: 0 samples; loosen the filters")
+    if selection.problems.total():
+        lines.append(f"problems: {selection.problems.text()}")
+    return "\n".join(lines)

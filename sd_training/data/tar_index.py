@@ -1,0 +1,188 @@
+"""Reads the headers of one tar shard. Members are never extracted, and only text members are read here.
+
+Grouping follows webdataset: the key of a member is its path up to the first dot of the file name, the extension is
+the rest in lower case. This module runs in index processes and does not import torch.
+"""
+
+import json
+import math
+import os
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sd_training.data.problems import Problems, SkippedSample
+
+IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp"})
+MAX_TEXT_BYTES = 1 << 20
+"""Larger class and metadata members are refused."""
+_BLOCK = 512
+
+Span = tuple[int, int]
+"""Offset and length of a member's content [bytes]."""
+Scalar = str | float
+_ROLES = {**dict.fromkeys(IMAGE_EXTENSIONS, "image"), "txt": "caption", "cls": "cls", "json": "metadata"}
+
+
+@dataclass
+class TarSample:
+    """The members of one sample. Only `metadata` and `cls` were read."""
+
+    key: str
+    spans: dict[str, Span] = field(default_factory=dict)
+    """Of the roles `image`, `caption`, `cls`, `metadata`."""
+    cls: str | None = None
+    metadata: dict[str, Scalar] = field(default_factory=dict)
+    """Scalar JSON values; numbers as float, true and false as the words."""
+
+
+@dataclass
+class TarScan:
+    """Samples of a shard that have an image, in file order, and what was wrong."""
+
+    samples: list[TarSample]
+    problems: Problems
+
+
+def scan_tar(path: Path) -> TarScan:
+    """Groups the members of the uncompressed tar `path` into samples.
+
+    Damage is no error here: complete samples are kept and the problem is named. OSError is passed on.
+    """
+    problems = Problems()
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        samples = _Scanner(path, descriptor, problems).run()
+    finally:
+        os.close(descriptor)
+    return TarScan(samples, problems)
+
+
+class _Scanner:
+    def __init__(self, path: Path, descriptor: int, problems: Problems) -> None:
+        self.path, self.descriptor, self.problems = path, descriptor, problems
+        self.size = os.fstat(descriptor).st_size
+        self.samples: dict[str, TarSample] = {}
+
+    def run(self) -> list[TarSample]:
+        try:
+            with tarfile.open(self.path, "r:") as tar:
+                for member in self._members(tar):
+                    self._place(member)
+                self._check_end(tar.offset)
+        except tarfile.TarError as error:
+            kind = "shard is truncated or damaged" if self.samples else "shard is not an uncompressed tar file"
+            self._problem("", f"{kind}: {error}")
+            self._drop_partial()
+        for sample in self.samples.values():
+            self._read_text(sample)
+        return [sample for sample in self.samples.values() if self._has_image(sample)]
+
+    def _members(self, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+        end = -1
+        while (member := tar.next()) is not None:
+            if member.size < 0 or tar.offset <= end:  # a header that points backwards would be read for ever
+                raise tarfile.ReadError(f"invalid size at byte {member.offset}")
+            end = tar.offset
+            tar.members = []  # type: ignore[attr-defined]  # tarfile remembers every header; a large shard has many
+            yield member
+
+    def _place(self, member: tarfile.TarInfo) -> None:
+        """Files the member under its sample, if its name and type are safe and its extension is one of ours."""
+        if member.isdir():
+            return
+        key, extension = _split_name(member.name)
+        if not (member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not member.issparse()):
+            return self._problem(member.name, "link, device or sparse member ignored")
+        if member.name.startswith("/") or ".." in member.name.split("/"):
+            return self._problem(member.name, "member with an unsafe name ignored")
+        role = _ROLES.get(extension)
+        if role is None or not key:
+            return None
+        sample = self.samples.setdefault(key, TarSample(key))
+        if role in sample.spans:
+            return self._problem(key, f"repeated member ignored: {member.name}")
+        sample.spans[role] = (member.offset_data, member.size)
+        return None
+
+    def _check_end(self, offset: int) -> None:
+        """tarfile ends silently at a damaged header and at a file that was cut; both are found here."""
+        ending = os.pread(self.descriptor, _BLOCK, offset)
+        if len(ending) == _BLOCK and not any(ending):
+            return
+        if len(ending) == _BLOCK:
+            self._problem("", f"shard is truncated or damaged: no valid header at byte {offset}")
+        else:
+            self._problem("", f"shard is truncated or damaged: no end mark after {self.size} bytes")
+        self._drop_partial()
+
+    def _drop_partial(self) -> None:
+        """Removes the last sample if content is missing, or if it has fewer members than the one before it."""
+        last = list(self.samples.values())[-2:]
+        if not last:
+            return
+        cut = any(offset + length > self.size for offset, length in last[-1].spans.values())
+        if cut or (len(last) == 2 and len(last[1].spans) < len(last[0].spans)):
+            del self.samples[last[-1].key]
+            self._problem(last[-1].key, "sample cut off with its shard")
+
+    def _has_image(self, sample: TarSample) -> bool:
+        if "image" not in sample.spans:
+            self._problem(sample.key, "image missing")
+        return "image" in sample.spans
+
+    def _read_text(self, sample: TarSample) -> None:
+        if "cls" in sample.spans:
+            sample.cls = self._text(sample.spans["cls"]).strip()
+        if "metadata" in sample.spans:
+            try:
+                sample.metadata = read_metadata(self._text(sample.spans["metadata"]))
+            except (ValueError, RecursionError):
+                self._problem(sample.key, "metadata is not a JSON object")
+
+    def _text(self, span: Span) -> str:
+        offset, length = span
+        return "" if length > MAX_TEXT_BYTES else os.pread(self.descriptor, length, offset).decode("utf-8", "replace")
+
+    def _problem(self, key: str, reason: str) -> None:
+        self.problems.add(SkippedSample(str(self.path), _text_name(key), _text_name(reason)))
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    """`a/b.seg.JPG` → (`a/b`, `seg.jpg`); a name without a key or without an extension gives empty strings."""
+    folder, slash, base = _text_name(name).rpartition("/")
+    stem, dot, extension = base.partition(".")
+    return (f"{folder}{slash}{stem}", extension.lower()) if stem and dot else ("", "")
+
+
+def _text_name(name: str) -> str:
+    """Names that are not UTF-8 come with surrogates, which parquet and JSON cannot store."""
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def read_metadata(text: str) -> dict[str, Scalar]:
+    """Scalar values of a JSON object; null, NaN, lists and objects are left out, as a missing value is.
+
+    Raises:
+        ValueError: not JSON, or not an object.
+    """
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    scalars = ((_text_name(name), _scalar(entry)) for name, entry in value.items())
+    return {name: scalar for name, scalar in scalars if scalar is not None}
+
+
+def _scalar(value: object) -> Scalar | None:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return _text_name(value)
+    if not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

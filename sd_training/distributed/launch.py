@@ -1,0 +1,124 @@
+"""Where a run runs: devices and processes, from torchrun, SLURM or the config. No process group is made here."""
+
+import os
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import torch
+from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+
+from sd_training.config.schema import DistributedConfig, TrainerConfig
+from sd_training.errors import ConfigError
+from sd_training.rank_log import get_logger
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Processes of a run."""
+
+    accelerator: str
+    """Lightning's name of the device kind: cpu, cuda or mps."""
+    devices: int
+    """Processes per machine."""
+    num_nodes: int
+    """Machines."""
+
+    @property
+    def processes(self) -> int:
+        """World size."""
+        return self.devices * self.num_nodes
+
+
+def _accelerator(config: TrainerConfig) -> str:
+    """The device kind, checked to exist here."""
+    wanted = "cuda" if config.accelerator == "gpu" else config.accelerator
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if wanted == "auto":
+        return "cuda" if available["cuda"] else "mps" if available["mps"] else "cpu"
+    if not available[wanted]:
+        raise ConfigError(
+            f"trainer.accelerator: {config.accelerator!r} is not available on this machine; use auto or cpu"
+        )
+    return wanted
+
+
+def _from_launcher() -> tuple[int, int] | None:
+    """(processes per machine, machines) as torchrun or srun set them, or null when started alone."""
+    env = os.environ
+    if "LOCAL_WORLD_SIZE" in env and "WORLD_SIZE" in env:
+        local = int(env["LOCAL_WORLD_SIZE"])
+        return local, int(env["WORLD_SIZE"]) // local
+    if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+        nodes = int(env.get("SLURM_NNODES", "1"))
+        return int(env["SLURM_NTASKS"]) // nodes, nodes
+    return None
+
+
+def find_launch(config: TrainerConfig) -> Launch:
+    """Devices and processes of this run.
+
+    Raises:
+        ConfigError: when the config contradicts the launcher or the machine.
+    """
+    accelerator = _accelerator(config)
+    launched = _from_launcher()
+    if launched is not None:
+        devices, num_nodes = launched
+        if config.devices not in ("auto", devices):
+            raise ConfigError(
+                f"trainer.devices: {config.devices}, but the launcher started {devices} processes per machine"
+            )
+        if config.num_nodes not in (None, num_nodes):
+            raise ConfigError(f"trainer.num_nodes: {config.num_nodes}, but the launcher runs on {num_nodes} machines")
+        return Launch(accelerator, devices, num_nodes)
+    if (config.num_nodes or 1) > 1:
+        raise ConfigError(
+            f"trainer.num_nodes: {config.num_nodes} machines need a launcher; start with torchrun or srun (see README)"
+        )
+    visible = torch.cuda.device_count() if accelerator == "cuda" else 1
+    devices = visible if config.devices == "auto" else config.devices
+    if accelerator != "cpu" and devices > visible:
+        raise ConfigError(f"trainer.devices: {devices}, but this machine has {visible}")
+    return Launch(accelerator, devices, 1)
+
+
+def process_group_backend(config: DistributedConfig, accelerator: str) -> str:
+    """The communication library; `nccl` without CUDA becomes `gloo`, said in one line."""
+    if config.dist_backend == "nccl" and accelerator != "cuda":
+        log.info("distributed.dist_backend: nccl needs CUDA, so gloo is used here")
+        return "gloo"
+    return config.dist_backend
+
+
+def set_rendezvous(dist_url: str) -> None:
+    """`tcp://host:port` names the first process's address; `env://` leaves it to the launcher."""
+    if dist_url == "env://":
+        return
+    address = urlsplit(dist_url)
+    if address.scheme != "tcp" or not address.hostname or not address.port:
+        raise ConfigError(f"distributed.dist_url: {dist_url!r} is neither env:// nor tcp://host:port")
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address.hostname, str(address.port)
+
+
+def make_strategy(config: DistributedConfig, launch: Launch) -> Strategy | str:
+    """Lightning's strategy for this launch. One process needs no process group.
+
+    DDP: gradients live in the communication buckets (no copy), accumulation communicates on the last micro-batch
+    only (Lightning's `no_sync`), and every parameter of the denoiser is used in every step.
+    """
+    if config.strategy == "single" and launch.processes > 1:
+        raise ConfigError(
+            f"distributed.strategy: single, but {launch.processes} processes were started; use auto or ddp"
+        )
+    if launch.processes == 1 and config.strategy != "ddp":
+        device = torch.device("cuda", 0) if launch.accelerator == "cuda" else torch.device(launch.accelerator)
+        return SingleDeviceStrategy(device=device)
+    set_rendezvous(config.dist_url)
+    return DDPStrategy(
+        process_group_backend=process_group_backend(config, launch.accelerator),
+        gradient_as_bucket_view=True,
+        find_unused_parameters=False,
+        broadcast_buffers=False,
+    )

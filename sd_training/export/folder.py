@@ -1,0 +1,119 @@
+"""A pipeline folder on disk: is it whole and safe to load, what are its weights, load it without network."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from safetensors import SafetensorError, safe_open
+
+from sd_training.errors import DataError
+
+_LIBRARIES = ("diffusers", "transformers", "stable_diffusion")
+"""Where parts may come from; "stable_diffusion" is diffusers' own module of the safety checker."""
+_PROBES = 64
+_PROBE_BYTES = 4096
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The content of `model_index.json`.
+
+    Raises:
+        DataError: no such folder, or it is not a diffusers pipeline.
+    """
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; a pipeline folder is needed (see scripts/download_diffusers.py)")
+    try:
+        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    except OSError:
+        raise DataError(f"{folder}: is not a diffusers pipeline, it has no model_index.json") from None
+    except ValueError as error:
+        raise DataError(f"{folder}/model_index.json: is not JSON ({error})") from None
+    if not isinstance(index, dict) or not isinstance(index.get("_class_name"), str):
+        raise DataError(f"{folder}/model_index.json: `_class_name` must name a pipeline class of diffusers")
+    return index
+
+
+def part_names(index: dict[str, Any]) -> dict[str, str]:
+    """The parts that have a folder of their own, with the library each comes from."""
+    pairs = {name: value for name, value in index.items() if isinstance(value, list) and len(value) == 2}
+    return {name: str(value[0]) for name, value in pairs.items() if not name.startswith("_") and value[0] is not None}
+
+
+def folder_problems(folder: Path) -> list[str]:
+    """Everything that keeps a pipeline folder from being loaded safely; empty when it is whole.
+
+    Raises:
+        DataError: there is no pipeline to check.
+    """
+    problems = [f"{path}: python code in a pipeline folder is never run; remove it" for path in folder.rglob("*.py")]
+    for part, library in part_names(read_index(folder)).items():
+        problems += _part_problems(folder / part, library)
+    return problems
+
+
+def _part_problems(part: Path, library: str) -> Iterator[str]:
+    if library not in _LIBRARIES:
+        yield f"{part}: comes from {library!r}; only parts of {', '.join(_LIBRARIES)} are loaded"
+    elif not part.is_dir():
+        yield f"{part}: is missing although model_index.json lists it"
+    elif not any(part.glob("*.json")):
+        yield f"{part}: has no configuration (*.json)"
+    elif (part / "config.json").is_file():  # only models have this name; schedulers and tokenizers have their own
+        yield from _weight_problems(part)
+
+
+def _weight_problems(part: Path) -> Iterator[str]:
+    weights = {path.name for path in part.glob("*.safetensors")}
+    if not weights:
+        yield f"{part}: has no *.safetensors weights; other formats can hold code and are not loaded"
+    for name in sorted(weights):
+        try:
+            with safe_open(part / name, framework="pt") as tensors:
+                tensors.keys()
+        except (SafetensorError, OSError) as error:
+            yield f"{part / name}: is damaged ({error})"
+    for index in part.glob("*.safetensors.index.json"):
+        missing = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) - weights
+        yield from (f"{part / name}: is missing although {index.name} lists it" for name in sorted(missing))
+
+
+def load_pipeline(folder: Path, dtype: torch.dtype | None = None) -> DiffusionPipeline:
+    """Loads a whole pipeline on the CPU: from this folder only, safetensors only, no code from outside.
+
+    Args:
+        folder: diffusers layout.
+        dtype: type of the weights; None keeps float32.
+
+    Raises:
+        DataError: `folder_problems` found something, or diffusers refuses the folder.
+    """
+    if problems := folder_problems(folder):
+        raise DataError("\n".join(problems))
+    try:
+        return DiffusionPipeline.from_pretrained(
+            str(folder), dtype=dtype or torch.float32, local_files_only=True, use_safetensors=True
+        )
+    except (OSError, ValueError, TypeError, RuntimeError, AttributeError, SafetensorError) as error:
+        raise DataError(f"{folder}: diffusers cannot load it ({' '.join(str(error).split())})") from error
+
+
+def fingerprint(folder: Path) -> str:
+    """16 hex digits that change when a pipeline's weights or settings change.
+
+    Small files count whole, large ones by size and 64 probes spread over them: training moves every weight, so this
+    finds any new export at a thousandth of the reading.
+    """
+    digest = hashlib.sha256()
+    parts = part_names(read_index(folder))
+    for path in sorted(p for part in parts for p in (folder / part).iterdir() if p.suffix in {".json", ".safetensors"}):
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(folder).as_posix()} {size}\n".encode())
+        with path.open("rb") as stream:
+            for probe in range(_PROBES if size > _PROBES * _PROBE_BYTES else 1):
+                stream.seek(probe * (size - _PROBE_BYTES) // (_PROBES - 1) if probe else 0)
+                digest.update(stream.read(_PROBE_BYTES if size > _PROBES * _PROBE_BYTES else size))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,130 @@
+"""Trained parts as a folder that diffusers loads: written beside the old one, reloaded, compared, then put in place.
+
+    current_pipeline.partial   being written or checked
+    current_pipeline           the newest good export; with `keep_export` a link to pipelines/step_N
+    current_pipeline.old       the one before, for the moment between two renames
+
+A process killed at any moment leaves a good folder that `recover_export`, called at the start of a run, puts in place.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from diffusers import DiffusionPipeline, ModelMixin
+from safetensors import SafetensorError
+
+from sd_training.checkpoint.durable import (
+    flush_folder,
+    flush_tree,
+    make_empty_folder,
+    remove,
+    remove_quietly,
+    write_failure,
+)
+from sd_training.export.compare import differences, without_progress_bars
+from sd_training.rank_log import get_logger
+
+log = get_logger(__name__)
+
+CURRENT = "current_pipeline"
+"""Name of the newest export in a run folder."""
+KEPT = "pipelines"
+"""Folder of the exports that are kept, `step_N`, in a run folder."""
+
+
+class ExportError(RuntimeError):
+    """The exported folder does not give back what was in memory. The export before it is still in place."""
+
+
+def export_pipeline(pipeline: DiffusionPipeline | ModelMixin, destination: Path) -> None:
+    """Replaces `destination` by `pipeline` in diffusers' layout, once the new folder was reloaded and compared.
+
+    Args:
+        pipeline: a whole pipeline, or one model such as an autoencoder; on any device. A part is copied to the CPU
+            for the comparison, one part at a time.
+        destination: folder to replace; a link there is replaced, not followed.
+
+    Raises:
+        OSError: it could not be written; names folder and free space. `destination` is as it was.
+        ExportError: the folder does not load as what was written. `destination` is as it was.
+    """
+    recover_export(destination)
+    partial = _beside(destination, "partial")
+    try:
+        make_empty_folder(partial)
+        _save(pipeline, partial)
+        problems = differences(pipeline, partial)
+        if problems:
+            raise ExportError(f"the pipeline written to {partial} is not the one in memory: {'; '.join(problems)}")
+        _replace(destination, lambda: os.rename(partial, destination))
+    except OSError as error:
+        remove_quietly(partial)
+        raise write_failure("pipeline", destination, error) from error
+    except BaseException:
+        remove_quietly(partial)
+        raise
+
+
+def keep_export(pipeline: DiffusionPipeline | ModelMixin, run_dir: Path, step: int) -> Path:
+    """Exports to `run_dir/pipelines/step_N` and points the link `run_dir/current_pipeline` at it.
+
+    Returns:
+        The new folder. Errors as in `export_pipeline`.
+    """
+    kept = run_dir / KEPT / f"step_{step}"
+    export_pipeline(pipeline, kept)
+    current = run_dir / CURRENT
+    recover_export(current)
+    link = _beside(current, "partial")
+    link.symlink_to(Path(KEPT) / kept.name)  # relative, so that the run folder can be moved
+    if current.is_symlink():
+        os.replace(link, current)  # one step: there is no moment without a pipeline
+        flush_folder(run_dir)
+    else:
+        _replace(current, lambda: os.rename(link, current))
+    return kept
+
+
+def recover_export(destination: Path) -> None:
+    """Puts the former export back if a process was killed between two renames, and removes half-written ones."""
+    old, partial = _beside(destination, "old"), _beside(destination, "partial")
+    if os.path.lexists(old) and not os.path.lexists(destination):
+        log.info("putting %s back in place: a process was stopped while it was replaced", destination)
+        os.rename(old, destination)
+        flush_folder(destination.parent)
+    for leftover in (old, partial):
+        remove(leftover)
+
+
+def recover_exports(run_dir: Path) -> None:
+    """`recover_export` for everything that `export_pipeline` and `keep_export` write in a run folder."""
+    recover_export(run_dir / CURRENT)
+    kept = run_dir / KEPT
+    names = {path.name.removesuffix(".old").removesuffix(".partial") for path in kept.glob("step_*")}
+    for name in sorted(names):
+        recover_export(kept / name)
+
+
+def _beside(destination: Path, suffix: str) -> Path:
+    return destination.with_name(f"{destination.name}.{suffix}")
+
+
+def _save(pipeline: DiffusionPipeline | ModelMixin, folder: Path) -> None:
+    try:
+        with without_progress_bars():
+            pipeline.save_pretrained(folder, safe_serialization=True)
+    except SafetensorError as error:  # the library's I/O errors are no OSErrors
+        raise OSError(str(error)) from error
+    flush_tree(folder)
+
+
+def _replace(destination: Path, put_in_place: Callable[[], None]) -> None:
+    """Moves the old folder out of the way, the new one in, and deletes the old one last."""
+    old = _beside(destination, "old")
+    if os.path.lexists(destination):
+        os.rename(destination, old)
+        flush_folder(destination.parent)
+    put_in_place()
+    flush_folder(destination.parent)
+    remove(old)

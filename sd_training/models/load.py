@@ -1,0 +1,200 @@
+"""Load a part of a pipeline from a diffusers folder or hub id, or make it with random weights from its parameters.
+
+Weights come from safetensors only, classes from the registry only, and no code of a model repository is ever run.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import CLIPTextConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from sd_training.config.schema import ModelConfig, PartConfig
+from sd_training.errors import ConfigError
+from sd_training.models.registry import check_params, class_of
+
+# diffusers reads this before it would download and import Python files that a repository carries.
+os.environ["DIFFUSERS_DISABLE_REMOTE_CODE"] = "1"
+
+_SUBFOLDER = {"noise_scheduler_training": "scheduler", "noise_scheduler_inference": "scheduler"}
+_CONFIG_FILES = ("config.json", "scheduler_config.json", "tokenizer_config.json")
+
+
+def effective_part(model: ModelConfig, part: str) -> PartConfig:
+    """The part's settings, with `model.pretrained` winning over its own, as in sd-training."""
+    config: PartConfig = getattr(model, part)
+    if model.pretrained is None:
+        return config
+    # A noise scheduler keeps its `params`: they override single stored settings (e.g. prediction_type).
+    params = config.params if part.startswith("noise_scheduler") else {}
+    target = config.target if part == "noise_scheduler_inference" else None
+    return PartConfig(pretrained=model.pretrained, revision=model.revision, params=params, target=target)
+
+
+def subfolder_of(part: str, config: PartConfig) -> str | None:
+    """Where the part lies below `pretrained`: the given folder, its usual name, or null for the part itself.
+
+    Raises:
+        ConfigError: when a local folder holds neither.
+    """
+    usual = _SUBFOLDER.get(part, part)
+    if config.pretrained is None or config.subfolder is not None:
+        return config.subfolder
+    root = Path(config.pretrained)
+    if not root.exists():
+        if config.pretrained.startswith((".", "/", "~")) or config.pretrained.count("/") > 1:
+            raise ConfigError(f"model.{part}.pretrained: the folder {config.pretrained!r} does not exist")
+        return usual
+    if (root / usual).is_dir():
+        return usual
+    if any((root / name).is_file() for name in _CONFIG_FILES) and not (root / "model_index.json").exists():
+        return None
+    raise ConfigError(
+        f"model.{part}.pretrained: {config.pretrained!r} has no folder {usual!r} and is no {part} itself "
+        f"(none of {', '.join(_CONFIG_FILES)} in it)"
+    )
+
+
+def _from_pretrained(part: str, cls: Any, config: PartConfig, **kwargs: Any) -> Any:
+    """`cls.from_pretrained`, with every way it can fail turned into a sentence that names the option."""
+    assert config.pretrained is not None
+    subfolder = subfolder_of(part, config)
+    try:
+        return cls.from_pretrained(
+            config.pretrained, **{"subfolder": subfolder} if subfolder else {}, revision=config.revision, **kwargs
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+        where = f"{config.pretrained!r}" + (f", folder {subfolder!r}" if subfolder else "")
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"model.{part}.pretrained: {where} cannot be loaded as {cls.__name__}: {first_line}"
+        ) from error
+
+
+def stable_seed(seed: int, purpose: str) -> int:
+    """A 63-bit seed for one purpose; unlike `hash()` the same in every process."""
+    digest = hashlib.sha256(f"{seed}:{purpose}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _construct(part: str, cls: type, params: Mapping[str, Any]) -> Any:
+    """`cls(**params)`; a transformers model is made from its config class."""
+    if issubclass(cls, PreTrainedModel):
+        problems = check_params(part, CLIPTextConfig, params)
+        make = lambda: cls(CLIPTextConfig(**params))  # noqa: E731
+    else:
+        problems = check_params(part, cls, params)
+        make = lambda: cls(**params)  # noqa: E731
+    if problems:
+        raise ConfigError(problems)
+    try:
+        return make()
+    except (
+        ValueError,
+        TypeError,
+        RuntimeError,
+        KeyError,
+        AttributeError,
+        ZeroDivisionError,
+        NotImplementedError,
+    ) as error:
+        raise ConfigError(f"model.{part}.params: {cls.__name__} cannot be made from them: {error}") from error
+
+
+def _on_meta(part: str, cls: Any, config: PartConfig) -> Any:
+    """The network without weights, from its stored or given parameters."""
+    with torch.device("meta"):
+        if config.pretrained is None:
+            return _construct(part, cls, config.params)
+        if issubclass(cls, PreTrainedModel):
+            return cls(_from_pretrained(part, CLIPTextConfig, config))
+        subfolder = subfolder_of(part, config)
+        try:
+            stored = cls.load_config(config.pretrained, **{"subfolder": subfolder} if subfolder else {})
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.{part}.pretrained: {str(error).strip().splitlines()[0]}") from error
+        return cls.from_config(stored)
+
+
+def load_network(model: ModelConfig, part: str, *, seed: int, meta: bool = False) -> Any:
+    """A network in fp32, loaded or randomly initialised from `seed` and the part's name.
+
+    Args:
+        meta: make it without weights, for counting parameters.
+
+    Raises:
+        ConfigError: naming the option, when it cannot be loaded or made.
+    """
+    config = effective_part(model, part)
+    cls = class_of(part, config.target)
+    if meta:
+        return _on_meta(part, cls, config)
+    if config.pretrained is not None:
+        network = _from_pretrained(part, cls, config, torch_dtype=torch.float32, use_safetensors=True)
+        _refuse_partial(part, config, network)
+        return network
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(stable_seed(seed, f"init {part}"))
+        return _construct(part, cls, config.params)
+
+
+def _refuse_partial(part: str, config: PartConfig, network: nn.Module) -> None:
+    """A tensor left on the meta device was missing in the file; training it would train garbage."""
+    missing = [name for name, tensor in network.state_dict().items() if tensor.is_meta]
+    if missing:
+        raise ConfigError(
+            f"model.{part}.pretrained: {config.pretrained!r} lacks {len(missing)} tensors, e.g. {missing[0]}"
+        )
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer; always from files."""
+    config = effective_part(model, "tokenizer")
+    if config.pretrained is None:
+        raise ConfigError(
+            "model.tokenizer.pretrained: a folder or hub id is needed; a tokenizer cannot be made from params"
+        )
+    return _from_pretrained("tokenizer", class_of("tokenizer", config.target), config)
+
+
+def load_noise_scheduler(model: ModelConfig, part: str) -> Any:
+    """A diffusers scheduler: stored settings overridden by `params`, or `target(**params)`.
+
+    Its class is `target`, else the one the stored config names if it is on the list, else the part's usual class.
+    """
+    config = effective_part(model, part)
+    cls: Any = class_of(part, config.target)
+    if config.pretrained is None:
+        return _construct(part, cls, config.params)
+    problems = check_params(part, cls, config.params)
+    if problems:
+        raise ConfigError(problems)
+    subfolder = subfolder_of(part, config)
+    try:
+        stored, _ = cls.load_config(
+            config.pretrained, return_unused_kwargs=True, **{"subfolder": subfolder} if subfolder else {}
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.{part}.pretrained: {str(error).strip().splitlines()[0]}") from error
+    if config.target is None:
+        cls = class_of(part, stored.get("_class_name"))
+    return cls.from_config(stored, **config.params)
+
+
+def load_weights(path: str, part: str, option: str) -> dict[str, torch.Tensor]:
+    """Parameters by name of a stored part, fp32.
+
+    Args:
+        path: pipeline folder or hub id, or the part's own folder.
+        option: the config option that named it, for errors.
+    """
+    model = ModelConfig(**{part: PartConfig(pretrained=path)})
+    try:
+        network: nn.Module = load_network(model, part, seed=0)
+    except ConfigError as error:
+        raise ConfigError([p.replace(f"model.{part}.pretrained", option) for p in error.problems]) from error
+    return {name: parameter.detach() for name, parameter in network.named_parameters()}

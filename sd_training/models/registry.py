@@ -1,0 +1,70 @@
+"""The classes a config may name. Nothing outside this list is ever constructed or loaded."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import diffusers
+import transformers
+
+from sd_training.errors import ConfigError
+
+_DIFFUSERS_SCHEDULERS = (
+    "DDIMScheduler",
+    "DDPMScheduler",
+    "DPMSolverMultistepScheduler",
+    "EulerAncestralDiscreteScheduler",
+    "EulerDiscreteScheduler",
+    "HeunDiscreteScheduler",
+    "LMSDiscreteScheduler",
+    "PNDMScheduler",
+    "UniPCMultistepScheduler",
+)
+
+ALLOWED: Mapping[str, Mapping[str, type]] = {
+    "vae": {"AutoencoderKL": diffusers.AutoencoderKL},
+    "unet": {"UNet2DConditionModel": diffusers.UNet2DConditionModel},
+    "text_encoder": {"CLIPTextModel": transformers.CLIPTextModel},
+    "tokenizer": {"CLIPTokenizer": transformers.CLIPTokenizer, "CLIPTokenizerFast": transformers.CLIPTokenizerFast},
+    "noise_scheduler_training": {name: getattr(diffusers, name) for name in _DIFFUSERS_SCHEDULERS},
+    "noise_scheduler_inference": {name: getattr(diffusers, name) for name in _DIFFUSERS_SCHEDULERS},
+}
+
+DEFAULT_TARGET: Mapping[str, str] = {
+    "vae": "AutoencoderKL",
+    "unet": "UNet2DConditionModel",
+    "text_encoder": "CLIPTextModel",
+    "tokenizer": "CLIPTokenizer",
+    "noise_scheduler_training": "DDPMScheduler",
+    "noise_scheduler_inference": "DDIMScheduler",
+}
+
+
+def class_of(part: str, target: str | None) -> type:
+    """The class for `model.<part>.target`; null is the part's usual class.
+
+    Args:
+        target: class name, with or without `diffusers.` or `transformers.` in front.
+
+    Raises:
+        ConfigError: for a class that is not on the list.
+    """
+    name = target or DEFAULT_TARGET[part]
+    bare = name.removeprefix("diffusers.").removeprefix("transformers.")
+    allowed = ALLOWED[part]
+    if bare not in allowed:
+        raise ConfigError(f"model.{part}.target: {name!r} is not allowed; use one of {', '.join(sorted(allowed))}")
+    return allowed[bare]
+
+
+def check_params(part: str, constructor: Callable[..., Any], params: Mapping[str, Any]) -> list[str]:
+    """One problem per parameter that the constructor does not take, with the nearest one that it does."""
+    accepted = [name for name in inspect.signature(constructor).parameters if name not in {"self", "kwargs"}]
+    problems = []
+    for name in params:
+        if name not in accepted:
+            near = difflib.get_close_matches(name, accepted, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(accepted)}"
+            problems.append(f"model.{part}.params.{name}: {constructor.__qualname__} has no such parameter{hint}")
+    return problems

@@ -1,0 +1,65 @@
+"""Autoencoder training in its simple form: L1 reconstruction and a KL term (Rombach et al. 2022, arXiv:2112.10752,
+section 3.1, without the adversarial and perceptual terms)."""
+
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor
+
+from sd_training.training.base_module import Optimization, TrainedModule
+from sd_training.types import PixelBatch
+
+_STATISTICS_DECAY = 0.99
+
+
+class AutoencoderModule(TrainedModule):
+    """Trains an AutoencoderKL and measures the spread of its latents.
+
+    Args:
+        vae: the autoencoder.
+        kl_weight: weight of the KL term; both terms are means per pixel value.
+    """
+
+    latent_moments: Tensor
+    """[3] running mean, running mean square and weight of the latents, from which the scaling factor follows."""
+
+    def __init__(
+        self, vae: AutoencoderKL, kl_weight: float, optimization: Optimization, *, has_gradient_scaler: bool = False
+    ) -> None:
+        super().__init__(vae, optimization, has_gradient_scaler=has_gradient_scaler)
+        self.kl_weight = kl_weight
+        self.register_buffer("latent_moments", torch.zeros(3))
+
+    def training_step(self, batch: PixelBatch, batch_index: int) -> Tensor:
+        """Mean loss of a micro-batch."""
+        pixels = self._pixels(batch)
+        posterior = self.network.encode(pixels).latent_dist
+        latents = posterior.mean + posterior.std * batch.posterior_noise
+        reconstruction = self.network.decode(latents).sample
+        l1 = (reconstruction.float() - pixels).abs().mean()
+        # kl() sums over a sample's latents; per pixel value it keeps its meaning at any resolution.
+        kl = posterior.kl().float().mean() / pixels[0].numel()
+        loss = l1 + self.kl_weight * kl
+        self._measure(latents.detach())
+        self.remember(loss=loss, l1=l1, kl=kl)
+        return loss
+
+    def _measure(self, latents: Tensor) -> None:
+        """Follow mean and mean square of the latents, as they change with the weights."""
+        latents = latents.float()
+        now = torch.stack((latents.mean(), latents.square().mean(), latents.new_ones(())))
+        self.latent_moments.lerp_(now, 1.0 - _STATISTICS_DECAY)
+
+    @torch.no_grad()
+    def scaling_factor(self) -> float:
+        """1 / standard deviation of the latents, so that the denoiser sees unit variance (Rombach et al., section D.1).
+
+        Collective: averages the moments of all ranks.
+        """
+        moments = self.latent_moments.clone()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(moments)
+        mean, mean_square, weight = moments.tolist()
+        if weight == 0:
+            return float(self.network.config.scaling_factor)
+        variance = mean_square / weight - (mean / weight) ** 2
+        return float(max(variance, 1e-12) ** -0.5)

@@ -1,0 +1,108 @@
+"""What every trained module shares: optimizer, learning rate, clipping, and the numbers that are logged.
+
+Nothing here waits for the device: losses, norms and flags stay tensors until a callback reads them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+
+from sd_training.config.schema import OptimizerConfig
+from sd_training.optim.lr_schedules import LRSchedule
+from sd_training.optim.optimizers import make_optimizer
+from sd_training.types import PixelBatch
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """How the trained module is updated."""
+
+    config: OptimizerConfig
+    learning_rate: float
+    """Peak learning rate."""
+    schedule: LRSchedule
+    """Optimizer step → factor of the peak."""
+    fused: bool = True
+    """Fused kernels; not with a gradient scaler (see `make_optimizer`)."""
+
+
+class TrainedModule(pl.LightningModule):
+    """A LightningModule that trains exactly one network, `self.network`; everything else it uses is no child of it.
+
+    Args:
+        network: the trained network; the only thing wrapped, averaged and checkpointed.
+        optimization: optimizer, peak learning rate and schedule.
+        has_gradient_scaler: fp16 training; then the scaler, not this module, skips non-finite steps.
+    """
+
+    def __init__(self, network: nn.Module, optimization: Optimization, *, has_gradient_scaler: bool = False) -> None:
+        super().__init__()
+        self.network = network
+        self.optimization = optimization
+        self.has_gradient_scaler = has_gradient_scaler
+        self.reset_logged()
+        self.was_step_skipped: Tensor | None = None
+        self._has_dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in network.modules())
+
+    def reset_logged(self) -> None:
+        """Start a new logging window."""
+        self.logged_sums: dict[str, Tensor] = {}
+        self.logged_micro_batches = 0
+        self.grad_norm: Tensor | None = None
+
+    def remember(self, **values: Tensor) -> None:
+        """Add scalars of a micro-batch to the logging window, on the device."""
+        for name, value in values.items():
+            value = value.detach().float()
+            self.logged_sums[name] = self.logged_sums[name] + value if name in self.logged_sums else value
+        self.logged_micro_batches += 1
+
+    def on_train_start(self) -> None:
+        """Loaded networks come in evaluation mode."""
+        self.network.train()
+
+    def on_train_batch_start(self, batch: PixelBatch, batch_index: int) -> None:
+        """Dropout layers alone use torch's global generator: key it by rank and step, so that resume is exact."""
+        if self._has_dropout:
+            torch.manual_seed(batch_index * self.trainer.world_size + self.trainer.global_rank)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The optimizer over the network's trainable parameters; the learning rate is set before each step."""
+        plan = self.optimization
+        parameters = [p for p in self.network.parameters() if p.requires_grad]
+        fused = plan.fused and not self.has_gradient_scaler
+        return make_optimizer(plan.config, parameters, learning_rate=plan.learning_rate, fused=fused)
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next optimizer step."""
+        return self.optimization.learning_rate * self.optimization.schedule(self.trainer.global_step)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Set the learning rate: a pure function of the optimizer step, hence nothing to restore on resume."""
+        for group in optimizer.param_groups:
+            group["lr"] = self.learning_rate
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        """Clip once per optimizer step, and mark a non-finite gradient so that the optimizer skips the step.
+
+        The gradient is already averaged over ranks, so every rank sees the same norm and decides alike. Fused AdamW
+        reads `found_inf` on the device; the host does not wait.
+        """
+        max_norm = self.optimization.config.max_grad_norm
+        gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
+        self.grad_norm = torch.nn.utils.get_total_norm(gradients)
+        if max_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(
+                [p for p in self.network.parameters() if p.grad is not None], max_norm, self.grad_norm
+            )
+        if not self.has_gradient_scaler and self.optimization.fused:
+            self.was_step_skipped = (~torch.isfinite(self.grad_norm)).float()
+            optimizer.found_inf = self.was_step_skipped
+
+    def _pixels(self, batch: PixelBatch) -> Tensor:
+        """[B, 3, H, W] float32 in [-1, 1] from the loader's bytes."""
+        return batch.pixels.float().div_(127.5).sub_(1.0)

@@ -1,0 +1,137 @@
+"""Nested state survives JSON and lifted tensors exactly, or is refused by path."""
+
+import json
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+from sd_training.checkpoint.codec import join, split
+from tests.unit.checkpoint.exact import assert_same
+
+
+def through_json(state: Any) -> Any:
+    value, tensors = split(state)
+    return join(json.loads(json.dumps(value, allow_nan=False)), tensors)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        True,
+        0,
+        -(2**80),
+        0.1 + 0.2,
+        -0.0,
+        5e-324,
+        float("nan"),
+        float("inf"),
+        float("-inf"),
+        "naïve \ud800 \0 text",
+        [],
+        (),
+        {},
+        [1, (2, [3, ()], {"a": (None,)})],
+        {1: "int", "1": "text", True: "never: equals 1", None: 2, 2.5: 3, (1, "a"): 4},
+        {"$tensor": "a"},
+        {"$tuple": [1]},
+        {"a": {"$float": "nan", "b": 1}},
+        {"z": 1, "a": 2},
+    ],
+    ids=repr,
+)
+def test_values_come_back_exactly(state: Any) -> None:
+    assert_same(through_json(state), state)
+
+
+def test_tensors_come_back_at_their_places() -> None:
+    state = {
+        "weights": OrderedDict(a=torch.randn(2, 3), b=torch.tensor(3)),
+        "groups": [{"step": torch.tensor(7.0), "betas": (0.9, torch.tensor([True]))}],
+        3: torch.zeros(0, 4),
+    }
+    assert_same(through_json(state), state)
+
+
+def test_tensor_names_are_paths_and_tensors_are_not_copied() -> None:
+    weight = torch.randn(2)
+    _, tensors = split({"state_dict": {"net.weight": weight}})
+    assert tensors["state_dict/net.weight"] is weight
+
+
+def test_colliding_and_reserved_paths_get_names_of_their_own() -> None:
+    state = {
+        "a/b": torch.tensor(1),
+        "a": {"b": torch.tensor(2)},
+        1: torch.tensor(3),
+        "1": torch.tensor(4),
+        "__metadata__": torch.tensor(5),
+    }
+    _, tensors = split(state)
+    assert len(tensors) == 5 and "__metadata__" not in tensors
+    assert_same(through_json(state), state)
+
+
+def test_a_lone_tensor_is_a_state() -> None:
+    assert_same(through_json(torch.tensor([1.5])), torch.tensor([1.5]))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(3, 4).t(),
+        torch.randn(1, 8, 1, 1).to(memory_format=torch.channels_last),
+    ],
+    ids=["channels last", "transposed", "size one"],
+)
+def test_layout_of_gapless_tensors_is_kept(tensor: torch.Tensor) -> None:
+    value, tensors = split({"t": tensor})
+    stored = {name: t.contiguous() for name, t in tensors.items()}  # as a file gives them back
+    assert_same(join(value, stored), {"t": tensor})
+
+
+def test_tensor_with_gaps_keeps_its_values() -> None:
+    tensor = torch.arange(12).reshape(3, 4)[:, ::2]
+    value, tensors = split(tensor)
+    assert torch.equal(join(value, tensors), tensor) and "stride" not in value
+
+
+class Number(int):
+    """A subclass that would silently come back as its base."""
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        object(),
+        {1, 2},
+        b"bytes",
+        Number(3),
+        torch.float32,
+        torch.Size([1]),
+        defaultdict(int),
+        1j,
+        torch.zeros(2, device="meta"),
+        torch.zeros(2, 2).to_sparse(),
+        {torch.tensor(1): 2},
+        {object(): 1},
+        split,
+    ],
+    ids=lambda bad: type(bad).__name__,
+)
+def test_anything_else_is_refused_with_its_path(bad: Any) -> None:
+    with pytest.raises(TypeError, match=r"callbacks/Ema/0"):
+        split({"callbacks": {"Ema": [bad]}})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"$tensor": "absent"}, {"$what": 1}, {"$tuple": 3}, {"$dict": [1]}, {"$float": "1e400"}, {"$dict": [[[1], 2]]}],
+    ids=str,
+)
+def test_foreign_json_is_refused(value: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        join({"a": [value]}, {})

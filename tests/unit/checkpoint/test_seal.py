@@ -1,0 +1,310 @@
+"""Sealed folders: whole or absent, damage is found, the older one is used, nothing starts afresh in silence."""
+
+import json
+import logging
+import os
+import resource
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from sd_training.checkpoint import manifest, seal
+from sd_training.errors import CheckpointError
+
+CONTENT = {"weights.bin": bytes(range(256)) * 40, "state.json": b'{"a": 1}', "parts/0.bin": b"x" * 1000}
+
+
+def fill(folder: Path) -> None:
+    for name, content in CONTENT.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def write_steps(root: Path, *steps: int) -> list[Path]:
+    return [seal.write_sealed(root, step, fill, {"step": step}) for step in steps]
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "checkpoints"
+
+
+def test_a_sealed_folder_holds_what_was_written(root: Path) -> None:
+    folder = seal.write_sealed(root, 12, fill, {"world_size": 4, "nested": {"a": [1.5, None]}})
+    assert names(root) == ["step=12"] and folder == root / "step=12"
+    assert {name: (folder / name).read_bytes() for name in CONTENT} == CONTENT
+    assert seal.verify(folder) == [] and seal.newest_verified(root) == folder
+    assert seal.read_info(folder) == {"world_size": 4, "nested": {"a": [1.5, None]}}
+
+
+def test_no_checkpoint_is_not_an_error(root: Path) -> None:
+    assert seal.newest_verified(root) is None and seal.sealed(root) == [] and seal.sweep(root) == []
+
+
+def test_order_is_by_number(root: Path) -> None:
+    write_steps(root, 900, 1000, 99)
+    (root / "step=5000").write_text("a file")
+    (root / "step=x").mkdir()
+    (root / "step=7.partial").mkdir()
+    assert [folder.name for folder in seal.sealed(root)] == ["step=99", "step=900", "step=1000"]
+    assert seal.newest_verified(root) == root / "step=1000"
+
+
+def test_a_verified_checkpoint_of_the_same_step_is_kept(root: Path) -> None:
+    (folder,) = write_steps(root, 3)
+    assert seal.write_sealed(root, 3, lambda _: pytest.fail("must not write"), {}) == folder
+    assert seal.read_info(folder) == {"step": 3}
+
+
+def test_a_damaged_checkpoint_of_the_same_step_is_set_aside(root: Path) -> None:
+    (folder,) = write_steps(root, 3)
+    (folder / "weights.bin").write_bytes(b"")
+    assert seal.verify(write_steps(root, 3)[0]) == []
+    assert names(root) == ["step=3", "step=3.damaged"]
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_suffix(".moved"))
+    path.symlink_to(path.with_suffix(".moved").name)
+
+
+DAMAGES = [flip_bit, truncate, empty, Path.unlink, link]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("name", [*CONTENT, manifest.NAME])
+def test_damage_is_found_and_the_older_one_is_used(
+    root: Path, name: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    older, newest = write_steps(root, 1, 2)
+    damage(newest / name)
+    (problem,) = seal.verify(newest)
+    assert name in problem
+    with caplog.at_level(logging.ERROR), listening_to_the_log():
+        assert seal.newest_verified(root) == older
+    assert names(root) == ["step=1", "step=2.damaged"]
+    assert problem in caplog.text
+
+
+@contextmanager
+def listening_to_the_log() -> Iterator[None]:
+    """The package's logger does not hand its lines to the root logger, where pytest listens."""
+    logger = logging.getLogger("sd_training")
+    logger.propagate = True
+    try:
+        yield
+    finally:
+        logger.propagate = False
+
+
+def test_every_bit_of_the_manifest_counts(root: Path) -> None:
+    (folder,) = write_steps(root, 1)
+    path = folder / manifest.NAME
+    whole = path.read_bytes()
+    for position in range(len(whole)):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ (1 << position % 8)]) + whole[position + 1 :])
+        assert seal.verify(folder), f"byte {position}"
+
+
+def test_all_damaged_is_refused_and_stays_refused(root: Path) -> None:
+    for folder in write_steps(root, 1, 2):
+        truncate(folder / "weights.bin")
+    for _ in range(2):
+        with pytest.raises(CheckpointError) as error:
+            seal.newest_verified(root)
+        for word in (str(root), "step=1", "step=2", "weights.bin has 10,239 bytes", "move this folder away"):
+            assert word in str(error.value)
+        assert names(root) == ["step=1", "step=2"]
+
+
+def test_only_set_aside_ones_left_is_refused(root: Path) -> None:
+    _, newest = write_steps(root, 1, 2)
+    empty(newest / "state.json")
+    seal.discard(seal.newest_verified(root) or root)
+    with pytest.raises(CheckpointError, match=r"step=2\.damaged: set aside earlier"):
+        seal.newest_verified(root)
+
+
+def test_a_second_damaged_one_of_a_step_gets_a_name(root: Path) -> None:
+    write_steps(root, 1)
+    for _ in range(3):
+        empty(write_steps(root, 2)[0] / "state.json")
+        seal.newest_verified(root)
+    assert names(root) == ["step=1", "step=2.damaged", "step=2.damaged-2", "step=2.damaged-3"]
+
+
+def test_a_half_written_newest_is_ignored_and_swept(root: Path) -> None:
+    (good,) = write_steps(root, 1)
+    for name in ("step=2.partial", "step=3.deleting"):
+        (root / name).mkdir()
+        fill(root / name)
+    (root / "notes.partial").mkdir()
+    assert seal.newest_verified(root) == good
+    assert [path.name for path in seal.sweep(root)] == ["step=2.partial", "step=3.deleting"]
+    assert names(root) == ["notes.partial", "step=1"]
+
+
+def test_a_folder_under_another_step_is_refused(root: Path) -> None:
+    (folder,) = write_steps(root, 1)
+    folder.rename(root / "step=9")
+    assert seal.verify(root / "step=9") == ["MANIFEST.json belongs to step 1"]
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/../../secret", "a//b", "./a", "..\\secret", "", "."])
+def test_a_manifest_that_leaves_its_folder_is_refused(root: Path, name: str) -> None:
+    (folder,) = write_steps(root, 1)
+    record = manifest.FileRecord(1, "0" * 64)
+    (folder / manifest.NAME).write_text(manifest.to_text(manifest.Manifest(1, {}, {name: record})))
+    (problem,) = seal.verify(folder)
+    assert "outside of its folder" in problem
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        "null",
+        "[]",
+        "{}",
+        '{"format": 2}',
+        '{"format": 1, "step": true, "info": {}, "files": {"a": {"size": 1, "sha256": "x"}}}',
+        '{"format": 1, "step": 1, "info": {}, "files": {}}',
+        '{"format": 1, "step": 1, "info": {}, "files": {"a": 3}}',
+        "9" * 10_000,
+        "\ud800",
+    ],
+    ids=lambda text: text[:30].encode("unicode_escape").decode(),
+)
+def test_a_manifest_that_is_none_is_a_problem_not_a_crash(root: Path, text: str) -> None:
+    (folder,) = write_steps(root, 1)
+    (folder / manifest.NAME).write_bytes(text.encode("utf-8", "surrogatepass"))
+    assert len(seal.verify(folder)) == 1
+    with pytest.raises(CheckpointError, match="MANIFEST"):
+        seal.read_info(folder)
+
+
+def test_rotation_deletes_the_oldest_and_never_leaves_fewer_than_two(root: Path) -> None:
+    write_steps(root, 1, 2, 3, 4, 5)
+    assert [path.name for path in seal.rotate(root, 3)] == ["step=2", "step=1"]
+    assert names(root) == ["step=3", "step=4", "step=5"]
+    seal.rotate(root, 0)
+    assert names(root) == ["step=4", "step=5"]
+
+
+def test_damaged_checkpoints_do_not_count_as_kept(root: Path) -> None:
+    folders = write_steps(root, 1, 2, 3, 4)
+    flip_bit(folders[2] / "weights.bin")
+    seal.rotate(root, 2, trusted=[folders[3]])
+    assert names(root) == ["step=2", "step=3", "step=4"]
+
+
+def test_old_damaged_ones_are_not_deleted(root: Path) -> None:
+    folders = write_steps(root, 1, 2, 3)
+    empty(folders[0] / "weights.bin")
+    assert seal.rotate(root, 2) == []
+
+
+def test_discard_removes_a_folder_and_an_absent_one_is_fine(root: Path) -> None:
+    (folder,) = write_steps(root, 1)
+    seal.discard(folder)
+    seal.discard(folder)
+    assert names(root) == []
+
+
+@contextmanager
+def file_size_limit(limit: int) -> Iterator[None]:
+    """A disk that is full for this process: writing beyond `limit` bytes fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_the_older_ones_and_nothing_else(root: Path) -> None:
+    (older,) = write_steps(root, 1)
+    with pytest.raises(OSError) as error, file_size_limit(5000):
+        write_steps(root, 2)
+    assert str(root) in str(error.value) and "GiB are free" in str(error.value) and "step=2" in str(error.value)
+    assert names(root) == ["step=1"] and seal.verify(older) == []
+    assert seal.verify(write_steps(root, 2)[0]) == []  # and once there is space again it works
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file is in the way")
+    with pytest.raises(OSError, match="checkpoints"):
+        write_steps(tmp_path / "checkpoints", 1)
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=repr)
+def test_other_errors_pass_through_and_leave_nothing(root: Path, error: BaseException) -> None:
+    def fail(folder: Path) -> None:
+        fill(folder)
+        raise error
+
+    with pytest.raises(type(error)):
+        seal.write_sealed(root, 1, fail, {})
+    assert names(root) == []
+
+
+def test_info_that_is_not_json_leaves_nothing(root: Path) -> None:
+    with pytest.raises(TypeError):
+        seal.write_sealed(root, 1, fill, {"bad": {1, 2}})
+    assert names(root) == []
+
+
+@pytest.mark.parametrize(("umask", "folder_mode", "file_mode"), [(0o000, 0o775, 0o664), (0o077, 0o700, 0o600)])
+def test_nobody_else_can_write_whatever_the_umask(root: Path, umask: int, folder_mode: int, file_mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        (folder,) = write_steps(root, 1)
+    finally:
+        os.umask(before)
+    for path in [root, folder, *folder.rglob("*")]:
+        assert stat.S_IMODE(path.stat().st_mode) == (folder_mode if path.is_dir() else file_mode), path
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "step=", "step=1.partial", "step=-1", "step=1x"])
+def test_step_of_refuses_other_names(name: str) -> None:
+    with pytest.raises(ValueError, match="step=N"):
+        seal.step_of(Path("checkpoints") / name)
+
+
+def test_a_checkpoint_is_found_without_torch(root: Path) -> None:
+    write_steps(root, 7)
+    program = (
+        "import sys, pathlib; from sd_training.checkpoint import seal; "
+        "print(seal.newest_verified(pathlib.Path(sys.argv[1]))); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(root)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(root / "step=7")
+
+
+def test_manifest_is_readable_json(root: Path) -> None:
+    (folder,) = write_steps(root, 7)
+    listed = json.loads((folder / manifest.NAME).read_text())["files"]
+    assert {name: entry["size"] for name, entry in listed.items()} == {n: len(c) for n, c in CONTENT.items()}

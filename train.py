@@ -1,0 +1,52 @@
+"""Train a latent text-to-image diffusion model.
+
+    python train.py config=configs/x.yaml [config options as a.b.c=value …] [--dry-run]
+    torchrun --nproc_per_node 8 -m train config=configs/x.yaml
+
+The same command again resumes the run. Every option is described in docs/config.md.
+"""
+
+import sys
+import warnings
+
+from sd_training.cli import run_cli
+from sd_training.config.load import load_config
+from sd_training.errors import ConfigError
+from sd_training.rank_log import get_logger
+
+log = get_logger("sd_training.train")
+
+
+def main() -> None:
+    """Parse, check, say what will happen, build, fit."""
+    argv = sys.argv[1:]
+    if not argv or "-h" in argv or "--help" in argv:
+        print(__doc__.strip())
+        return
+    dry_run = "--dry-run" in argv
+    unknown = [word for word in argv if word.startswith("-") and word != "--dry-run"]
+    if unknown:
+        raise ConfigError([f"{word}: is no option; options are --dry-run and a.b.c=value" for word in unknown])
+    config = load_config([word for word in argv if word != "--dry-run"])
+
+    # torch and its friends take seconds to import; a mistake in the config is reported before that.
+    from sd_training.build.plan import make_plan
+
+    plan = make_plan(config)
+    if dry_run:
+        from sd_training.build.dry_run import describe
+
+        print(describe(plan))
+        return
+
+    from sd_training.build.run import build_run
+
+    log.info(plan.batch.sentence())
+    warnings.filterwarnings("ignore", module="pytorch_lightning")
+    run = build_run(plan)
+    run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.resume_from)
+    log.info(f"done: {plan.run_dir / 'current_pipeline'}")
+
+
+if __name__ == "__main__":
+    run_cli(main)
