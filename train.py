@@ -7,11 +7,11 @@ The same command again resumes the run. Every option is described in docs/config
 """
 
 import sys
-import warnings
 
 from sd_training.cli import run_cli
 from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
+from sd_training.quiet import quiet_libraries
 from sd_training.rank_log import get_logger
 
 log = get_logger("sd_training.train")
@@ -29,6 +29,7 @@ def main() -> None:
         raise ConfigError([f"{word}: is no option; options are --dry-run and a.b.c=value" for word in unknown])
     config = load_config([word for word in argv if word != "--dry-run"])
 
+    quiet_libraries()
     # torch and its friends take seconds to import; a mistake in the config is reported before that.
     from sd_training.build.plan import make_plan
 
@@ -42,7 +43,6 @@ def main() -> None:
     from sd_training.build.run import build_run
 
     log.info(plan.batch.sentence())
-    warnings.filterwarnings("ignore", module="pytorch_lightning")
     run = build_run(plan)
     run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.resume_from)
     log.info(f"done: {plan.run_dir / 'current_pipeline'}")

@@ -19,7 +19,7 @@ _HEAD = """\
 
 Written by `python scripts/config_docs.py` from `sd_training/config/schema.py`; a test keeps it fresh.
 
-    python train.py config=a.yaml,b.yaml dataset.params.path=data/{000..099}.tar system.batch_size=16 --dry-run
+    python train.py config=a.yaml,b.yaml 'dataset.params.path=data/{000..099}.tar' system.batch_size=16 --dry-run
 
 Files are merged from left to right, then `option=value` is applied in order: options of a group are merged, lists are
 replaced. A value is read as YAML; what YAML cannot read (`dataset.params.filters.original_width=>=512`) is text.

@@ -26,7 +26,7 @@ def build_callbacks(plan: Plan, trained: Trained, data: TrainingData) -> list[pl
     stopwatch = Stopwatch()
     ema = _ema(plan) if config.model.use_ema else None
     metrics = Metrics(plan.run_dir / "metrics.csv", config.logging.every, batch.global_batch, stopwatch)
-    facts = {"world_size": batch.processes, "global_batch": batch.global_batch, "data_fingerprint": data.fingerprint}
+    facts = {"world_size": batch.processes, "global_batch": batch.global_batch, "data_fingerprint": data.fingerprint()}
     saves = Saves(
         plan.run_dir,
         config.experiment.save_every,

@@ -105,7 +105,7 @@ def _parts(config: Config) -> Iterator[str]:
 def _part(name: str, part: PartConfig, needed: bool) -> Iterator[str]:
     if part.pretrained is None:
         if name == "tokenizer" and (needed or _is_set(part)):
-            yield "model.tokenizer.pretrained: is required: a folder or hub id; a tokenizer cannot be made from target and params"
+            yield "model.tokenizer.pretrained: is required: a folder or hub id; it cannot be made from params"
         elif needed and not _is_set(part):
             yield f"model.{name}: is required: give `pretrained` (a folder or hub id), or `target` and `params`"
         yield from (
@@ -119,7 +119,7 @@ def _part(name: str, part: PartConfig, needed: bool) -> Iterator[str]:
             f"`target` and `params` start from random ones (model.{name}.target=null model.{name}.params=null)"
         )
     elif part.params and not name.startswith("noise_scheduler"):
-        yield f"model.{name}.params: is not read together with model.{name}.pretrained; remove it (model.{name}.params=null)"
+        yield f"model.{name}.params: is not read beside model.{name}.pretrained; remove it (model.{name}.params=null)"
 
 
 def _is_set(part: PartConfig) -> bool:
@@ -161,12 +161,13 @@ def _class_prompts(config: Config) -> Iterator[str]:
 def _ignored(config: Config) -> Iterator[str]:
     for key in _IGNORED[config.model.train]:
         if not _is_default(config, key):
-            yield f"{key}: is {value_of(config, key)}, but nothing reads it with model.train={config.model.train}; remove it"
+            value, train = value_of(config, key), config.model.train
+            yield f"{key}: is {value}, but nothing reads it with model.train={train}; remove it"
 
 
 def _previews(config: Config) -> Iterator[str]:
     if config.model.train == "unet" and config.sampling.every > 0 and not config.sampling.prompts:
-        yield f"sampling.prompts: is empty, but sampling.every={config.sampling.every} asks for previews; give at least one"
+        yield f"sampling.prompts: is empty, but sampling.every={config.sampling.every} asks for previews; give one"
 
 
 def _processes(config: Config) -> Iterator[str]:
@@ -192,7 +193,8 @@ def _short_run(config: Config) -> Iterator[str]:
 def _two_learning_rates(config: Config) -> Iterator[str]:
     schedule, optimizer = config.lr_scheduler.params.learning_rate, config.optimizer.params.learning_rate
     if schedule is not None and schedule != optimizer:
-        yield f"optimizer.params.learning_rate: {optimizer} is not used; lr_scheduler.params.learning_rate={schedule} wins"
+        wins = f"lr_scheduler.params.learning_rate={schedule} wins"
+        yield f"optimizer.params.learning_rate: {optimizer} is not used; {wins}"
 
 
 def _unread(config: Config) -> Iterator[str]:

@@ -16,37 +16,37 @@ def prompts_of(params: DatasetParams) -> Written | None:
     return params.idx_to_prompt if params.idx_to_prompt is not None else params.class_mapping
 
 
-def read_class_prompts(params: DatasetParams) -> tuple[dict[int, list[str]], list[str]]:
+def read_class_prompts(params: DatasetParams) -> tuple[dict[str, list[str]], list[str]]:
     """The prompts of every class.
 
     Returns:
-        Class index → at least one prompt, and one sentence per problem.
+        Class → at least one prompt, and one sentence per problem. `7`, `"7"` and `"07"` are the class `7`.
     """
     option = "dataset.params.idx_to_prompt" if params.idx_to_prompt is not None else "dataset.params.class_mapping"
     written: Any = prompts_of(params)
     if isinstance(written, str):
         try:
-            written = json.loads(Path(written).read_text(encoding="utf-8"))
+            written = json.loads(Path(written).expanduser().read_text(encoding="utf-8"))
         except OSError as error:
             return {}, [f"{option}: cannot read {written!r}: {error.strerror}"]
         except (ValueError, RecursionError) as error:
-            return {}, [f"{option}: {prompts_of(params)!r} is not readable as JSON: {error}"]
+            return {}, [f"{option}: {written!r} is not readable as JSON: {error}"]
     if not isinstance(written, dict) or not written:
-        return {}, [f"{option}: must be a mapping of class index to prompt, with at least one class"]
+        return {}, [f"{option}: must be a mapping of class to prompt, with at least one class"]
     return _read_mapping(option, written)
 
 
-def _read_mapping(option: str, written: dict[Any, Any]) -> tuple[dict[int, list[str]], list[str]]:
-    prompts: dict[int, list[str]] = {}
+def _read_mapping(option: str, written: dict[Any, Any]) -> tuple[dict[str, list[str]], list[str]]:
+    prompts: dict[str, list[str]] = {}
     problems: list[str] = []
-    for index, value in written.items():
+    for key, value in written.items():
+        name = str(key).strip()
+        name = str(int(name)) if name.isascii() and name.isdigit() else name
         texts = [value] if isinstance(value, str) else value
-        if not str(index).isascii() or not str(index).isdigit():
-            problems.append(f"{option}.{index}: the key must be a class index, a whole number of at least 0")
-        elif not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-            problems.append(f"{option}.{index}: must be a prompt or a list of at least one prompt")
-        elif int(index) in prompts:
-            problems.append(f"{option}.{index}: this class is listed twice")
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+            problems.append(f"{option}.{key}: must be a prompt or a list of at least one prompt")
+        elif name in prompts:
+            problems.append(f"{option}.{key}: this class is listed twice")
         else:
-            prompts[int(index)] = texts
+            prompts[name] = texts
     return prompts, problems

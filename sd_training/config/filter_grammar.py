@@ -1,8 +1,8 @@
 """Metadata filters are read by this small grammar and never evaluated as code.
 
 A filter is a number or a text (equality), or an operator followed by a number (`>=512`), or `==`/`!=` followed by a
-text: a bare word or anything in quotes (`!=en`, `=="two words"`). What a sample's value must look like to compare is decided in
-`data/filters.py`: numbers stored as text compare as numbers, and a null, missing or NaN value drops the sample.
+text: a bare word or anything in quotes (`!=en`, `=="two words"`). The comparing is done in `data/filters.py`: numbers
+stored as text compare as numbers, and a null, missing or NaN value drops the sample.
 """
 
 import math

@@ -79,6 +79,8 @@ def wrong_values(error: ValidationError, values: dict[str, Any], origins: dict[s
 def _wrong_value(path: str, option: Option, value: Any, origins: dict[str, str]) -> Problem:
     quotable = isinstance(value, (int, float)) and holds_free_text(option.annotation)
     hint = "; put it in quotes to make it a text" if quotable else ""
+    if value is None and option.key == "dataset.params.filters":
+        hint = f"; quote it on the command line ('{path}=>=512'), or the shell takes > as a redirection"
     allowed = option.allowed if path == option.key else f"{option.allowed} for {option.key}"
     return Problem(path, f"is {shown(value, option.key)}{where(path, origins)}; allowed: {allowed}{hint}")
 

@@ -38,7 +38,8 @@ class WandbConfig:
     """Weights & Biases. Off unless a key is found (here or in `WANDB_API_KEY`) or `mode` asks for it."""
 
     api_key: str | None = Field(default=None, repr=False)
-    """API key. The normal way in is the environment variable `WANDB_API_KEY`; a key given here is used and never written anywhere."""
+    """API key. The normal way in is the environment variable `WANDB_API_KEY`; a key given here is used and never
+    written anywhere."""
     entity: str | None = None
     """User or team that owns the project; null is the account's default."""
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
@@ -52,7 +53,8 @@ class SystemConfig:
     gradient_accumulation: PositiveInt = 1
     """Micro-batches per optimizer step and process [count]."""
     batch_size: PositiveInt = 32
-    """Micro-batch: samples per process and forward pass. Global batch = batch_size × gradient_accumulation × processes."""
+    """Micro-batch: samples per process and forward pass. Global batch = batch_size × gradient_accumulation ×
+    processes."""
     workers: Count = 6
     """Loader processes per training process; 0 reads in the training process. SLURM: equal to cpus-per-task."""
     dist_backend: Literal["nccl", "gloo", "mpi"] | None = None
@@ -70,7 +72,8 @@ class DistributedConfig:
     dist_backend: Literal["nccl", "gloo", "mpi"] = "nccl"
     """Communication library; `nccl` becomes `gloo` on a machine without CUDA, with one line saying so."""
     dist_url: str = "env://"
-    """Rendezvous: `env://` reads MASTER_ADDR and MASTER_PORT as torchrun and SLURM set them; `tcp://host:port` sets them."""
+    """Rendezvous: `env://` reads MASTER_ADDR and MASTER_PORT as torchrun and SLURM set them; `tcp://host:port` sets
+    them."""
 
 
 @dataclass(config=_SCHEMA, kw_only=True)
@@ -89,13 +92,16 @@ class ExperimentConfig:
     num_examples_to_see: PositiveInt
     """Length of the run [samples over all processes]; optimizer steps = num_examples_to_see // global batch."""
     save_only_most_recent: bool = True
-    """True: `current_pipeline/` is replaced at each save. False: every `pipelines/step_N/` is kept and `current_pipeline` points at the newest."""
+    """True: `current_pipeline/` is replaced at each save. False: every `pipelines/step_N/` is kept and
+    `current_pipeline` points at the newest."""
     save_every: PositiveInt = 2000
     """Interval between saves [optimizer steps]."""
     requeue: bool = True
-    """The same command again resumes from the newest checkpoint that verifies. False: an existing run folder is an error."""
+    """The same command again resumes from the newest checkpoint that verifies. False: an existing run folder is an
+    error."""
     eval_caption_file: str | None = None
-    """CSV with the columns `uid,caption`; at each save one image per row is drawn into `samples/step_N/eval/`. Null: no evaluation images."""
+    """CSV with the columns `uid,caption`; at each save one image per row is drawn into `samples/step_N/eval/`. Null:
+    no evaluation images."""
     num_eval_images: PositiveInt = 1000
     """At most this many rows of `eval_caption_file` [images over all processes]."""
     eval_tar: bool = False
@@ -189,7 +195,8 @@ class ModelConfig:
     noise_scheduler_training: PartConfig = Field(default_factory=PartConfig)
     """Noise schedule and prediction type of the training objective."""
     noise_scheduler_inference: PartConfig = Field(default_factory=PartConfig)
-    """Sampler of previews and of the exported pipeline; its noise schedule and prediction type are set from training."""
+    """Sampler of previews and of the exported pipeline; its noise schedule and prediction type are set from training.
+    """
     use_ema: bool = False
     """Keep an exponential moving average of the trained weights on the CPU; previews and exports use it."""
     mixed_precision: Annotated[Literal["no", "bf16", "fp16"], BeforeValidator(_yaml_no)] = "bf16"
@@ -255,13 +262,15 @@ class DatasetParams:
     resolution: PositiveInt = 512
     """Height and width of a training image [pixels]; a multiple of the autoencoder's downscale factor."""
     filters: dict[str, str | int | float] | None = None
-    """Metadata filters such as `{original_width: ">=512", pwatermark: "<=0.5"}`; all must hold, and a sample without the field is dropped."""
+    """Metadata filters such as `{original_width: ">=512", pwatermark: "<=0.5"}`; all must hold, and a sample without
+    the field is dropped."""
     crop: Literal["center", "random"] = "center"
     """Where the square is cut after the short side was resized."""
     flip_prob: Probability = 0.0
     """Probability of a horizontal mirror image, decided per visit."""
     idx_to_prompt: dict[str | int, str | list[str]] | str | None = None
-    """ClassificationWebDataset: class index → prompt or list of prompts (one drawn per visit), inline or as a JSON file."""
+    """ClassificationWebDataset: class index → prompt or list of prompts (one drawn per visit), inline or as a JSON
+    file."""
     class_mapping: dict[str | int, str | list[str]] | str | None = None
     """Another name of `idx_to_prompt`."""
     max_image_pixels: PositiveInt = 178_956_970
@@ -269,7 +278,8 @@ class DatasetParams:
     max_bad_fraction: Probability = 0.01
     """The run stops when more than this share of the samples read so far (at least 1,000) could not be used."""
     index_dir: str | None = None
-    """Where the index of the shards is kept; null: `$XDG_CACHE_HOME/sd_training/index` or `~/.cache/sd_training/index`."""
+    """Where the index of the shards is kept; null: `$XDG_CACHE_HOME/sd_training/index` or
+    `~/.cache/sd_training/index`."""
 
 
 @dataclass(config=_SCHEMA, kw_only=True)

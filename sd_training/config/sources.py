@@ -1,6 +1,7 @@
 """The command line read into one tree: YAML files merged left to right, then dot overrides."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,10 +42,18 @@ def gather(argv: Sequence[str]) -> Sources:
         if item.startswith("config="):
             for name in item.removeprefix("config=").split(","):
                 _merge_file(sources, name.strip())
-    for item in argv:
-        if not item.startswith("config="):
-            _apply_override(sources, item)
+    overrides = [item for item in argv if not item.startswith("config=")]
+    sources.problems += _given_twice(overrides)
+    for item in overrides:
+        _apply_override(sources, item)
     return sources
+
+
+def _given_twice(overrides: Sequence[str]) -> list[Problem]:
+    """An unquoted `{000..999}` reaches us as a thousand arguments, of which the last would win silently."""
+    counts = Counter(item.partition("=")[0] for item in dict.fromkeys(overrides))
+    text = "is given {} times with different values; give it once, and quote a pattern with braces"
+    return [Problem(key, text.format(count)) for key, count in counts.items() if count > 1]
 
 
 def _merge_file(sources: Sources, name: str) -> None:

@@ -57,10 +57,10 @@ class BadSampleLog:
             self.name(problem)
         bad = self.problems.total()
         if self.num_read >= MIN_READ and bad > self.max_bad_fraction * self.num_read:
+            where = f"; all are named in {self.path}" if self.path else ""
             raise DataError(
                 f"{bad:,} of {self.num_read:,} samples could not be used, more than dataset.params.max_bad_fraction "
-                f"({self.max_bad_fraction:g}): {self.problems.text()}"
-                + (f"; all are named in {self.path}" if self.path else "")
+                f"({self.max_bad_fraction:g}): {self.problems.text()}{where}"
             )
 
     @staticmethod

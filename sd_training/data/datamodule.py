@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,11 +93,11 @@ class TrainingData(pl.LightningDataModule):
             raise RuntimeError("train_dataloader needs a trainer; use loader(rank, first_step)")
         if trainer.world_size != self.plan.processes:
             raise ConfigError(
-                f"trainer.devices: the run was planned for {self.plan.processes} processes but {trainer.world_size} started"
+                f"trainer.devices: the run was planned for {self.plan.processes} processes, not {trainer.world_size}"
             )
         return self.loader(trainer.global_rank, lambda: trainer.global_step)
 
-    def loader(self, rank: int, first_step: Any) -> TrainingLoader:
+    def loader(self, rank: int, first_step: Callable[[], int]) -> TrainingLoader:
         """The micro-batches of `rank` from optimizer step `first_step()` on; usable without a trainer."""
         # Loader processes are forked; the tokenizers package would warn about its threads in every one of them.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -147,14 +148,12 @@ class TrainingData(pl.LightningDataModule):
         """
         now = self.state_dict()
         changed = [
-            f"{name} was {state_dict.get(name)}, now {now[name]}" for name in now if now[name] != state_dict.get(name)
+            f"{key} was {state_dict.get(key)}, now {new}" for key, new in now.items() if new != state_dict.get(key)
         ]
         if changed:
             raise CheckpointError(
-                "the checkpoint belongs to a run on other data or with another order: "
-                + "; ".join(changed)
-                + ". Restore "
-                "dataset.params, experiment.seed and batch_size × accumulation × processes, or start a new experiment.name"
+                f"the checkpoint belongs to a run on other data or in another order: {'; '.join(changed)}. Restore "
+                "dataset.params, experiment.seed and batch_size × accumulation × processes, or take another name"
             )
 
     def _open(self) -> _Opened:

@@ -50,7 +50,7 @@ class VisitedSample:
     tokens: Tokens
     posterior_noise: NDArray[np.float32]
     noise: NDArray[np.float32]
-    timestep_draw: np.float32
+    timestep_draw: float
     position: int
     sample_id: int
     skipped: list[SkippedSample]

@@ -18,7 +18,7 @@ class _Key(ISeedSequence):
     def __init__(self, high: int, low: int) -> None:
         self.words = np.array((high, low), dtype=np.uint64)
 
-    def generate_state(self, n_words: int, dtype: DTypeLike = np.uint32) -> NDArray[np.uint64]:  # type: ignore[override]
+    def generate_state(self, n_words: int, dtype: DTypeLike = np.uint32) -> NDArray[np.uint64]:
         return self.words
 
 
@@ -37,4 +37,4 @@ def generator(seed: int, purpose: str, position: int, attempt: int = 0) -> np.ra
         attempt: below 2^16, for draws that are repeated.
     """
     low = position | attempt << _POSITION_BITS
-    return np.random.Generator(np.random.Philox(_Key(_stream(seed, purpose), low)))
+    return np.random.Generator(np.random.Philox(_Key(_stream(seed, purpose), low)))  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ def evaluate(comparison: Comparison, metadata: pa.Table, num_samples: int) -> Ma
         equal = pc.fill_null(pc.equal(texts, comparison.value), False).to_numpy(zero_copy_only=False)
         if (number := _as_number(comparison.value)) is not None:
             equal = equal | (numbers == number)
-        return equal if comparison.operator == "==" else ~equal & _present(numbers, texts)
+        return np.asarray(equal if comparison.operator == "==" else ~equal & _present(numbers, texts))
     passed: Mask = _OPERATORS[comparison.operator](numbers, comparison.value)
     return passed & _present(numbers, texts) if comparison.operator == "!=" else passed
 

@@ -54,9 +54,7 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
         raise BadSample("image is not a readable JPEG, PNG or WebP file") from error
     width, height = image.size
     if width * height > max_pixels:
-        raise BadSample(
-            f"image has too many pixels: {width} × {height}, dataset.params.max_image_pixels is {max_pixels}"
-        )
+        raise BadSample(f"image has too many pixels: {width} × {height}, at most {max_pixels} are allowed")
     return image
 
 

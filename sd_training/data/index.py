@@ -130,7 +130,6 @@ def _processes(num_tasks: int) -> Executor:
 def _fingerprint(states: Sequence[ShardState], files: Sequence[IndexFile]) -> str:
     digest = hashlib.sha256()
     for state, file in zip(states, files, strict=True):
-        digest.update(
-            f"{len(state.path.name)}:{state.path.name}:{state.size}:{file.keys_sha256}\n".encode("utf-8", "replace")
-        )
+        line = f"{state.path.name}/{state.size}/{file.keys_sha256}\n"  # no file name contains a slash
+        digest.update(line.encode("utf-8", "backslashreplace"))
     return digest.hexdigest()

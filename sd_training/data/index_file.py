@@ -102,9 +102,7 @@ def _table(samples: list[TarSample], problems: Problems, shard: ShardState) -> p
     columns["cls"] = pa.array([sample.cls for sample in samples], pa.string())
     names = list(dict.fromkeys(name for sample in samples for name in sample.metadata))
     if len(names) > MAX_FIELDS:
-        problems.add(
-            SkippedSample(str(shard.path), "", f"more than {MAX_FIELDS} metadata fields, the rest is not indexed")
-        )
+        problems.add(SkippedSample(str(shard.path), "", f"more than {MAX_FIELDS} metadata fields"))
     for name in names[:MAX_FIELDS]:
         columns |= _field_columns(name, [sample.metadata.get(name) for sample in samples])
     return pa.table(columns)

@@ -20,7 +20,7 @@ PREFETCHED = 4
 
 
 class VisitSampler(Sampler[list[Visit]]):
-    """Lists of visits, one list per micro-batch of this rank, from optimizer step `first_step` to the end of the run."""
+    """Lists of visits, one list per micro-batch of this rank, from optimizer step `first_step` to the last."""
 
     def __init__(self, dataset: TrainingSamples, plan: BatchPlan, rank: int, first_step: int) -> None:
         self.survivors, self.plan, self.rank, self.first_step = dataset.survivors, plan, rank, first_step

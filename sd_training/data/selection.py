@@ -91,9 +91,7 @@ def _nothing_left(index: DatasetIndex, selection: Selection) -> str:
     shards = f"{len(index.shards):,} shards (first: {index.shards[0]})"
     lines = [f"dataset.params.path: no sample is left of the {len(index):,} in {shards}"]
     if selection.rules:
-        lines.append(
-            f"samples with all members: {selection.num_usable:,}; dataset.params.filters keep of these, each alone:"
-        )
+        lines.append(f"{selection.num_usable:,} have all members; dataset.params.filters keep of these, each alone:")
         lines += [f"  {line}" for line in filter_lines(index, selection)]
         lines.append("  all together: 0 samples; loosen the filters")
     if selection.problems.total():

@@ -67,8 +67,8 @@ def _existing(path: str) -> list[Path]:
 def _braces(entry: str, local: str) -> list[str]:
     try:
         names = list(islice(braceexpand.braceexpand(local), MAX_SHARDS + 1))
-    except braceexpand.UnbalancedBracesError:
-        raise DataError(f"dataset.params.path: the braces of '{entry}' are not balanced") from None
+    except ValueError:
+        raise DataError(f"dataset.params.path: the braces of '{entry}' cannot be expanded; is one missing?") from None
     if len(names) > MAX_SHARDS:
         raise DataError(f"dataset.params.path: '{entry}' stands for more than {MAX_SHARDS:,} files")
     return names

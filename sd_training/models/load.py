@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
+import transformers
 from torch import nn
 from transformers import CLIPTextConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,6 +21,9 @@ from sd_training.models.registry import check_params, class_of
 
 # diffusers reads this before it would download and import Python files that a repository carries.
 os.environ["DIFFUSERS_DISABLE_REMOTE_CODE"] = "1"
+# One bar per loaded file says nothing that the run's own lines do not say.
+diffusers.utils.logging.disable_progress_bar()
+transformers.utils.logging.disable_progress_bar()
 
 _SUBFOLDER = {"noise_scheduler_training": "scheduler", "noise_scheduler_inference": "scheduler"}
 _CONFIG_FILES = ("config.json", "scheduler_config.json", "tokenizer_config.json")

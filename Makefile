@@ -1,0 +1,47 @@
+# make env         the environment in .venv, from requirements.txt
+# make quickstart  train a tiny text-to-image model from scratch on real digits and look at what it draws
+# make test        lint, format check, types, tests
+# make format      rewrite the sources in the project's format
+# make docs        rewrite docs/config.md from the schema
+# make clean       remove the environment and caches; runs and data stay
+
+# Python 3.11 or 3.12 for the pinned versions: make PYTHON=python3.12 env
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/requirements.stamp
+
+# Two threads on two busy cores are slower than one by an order of magnitude.
+export OMP_NUM_THREADS := 1
+
+.PHONY: env test quickstart format docs clean
+
+env: $(STAMP)
+
+# Made anew when requirements.txt changes, so that nothing of the old set stays behind.
+$(STAMP): requirements.txt
+	rm -rf $(VENV)
+	$(PYTHON) -c 'import sys; sys.exit(None if (3, 10) <= sys.version_info < (3, 13) else "Python 3.10 to 3.12 is needed (make PYTHON=python3.12)")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	cp requirements.txt $@
+
+test: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+quickstart: env
+	$(BIN)/python scripts/quickstart.py
+
+format: env
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: env
+	$(BIN)/python scripts/config_docs.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,206 @@
+"""Samples that are not in shards yet: a folder of images with captions beside them, a CSV or TSV table, Parquet."""
+
+import csv
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from pyarrow import ArrowException
+
+from sd_training.errors import ConfigError, DataError
+
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
+"""Files of a folder that are meant as samples; those that training cannot read are named as skipped."""
+IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp", "img", "image_bytes", "bytes")
+PATH_COLUMNS = ("image_path", "img_path", "path", "file_name", "filename", "filepath", "image_file", "file")
+CAPTION_COLUMNS = ("caption", "text", "txt", "prompt", "description", "title")
+_MAX_CELL = 1 << 24
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Column names the user gave; None looks for the usual ones."""
+
+    image: str | None = None
+    caption: str | None = None
+
+
+@dataclass(frozen=True)
+class LooseSample:
+    """Where the parts of one sample are."""
+
+    name: str
+    """What a report calls it: its path in the folder, or table and line."""
+    image: Path | bytes | None
+    """A file, or the content of one."""
+    caption: Path | str | None
+    """A text file, or the text."""
+    metadata: Path | dict[str, Any]
+    """A JSON file that may be missing, or the other columns."""
+    problem: str | None = None
+    """Why it cannot be used, when that is known already."""
+
+
+@dataclass(frozen=True)
+class LooseSource:
+    """All samples of an input."""
+
+    count: int
+    samples: Iterator[LooseSample]
+    """`count` samples in a fixed order."""
+
+
+def open_source(path: Path, columns: Columns, shuffle_seed: int | None = None) -> LooseSource:
+    """Finds the samples of a folder, CSV, TSV or Parquet file, or a folder of Parquet files.
+
+    Args:
+        path: what to read.
+        columns: of a table.
+        shuffle_seed: None keeps the order of the files' names and rows. Otherwise a fixed random order; Parquet is
+            shuffled by row groups and inside each, so that no more than one of them is in memory.
+
+    Raises:
+        DataError: missing or unreadable input, or no samples in it.
+        ConfigError: a table does not have the columns.
+    """
+    if not path.exists():
+        raise DataError(f"{path}: no such file or folder")
+    chance = None if shuffle_seed is None else random.Random(shuffle_seed)
+    if path.is_dir() and (files := sorted(path.rglob("*.parquet"))):
+        source = _parquet(files, columns, chance)
+    elif path.suffix.lower() == ".parquet":
+        source = _parquet([path], columns, chance)
+    elif path.is_dir() or path.suffix.lower() in {".csv", ".tsv"}:
+        found = _folder(path) if path.is_dir() else _table(path, columns)
+        if chance is not None:
+            chance.shuffle(found)
+        source = LooseSource(len(found), iter(found))
+    else:
+        raise DataError(f"{path}: is not a folder, .csv, .tsv or .parquet file")
+    if not source.count:
+        raise DataError(f"{path}: has no samples" + (", no image files below it" if path.is_dir() else ""))
+    return source
+
+
+def _folder(folder: Path) -> list[LooseSample]:
+    images = [path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()]
+    names = sorted((path.relative_to(folder).as_posix(), path) for path in images)
+    return [LooseSample(name, p, p.with_suffix(".txt"), p.with_suffix(".json")) for name, p in names]
+
+
+def _pick(path: Path, names: Sequence[str], wanted: str | None, usual: Sequence[str], option: str) -> str:
+    """The column for a purpose. Raises ConfigError naming the columns there are."""
+    if wanted is None:
+        known = {name.strip().lower(): name for name in reversed(names)}
+        found = next((known[name] for name in usual if name in known), None)
+    else:
+        found = wanted if wanted in names else None
+    if found is None:
+        missing = f"no column {wanted!r}" if wanted else f"none of the columns {', '.join(usual)}"
+        raise ConfigError(f"{option}: {path} has {missing}; it has {', '.join(names) or 'none'}")
+    return found
+
+
+def _number(cell: str) -> str | int | float:
+    """A CSV cell as a number when it is one, so that filters can compare it; "007" stays text."""
+    plain = cell.lstrip("-")
+    if plain.isascii() and plain.isdigit() and len(cell) - len(plain) <= 1:
+        return cell if len(plain) > 1 and plain.startswith("0") else int(cell)
+    try:
+        return float(cell) if "." in cell and "_" not in cell else cell
+    except ValueError:
+        return cell
+
+
+def _table(path: Path, columns: Columns) -> list[LooseSample]:
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    csv.field_size_limit(_MAX_CELL)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            reader = csv.reader(stream, delimiter=delimiter)
+            names = next(reader, [])
+            image = _pick(path, names, columns.image, PATH_COLUMNS + IMAGE_COLUMNS, "--image-column")
+            caption = _pick(path, names, columns.caption, CAPTION_COLUMNS, "--caption-column")
+            return [
+                _from_cells(f"{path.name} line {reader.line_num}", path.parent, names, cells, image, caption)
+                for cells in reader
+                if cells
+            ]
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except csv.Error as error:
+        raise DataError(f"{path}: is not a table ({error})") from error
+
+
+def _from_cells(
+    name: str, base: Path, names: Sequence[str], cells: Sequence[str], image: str, caption: str
+) -> LooseSample:
+    if len(cells) != len(names):
+        return LooseSample(name, None, None, {}, f"row has {len(cells)} cells where the header has {len(names)}")
+    row: dict[str, Any] = dict(zip(names, cells, strict=True))
+    text = row.pop(caption)
+    return _from_row(name, base, row.pop(image), text, {k: _number(v) for k, v in row.items() if v != ""})
+
+
+def _from_row(name: str, base: Path, image: Any, caption: Any, metadata: dict[str, Any]) -> LooseSample:
+    """A table's row; an image cell is bytes, a path relative to the table, or a struct of both."""
+    if isinstance(image, dict):
+        image = image.get("bytes") or image.get("path")
+    problem = None
+    if isinstance(image, str) and "://" in image:
+        problem = f"image is a URL: download it first, {image}"
+    elif not isinstance(image, (str, bytes)) or not image:
+        problem = "image cell is empty"
+    elif not isinstance(caption, str):
+        problem = f"caption is no text: {type(caption).__name__}"
+    if problem is not None:
+        return LooseSample(name, None, None, {}, problem)
+    return LooseSample(name, image if isinstance(image, bytes) else base / image, caption, metadata)
+
+
+def _parquet(files: Sequence[Path], columns: Columns, chance: random.Random | None) -> LooseSource:
+    groups: list[tuple[Path, int]] = []
+    count = 0
+    try:
+        for path in files:
+            with pq.ParquetFile(path) as table:
+                _parquet_columns(path, table, columns)
+                groups += [(path, group) for group in range(table.num_row_groups)]
+                count += table.metadata.num_rows
+    except (OSError, ArrowException) as error:
+        raise DataError(f"{path}: is not a readable Parquet file ({error})") from error
+    if chance is not None:
+        chance.shuffle(groups)
+    return LooseSource(count, _parquet_rows(groups, columns, chance))
+
+
+def _parquet_columns(path: Path, table: pq.ParquetFile, columns: Columns) -> tuple[str, str]:
+    names = table.schema_arrow.names
+    image = _pick(path, names, columns.image, IMAGE_COLUMNS + PATH_COLUMNS, "--image-column")
+    return image, _pick(path, names, columns.caption, CAPTION_COLUMNS, "--caption-column")
+
+
+def _parquet_rows(
+    groups: Sequence[tuple[Path, int]], columns: Columns, chance: random.Random | None
+) -> Iterator[LooseSample]:
+    """Rows of one row group after the other. Raises DataError when one cannot be read."""
+    for path, group in groups:
+        try:
+            with pq.ParquetFile(path) as table:
+                image, caption = _parquet_columns(path, table, columns)
+                rows = table.read_row_group(group)
+        except (OSError, ArrowException) as error:
+            raise DataError(f"{path}: row group {group} cannot be read ({error})") from error
+        order = list(range(rows.num_rows))
+        if chance is not None:
+            chance.shuffle(order)
+        for i in order:
+            row = {name: rows.column(name)[i].as_py() for name in rows.column_names}
+            name = f"{path.name} group {group} row {i}"
+            text = row.pop(caption)
+            yield _from_row(name, path.parent, row.pop(image), text, row)

@@ -1,0 +1,101 @@
+"""Runs the trainer inside the test process, and reads what it left."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from safetensors.torch import load_file
+from torch import Tensor
+
+from sd_training.build.plan import make_plan
+from sd_training.build.run import Run, build_run
+from sd_training.config.load import load_config
+
+ROOT = Path(__file__).parents[2]
+
+
+class Interrupted(Exception):
+    """Stands for a crash at a chosen moment."""
+
+
+class CrashAfter(pl.Callback):
+    """Raises after so many micro-batches of this process."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self.left = micro_batches
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Interrupted
+
+
+def options(run_dir: Path, pipeline_dir: Path, shards_dir: Path, **changes: Any) -> list[str]:
+    """Overrides of a small fp32 diffusion run in `run_dir`; keyword names use `__` for dots."""
+    values = {
+        "experiment.log_dir": run_dir.parent,
+        "experiment.name": run_dir.name,
+        "experiment.num_examples_to_see": 64,
+        "experiment.save_every": 2,
+        "system.batch_size": 8,
+        "system.workers": 0,
+        "model.pretrained": pipeline_dir,
+        "model.mixed_precision": "no",
+        "model.use_ema": True,
+        "optimizer.params.learning_rate": 0.001,
+        "lr_scheduler.params.warmup_length": 3,
+        "dataset.params.path": shards_dir,
+        "dataset.params.resolution": 16,
+        "dataset.params.crop": "random",
+        "dataset.params.flip_prob": 0.5,
+        "logging.every": 1,
+        "logging.progress_bar": False,
+    }
+    values |= {name.replace("__", "."): value for name, value in changes.items()}
+    return [f"{name}={value}" for name, value in values.items()]
+
+
+def prepare(argv: list[str]) -> Run:
+    """A built run."""
+    return build_run(make_plan(load_config(argv)))
+
+
+def train(argv: list[str], *callbacks: pl.Callback) -> Run:
+    """Fit to the end, or to a callback's exception."""
+    run = prepare(argv)
+    run.trainer.callbacks.extend(callbacks)  # type: ignore[attr-defined]
+    run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.resume_from)
+    return run
+
+
+def train_in_processes(argv: list[str], processes: int, module: str = "train") -> str:
+    """The same through torchrun; returns its output."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", "0"]
+    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"] if processes > 1 else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "-m", module, *argv], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def metrics(run_dir: Path) -> list[dict[str, str]]:
+    """Rows of metrics.csv."""
+    with (run_dir / "metrics.csv").open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def losses(run_dir: Path) -> list[float]:
+    """Loss per logged row."""
+    return [float(row["loss"]) for row in metrics(run_dir)]
+
+
+def checkpoint_tensors(run_dir: Path, step: int) -> dict[str, Tensor]:
+    """Weights, EMA and optimizer of a checkpoint by file and name."""
+    folder = run_dir / "checkpoints" / f"step={step}"
+    return {f"{path.name}:{name}": t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}

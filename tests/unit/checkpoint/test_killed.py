@@ -1,0 +1,60 @@
+"""SIGKILL at random moments of saving and rotating: never without a good checkpoint, never a wrong one."""
+
+import itertools
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from sd_training.checkpoint import seal
+from sd_training.checkpoint.lightning_io import SealedCheckpointIO
+from tests.unit.checkpoint.exact import assert_same
+from tests.unit.kill import killed_after
+
+KILLS = 15
+
+
+def state_of(step: int) -> dict[str, object]:
+    """What the checkpoint of a step must hold; large enough for kills to fall into writes."""
+    weights = torch.arange(100_000, dtype=torch.float32) + step
+    return {"state_dict": {"w": weights}, "optimizer_states": [{"state": {0: -weights}}], "global_step": step}
+
+
+def save_for_ever(root: Path, first: int, done: Callable[[int], None]) -> None:
+    for step in itertools.count(first):
+        SealedCheckpointIO().save_checkpoint(state_of(step), root / f"step={step}")
+        done(step)
+        seal.rotate(root, 2, trusted=[root / f"step={step}"])
+
+
+def seconds_of_a_save(root: Path) -> float:
+    """How long a save takes here and now, so that kills fall into the first few on any machine."""
+    start = time.perf_counter()
+    for step in (1, 2, 3):
+        SealedCheckpointIO().save_checkpoint(state_of(step), root / f"step={step}")
+    return (time.perf_counter() - start) / 3
+
+
+def test_every_kill_leaves_a_good_newest_checkpoint(tmp_path: Path) -> None:
+    chance, pace = random.Random(0), seconds_of_a_save(tmp_path / "pace")
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    acknowledged, interrupted = 0, 0
+    for _ in range(KILLS):
+        steps = killed_after(chance.uniform(0, 4 * pace), partial(save_for_ever, root, acknowledged + 1))
+        acknowledged = max([acknowledged, *steps])
+        interrupted += bool(seal.sweep(root))
+        newest = seal.newest_verified(root)
+        if newest is None:
+            assert acknowledged == 0
+            continue
+        assert seal.step_of(newest) in (acknowledged, acknowledged + 1)  # sealed, but killed before it could say so
+        acknowledged = seal.step_of(newest)
+        assert_same(SealedCheckpointIO().load_checkpoint(newest), state_of(acknowledged))
+        good = [folder for folder in seal.sealed(root) if not seal.verify(folder)]
+        assert len(good) >= min(2, acknowledged)
+        assert {path.name for path in root.iterdir()} == {path.name for path in good}
+    assert acknowledged >= 5 and interrupted >= 3  # the kills did fall into saves

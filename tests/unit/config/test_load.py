@@ -1,0 +1,305 @@
+"""From command line to Config: merging, overrides, interpolation, and every problem in one plain report."""
+
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from sd_training.config.load import load_config
+from sd_training.errors import ConfigError
+
+BASE = (
+    "experiment.log_dir=runs",
+    "experiment.name=first",
+    "experiment.num_examples_to_see=100_000",
+    "dataset.params.path=data/{000..999}.tar",
+    "model.pretrained=someone/pipeline",
+)
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(dedent(text), encoding="utf-8")
+    return str(path)
+
+
+def problems(*argv: str) -> list[str]:
+    """The report; every line of it in plain words."""
+    with pytest.raises(ConfigError) as error:
+        load_config(argv)
+    report = error.value.problems
+    for jargon in ("Traceback", "type=", "Input should", "validation error", "full_key", "pydantic", "omegaconf"):
+        assert not any(jargon in line for line in report), report
+    return report
+
+
+def only(*argv: str) -> str:
+    report = problems(*argv)
+    assert len(report) == 1, report
+    return report[0]
+
+
+def test_overrides_alone_make_a_config() -> None:
+    config = load_config(BASE)
+    assert config.dataset.params.path == "data/{000..999}.tar"
+    assert config.experiment.num_examples_to_see == 100_000
+    assert config.optimizer.params.beta2 == 0.98
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(">=512", ">=512"), ('">=512"', ">=512"), ("<=0.5", "<=0.5"), (">5", ">5"), ("!=en", "!=en"), ("3", 3), ("==a", "==a")],
+)
+def test_filters_need_no_quotes(value: str, expected: str | int) -> None:
+    config = load_config([*BASE, f"dataset.params.filters.original_width={value}"])
+    assert config.dataset.params.filters == {"original_width": expected}
+
+
+def test_filter_override_joins_the_filters_of_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", 'dataset:\n  params:\n    filters:\n      pwatermark: "<=0.5"\n')
+    config = load_config([f"config={file}", *BASE, "dataset.params.filters.original_width=>=512"])
+    assert config.dataset.params.filters == {"pwatermark": "<=0.5", "original_width": ">=512"}
+
+
+def test_filters_with_comments_only_are_none(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", "dataset:\n  params:\n    filters: # none yet\n      # a: 1\n")
+    assert load_config([f"config={file}", *BASE]).dataset.params.filters is None
+
+
+def test_a_filter_eaten_by_the_shell_says_so() -> None:
+    assert "quote it" in only(*BASE, "dataset.params.filters.original_width=")
+
+
+def test_files_merge_left_to_right_and_overrides_win(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.yaml", "system: {batch_size: 4, workers: 1}\nsampling: {prompts: [a, b]}\n")
+    second = write(tmp_path / "b.yaml", "system: {batch_size: 8}\nsampling: {prompts: [c]}\n")
+    config = load_config([*BASE, "system.workers=3", f"config={first},{second}"])
+    assert (config.system.batch_size, config.system.workers) == (8, 3)
+    assert config.sampling.prompts == ["c"]
+
+
+@pytest.mark.parametrize("name", ["007", "1e5", "on", "2024-01-01", "12:30", "a: b", "{a,b}"])
+def test_text_stays_as_it_was_typed(name: str) -> None:
+    assert load_config([*BASE, f"experiment.project={name}"]).experiment.project == name
+
+
+def test_values_are_yaml() -> None:
+    config = load_config([*BASE, "dataset.params.path=[a.tar, b.tar]", "experiment.save_every=1_000", "model.use_ema=on"][1:] + [BASE[0]]) if False else None
+    config = load_config([*(item for item in BASE if "path" not in item), "dataset.params.path=[a.tar, b.tar]", "model.use_ema=on"])
+    assert config.dataset.params.path == ["a.tar", "b.tar"]
+    assert config.model.use_ema is True
+
+
+@pytest.mark.parametrize("value", ["no", "False", "", "null"])
+def test_mixed_precision_no_needs_no_quotes(value: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", f"model:\n  mixed_precision: {value}\n")
+    assert load_config([f"config={file}", *BASE]).model.mixed_precision == "no"
+    assert load_config([*BASE, f"model.mixed_precision={value}"]).model.mixed_precision == "no" or value == "False"
+
+
+def test_empty_groups_and_params_mean_defaults(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", "wandb:\nmodel:\n  unet:\n    params:\n")
+    config = load_config([f"config={file}", *BASE])
+    assert config.wandb.api_key is None
+    assert config.model.unet.params == {}
+
+
+def test_missing_marker_on_optional_keys_is_the_default(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", "wandb: {api_key: ???}\nexperiment: {project: ???, eval_caption_file: ???}\n")
+    config = load_config([f"config={file}", *BASE])
+    assert config.wandb.api_key is None
+    assert config.experiment.project == "sd_training"
+
+
+def test_missing_marker_inside_free_parameters_is_an_error() -> None:
+    assert only(*BASE, "model.noise_scheduler_training.params.beta_end=???").endswith("is required (it is ???)")
+
+
+def test_interpolation_reads_other_options_and_defaults() -> None:
+    config = load_config([*BASE, "dataset.params.batch_size=${system.batch_size}", "system.dist_url=${distributed.dist_url}"])
+    assert config.dataset.params.batch_size == 32
+    assert config.system.dist_url == "env://"
+
+
+def test_interpolation_to_an_unknown_option_suggests_one() -> None:
+    line = only(*BASE, "dataset.params.workers=${system.worker}")
+    assert line == "dataset.params.workers: is ${system.worker}, but there is no such option; did you mean ${system.workers}?"
+
+
+def test_interpolation_to_a_missing_value_is_reported_where_it_must_be_filled() -> None:
+    argv = [item for item in BASE if "num_examples" not in item]
+    line = only(*argv, "dataset.params.num_examples_to_see=${experiment.num_examples_to_see}")
+    assert line.startswith("experiment.num_examples_to_see: is required (a whole number of at least 1)")
+
+
+def test_required_option_taken_from_a_missing_value_names_the_source() -> None:
+    argv = [item for item in BASE if "log_dir" not in item]
+    line = only(*argv, "experiment.log_dir=${wandb.entity2}", "wandb.entity=x")
+    assert line.startswith("experiment.log_dir: is ${wandb.entity2}, but there is no such option")
+    report = problems(*argv[:1], *argv[2:], "experiment.log_dir=a/${experiment.num_examples_to_see}")
+    assert any("taken from a/${experiment.num_examples_to_see}, which has no value" in line for line in report)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("model.vae=${model}",),
+        ("experiment.project=${wandb.entity}", "wandb.entity=${experiment.project}"),
+        ("model.unet.params.a=${model.unet.params}",),
+        ("experiment.project=${..zz}",),
+    ],
+)
+def test_impossible_interpolations_are_problems(argv: tuple[str, ...]) -> None:
+    assert problems(*BASE, *argv)
+
+
+@pytest.mark.parametrize(
+    "value", ["${oc.env:HOME}", "a/${oc.env:HOME}/b", "${model.vae} } ${oc.env:HOME}", "${oc.decode:${oc.env:HOME}}"]
+)
+def test_resolvers_are_refused_by_name(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "secret-home")
+    file = write(tmp_path / "a.yaml", f'experiment:\n  project: "{value}"\n')
+    for argv in ([*BASE, f"experiment.project={value}"], [f"config={file}", *BASE]):
+        line = only(*argv)
+        assert line.startswith("experiment.project: ${oc.")
+        assert "is not allowed" in line
+        assert "secret-home" not in line
+
+
+def test_a_url_after_an_interpolation_is_no_resolver() -> None:
+    assert load_config([*BASE, "distributed.dist_url=tcp://${experiment.name}:80"]).distributed.dist_url == "tcp://first:80"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: 1\na: 2\n", "line 2: not readable as YAML: found duplicate key a"),
+        ("a: [1\nb: 2\n", "not readable as YAML"),
+        ("- a\n- b\n", "must be a mapping"),
+        ("just words\n", "must be a mapping"),
+        ("a: !!python/object:os.system {}\n", "not readable as YAML"),
+        ("a: '${'\n", "a: "),
+        ("a: " + "[" * 3000, "nested too deeply"),
+    ],
+)
+def test_bad_files_are_named(text: str, expected: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "bad.yaml", text)
+    line = only(f"config={file}")
+    assert line.startswith(f"config={file}")
+    assert expected in line
+
+
+def test_missing_folder_and_binary_files(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
+    report = problems(f"config={tmp_path}/none.yaml,{tmp_path},{tmp_path}/x.yaml")
+    assert ["No such file" in report[0], "directory" in report[1], "UTF-8" in report[2]] == [True] * 3
+
+
+def test_an_alias_bomb_is_refused(tmp_path: Path) -> None:
+    levels = "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]\n" for i in range(1, 9))
+    assert "not readable as YAML" in only(f"config={write(tmp_path / 'a.yaml', 'l0: &l0 [x]' + chr(10) + levels)}")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("experiment.name", "write option=value"),
+        ("a.yaml", "write config=a.yaml"),
+        ("--system.workers=1", "without dashes: system.workers=1"),
+        ("dataset.params.filters.w>=5", "write dataset.params.filters.w=>=5"),
+        ("a..b=1", "dotted names"),
+        ("=1", "dotted names"),
+        ("sampling.prompts[7]=x", "cannot be set"),
+        ("experiment.project=${", "cannot be set"),
+        ("system.batchsize=3", "unknown option (command line); did you mean system.batch_size?"),
+        ("learning_rate=3", "did you mean optimizer.params.learning_rate?"),
+        ("dataset.param.path=x", "dataset.param.path: unknown option (command line); did you mean dataset.params.path?"),
+        ("model=3", "it is a group of options such as model.pretrained"),
+        ("system.batch_size=abc", 'system.batch_size: is "abc" (command line); allowed: a whole number of at least 1'),
+        ("system.batch_size=0", "allowed: a whole number of at least 1"),
+        ("system.batch_size=true", "system.batch_size: is true"),
+        ("optimizer.params.beta1=1", "allowed: a number of at least 0 and below 1"),
+        ("optimizer.params.learning_rate=.inf", "allowed: a number of at least 0"),
+        ("model.mixed_precision=int8", "allowed: no, bf16 or fp16"),
+        ("trainer.devices=0", "allowed: auto or a whole number of at least 1"),
+        ("experiment.save_every.x=1", "experiment.save_every"),
+        ("dataset.params.filters.w=[1]", "dataset.params.filters.w: is [1]"),
+    ],
+)
+def test_bad_overrides_say_what_is_wrong(override: str, expected: str) -> None:
+    line = only(*BASE, override)
+    assert expected in line
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "", "a\\b"])
+def test_a_run_name_must_be_a_folder_name(name: str) -> None:
+    argv = [item for item in BASE if "experiment.name" not in item]
+    assert only(*argv, f"experiment.name='{name}'").startswith("experiment.name: is ")
+
+
+def test_an_option_given_twice_is_an_unquoted_brace_pattern() -> None:
+    argv = [item for item in BASE if "path" not in item]
+    assert "given 2 times" in only(*argv, "dataset.params.path=0.tar", "dataset.params.path=1.tar")
+
+
+def test_wrong_values_name_file_and_line(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", "system:\n  workers: many\nexperiment:\n  project: 3\n  nam: x\n")
+    report = problems(f"config={file}", *BASE)
+    assert f'system.workers: is "many" ({file}, line 2); allowed: a whole number of at least 0' in report
+    assert any(line.endswith("put it in quotes to make it a text") and f"({file}, line 4)" in line for line in report)
+    assert f"experiment.nam: unknown option ({file}, line 5); did you mean experiment.name?" in report
+
+
+def test_every_kind_of_problem_in_one_report(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", "experiment: {name: ???, log_dir: x}\nsistem: {workers: 3}\n")
+    report = problems(
+        f"config={file}",
+        "nonsense",
+        "system.batch_size=abc",
+        "dataset.params.filters.w=os.system()",
+        "sampling.every=3",
+        "wandb.entity=${nothing.here}",
+        "ema.path=${oc.env:HOME}",
+        "model.vae.pretrained=./not/there",
+        "distributed.dist_url=http://x",
+    )
+    expected = (
+        "nonsense",
+        "sistem.workers: unknown option",
+        "system.batch_size: is",
+        "experiment.name: is required",
+        "experiment.num_examples_to_see: is required",
+        "dataset.params.path: is required",
+        "wandb.entity: is ${nothing.here}",
+        "ema.path: ${oc.env:…}",
+        "dataset.params.filters.w: ",
+        "sampling.prompts: is empty",
+        "model.unet: is required",
+        "model.vae.pretrained: './not/there' does not exist",
+        "distributed.dist_url: is 'http://x'",
+    )
+    for start in expected:
+        assert sum(line.startswith(start) for line in report) == 1, (start, report)
+
+
+def test_an_unreadable_file_hides_what_would_only_be_noise(tmp_path: Path) -> None:
+    report = problems(f"config={tmp_path}/none.yaml", "system.workers=x")
+    assert len(report) == 2
+    assert not any("is required" in line for line in report)
+
+
+def test_secrets_are_never_shown(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", "wandb:\n  api_key: 123456789\n")
+    for argv in ([f"config={file}", *BASE], [*BASE, "--wandb.api_key=123456789"], [*BASE, "wandb.api_key>123456789=3"]):
+        assert "123456789" not in only(*argv) or ">" in argv[-1]
+
+
+def test_warnings_do_not_stop_a_run(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    load_config([*BASE, "ema.decay=0.5"])
+    assert "ema.decay: is not used, because model.use_ema is false" in caplog.text + capsys.readouterr().err
+
+
+def test_config_is_importable_without_torch() -> None:
+    code = "import sys, sd_training.config.load, sd_training.config.dump; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False).returncode == 0
