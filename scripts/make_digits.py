@@ -10,14 +10,20 @@ weights, which stays frozen: it only has to give different captions different st
 import argparse
 import io
 import json
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+
+from sd_training.cli import run_cli
+from sd_training.quiet import quiet_libraries
 
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 WORDINGS = (
@@ -110,7 +116,8 @@ def make_tokenizer(captions: Iterable[str]) -> Any:
     spelled.train_from_iterator(
         captions, trainers.BpeTrainer(vocab_size=2000, end_of_word_suffix="</w>", show_progress=False)
     )
-    merges = [tuple(merge) for merge in json.loads(spelled.to_str())["model"]["merges"]]
+    # Pairs, as the tokenizers library takes them; the annotation in transformers says otherwise.
+    merges: Any = [tuple(merge) for merge in json.loads(spelled.to_str())["model"]["merges"]]
     tokens = letters + [f"{letter}</w>" for letter in letters] + ["".join(merge) for merge in merges]
     tokens += ["<|startoftext|>", "<|endoftext|>"]
     vocabulary = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
@@ -118,7 +125,11 @@ def make_tokenizer(captions: Iterable[str]) -> Any:
 
 
 def make_text_encoder(tokenizer: Any, seed: int = 0) -> Any:
-    """A two-layer CLIPTextModel with random weights."""
+    """A two-layer CLIPTextModel with random weights.
+
+    CLIP starts its word and position embeddings equally small, and then half of a token's state says where it stands.
+    Nothing trains this encoder, so the words get the larger part from the start.
+    """
     import torch
     from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -136,7 +147,9 @@ def make_text_encoder(tokenizer: Any, seed: int = 0) -> Any:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return CLIPTextModel(config).eval()
+        encoder = CLIPTextModel(config).eval()
+        torch.nn.init.normal_(encoder.get_input_embeddings().weight, std=0.5)
+    return encoder
 
 
 def write_text_parts(folder: Path) -> None:
@@ -146,17 +159,17 @@ def write_text_parts(folder: Path) -> None:
     make_text_encoder(tokenizer).save_pretrained(folder / "text_encoder")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line; exit status."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="shards go to FOLDER/data, tokenizer and text encoder to FOLDER/text")
     parser.add_argument("--limit", type=int, help="only the first so many digits")
     options = parser.parse_args(argv)
+    quiet_libraries()
     count = write_shards(options.folder / "data", digit_samples(real_digits(options.limit)))
     write_text_parts(options.folder / "text")
-    print(f"{count} handwritten digits in {options.folder / 'data'}, text side in {options.folder / 'text'}")
-    return 0
+    print(f"{count:,} handwritten digits in {options.folder / 'data'}, their text side in {options.folder / 'text'}")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_cli(main)

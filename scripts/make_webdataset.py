@@ -1,7 +1,7 @@
 """Turns images with captions into WebDataset shards that this project trains on.
 
-    python scripts/make_webdataset.py photos/ --out shards              # photos/a.jpg, photos/a.txt, maybe photos/a.json
-    python scripts/make_webdataset.py table.csv --out shards            # columns: path, caption, others become metadata
+    python scripts/make_webdataset.py photos/ --out shards      # photos/a.jpg, photos/a.txt, maybe photos/a.json
+    python scripts/make_webdataset.py table.csv --out shards    # columns: path, caption, others become metadata
     python scripts/make_webdataset.py table.parquet --out shards --image-column picture --caption-column words
 
 Images are copied byte for byte unless `--resize` is given. What cannot be used is skipped, counted and named in

@@ -121,7 +121,12 @@ def tiny_pipeline(seed: int = 0, **scheduler: Any) -> StableDiffusionPipeline:
             tokenizer=tokenizer,
             unet=UNet2DConditionModel(**UNET_PARAMS),
             scheduler=DDIMScheduler(
-                beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, **scheduler
+                beta_start=0.00085,
+                beta_end=0.012,
+                beta_schedule="scaled_linear",
+                clip_sample=False,
+                steps_offset=1,
+                **scheduler,
             ),
             safety_checker=None,
             feature_extractor=None,

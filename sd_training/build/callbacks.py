@@ -1,6 +1,7 @@
 """The callbacks of a run."""
 
 from pathlib import Path
+from typing import Any
 
 import pytorch_lightning as pl
 
@@ -26,7 +27,14 @@ def build_callbacks(plan: Plan, trained: Trained, data: TrainingData) -> list[pl
     stopwatch = Stopwatch()
     ema = _ema(plan) if config.model.use_ema else None
     metrics = Metrics(plan.run_dir / "metrics.csv", config.logging.every, batch.global_batch, stopwatch)
-    facts = {"world_size": batch.processes, "global_batch": batch.global_batch, "data_fingerprint": data.fingerprint()}
+
+    def facts() -> dict[str, Any]:
+        return {
+            "world_size": batch.processes,
+            "global_batch": batch.global_batch,
+            "data_fingerprint": data.fingerprint(),
+        }
+
     saves = Saves(
         plan.run_dir,
         config.experiment.save_every,

@@ -16,7 +16,6 @@ from sd_training.models.stable_diffusion import (
     load_stable_diffusion,
 )
 
-_GIB = 2**30
 _FP32_BYTES = 4
 
 
@@ -68,29 +67,34 @@ def _parameters(counts: dict[str, int], trained: str) -> str:
 
 def _memory(counts: dict[str, int], trained: str, has_ema: bool) -> str:
     """fp32 weights, gradients and two AdamW averages of the trained part, fp32 weights of the frozen ones."""
-    weights = counts[trained] * _FP32_BYTES / _GIB
-    frozen = sum(count for name, count in counts.items() if name != trained) * _FP32_BYTES / _GIB
+    weights = counts[trained] * _FP32_BYTES
+    frozen = sum(count for name, count in counts.items() if name != trained) * _FP32_BYTES
     lines = [
-        f"device memory per process, without activations: {4 * weights + frozen:.2f} GiB = weights {weights:.2f} + "
-        f"gradients {weights:.2f} + AdamW {2 * weights:.2f} + frozen {frozen:.2f}",
+        f"device memory per process, without activations: {_size(4 * weights + frozen)} = weights {_size(weights)} + "
+        f"gradients {_size(weights)} + AdamW {_size(2 * weights)} + frozen {_size(frozen)}",
         "activations come on top; they grow with batch_size and resolution, and gradient_checkpointing lowers them",
     ]
     if has_ema:
-        lines.append(f"CPU memory of the first process for the EMA: {weights:.2f} GiB")
+        lines.append(f"CPU memory of the first process for the EMA: {_size(weights)}")
     return "\n".join(lines)
 
 
 def _saves(plan: Plan, counts: dict[str, int]) -> str:
     """Checkpoints and disk."""
     config = plan.config
-    trained = counts[config.model.train] * _FP32_BYTES / _GIB
-    checkpoint = trained * (4 if config.model.use_ema else 3)
-    pipeline = sum(counts.values()) * _FP32_BYTES / _GIB
+    # Weights and two AdamW averages, and the EMA where it is kept.
+    checkpoint = counts[config.model.train] * _FP32_BYTES * (4 if config.model.use_ema else 3)
+    pipeline = sum(counts.values()) * _FP32_BYTES
     saves = -(-plan.batch.num_steps // config.experiment.save_every)
     kept = 1 if config.experiment.save_only_most_recent else saves
     # One more of each exists while a new one is written, before the oldest is deleted.
     disk = checkpoint * (min(config.checkpoint.keep, saves) + 1) + pipeline * (kept + 1)
     return (
-        f"{saves:,} saves into {plan.run_dir}: checkpoint {checkpoint:.2f} GiB (newest {config.checkpoint.keep} kept), "
-        f"pipeline {pipeline:.2f} GiB ({kept:,} kept); disk at most {disk:.2f} GiB"
+        f"{saves:,} saves into {plan.run_dir}: checkpoint {_size(checkpoint)} (newest {config.checkpoint.keep} kept), "
+        f"pipeline {_size(pipeline)} ({kept:,} kept); disk at most {_size(disk)}"
     )
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes for a person."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.2f} MiB"

@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,10 @@ class RunRecord(pl.Callback):
     Args:
         run_dir: the run folder.
         resolved_config: YAML without secrets.
-        facts: further entries for `run.json`, e.g. world size and data fingerprint.
+        facts: gives further entries for `run.json`, e.g. world size and data fingerprint; asked once data is open.
     """
 
-    def __init__(self, run_dir: Path, resolved_config: str, facts: dict[str, Any]) -> None:
+    def __init__(self, run_dir: Path, resolved_config: str, facts: Callable[[], dict[str, Any]]) -> None:
         self.run_dir = run_dir
         self.resolved_config = resolved_config
         self.facts = facts
@@ -72,7 +73,7 @@ class RunRecord(pl.Callback):
             "command": [redacted(word) for word in sys.argv],
             "versions": package_versions(),
             "git_revision": git_revision(Path(__file__).parent),
-            **self.facts,
+            **self.facts(),
         }
         path = self.run_dir / "run.json"
         starts = _read_starts(path)

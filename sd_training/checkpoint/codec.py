@@ -1,8 +1,8 @@
 """Nested training state as JSON plus named tensors, and back: exactly, and without pickle.
 
 A value that JSON has no word for becomes an object with one tag that starts with `$`:
-`{"$tensor": name}`, `{"$tuple": [...]}`, `{"$float": "nan"}`, `{"$dict": [[key, value], ...]}`. A dict with keys that are
-not text, or that look like a tag, is written as `$dict`, so no value can be mistaken for a tag.
+`{"$tensor": name}`, `{"$tuple": [...]}`, `{"$float": "nan"}`, `{"$dict": [[key, value], ...]}`. A dict with keys that
+are not text, or that look like a tag, is written as `$dict`, so no value can be mistaken for a tag.
 """
 
 import math
@@ -104,7 +104,7 @@ def _free_name(wanted: str, tensors: dict[str, Tensor]) -> str:
 
 
 def _dense_stride(tensor: Tensor) -> list[int] | None:
-    """Stride of a permuted but gapless tensor such as channels-last: fused optimizers want state laid out as weights."""
+    """Stride of a permuted but gapless tensor such as channels-last: fused optimizers want state laid out so."""
     expected = 1
     if tensor.is_contiguous():
         return None

@@ -1,11 +1,11 @@
 """Lightning's checkpoints as sealed folders of safetensors and JSON: `Trainer(plugins=[SealedCheckpointIO()])`.
 
-    step=N/weights.safetensors     the trained module, under the names of its state_dict
-           ema.safetensors         tensors of callbacks whose path says "ema"
-           optimizer.safetensors   optimizer state
-           <part>.safetensors      tensors of any other part of the checkpoint
-           state.json              everything that is not a tensor, and which tensor belongs where
-           MANIFEST.json           sizes and checksums
+step=N/weights.safetensors     the trained module, under the names of its state_dict
+       ema.safetensors         tensors of callbacks whose path says "ema"
+       optimizer.safetensors   optimizer state
+       <part>.safetensors      tensors of any other part of the checkpoint
+       state.json              everything that is not a tensor, and which tensor belongs where
+       MANIFEST.json           sizes and checksums
 """
 
 import errno

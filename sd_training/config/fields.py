@@ -105,17 +105,14 @@ def describe(annotation: Any) -> str:
 
 def accepts(annotation: Any, kind: type) -> bool:
     """Whether a value of this Python type can be right for the option."""
-    for member in _members(_unwrap(annotation)[0]):
-        bare = _unwrap(member)[0]
-        choices = get_args(bare) if get_origin(bare) is Literal else ()
-        if bare is Any or (get_origin(bare) or bare) is kind or any(type(choice) is kind for choice in choices):
-            return True
-    return False
+    bare = [_unwrap(member)[0] for member in _members(_unwrap(annotation)[0])]
+    return Any in bare or any((get_origin(member) or member) is kind for member in bare)
 
 
-def holds_free_text(annotation: Any) -> bool:
-    """Whether any text can be right for the option, not only certain words."""
-    return any(_unwrap(member)[0] is str for member in _members(_unwrap(annotation)[0]))
+def accepts_as_typed(annotation: Any, text: str) -> bool:
+    """Whether the option takes this very text: it holds free text, or has it among its words."""
+    bare = [_unwrap(member)[0] for member in _members(_unwrap(annotation)[0])]
+    return str in bare or any(text in get_args(member) for member in bare if get_origin(member) is Literal)
 
 
 def _describe_many(annotation: Any) -> str:

@@ -45,19 +45,22 @@ def _container(node: Any, path: str, result: Resolved) -> Any:
 
 def _item(holder: DictConfig | ListConfig, key: Any, path: str, result: Resolved) -> Any:
     """One value of a container; `???` where it has none."""
-    written = OmegaConf.to_container(holder, resolve=False)[key]  # type: ignore[index]
     try:
         value = holder[key]
     except MissingMandatoryValue:
         return MISSING
     except InterpolationToMissingValueError:
-        result.sources[path] = str(written)
+        result.sources[path] = _written(holder, key)
         return MISSING
     except InterpolationKeyError:
-        result.problems.append(Problem(path, f"is {written}, but there is no such option{_near(str(written))}"))
+        result.problems.append(
+            Problem(path, f"is {_written(holder, key)}, but there is no such option{_near(_written(holder, key))}")
+        )
         return MISSING
     except OmegaConfBaseException as error:
-        result.problems.append(Problem(path, f"is {written}, which has no value: {str(error).splitlines()[0]}"))
+        result.problems.append(
+            Problem(path, f"is {_written(holder, key)}, which has no value: {str(error).splitlines()[0]}")
+        )
         return MISSING
     if not isinstance(value, (DictConfig, ListConfig)):
         return value
@@ -65,6 +68,10 @@ def _item(holder: DictConfig | ListConfig, key: Any, path: str, result: Resolved
         result.problems.append(Problem(path[:60] + "…", "contains itself through an interpolation"))
         return MISSING
     return _container(value, path, result)
+
+
+def _written(holder: DictConfig | ListConfig, key: Any) -> str:
+    return str(OmegaConf.to_container(holder, resolve=False)[key])  # type: ignore[index]
 
 
 def _near(written: str) -> str:

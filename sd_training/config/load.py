@@ -9,7 +9,7 @@ from sd_training.config.check import check, warnings
 from sd_training.config.fields import accepts, options
 from sd_training.config.fit import fit
 from sd_training.config.interpolation import resolve
-from sd_training.config.problems import Problem, mentions, wrong_values
+from sd_training.config.problems import Problem, is_below, mentions, wrong_values
 from sd_training.config.schema import Config
 from sd_training.config.sources import gather
 from sd_training.errors import ConfigError
@@ -37,7 +37,7 @@ def load_config(argv: Sequence[str]) -> Config:
     problems = sources.problems + resolved.problems + fitted.problems
     already = [problem.key for problem in problems if problem.is_option]
     if sources.complete:
-        problems += [missing for missing in fitted.missing if missing.key not in already]
+        problems += [missing for missing in fitted.missing if not is_below(missing.key, already)]
     config, wrong = _validate(fitted.values, sources.origins)
     problems += wrong
     if config is None or problems:

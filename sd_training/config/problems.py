@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sd_training.config.fields import SECRETS, Option, groups, holds_free_text, options
+from sd_training.config.fields import SECRETS, Option, accepts, groups, options
 from sd_training.config.suggest import suggest
 
 _SHOWN_CHARACTERS = 80
@@ -77,7 +77,7 @@ def wrong_values(error: ValidationError, values: dict[str, Any], origins: dict[s
 
 
 def _wrong_value(path: str, option: Option, value: Any, origins: dict[str, str]) -> Problem:
-    quotable = isinstance(value, (int, float)) and holds_free_text(option.annotation)
+    quotable = isinstance(value, (int, float)) and accepts(option.annotation, str)
     hint = "; put it in quotes to make it a text" if quotable else ""
     if value is None and option.key == "dataset.params.filters":
         hint = f"; quote it on the command line ('{path}=>=512'), or the shell takes > as a redirection"
@@ -108,8 +108,13 @@ def _option_of(path: str) -> Option | None:
     return options().get(path)
 
 
+def is_below(key: str, groups_or_options: Iterable[str]) -> bool:
+    """Whether a dotted key is one of these or stands inside one of them."""
+    return any(key == other or key.startswith(f"{other}.") for other in groups_or_options)
+
+
 def mentions(text: str, keys: Sequence[str]) -> bool:
-    """Whether a sentence is about one of these options, or about the group that holds one of them."""
+    """Whether a sentence is about one of these options, or about a group above or below one of them."""
     words = {word.strip(".,:;()'\"`") for word in text.replace("=", " ").split()}
     about = text.split(maxsplit=1)[0].rstrip(":")
-    return any(key in words or key.startswith(f"{about}.") for key in keys)
+    return is_below(about, keys) or any(key in words or is_below(key, [about]) for key in keys)

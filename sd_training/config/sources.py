@@ -11,7 +11,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from sd_training.config.fields import SECRETS, accepts, defaults, options
+from sd_training.config.fields import SECRETS, accepts, accepts_as_typed, defaults, options
 from sd_training.config.problems import Problem
 
 COMMAND_LINE = "command line"
@@ -51,7 +51,7 @@ def gather(argv: Sequence[str]) -> Sources:
 
 def _given_twice(overrides: Sequence[str]) -> list[Problem]:
     """An unquoted `{000..999}` reaches us as a thousand arguments, of which the last would win silently."""
-    counts = Counter(item.partition("=")[0] for item in dict.fromkeys(overrides))
+    counts = Counter(item.partition("=")[0] for item in dict.fromkeys(overrides) if "=" in item)
     text = "is given {} times with different values; give it once, and quote a pattern with braces"
     return [Problem(key, text.format(count)) for key, count in counts.items() if count > 1]
 
@@ -85,6 +85,8 @@ def _parse_file(name: str, text: str) -> tuple[dict[Any, Any] | Problem, dict[st
         loaded = OmegaConf.create(text, max_yaml_expanded_nodes=_MAX_NODES)
         return dict(_plain(loaded)), _lines(node)
     except yaml.MarkedYAMLError as error:
+        if "EXPANDED_NODES" in str(error):
+            return _file_problem(name, f"more than {_MAX_NODES:,} values after its aliases are expanded"), {}
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         return _file_problem(name + line, f"not readable as YAML: {error.problem}"), {}
     except OmegaConfBaseException as error:
@@ -154,8 +156,8 @@ def parse_value(key: str, text: str) -> Any:
     option = options().get(key)
     if option is None or value is None or isinstance(value, (str, list)):
         return value
-    holds_text = accepts(option.annotation, str) and not accepts(option.annotation, type(value))
-    return text if holds_text else value
+    is_text = accepts_as_typed(option.annotation, text) and not accepts(option.annotation, type(value))
+    return text if is_text else value
 
 
 def _refuse_resolvers(values: dict[Any, Any]) -> list[Problem]:

@@ -52,7 +52,8 @@ class BadSampleLog:
         self.num_read += num_delivered + len(skipped)
         for problem in skipped:
             if not self.problems.total():
-                log.warning("a sample was skipped: %s; see %s", self._shown(problem), self.path or "the end of the run")
+                where = f"; it and all later ones are named in {self.path}" if self.path else ""
+                log.warning("a sample was skipped: %s %s: %s%s", *problem, where)
             self.problems.add(problem)
             self.name(problem)
         bad = self.problems.total()
@@ -62,10 +63,6 @@ class BadSampleLog:
                 f"{bad:,} of {self.num_read:,} samples could not be used, more than dataset.params.max_bad_fraction "
                 f"({self.max_bad_fraction:g}): {self.problems.text()}{where}"
             )
-
-    @staticmethod
-    def _shown(problem: SkippedSample) -> str:
-        return f"{problem.shard} {problem.key}: {problem.reason}"
 
     def _earlier_names(self) -> set[tuple[str, str]]:
         if self.path is None or not self.path.exists():

@@ -11,10 +11,11 @@ import pytorch_lightning as pl
 from transformers import PreTrainedTokenizerBase
 
 from sd_training.config.batch_plan import BatchPlan
+from sd_training.config.class_prompts import read_class_prompts
 from sd_training.config.filter_grammar import parse_filters
 from sd_training.config.schema import DatasetConfig
 from sd_training.data.bad_samples import BadSampleLog
-from sd_training.data.captions import Prompts, Tokenizer, load_prompts
+from sd_training.data.captions import Prompts, Tokenizer
 from sd_training.data.dataset import DrawShapes, TrainingSamples
 from sd_training.data.index import DatasetIndex, load_index
 from sd_training.data.loader import TrainingLoader
@@ -171,5 +172,7 @@ class TrainingData(pl.LightningDataModule):
     def _prompts(self) -> Prompts | None:
         if self.dataset.type != "ClassificationWebDataset":
             return None
-        params = self.dataset.params
-        return load_prompts(params.class_mapping if params.idx_to_prompt is None else params.idx_to_prompt)
+        prompts, problems = read_class_prompts(self.dataset.params)
+        if problems:
+            raise ConfigError(problems)
+        return prompts

@@ -15,7 +15,7 @@ from sd_training.data.order import EpochOrder, slots
 from sd_training.errors import DataError
 from sd_training.types import PixelBatch
 
-PREFETCHED = 4
+PREFETCHED = 2
 """Micro-batches each loader process reads ahead."""
 
 
@@ -71,6 +71,7 @@ class TrainingLoader:
             pin_memory=torch.cuda.is_available(),
             prefetch_factor=PREFETCHED if self.workers else None,
             worker_init_fn=_start_worker if self.workers else None,
+            generator=torch.Generator(),  # else torch's global generator is moved; nothing here draws from either
         )
 
 

@@ -104,6 +104,14 @@ def _pick(path: Path, names: Sequence[str], wanted: str | None, usual: Sequence[
     return found
 
 
+def _pick_both(path: Path, names: Sequence[str], columns: Columns, image_names: Sequence[str]) -> tuple[str, str]:
+    image = _pick(path, names, columns.image, image_names, "--image-column")
+    caption = _pick(path, names, columns.caption, CAPTION_COLUMNS, "--caption-column")
+    if image == caption:
+        raise ConfigError(f"--caption-column: {image!r} is the image column of {path} already")
+    return image, caption
+
+
 def _number(cell: str) -> str | int | float:
     """A CSV cell as a number when it is one, so that filters can compare it; "007" stays text."""
     plain = cell.lstrip("-")
@@ -122,8 +130,7 @@ def _table(path: Path, columns: Columns) -> list[LooseSample]:
         with path.open(encoding="utf-8-sig", newline="") as stream:
             reader = csv.reader(stream, delimiter=delimiter)
             names = next(reader, [])
-            image = _pick(path, names, columns.image, PATH_COLUMNS + IMAGE_COLUMNS, "--image-column")
-            caption = _pick(path, names, columns.caption, CAPTION_COLUMNS, "--caption-column")
+            image, caption = _pick_both(path, names, columns, PATH_COLUMNS + IMAGE_COLUMNS)
             return [
                 _from_cells(f"{path.name} line {reader.line_num}", path.parent, names, cells, image, caption)
                 for cells in reader
@@ -169,7 +176,7 @@ def _parquet(files: Sequence[Path], columns: Columns, chance: random.Random | No
     try:
         for path in files:
             with pq.ParquetFile(path) as table:
-                _parquet_columns(path, table, columns)
+                _pick_both(path, table.schema_arrow.names, columns, IMAGE_COLUMNS + PATH_COLUMNS)
                 groups += [(path, group) for group in range(table.num_row_groups)]
                 count += table.metadata.num_rows
     except (OSError, ArrowException) as error:
@@ -179,12 +186,6 @@ def _parquet(files: Sequence[Path], columns: Columns, chance: random.Random | No
     return LooseSource(count, _parquet_rows(groups, columns, chance))
 
 
-def _parquet_columns(path: Path, table: pq.ParquetFile, columns: Columns) -> tuple[str, str]:
-    names = table.schema_arrow.names
-    image = _pick(path, names, columns.image, IMAGE_COLUMNS + PATH_COLUMNS, "--image-column")
-    return image, _pick(path, names, columns.caption, CAPTION_COLUMNS, "--caption-column")
-
-
 def _parquet_rows(
     groups: Sequence[tuple[Path, int]], columns: Columns, chance: random.Random | None
 ) -> Iterator[LooseSample]:
@@ -192,7 +193,7 @@ def _parquet_rows(
     for path, group in groups:
         try:
             with pq.ParquetFile(path) as table:
-                image, caption = _parquet_columns(path, table, columns)
+                image, caption = _pick_both(path, table.schema_arrow.names, columns, IMAGE_COLUMNS + PATH_COLUMNS)
                 rows = table.read_row_group(group)
         except (OSError, ArrowException) as error:
             raise DataError(f"{path}: row group {group} cannot be read ({error})") from error

@@ -61,8 +61,8 @@ def _read(path: Path, what: str) -> bytes:
         return path.read_bytes()
     except FileNotFoundError:
         raise BadSample(f"{what} is missing: {path.name}") from None
-    except OSError as error:
-        raise BadSample(f"{what} cannot be read: {path.name}, {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise BadSample(f"{what} cannot be read: {path.name}, {error}") from error
 
 
 def _caption(caption: Path | str | None) -> str:
@@ -141,13 +141,13 @@ def write_shards(
 ) -> Iterator[ShardReport]:
     """Writes `folder/00000.tar`, `00001.tar`, ... of `per_shard` samples each, and reports them in order.
 
-    Which sample goes where does not depend on `workers`. At most `workers` + 1 shards are in memory.
+    Which sample goes where does not depend on `workers`. The samples of at most `workers` + 1 shards are in memory.
     """
     numbered = enumerate(samples)
     with ThreadPoolExecutor(workers) as pool:
         running: deque[Future[ShardReport]] = deque()
         for shard, chunk in enumerate(iter(lambda: list(islice(numbered, per_shard)), [])):
-            if len(running) > workers:
+            if len(running) >= workers:
                 yield running.popleft().result()
             running.append(pool.submit(write_shard, folder / f"{shard:05d}.tar", chunk, resize))
         while running:

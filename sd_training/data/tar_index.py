@@ -64,6 +64,7 @@ class _Scanner:
         self.path, self.descriptor, self.problems = path, descriptor, problems
         self.size = os.fstat(descriptor).st_size
         self.samples: dict[str, TarSample] = {}
+        self.first_ignored = ""
 
     def run(self) -> list[TarSample]:
         try:
@@ -75,6 +76,8 @@ class _Scanner:
             kind = "shard is truncated or damaged" if self.samples else "shard is not an uncompressed tar file"
             self._problem("", f"{kind}: {error}")
             self._drop_partial()
+        if not self.samples and self.first_ignored:  # for example keys with dots: `1.0.jpg` has the extension `0.jpg`
+            self._problem(self.first_ignored, "shard has no member of a known extension")
         for sample in self.samples.values():
             self._read_text(sample)
         return [sample for sample in self.samples.values() if self._has_image(sample)]
@@ -99,6 +102,7 @@ class _Scanner:
             return self._problem(member.name, "member with an unsafe name ignored")
         role = _ROLES.get(extension)
         if role is None or not key:
+            self.first_ignored = self.first_ignored or member.name
             return None
         sample = self.samples.setdefault(key, TarSample(key))
         if role in sample.spans:

@@ -56,7 +56,7 @@ def without_progress_bars() -> Iterator[None]:
             library.enable_progress_bar()
 
 
-def _pipeline_differences(pipeline: DiffusionPipeline, folder: Path) -> Iterator[str]:
+def _pipeline_differences(pipeline: Any, folder: Path) -> Iterator[str]:
     parts = {name: part for name, part in pipeline.components.items() if part is not None}
     modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
     # Parts that are handed over are not loaded again, so this reads model_index.json, schedulers and tokenizers only.

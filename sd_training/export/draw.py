@@ -5,12 +5,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
 from PIL import Image
 
 
 def draw_images(
-    pipeline: DiffusionPipeline,
+    pipeline: Any,
     prompts: Sequence[str],
     seeds: Sequence[int],
     *,
@@ -27,7 +26,8 @@ def draw_images(
     batches the pipeline is as the caller left it (training mode, progress bar).
 
     Args:
-        pipeline: any text-to-image pipeline, already on its device.
+        pipeline: any text-to-image pipeline of diffusers, already on its device. (Typed as Any: the names that
+            diffusers exports are placeholders to a type checker.)
         prompts: one per picture.
         seeds: one per picture.
         height: [pixels]; None is the pipeline's own size.
@@ -56,7 +56,7 @@ def draw_images(
 
 
 @contextmanager
-def _quiet_evaluation(pipeline: DiffusionPipeline) -> Iterator[None]:
+def _quiet_evaluation(pipeline: Any) -> Iterator[None]:
     """Evaluation mode (dropout would draw from the global generator) and no progress bar; both put back after."""
     modules = [m for part in pipeline.components.values() if isinstance(part, torch.nn.Module) for m in part.modules()]
     modes = [(module, module.training) for module in modules]

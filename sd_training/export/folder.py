@@ -3,11 +3,12 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from safetensors import SafetensorError, safe_open
 
 from sd_training.errors import DataError
@@ -93,10 +94,14 @@ def load_pipeline(folder: Path, dtype: torch.dtype | None = None) -> DiffusionPi
     """
     if problems := folder_problems(folder):
         raise DataError("\n".join(problems))
+    options: dict[str, Any] = {} if dtype is None else {"torch_dtype": dtype}
+    if find_spec("accelerate") is None:
+        options["low_cpu_mem_usage"] = False  # diffusers would ask for the package at every load
     try:
-        return DiffusionPipeline.from_pretrained(
-            str(folder), dtype=dtype or torch.float32, local_files_only=True, use_safetensors=True
+        pipeline: DiffusionPipeline = DiffusionPipeline.from_pretrained(
+            str(folder), local_files_only=True, use_safetensors=True, **options
         )
+        return pipeline
     except (OSError, ValueError, TypeError, RuntimeError, AttributeError, SafetensorError) as error:
         raise DataError(f"{folder}: diffusers cannot load it ({' '.join(str(error).split())})") from error
 

@@ -73,10 +73,10 @@ def _read_record(path: Path) -> dict[str, Any] | None:
     """The record in a whole PNG, {} for a picture of unknown origin, None for a damaged file."""
     try:
         with Image.open(path) as image:
-            text = getattr(image, "text", {}).get(_RECORD_KEY, "{}")
+            text = image.info.get(_RECORD_KEY, "{}")
             image.verify()
         record = json.loads(text)
-    except (OSError, SyntaxError, ValueError):
+    except (OSError, SyntaxError, ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else {}
 
@@ -94,7 +94,8 @@ def finish_folder(folder: Path, pictures: Sequence[Picture], columns: int | None
     """
     there = [picture for picture in pictures if _read_record(folder / picture.file) == asdict(picture)]
     new = {picture.file: asdict(picture) for picture in there}
-    lines = {name: record for name, record in _read_lines(folder).items() if (folder / name).exists()} | new
+    earlier = {name: record for name, record in _read_lines(folder).items() if name not in new}
+    lines = {name: record for name, record in earlier.items() if (folder / name).exists()} | new
     text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in lines.values())
     (folder / ".metadata.jsonl.partial").write_text(text, encoding="utf-8")
     os.replace(folder / ".metadata.jsonl.partial", folder / "metadata.jsonl")
@@ -109,7 +110,7 @@ def finish_folder(folder: Path, pictures: Sequence[Picture], columns: int | None
 def _thumbnail(path: Path) -> Image.Image:
     with Image.open(path) as image:
         image.thumbnail((_GRID_CELL, _GRID_CELL))
-        return image.convert("RGB")
+        return image.copy()
 
 
 def _read_lines(folder: Path) -> dict[str, dict[str, Any]]:

@@ -10,6 +10,7 @@ A process killed at any moment leaves a good folder that `recover_export`, calle
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from diffusers import DiffusionPipeline, ModelMixin
 from safetensors import SafetensorError
@@ -110,7 +111,7 @@ def _beside(destination: Path, suffix: str) -> Path:
     return destination.with_name(f"{destination.name}.{suffix}")
 
 
-def _save(pipeline: DiffusionPipeline | ModelMixin, folder: Path) -> None:
+def _save(pipeline: Any, folder: Path) -> None:
     try:
         with without_progress_bars():
             pipeline.save_pretrained(folder, safe_serialization=True)

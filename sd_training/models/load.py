@@ -139,17 +139,18 @@ def load_network(model: ModelConfig, part: str, *, seed: int, meta: bool = False
     if meta:
         return _on_meta(part, cls, config)
     if config.pretrained is not None:
-        network = _from_pretrained(part, cls, config, torch_dtype=torch.float32, use_safetensors=True)
-        _refuse_partial(part, config, network)
+        network, info = _from_pretrained(
+            part, cls, config, torch_dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+        _refuse_partial(part, config, sorted(info["missing_keys"]))
         return network
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stable_seed(seed, f"init {part}"))
         return _construct(part, cls, config.params)
 
 
-def _refuse_partial(part: str, config: PartConfig, network: nn.Module) -> None:
-    """A tensor left on the meta device was missing in the file; training it would train garbage."""
-    missing = [name for name, tensor in network.state_dict().items() if tensor.is_meta]
+def _refuse_partial(part: str, config: PartConfig, missing: list[str]) -> None:
+    """A tensor that the file lacks would silently start from random numbers."""
     if missing:
         raise ConfigError(
             f"model.{part}.pretrained: {config.pretrained!r} lacks {len(missing)} tensors, e.g. {missing[0]}"

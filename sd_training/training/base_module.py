@@ -40,7 +40,8 @@ class TrainedModule(pl.LightningModule):
 
     def __init__(self, network: nn.Module, optimization: Optimization, *, has_gradient_scaler: bool = False) -> None:
         super().__init__()
-        self.network = network
+        # Loaded networks come in evaluation mode.
+        self.network = network.train()
         self.optimization = optimization
         self.has_gradient_scaler = has_gradient_scaler
         self.reset_logged()
@@ -59,10 +60,6 @@ class TrainedModule(pl.LightningModule):
             value = value.detach().float()
             self.logged_sums[name] = self.logged_sums[name] + value if name in self.logged_sums else value
         self.logged_micro_batches += 1
-
-    def on_train_start(self) -> None:
-        """Loaded networks come in evaluation mode."""
-        self.network.train()
 
     def on_train_batch_start(self, batch: PixelBatch, batch_index: int) -> None:
         """Dropout layers alone use torch's global generator: key it by rank and step, so that resume is exact."""

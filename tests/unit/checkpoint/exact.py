@@ -12,7 +12,7 @@ def assert_same(found: Any, expected: Any, path: str = "") -> None:
     if isinstance(expected, Tensor):
         _assert_same_tensor(found, expected, path)
     elif isinstance(expected, dict):
-        assert type(found) is dict and list(found) == list(expected), path
+        assert type(found) in (dict, type(expected)) and list(found) == list(expected), path
         assert [type(k) for k in found] == [type(k) for k in expected], path
         for key, item in expected.items():
             assert_same(found[key], item, f"{path}/{key}")

@@ -34,7 +34,7 @@ def through_json(state: Any) -> Any:
         (),
         {},
         [1, (2, [3, ()], {"a": (None,)})],
-        {1: "int", "1": "text", True: "never: equals 1", None: 2, 2.5: 3, (1, "a"): 4},
+        {1: "int", "1": "text", None: 2, False: 5, 2.5: 3, (1, "a"): 4},
         {"$tensor": "a"},
         {"$tuple": [1]},
         {"a": {"$float": "nan", "b": 1}},

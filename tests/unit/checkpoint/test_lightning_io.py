@@ -31,7 +31,7 @@ class TinyModule(pl.LightningModule):
             torch.manual_seed(0)
             self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
             self.norm = nn.BatchNorm2d(4)
-            self.half = nn.Parameter(torch.randn(5).bfloat16())
+            self.small = nn.Parameter(torch.randn(5).bfloat16())
         self.fused = fused
         self.register_buffer("counts", torch.arange(3))
         self.register_buffer("scalar", torch.tensor(0.1, dtype=torch.float64))
@@ -41,10 +41,10 @@ class TinyModule(pl.LightningModule):
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.global_step)
         pixels = torch.randn(2, 3, 6, 6, generator=generator)
-        return self.norm(self.conv(pixels)).pow(3).mean() + self.half.float().square().sum()
+        return self.norm(self.conv(pixels)).pow(3).mean() + self.small.float().square().sum()
 
     def configure_optimizers(self) -> Any:
-        decayed, plain = [self.conv.weight, self.half], [self.conv.bias, *self.norm.parameters()]
+        decayed, plain = [self.conv.weight, self.small], [self.conv.bias, *self.norm.parameters()]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.98), fused=self.fused)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -101,6 +101,7 @@ def train(steps: int, fused: bool, io: SealedCheckpointIO, resume: Path | None =
     return trainer
 
 
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_resumed_training_equals_uninterrupted_training(tmp_path: Path, fused: bool, precision: str) -> None:
@@ -110,14 +111,10 @@ def test_resumed_training_equals_uninterrupted_training(tmp_path: Path, fused: b
     resumed = train(7, fused, second, resume=seal.newest_verified(tmp_path / "b"), precision=precision)
     resumed.save_checkpoint(tmp_path / "b" / "step=7")
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "global_step"):
-        assert_same(second.given[part], copy_as_dict(whole.given[part]), part)
+        assert_same(second.given[part], whole.given[part], part)
     assert resumed.global_step == 7
     loop = second.given["loops"]["fit_loop"]["epoch_loop.automatic_optimization.optim_progress"]
     assert loop["optimizer"]["step"]["total"]["completed"] == 7
-
-
-def copy_as_dict(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else value
 
 
 def test_everything_lightning_hands_over_comes_back(tmp_path: Path) -> None:

@@ -49,7 +49,15 @@ def test_overrides_alone_make_a_config() -> None:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(">=512", ">=512"), ('">=512"', ">=512"), ("<=0.5", "<=0.5"), (">5", ">5"), ("!=en", "!=en"), ("3", 3), ("==a", "==a")],
+    [
+        (">=512", ">=512"),
+        ('">=512"', ">=512"),
+        ("<=0.5", "<=0.5"),
+        (">5", ">5"),
+        ("!=en", "!=en"),
+        ("3", 3),
+        ("==a", "==a"),
+    ],
 )
 def test_filters_need_no_quotes(value: str, expected: str | int) -> None:
     config = load_config([*BASE, f"dataset.params.filters.original_width={value}"])
@@ -85,8 +93,8 @@ def test_text_stays_as_it_was_typed(name: str) -> None:
 
 
 def test_values_are_yaml() -> None:
-    config = load_config([*BASE, "dataset.params.path=[a.tar, b.tar]", "experiment.save_every=1_000", "model.use_ema=on"][1:] + [BASE[0]]) if False else None
-    config = load_config([*(item for item in BASE if "path" not in item), "dataset.params.path=[a.tar, b.tar]", "model.use_ema=on"])
+    others = [item for item in BASE if "path" not in item]
+    config = load_config([*others, "dataset.params.path=[a.tar, b.tar]", "model.use_ema=on"])
     assert config.dataset.params.path == ["a.tar", "b.tar"]
     assert config.model.use_ema is True
 
@@ -95,7 +103,7 @@ def test_values_are_yaml() -> None:
 def test_mixed_precision_no_needs_no_quotes(value: str, tmp_path: Path) -> None:
     file = write(tmp_path / "a.yaml", f"model:\n  mixed_precision: {value}\n")
     assert load_config([f"config={file}", *BASE]).model.mixed_precision == "no"
-    assert load_config([*BASE, f"model.mixed_precision={value}"]).model.mixed_precision == "no" or value == "False"
+    assert load_config([*BASE, f"model.mixed_precision={value}"]).model.mixed_precision == "no"
 
 
 def test_empty_groups_and_params_mean_defaults(tmp_path: Path) -> None:
@@ -106,7 +114,7 @@ def test_empty_groups_and_params_mean_defaults(tmp_path: Path) -> None:
 
 
 def test_missing_marker_on_optional_keys_is_the_default(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.yaml", "wandb: {api_key: ???}\nexperiment: {project: ???, eval_caption_file: ???}\n")
+    file = write(tmp_path / "a.yaml", "wandb:\n  api_key: ???\nexperiment:\n  project: ???\n  eval_caption_file: ???\n")
     config = load_config([f"config={file}", *BASE])
     assert config.wandb.api_key is None
     assert config.experiment.project == "sd_training"
@@ -117,14 +125,19 @@ def test_missing_marker_inside_free_parameters_is_an_error() -> None:
 
 
 def test_interpolation_reads_other_options_and_defaults() -> None:
-    config = load_config([*BASE, "dataset.params.batch_size=${system.batch_size}", "system.dist_url=${distributed.dist_url}"])
+    config = load_config(
+        [*BASE, "dataset.params.batch_size=${system.batch_size}", "system.dist_url=${distributed.dist_url}"]
+    )
     assert config.dataset.params.batch_size == 32
     assert config.system.dist_url == "env://"
 
 
 def test_interpolation_to_an_unknown_option_suggests_one() -> None:
     line = only(*BASE, "dataset.params.workers=${system.worker}")
-    assert line == "dataset.params.workers: is ${system.worker}, but there is no such option; did you mean ${system.workers}?"
+    assert (
+        line
+        == "dataset.params.workers: is ${system.worker}, but there is no such option; did you mean ${system.workers}?"
+    )
 
 
 def test_interpolation_to_a_missing_value_is_reported_where_it_must_be_filled() -> None:
@@ -168,7 +181,10 @@ def test_resolvers_are_refused_by_name(value: str, tmp_path: Path, monkeypatch: 
 
 
 def test_a_url_after_an_interpolation_is_no_resolver() -> None:
-    assert load_config([*BASE, "distributed.dist_url=tcp://${experiment.name}:80"]).distributed.dist_url == "tcp://first:80"
+    assert (
+        load_config([*BASE, "distributed.dist_url=tcp://${experiment.name}:80"]).distributed.dist_url
+        == "tcp://first:80"
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,7 +214,7 @@ def test_missing_folder_and_binary_files(tmp_path: Path) -> None:
 
 def test_an_alias_bomb_is_refused(tmp_path: Path) -> None:
     levels = "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]\n" for i in range(1, 9))
-    assert "not readable as YAML" in only(f"config={write(tmp_path / 'a.yaml', 'l0: &l0 [x]' + chr(10) + levels)}")
+    assert "aliases" in only(f"config={write(tmp_path / 'a.yaml', 'l0: &l0 [x]' + chr(10) + levels)}")
 
 
 @pytest.mark.parametrize(
@@ -214,7 +230,10 @@ def test_an_alias_bomb_is_refused(tmp_path: Path) -> None:
         ("experiment.project=${", "cannot be set"),
         ("system.batchsize=3", "unknown option (command line); did you mean system.batch_size?"),
         ("learning_rate=3", "did you mean optimizer.params.learning_rate?"),
-        ("dataset.param.path=x", "dataset.param.path: unknown option (command line); did you mean dataset.params.path?"),
+        (
+            "dataset.param.path=x",
+            "dataset.param.path: unknown option (command line); did you mean dataset.params.path?",
+        ),
         ("model=3", "it is a group of options such as model.pretrained"),
         ("system.batch_size=abc", 'system.batch_size: is "abc" (command line); allowed: a whole number of at least 1'),
         ("system.batch_size=0", "allowed: a whole number of at least 1"),
@@ -252,7 +271,7 @@ def test_wrong_values_name_file_and_line(tmp_path: Path) -> None:
 
 
 def test_every_kind_of_problem_in_one_report(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.yaml", "experiment: {name: ???, log_dir: x}\nsistem: {workers: 3}\n")
+    file = write(tmp_path / "a.yaml", "experiment:\n  name: ???\n  log_dir: x\nsistem: {workers: 3}\n")
     report = problems(
         f"config={file}",
         "nonsense",
@@ -291,8 +310,8 @@ def test_an_unreadable_file_hides_what_would_only_be_noise(tmp_path: Path) -> No
 
 def test_secrets_are_never_shown(tmp_path: Path) -> None:
     file = write(tmp_path / "a.yaml", "wandb:\n  api_key: 123456789\n")
-    for argv in ([f"config={file}", *BASE], [*BASE, "--wandb.api_key=123456789"], [*BASE, "wandb.api_key>123456789=3"]):
-        assert "123456789" not in only(*argv) or ">" in argv[-1]
+    for argv in ([f"config={file}", *BASE], [*BASE, "--wandb.api_key=123456789"], [*BASE, "wandb.api_key=[123456789]"]):
+        assert "123456789" not in only(*argv)
 
 
 def test_warnings_do_not_stop_a_run(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,5 +79,5 @@ def test_bad_tables_are_named(tmp_path: Path, text: str | bytes, said: str) -> N
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="nowhere.csv"):
+    with pytest.raises(DataError, match=r"nowhere\.csv"):
         read_captions(tmp_path / "nowhere.csv")

@@ -1,0 +1,310 @@
+"""Speed of a training step: this trainer, bare Lightning and a hand-written loop, alternating in one process.
+
+    python scripts/bench_step.py                      # quickstart UNet, batch 64
+    python scripts/bench_step.py --model sd2 --batch 32 --resolution 512 --precision bf16
+
+All three train the same network from the same weights on the same batches in memory, with AdamW; the loop and this
+trainer also keep an EMA on the CPU. They take turns of a few steps, and a ratio is that of neighbouring turns, so that
+a busy machine slows all of them alike.
+"""
+
+import argparse
+import copy
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from sd_training.quiet import quiet_libraries
+
+quiet_libraries()
+
+import pytorch_lightning as pl
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel
+
+from sd_training.callbacks.ema import Ema
+from sd_training.callbacks.finite_guard import FiniteGuard
+from sd_training.callbacks.metrics import Metrics
+from sd_training.callbacks.stopwatch import Stopwatch
+from sd_training.cli import run_cli
+from sd_training.config.schema import EmaConfig, OptimizerConfig
+from sd_training.diffusion.noise_schedule import noise_schedule_of
+from sd_training.diffusion.objective import Objective
+from sd_training.models.frozen import FrozenEncoders, autocast
+from sd_training.optim.lr_schedules import lr_schedule
+from sd_training.training.base_module import Optimization
+from sd_training.training.diffusion_module import DiffusionModule
+from sd_training.types import PixelBatch
+
+SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "num_train_timesteps": 1000}
+LEARNING_RATE = 1e-4
+EMA_DECAY = 0.999
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained: networks and batches."""
+
+    unet: nn.Module
+    encoders: FrozenEncoders
+    batches: list[PixelBatch]
+    precision: str
+    device: torch.device
+
+
+class Turns:
+    """Contestants run in threads of their own, one at a time, `steps` optimizer steps a turn."""
+
+    def __init__(self, names: list[str], steps: int, device: torch.device) -> None:
+        self.waiting = list(names)
+        self.steps = steps
+        self.device = device
+        self.seconds: dict[str, list[float]] = {name: [] for name in names}
+        self._changed = threading.Condition()
+
+    def take(self, name: str) -> None:
+        """Wait until it is the contestant's turn."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.waiting[0] == name)
+
+    def pass_on(self, *, leave: bool = False) -> None:
+        """Let the next one run; whoever leaves gets no further turn."""
+        with self._changed:
+            name = self.waiting.pop(0)
+            if not leave:
+                self.waiting.append(name)
+            self._changed.notify_all()
+
+
+class TurnLoader:
+    """Batches in memory. Everything a contestant does between two batches falls into its turn, and is timed."""
+
+    def __init__(self, turns: Turns, name: str, batches: list[PixelBatch], num_turns: int) -> None:
+        self.turns, self.name, self.batches, self.num_turns = turns, name, batches, num_turns
+
+    def __len__(self) -> int:
+        # The last batch only closes the last turn.
+        return self.num_turns * self.turns.steps + 1
+
+    def __iter__(self) -> Iterator[PixelBatch]:
+        for _ in range(self.num_turns):
+            self.turns.take(self.name)
+            synchronize(self.turns.device)
+            start_s = time.perf_counter()
+            for step in range(self.turns.steps):
+                yield self.batches[step % len(self.batches)]
+            synchronize(self.turns.device)
+            self.turns.seconds[self.name].append((time.perf_counter() - start_s) / self.turns.steps)
+            self.turns.pass_on()
+        self.turns.take(self.name)
+        yield self.batches[0]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, before a clock is read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class BareModule(pl.LightningModule):
+    """The least that Lightning can train: what Lightning itself costs."""
+
+    def __init__(self, subject: Subject, unet: nn.Module) -> None:
+        super().__init__()
+        self.unet, self.subject = unet, subject
+        self.objective = Objective.make(noise_schedule_of(SCHEDULE), "epsilon", None).to(subject.device)
+
+    def training_step(self, batch: PixelBatch, batch_index: int) -> torch.Tensor:
+        return loss_of(self.unet, self.subject.encoders, self.objective, batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.unet.parameters(), lr=LEARNING_RATE, fused=True)
+
+
+def loss_of(unet: nn.Module, encoders: FrozenEncoders, objective: Objective, batch: PixelBatch) -> torch.Tensor:
+    """The plain training loss."""
+    latents = encoders.encode_pixels(batch.pixels.float() / 127.5 - 1.0, batch.posterior_noise)
+    text_states = encoders.encode_text(batch.tokens).text_states
+    noised = objective.draw(latents, batch.noise, batch.timestep_draw)
+    return objective.loss(unet(noised.noised_latents, noised.timesteps, text_states).sample, noised).mean()
+
+
+def by_hand(subject: Subject, loader: TurnLoader) -> None:
+    """The loop that a researcher would write."""
+    unet = copy.deepcopy(subject.unet).train()
+    objective = Objective.make(noise_schedule_of(SCHEDULE), "epsilon", None).to(subject.device)
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=LEARNING_RATE, fused=True)
+    ema = [p.detach().cpu().clone() for p in unet.parameters()]
+    for batch in loader:
+        batch = batch.to(subject.device)
+        with autocast(subject.device, subject.precision):
+            loss = loss_of(unet, subject.encoders, objective, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            torch._foreach_lerp_(ema, [p.detach().cpu() for p in unet.parameters()], 1 - EMA_DECAY)
+
+
+def lightning_trainer(subject: Subject, callbacks: list[pl.Callback], steps: int) -> pl.Trainer:
+    """A trainer as sd_training makes it."""
+    return pl.Trainer(
+        accelerator=subject.device.type,
+        devices=1,
+        max_steps=steps,
+        precision={"no": "32-true", "bf16": "bf16-mixed"}[subject.precision],
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+    )
+
+
+def bare_lightning(subject: Subject, loader: TurnLoader) -> None:
+    """Lightning around the plain loss; no EMA."""
+    module = BareModule(subject, copy.deepcopy(subject.unet).train())
+    lightning_trainer(subject, [], len(loader)).fit(module, train_dataloaders=loader)
+
+
+def this_trainer(subject: Subject, loader: TurnLoader) -> None:
+    """sd_training's module with EMA, guard and metrics."""
+    schedule = lr_schedule("ConstantWithWarmup", warmup_steps=0, num_steps=len(loader))
+    module = DiffusionModule(
+        copy.deepcopy(subject.unet),
+        subject.encoders,
+        Objective.make(noise_schedule_of(SCHEDULE), "epsilon", None),
+        Optimization(OptimizerConfig(), LEARNING_RATE, schedule),
+    )
+    images = len(subject.batches[0].pixels)
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = Metrics(Path(folder) / "metrics.csv", 10, images, Stopwatch())
+        guard = FiniteGuard(Path(folder) / "incidents.jsonl", 10, images)
+        ema = Ema(EmaConfig(decay=EMA_DECAY, warmup=False))
+        trainer = lightning_trainer(subject, [ema, guard, metrics], len(loader))
+        trainer.fit(module, train_dataloaders=loader)
+
+
+def compete(subject: Subject, num_turns: int, steps: int) -> dict[str, list[float]]:
+    """Seconds per step of every turn after the first, by contestant."""
+    contestants: dict[str, Callable[[Subject, TurnLoader], None]] = {
+        "hand-written loop": by_hand,
+        "bare Lightning": bare_lightning,
+        "sd_training": this_trainer,
+    }
+    turns = Turns(list(contestants), steps, subject.device)
+
+    def run(name: str) -> None:
+        turns.take(name)
+        try:
+            contestants[name](subject, TurnLoader(turns, name, subject.batches, num_turns + 1))
+        finally:
+            turns.pass_on(leave=True)
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in contestants]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {name: values[1:] for name, values in turns.seconds.items()}
+
+
+def make_subject(model: str, batch: int, resolution: int, precision: str) -> Subject:
+    """Random networks of the quickstart's or Stable Diffusion 2's size, and four random batches."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    if model == "quickstart":
+        unet = UNet2DConditionModel(
+            sample_size=8,
+            in_channels=4,
+            out_channels=4,
+            block_out_channels=(32, 64),
+            layers_per_block=1,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            cross_attention_dim=32,
+            attention_head_dim=8,
+            norm_num_groups=8,
+        )
+        text_width, tokens, levels = 32, 8, 2
+    else:
+        unet = UNet2DConditionModel(
+            sample_size=64, cross_attention_dim=1024, attention_head_dim=(5, 10, 20, 20), use_linear_projection=True
+        )
+        text_width, tokens, levels = 1024, 77, 4
+    vae = AutoencoderKL(
+        block_out_channels=(16,) * levels,
+        down_block_types=("DownEncoderBlock2D",) * levels,
+        up_block_types=("UpDecoderBlock2D",) * levels,
+        latent_channels=4,
+        norm_num_groups=8,
+    )
+    text_encoder = CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=100,
+            hidden_size=text_width,
+            intermediate_size=2 * text_width,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=tokens,
+        )
+    )
+    encoders = FrozenEncoders(vae, text_encoder, "fp32" if precision == "no" else precision, precision).to(device)
+    side = resolution // 2 ** (levels - 1)
+    batches = [random_batch(batch, resolution, side, tokens) for _ in range(4)]
+    return Subject(unet.to(device), encoders, batches, precision, device)
+
+
+def random_batch(batch: int, resolution: int, side: int, tokens: int) -> PixelBatch:
+    """A batch as the loader delivers it."""
+    return PixelBatch(
+        pixels=torch.randint(0, 256, (batch, 3, resolution, resolution), dtype=torch.uint8),
+        tokens=torch.randint(0, 100, (batch, tokens)),
+        posterior_noise=torch.randn(batch, 4, side, side),
+        noise=torch.randn(batch, 4, side, side),
+        timestep_draw=torch.rand(batch),
+        positions=torch.arange(batch),
+        sample_ids=torch.arange(batch),
+    )
+
+
+def main() -> None:
+    """Alternate, then print medians and ratios."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=("quickstart", "sd2"), default="quickstart")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--resolution", type=int, default=16, help="pixels")
+    parser.add_argument("--precision", choices=("no", "bf16"), default="no")
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps of a turn")
+    parser.add_argument("--turns", type=int, default=20, help="turns of each contestant")
+    arguments = parser.parse_args()
+    subject = make_subject(arguments.model, arguments.batch, arguments.resolution, arguments.precision)
+    seconds = compete(subject, arguments.turns, arguments.steps)
+    parameters = sum(p.numel() for p in subject.unet.parameters()) / 1e6
+    print(
+        f"{arguments.model} UNet, {parameters:.2f} M parameters, batch {arguments.batch}, {arguments.resolution} px, "
+        f"{subject.device}, precision {arguments.precision}, torch {torch.__version__}, "
+        f"{torch.get_num_threads()} thread(s)"
+    )
+    for name, values in seconds.items():
+        ratios = [hand / own for hand, own in zip(seconds["hand-written loop"], values, strict=True)]
+        middle = statistics.median(values)
+        print(
+            f"{name:18s} {middle * 1e3:8.2f} ms/step  {arguments.batch / middle:9.1f} images/s  "
+            f"speed ratio to the hand-written loop {statistics.median(ratios):.3f}"
+        )
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,100 @@
+"""Every YAML file that ships loads once its `???` are filled, and the key reference is fresh."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from scripts.config_docs import DESTINATION, ROOT, render
+from sd_training.config.dump import to_plain
+from sd_training.config.fields import accepts, options
+from sd_training.config.load import load_config
+from sd_training.config.schema import Config
+
+SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
+IDS = [str(path.relative_to(ROOT / "configs")) for path in SHIPPED]
+
+
+@pytest.fixture(autouse=True)
+def in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths in shipped files are relative to the project."""
+    monkeypatch.chdir(ROOT)
+
+
+def plain(path: Path) -> Any:
+    return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+
+
+def unfilled(values: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted keys that are `???`."""
+    found = []
+    for key, value in values.items():
+        found += unfilled(value, f"{prefix}{key}.") if isinstance(value, dict) else [prefix + key] * (value == "???")
+    return found
+
+
+def filled(path: Path, captions: Path) -> list[str]:
+    """The file and an override for each `???`."""
+    captions.write_text("uid,caption\n1,a cat\n", encoding="utf-8")
+    special = {"experiment.eval_caption_file": str(captions), "wandb.api_key": "0123456789"}
+    overrides = []
+    for key in unfilled(plain(path)):
+        default = "1_000_000" if accepts(options()[key].annotation, int) else "filled"
+        overrides.append(f"{key}={special.get(key, default)}")
+    return [f"config={path}", *overrides]
+
+
+def load(name: str, tmp_path: Path) -> Config:
+    return load_config(filled(ROOT / "configs" / name, tmp_path / "captions.csv"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=IDS)
+def test_shipped_files_load_when_filled(path: Path, tmp_path: Path) -> None:
+    load_config(filled(path, tmp_path / "captions.csv"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=IDS)
+def test_shipped_files_open_with_their_command(path: Path) -> None:
+    head = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    assert any(f"config={path.relative_to(ROOT)}" in line for line in head)
+    assert any("Hardware:" in line for line in head)
+
+
+@pytest.mark.parametrize("name", ["template_config.yaml", "finetune_config.yaml"])
+def test_a_wandb_key_and_captions_may_stay_unfilled(name: str, tmp_path: Path) -> None:
+    argv = filled(ROOT / "configs" / name, tmp_path / "captions.csv")
+    config = load_config([a for a in argv if not a.startswith(("wandb.api_key", "experiment.eval_caption_file"))])
+    assert config.wandb.api_key is None
+    assert config.experiment.eval_caption_file is None
+
+
+def test_the_template_means_what_the_readme_of_sd_training_says(tmp_path: Path) -> None:
+    values = to_plain(load("template_config.yaml", tmp_path))
+    assert values["dataset"]["params"]["filters"] == {"pwatermark": "<=0.5"}
+    assert (
+        values["dataset"]["params"]["num_examples_to_see"] == values["experiment"]["num_examples_to_see"] == 1_000_000
+    )
+    assert values["lr_scheduler"]["params"] == {"learning_rate": 1e-4, "warmup_length": 500}
+    assert values["model"]["unet"]["params"]["norm_eps"] == 1e-5
+    assert len(values["model"]["unet"]["params"]["up_block_types"]) == 4
+    assert values["model"]["xformers"] is values["model"]["gradient_checkpointing"] is True
+    assert values["system"]["dist_backend"] == "nccl"
+
+
+def test_stage_two_goes_on_from_stage_one(tmp_path: Path) -> None:
+    one = load("templates/sd2_base_stage1.yaml", tmp_path)
+    two = load("templates/sd2_base_stage2.yaml", tmp_path)
+    assert (one.dataset.params.resolution, two.dataset.params.resolution) == (256, 512)
+    assert two.ema.path == two.model.pretrained
+    assert one.experiment.name != two.experiment.name
+
+
+def test_key_reference_is_fresh() -> None:
+    assert DESTINATION.read_text(encoding="utf-8") == render(), "run: python scripts/config_docs.py"
+
+
+def test_key_reference_names_every_option() -> None:
+    page = render()
+    assert [key for key in options() if f"`{key}`" not in page] == []
+    assert "0123456789" not in page

@@ -1,0 +1,93 @@
+"""The average against its closed form, and the scope that lends it out."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from sd_training.callbacks.ema import Ema, decay_at, export_weights
+from sd_training.config.schema import EmaConfig, OptimizerConfig
+from sd_training.errors import CheckpointError
+from sd_training.training.base_module import Optimization, TrainedModule
+
+
+class TrainerFacts:
+    """The three facts of a trainer that the average asks for; a whole Lightning trainer adds nothing to this test."""
+
+    is_global_zero = True
+    world_size = 1
+    max_steps = 100
+
+
+def module_with(value: float) -> TrainedModule:
+    network = nn.Linear(2, 1)
+    nn.init.constant_(network.weight, value)
+    module = TrainedModule(network, Optimization(OptimizerConfig(), 0.1, lambda step: 1.0))
+    module._trainer = TrainerFacts()  # type: ignore[assignment]
+    return module
+
+
+def set_weight(module: TrainedModule, value: float) -> None:
+    with torch.no_grad():
+        module.network.weight.fill_(value)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_average_equals_the_recurrence_in_float64(every: int) -> None:
+    config = EmaConfig(decay=0.9, update_every=every, warmup=False)
+    ema, module = Ema(config), module_with(0.0)
+    ema.on_fit_start(module._trainer, module)  # type: ignore[arg-type]
+    expected = 0.0
+    for step in range(1, 13):
+        set_weight(module, float(step))
+        ema.on_optimizer_step(module._trainer, module, step)  # type: ignore[arg-type]
+        if step % every == 0:
+            expected = 0.9**every * expected + (1 - 0.9**every) * step
+    torch.testing.assert_close(ema.average["weight"], torch.full((1, 2), expected))
+
+
+def test_warmup_ramp() -> None:
+    config = EmaConfig(decay=0.9999)
+    assert decay_at(1, config) == pytest.approx(2 / 11)
+    assert decay_at(90, config) == pytest.approx(0.91)
+    assert decay_at(10**9, config) == 0.9999
+    assert decay_at(90, EmaConfig(decay=0.9999, update_every=10)) == pytest.approx(0.91**10)
+
+
+def test_scope_lends_the_average_and_gives_the_weights_back_to_the_bit() -> None:
+    ema, module = Ema(EmaConfig(decay=0.5, warmup=False)), module_with(0.0)
+    ema.on_fit_start(module._trainer, module)  # type: ignore[arg-type]
+    set_weight(module, 1 / 3)
+    own = module.network.weight.detach().clone()
+    ema.on_optimizer_step(module._trainer, module, 1)  # type: ignore[arg-type]
+    module.network.train()
+    with export_weights(module, ema):
+        torch.testing.assert_close(module.network.weight.detach(), torch.full((1, 2), 1 / 6))
+        assert not module.network.training
+    assert torch.equal(module.network.weight, own)
+    assert module.network.training
+
+
+def test_without_an_average_the_own_weights_are_exported() -> None:
+    module = module_with(2.0)
+    with export_weights(module, None):
+        assert not module.network.training
+        assert float(module.network.weight[0, 0].detach()) == 2.0
+    assert module.network.training
+
+
+def test_state_round_trip_continues_the_average() -> None:
+    first, module = Ema(EmaConfig()), module_with(1.0)
+    first.on_fit_start(module._trainer, module)  # type: ignore[arg-type]
+    second = Ema(EmaConfig())
+    second.load_state_dict(first.state_dict())
+    set_weight(module, 5.0)
+    second.on_fit_start(module._trainer, module)  # type: ignore[arg-type]
+    assert float(second.average["weight"][0, 0]) == 1.0
+
+
+def test_average_of_another_network_is_refused(tmp_path: Path) -> None:
+    ema, module = Ema(EmaConfig(), initial={"other": torch.zeros(1)}), module_with(1.0)
+    with pytest.raises(CheckpointError, match="do not fit the network"):
+        ema.on_fit_start(module._trainer, module)  # type: ignore[arg-type]

@@ -1,0 +1,175 @@
+"""Rules between options: each can fail, and none fails on a good configuration."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sd_training.config.check import check, warnings
+from sd_training.config.load import load_config
+from sd_training.config.schema import Config
+from sd_training.errors import ConfigError
+
+PARTS = ("vae", "text_encoder", "tokenizer", "noise_scheduler_training")
+BASE = {
+    "experiment.log_dir": "runs",
+    "experiment.name": "first",
+    "experiment.num_examples_to_see": "100000",
+    "dataset.params.path": "data.tar",
+    "model.pretrained": "someone/pipeline",
+}
+FROM_PARTS = {
+    **{key: value for key, value in BASE.items() if key != "model.pretrained"},
+    **{f"model.{part}.pretrained": "someone/pipeline" for part in PARTS},
+    "model.unet.target": "diffusers.UNet2DConditionModel",
+}
+
+
+def load(base: dict[str, str], **changes: str) -> Config:
+    options = base | {key.replace("__", "."): value for key, value in changes.items()}
+    return load_config([f"{key}={value}" for key, value in options.items()])
+
+
+def report(base: dict[str, str], **changes: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        load(base, **changes)
+    return error.value.problems
+
+
+@pytest.mark.parametrize("base", [BASE, FROM_PARTS])
+def test_good_configurations_pass_without_a_word(base: dict[str, str]) -> None:
+    config = load(base)
+    assert check(config) == []
+    assert warnings(config) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "start"),
+    [
+        ({"dataset__params__batch_size": "64"}, "dataset.params.batch_size: is 64, but system.batch_size is 32"),
+        ({"dataset__params__workers": "1"}, "dataset.params.workers"),
+        ({"dataset__params__num_examples_to_see": "7"}, "dataset.params.num_examples_to_see"),
+        ({"system__dist_backend": "gloo"}, "system.dist_backend: is gloo, but distributed.dist_backend is nccl"),
+        ({"system__dist_url": "tcp://a:1"}, "system.dist_url"),
+        (
+            {"experiment__num_examples_to_see": "31", "lr_scheduler__params__warmup_length": "0"},
+            "experiment.num_examples",
+        ),
+        ({"dataset__params__path": "[]"}, "dataset.params.path: is empty"),
+        ({"dataset__params__filters__a": "open('x')"}, "dataset.params.filters.a"),
+        ({"sampling__every": "10"}, "sampling.prompts: is empty"),
+        ({"distributed__dist_url": "tcp://host"}, "distributed.dist_url"),
+        ({"distributed__dist_url": "tcp://host:99999"}, "distributed.dist_url"),
+        ({"distributed__strategy": "single", "trainer__devices": "2"}, "distributed.strategy"),
+        ({"distributed__strategy": "single", "trainer__num_nodes": "2"}, "distributed.strategy"),
+        (
+            {"experiment__eval_caption_file": "nowhere.csv"},
+            "experiment.eval_caption_file: 'nowhere.csv' does not exist",
+        ),
+        ({"model__pretrained": "./nowhere"}, "model.pretrained: './nowhere' does not exist"),
+        ({"model__pretrained": "~/nowhere"}, "model.pretrained: '~/nowhere' does not exist (~ is not expanded)"),
+        ({"ema__path": "/nowhere", "model__use_ema": "true"}, "ema.path: '/nowhere' does not exist"),
+        ({"objective__kl_weight": "1"}, "objective.kl_weight: is 1.0, but nothing reads it with model.train=unet"),
+        ({"dataset__params__idx_to_prompt__0": "a cat"}, "dataset.params.idx_to_prompt: is only read with"),
+        ({"dataset__params__class_mapping__0": "a cat"}, "dataset.params.class_mapping: is only read with"),
+        ({"dataset__type": "ClassificationWebDataset"}, "dataset.params.idx_to_prompt: is required"),
+    ],
+)
+def test_contradictions(changes: dict[str, str], start: str) -> None:
+    problems = report(BASE, **changes)
+    assert len(problems) == 1, problems
+    assert problems[0].startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("changes", "start"),
+    [
+        ({"model__vae__pretrained": "null"}, "model.vae: is required"),
+        ({"model__tokenizer__pretrained": "null"}, "model.tokenizer.pretrained: is required"),
+        ({"model__unet__target": "null"}, "model.unet: is required"),
+        ({"model__noise_scheduler_training__pretrained": "null"}, "model.noise_scheduler_training: is required"),
+        ({"model__unet__pretrained": "a/b"}, "model.unet.target: stands beside model.unet.pretrained"),
+        ({"model__vae__params__latent_channels": "4"}, "model.vae.params: is not read"),
+        ({"model__unet__subfolder": "unet"}, "model.unet.subfolder: is only read together with model.unet.pretrained"),
+        ({"model__revision": "main"}, "model.revision"),
+    ],
+)
+def test_parts(changes: dict[str, str], start: str) -> None:
+    problems = report(FROM_PARTS, **changes)
+    assert len(problems) == 1, problems
+    assert problems[0].startswith(start)
+
+
+def test_no_part_at_all_is_one_problem() -> None:
+    base = {key: value for key, value in BASE.items() if key != "model.pretrained"}
+    [problem] = report(base)
+    assert problem.startswith("model.pretrained: is required")
+
+
+def test_a_pretrained_noise_scheduler_takes_params() -> None:
+    load(FROM_PARTS, model__noise_scheduler_training__params__beta_end="0.02")
+    load(FROM_PARTS, model__noise_scheduler_inference__target="DDIMScheduler")
+
+
+def test_autoencoder_training_needs_the_autoencoder_only() -> None:
+    base = {key: value for key, value in BASE.items() if key != "model.pretrained"} | {"model.train": "vae"}
+    load(base, model__vae__target="AutoencoderKL", objective__kl_weight="0.1", sampling__every="5")
+    for key, value in {
+        "objective.snr_gamma": "5",
+        "objective.prediction_type": "epsilon",
+        "conditioning.dropout_prob": "0",
+    }.items():
+        [problem] = report(base | {"model.vae.target": "AutoencoderKL", key: value})
+        assert problem.startswith(f"{key}: is ")
+        assert "model.train=vae" in problem
+
+
+def test_class_prompts_inline_and_from_a_file(tmp_path: Path) -> None:
+    classes = BASE | {"dataset.type": "ClassificationWebDataset"}
+    load(classes, dataset__params__idx_to_prompt__0="a cat")
+    file = tmp_path / "prompts.json"
+    file.write_text(json.dumps({"0": "a cat", "1": ["a dog", "one dog"]}))
+    load(classes, dataset__params__class_mapping=str(file))
+    [problem] = report(classes, dataset__params__class_mapping=str(file), dataset__params__idx_to_prompt__0="a cat")
+    assert problem.startswith("dataset.params.class_mapping: is another name of dataset.params.idx_to_prompt")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{", "is not readable as JSON"),
+        ("[]", "must be a mapping"),
+        ("{}", "at least one class"),
+        ('{"0": []}', "idx_to_prompt.0: must be a prompt or a list"),
+        ('{"0": 3}', "idx_to_prompt.0: must be a prompt or a list"),
+        ('{"1": "a", "01": "b"}', "idx_to_prompt.01: this class is listed twice"),
+        (None, "cannot read"),
+    ],
+)
+def test_bad_class_prompts(text: str | None, expected: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.json"
+    if text is not None:
+        file.write_text(text)
+    classes = BASE | {"dataset.type": "ClassificationWebDataset", "dataset.params.idx_to_prompt": str(file)}
+    [problem] = report(classes)
+    assert expected in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "start"),
+    [
+        ({"lr_scheduler__params__warmup_length": "4000"}, "lr_scheduler.params.warmup_length: 4,000 steps"),
+        ({"lr_scheduler__params__learning_rate": "1"}, "optimizer.params.learning_rate: 0.0001 is not used"),
+        ({"ema__decay": "0.5"}, "ema.decay: is not used"),
+        ({"experiment__eval_tar": "true"}, "experiment.eval_tar: is not used"),
+        ({"model__unet__target": "UNet2DConditionModel"}, "model.unet: its own settings are not used"),
+    ],
+)
+def test_warnings(changes: dict[str, str], start: str) -> None:
+    found = warnings(load(BASE, **changes))
+    assert len(found) == 1, found
+    assert found[0].startswith(start)
+
+
+def test_overrides_of_the_stored_noise_scheduler_are_used() -> None:
+    assert warnings(load(BASE, model__noise_scheduler_training__params__beta_end="0.02")) == []

@@ -1,0 +1,46 @@
+"""Every option described in plain words."""
+
+import dataclasses
+
+import pytest
+
+from sd_training.config.fields import defaults, groups, options, walk
+
+
+@pytest.mark.parametrize(
+    ("key", "allowed"),
+    [
+        ("system.batch_size", "a whole number of at least 1"),
+        ("optimizer.params.beta1", "a number of at least 0 and below 1"),
+        ("optimizer.max_grad_norm", "a number above 0 or null"),
+        ("model.use_ema", "true or false"),
+        ("model.mixed_precision", "no, bf16 or fp16"),
+        ("trainer.devices", "auto or a whole number of at least 1"),
+        ("sampling.prompts", "a list of texts"),
+        ("dataset.params.path", "a text or a list of texts"),
+        ("model.unet.params", "a mapping of texts to any values"),
+        ("dataset.params.filters", "a mapping of texts to texts or whole numbers or numbers or null"),
+    ],
+)
+def test_allowed_values_in_words(key: str, allowed: str) -> None:
+    assert options()[key].allowed == allowed
+
+
+def test_every_option_and_group_is_documented() -> None:
+    assert [key for key, field in walk() if not field.description] == []
+    assert "experiment.name" in options()
+    assert "model.unet" in groups()
+
+
+def test_defaults_match_the_dataclasses() -> None:
+    required = {key for key, option in options().items() if option.required}
+    expected = {"experiment.log_dir", "experiment.name", "experiment.num_examples_to_see", "dataset.params.path"}
+    assert required == expected
+    assert defaults()["experiment"]["log_dir"] == "???"
+    assert defaults()["system"] == {f.name: getattr(_system(), f.name) for f in dataclasses.fields(_system())}
+
+
+def _system() -> object:
+    from sd_training.config.schema import SystemConfig
+
+    return SystemConfig()

@@ -1,0 +1,133 @@
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from sd_training.data.tar_index import read_metadata, scan_tar
+from tests import makers
+
+GOOD = {"jpg": b"JPG", "txt": b"caption", "json": b'{"a": 1}'}
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, data in members:
+            add(tar, name, data)
+    return path
+
+
+def add(tar: tarfile.TarFile, name: str, data: bytes = b"", **header: object) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    for field, value in header.items():
+        setattr(member, field, value)
+    tar.addfile(member, io.BytesIO(data))
+
+
+def test_offsets_lead_to_the_content(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", [("x/1.JPG", b"image"), ("x/1.txt", b"words"), ("x/1.cls", b" 3\n")])
+    (sample,) = scan_tar(path).samples
+    content = path.read_bytes()
+    read = {role: content[offset : offset + length] for role, (offset, length) in sample.spans.items()}
+    assert (sample.key, sample.cls) == ("x/1", "3")
+    assert read == {"image": b"image", "caption": b"words", "cls": b" 3\n"}
+
+
+def test_keys_with_dots_are_explained(tmp_path: Path) -> None:
+    scan = scan_tar(write_tar(tmp_path / "a.tar", [("1.0.jpg", b"image"), ("1.0.txt", b"words")]))
+    assert scan.samples == []
+    assert scan.problems.text() == f"shard has no member of a known extension 1 (first: {tmp_path}/a.tar 1.0.jpg)"
+
+
+def test_members_need_not_be_neighbours(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", [("1.jpg", b"1"), ("2.jpg", b"2"), ("1.txt", b"one"), ("2.txt", b"two")])
+    assert [sorted(sample.spans) for sample in scan_tar(path).samples] == [["caption", "image"]] * 2
+
+
+def test_what_is_wrong_is_counted_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as tar:
+        add(tar, "1.jpg", b"1")
+        add(tar, "1.jpg", b"again")
+        add(tar, "2.txt", b"no image")
+        add(tar, "3.jpg", type=tarfile.SYMTYPE, linkname="/etc/passwd")
+        add(tar, "4.jpg", type=tarfile.CHRTYPE)
+        add(tar, "/5.jpg", b"absolute")
+        add(tar, "../6.jpg", b"outside")
+        add(tar, "7.jpg", b"7")
+        add(tar, "7.json", b"[1]")
+        add(tar, "8.jpg", b"8")
+        add(tar, "8.json", b"{broken")
+    scan = scan_tar(path)
+    assert [sample.key for sample in scan.samples] == ["1", "7", "8"]
+    assert scan.samples[0].spans["image"][1] == 1
+    assert scan.problems.counts == {
+        "repeated member ignored": 1,
+        "image missing": 1,
+        "link, device or sparse member ignored": 2,
+        "member with an unsafe name ignored": 2,
+        "metadata is not a JSON object": 2,
+    }
+    assert scan.problems.examples["image missing"] == [(str(path), "2", "image missing")]
+    assert "2" in scan.problems.text()
+
+
+def test_a_cut_at_any_byte_keeps_complete_samples_only(tmp_path: Path) -> None:
+    whole = makers.write_shard(tmp_path / "a.tar", [{"__key__": f"{i}", **GOOD} for i in range(3)])
+    content = whole.read_bytes()
+    complete = scan_tar(whole).samples
+    ends = [max(offset + length for offset, length in sample.spans.values()) for sample in complete]
+    path = tmp_path / "cut.tar"
+    for cut in range(1, ends[-1] + 512, 71):
+        path.write_bytes(content[:cut])
+        scan = scan_tar(path)
+        kept = [sample.spans for sample in scan.samples]
+        # The first sample has none before it to be compared with: a cut between its members leaves what was there.
+        partial_first = cut < ends[0] and len(kept) == 1
+        assert partial_first or kept == [s.spans for s, end in zip(complete, ends, strict=True) if end <= cut], cut
+        assert scan.problems.total() > 0, cut
+
+
+def test_no_end_mark_but_complete(tmp_path: Path) -> None:
+    whole = makers.write_shard(tmp_path / "a.tar", [{"__key__": f"{i}", **GOOD} for i in range(3)])
+    end = max(offset + length for offset, length in scan_tar(whole).samples[-1].spans.values())
+    whole.write_bytes(whole.read_bytes()[: -(-end // 512) * 512])
+    scan = scan_tar(whole)
+    assert len(scan.samples) == 3
+    assert scan.problems.counts == {"shard is truncated or damaged": 1}
+
+
+def test_a_damaged_header_in_the_middle_is_no_silent_end(tmp_path: Path) -> None:
+    path = makers.write_shard(tmp_path / "a.tar", [{"__key__": f"{i}", **GOOD} for i in range(4)])
+    content = bytearray(path.read_bytes())
+    offset = min(span[0] for span in scan_tar(path).samples[2].spans.values())
+    content[offset - 512 : offset - 12] = b"\xff" * 500
+    path.write_bytes(bytes(content))
+    scan = scan_tar(path)
+    assert [sample.key for sample in scan.samples] == ["0", "1"]
+    assert scan.problems.counts == {"shard is truncated or damaged": 1}
+
+
+@pytest.mark.parametrize("content", [b"", b"not a tar" * 1000, b"\x1f\x8b" + bytes(600)])
+def test_no_tar_at_all(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(content)
+    scan = scan_tar(path)
+    assert scan.samples == []
+    assert scan.problems.counts == {"shard is not an uncompressed tar file": 1}
+
+
+def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", [("\udcff.jpg", b"1"), ("\udcff.txt", b"1")])
+    (sample,) = scan_tar(path).samples
+    sample.key.encode("utf-8")
+    assert sorted(sample.spans) == ["caption", "image"]
+
+
+def test_metadata_scalars() -> None:
+    text = '{"n": 1, "f": 0.5, "s": "512", "t": true, "z": null, "x": NaN, "l": [1], "o": {}, "big": 1%s}' % ("0" * 400)
+    assert read_metadata(text) == {"n": 1.0, "f": 0.5, "s": "512", "t": "true"}
+    for bad in ("", "[1]", "1", '"x"', "{", '{"a": 1}}'):
+        with pytest.raises(ValueError):
+            read_metadata(bad)

@@ -1,0 +1,223 @@
+"""Exports load offline as what was in memory, replace the old one whole, and survive a kill at any moment."""
+
+import itertools
+import os
+import random
+import resource
+import shutil
+import socket
+import stat
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline
+
+from sd_training.export.compare import bit_differences, differences
+from sd_training.export.pipeline import ExportError, export_pipeline, keep_export, recover_export, recover_exports
+from tests import makers
+from tests.unit.kill import killed_after
+
+
+@pytest.fixture(scope="module")
+def pipelines() -> list[StableDiffusionPipeline]:
+    """Two pipelines with other weights and other noise schedules."""
+    return [
+        makers.tiny_pipeline(0),
+        makers.tiny_pipeline(1, prediction_type="v_prediction", rescale_betas_zero_snr=True),
+    ]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def assert_holds(folder: Path, pipeline: StableDiffusionPipeline) -> None:
+    """The folder loads as any user would load it, with every weight and setting of `pipeline`."""
+    loaded = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    for name in ("unet", "vae", "text_encoder"):
+        expected, found = getattr(pipeline, name), getattr(loaded, name)
+        assert bit_differences(expected.state_dict(), found.state_dict()) == []
+    assert loaded.scheduler.config.prediction_type == pipeline.scheduler.config.prediction_type
+    assert torch.equal(loaded.scheduler.alphas_cumprod, pipeline.scheduler.alphas_cumprod)
+    assert loaded.vae.config.scaling_factor == 0.7
+    assert loaded.tokenizer("a red circle").input_ids == pipeline.tokenizer("a red circle").input_ids
+
+
+def test_an_export_replaces_the_one_before(tmp_path: Path, pipelines: list[StableDiffusionPipeline]) -> None:
+    for pipeline in (*pipelines, pipelines[0]):
+        export_pipeline(pipeline, tmp_path / "run" / "current_pipeline")
+        assert names(tmp_path / "run") == ["current_pipeline"]
+        assert_holds(tmp_path / "run" / "current_pipeline", pipeline)
+
+
+def test_loading_needs_no_network(
+    tmp_path: Path, pipelines: list[StableDiffusionPipeline], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    export_pipeline(pipelines[0], tmp_path / "p")
+    loaded = StableDiffusionPipeline.from_pretrained(tmp_path / "p")
+    assert type(loaded.scheduler) is DDIMScheduler
+
+
+def test_the_export_draws_the_same_picture(tmp_path: Path, pipelines: list[StableDiffusionPipeline]) -> None:
+    export_pipeline(pipelines[1], tmp_path / "p")
+    loaded = StableDiffusionPipeline.from_pretrained(tmp_path / "p", local_files_only=True)
+    drawn = []
+    for pipeline in (pipelines[1], loaded):
+        pipeline.set_progress_bar_config(disable=True)
+        generator = torch.Generator().manual_seed(3)
+        drawn.append(pipeline("a red circle", num_inference_steps=2, generator=generator, output_type="np").images)
+    assert (drawn[0] == drawn[1]).all()
+
+
+def test_one_model_is_a_folder_of_its_own(tmp_path: Path) -> None:
+    vae = makers.tiny_vae().bfloat16()
+    export_pipeline(vae, tmp_path / "vae")
+    assert names(tmp_path / "vae") == ["config.json", "diffusion_pytorch_model.safetensors"]
+    loaded = AutoencoderKL.from_pretrained(tmp_path / "vae", local_files_only=True, torch_dtype=torch.bfloat16)
+    assert bit_differences(vae.state_dict(), loaded.state_dict()) == []
+
+
+def test_only_safetensors_and_nobody_else_can_write(tmp_path: Path, pipelines: list[StableDiffusionPipeline]) -> None:
+    before = os.umask(0)
+    try:
+        export_pipeline(pipelines[0], tmp_path / "p")
+    finally:
+        os.umask(before)
+    paths = list((tmp_path / "p").rglob("*"))
+    assert {path.suffix for path in paths if path.is_file()} == {".json", ".safetensors"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o775, 0o664}
+
+
+def test_training_is_not_disturbed(tmp_path: Path, pipelines: list[StableDiffusionPipeline]) -> None:
+    pipelines[0].unet.train()
+    before = torch.random.get_rng_state()
+    export_pipeline(pipelines[0], tmp_path / "p")
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert pipelines[0].unet.training and all(p.requires_grad for p in pipelines[0].unet.parameters())
+
+
+def test_kept_exports_and_the_link_to_the_newest(tmp_path: Path, pipelines: list[StableDiffusionPipeline]) -> None:
+    keep_export(pipelines[0], tmp_path, 10)
+    assert keep_export(pipelines[1], tmp_path, 20) == tmp_path / "pipelines" / "step_20"
+    assert names(tmp_path) == ["current_pipeline", "pipelines"]
+    assert os.readlink(tmp_path / "current_pipeline") == "pipelines/step_20"
+    shutil.move(tmp_path / "pipelines", tmp_path / "moved")
+    (tmp_path / "moved").rename(tmp_path / "pipelines")
+    assert_holds(tmp_path / "current_pipeline", pipelines[1])
+    assert_holds(tmp_path / "pipelines" / "step_10", pipelines[0])
+
+
+def test_switching_between_keeping_and_replacing(tmp_path: Path, pipelines: list[StableDiffusionPipeline]) -> None:
+    current = tmp_path / "current_pipeline"
+    export_pipeline(pipelines[0], current)
+    keep_export(pipelines[1], tmp_path, 20)
+    assert current.is_symlink()
+    export_pipeline(pipelines[0], current)
+    assert not current.is_symlink() and names(tmp_path) == ["current_pipeline", "pipelines"]
+    assert_holds(current, pipelines[0])
+    assert_holds(tmp_path / "pipelines" / "step_20", pipelines[1])
+
+
+def test_a_full_disk_leaves_the_old_export(tmp_path: Path, pipelines: list[StableDiffusionPipeline]) -> None:
+    export_pipeline(pipelines[0], tmp_path / "p")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="GiB are free") as error:
+            export_pipeline(pipelines[1], tmp_path / "p")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(tmp_path / "p") in str(error.value)
+    assert names(tmp_path) == ["p"]
+    assert_holds(tmp_path / "p", pipelines[0])
+
+
+class Forgetful(AutoencoderKL):
+    """Writes a weight that is not the one in memory, as a bug or a bad disk would."""
+
+    def save_pretrained(self, *args: object, **options: object) -> None:
+        with torch.no_grad():
+            self.decoder.conv_in.bias[0] += 1
+            super().save_pretrained(*args, **options)
+            self.decoder.conv_in.bias[0] -= 1
+
+
+def test_an_export_that_is_not_what_was_in_memory_is_refused(tmp_path: Path) -> None:
+    vae = makers.tiny_vae()
+    export_pipeline(vae, tmp_path / "vae")
+    old = tree(tmp_path / "vae")
+    vae.__class__ = Forgetful
+    with pytest.raises(ExportError, match=r"decoder\.conv_in\.bias differs"):
+        export_pipeline(vae, tmp_path / "vae")
+    assert names(tmp_path) == ["vae"] and tree(tmp_path / "vae") == old
+
+
+def test_recovery_of_every_state_a_kill_can_leave(tmp_path: Path) -> None:
+    def folder(name: str, content: str) -> None:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "content").write_text(content)
+
+    current = tmp_path / "current_pipeline"
+    folder("current_pipeline.partial", "half written")
+    recover_export(current)  # killed in the very first export
+    assert names(tmp_path) == []
+    folder("current_pipeline.old", "old")
+    folder("current_pipeline.partial", "new")
+    recover_export(current)  # killed between the two renames
+    assert names(tmp_path) == ["current_pipeline"] and (current / "content").read_text() == "old"
+    folder("current_pipeline.old", "old")
+    recover_export(current)  # killed while the old one was deleted
+    assert names(tmp_path) == ["current_pipeline"]
+    folder("kept", "kept")
+    (tmp_path / "current_pipeline.partial").symlink_to("kept")
+    recover_export(current)  # killed before the link was put in place
+    assert names(tmp_path) == ["current_pipeline", "kept"]
+
+
+def export_for_ever(
+    run_dir: Path, pipelines: list[StableDiffusionPipeline], keep: bool, first: int, done: Callable[[int], None]
+) -> None:
+    for step in itertools.count(first):
+        if keep:
+            keep_export(pipelines[step % 2], run_dir, step % 3)
+        else:
+            export_pipeline(pipelines[step % 2], run_dir / "current_pipeline")
+        done(step)
+
+
+@pytest.mark.parametrize(("keep", "kills"), [(False, 10), (True, 5)], ids=["replace", "keep"])
+def test_every_kill_leaves_an_export(
+    tmp_path: Path, pipelines: list[StableDiffusionPipeline], keep: bool, kills: int
+) -> None:
+    chance, step = random.Random(1), 0
+    start = time.perf_counter()
+    for _ in range(2):
+        export_pipeline(pipelines[0], tmp_path / "pace")
+    pace = (time.perf_counter() - start) / 2
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    for _ in range(kills):
+        work = partial(export_for_ever, run_dir, pipelines, keep, step + 1)
+        step = max([step, *killed_after(chance.uniform(0, 3 * pace), work)])
+        recover_exports(run_dir)
+        if step == 0:
+            continue
+        assert set(names(run_dir)) <= {"current_pipeline", "pipelines"}
+        same = [not differences(pipeline, run_dir / "current_pipeline") for pipeline in pipelines]
+        assert sum(same) == 1, "the export is one of the two, whole"
+        step += step % 2 != same.index(True)  # put in place, but killed before it could say so
+    assert step >= 2
+    assert_holds(run_dir / "current_pipeline", pipelines[step % 2])

@@ -1,0 +1,158 @@
+"""Parts by folder, by parameters, and every way to get them wrong."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sd_training.config.schema import ModelConfig, ObjectiveConfig, PartConfig
+from sd_training.errors import ConfigError
+from sd_training.models.load import load_network, load_weights
+from sd_training.models.stable_diffusion import check_resolution, load_stable_diffusion
+from tests import makers
+
+
+def parts_from(folder: Path, **changes: PartConfig) -> ModelConfig:
+    names = ("vae", "text_encoder", "tokenizer", "unet", "noise_scheduler_training", "noise_scheduler_inference")
+    return ModelConfig(**{name: PartConfig(pretrained=str(folder)) for name in names} | changes)  # type: ignore[arg-type]
+
+
+def test_whole_pipeline_and_parts_give_the_same_weights(pipeline_dir: Path) -> None:
+    whole = load_stable_diffusion(ModelConfig(pretrained=str(pipeline_dir)), ObjectiveConfig(), seed=0)
+    own = {"unet": PartConfig(pretrained=str(pipeline_dir / "unet")), "vae": PartConfig(pretrained=str(pipeline_dir / "vae"))}
+    parts = load_stable_diffusion(parts_from(pipeline_dir, **own), ObjectiveConfig(), seed=0)
+    for name in ("unet", "vae", "text_encoder"):
+        for left, right in zip(getattr(whole, name).parameters(), getattr(parts, name).parameters(), strict=True):
+            assert torch.equal(left, right)
+    assert whole.vae.config.scaling_factor == 0.7
+
+
+def test_random_weights_depend_on_seed_and_part_only(pipeline_dir: Path) -> None:
+    model = ModelConfig(unet=PartConfig(target="diffusers.UNet2DConditionModel", params=makers.UNET_PARAMS))
+    before = torch.get_rng_state()
+    first, again, other = (load_network(model, "unet", seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
+
+
+def test_meta_networks_have_the_right_size(pipeline_dir: Path) -> None:
+    model = ModelConfig(pretrained=str(pipeline_dir))
+    for part in ("unet", "vae", "text_encoder"):
+        meta, real = load_network(model, part, seed=0, meta=True), load_network(model, part, seed=0)
+        assert all(p.is_meta for p in meta.parameters())
+        assert sum(p.numel() for p in meta.parameters()) == sum(p.numel() for p in real.parameters())
+
+
+@pytest.mark.parametrize(
+    ("part", "config", "message"),
+    [
+        ("unet", {"target": "os.system"}, "model.unet.target: 'os.system' is not allowed; use one of UNet2DConditionModel"),
+        ("vae", {"target": "UNet2DConditionModel"}, "model.vae.target: .* use one of AutoencoderKL"),
+        ("unet", {"params": {"in_chanels": 4}}, "model.unet.params.in_chanels: .* did you mean 'in_channels'"),
+        ("unet", {"params": {"block_out_channels": [7]}}, "model.unet.params: UNet2DConditionModel cannot be made"),
+        ("unet", {"pretrained": "/nowhere/at/all"}, "model.unet.pretrained: the folder '/nowhere/at/all' does not exist"),
+        ("unet", {"pretrained": "some/model"}, "model.unet.pretrained: 'some/model', folder 'unet' cannot be loaded"),
+    ],
+)
+def test_mistakes_name_the_option(part: str, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_network(ModelConfig(**{part: PartConfig(**config)}), part, seed=0)  # type: ignore[arg-type]
+
+
+def test_a_folder_without_the_part_is_named(tmp_path: Path, pipeline_dir: Path) -> None:
+    shutil.copytree(pipeline_dir, tmp_path / "p")
+    shutil.rmtree(tmp_path / "p" / "unet")
+    with pytest.raises(ConfigError, match="model.unet.pretrained: .* has no folder 'unet' and is no unet itself"):
+        load_network(ModelConfig(pretrained=str(tmp_path / "p")), "unet", seed=0)
+
+
+def test_pickled_weights_are_not_loaded(tmp_path: Path, pipeline_dir: Path) -> None:
+    shutil.copytree(pipeline_dir / "unet", tmp_path / "unet")
+    weights = tmp_path / "unet" / "diffusion_pytorch_model.safetensors"
+    torch.save({}, tmp_path / "unet" / "diffusion_pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises(ConfigError, match=r"model.unet.pretrained: .* cannot be loaded"):
+        load_network(ModelConfig(unet=PartConfig(pretrained=str(tmp_path / "unet"))), "unet", seed=0)
+
+
+def test_a_missing_tensor_is_refused(tmp_path: Path, pipeline_dir: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(pipeline_dir / "unet", tmp_path / "unet")
+    weights = tmp_path / "unet" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    tensors.pop("conv_in.weight")
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="model.unet.pretrained: .*conv_in.weight"):
+        load_network(ModelConfig(unet=PartConfig(pretrained=str(tmp_path / "unet"))), "unet", seed=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cross_attention_dim": 24}, "model.unet.params.cross_attention_dim: 24, but the text encoder is 16 wide"),
+        ({"in_channels": 3, "out_channels": 3}, "model.unet.params.in_channels: 3, but the autoencoder has 4 latent"),
+    ],
+)
+def test_parts_that_do_not_fit_are_named(change: dict[str, Any], message: str, pipeline_dir: Path) -> None:
+    unet = PartConfig(params={**makers.UNET_PARAMS, **change})
+    with pytest.raises(ConfigError, match=message):
+        load_stable_diffusion(parts_from(pipeline_dir, unet=unet), ObjectiveConfig(), seed=0, meta=True)
+
+
+def test_resolution_that_does_not_fit_names_the_nearest(pipeline_dir: Path) -> None:
+    vae = load_network(ModelConfig(pretrained=str(pipeline_dir)), "vae", seed=0)
+    assert check_resolution(vae, 16) == []
+    assert "dataset.params.resolution: 17 is not a multiple" in check_resolution(vae, 17)[0]
+    assert "use 16 or 18" in check_resolution(vae, 17)[0]
+
+
+def test_scheduler_settings_follow_the_objective(pipeline_dir: Path) -> None:
+    model = ModelConfig(pretrained=str(pipeline_dir))
+    plain = load_stable_diffusion(model, ObjectiveConfig(), seed=0)
+    assert plain.sampler.config.prediction_type == "epsilon"
+    objective = ObjectiveConfig(prediction_type="v_prediction", rescale_betas_zero_snr=True)
+    parts = load_stable_diffusion(model, objective, seed=0)
+    assert parts.sampler.config.prediction_type == "v_prediction"
+    assert parts.sampler.config.rescale_betas_zero_snr
+    assert parts.sampler.config.timestep_spacing == "trailing"
+    assert parts.schedule_config["prediction_type"] == "v_prediction"
+
+
+def test_zero_snr_needs_v_prediction(pipeline_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="objective.rescale_betas_zero_snr: true needs prediction_type v_prediction"):
+        load_stable_diffusion(
+            ModelConfig(pretrained=str(pipeline_dir)), ObjectiveConfig(rescale_betas_zero_snr=True), seed=0
+        )
+
+
+def test_a_v_prediction_folder_trains_v(tmp_path: Path) -> None:
+    folder = makers.save_tiny_pipeline(tmp_path / "v", prediction_type="v_prediction")
+    parts = load_stable_diffusion(ModelConfig(pretrained=str(folder)), ObjectiveConfig(), seed=0)
+    assert parts.schedule_config["prediction_type"] == "v_prediction"
+
+
+def test_sampler_class_comes_from_the_folder_or_the_target(tmp_path: Path, pipeline_dir: Path) -> None:
+    inference = PartConfig(pretrained=str(pipeline_dir), target="EulerDiscreteScheduler")
+    parts = load_stable_diffusion(
+        parts_from(pipeline_dir, noise_scheduler_inference=inference), ObjectiveConfig(), seed=0
+    )
+    assert type(parts.sampler).__name__ == "EulerDiscreteScheduler"
+    assert parts.sampler.config.beta_schedule == "scaled_linear"
+    shutil.copytree(pipeline_dir, tmp_path / "p")
+    config = tmp_path / "p" / "scheduler" / "scheduler_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"_class_name": "subprocess.Popen"}))
+    with pytest.raises(ConfigError, match=r"'subprocess.Popen' is not allowed"):
+        load_stable_diffusion(ModelConfig(pretrained=str(tmp_path / "p")), ObjectiveConfig(), seed=0)
+
+
+def test_ema_weights_by_path(pipeline_dir: Path) -> None:
+    weights = load_weights(str(pipeline_dir), "unet", "ema.path")
+    network = load_network(ModelConfig(pretrained=str(pipeline_dir)), "unet", seed=0)
+    assert all(torch.equal(weights[name], p.detach()) for name, p in network.named_parameters())
+    with pytest.raises(ConfigError, match="ema.path: the folder '/nowhere/x' does not exist"):
+        load_weights("/nowhere/x", "unet", "ema.path")
