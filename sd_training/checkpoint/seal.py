@@ -126,6 +126,14 @@ def sealed(root: Path) -> list[Path]:
     return sorted(_folders(root, _SEALED_NAME), key=step_of)
 
 
+def ever_finished(root: Path) -> bool:
+    """Whether a checkpoint was ever finished, good or damaged: then a fresh start would lose a run.
+
+    The answer is the same before, during and after `sweep`, so ranks that ask at different moments agree.
+    """
+    return bool(sealed(root) or _folders(root, _DAMAGED_NAME))
+
+
 def newest_verified(root: Path) -> Path | None:
     """The newest checkpoint that verifies, or None when none was ever finished.
 

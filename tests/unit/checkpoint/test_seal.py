@@ -138,6 +138,18 @@ def test_only_set_aside_ones_left_is_refused(root: Path) -> None:
         seal.newest_verified(root)
 
 
+def test_leftovers_are_no_finished_checkpoints(root: Path) -> None:
+    assert not seal.ever_finished(root)
+    for name in ("step=2.partial", "step=3.deleting"):
+        (root / name).mkdir(parents=True)
+    assert not seal.ever_finished(root)
+    (root / "step=2.partial").rename(root / "step=2.damaged-2")
+    assert seal.ever_finished(root)
+    seal.discard(root / "step=2.damaged-2")
+    write_steps(root, 3)
+    assert seal.ever_finished(root)
+
+
 def test_a_second_damaged_one_of_a_step_gets_a_name(root: Path) -> None:
     write_steps(root, 1)
     for _ in range(3):
