@@ -27,6 +27,7 @@ quiet_libraries()
 
 import pytorch_lightning as pl
 import torch
+import yaml
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel
@@ -111,8 +112,7 @@ class TurnLoader:
 
 def synchronize(device: torch.device) -> None:
     """Wait for the device, before a clock is read."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    _ = torch.cuda.synchronize(device) if device.type == "cuda" else None
 
 
 class BareModule(pl.LightningModule):
@@ -161,7 +161,7 @@ def lightning_trainer(subject: Subject, callbacks: list[pl.Callback], steps: int
         accelerator=subject.device.type,
         devices=1,
         max_steps=steps,
-        precision={"no": "32-true", "bf16": "bf16-mixed"}[subject.precision],
+        precision="bf16-mixed" if subject.precision == "bf16" else "32-true",
         callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
@@ -225,18 +225,8 @@ def make_subject(model: str, batch: int, resolution: int, precision: str) -> Sub
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     if model == "quickstart":
-        unet = UNet2DConditionModel(
-            sample_size=8,
-            in_channels=4,
-            out_channels=4,
-            block_out_channels=(32, 64),
-            layers_per_block=1,
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-            cross_attention_dim=32,
-            attention_head_dim=8,
-            norm_num_groups=8,
-        )
+        config = yaml.safe_load((Path(__file__).parents[1] / "configs" / "quickstart_unet.yaml").read_text())
+        unet = UNet2DConditionModel(**config["model"]["unet"]["params"])
         text_width, tokens, levels = 32, 8, 2
     else:
         unet = UNet2DConditionModel(
@@ -291,9 +281,9 @@ def main() -> None:
     arguments = parser.parse_args()
     subject = make_subject(arguments.model, arguments.batch, arguments.resolution, arguments.precision)
     seconds = compete(subject, arguments.turns, arguments.steps)
-    parameters = sum(p.numel() for p in subject.unet.parameters()) / 1e6
+    size = sum(p.numel() for p in subject.unet.parameters()) / 1e6
     print(
-        f"{arguments.model} UNet, {parameters:.2f} M parameters, batch {arguments.batch}, {arguments.resolution} px, "
+        f"{arguments.model} UNet, {size:.2f} M parameters, batch {arguments.batch}, {arguments.resolution} px, "
         f"{subject.device}, precision {arguments.precision}, torch {torch.__version__}, "
         f"{torch.get_num_threads()} thread(s)"
     )

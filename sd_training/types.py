@@ -18,7 +18,7 @@ class PixelBatch:
     pixels: Tensor
     """[B, 3, H, W] uint8 in 0..255; the module scales it to [-1, 1] on the device."""
     tokens: Tensor
-    """[B, L] int64 caption tokens, already the empty caption where conditioning was dropped; L is 0 without tokenizer."""
+    """[B, L] int64 caption tokens, of the empty caption where conditioning was dropped; L is 0 without tokenizer."""
     posterior_noise: Tensor
     """[B, C, h, w] float32 standard normal: the draw from the autoencoder's posterior."""
     noise: Tensor

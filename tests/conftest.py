@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests. Threads are limited before torch starts: two OpenMP threads on two busy cores are slow."""
+"""Fixtures shared by all tests. One OpenMP thread, set before torch starts: two on two busy cores are slow."""
 
 import os
 

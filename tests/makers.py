@@ -13,7 +13,7 @@ from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNe
 from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-WORDS = "a an the of red green blue square circle picture photo zero one two three handwritten digit big small".split()
+COLOURS = ["red", "green", "blue"]
 
 
 def picture(seed: int, width: int = 40, height: int = 32, mode: str = "RGB") -> Image.Image:
@@ -44,7 +44,7 @@ def caption_samples(count: int, first: int = 0, **size: int) -> list[dict[str, A
         {
             "__key__": f"{i:06d}",
             "jpg": encode(picture(i, **size)),
-            "txt": f"a {WORDS[4 + i % 3]} picture",
+            "txt": f"a {COLOURS[i % 3]} picture",
             "json": json.dumps({"original_width": 40 + i, "pwatermark": (i % 10) / 10, "uid": f"u{i}"}).encode(),
         }
         for i in range(first, first + count)

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytorch_lightning as pl
 from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
@@ -12,19 +12,23 @@ from sd_training.build.callbacks import build_callbacks
 from sd_training.build.loggers import build_loggers
 from sd_training.build.models import build_model
 from sd_training.build.plan import Plan
-from sd_training.checkpoint.seal import sealed, step_of, sweep
+from sd_training.checkpoint.seal import ever_finished, sealed, step_of, sweep
 from sd_training.data.datamodule import TrainingData
 from sd_training.distributed.launch import make_strategy
 from sd_training.distributed.resume import ResumeFromNewest
 from sd_training.errors import ConfigError
-from sd_training.export.pipeline import recover_export
+from sd_training.export.pipeline import recover_exports
 from sd_training.models.stable_diffusion import StableDiffusionParts
 from sd_training.rank_log import get_logger, is_main_process
 from sd_training.training.base_module import TrainedModule
 
 log = get_logger(__name__)
 
-_LIGHTNING_PRECISION = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+_LIGHTNING_PRECISION: dict[str, Literal["32-true", "bf16-mixed", "16-mixed"]] = {
+    "no": "32-true",
+    "bf16": "bf16-mixed",
+    "fp16": "16-mixed",
+}
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,8 @@ def make_data(plan: Plan, parts: StableDiffusionParts | None, latent_shape: tupl
 def _prepare_run_dir(plan: Plan) -> Path | None:
     """Make the run folder, tidy what a killed run left, and say what there is to resume from."""
     checkpoints, current = plan.run_dir / "checkpoints", plan.run_dir / "current_pipeline"
-    found = sealed(checkpoints)
-    if not plan.config.experiment.requeue and (found or current.exists()):
+    found, has_saves = sealed(checkpoints), ever_finished(checkpoints)
+    if not plan.config.experiment.requeue and (has_saves or current.exists()):
         raise ConfigError(
             f"experiment.requeue: false, but {plan.run_dir} already holds a run; choose another experiment.name, "
             "remove the folder, or set experiment.requeue=true to continue it"
@@ -81,22 +85,17 @@ def _prepare_run_dir(plan: Plan) -> Path | None:
     if is_main_process():
         plan.run_dir.mkdir(parents=True, exist_ok=True)
         sweep(checkpoints)
-        recover_export(current)
+        recover_exports(plan.run_dir)
     if found and step_of(found[-1]) >= plan.batch.num_steps:
         log.info(
             f"{plan.run_dir} has already done {step_of(found[-1]):,} of {plan.batch.num_steps:,} optimizer steps; "
             "raise experiment.num_examples_to_see to go on"
         )
-    return checkpoints if plan.run_dir.exists() and _has_checkpoints(checkpoints) else None
-
-
-def _has_checkpoints(checkpoints: Path) -> bool:
-    """Whether any save was ever finished, good or damaged: then a fresh start would lose a run."""
-    return checkpoints.is_dir() and any(path.name.startswith("step=") for path in checkpoints.iterdir())
+    return checkpoints if has_saves else None
 
 
 def _plugins(plan: Plan) -> list[Any]:
-    """Checkpoint format and launcher; the latter is named because Lightning would guess SLURM inside an salloc shell."""
+    """Checkpoint format and launcher; the launcher is named because Lightning would guess SLURM inside salloc."""
     plugins: list[Any] = [ResumeFromNewest()]
     if plan.launch.processes > 1:
         if "LOCAL_WORLD_SIZE" in os.environ:
@@ -135,4 +134,4 @@ def _without_signal_broadcast(trainer: pl.Trainer) -> None:
     work in flight; that is the host synchronisation this trainer promises not to have."""
     loop = trainer.fit_loop.epoch_loop
     if hasattr(loop, "_broadcast_sigterm_tensor"):
-        loop._broadcast_sigterm_tensor = lambda: None
+        loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]

@@ -35,6 +35,9 @@ class Sources:
     """False when a file could not be read, so that missing options say nothing."""
 
 
+_SHARDS = "dataset.params.path="
+
+
 def gather(argv: Sequence[str]) -> Sources:
     """Merges `config=a.yaml,b.yaml` over the schema's defaults, then applies `a.b.c=value` in order."""
     sources = Sources(OmegaConf.create(defaults()))
@@ -50,8 +53,11 @@ def gather(argv: Sequence[str]) -> Sources:
 
 
 def _given_twice(overrides: Sequence[str]) -> list[Problem]:
-    """An unquoted `{000..999}` reaches us as a thousand arguments, of which the last would win silently."""
-    counts = Counter(item.partition("=")[0] for item in dict.fromkeys(overrides) if "=" in item)
+    """An unquoted `{000..999}` reaches us as a thousand paths, of which the last would win silently.
+
+    For every other option the last one wins, as OmegaConf users expect.
+    """
+    counts = Counter(item.partition("=")[0] for item in dict.fromkeys(overrides) if item.startswith(_SHARDS))
     text = "is given {} times with different values; give it once, and quote a pattern with braces"
     return [Problem(key, text.format(count)) for key, count in counts.items() if count > 1]
 

@@ -19,7 +19,9 @@ _NONE_USABLE = -1
 class ResumeFromNewest(SealedCheckpointIO):
     """Loading the folder of checkpoints loads the newest that verifies."""
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
         """The newest verified checkpoint below `path`, the same on every rank.
 
         Raises:
@@ -27,7 +29,7 @@ class ResumeFromNewest(SealedCheckpointIO):
         """
         chosen = Path(path) / folder_name(_agree(Path(path)))
         log.info(f"resuming from {chosen}")
-        return super().load_checkpoint(chosen, map_location, **kwargs)
+        return super().load_checkpoint(chosen, map_location, weights_only, **kwargs)
 
 
 def _agree(root: Path) -> int:

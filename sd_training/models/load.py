@@ -198,7 +198,8 @@ def load_weights(path: str, part: str, option: str) -> dict[str, torch.Tensor]:
         path: pipeline folder or hub id, or the part's own folder.
         option: the config option that named it, for errors.
     """
-    model = ModelConfig(**{part: PartConfig(pretrained=path)})
+    chosen = PartConfig(pretrained=path)
+    model = ModelConfig(vae=chosen) if part == "vae" else ModelConfig(unet=chosen)
     try:
         network: nn.Module = load_network(model, part, seed=0)
     except ConfigError as error:

@@ -26,6 +26,7 @@ class AutoencoderModule(TrainedModule):
         self, vae: AutoencoderKL, kl_weight: float, optimization: Optimization, *, has_gradient_scaler: bool = False
     ) -> None:
         super().__init__(vae, optimization, has_gradient_scaler=has_gradient_scaler)
+        self.network: AutoencoderKL = self.network
         self.kl_weight = kl_weight
         self.register_buffer("latent_moments", torch.zeros(3))
 

@@ -92,7 +92,9 @@ def test_previews_and_evaluation_images(tmp_path: Path, pipeline_dir: Path, shar
     train(argv)
     steps = sorted(path.name for path in (run_dir / "samples").iterdir())
     assert steps == ["step_3", "step_4", "step_6", "step_8"]
-    step_8 = sorted(str(p.relative_to(run_dir / "samples" / "step_8")) for p in (run_dir / "samples/step_8").rglob("*.png"))
+    step_8 = sorted(
+        str(p.relative_to(run_dir / "samples" / "step_8")) for p in (run_dir / "samples/step_8").rglob("*.png")
+    )
     assert step_8 == [
         "eval/x1.png",
         "eval/x2.png",
@@ -107,7 +109,9 @@ def test_previews_and_evaluation_images(tmp_path: Path, pipeline_dir: Path, shar
 
 def test_pictures_do_not_disturb_training(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
     plain = options(tmp_path / "plain", pipeline_dir, shards_dir)
-    drawing = options(tmp_path / "drawing", pipeline_dir, shards_dir, sampling__every=1, sampling__num_inference_steps=1)
+    drawing = options(
+        tmp_path / "drawing", pipeline_dir, shards_dir, sampling__every=1, sampling__num_inference_steps=1
+    )
     train(plain)
     train([*drawing, "sampling.prompts=[a red picture]"])
     left, right = checkpoint_tensors(tmp_path / "plain", 8), checkpoint_tensors(tmp_path / "drawing", 8)
@@ -141,7 +145,9 @@ def test_all_pipelines_are_kept_when_asked(tmp_path: Path, pipeline_dir: Path, s
     StableDiffusionPipeline.from_pretrained(run_dir / "current_pipeline", local_files_only=True)
 
 
-def test_v_prediction_with_zero_snr_is_exported_as_trained(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
+def test_v_prediction_with_zero_snr_is_exported_as_trained(
+    tmp_path: Path, pipeline_dir: Path, shards_dir: Path
+) -> None:
     run_dir = tmp_path / "run"
     train(
         options(
@@ -173,7 +179,11 @@ def test_checkpointing_and_bf16_train(tmp_path: Path, pipeline_dir: Path, shards
 
 
 def test_the_wandb_key_is_written_nowhere(
-    tmp_path: Path, pipeline_dir: Path, shards_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    pipeline_dir: Path,
+    shards_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     secret = "0123456789abcdef" * 3
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -196,11 +206,13 @@ def test_the_wandb_key_is_written_nowhere(
 def test_a_taken_folder_is_refused_without_requeue(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
     argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=16)
     train(argv)
-    with pytest.raises(ConfigError, match="experiment.requeue: false, but .* already holds a run"):
+    with pytest.raises(ConfigError, match=r"experiment.requeue: false, but .* already holds a run"):
         train([*argv, "experiment.requeue=False"])
 
 
-def test_a_damaged_newest_save_falls_back_to_the_one_before(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
+def test_a_damaged_newest_save_falls_back_to_the_one_before(
+    tmp_path: Path, pipeline_dir: Path, shards_dir: Path
+) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     train(options(whole, pipeline_dir, shards_dir))
     with pytest.raises(Interrupted):

@@ -107,7 +107,7 @@ def test_without_dropout_tokens_are_the_captions(shards_dir: Path) -> None:
     data = training_data(shards_dir)
     batch = joined(stream(data))
     for sample, tokens in zip(batch.sample_ids.tolist(), batch.tokens, strict=True):
-        assert torch.equal(tokens, torch.from_numpy(data.tokenizer(f"a {makers.WORDS[4 + sample % 3]} picture")))
+        assert torch.equal(tokens, torch.from_numpy(data.tokenizer(f"a {makers.COLOURS[sample % 3]} picture")))
 
 
 def test_flips_and_crops_are_drawn(tmp_path: Path) -> None:

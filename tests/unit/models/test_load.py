@@ -22,7 +22,10 @@ def parts_from(folder: Path, **changes: PartConfig) -> ModelConfig:
 
 def test_whole_pipeline_and_parts_give_the_same_weights(pipeline_dir: Path) -> None:
     whole = load_stable_diffusion(ModelConfig(pretrained=str(pipeline_dir)), ObjectiveConfig(), seed=0)
-    own = {"unet": PartConfig(pretrained=str(pipeline_dir / "unet")), "vae": PartConfig(pretrained=str(pipeline_dir / "vae"))}
+    own = {
+        "unet": PartConfig(pretrained=str(pipeline_dir / "unet")),
+        "vae": PartConfig(pretrained=str(pipeline_dir / "vae")),
+    }
     parts = load_stable_diffusion(parts_from(pipeline_dir, **own), ObjectiveConfig(), seed=0)
     for name in ("unet", "vae", "text_encoder"):
         for left, right in zip(getattr(whole, name).parameters(), getattr(parts, name).parameters(), strict=True):
@@ -50,11 +53,19 @@ def test_meta_networks_have_the_right_size(pipeline_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "config", "message"),
     [
-        ("unet", {"target": "os.system"}, "model.unet.target: 'os.system' is not allowed; use one of UNet2DConditionModel"),
+        (
+            "unet",
+            {"target": "os.system"},
+            "model.unet.target: 'os.system' is not allowed; use one of UNet2DConditionModel",
+        ),
         ("vae", {"target": "UNet2DConditionModel"}, "model.vae.target: .* use one of AutoencoderKL"),
         ("unet", {"params": {"in_chanels": 4}}, "model.unet.params.in_chanels: .* did you mean 'in_channels'"),
         ("unet", {"params": {"block_out_channels": [7]}}, "model.unet.params: UNet2DConditionModel cannot be made"),
-        ("unet", {"pretrained": "/nowhere/at/all"}, "model.unet.pretrained: the folder '/nowhere/at/all' does not exist"),
+        (
+            "unet",
+            {"pretrained": "/nowhere/at/all"},
+            "model.unet.pretrained: the folder '/nowhere/at/all' does not exist",
+        ),
         ("unet", {"pretrained": "some/model"}, "model.unet.pretrained: 'some/model', folder 'unet' cannot be loaded"),
     ],
 )
@@ -66,7 +77,7 @@ def test_mistakes_name_the_option(part: str, config: dict[str, Any], message: st
 def test_a_folder_without_the_part_is_named(tmp_path: Path, pipeline_dir: Path) -> None:
     shutil.copytree(pipeline_dir, tmp_path / "p")
     shutil.rmtree(tmp_path / "p" / "unet")
-    with pytest.raises(ConfigError, match="model.unet.pretrained: .* has no folder 'unet' and is no unet itself"):
+    with pytest.raises(ConfigError, match=r"model.unet.pretrained: .* has no folder 'unet' and is no unet itself"):
         load_network(ModelConfig(pretrained=str(tmp_path / "p")), "unet", seed=0)
 
 
@@ -87,7 +98,7 @@ def test_a_missing_tensor_is_refused(tmp_path: Path, pipeline_dir: Path) -> None
     tensors = load_file(weights)
     tensors.pop("conv_in.weight")
     save_file(tensors, weights, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match="model.unet.pretrained: .*conv_in.weight"):
+    with pytest.raises(ConfigError, match=r"model.unet.pretrained: .*conv_in.weight"):
         load_network(ModelConfig(unet=PartConfig(pretrained=str(tmp_path / "unet"))), "unet", seed=0)
 
 
@@ -124,7 +135,7 @@ def test_scheduler_settings_follow_the_objective(pipeline_dir: Path) -> None:
 
 
 def test_zero_snr_needs_v_prediction(pipeline_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="objective.rescale_betas_zero_snr: true needs prediction_type v_prediction"):
+    with pytest.raises(ConfigError, match=r"objective.rescale_betas_zero_snr: true needs prediction_type v_prediction"):
         load_stable_diffusion(
             ModelConfig(pretrained=str(pipeline_dir)), ObjectiveConfig(rescale_betas_zero_snr=True), seed=0
         )
@@ -154,5 +165,5 @@ def test_ema_weights_by_path(pipeline_dir: Path) -> None:
     weights = load_weights(str(pipeline_dir), "unet", "ema.path")
     network = load_network(ModelConfig(pretrained=str(pipeline_dir)), "unet", seed=0)
     assert all(torch.equal(weights[name], p.detach()) for name, p in network.named_parameters())
-    with pytest.raises(ConfigError, match="ema.path: the folder '/nowhere/x' does not exist"):
+    with pytest.raises(ConfigError, match=r"ema.path: the folder '/nowhere/x' does not exist"):
         load_weights("/nowhere/x", "unet", "ema.path")
