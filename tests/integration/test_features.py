@@ -243,7 +243,7 @@ def test_other_data_is_refused_on_resume(tmp_path: Path, pipeline_dir: Path, sha
         train(argv, CrashAfter(4))
     makers.caption_shards(tmp_path / "other", per_shard=5)
     with pytest.raises(CheckpointError, match="other data"):
-        train([*argv, f"dataset.params.path={tmp_path / 'other'}"])
+        train(options(tmp_path / "run", pipeline_dir, tmp_path / "other"))
 
 
 def test_moved_data_is_the_same_data(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
@@ -251,7 +251,7 @@ def test_moved_data_is_the_same_data(tmp_path: Path, pipeline_dir: Path, shards_
     with pytest.raises(Interrupted):
         train(argv, CrashAfter(4))
     shutil.copytree(shards_dir, tmp_path / "moved")
-    run = train([*argv, f"dataset.params.path={tmp_path / 'moved'}"])
+    run = train(options(tmp_path / "run", pipeline_dir, tmp_path / "moved"))
     assert run.trainer.global_step == 8
 
 
