@@ -112,7 +112,8 @@ class TurnLoader:
 
 def synchronize(device: torch.device) -> None:
     """Wait for the device, before a clock is read."""
-    _ = torch.cuda.synchronize(device) if device.type == "cuda" else None
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class BareModule(pl.LightningModule):
@@ -166,7 +167,6 @@ def lightning_trainer(subject: Subject, callbacks: list[pl.Callback], steps: int
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
-        enable_model_summary=False,
         limit_val_batches=0,
         num_sanity_val_steps=0,
     )
