@@ -30,7 +30,7 @@ DEFAULT_FOLDER = Path("build/quickstart")
 """The one the configs name."""
 GLOBAL_BATCH = 64
 MIN_GUIDED, MIN_UNGUIDED, MIN_VARIETY = 480, 450, 0.8
-GUIDANCE_SCALE = 1.75
+GUIDANCE_SCALE = 2.0
 MARKER = "quickstart.json"
 """Says that a folder was made here and may be removed; written first."""
 DATA_DONE = "digits.json"
@@ -231,7 +231,7 @@ def summary(folder: Path, machine: Machine) -> str:
     generate += ["--prompt", "a handwritten seven", "--images-per-prompt", "16", "--out", str(folder / "sevens")]
     generate += ["--height", "16", "--width", "16", "--guidance-scale", f"{GUIDANCE_SCALE:g}"]
     longer = unet_command(folder, machine, is_quick=False)
-    longer += ["experiment.name=digits_longer", "experiment.num_examples_to_see=192000"]
+    longer += ["experiment.name=digits_longer", "experiment.num_examples_to_see=268800"]
     digits = folder / "runs" / "digits"
     return f"""
 pictures      {folder / "digits.png"} (one digit per row), digits_without_guidance.png beside it
