@@ -32,8 +32,11 @@ def main() -> None:
     quiet_libraries()
     # torch and its friends take seconds to import; a mistake in the config is reported before that.
     from sd_training.build.plan import make_plan
+    from sd_training.data.worker_server import worker_context
 
     plan = make_plan(config)
+    if config.system.workers and not dry_run:
+        worker_context()  # the server imports its libraries while the model is loaded
     if dry_run:
         from sd_training.build.dry_run import describe
 

@@ -264,8 +264,8 @@ def random_batch(batch: int, resolution: int, side: int, tokens: int) -> PixelBa
         posterior_noise=torch.randn(batch, 4, side, side),
         noise=torch.randn(batch, 4, side, side),
         timestep_draw=torch.rand(batch),
-        positions=torch.arange(batch),
-        sample_ids=torch.arange(batch),
+        **dict.fromkeys(("original_size", "crop_top_left", "target_size"), torch.zeros(batch, 2, dtype=torch.int64)),
+        **dict.fromkeys(("positions", "sample_ids"), torch.arange(batch)),
     )
 
 

@@ -7,6 +7,20 @@ import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True)
+class LatentGrid:
+    """How an autoencoder maps pictures to latents."""
+
+    channels: int
+    """C."""
+    downscale: int
+    """Pixels per latent cell along one side."""
+
+    def shape(self, height: int, width: int) -> tuple[int, int, int]:
+        """(C, h, w) of the latents of a picture [pixels]."""
+        return self.channels, height // self.downscale, width // self.downscale
+
+
 @dataclass
 class PixelBatch:
     """A micro-batch as the loader delivers it.
@@ -25,10 +39,16 @@ class PixelBatch:
     """[B, C, h, w] float32 standard normal: the noise of the forward process. Empty (B, 0) for autoencoder training."""
     timestep_draw: Tensor
     """[B] float32, uniform in [0, 1)."""
+    original_size: Tensor
+    """[B, 2] int64 height and width of the upright image file [pixels]."""
+    crop_top_left: Tensor
+    """[B, 2] int64 top and left edge of the cut in the resized image, as the (perhaps mirrored) picture shows it."""
+    target_size: Tensor
+    """[B, 2] int64 height and width of the picture."""
     positions: Tensor
     """[B] int64 position of each sample in the global order of the run."""
     sample_ids: Tensor
-    """[B] int64 index of each sample in the data set's index."""
+    """[B] int64 index of each sample in the data set's index; further data sets are counted on."""
 
     def to(self, device: torch.device) -> "PixelBatch":
         """The same batch on `device`; copies from pinned memory do not wait for the host."""

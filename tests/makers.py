@@ -11,6 +11,7 @@ import torch
 import webdataset
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image
+from sklearn.datasets import load_sample_images
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 COLOURS = ["red", "green", "blue"]
@@ -20,6 +21,16 @@ def picture(seed: int, width: int = 40, height: int = 32, mode: str = "RGB") -> 
     """A smooth random picture that survives JPEG."""
     coarse = np.random.default_rng(seed).integers(0, 255, (4, 4, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
+
+
+def photograph(width: int, height: int, number: int = 0) -> Image.Image:
+    """A part of one of scikit-learn's two photographs (640 × 427), enlarged where more is asked for."""
+    whole = Image.fromarray(load_sample_images().images[number % 2])
+    scale = max(1.0, width / whole.width, height / whole.height)
+    whole = whole.resize((round(whole.width * scale), round(whole.height * scale)), Image.Resampling.BICUBIC)
+    chance = np.random.default_rng(number)
+    left, top = (int(chance.integers(room + 1)) for room in (whole.width - width, whole.height - height))
+    return whole.crop((left, top, left + width, top + height))
 
 
 def encode(image: Image.Image, image_format: str = "JPEG") -> bytes:

@@ -7,12 +7,13 @@ from torch import nn
 from sd_training.build.plan import Plan
 from sd_training.build.run import make_data
 from sd_training.config.dump import resolved_yaml
+from sd_training.data.sizes import training_sizes
 from sd_training.errors import ConfigError
 from sd_training.models.load import load_network
 from sd_training.models.stable_diffusion import (
     StableDiffusionParts,
-    check_resolution,
-    downscale_factor,
+    check_sizes,
+    latent_grid,
     load_stable_diffusion,
 )
 
@@ -27,12 +28,12 @@ def describe(plan: Plan) -> str:
         DataError: the data set cannot be used.
     """
     config = plan.config
-    networks, parts, latent_shape = _networks(plan)
-    problems = check_resolution(networks["vae"], config.dataset.params.resolution)
+    networks, parts = _networks(plan)
+    problems = check_sizes(networks["vae"], training_sizes(config.dataset.params).sizes)
     if problems:
         raise ConfigError(problems)
     counts = {name: sum(p.numel() for p in network.parameters()) for name, network in networks.items()}
-    data = make_data(plan, parts, latent_shape)
+    data = make_data(plan, parts, latent_grid(networks["vae"]))
     sections = [
         resolved_yaml(config).rstrip(),
         plan.batch.sentence(),
@@ -44,17 +45,15 @@ def describe(plan: Plan) -> str:
     return "\n\n".join(sections)
 
 
-def _networks(plan: Plan) -> tuple[dict[str, Any], StableDiffusionParts | None, tuple[int, int, int]]:
-    """Networks on the meta device by part name, the parts, and the shape of the latents."""
+def _networks(plan: Plan) -> tuple[dict[str, Any], StableDiffusionParts | None]:
+    """Networks on the meta device by part name, and the parts."""
     config = plan.config
-    resolution = config.dataset.params.resolution
     if config.model.train == "vae":
         vae = load_network(config.model, "vae", seed=0, meta=True)
-        side = resolution // downscale_factor(vae)
-        return {"vae": vae}, None, (vae.config.latent_channels, side, side)
+        return {"vae": vae}, None
     parts = load_stable_diffusion(config.model, config.objective, seed=0, meta=True)
     networks: dict[str, nn.Module] = {"unet": parts.unet, "vae": parts.vae, "text_encoder": parts.text_encoder}
-    return networks, parts, parts.latent_shape(resolution)
+    return networks, parts
 
 
 def _parameters(counts: dict[str, int], trained: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sd_training.build.plan import Plan
+from sd_training.data.sizes import training_sizes
 from sd_training.diffusion.noise_schedule import noise_schedule_of
 from sd_training.diffusion.objective import Objective
 from sd_training.errors import ConfigError
@@ -14,8 +15,8 @@ from sd_training.models.frozen import FrozenEncoders
 from sd_training.models.load import load_network
 from sd_training.models.stable_diffusion import (
     StableDiffusionParts,
-    check_resolution,
-    downscale_factor,
+    check_sizes,
+    latent_grid,
     load_stable_diffusion,
     use_fast_attention,
 )
@@ -23,6 +24,7 @@ from sd_training.optim.lr_schedules import lr_schedule
 from sd_training.training.autoencoder_module import AutoencoderModule
 from sd_training.training.base_module import Optimization, TrainedModule
 from sd_training.training.diffusion_module import DiffusionModule
+from sd_training.types import LatentGrid
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Trained:
     """A module ready to train."""
 
     module: TrainedModule
-    latent_shape: tuple[int, int, int]
+    latent_grid: LatentGrid
     parts: StableDiffusionParts | None
     """Null for autoencoder training."""
     exported: Callable[[], Any]
@@ -61,7 +63,7 @@ def _diffusion(plan: Plan) -> Trained:
     """Denoiser training on frozen encoders."""
     config, model = plan.config, plan.config.model
     parts = load_stable_diffusion(model, config.objective, seed=config.experiment.seed)
-    problems = check_resolution(parts.vae, config.dataset.params.resolution)
+    problems = check_sizes(parts.vae, training_sizes(config.dataset.params).sizes)
     if problems:
         raise ConfigError(problems)
     if model.gradient_checkpointing:
@@ -78,14 +80,14 @@ def _diffusion(plan: Plan) -> Trained:
     module = DiffusionModule(
         parts.unet, encoders, objective, _optimization(plan), has_gradient_scaler=plan.precision == "fp16"
     )
-    return Trained(module, parts.latent_shape(config.dataset.params.resolution), parts, parts.pipeline)
+    return Trained(module, parts.latent_grid(), parts, parts.pipeline)
 
 
 def _autoencoder(plan: Plan) -> Trained:
     """Autoencoder training; the exported config carries the measured scaling factor."""
     config = plan.config
     vae = load_network(config.model, "vae", seed=config.experiment.seed)
-    problems = check_resolution(vae, config.dataset.params.resolution)
+    problems = check_sizes(vae, training_sizes(config.dataset.params).sizes)
     if problems:
         raise ConfigError(problems)
     if config.model.gradient_checkpointing:
@@ -98,5 +100,4 @@ def _autoencoder(plan: Plan) -> Trained:
         vae.register_to_config(scaling_factor=module.scaling_factor())
         return vae
 
-    side = config.dataset.params.resolution // downscale_factor(vae)
-    return Trained(module, (vae.config.latent_channels, side, side), None, exported)
+    return Trained(module, latent_grid(vae), None, exported)

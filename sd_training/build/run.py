@@ -21,6 +21,7 @@ from sd_training.export.pipeline import recover_exports
 from sd_training.models.stable_diffusion import StableDiffusionParts
 from sd_training.rank_log import get_logger, is_main_process
 from sd_training.training.base_module import TrainedModule
+from sd_training.types import LatentGrid
 
 log = get_logger(__name__)
 
@@ -51,13 +52,13 @@ def build_run(plan: Plan) -> Run:
     """
     resume_from = _prepare_run_dir(plan)
     trained = build_model(plan)
-    data = make_data(plan, trained.parts, trained.latent_shape)
+    data = make_data(plan, trained.parts, trained.latent_grid)
     trainer = _trainer(plan, build_callbacks(plan, trained, data))
     _without_signal_broadcast(trainer)
     return Run(trainer, trained.module, data, resume_from)
 
 
-def make_data(plan: Plan, parts: StableDiffusionParts | None, latent_shape: tuple[int, int, int]) -> TrainingData:
+def make_data(plan: Plan, parts: StableDiffusionParts | None, grid: LatentGrid) -> TrainingData:
     """The training data for a model with these latents; `parts` is null for autoencoder training."""
     config = plan.config
     return TrainingData(
@@ -67,7 +68,7 @@ def make_data(plan: Plan, parts: StableDiffusionParts | None, latent_shape: tupl
         seed=config.experiment.seed,
         dropout_prob=config.conditioning.dropout_prob if parts else 0.0,
         tokenizer=parts.tokenizer if parts else None,
-        latent_shape=latent_shape,
+        grid=grid,
         draw_noise=parts is not None,
         run_dir=plan.run_dir,
     )

@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sd_training.config.class_prompts import prompts_of, read_class_prompts
+from sd_training.config.check_data import check_data
 from sd_training.config.fields import options
-from sd_training.config.filter_grammar import parse_filters
 from sd_training.config.schema import Config, PartConfig
 
 PARTS = ("vae", "text_encoder", "tokenizer", "unet", "noise_scheduler_training", "noise_scheduler_inference")
@@ -45,7 +44,6 @@ def check(config: Config) -> list[str]:
         _parts,
         _local_paths,
         _dataset,
-        _class_prompts,
         _ignored,
         _previews,
         _processes,
@@ -139,23 +137,7 @@ def _local_paths(config: Config) -> Iterator[str]:
 
 
 def _dataset(config: Config) -> Iterator[str]:
-    if not config.dataset.params.path:
-        yield "dataset.params.path: is empty; give a tar file, a folder, a glob or a brace pattern"
-    yield from parse_filters(config.dataset.params.filters)[1]
-
-
-def _class_prompts(config: Config) -> Iterator[str]:
-    params, kind = config.dataset.params, config.dataset.type
-    if kind != "ClassificationWebDataset":
-        for name in ("idx_to_prompt", "class_mapping"):
-            if getattr(params, name) is not None:
-                yield f"dataset.params.{name}: is only read with dataset.type=ClassificationWebDataset, not {kind}"
-    elif params.idx_to_prompt is not None and params.class_mapping is not None:
-        yield "dataset.params.class_mapping: is another name of dataset.params.idx_to_prompt; keep one of them"
-    elif prompts_of(params) is None:
-        yield "dataset.params.idx_to_prompt: is required with dataset.type=ClassificationWebDataset"
-    else:
-        yield from read_class_prompts(params)[1]
+    yield from check_data(config.dataset)
 
 
 def _ignored(config: Config) -> Iterator[str]:

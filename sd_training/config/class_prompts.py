@@ -5,18 +5,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sd_training.config.schema import DatasetParams
+from sd_training.config.data_schema import SourceParams
 
 Written = Mapping[str | int, str | list[str]] | str
 """Inline, or the path of a JSON file."""
 
 
-def prompts_of(params: DatasetParams) -> Written | None:
+def prompts_of(params: SourceParams) -> Written | None:
     """`idx_to_prompt`, or `class_mapping`, its other name; None when neither is set."""
     return params.idx_to_prompt if params.idx_to_prompt is not None else params.class_mapping
 
 
-def read_class_prompts(params: DatasetParams) -> tuple[dict[str, list[str]], list[str]]:
+def read_class_prompts(params: SourceParams) -> tuple[dict[str, list[str]], list[str]]:
     """The prompts of every class.
 
     Returns:

@@ -35,6 +35,10 @@ class Option:
 def group_fields(group: type) -> Mapping[str, FieldInfo]:
     """The fields of a schema dataclass by name."""
     fields: Mapping[str, FieldInfo] = group.__pydantic_fields__  # type: ignore[attr-defined]
+    for name, field in fields.items():
+        if field.description is None:  # pydantic reads attribute docstrings of the class itself, not of its bases
+            inherited = (getattr(base, "__pydantic_fields__", {}).get(name) for base in group.__mro__[1:])
+            field.description = next((f.description for f in inherited if f is not None), None)
     return fields
 
 

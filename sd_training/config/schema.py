@@ -6,17 +6,23 @@ meanings and defaults. `docs/config.md` is generated from this file. Rules betwe
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-_SCHEMA = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+from sd_training.config.data_schema import DatasetConfig, DatasetParams
+from sd_training.config.value_types import (
+    SCHEMA,
+    BelowOne,
+    Count,
+    Int,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    Probability,
+    no_bool,
+)
 
-
-def _no_bool(value: Any) -> Any:
-    """YAML's `true` must not pass for the number 1."""
-    if isinstance(value, bool):
-        raise ValueError("a number is expected, not true/false")
-    return value
+__all__ = ["DatasetConfig", "DatasetParams"]  # the data set's options are read through this module as well
 
 
 def _yaml_no(value: Any) -> Any:
@@ -24,16 +30,7 @@ def _yaml_no(value: Any) -> Any:
     return "no" if value is False or value is None else value
 
 
-Int = Annotated[int, BeforeValidator(_no_bool)]
-Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
-PositiveInt = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
-NonNegative = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
-Probability = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, le=1)]
-BelowOne = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1)]
-
-
-@dataclass(config=_SCHEMA, kw_only=True)
+@dataclass(config=SCHEMA, kw_only=True)
 class WandbConfig:
     """Weights & Biases. Off unless a key is found (here or in `WANDB_API_KEY`) or `mode` asks for it."""
 
@@ -46,7 +43,7 @@ class WandbConfig:
     """`auto` is online with a key and disabled without; `offline` writes to the run folder for a later `wandb sync`."""
 
 
-@dataclass(config=_SCHEMA, kw_only=True)
+@dataclass(config=SCHEMA, kw_only=True)
 class SystemConfig:
     """Batch arithmetic and loader processes."""
 
@@ -63,7 +60,7 @@ class SystemConfig:
     """As `distributed.dist_url`; kept for sd-training files, must not contradict it."""
 
 
-@dataclass(config=_SCHEMA, kw_only=True)
+@dataclass(config=SCHEMA, kw_only=True)
 class DistributedConfig:
     """Process group."""
 
@@ -76,7 +73,7 @@ class DistributedConfig:
     them."""
 
 
-@dataclass(config=_SCHEMA, kw_only=True)
+@dataclass(config=SCHEMA, kw_only=True)
 class ExperimentConfig:
     """Where a run lives, how long it is, and what it leaves behind."""
 
@@ -110,7 +107,7 @@ class ExperimentConfig:
     """Seed of every random draw of the run: data order, crops, noise, timesteps, initial weights."""
 
 
-@dataclass(config=_SCHEMA, kw_only=True)
+@dataclass(config=SCHEMA, kw_only=True)
 class OptimizerParams:
     """AdamW, eq. 12 of Loshchilov & Hutter 2019 (arXiv:1711.05101)."""
 
@@ -126,7 +123,7 @@ class OptimizerParams:
     """Added to the denominator."""
 
 
-@dataclass(config=_SCHEMA, kw_only=True)
+@dataclass(config=SCHEMA, kw_only=True)
 class OptimizerConfig:
     """Which optimizer updates the trained module."""
 
@@ -138,7 +135,7 @@ class OptimizerConfig:
     """Clip the global L2 norm of the gradient, once per optimizer step; null: no clipping."""
 
 
-@dataclass(config=_SCHEMA, kw_only=True)
+@dataclass(config=SCHEMA, kw_only=True)
 class LRScheduleParams:
     """Shape of the learning-rate schedule."""
 
@@ -148,7 +145,7 @@ class LRScheduleParams:
     """Linear warm-up [optimizer steps]."""
 
 
-@dataclass(config=_SCHEMA, kw_only=True)
+@dataclass(config=SCHEMA, kw_only=True)
 class LRScheduleConfig:
     """Learning rate as a pure function of the optimizer step."""
 
@@ -158,7 +155,7 @@ class LRScheduleConfig:
     """Its numbers."""
 
 
-@dataclass(config=_SCHEMA, kw_only=True)
+@dataclass(config=SCHEMA, kw_only=True)
 class PartConfig:
     """One part of the pipeline: loaded from `pretrained`, or made by `target` and `params` with random weights."""
 
@@ -174,7 +171,7 @@ class PartConfig:
     """Arguments of that class; for a pretrained noise scheduler they override its stored settings."""
 
 
-@dataclass(config=_SCHEMA, kw_only=True)
+@dataclass(config=SCHEMA, kw_only=True)
 class ModelConfig:
     """The pipeline's parts and how the trained one is run."""
 
@@ -211,7 +208,7 @@ class ModelConfig:
     """Use xformers attention on CUDA where it works; elsewhere PyTorch's fused attention, with one line saying so."""
 
 
-@dataclass(config=_SCHEMA, kw_only=True)
+@dataclass(config=SCHEMA, kw_only=True)
 class EmaConfig:
     """Average of the trained weights, kept in fp32 on the CPU of the first process."""
 
@@ -225,7 +222,7 @@ class EmaConfig:
     """Start the average from these weights: a pipeline folder, or the part's own folder."""
 
 
-@dataclass(config=_SCHEMA, kw_only=True)
+@dataclass(config=SCHEMA, kw_only=True)
 class ObjectiveConfig:
     """What the denoiser is asked to predict, and how errors are weighted."""
 
@@ -239,7 +236,7 @@ class ObjectiveConfig:
     """Autoencoder training: weight of the KL term beside the L1 term, both averaged per pixel value."""
 
 
-@dataclass(config=_SCHEMA, kw_only=True)
+@dataclass(config=SCHEMA, kw_only=True)
 class ConditioningConfig:
     """Text conditioning during training."""
 
@@ -247,60 +244,15 @@ class ConditioningConfig:
     """Share of samples trained with the empty caption, so that guidance works; decided per sample."""
 
 
-@dataclass(config=_SCHEMA, kw_only=True)
-class DatasetParams:
-    """Which samples, and how they become pixels and captions."""
-
-    path: str | list[str]
-    """Shards: a tar file, a folder, a glob, a brace pattern, or a list of these."""
-    batch_size: PositiveInt | None = None
-    """As `system.batch_size`; kept for sd-training files, must not contradict it."""
-    workers: Count | None = None
-    """As `system.workers`; kept for sd-training files, must not contradict it."""
-    num_examples_to_see: PositiveInt | None = None
-    """As `experiment.num_examples_to_see`; kept for sd-training files, must not contradict it."""
-    resolution: PositiveInt = 512
-    """Height and width of a training image [pixels]; a multiple of the autoencoder's downscale factor."""
-    filters: dict[str, str | int | float] | None = None
-    """Metadata filters such as `{original_width: ">=512", pwatermark: "<=0.5"}`; all must hold, and a sample without
-    the field is dropped."""
-    crop: Literal["center", "random"] = "center"
-    """Where the square is cut after the short side was resized."""
-    flip_prob: Probability = 0.0
-    """Probability of a horizontal mirror image, decided per visit."""
-    idx_to_prompt: dict[str | int, str | list[str]] | str | None = None
-    """ClassificationWebDataset: class index → prompt or list of prompts (one drawn per visit), inline or as a JSON
-    file."""
-    class_mapping: dict[str | int, str | list[str]] | str | None = None
-    """Another name of `idx_to_prompt`."""
-    max_image_pixels: PositiveInt = 178_956_970
-    """Larger images are skipped before they are decoded [pixels]."""
-    max_bad_fraction: Probability = 0.01
-    """The run stops when more than this share of the samples read so far (at least 1,000) could not be used."""
-    index_dir: str | None = None
-    """Where the index of the shards is kept; null: `$XDG_CACHE_HOME/sd_training/index` or
-    `~/.cache/sd_training/index`."""
-
-
-@dataclass(config=_SCHEMA, kw_only=True)
-class DatasetConfig:
-    """Training data."""
-
-    type: Literal["WebDataset", "ClassificationWebDataset"] = "WebDataset"
-    """`WebDataset`: image + `txt` (+ `json`). `ClassificationWebDataset`: image + `cls`, with `idx_to_prompt`."""
-    params: DatasetParams
-    """Source and processing."""
-
-
-@dataclass(config=_SCHEMA, kw_only=True)
+@dataclass(config=SCHEMA, kw_only=True)
 class CheckpointConfig:
     """Resumable state beside the exported pipeline."""
 
-    keep: Annotated[int, BeforeValidator(_no_bool), Field(ge=2)] = 2
+    keep: Annotated[int, BeforeValidator(no_bool), Field(ge=2)] = 2
     """Newest checkpoints kept; at least two, so that a damaged newest one never loses the run [count]."""
 
 
-@dataclass(config=_SCHEMA, kw_only=True)
+@dataclass(config=SCHEMA, kw_only=True)
 class SamplingConfig:
     """Preview pictures from fixed prompts and seeds, and the settings of evaluation images."""
 
@@ -310,7 +262,7 @@ class SamplingConfig:
     """One preview image per prompt."""
     num_inference_steps: PositiveInt = 50
     """Denoiser evaluations per image [count]."""
-    guidance_scale: Annotated[float, BeforeValidator(_no_bool), Field(ge=1)] = 7.5
+    guidance_scale: Annotated[float, BeforeValidator(no_bool), Field(ge=1)] = 7.5
     """Classifier-free guidance; 1 is off."""
     seed: Count = 0
     """Image i is drawn from seed + i."""
@@ -318,7 +270,7 @@ class SamplingConfig:
     """Images drawn at once per process."""
 
 
-@dataclass(config=_SCHEMA, kw_only=True)
+@dataclass(config=SCHEMA, kw_only=True)
 class LoggingConfig:
     """Metrics."""
 
@@ -328,7 +280,7 @@ class LoggingConfig:
     """Show images seen, images/s, time left and loss on the terminal."""
 
 
-@dataclass(config=_SCHEMA, kw_only=True)
+@dataclass(config=SCHEMA, kw_only=True)
 class TrainerConfig:
     """Which devices train. torchrun and SLURM decide the number of processes themselves."""
 
@@ -340,7 +292,7 @@ class TrainerConfig:
     """Machines; null takes it from torchrun or SLURM."""
 
 
-@dataclass(config=_SCHEMA, kw_only=True)
+@dataclass(config=SCHEMA, kw_only=True)
 class Config:
     """A whole run."""
 

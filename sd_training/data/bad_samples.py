@@ -2,6 +2,9 @@
 
 import json
 import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sd_training.data.problems import Problems, SkippedSample
@@ -11,25 +14,45 @@ from sd_training.rank_log import get_logger
 log = get_logger(__name__)
 
 FILE_NAME = "bad_samples.jsonl"
-MIN_READ = 1_000
-"""The share of bad samples says nothing before so many were read."""
+WINDOW = 100_000
+"""Samples read over which the share of bad ones is taken."""
+MIN_BAD_OF_SHARD = 10
+"""Fewer bad samples say nothing about a shard: a tiny one would end the run with its second bad sample."""
 
 
 class BadSampleLog:
-    """Counts skipped samples and names each once in `run_dir/bad_samples.jsonl`.
+    """Names each skipped sample once in `run_dir/bad_samples.jsonl`, and knows when it is too much.
 
-    Several processes append to the file; a line is one write. Lines of earlier starts of the run are not repeated.
+    Every process of a run counts what it reads itself. A sample counts once, however often it is visited: a small data
+    set with one bad sample is not a bad data set after a hundred epochs. Several processes append to the file; a line
+    is one write. Lines of earlier starts of the run are not repeated.
 
     Args:
         run_dir: None keeps the counts only.
-        max_bad_fraction: allowed share of bad samples among those read.
+        max_bad_fraction: allowed share of bad samples in the last 100,000 read.
+        max_bad_in_row: the run stops when at so many visits in a row the sample whose turn it was could not be used.
+        max_bad_shard_fraction: allowed share of bad samples in one shard.
+        shard_sizes: location of a shard → samples of it that take part.
     """
 
-    def __init__(self, run_dir: Path | None, max_bad_fraction: float) -> None:
+    def __init__(
+        self,
+        run_dir: Path | None,
+        *,
+        max_bad_fraction: float,
+        max_bad_in_row: int,
+        max_bad_shard_fraction: float,
+        shard_sizes: Callable[[str], int],
+    ) -> None:
         self.path = None if run_dir is None else run_dir / FILE_NAME
-        self.max_bad_fraction = max_bad_fraction
+        self.max_bad_fraction, self.max_bad_in_row = max_bad_fraction, max_bad_in_row
+        self.max_bad_shard_fraction, self.shard_sizes = max_bad_shard_fraction, shard_sizes
         self.problems = Problems()
         self.num_read = 0
+        self._counted = set[tuple[str, str]]()
+        self._recent = deque[int]()  # for each bad sample of the window, how many samples had been read
+        self._of_shard = Counter[str]()
+        self._in_row = 0
         self._named: set[tuple[str, str]] | None = None
 
     def name(self, problem: SkippedSample) -> None:
@@ -40,29 +63,71 @@ class BadSampleLog:
             return
         self._named.add((problem.shard, problem.key))
         if self.path is not None:
-            line = json.dumps({"shard": problem.shard, "key": problem.key, "reason": problem.reason}) + "\n"
-            self._append(self.path, line.encode())
+            entry = {
+                "shard": problem.shard,
+                "key": problem.key,
+                "reason": problem.reason,
+                "time": round(time.time(), 3),
+            }
+            self._append(self.path, (json.dumps(entry) + "\n").encode())
 
-    def count(self, num_delivered: int, skipped: list[SkippedSample]) -> None:
+    def count(self, were_good: Sequence[bool], skipped: Sequence[SkippedSample]) -> None:
         """Takes note of one micro-batch.
 
+        Args:
+            were_good: for each visit, in order, whether the sample whose turn it was could be used.
+            skipped: what could not; several of a visit when a replacement was bad, too.
+
         Raises:
-            DataError: more than `max_bad_fraction` of the samples read by this process were bad.
+            DataError: too many samples read by this process were bad.
         """
-        self.num_read += num_delivered + len(skipped)
+        self.num_read += sum(were_good) + len(skipped)
+        longest = 0
+        for was_good in were_good:
+            self._in_row = 0 if was_good else self._in_row + 1
+            longest = max(longest, self._in_row)
         for problem in skipped:
-            if not self.problems.total():
-                where = f"; it and all later ones are named in {self.path}" if self.path else ""
-                log.warning("a sample was skipped: %s %s: %s%s", *problem, where)
-            self.problems.add(problem)
-            self.name(problem)
-        bad = self.problems.total()
-        if self.num_read >= MIN_READ and bad > self.max_bad_fraction * self.num_read:
-            where = f"; all are named in {self.path}" if self.path else ""
-            raise DataError(
-                f"{bad:,} of {self.num_read:,} samples could not be used, more than dataset.params.max_bad_fraction "
-                f"({self.max_bad_fraction:g}): {self.problems.text()}{where}"
+            self._count_one(problem)
+        while self._recent and self._recent[0] <= self.num_read - WINDOW:
+            self._recent.popleft()
+        if skipped:
+            self._check(skipped, longest)
+
+    def _count_one(self, problem: SkippedSample) -> None:
+        if not self._counted:
+            log.warning("a sample was skipped: %s %s: %s%s", *problem, self._named_in("it and all later ones are"))
+        if (problem.shard, problem.key) in self._counted:
+            return
+        self._counted.add((problem.shard, problem.key))
+        self.problems.add(problem)
+        self._of_shard[problem.shard] += 1
+        self._recent.append(self.num_read)
+        self.name(problem)
+
+    def _check(self, skipped: Sequence[SkippedSample], in_row: int) -> None:
+        if len(self._recent) > self.max_bad_fraction * WINDOW:
+            self._stop(
+                f"{len(self._recent):,} of the last {min(self.num_read, WINDOW):,} samples could not be used; "
+                f"dataset.params.max_bad_fraction={self.max_bad_fraction:g} allows "
+                f"{self.max_bad_fraction * WINDOW:,.0f} of {WINDOW:,}"
             )
+        if in_row >= self.max_bad_in_row:
+            self._stop(
+                f"{in_row:,} samples in a row could not be used (dataset.params.max_bad_in_row={self.max_bad_in_row})"
+            )
+        for shard in {problem.shard for problem in skipped}:
+            bad, size = self._of_shard[shard], self.shard_sizes(shard)
+            if bad >= MIN_BAD_OF_SHARD and bad > self.max_bad_shard_fraction * size:
+                self._stop(
+                    f"{bad:,} of the {size:,} samples of {shard} could not be used "
+                    f"(dataset.params.max_bad_shard_fraction={self.max_bad_shard_fraction:g})"
+                )
+
+    def _stop(self, what: str) -> None:
+        raise DataError(f"{what}: {self.problems.text()}{self._named_in('all are')}")
+
+    def _named_in(self, which: str) -> str:
+        return f"; {which} named in {self.path}" if self.path else ""
 
     def _earlier_names(self) -> set[tuple[str, str]]:
         if self.path is None or not self.path.exists():

@@ -1,7 +1,7 @@
 """Visited samples → PixelBatch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,28 +18,36 @@ class Delivery:
     batch: PixelBatch | None
     """None after a failure."""
     skipped: list[SkippedSample]
+    were_good: list[bool]
+    """Of each visit: whether the sample whose turn it was could be used."""
+    num_truncated: int = 0
+    """Captions that had more tokens than the text encoder takes."""
     failure: str | None = None
     """Why the run cannot go on; the main process raises it as a DataError."""
 
     def pin_memory(self) -> "Delivery":
         """Called by torch's DataLoader in its pinning thread."""
-        return Delivery(self.batch and self.batch.pin_memory(), self.skipped, self.failure)
+        return replace(self, batch=self.batch and self.batch.pin_memory())
 
 
 def collate(visits: Sequence[VisitedSample | FailedVisit]) -> Delivery:
     """Stacks the samples in the order of their positions."""
+    were_good = [not visit.skipped for visit in visits]
     skipped = [problem for visit in visits for problem in visit.skipped]
     samples = [visit for visit in visits if isinstance(visit, VisitedSample)]
     failures = [visit.message for visit in visits if isinstance(visit, FailedVisit)]
     if failures:
-        return Delivery(None, skipped, failures[0])
+        return Delivery(None, skipped, were_good, failure=failures[0])
     batch = PixelBatch(
         pixels=torch.from_numpy(np.stack([s.pixels for s in samples])),
         tokens=torch.from_numpy(np.stack([s.tokens for s in samples])),
         posterior_noise=torch.from_numpy(np.stack([s.posterior_noise for s in samples])),
         noise=torch.from_numpy(np.stack([s.noise for s in samples])),
         timestep_draw=torch.from_numpy(np.array([s.timestep_draw for s in samples], dtype=np.float32)),
+        original_size=torch.tensor([s.original_size for s in samples], dtype=torch.int64),
+        crop_top_left=torch.tensor([s.crop_top_left for s in samples], dtype=torch.int64),
+        target_size=torch.tensor([s.pixels.shape[1:] for s in samples], dtype=torch.int64),
         positions=torch.tensor([s.position for s in samples], dtype=torch.int64),
         sample_ids=torch.tensor([s.sample_id for s in samples], dtype=torch.int64),
     )
-    return Delivery(batch, skipped)
+    return Delivery(batch, skipped, were_good, sum(s.is_truncated for s in samples))

@@ -1,4 +1,4 @@
-"""The data of a run as Lightning sees it: index, selection and order put together."""
+"""The data of a run as Lightning sees it: data sets, order and loader put together."""
 
 import hashlib
 import os
@@ -11,29 +11,29 @@ import pytorch_lightning as pl
 from transformers import PreTrainedTokenizerBase
 
 from sd_training.config.batch_plan import BatchPlan
-from sd_training.config.class_prompts import read_class_prompts
-from sd_training.config.filter_grammar import parse_filters
-from sd_training.config.schema import DatasetConfig
+from sd_training.config.data_schema import DatasetConfig, MixEntry
 from sd_training.data.bad_samples import BadSampleLog
-from sd_training.data.captions import Prompts, Tokenizer
-from sd_training.data.dataset import DrawShapes, TrainingSamples
-from sd_training.data.index import DatasetIndex, load_index
+from sd_training.data.buckets import BucketTable
+from sd_training.data.captions import Tokenizer
+from sd_training.data.dataset import DrawSettings, TrainingSamples
 from sd_training.data.loader import TrainingLoader
+from sd_training.data.mixture import Mixture, Share
+from sd_training.data.opened import OpenDataset, all_problems, open_dataset
+from sd_training.data.order import OrderSettings, SampleOrder
 from sd_training.data.report import DataReport, make_report
-from sd_training.data.selection import Selection, select
-from sd_training.data.shards import expand_shards
-from sd_training.data.tar_source import TarSource
+from sd_training.data.run_order import RunOrder
+from sd_training.data.sizes import training_sizes
 from sd_training.errors import CheckpointError, ConfigError
 from sd_training.rank_log import get_logger
+from sd_training.types import LatentGrid
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class _Opened:
-    index: DatasetIndex
-    selection: Selection
-    prompts: Prompts | None
+    datasets: list[OpenDataset]
+    order: RunOrder
 
 
 class TrainingData(pl.LightningDataModule):
@@ -46,7 +46,7 @@ class TrainingData(pl.LightningDataModule):
         seed: of every draw.
         dropout_prob: share of samples with the empty caption.
         tokenizer: None gives batches without tokens.
-        latent_shape: (C, h, w) of the latents that noise is drawn for.
+        grid: the latents that noise is drawn for.
         draw_noise: whether the noise of the forward process is drawn.
         run_dir: where bad samples are named; None names them nowhere.
     """
@@ -60,15 +60,23 @@ class TrainingData(pl.LightningDataModule):
         seed: int,
         dropout_prob: float,
         tokenizer: PreTrainedTokenizerBase | None,
-        latent_shape: tuple[int, int, int],
+        grid: LatentGrid,
         draw_noise: bool,
         run_dir: Path | None,
     ) -> None:
         super().__init__()
         self.dataset, self.plan, self.workers = dataset, plan, workers
-        self.draws = DrawShapes(seed, dropout_prob, latent_shape, draw_noise)
+        self.draws = DrawSettings(seed, dropout_prob, grid, draw_noise)
         self.tokenizer = Tokenizer(tokenizer)
-        self.bad_samples = BadSampleLog(run_dir, dataset.params.max_bad_fraction)
+        self.table: BucketTable = training_sizes(dataset.params)
+        params = dataset.params
+        self.bad_samples = BadSampleLog(
+            run_dir,
+            max_bad_fraction=params.max_bad_fraction,
+            max_bad_in_row=params.max_bad_in_row,
+            max_bad_shard_fraction=params.max_bad_shard_fraction,
+            shard_sizes=self._survivors_of_shard,
+        )
         self._opened: _Opened | None = None
 
     def prepare_data(self) -> None:
@@ -77,7 +85,7 @@ class TrainingData(pl.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Opens the index, and says and writes down what is wrong with the shards."""
-        problems = self._open().selection.problems
+        problems = all_problems(self._open().datasets)
         if self.trainer is not None and self.trainer.global_rank == 0 and problems.total():
             log.warning("problems in the data: %s", problems.text())
             for problem in problems.named():
@@ -102,19 +110,12 @@ class TrainingData(pl.LightningDataModule):
         """The micro-batches of `rank` from optimizer step `first_step()` on; usable without a trainer."""
         # Loader processes are forked; the tokenizers package would warn about its threads in every one of them.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        return TrainingLoader(self.samples(), self.plan, rank, self.workers, first_step, self.bad_samples)
+        order = self._open().order
+        return TrainingLoader(self.samples(), order, self.plan, rank, self.workers, first_step, self.bad_samples)
 
     def samples(self) -> TrainingSamples:
         """The samples by visit."""
-        opened = self._open()
-        return TrainingSamples(
-            source=TarSource(opened.index),
-            survivors=opened.selection.survivors,
-            params=self.dataset.params,
-            prompts=opened.prompts,
-            tokenizer=self.tokenizer,
-            draws=self.draws,
-        )
+        return TrainingSamples(self._open().datasets, self.table, self.dataset.params, self.tokenizer, self.draws)
 
     def report(self) -> DataReport:
         """What the data set is; usable without a trainer.
@@ -123,56 +124,70 @@ class TrainingData(pl.LightningDataModule):
             DataError: it cannot be used.
         """
         opened = self._open()
-        return make_report(opened.index, opened.selection, self.plan)
+        return make_report(opened.datasets, opened.order.mixture, self.table, self.plan)
 
     def fingerprint(self) -> str:
-        """sha256 of the samples that survive, in their order: equal means that the run sees the same data."""
-        opened = self._open()
-        digest = hashlib.sha256(opened.index.fingerprint.encode())
-        digest.update(opened.selection.survivors.astype("<i8").tobytes())
+        """sha256 of the samples that survive, their buckets and their order: equal means that the run sees the same."""
+        digest = hashlib.sha256()
+        for dataset in self._open().datasets:
+            digest.update(dataset.index.fingerprint.encode())
+            digest.update(dataset.survivors.astype("<i8").tobytes())
+            digest.update(dataset.bucket_of.astype("<i4").tobytes())
+        digest.update(repr((self.table.sizes, self._shares())).encode())
         return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint says about the data. The position is the optimizer step, which the trainer keeps."""
+        opened = self._open()
         return {
             "fingerprint": self.fingerprint(),
-            "num_samples": len(self._open().selection.survivors),
+            "num_samples": sum(len(dataset.survivors) for dataset in opened.datasets),
             "seed": self.draws.seed,
             "global_batch": self.plan.global_batch,
+            "resampled": self.dataset.params.resampled,
+            "lanes": [order.settings.num_lanes for order in opened.order.orders],
+            "window": [order.window for order in opened.order.orders],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuses to continue on other data, where the position would mean other samples.
+        """Refuses to continue on other data, where the position would mean other samples, unless told to.
 
         Raises:
-            CheckpointError: shards, filters, seed or global batch are not those of the checkpoint.
+            CheckpointError: shards, filters, buckets, order, seed or global batch are not those of the checkpoint.
         """
         now = self.state_dict()
         changed = [
             f"{key} was {state_dict.get(key)}, now {new}" for key, new in now.items() if new != state_dict.get(key)
         ]
-        if changed:
+        if changed and self.dataset.params.allow_change:
+            log.warning("dataset.params.allow_change: the run goes on with other data: %s", "; ".join(changed))
+        elif changed:
             raise CheckpointError(
                 f"the checkpoint belongs to a run on other data or in another order: {'; '.join(changed)}. Restore "
-                "dataset.params, experiment.seed and batch_size × accumulation × processes, or take another name"
+                "dataset, experiment.seed and batch_size × accumulation × processes, take another name, or set "
+                "dataset.params.allow_change=true to go on with the new data"
             )
 
     def _open(self) -> _Opened:
         if self._opened is None:
-            params = self.dataset.params
-            comparisons, problems = parse_filters(params.filters)
-            if problems:
-                raise ConfigError(problems)
-            prompts = self._prompts()
-            folder = None if params.index_dir is None else Path(params.index_dir).expanduser()
-            index = load_index(expand_shards(params.path), folder, [c.field for c in comparisons])
-            self._opened = _Opened(index, select(index, comparisons, prompts), prompts)
+            dataset, batch = self.dataset, self.plan.global_batch
+            kinds = [(dataset.type, dataset.params), *((entry.type, entry.params) for entry in dataset.mix)]
+            datasets = [open_dataset(kind, source, dataset.params, self.table, batch) for kind, source in kinds]
+            orders = [SampleOrder(self._order_settings(i), d.block_of, d.bucket_of) for i, d in enumerate(datasets)]
+            mixture = Mixture(self._shares(), self.draws.seed, self.plan.num_steps)
+            self._opened = _Opened(datasets, RunOrder(datasets, orders, mixture))
         return self._opened
 
-    def _prompts(self) -> Prompts | None:
-        if self.dataset.type != "ClassificationWebDataset":
-            return None
-        prompts, problems = read_class_prompts(self.dataset.params)
-        if problems:
-            raise ConfigError(problems)
-        return prompts
+    def _order_settings(self, dataset: int) -> OrderSettings:
+        """Two data sets of equal length must not be shuffled alike, so each has a seed of its own."""
+        params = self.dataset.params
+        seed = self.draws.seed + (dataset << 32)
+        return OrderSettings(seed, self.plan.global_batch, params.lanes, params.window, params.resampled)
+
+    def _shares(self) -> list[Share]:
+        entries: list[DatasetConfig | MixEntry] = [self.dataset, *self.dataset.mix]
+        return [Share(entry.weight, entry.start_step, entry.end_step) for entry in entries]
+
+    def _survivors_of_shard(self, location: str) -> int:
+        """Samples that take part of the units at a location."""
+        return sum(dataset.survivors_of(location) for dataset in self._open().datasets)

@@ -1,23 +1,27 @@
 """Reads one visit: image, caption and every random number of a position in the run."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 from torch.utils.data import Dataset
 
-from sd_training.config.schema import DatasetParams
-from sd_training.data.captions import Prompts, Tokenizer, Tokens, class_name
+from sd_training.config.data_schema import DatasetParams
+from sd_training.data.buckets import BucketTable
+from sd_training.data.captions import Encoded, Tokenizer, Tokens, drops
 from sd_training.data.draws import generator
-from sd_training.data.image_transforms import Crop, decode_image, max_offset, square, to_array
+from sd_training.data.image_decode import ImageRules
+from sd_training.data.image_transforms import Picture, Wanted, read_picture
+from sd_training.data.opened import OpenDataset
 from sd_training.data.problems import BadSample, SkippedSample, printable
-from sd_training.data.tar_source import SampleSource
 from sd_training.errors import DataError
+from sd_training.types import LatentGrid
 
-MAX_ATTEMPTS = 50
-"""So many bad samples in a row at one position end the run: something is wrong with all of them."""
+CONDITIONER = "text"
+"""The name that conditioning dropout knows the caption by."""
 
 
 class Visit(NamedTuple):
@@ -25,19 +29,22 @@ class Visit(NamedTuple):
 
     position: int
     """In the global order of the run."""
+    dataset: int
+    """Number of the data set."""
     sample: int
     """Index into the data set's index."""
+    bucket: int
+    """Which height and width the picture gets."""
 
 
 @dataclass(frozen=True)
-class DrawShapes:
+class DrawSettings:
     """What else is drawn for a position."""
 
     seed: int
     dropout_prob: float
     """Probability that the caption is replaced by the empty one."""
-    latent_shape: tuple[int, int, int]
-    """(C, h, w)."""
+    grid: LatentGrid
     draw_noise: bool
     """False for autoencoder training, which has no forward process."""
 
@@ -48,9 +55,13 @@ class VisitedSample:
 
     pixels: NDArray[np.uint8]
     tokens: Tokens
+    is_truncated: bool
+    """Whether the caption had more tokens than there is room for."""
     posterior_noise: NDArray[np.float32]
     noise: NDArray[np.float32]
     timestep_draw: float
+    original_size: tuple[int, int]
+    crop_top_left: tuple[int, int]
     position: int
     sample_id: int
     skipped: list[SkippedSample]
@@ -68,88 +79,88 @@ class TrainingSamples(Dataset[VisitedSample | FailedVisit]):
     """Maps a visit to a sample; the result depends on the arguments, the position and the files alone.
 
     Args:
-        source: where samples are read.
-        survivors: [n] samples from which a bad one is replaced.
-        params: image processing.
-        prompts: class id → prompts for classification data, else None.
+        datasets: where samples are read.
+        table: height and width of the buckets.
+        params: image processing and limits.
         tokenizer: caption → tokens.
         draws: what is drawn per position.
     """
 
     def __init__(
         self,
-        source: SampleSource,
-        survivors: NDArray[np.int64],
+        datasets: Sequence[OpenDataset],
+        table: BucketTable,
         params: DatasetParams,
-        prompts: Prompts | None,
         tokenizer: Tokenizer,
-        draws: DrawShapes,
+        draws: DrawSettings,
     ) -> None:
-        self.source, self.survivors, self.params = source, survivors, params
-        self.prompts, self.tokenizer, self.draws = prompts, tokenizer, draws
+        self.datasets, self.table, self.params = list(datasets), table, params
+        self.tokenizer, self.draws = tokenizer, draws
+        self.rules = ImageRules(max_pixels=params.max_image_pixels, icc_to_srgb=params.icc_to_srgb)
+        lengths = [len(dataset.index) for dataset in self.datasets]
+        self.first_ids = [sum(lengths[:number]) for number in range(len(lengths))]
 
     def __getitem__(self, visit: Visit) -> VisitedSample | FailedVisit:
-        sample, skipped = visit.sample, list[SkippedSample]()
+        skipped, most = list[SkippedSample](), self.params.max_bad_in_row
         try:
-            for attempt in range(MAX_ATTEMPTS):
+            for attempt in range(most):
                 try:
-                    return self._read(visit.position, sample, skipped)
+                    return self._read(visit, skipped)
                 except BadSample as reason:
-                    skipped.append(SkippedSample(*self.source.name(sample), printable(str(reason))))
-                    sample = self._replacement(visit.position, attempt)
+                    name = self.datasets[visit.dataset].index.name(visit.sample)
+                    skipped.append(SkippedSample(*name, printable(str(reason))))
+                    visit = visit._replace(sample=self._replacement(visit, attempt))
         except DataError as error:
             return FailedVisit(str(error), skipped)
         last = skipped[-1]
-        message = f"{MAX_ATTEMPTS} samples in a row could not be used; the last: {last.shard} {last.key}: {last.reason}"
-        return FailedVisit(message, skipped)
+        message = f"{most} samples in a row could not be used; the last: {last.shard} {last.key}: {last.reason}"
+        return FailedVisit(f"{message} (dataset.params.max_bad_in_row={most})", skipped)
 
-    def _replacement(self, position: int, attempt: int) -> int:
-        index = generator(self.draws.seed, "replacement", position, attempt).integers(len(self.survivors))
-        return int(self.survivors[index])
+    def _replacement(self, visit: Visit, attempt: int) -> int:
+        """Another sample of the same bucket; which one depends on the position alone."""
+        choices = self.datasets[visit.dataset].in_bucket(visit.bucket)
+        return int(choices[generator(self.draws.seed, "replacement", visit.position, attempt).integers(len(choices))])
 
-    def _read(self, position: int, sample: int, skipped: list[SkippedSample]) -> VisitedSample:
-        pixels = self._pixels(position, self.source.image(sample))
-        draws = self.draws
+    def _read(self, visit: Visit, skipped: list[SkippedSample]) -> VisitedSample:
+        height, width = self.table.sizes[visit.bucket]
+        picture = self._picture(visit, height, width)
+        encoded = self._encoded(visit)
+        draws, position = self.draws, visit.position
+        shape = draws.grid.shape(height, width)
         return VisitedSample(
-            pixels=pixels,
-            tokens=self._tokens(position, sample),
-            posterior_noise=self._normal("posterior_noise", position),
-            noise=self._normal("noise", position) if draws.draw_noise else np.empty(0, dtype=np.float32),
+            pixels=picture.pixels,
+            tokens=encoded.tokens,
+            is_truncated=encoded.num_cut > 0,
+            posterior_noise=self._normal("posterior_noise", position, shape),
+            noise=self._normal("noise", position, shape) if draws.draw_noise else np.empty(0, dtype=np.float32),
             timestep_draw=generator(draws.seed, "timestep", position).random(dtype=np.float32),
+            original_size=picture.original_size,
+            crop_top_left=picture.crop_top_left,
             position=position,
-            sample_id=sample,
+            sample_id=self.first_ids[visit.dataset] + visit.sample,
             skipped=skipped,
         )
 
-    def _pixels(self, position: int, data: bytes) -> NDArray[np.uint8]:
+    def _picture(self, visit: Visit, height: int, width: int) -> Picture:
         params, seed = self.params, self.draws.seed
-        image = decode_image(data, params.max_image_pixels)
-        cut = square(image, Crop(params.resolution, self._crop_offset(position, image)))
-        flip = params.flip_prob > 0 and generator(seed, "flip", position).random() < params.flip_prob
-        pixels = np.empty((3, params.resolution, params.resolution), dtype=np.uint8)
-        to_array(cut, flip, pixels)
-        return pixels
+        top, left = None, None
+        if params.crop == "random":
+            top, left = generator(seed, "crop", visit.position).random(2).tolist()
+        flip = params.flip_prob > 0 and generator(seed, "flip", visit.position).random() < params.flip_prob
+        wanted = Wanted(height, width, top, left, bool(flip))
+        return read_picture(self.datasets[visit.dataset].reader.image(visit.sample), wanted, self.rules)
 
-    def _crop_offset(self, position: int, image: Image.Image) -> int | None:
-        if self.params.crop == "center":
-            return None
-        most = max_offset(image, self.params.resolution)
-        return int(generator(self.draws.seed, "crop", position).integers(most + 1))
+    def _encoded(self, visit: Visit) -> Encoded:
+        draws = self.draws
+        dropped = drops(draws.seed, visit.position, draws.dropout_prob, [CONDITIONER], joint=True)[CONDITIONER]
+        if dropped or not self.tokenizer.length:
+            return self.tokenizer.encode_counted("")
+        chance = partial(_chance, draws.seed, visit.position)
+        return self.tokenizer.encode_counted(self.datasets[visit.dataset].captioner(visit.sample, chance))
 
-    def _tokens(self, position: int, sample: int) -> Tokens:
-        seed, dropout_prob = self.draws.seed, self.draws.dropout_prob
-        if dropout_prob > 0 and generator(seed, "conditioning_dropout", position).random() < dropout_prob:
-            return self.tokenizer("")
-        return self.tokenizer(self._caption(position, sample)) if self.tokenizer.length else self.tokenizer("")
+    def _normal(self, purpose: str, position: int, shape: tuple[int, int, int]) -> NDArray[np.float32]:
+        return generator(self.draws.seed, purpose, position).standard_normal(shape, dtype=np.float32)
 
-    def _caption(self, position: int, sample: int) -> str:
-        if self.prompts is None:
-            return self.source.caption(sample)
-        choices = self.prompts[class_name(self.source.class_id(sample))]
-        if len(choices) == 1:
-            return choices[0]
-        return choices[generator(self.draws.seed, "caption", position).integers(len(choices))]
 
-    def _normal(self, purpose: str, position: int) -> NDArray[np.float32]:
-        rng = generator(self.draws.seed, purpose, position)
-        return rng.standard_normal(self.draws.latent_shape, dtype=np.float32)
+def _chance(seed: int, position: int, purpose: str) -> np.random.Generator:
+    return generator(seed, purpose, position)

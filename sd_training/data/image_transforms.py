@@ -1,112 +1,88 @@
-"""Image file bytes → a square uint8 RGB array."""
+"""Image file bytes → the cut, resized, perhaps mirrored picture of one visit."""
 
-import io
-import warnings
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 
-from sd_training.data.problems import BadSample
-
-FORMATS = ["JPEG", "PNG", "WEBP"]
-_ORIENTATION_SOURCES = ("exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp")
-_WHITE = (255, 255, 255, 255)
-
-# `max_pixels` decides, before anything is decoded; Pillow's own warning would only say it again.
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+from sd_training.data.image_decode import ImageRules, decode
 
 
 @dataclass(frozen=True)
-class Crop:
-    """A square cut from the image after its short side was resized to `resolution`."""
+class Wanted:
+    """The picture that a visit is to give."""
 
-    resolution: int
-    """Height and width of the result [pixels]."""
-    offset: int | None
-    """Left or top edge along the long side [pixels of the resized image]; None is the centre."""
+    height: int
+    width: int
+    top: float | None = None
+    left: float | None = None
+    """Where the cut begins, in [0, 1) of the room that there is; None is the centre."""
+    flip: bool = False
+    """Mirror from left to right, after the cut."""
 
 
-def decode_image(data: bytes, max_pixels: int) -> Image.Image:
-    """Decodes a JPEG, PNG or WebP file to an upright RGB image; alpha is laid on white.
+class Picture(NamedTuple):
+    """Pixels, and where they are from: SDXL's micro-conditioning, in the order height, width."""
+
+    pixels: NDArray[np.uint8]
+    """[3, H, W]."""
+    original_size: tuple[int, int]
+    """Of the upright file [pixels]."""
+    crop_top_left: tuple[int, int]
+    """Of the cut in the resized image, as the mirrored picture shows it [pixels]."""
+
+
+class Placement(NamedTuple):
+    """A cut of height × width out of an image that was resized to cover it."""
+
+    box: tuple[float, float, float, float]
+    """Left, top, right, bottom of the cut in the image as it is [pixels]."""
+    crop_top_left: tuple[int, int]
+    """[pixels of the resized image], before mirroring."""
+    resized: tuple[int, int]
+    """Height and width of the resized image [pixels]."""
+
+
+def place(image_height: int, image_width: int, wanted: Wanted) -> Placement:
+    """Where the cut lies.
+
+    The sizes are those of the upright file, so that a JPEG decoded at reduced scale is cut at the very same place.
+    """
+    scale = max(wanted.height / image_height, wanted.width / image_width)
+    resized = max(wanted.height, round(image_height * scale)), max(wanted.width, round(image_width * scale))
+    top, left = _start(wanted.top, resized[0] - wanted.height), _start(wanted.left, resized[1] - wanted.width)
+    y, x = image_height / resized[0], image_width / resized[1]
+    box = (left * x, top * y, min((left + wanted.width) * x, image_width), min((top + wanted.height) * y, image_height))
+    return Placement(box, (top, left), resized)
+
+
+def _start(fraction: float | None, room: int) -> int:
+    return room // 2 if fraction is None else int(fraction * (room + 1))
+
+
+def read_picture(data: bytes, wanted: Wanted, rules: ImageRules) -> Picture:
+    """Decodes, cuts, resizes and mirrors, in one pass over the pixels of the cut.
+
+    The image is never resized as a whole, so that a picture of 1 × 100,000 pixels needs no memory.
 
     Raises:
-        BadSample: it is none of these formats, is larger than `max_pixels` (known before decoding), or is damaged.
+        BadSample: the image cannot be used.
     """
-    image = _open(data, max_pixels)
-    try:
-        return _to_rgb(_upright(image))
-    except Exception as error:  # Pillow's decoders raise many kinds on damaged files
-        raise BadSample(f"image cannot be decoded: {type(error).__name__}: {error}") from error
+    decoded = decode(data, rules, (wanted.height, wanted.width))
+    placement = place(*decoded.original_size, wanted)
+    top, left = placement.crop_top_left
+    if wanted.flip:
+        left = placement.resized[1] - wanted.width - left
+    return Picture(_cut(decoded.image, decoded.original_size, placement, wanted), decoded.original_size, (top, left))
 
 
-def _open(data: bytes, max_pixels: int) -> Image.Image:
-    if not data:
-        raise BadSample("image file is empty")
-    if Image.MAX_IMAGE_PIXELS is not None and max_pixels > Image.MAX_IMAGE_PIXELS:
-        Image.MAX_IMAGE_PIXELS = max_pixels
-    try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
-    except Image.DecompressionBombError as error:
-        raise BadSample(f"image has too many pixels: {error}") from error
-    except Exception as error:
-        raise BadSample("image is not a readable JPEG, PNG or WebP file") from error
-    width, height = image.size
-    if width * height > max_pixels:
-        raise BadSample(f"image has too many pixels: {width} × {height}, at most {max_pixels} are allowed")
-    return image
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    if not any(source in image.info for source in _ORIENTATION_SOURCES):
-        return image
-    image.load()
-    try:
-        return ImageOps.exif_transpose(image)
-    except Exception:  # damaged EXIF says nothing about the picture, which has been read by now
-        return image
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    image.load()
-    if image.mode.startswith("I"):
-        image = _from_16_bit(image)
-    if image.mode == "RGB" and "transparency" not in image.info:
-        return image
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    image = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", image.size, _WHITE), image).convert("RGB")
-
-
-def _from_16_bit(image: Image.Image) -> Image.Image:
-    """The high byte, as Pillow takes for 16-bit colour; its own conversion of 16-bit grey clips at 255."""
-    return Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
-
-
-def max_offset(image: Image.Image, resolution: int) -> int:
-    """Largest crop offset along the long side [pixels of the image with its short side resized to `resolution`]."""
-    short, long = sorted(image.size)
-    return long * resolution // short - resolution
-
-
-def square(image: Image.Image, crop: Crop) -> Image.Image:
-    """Resizes the short side to `crop.resolution` and cuts the square, in one pass over the pixels of the square.
-
-    The long side is never resized as a whole, so that a picture of 1 × 100,000 pixels needs no memory.
-    """
-    short, long = sorted(image.size)
-    scale = crop.resolution / short
-    start = (long - short) / 2 if crop.offset is None else min(crop.offset / scale, long - short)
-    left, top = (start, 0.0) if image.width > image.height else (0.0, start)
-    size = (crop.resolution, crop.resolution)
-    if image.size == size:
-        return image
-    return image.resize(size, Image.Resampling.BICUBIC, box=(left, top, left + short, top + short))
-
-
-def to_array(image: Image.Image, flip: bool, out: NDArray[np.uint8]) -> None:
-    """Writes an RGB image into `out` [3, H, W] uint8, mirrored from left to right if `flip`."""
+def _cut(image: Image.Image, original: tuple[int, int], placement: Placement, wanted: Wanted) -> NDArray[np.uint8]:
+    x, y = image.width / original[1], image.height / original[0]
+    box = tuple(edge * factor for edge, factor in zip(placement.box, (x, y, x, y), strict=True))
+    size = (wanted.width, wanted.height)
+    if box != (0, 0, *size) or image.size != size:
+        image = image.resize(size, Image.Resampling.BICUBIC, box=box)  # type: ignore[arg-type]
     pixels = np.asarray(image)
-    out[...] = (pixels[:, ::-1] if flip else pixels).transpose(2, 0, 1)
+    return np.ascontiguousarray((pixels[:, ::-1] if wanted.flip else pixels).transpose(2, 0, 1))

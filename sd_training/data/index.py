@@ -1,4 +1,4 @@
-"""The index of the data set: built shard by shard, kept on disk, concatenated into columns in memory."""
+"""The index of the data set: built unit by unit, kept on disk, mapped into memory as columns."""
 
 import hashlib
 import os
@@ -6,60 +6,76 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 from tqdm import tqdm
 
-from sd_training.data.index_file import IndexFile, ShardState, build_index_file, read_index_file
-from sd_training.data.problems import Problems
+from sd_training.data.index_columns import NUMBER, TEXT
+from sd_training.data.index_file import IndexFile, build_index_file, index_path, read_index_file
+from sd_training.data.joined_index import joined_path, read_joined, write_joined
+from sd_training.data.locations import shown
+from sd_training.data.source import Source, Unit
 from sd_training.errors import DataError
 from sd_training.rank_log import get_logger, is_main_process
 
 log = get_logger(__name__)
 
-FEW_SHARDS = 16
-"""Up to so many shards are indexed in this process: starting others would take longer."""
+FEW_UNITS = 16
+"""Up to so many units are indexed in this process: starting others would take longer."""
 MAX_PROCESSES = 16
 
 
 class DatasetIndex:
-    """Columns over all samples of all shards, in the order of the shards.
+    """Columns over all samples of all units, in the order of the units; mapped from a file, not held in memory.
 
     Attributes:
-        shards: the shard files.
-        shard_of: [N] int32, the shard of a sample.
-        keys: N sample keys.
-        image_offset, image_length, caption_offset, caption_length: [N] int64 bytes; -1 where there is no caption.
-        cls: N class ids as text, or null.
-        metadata: arrow table of the columns `number:<field>` and `text:<field>` that were asked for.
-        fields: every metadata field that some shard has.
-        problems: what was wrong with the shards.
-        fingerprint: sha256 over names and sizes of the shards and keys of the samples; data may move.
+        path: the joined index.
+        units: the units it was made from.
+        columns: arrow table: `key`, `unit`, `block`, `width`, `height`, `caption_length`, `cls`, `at:…`, perhaps
+            `caption`, and the metadata columns of the fields that were asked for.
+        fields: every metadata field that some unit has.
+        problems: what was wrong with the units.
+        fingerprint: sha256 over names, sizes and contents of the units; data may move.
     """
 
-    def __init__(self, states: Sequence[ShardState], files: Sequence[IndexFile]) -> None:
-        self.shards = [state.path for state in states]
-        table = pa.concat_tables([file.table for file in files], promote_options="default")
-        self.shard_of = np.repeat(np.arange(len(files), dtype=np.int32), [file.table.num_rows for file in files])
-        self.keys = table["key"]
-        self.image_offset, self.image_length, self.caption_offset, self.caption_length = (
-            table[f"{role}_{part}"].to_numpy() for role in ("image", "caption") for part in ("offset", "length")
-        )
-        self.cls = table["cls"]
-        self.metadata = table.select([name for name in table.column_names if ":" in name])
-        self.fields = frozenset().union(*(file.fields for file in files))
-        self.problems = Problems()
-        for file in files:
-            self.problems.merge(file.problems)
-        self.fingerprint = _fingerprint(states, files)
+    def __init__(self, path: Path, units: Sequence[Unit]) -> None:
+        self.path, self.units = path, list(units)
+        self._numbers: dict[str, NDArray[Any]] = {}
+        self.columns, self.fields, self.problems, contents = read_joined(path)
+        self.fingerprint = _fingerprint(units, contents)
 
     def __len__(self) -> int:
-        return len(self.shard_of)
+        return int(self.columns.num_rows)
+
+    def numbers(self, column: str) -> NDArray[Any]:
+        """[N] an integer column without nulls, such as `width` [pixels], as a view of the mapped file."""
+        if column not in self._numbers:
+            self._numbers[column] = self.columns[column].to_numpy()
+        return self._numbers[column]
+
+    def text(self, column: str, sample: int) -> str | None:
+        """A value of a text column; None where it is null or nobody has the column."""
+        return self.columns[column][sample].as_py() if column in self.columns.column_names else None
+
+    def metadata_text(self, field: str, sample: int) -> str | None:
+        """A metadata field as text; a number is written as short as it can be."""
+        text = self.text(TEXT + field, sample)
+        if text is None and NUMBER + field in self.columns.column_names:
+            number = self.columns[NUMBER + field][sample].as_py()
+            return None if number is None else f"{number:.15g}"
+        return text
 
     def name(self, sample: int) -> tuple[str, str]:
-        """Shard file and key of a sample."""
-        return str(self.shards[self.shard_of[sample]]), self.keys[sample].as_py()
+        """Location of the unit as it may be shown, without secrets, and key, of a sample."""
+        return shown(self.units[self.numbers("unit")[sample]].location), str(self.columns["key"][sample].as_py())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "units": self.units}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["path"], state["units"])  # type: ignore[misc]
 
 
 def default_index_dir() -> Path:
@@ -67,51 +83,58 @@ def default_index_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sd_training" / "index"
 
 
-def load_index(shards: Sequence[Path], index_dir: Path | None, fields: Iterable[str] = ()) -> DatasetIndex:
-    """Indexes the shards that are new or changed, and reads the index of all.
+def load_index(source: Source, index_dir: Path | None, fields: Iterable[str] = ()) -> DatasetIndex:
+    """Indexes the units that are new or changed, and opens the index of all.
 
     Args:
-        shards: existing files.
+        source: what to index.
         index_dir: where the index is kept; None takes `default_index_dir()`.
-        fields: metadata fields that filters need.
+        fields: metadata fields that filters and captions need.
 
     Raises:
-        DataError: a shard or the index folder cannot be read or written.
+        DataError: a unit or the index folder cannot be read or written.
     """
     folder = index_dir or default_index_dir()
+    units, wanted = source.units(), frozenset(fields)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        states = [ShardState.of(shard) for shard in shards]
-        _build([state for state in states if not state.index_path(folder).exists()], folder)
-        wanted = frozenset(fields)
+        path = joined_path([index_path(source, unit, folder) for unit in units], wanted, folder)
+        try:
+            return DatasetIndex(path, units)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+            log.warning("the index %s is damaged (%s) and is joined again", path, error)
+        _build(source, [unit for unit in units if not index_path(source, unit, folder).exists()], folder)
         with ThreadPoolExecutor(8) as pool:
-            files = list(pool.map(lambda state: _read(state, folder, wanted), states))
+            files = list(pool.map(lambda unit: _read(source, unit, folder, wanted), units))
+        write_joined(files, path)
+        return DatasetIndex(path, units)
     except OSError as error:
         raise DataError(
-            f"the shards cannot be indexed: {error}; dataset.params.index_dir must be a writable folder "
+            f"the data cannot be indexed: {error}; dataset.params.index_dir must be a writable folder "
             f"(now '{folder}') and the shards readable files"
         ) from error
-    return DatasetIndex(states, files)
 
 
-def _read(state: ShardState, folder: Path, fields: frozenset[str]) -> IndexFile:
-    path = state.index_path(folder)
+def _read(source: Source, unit: Unit, folder: Path, fields: frozenset[str]) -> IndexFile:
+    path = index_path(source, unit, folder)
     try:
         return read_index_file(path, fields)
     except (OSError, ValueError, KeyError) as error:
         log.warning("the index file %s is damaged (%s) and is built again", path, error)
-        build_index_file(state, folder)
+        build_index_file(source, unit, folder)
         return read_index_file(path, fields)
 
 
-def _build(missing: Sequence[ShardState], folder: Path) -> None:
-    if len(missing) <= FEW_SHARDS:
-        for state in missing:
-            build_index_file(state, folder)
+def _build(source: Source, missing: Sequence[Unit], folder: Path) -> None:
+    if len(missing) <= FEW_UNITS:
+        for unit in missing:
+            build_index_file(source, unit, folder)
         return
-    bar = tqdm(total=len(missing), desc="indexing shards", unit="shard", disable=not is_main_process())
+    bar = tqdm(total=len(missing), desc="indexing", unit="shard", disable=not is_main_process())
     with _processes(len(missing)) as pool, bar:
-        futures = [pool.submit(build_index_file, state, folder) for state in missing]
+        futures = [pool.submit(build_index_file, source, unit, folder) for unit in missing]
         try:
             for future in as_completed(futures):
                 future.result()
@@ -127,9 +150,9 @@ def _processes(num_tasks: int) -> Executor:
     return ProcessPoolExecutor(count, mp_context=get_context("spawn")) if count > 1 else ThreadPoolExecutor(1)
 
 
-def _fingerprint(states: Sequence[ShardState], files: Sequence[IndexFile]) -> str:
+def _fingerprint(units: Sequence[Unit], contents: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    for state, file in zip(states, files, strict=True):
-        line = f"{state.path.name}/{state.size}/{file.keys_sha256}\n"  # no file name contains a slash
+    for unit, content in zip(units, contents, strict=True):
+        line = f"{unit.location.rstrip('/').rpartition('/')[2]}/{unit.size}/{content}\n"  # names hold no slash
         digest.update(line.encode("utf-8", "backslashreplace"))
     return digest.hexdigest()

@@ -11,7 +11,9 @@ from sd_training.config.batch_plan import BatchPlan
 from sd_training.data.bad_samples import BadSampleLog
 from sd_training.data.collate import Delivery, collate
 from sd_training.data.dataset import TrainingSamples, Visit
-from sd_training.data.order import EpochOrder, slots
+from sd_training.data.order import slots
+from sd_training.data.run_order import RunOrder
+from sd_training.data.worker_server import worker_context
 from sd_training.errors import DataError
 from sd_training.types import PixelBatch
 
@@ -22,18 +24,20 @@ PREFETCHED = 2
 class VisitSampler(Sampler[list[Visit]]):
     """Lists of visits, one list per micro-batch of this rank, from optimizer step `first_step` to the last."""
 
-    def __init__(self, dataset: TrainingSamples, plan: BatchPlan, rank: int, first_step: int) -> None:
-        self.survivors, self.plan, self.rank, self.first_step = dataset.survivors, plan, rank, first_step
-        self.order = EpochOrder(dataset.draws.seed, len(dataset.survivors))
+    def __init__(self, order: RunOrder, plan: BatchPlan, rank: int, first_step: int) -> None:
+        self.order, self.plan, self.rank, self.first_step = order, plan, rank, first_step
 
     def __len__(self) -> int:
         return max(0, self.plan.num_steps - self.first_step) * self.plan.accumulation
 
     def __iter__(self) -> Iterator[list[Visit]]:
         for step in range(self.first_step, self.plan.num_steps):
+            chosen, first = self.order.at(step), step * self.plan.global_batch
             for micro_index in range(self.plan.accumulation):
-                positions = slots(step, micro_index, self.rank, self.plan.processes, self.plan)
-                yield [Visit(p, int(self.survivors[self.order.sample_at(p)])) for p in positions]
+                positions = slots(step, micro_index, self.rank, self.plan)
+                samples = chosen.samples[positions.start - first : positions.stop - first].tolist()
+                pairs = zip(positions, samples, strict=True)
+                yield [Visit(position, chosen.dataset, sample, chosen.bucket) for position, sample in pairs]
 
 
 @dataclass
@@ -45,19 +49,23 @@ class TrainingLoader:
     """
 
     dataset: TrainingSamples
+    order: RunOrder
     plan: BatchPlan
     rank: int
     workers: int
     """Loader processes; 0 reads in this process."""
     first_step: Callable[[], int]
     bad_samples: BadSampleLog
+    num_truncated: int = 0
+    """Captions so far that had more tokens than the text encoder takes."""
 
     def __len__(self) -> int:
         return self.plan.num_steps * self.plan.accumulation
 
     def __iter__(self) -> Iterator[PixelBatch]:
         for delivery in self._deliveries(self.first_step()):
-            self.bad_samples.count(0 if delivery.batch is None else self.plan.micro_batch, delivery.skipped)
+            self.bad_samples.count(delivery.were_good, delivery.skipped)
+            self.num_truncated += delivery.num_truncated
             if delivery.batch is None:
                 raise DataError(delivery.failure)
             yield delivery.batch
@@ -65,12 +73,13 @@ class TrainingLoader:
     def _deliveries(self, first_step: int) -> "DataLoader[Delivery]":
         return DataLoader(
             self.dataset,  # type: ignore[arg-type]  # a delivery is what collate makes of the samples
-            batch_sampler=VisitSampler(self.dataset, self.plan, self.rank, first_step),
+            batch_sampler=VisitSampler(self.order, self.plan, self.rank, first_step),
             num_workers=self.workers,
             collate_fn=collate,
             pin_memory=torch.cuda.is_available(),
             prefetch_factor=PREFETCHED if self.workers else None,
             worker_init_fn=_start_worker if self.workers else None,
+            multiprocessing_context=worker_context() if self.workers else None,
             generator=torch.Generator(),  # else torch's global generator is moved; nothing here draws from either
         )
 

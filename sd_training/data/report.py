@@ -1,55 +1,143 @@
-"""What the data set is, in a few lines: for the dry run and the start of a run."""
+"""What the data is, in a few lines: for the dry run and the start of a run."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from sd_training.config.batch_plan import BatchPlan
-from sd_training.data.index import DatasetIndex
-from sd_training.data.selection import Selection, filter_lines
+from sd_training.data.buckets import BucketTable, histogram
+from sd_training.data.locations import shown
+from sd_training.data.mixture import Mixture
+from sd_training.data.opened import OpenDataset
+from sd_training.data.selection import filter_lines
+
+_PERCENTILES = (5, 50, 95, 100)
 
 
 @dataclass(frozen=True)
-class DataReport:
-    """Sizes, survivors, problems and length of the run in epochs."""
+class DatasetReport:
+    """One data set."""
 
+    location: str
+    """Of its first unit."""
     num_shards: int
     num_samples: int
     """Samples with an image, in all shards."""
     num_usable: int
     """Of these, with caption or known class."""
     num_survivors: int
-    """Of these, passing all filters."""
+    """Of these, passing all filters, with a bucket."""
+    num_without_bucket: int
+    """Passing all filters, but too small for any bucket or of unknown size."""
     filter_lines: list[str]
     """Survivors of each filter alone."""
+    buckets: list[tuple[tuple[int, int], int]]
+    """(height, width) [pixels] and samples of each bucket in use; empty without buckets."""
+    merge_lines: list[str]
+    """Buckets that had fewer samples than one optimizer step takes."""
+    caption_lengths: list[tuple[int, int]]
+    """Percentile and caption length [bytes]; empty where captions have none."""
     problem_counts: dict[str, int]
     problem_text: str
+    num_steps: int
+    """Optimizer steps that draw from it."""
     epochs: float
-    """Length of the run over the survivors."""
-    fingerprint: str
+    """How often the run sees each sample."""
 
-    def text(self) -> str:
-        """Several lines for a terminal."""
+    def lines(self) -> list[str]:
+        """For a terminal."""
         lines = [
             f"data: {self.num_samples:,} samples in {self.num_shards:,} shards; {self.num_usable:,} have all members"
         ]
         lines += [f"  filter {line}" for line in self.filter_lines]
-        if self.filter_lines:
-            lines.append(f"  all filters together: {self.num_survivors:,} samples")
+        if self.num_without_bucket:
+            lines.append(f"  without a bucket (too small, or of unknown size): {self.num_without_bucket:,} samples")
+        if self.filter_lines or self.num_without_bucket:
+            lines.append(f"  left: {self.num_survivors:,} samples")
+        if self.buckets:
+            shown = ", ".join(f"{h}×{w} {count:,}" for (h, w), count in self.buckets)
+            lines.append(f"  buckets (height×width samples): {shown}")
+        lines += [f"  {line}" for line in self.merge_lines]
+        if self.caption_lengths:
+            shown = ", ".join(f"{percentile} % {length:,}" for percentile, length in self.caption_lengths)
+            lines.append(f"  caption lengths in bytes: up to {shown}")
         if self.problem_text:
             lines.append(f"  problems: {self.problem_text}")
-        lines.append(f"  the run sees {self.num_survivors:,} samples {self.epochs:,.2f} times each")
+        lines.append(
+            f"  the run sees {self.num_survivors:,} samples {self.epochs:,.2f} times each, in {self.num_steps:,} steps"
+        )
+        return lines
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """All data sets of a run."""
+
+    datasets: list[DatasetReport]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples with an image, in all shards of all data sets."""
+        return sum(dataset.num_samples for dataset in self.datasets)
+
+    @property
+    def num_survivors(self) -> int:
+        """Samples that take part."""
+        return sum(dataset.num_survivors for dataset in self.datasets)
+
+    @property
+    def problem_counts(self) -> dict[str, int]:
+        """Problems by reason."""
+        reasons = sorted({reason for dataset in self.datasets for reason in dataset.problem_counts})
+        return {reason: sum(d.problem_counts.get(reason, 0) for d in self.datasets) for reason in reasons}
+
+    def text(self) -> str:
+        """Several lines for a terminal."""
+        lines = []
+        for number, dataset in enumerate(self.datasets):
+            if len(self.datasets) > 1:
+                lines.append(f"data set {number + 1} of {len(self.datasets)}: {dataset.location}")
+            lines += dataset.lines()
         return "\n".join(lines)
 
 
-def make_report(index: DatasetIndex, selection: Selection, plan: BatchPlan) -> DataReport:
-    """Sums the data set up."""
-    return DataReport(
-        num_shards=len(index.shards),
+def make_report(datasets: Sequence[OpenDataset], mixture: Mixture, table: BucketTable, plan: BatchPlan) -> DataReport:
+    """Sums the data sets up."""
+    steps = mixture.counts(len(datasets))
+    pairs = zip(datasets, steps, strict=True)
+    return DataReport([_of_dataset(dataset, num_steps, table, plan) for dataset, num_steps in pairs])
+
+
+def _of_dataset(dataset: OpenDataset, num_steps: int, table: BucketTable, plan: BatchPlan) -> DatasetReport:
+    selection, index = dataset.selection, dataset.index
+    return DatasetReport(
+        location=shown(index.units[0].location),
+        num_shards=len(index.units),
         num_samples=len(index),
         num_usable=selection.num_usable,
-        num_survivors=len(selection.survivors),
+        num_survivors=len(dataset.survivors),
+        num_without_bucket=dataset.num_without_bucket,
         filter_lines=filter_lines(index, selection),
+        buckets=histogram(dataset.bucket_of, table) if len(table.sizes) > 1 else [],
+        merge_lines=[_merge_line(table, merge) for merge in dataset.merges],
+        caption_lengths=_caption_lengths(dataset),
         problem_counts=dict(selection.problems.counts),
         problem_text=selection.problems.text(),
-        epochs=plan.num_examples / len(selection.survivors),
-        fingerprint=index.fingerprint,
+        num_steps=num_steps,
+        epochs=num_steps * plan.global_batch / len(dataset.survivors),
     )
+
+
+def _merge_line(table: BucketTable, merge: tuple[int, int, int]) -> str:
+    source, target, count = merge
+    (a, b), (c, d) = table.sizes[source], table.sizes[target]
+    return f"bucket {a}×{b} has {count:,} samples, fewer than one optimizer step takes; they join {c}×{d}"
+
+
+def _caption_lengths(dataset: OpenDataset) -> list[tuple[int, int]]:
+    lengths = dataset.index.numbers("caption_length")[dataset.survivors]
+    lengths = lengths[lengths >= 0]
+    if not len(lengths):
+        return []
+    return [(p, int(value)) for p, value in zip(_PERCENTILES, np.percentile(lengths, _PERCENTILES), strict=True)]

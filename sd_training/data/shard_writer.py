@@ -15,7 +15,7 @@ from typing import Any
 from PIL import Image
 from webdataset import TarWriter
 
-from sd_training.data.image_transforms import FORMATS, decode_image
+from sd_training.data.image_decode import FORMATS, ImageRules, decode
 from sd_training.data.loose_samples import LooseSample
 from sd_training.data.problems import BadSample, SkippedSample
 
@@ -47,7 +47,7 @@ def encode_sample(sample: LooseSample, resize: int | None) -> dict[str, Any]:
         raise BadSample(sample.problem or "image is missing")
     data = sample.image if isinstance(sample.image, bytes) else _read(sample.image, "image")
     caption, metadata = _caption(sample.caption), _metadata(sample.metadata)
-    image = decode_image(data, _MAX_PIXELS)
+    image = decode(data, ImageRules(_MAX_PIXELS)).image
     kind = str(Image.open(io.BytesIO(data), formats=FORMATS).format)
     metadata = {"original_width": image.width, "original_height": image.height, **metadata}
     if resize is not None and min(image.size) > resize:

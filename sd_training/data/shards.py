@@ -5,72 +5,129 @@ import os
 import re
 from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 
 import braceexpand
 
+from sd_training.data.byte_files import Access
+from sd_training.data.locations import is_remote, local_path, protocol_of, shown
 from sd_training.errors import DataError
 from sd_training.rank_log import get_logger
 
 log = get_logger(__name__)
 
 MAX_SHARDS = 1_000_000
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+PIPE = "pipe:"
+"""Start of an entry that is a shell command."""
 
 
-def expand_shards(path: str | Sequence[str]) -> list[Path]:
-    """Expands a file, folder (its `*.tar`, sorted), glob, brace pattern such as `{000..999}`, or a list of these.
+def expand_shards(
+    path: str | Sequence[str], access: Access, allow_pipe: bool = False, extensions: Sequence[str] = (".tar",)
+) -> list[str]:
+    """Expands a file, folder, glob, brace pattern such as `{000..999}`, or a list of these, local or remote.
+
+    Local files are looked for. Remote ones are listed only for globs and folders; whether the files that a URL or its
+    braces name exist is found when they are first looked at.
+
+    Args:
+        path: one entry or several.
+        access: how remote storage is asked.
+        allow_pipe: whether `pipe:` entries are returned as they are; otherwise they are an error.
+        extensions: which files of a folder are taken.
 
     Returns:
-        Absolute paths in the order written, each once.
+        Absolute paths and URLs in the order written, folders and globs sorted, each once.
 
     Raises:
-        DataError: a file is missing, a pattern matches nothing, or the path is not on a local file system.
+        DataError: a file is missing, or a pattern matches nothing.
+        ConfigError: a protocol is not known, or not installed.
     """
     written = [path] if isinstance(path, str) else list(path)
     if not written:
         raise DataError("dataset.params.path: the list is empty; name at least one shard")
-    found = [shard for entry in written for shard in _expand(entry)]
+    found = [shard for entry in written for shard in _expand(entry, access, allow_pipe, tuple(extensions))]
     unique = list(dict.fromkeys(found))
     if len(unique) < len(found):
         log.info("dataset.params.path names %d shards more than once; each is read once", len(found) - len(unique))
     return unique
 
 
-def _expand(entry: str) -> list[Path]:
-    _refuse_remote(entry)
-    local = os.path.abspath(os.path.expanduser(entry))
+def _expand(entry: str, access: Access, allow_pipe: bool, extensions: tuple[str, ...]) -> list[str]:
+    if entry.startswith(PIPE):
+        if allow_pipe:
+            return [entry]
+        raise DataError(
+            f"dataset.params.path: '{shown(entry)}' is a shell command; such entries are run only with "
+            "dataset.params.allow_pipe=true, and only if you trust them"
+        )
+    return _expand_remote(entry, access, extensions) if is_remote(entry) else _expand_local(entry, extensions)
+
+
+def _expand_local(entry: str, extensions: tuple[str, ...]) -> list[str]:
+    local = local_path(entry)
     if os.path.exists(local):
-        return _existing(local)
-    shards: list[Path] = []
+        return _existing(local, extensions)
+    shards: list[str] = []
     missing: list[str] = []
     for name in _braces(entry, local):
         matches = sorted(glob.glob(name)) if glob.has_magic(name) and not os.path.exists(name) else [name]
         if not matches or not os.path.exists(matches[0]):
             missing.append(name)
             continue
-        shards.extend(shard for match in matches for shard in _existing(match))
+        shards.extend(shard for match in matches for shard in _existing(match, extensions))
     if missing:
         raise DataError(_missing_message(entry, missing, len(shards)))
     return shards
 
 
-def _existing(path: str) -> list[Path]:
+def _existing(path: str, extensions: tuple[str, ...]) -> list[str]:
     if not os.path.isdir(path):
-        return [Path(path)]
-    shards = sorted(Path(path).glob("*.tar"))
-    if not shards:
-        raise DataError(f"dataset.params.path: the folder '{path}' holds no *.tar file")
-    return shards
+        return [path]
+    return _filled(
+        path, sorted(entry.path for entry in os.scandir(path) if entry.name.endswith(extensions)), extensions
+    )
 
 
-def _braces(entry: str, local: str) -> list[str]:
+def _expand_remote(entry: str, access: Access, extensions: tuple[str, ...]) -> list[str]:
+    return [shard for name in _braces(entry, entry) for shard in _remote(name, access, extensions)]
+
+
+def _remote(url: str, access: Access, extensions: tuple[str, ...]) -> list[str]:
+    from sd_training.data.remote_files import list_folder, list_matches  # local runs need no network libraries
+
+    if _has_magic(url):
+        if not (matches := list_matches(url, access)):
+            raise DataError(f"dataset.params.path: '{shown(url)}' matches no file")
+        return matches
+    if url.endswith(extensions):
+        return [url]
+    files = list_folder(url, access, extensions)
+    if files is None and url.endswith("/"):
+        raise DataError(f"dataset.params.path: the folder '{shown(url)}' does not exist")
+    return [url] if files is None else _filled(shown(url), files, extensions)
+
+
+def _has_magic(url: str) -> bool:
+    """The query of a web address begins with `?`, and an address in brackets is a host."""
+    if protocol_of(url) in ("http", "https"):
+        return re.search(r"[*\[]", url.partition("://")[2].partition("/")[2].partition("?")[0]) is not None
+    return glob.has_magic(url)
+
+
+def _filled(folder: str, files: list[str], extensions: tuple[str, ...]) -> list[str]:
+    if not files:
+        raise DataError(f"dataset.params.path: the folder '{folder}' holds no *{' or *'.join(extensions)} file")
+    return files
+
+
+def _braces(entry: str, pattern: str) -> list[str]:
     try:
-        names = list(islice(braceexpand.braceexpand(local), MAX_SHARDS + 1))
+        names = list(islice(braceexpand.braceexpand(pattern), MAX_SHARDS + 1))
     except ValueError:
-        raise DataError(f"dataset.params.path: the braces of '{entry}' cannot be expanded; is one missing?") from None
+        raise DataError(
+            f"dataset.params.path: the braces of '{shown(entry)}' cannot be expanded; is one missing?"
+        ) from None
     if len(names) > MAX_SHARDS:
-        raise DataError(f"dataset.params.path: '{entry}' stands for more than {MAX_SHARDS:,} files")
+        raise DataError(f"dataset.params.path: '{shown(entry)}' stands for more than {MAX_SHARDS:,} files")
     return names
 
 
@@ -82,10 +139,3 @@ def _missing_message(entry: str, missing: list[str], num_found: int) -> str:
     if not num_found:
         return f"dataset.params.path: the pattern '{entry}' stands for {len(missing):,} files and none exists: {first}"
     return f"dataset.params.path: {len(missing):,} files of the pattern '{entry}' are missing: {first}"
-
-
-def _refuse_remote(entry: str) -> None:
-    if entry.startswith("pipe:"):
-        raise DataError(f"dataset.params.path: '{entry}' is a shell command; shell pipes are not run, use local shards")
-    if _URL.match(entry):
-        raise DataError(f"dataset.params.path: '{entry}' is a URL; only local shards can be read, copy them to a disk")

@@ -1,27 +1,27 @@
-"""Reads the headers of one tar shard. Members are never extracted, and only text members are read here.
+"""Reads the headers of one tar shard. Members are never extracted, and only text members and image headers are read.
 
 Grouping follows webdataset: the key of a member is its path up to the first dot of the file name, the extension is
 the rest in lower case. This module runs in index processes and does not import torch.
 """
 
-import json
-import math
-import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from sd_training.data.byte_files import ByteFile, seekable
+from sd_training.data.image_decode import image_size
+from sd_training.data.index_columns import Scalar, read_metadata, storable
 from sd_training.data.problems import Problems, SkippedSample
 
 IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp"})
 MAX_TEXT_BYTES = 1 << 20
 """Larger class and metadata members are refused."""
 _BLOCK = 512
+_HEADER_BUFFER = 4096
+"""Bytes read at once where an image's size is looked up; the sizes of most files are in the first block."""
 
 Span = tuple[int, int]
 """Offset and length of a member's content [bytes]."""
-Scalar = str | float
 _ROLES = {**dict.fromkeys(IMAGE_EXTENSIONS, "image"), "txt": "caption", "cls": "cls", "json": "metadata"}
 
 
@@ -34,7 +34,9 @@ class TarSample:
     """Of the roles `image`, `caption`, `cls`, `metadata`."""
     cls: str | None = None
     metadata: dict[str, Scalar] = field(default_factory=dict)
-    """Scalar JSON values; numbers as float, true and false as the words."""
+    """As `read_metadata` gives it."""
+    size: tuple[int, int] = (0, 0)
+    """Width and height of the upright image [pixels]; 0 when it cannot be told."""
 
 
 @dataclass
@@ -45,30 +47,31 @@ class TarScan:
     problems: Problems
 
 
-def scan_tar(path: Path) -> TarScan:
-    """Groups the members of the uncompressed tar `path` into samples.
+def scan_tar(location: str, file: ByteFile, known: Mapping[str, Mapping[str, Scalar]] | None = None) -> TarScan:
+    """Groups the members of an uncompressed tar file into samples.
 
-    Damage is no error here: complete samples are kept and the problem is named. OSError is passed on.
+    Damage is no error here: complete samples are kept and the problem is named. OSError and DataError are passed on.
+
+    Args:
+        location: of the shard, for messages.
+        file: the shard.
+        known: key → metadata that is known already and need not be read.
     """
     problems = Problems()
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        samples = _Scanner(path, descriptor, problems).run()
-    finally:
-        os.close(descriptor)
-    return TarScan(samples, problems)
+    return TarScan(_Scanner(location, file, problems, known or {}).run(), problems)
 
 
 class _Scanner:
-    def __init__(self, path: Path, descriptor: int, problems: Problems) -> None:
-        self.path, self.descriptor, self.problems = path, descriptor, problems
-        self.size = os.fstat(descriptor).st_size
+    def __init__(
+        self, location: str, file: ByteFile, problems: Problems, known: Mapping[str, Mapping[str, Scalar]]
+    ) -> None:
+        self.location, self.file, self.problems, self.known = location, file, problems, known
         self.samples: dict[str, TarSample] = {}
         self.first_ignored = ""
 
     def run(self) -> list[TarSample]:
         try:
-            with tarfile.open(self.path, "r:") as tar:
+            with tarfile.open(fileobj=seekable(self.file), mode="r:") as tar:
                 for member in self._members(tar):
                     self._place(member)
                 self._check_end(tar.offset)
@@ -79,7 +82,7 @@ class _Scanner:
         if not self.samples and self.first_ignored:  # for example keys with dots: `1.0.jpg` has the extension `0.jpg`
             self._problem(self.first_ignored, "shard has no member of a known extension")
         for sample in self.samples.values():
-            self._read_text(sample)
+            self._describe(sample)
         return [sample for sample in self.samples.values() if self._has_image(sample)]
 
     def _members(self, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
@@ -112,13 +115,13 @@ class _Scanner:
 
     def _check_end(self, offset: int) -> None:
         """tarfile ends silently at a damaged header and at a file that was cut; both are found here."""
-        ending = os.pread(self.descriptor, _BLOCK, offset)
+        ending = self.file.pread(min(_BLOCK, max(0, self.file.size - offset)), offset)
         if len(ending) == _BLOCK and not any(ending):
             return
         if len(ending) == _BLOCK:
             self._problem("", f"shard is truncated or damaged: no valid header at byte {offset}")
         else:
-            self._problem("", f"shard is truncated or damaged: no end mark after {self.size} bytes")
+            self._problem("", f"shard is truncated or damaged: no end mark after {self.file.size} bytes")
         self._drop_partial()
 
     def _drop_partial(self) -> None:
@@ -126,7 +129,7 @@ class _Scanner:
         last = list(self.samples.values())[-2:]
         if not last:
             return
-        cut = any(offset + length > self.size for offset, length in last[-1].spans.values())
+        cut = any(offset + length > self.file.size for offset, length in last[-1].spans.values())
         if cut or (len(last) == 2 and len(last[1].spans) < len(last[0].spans)):
             del self.samples[last[-1].key]
             self._problem(last[-1].key, "sample cut off with its shard")
@@ -136,57 +139,40 @@ class _Scanner:
             self._problem(sample.key, "image missing")
         return "image" in sample.spans
 
-    def _read_text(self, sample: TarSample) -> None:
+    def _describe(self, sample: TarSample) -> None:
+        """Class, metadata and image size."""
         if "cls" in sample.spans:
             sample.cls = self._text(sample.spans["cls"]).strip()
-        if "metadata" in sample.spans:
+        if (known := self.known.get(sample.key)) is not None:
+            sample.metadata = dict(known)
+        elif "metadata" in sample.spans:
             try:
                 sample.metadata = read_metadata(self._text(sample.spans["metadata"]))
             except (ValueError, RecursionError):
                 self._problem(sample.key, "metadata is not a JSON object")
+        if "image" in sample.spans:
+            sample.size = self._known_size(sample.key) or self._image_size(sample.spans["image"])
+
+    def _known_size(self, key: str) -> tuple[int, int] | None:
+        """As img2dataset gives it. Other metadata may mean the original, before it was resized, by `width`."""
+        known = self.known.get(key, {})
+        width, height = known.get("width"), known.get("height")
+        return (int(width), int(height)) if isinstance(width, float) and isinstance(height, float) else None
+
+    def _image_size(self, span: Span) -> tuple[int, int]:
+        offset, length = span
+        return image_size(seekable(self.file, offset, length, _HEADER_BUFFER))
 
     def _text(self, span: Span) -> str:
         offset, length = span
-        return "" if length > MAX_TEXT_BYTES else os.pread(self.descriptor, length, offset).decode("utf-8", "replace")
+        return "" if length > MAX_TEXT_BYTES else self.file.pread(length, offset).decode("utf-8", "replace")
 
     def _problem(self, key: str, reason: str) -> None:
-        self.problems.add(SkippedSample(str(self.path), _text_name(key), _text_name(reason)))
+        self.problems.add(SkippedSample(self.location, storable(key), storable(reason)))
 
 
 def _split_name(name: str) -> tuple[str, str]:
     """`a/b.seg.JPG` → (`a/b`, `seg.jpg`); a name without a key or without an extension gives empty strings."""
-    folder, slash, base = _text_name(name).rpartition("/")
+    folder, slash, base = storable(name).rpartition("/")
     stem, dot, extension = base.partition(".")
     return (f"{folder}{slash}{stem}", extension.lower()) if stem and dot else ("", "")
-
-
-def _text_name(name: str) -> str:
-    """Names that are not UTF-8 come with surrogates, which parquet and JSON cannot store."""
-    return name.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def read_metadata(text: str) -> dict[str, Scalar]:
-    """Scalar values of a JSON object; null, NaN, lists and objects are left out, as a missing value is.
-
-    Raises:
-        ValueError: not JSON, or not an object.
-    """
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError("not an object")
-    scalars = ((_text_name(name), _scalar(entry)) for name, entry in value.items())
-    return {name: scalar for name, scalar in scalars if scalar is not None}
-
-
-def _scalar(value: object) -> Scalar | None:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return _text_name(value)
-    if not isinstance(value, (int, float)):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None

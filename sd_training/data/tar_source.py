@@ -1,98 +1,153 @@
-"""Reads the members of indexed tar shards by offset: one `pread` each, no tar parsing while training."""
+"""WebDataset shards: indexed tar files whose members are read by offset, without tar parsing while training."""
 
-import os
 from collections import OrderedDict
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sd_training.data.byte_files import Access, ByteFile, FileState, file_state, find_state, open_bytes, seekable
 from sd_training.data.index import DatasetIndex
-from sd_training.data.problems import BadSample
+from sd_training.data.index_columns import MAX_FIELDS, Scalar, metadata_columns, read_scalars
+from sd_training.data.locations import shown
+from sd_training.data.problems import BadSample, Problems, SkippedSample
+from sd_training.data.read_ahead import ReadAhead
+from sd_training.data.source import Unit, UnitScan
+from sd_training.data.tar_index import TarSample, scan_tar
 from sd_training.errors import DataError
 
 MAX_OPEN_SHARDS = 64
-"""File handles kept per process."""
+"""Files kept open per process."""
 MAX_MEMBER_BYTES = 1 << 28
 """Larger members are skipped without reading them."""
-
-
-class SampleSource(Protocol):
-    """What the data set needs of a source: samples by number, with an image and a caption or class."""
-
-    def __len__(self) -> int: ...
-
-    def image(self, sample: int) -> bytes:
-        """The image file. Raises BadSample (skip it) or DataError (stop)."""
-
-    def caption(self, sample: int) -> str:
-        """The caption text. Raises as `image` does."""
-
-    def class_id(self, sample: int) -> str:
-        """The class as text; empty if there is none."""
-
-    def name(self, sample: int) -> tuple[str, str]:
-        """Shard and key, for messages."""
+_STATES_AT_ONCE = 16
+_SIDECAR = "\n"
+"""Between the versions of a shard and of the table beside it."""
 
 
 class TarSource:
-    """The `SampleSource` of tar shards. May be copied into loader processes."""
+    """The source of tar shards; one unit per shard.
 
-    def __init__(self, index: DatasetIndex) -> None:
-        self.index = index
-        self._open: OrderedDict[int, int] = OrderedDict()
+    Where img2dataset left `00000.parquet` beside `00000.tar`, its columns are the metadata and no JSON is read.
 
-    def __len__(self) -> int:
-        return len(self.index)
+    Args:
+        shards: paths or URLs.
+        access: how remote ones are read.
+    """
+
+    def __init__(self, shards: Sequence[str], access: Access) -> None:
+        self.shards, self.access = list(shards), access
+
+    @property
+    def identity(self) -> str:
+        return "tar"
+
+    def units(self) -> list[Unit]:
+        with ThreadPoolExecutor(_STATES_AT_ONCE) as pool:
+            return list(pool.map(self._unit, self.shards))
+
+    def _unit(self, shard: str) -> Unit:
+        state, sidecar = file_state(shard, self.access), self._sidecar(shard)
+        return Unit(shard, state.size, state.version if sidecar is None else state.version + _SIDECAR + sidecar.version)
+
+    def _sidecar(self, shard: str) -> FileState | None:
+        """The table beside a shard, if it is there."""
+        stem, dot, _ = shard.rpartition(".")
+        return find_state(f"{stem}.parquet", self.access) if dot else None
+
+    def scan(self, unit: Unit) -> UnitScan:
+        file = open_bytes(unit.location, self.access)
+        try:
+            near = ReadAhead(file) if "://" in unit.location else file
+            scan = scan_tar(shown(unit.location), near, self._known(unit.location))
+        finally:
+            file.close()
+        return UnitScan(_columns(shown(unit.location), scan.samples, scan.problems), scan.problems)
+
+    def _known(self, shard: str) -> dict[str, dict[str, Scalar]]:
+        sidecar = self._sidecar(shard)
+        if sidecar is None:
+            return {}
+        file = open_bytes(sidecar.location, self.access)
+        try:
+            return _read_sidecar(file)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise DataError(f"the metadata table '{shown(sidecar.location)}' cannot be read: {error}") from error
+        finally:
+            file.close()
+
+    def reader(self, index: DatasetIndex) -> "TarReader":
+        return TarReader(index, self.access)
+
+
+def _read_sidecar(file: ByteFile) -> dict[str, dict[str, Scalar]]:
+    """Key → metadata; a table without a `key` column is none of img2dataset's."""
+    table = pq.read_table(seekable(file))
+    if "key" not in table.column_names:
+        return {}
+    columns = {name: table[name].to_pylist() for name in table.column_names if name != "key"}
+    return {
+        str(key): read_scalars({name: values[i] for name, values in columns.items()})
+        for i, key in enumerate(table["key"].to_pylist())
+    }
+
+
+def _columns(location: str, samples: list[TarSample], problems: Problems) -> dict[str, pa.Array]:
+    columns = {"key": pa.array([sample.key for sample in samples], pa.large_string())}
+    images = [sample.spans["image"] for sample in samples]
+    captions = [sample.spans.get("caption", (-1, -1)) for sample in samples]
+    columns["at:image_offset"] = pa.array([offset for offset, _ in images], pa.int64())
+    columns["at:image_length"] = pa.array([length for _, length in images], pa.int64())
+    columns["at:caption_offset"] = pa.array([offset for offset, _ in captions], pa.int64())
+    columns["caption_length"] = pa.array([length for _, length in captions], pa.int64())
+    columns["width"] = pa.array([sample.size[0] for sample in samples], pa.int32())
+    columns["height"] = pa.array([sample.size[1] for sample in samples], pa.int32())
+    columns["cls"] = pa.array([sample.cls for sample in samples], pa.large_string())
+    metadata, num_left_out = metadata_columns([sample.metadata for sample in samples])
+    if num_left_out:
+        problems.add(SkippedSample(location, "", f"more than {MAX_FIELDS} metadata fields"))
+    return columns | metadata
+
+
+class TarReader:
+    """The `SampleReader` of tar shards."""
+
+    def __init__(self, index: DatasetIndex, access: Access) -> None:
+        self.index, self.access = index, access
+        self._open: OrderedDict[int, ByteFile] = OrderedDict()
 
     def image(self, sample: int) -> bytes:
-        index = self.index
-        return self._read(int(index.shard_of[sample]), int(index.image_offset[sample]), int(index.image_length[sample]))
+        numbers = self.index.numbers
+        return self._read(sample, numbers("at:image_offset")[sample], numbers("at:image_length")[sample])
 
     def caption(self, sample: int) -> str:
-        index = self.index
-        offset, length = int(index.caption_offset[sample]), int(index.caption_length[sample])
-        return self._read(int(index.shard_of[sample]), offset, length).decode("utf-8-sig", "replace").strip()
+        numbers = self.index.numbers
+        length = numbers("caption_length")[sample]
+        if length < 0:
+            raise BadSample("caption missing")
+        return self._read(sample, numbers("at:caption_offset")[sample], length).decode("utf-8-sig", "replace").strip()
 
-    def class_id(self, sample: int) -> str:
-        return self.index.cls[sample].as_py() or ""
-
-    def name(self, sample: int) -> tuple[str, str]:
-        return self.index.name(sample)
-
-    def _read(self, shard: int, offset: int, length: int) -> bytes:
+    def _read(self, sample: int, offset: int, length: int) -> bytes:
         if length > MAX_MEMBER_BYTES:
             raise BadSample(f"member has too many bytes: {length}")
-        path = self.index.shards[shard]
-        try:
-            data = _pread(self._descriptor(shard, path), length, offset)
-        except OSError as error:
-            raise DataError(f"cannot read the shard '{path}': {error}") from error
-        if len(data) < length:
-            raise DataError(f"the shard '{path}' has become shorter since it was indexed; start again to index it anew")
-        return data
+        return self._file(int(self.index.numbers("unit")[sample])).pread(int(length), int(offset))
 
-    def _descriptor(self, shard: int, path: Path) -> int:
+    def _file(self, shard: int) -> ByteFile:
         if shard in self._open:
             self._open.move_to_end(shard)
             return self._open[shard]
         if len(self._open) >= MAX_OPEN_SHARDS:
-            os.close(self._open.popitem(last=False)[1])
-        self._open[shard] = os.open(path, os.O_RDONLY)
+            self._open.popitem(last=False)[1].close()
+        unit = self.index.units[shard]
+        state = FileState(unit.location, unit.size, unit.version.partition(_SIDECAR)[0])
+        self._open[shard] = open_bytes(state, self.access)
         return self._open[shard]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"index": self.index, "_open": OrderedDict()}
+        return {"index": self.index, "access": self.access, "_open": OrderedDict()}
 
     def __del__(self) -> None:
-        for descriptor in getattr(self, "_open", {}).values():
-            os.close(descriptor)
-
-
-def _pread(descriptor: int, length: int, offset: int) -> bytes:
-    """`length` bytes, fewer only at the end of the file; some file systems answer in pieces."""
-    data = os.pread(descriptor, length, offset)
-    while 0 < len(data) < length:
-        piece = os.pread(descriptor, length - len(data), offset + len(data))
-        if not piece:
-            break
-        data += piece
-    return data
+        for file in getattr(self, "_open", {}).values():
+            file.close()

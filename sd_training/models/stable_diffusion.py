@@ -1,5 +1,6 @@
 """The Stable Diffusion 1.x / 2.x family: AutoencoderKL, one CLIP text encoder, a UNet2DConditionModel."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from sd_training.config.schema import ModelConfig, ObjectiveConfig
 from sd_training.errors import ConfigError
 from sd_training.models.load import effective_part, load_network, load_noise_scheduler, load_tokenizer
 from sd_training.rank_log import get_logger
+from sd_training.types import LatentGrid
 
 log = get_logger(__name__)
 
@@ -52,10 +54,9 @@ class StableDiffusionParts:
             requires_safety_checker=False,
         )
 
-    def latent_shape(self, resolution: int) -> tuple[int, int, int]:
-        """(C, h, w) of the latents of a square picture."""
-        side = resolution // downscale_factor(self.vae)
-        return int(self.vae.config.latent_channels), side, side
+    def latent_grid(self) -> LatentGrid:
+        """How the autoencoder maps pictures to latents."""
+        return latent_grid(self.vae)
 
 
 def downscale_factor(vae: AutoencoderKL) -> int:
@@ -63,20 +64,26 @@ def downscale_factor(vae: AutoencoderKL) -> int:
     return 2 ** (len(vae.config.block_out_channels) - 1)
 
 
-def check_resolution(vae: AutoencoderKL, resolution: int) -> list[str]:
-    """A problem when `resolution` [pixels] is not a multiple of the autoencoder's downscale factor.
+def latent_grid(vae: AutoencoderKL) -> LatentGrid:
+    """Latent channels and downscale factor."""
+    return LatentGrid(int(vae.config.latent_channels), downscale_factor(vae))
+
+
+def check_sizes(vae: AutoencoderKL, sizes: Sequence[tuple[int, int]]) -> list[str]:
+    """A problem for each height or width [pixels] that is not a multiple of the autoencoder's downscale factor.
 
     The UNet needs no more: diffusers hands its upsamplers the size to reach when a level does not halve evenly.
     """
     factor = downscale_factor(vae)
-    if resolution % factor == 0:
-        return []
-    below, above = resolution // factor * factor, (resolution // factor + 1) * factor
-    near = f"{below} or {above}" if below else f"{above}"
-    return [
-        f"dataset.params.resolution: {resolution} is not a multiple of the autoencoder's downscale factor {factor}; "
-        f"use {near}"
-    ]
+    option = "dataset.params.resolution" if len(sizes) == 1 else "dataset.params.buckets"
+    problems = []
+    for side in sorted({side for size in sizes for side in size if side % factor}):
+        below, above = side // factor * factor, (side // factor + 1) * factor
+        near = f"{below} or {above}" if below else f"{above}"
+        problems.append(
+            f"{option}: {side} is not a multiple of the autoencoder's downscale factor {factor}; use {near}"
+        )
+    return problems
 
 
 def check_fit(parts: StableDiffusionParts) -> list[str]:

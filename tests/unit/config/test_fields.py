@@ -19,7 +19,7 @@ from sd_training.config.fields import defaults, groups, options, walk
         ("sampling.prompts", "a list of texts"),
         ("dataset.params.path", "a text or a list of texts"),
         ("model.unet.params", "a mapping of texts to any values"),
-        ("dataset.params.filters", "a mapping of texts to texts or whole numbers or numbers or null"),
+        ("dataset.params.filters", "a mapping of metadata fields to filters or null"),
     ],
 )
 def test_allowed_values_in_words(key: str, allowed: str) -> None:

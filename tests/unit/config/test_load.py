@@ -243,7 +243,7 @@ def test_an_alias_bomb_is_refused(tmp_path: Path) -> None:
         ("model.mixed_precision=int8", "allowed: no, bf16 or fp16"),
         ("trainer.devices=0", "allowed: auto or a whole number of at least 1"),
         ("experiment.save_every.x=1", "experiment.save_every"),
-        ("dataset.params.filters.w=[1]", "dataset.params.filters.w: is [1]"),
+        ("dataset.params.filters.w=[1]", "dataset.params.filters.w: [1] is not a filter"),
     ],
 )
 def test_bad_overrides_say_what_is_wrong(override: str, expected: str) -> None:

@@ -1,6 +1,7 @@
 """TrainingData over small shards, with defaults that a test overrides by name."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,12 @@ import torch
 
 from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.schema import DatasetConfig, DatasetParams
+from sd_training.data.byte_files import Access, open_bytes
 from sd_training.data.datamodule import TrainingData
-from sd_training.types import PixelBatch
+from sd_training.data.index import DatasetIndex, load_index
+from sd_training.data.tar_index import TarScan, scan_tar
+from sd_training.data.tar_source import TarSource
+from sd_training.types import LatentGrid, PixelBatch
 from tests import makers
 
 _PARAMS = {field.name for field in dataclasses.fields(DatasetParams)}
@@ -27,11 +32,28 @@ def training_data(path: Path | str | list[str], plan: BatchPlan | None = None, *
         "seed": 7,
         "dropout_prob": 0.0,
         "tokenizer": makers.tiny_tokenizer(),
-        "latent_shape": (4, 8, 8),
+        "grid": LatentGrid(4, 2),
         "draw_noise": True,
         "run_dir": None,
     }
     return TrainingData(**{**settings, **options})
+
+
+ACCESS = Access(mode="range", cache_dir=None, cache_gib=1.0, num_retries=0, timeout_s=5.0)
+
+
+def tar_index(shards: Sequence[Path], fields: Sequence[str] = (), index_dir: Path | None = None) -> DatasetIndex:
+    """The index of tar shards."""
+    return load_index(TarSource([str(shard) for shard in shards], ACCESS), index_dir, fields)
+
+
+def scanned(path: Path) -> TarScan:
+    """One shard's samples."""
+    file = open_bytes(str(path), ACCESS)
+    try:
+        return scan_tar(str(path), file)
+    finally:
+        file.close()
 
 
 def stream(data: TrainingData, rank: int = 0, first_step: int = 0) -> list[PixelBatch]:

@@ -1,52 +1,90 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sd_training.data.bad_samples import MIN_READ, BadSampleLog
+from sd_training.data.bad_samples import BadSampleLog
 from sd_training.data.problems import SkippedSample
 from sd_training.errors import DataError
 
 
-def problem(key: int, reason: str = "image cannot be decoded: x") -> SkippedSample:
-    return SkippedSample("a.tar", str(key), reason)
+def make_log(run_dir: Path | None = None, shard_size: int = 10**6, **limits: Any) -> BadSampleLog:
+    """Limits that are never reached, but for those that a test gives."""
+    far = {"max_bad_fraction": 1.0, "max_bad_in_row": 10**6, "max_bad_shard_fraction": 1.0}
+    return BadSampleLog(run_dir, **{**far, **limits}, shard_sizes=lambda shard: shard_size)
 
 
-def lines(run_dir: Path) -> list[dict[str, str]]:
+def problem(key: int, reason: str = "image cannot be decoded: x", shard: str = "a.tar") -> SkippedSample:
+    return SkippedSample(shard, str(key), reason)
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "bad_samples.jsonl").read_text().splitlines()]
 
 
 def test_each_sample_is_named_once_also_after_a_restart(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    log = BadSampleLog(run_dir, 1.0)
-    log.count(3, [problem(1), problem(1), problem(2)])
+    log = make_log(run_dir)
+    log.count([True] * 3, [problem(1), problem(1), problem(2)])
     with (run_dir / "bad_samples.jsonl").open("a") as file:
         file.write('{"cut off by a cra\n')
-    BadSampleLog(run_dir, 1.0).count(3, [problem(2), problem(3)])
+    make_log(run_dir).count([True] * 3, [problem(2), problem(3)])
     text = (run_dir / "bad_samples.jsonl").read_text().replace('{"cut off by a cra\n', "")
     named = [json.loads(line) for line in text.splitlines()]
-    assert named == [{"shard": "a.tar", "key": key, "reason": "image cannot be decoded: x"} for key in "123"]
-    assert log.problems.counts == {"image cannot be decoded": 3}
+    assert [(entry["shard"], entry["key"], entry["reason"]) for entry in named] == [
+        ("a.tar", key, "image cannot be decoded: x") for key in "123"
+    ]
+    assert all(entry["time"] > 1.7e9 for entry in named)
+    assert log.problems.counts == {"image cannot be decoded": 2}
 
 
 def test_nothing_is_written_without_problems(tmp_path: Path) -> None:
-    BadSampleLog(tmp_path / "run", 0.0).count(10_000, [])
+    make_log(tmp_path / "run", max_bad_fraction=0.0).count([True] * 10_000, [])
     assert not (tmp_path / "run").exists()
 
 
-def test_too_large_a_share_stops_the_run(tmp_path: Path) -> None:
-    log = BadSampleLog(tmp_path, 0.01)
-    log.count(MIN_READ - 20, [problem(i) for i in range(19)])
-    with pytest.raises(
-        DataError, match=r"21 of 1,001 samples.*max_bad_fraction \(0\.01\).*image cannot be decoded 21"
-    ) as e:
-        log.count(0, [problem(20), problem(21)])
-    assert str(tmp_path / "bad_samples.jsonl") in str(e.value)
-    assert len(lines(tmp_path)) == 21
+def test_too_large_a_share_of_the_window_stops_the_run(tmp_path: Path) -> None:
+    """0.0001 of 100,000 are 10, also when fewer have been read."""
+    log = make_log(tmp_path, max_bad_fraction=0.0001)
+    log.count([True] * 979, [problem(i) for i in range(10)])
+    with pytest.raises(DataError, match=r"11 of the last 1,001 samples.*max_bad_fraction=0\.0001 allows 10 of 100,000"):
+        log.count([True] * 11, [problem(10)])
+    assert len(lines(tmp_path)) == 11
 
 
-def test_a_share_within_the_limit_goes_on() -> None:
-    log = BadSampleLog(None, 0.02)
-    for i in range(100):
-        log.count(99, [problem(i)])
-    assert (log.num_read, log.problems.total()) == (10_000, 100)
+def test_the_window_moves_on() -> None:
+    log = make_log(max_bad_fraction=0.0001)
+    for i in range(300):
+        log.count([True] * 9_999, [problem(i)])
+    assert log.num_read == 3_000_000
+
+
+def test_one_bad_sample_of_a_small_data_set_is_visited_for_ever() -> None:
+    log = make_log(max_bad_fraction=0.0001, max_bad_in_row=3, max_bad_shard_fraction=0.01, shard_size=20)
+    for _ in range(1_000):
+        log.count([True] * 10 + [False] + [True] * 9, [problem(1)])
+    assert log.problems.total() == 1
+
+
+def test_many_in_a_row_stop_the_run_over_batches() -> None:
+    log = make_log(max_bad_in_row=5)
+    log.count([True, False, False], [problem(1), problem(2)])
+    log.count([False, False], [problem(3), problem(4)])
+    log.count([True, False], [problem(5)])
+    log.count([False, False, False], [problem(i) for i in (6, 7, 8)])
+    with pytest.raises(DataError, match=r"5 samples in a row.*max_bad_in_row=5"):
+        log.count([False, True], [problem(9)])
+
+
+def test_a_bad_shard_stops_the_run() -> None:
+    log = make_log(max_bad_shard_fraction=0.2, shard_size=50)
+    log.count([True] * 100, [problem(i, shard="b.tar") for i in range(10)])
+    log.count([True] * 100, [problem(i, shard="c.tar") for i in range(9)])
+    with pytest.raises(DataError, match=r"11 of the 50 samples of b\.tar.*max_bad_shard_fraction=0\.2"):
+        log.count([True], [problem(10, shard="b.tar")])
+
+
+def test_a_tiny_shard_does_not_end_the_run() -> None:
+    log = make_log(max_bad_shard_fraction=0.2, shard_size=9)
+    log.count([True], [problem(i) for i in range(9)])

@@ -1,9 +1,11 @@
 import copy
+import logging
 import time
 
+import numpy as np
 import pytest
 
-from sd_training.data.captions import Tokenizer, class_name
+from sd_training.data.captions import Tokenizer, class_name, drops
 from sd_training.errors import ConfigError
 from tests import makers
 
@@ -45,3 +47,64 @@ def test_a_tokenizer_without_a_length_is_a_config_error() -> None:
     tokenizer.model_max_length = int(1e30)
     with pytest.raises(ConfigError, match="model_max_length"):
         Tokenizer(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("caption", "num_cut"), [("", 0), ("a" * 13, 0), ("a" * 14, 0), ("a" * 15, 1), ("ab c" * 9, 13)]
+)
+def test_cut_tokens_are_counted(caption: str, num_cut: int) -> None:
+    ours = Tokenizer(makers.tiny_tokenizer())
+    encoded = ours.encode_counted(caption)
+    assert encoded.num_cut == num_cut
+    whole = makers.tiny_tokenizer()(caption, verbose=False).input_ids
+    # Begin and end marks stay, so the cut is in the caption's own tokens.
+    assert encoded.tokens.tolist()[: min(len(whole), 16) - 1] == whole[: min(len(whole), 16) - 1]
+    assert encoded.tokens is ours(caption) is ours.encode_counted(caption).tokens
+
+
+def test_counting_prints_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    theirs = logging.getLogger("transformers")
+    theirs.addHandler(caplog.handler)
+    try:
+        assert Tokenizer(makers.tiny_tokenizer()).encode_counted("word " * 9).num_cut == 22
+        assert caplog.records == []
+        makers.tiny_tokenizer()("word " * 9)
+        assert len(caplog.records) == 1
+    finally:
+        theirs.removeHandler(caplog.handler)
+
+
+def test_without_a_tokenizer_nothing_is_cut() -> None:
+    assert Tokenizer(None).encode_counted("word " * 1000).num_cut == 0
+
+
+def dropped(prob: float, joint: bool, visits: int = 4000) -> dict[str, np.ndarray]:
+    rows = [drops(3, position, prob, ("clip", "t5"), joint) for position in range(visits)]
+    return {name: np.array([row[name] for row in rows]) for name in ("clip", "t5")}
+
+
+def test_joint_dropout_takes_all_or_none() -> None:
+    draws = dropped(0.3, joint=True)
+    assert np.array_equal(draws["clip"], draws["t5"])
+    assert draws["clip"].mean() == pytest.approx(0.3, abs=0.03)
+
+
+def test_independent_dropout_draws_for_each() -> None:
+    draws = dropped(0.3, joint=False)
+    assert [draws[name].mean() for name in draws] == pytest.approx([0.3, 0.3], abs=0.03)
+    assert (draws["clip"] & draws["t5"]).mean() == pytest.approx(0.09, abs=0.02)
+
+
+def test_dropout_of_one_conditioner_does_not_depend_on_others() -> None:
+    for position in range(200):
+        both = drops(3, position, 0.5, ("clip", "t5"), joint=False)
+        assert drops(3, position, 0.5, ("t5",), joint=False) == {"t5": both["t5"]}
+        assert drops(3, position, 0.5, ("t5", "clip"), joint=False) == both
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_dropout_never_and_always(joint: bool) -> None:
+    for position in range(100):
+        assert drops(3, position, 0.0, ("clip", "t5"), joint) == {"clip": False, "t5": False}
+        assert drops(3, position, 1.0, ("clip", "t5"), joint) == {"clip": True, "t5": True}
+    assert drops(3, 0, 0.5, (), joint) == {}

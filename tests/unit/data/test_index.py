@@ -1,16 +1,20 @@
 import json
 import os
+import pickle
 import shutil
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from sd_training.data import index as index_module
-from sd_training.data.index import default_index_dir, load_index
+from sd_training.data.index import default_index_dir
 from sd_training.errors import DataError
 from tests import makers
+from tests.unit.data.making import tar_index
 
 
 @pytest.fixture
@@ -19,28 +23,28 @@ def shards(tmp_path: Path) -> list[Path]:
 
 
 def files(folder: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.parquet")}
 
 
 def test_columns(shards: list[Path]) -> None:
-    index = load_index(shards, None, ["original_width", "uid"])
+    index = tar_index(shards, ["original_width", "uid"])
     assert len(index) == 12
     assert index.name(5) == (str(shards[1]), "000005")
-    assert index.shard_of.tolist() == [0] * 4 + [1] * 4 + [2] * 4
-    assert index.metadata["number:original_width"].to_pylist() == [40.0 + i for i in range(12)]
-    assert index.metadata["text:uid"].to_pylist() == [f"u{i}" for i in range(12)]
-    assert "number:pwatermark" not in index.metadata.column_names
+    assert index.numbers("unit").tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert index.columns["number:original_width"].to_pylist() == [40.0 + i for i in range(12)]
+    assert index.columns["text:uid"].to_pylist() == [f"u{i}" for i in range(12)]
+    assert "number:pwatermark" not in index.columns.column_names
     assert index.fields == {"original_width", "pwatermark", "uid"}
-    start, length = int(index.caption_offset[5]), int(index.caption_length[5])
+    start, length = index.numbers("at:caption_offset")[5], index.numbers("caption_length")[5]
     assert shards[1].read_bytes()[start : start + length] == b"a blue picture"
 
 
 def test_only_new_and_changed_shards_are_read_again(shards: list[Path]) -> None:
-    load_index(shards, None)
+    tar_index(shards)
     before = files(default_index_dir())
     assert len(before) == 3
     makers.write_shard(shards[0], makers.caption_samples(5))
-    index = load_index(shards, None)
+    index = tar_index(shards)
     after = files(default_index_dir())
     assert len(index) == 13
     assert len(after) == 4
@@ -48,21 +52,22 @@ def test_only_new_and_changed_shards_are_read_again(shards: list[Path]) -> None:
 
 
 def test_fingerprint_moves_with_the_data_and_changes_with_it(shards: list[Path], tmp_path: Path) -> None:
-    first = load_index(shards, None).fingerprint
+    first = tar_index(shards).fingerprint
     moved = [Path(shutil.copy(shard, tmp_path / shard.name)) for shard in shards]
     os.utime(moved[0], (1, 1))
-    assert load_index(moved, None).fingerprint == first
-    assert load_index(moved[::-1], None).fingerprint != first
-    assert load_index(moved[:2], None).fingerprint != first
+    assert tar_index(moved).fingerprint == first
+    assert tar_index(moved[::-1]).fingerprint != first
+    assert tar_index(moved[:2]).fingerprint != first
     makers.write_shard(moved[0], makers.caption_samples(4, first=50))
-    assert load_index(moved, None).fingerprint != first
+    assert tar_index(moved).fingerprint != first
 
 
 def test_a_damaged_index_file_is_built_again(shards: list[Path]) -> None:
-    load_index(shards, None)
-    for number, path in enumerate(sorted(default_index_dir().iterdir())):
+    tar_index(shards)
+    next(default_index_dir().glob("*.arrow")).unlink()
+    for number, path in enumerate(sorted(default_index_dir().glob("*.parquet"))):
         path.write_bytes([b"", b"PAR1garbagePAR1", path.read_bytes()[:-20]][number])
-    assert len(load_index(shards, None)) == 12
+    assert len(tar_index(shards)) == 12
 
 
 def test_field_names_with_dots_and_colons(tmp_path: Path) -> None:
@@ -70,8 +75,12 @@ def test_field_names_with_dots_and_colons(tmp_path: Path) -> None:
     shard = makers.write_shard(
         tmp_path / "a.tar", [{"__key__": "0", "jpg": b"x", "json": json.dumps(metadata).encode()}]
     )
-    index = load_index([shard], None, ["a.b", "number:x", "text:y", ""])
-    values = {name: index.metadata[name].to_pylist() for name in index.metadata.column_names}
+    index = tar_index([shard], ["a.b", "number:x", "text:y", ""])
+    values = {
+        name: index.columns[name].to_pylist()
+        for name in index.columns.column_names
+        if name.startswith(("number:", "text:"))
+    }
     assert values == {
         "number:a.b": [1.0],
         "number:number:x": [2.0],
@@ -85,20 +94,67 @@ def test_field_names_with_dots_and_colons(tmp_path: Path) -> None:
 def test_unwritable_folder_is_a_data_error(shards: list[Path], tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(DataError, match=r"dataset\.params\.index_dir"):
-        load_index(shards, tmp_path / "file" / "index")
+        tar_index(shards, index_dir=tmp_path / "file" / "index")
 
 
 def test_many_shards_are_indexed_by_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "FEW_SHARDS", 2)
+    monkeypatch.setattr(index_module, "FEW_UNITS", 2)
     shards = sorted(makers.caption_shards(tmp_path / "data", shards=5, per_shard=2).glob("*.tar"))
-    assert len(load_index(shards, tmp_path / "index")) == 10
+    assert len(tar_index(shards, index_dir=tmp_path / "index")) == 10
     assert len(files(tmp_path / "index")) == 5
 
 
 def test_two_jobs_may_build_at_once(shards: list[Path], tmp_path: Path) -> None:
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(load_index, shards, tmp_path / "index") for _ in range(2)]
+        jobs = [pool.submit(tar_index, shards, (), tmp_path / "index") for _ in range(2)]
         first, second = [job.result().fingerprint for job in jobs]
     assert first == second
-    assert all(name.endswith(".parquet") for name in files(tmp_path / "index"))
-    assert len(files(tmp_path / "index")) == 3
+    assert sorted(path.suffix for path in (tmp_path / "index").iterdir()) == [".arrow"] + [".parquet"] * 3
+
+
+def test_image_sizes_and_blocks(tmp_path: Path) -> None:
+    samples = [*makers.caption_samples(2, width=50, height=20), {"__key__": "x", "jpg": b"no image", "txt": b"a"}]
+    index = tar_index([makers.write_shard(tmp_path / f"{i}.tar", samples) for i in range(2)])
+    assert index.numbers("width").tolist() == [50, 50, 0] * 2
+    assert index.numbers("height").tolist() == [20, 20, 0] * 2
+    assert index.numbers("block").tolist() == [0] * 3 + [1] * 3
+
+
+def test_the_table_beside_a_shard_is_its_metadata(tmp_path: Path) -> None:
+    """img2dataset writes one; the JSON members are then not read."""
+    shard = makers.write_shard(tmp_path / "00000.tar", makers.caption_samples(3))
+    table = {
+        "key": ["000000", "000001", "gone"],
+        "pwatermark": [0.25, None, 1.0],
+        "width": [7, 8, 9],
+        "height": [5, 6, 7],
+    }
+    pq.write_table(pa.table({**table, "similarity": [0.5, 0.75, 1.0]}), tmp_path / "00000.parquet")
+    index = tar_index([shard], ["pwatermark", "similarity"])
+    assert index.columns["number:similarity"].to_pylist() == [0.5, 0.75, None]
+    assert index.columns["number:pwatermark"].to_pylist() == [0.25, None, 0.2]  # the last one is from its JSON
+    assert index.numbers("width").tolist() == [7, 8, 40]
+    pq.write_table(pa.table({**table, "similarity": [0.1, 0.1, 0.1]}), tmp_path / "00000.parquet")
+    assert tar_index([shard], ["similarity"]).columns["number:similarity"].to_pylist() == [0.1, 0.1, None]
+
+
+def test_a_damaged_join_is_made_again(shards: list[Path]) -> None:
+    fingerprint = tar_index(shards).fingerprint
+    (joined,) = default_index_dir().glob("*.arrow")
+    for damage in (b"", b"ARROW1garbage", joined.read_bytes()[:-40]):
+        joined.write_bytes(damage)
+        assert tar_index(shards).fingerprint == fingerprint
+
+
+def test_the_index_travels_to_other_processes(shards: list[Path]) -> None:
+    index = pickle.loads(pickle.dumps(tar_index(shards, ["uid"])))
+    assert (len(index), index.metadata_text("uid", 4)) == (12, "u4")
+
+
+def test_a_join_unused_for_long_is_removed(shards: list[Path], tmp_path: Path) -> None:
+    tar_index(shards)
+    (old,) = default_index_dir().glob("*.arrow")
+    os.utime(old, (1, 1))
+    tar_index(shards[:2])
+    assert not old.exists()
+    assert len(tar_index(shards)) == 12

@@ -1,35 +1,150 @@
+import itertools
+
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from sd_training.config.batch_plan import BatchPlan
-from sd_training.data.order import EpochOrder, permutation, slots
+from sd_training.data.order import OrderSettings, SampleOrder, StepSamples, slots
+
+GLOBAL_BATCH = 8
 
 
-def test_a_permutation_has_each_sample_once_and_depends_on_seed_and_epoch() -> None:
-    first = permutation(1, 0, 1000)
-    assert sorted(first.tolist()) == list(range(1000))
-    assert np.array_equal(first, permutation(1, 0, 1000))
-    assert not np.array_equal(first, permutation(1, 1, 1000))
-    assert not np.array_equal(first, permutation(2, 0, 1000))
+def make_order(
+    per_block: int = 10,
+    blocks: int = 6,
+    buckets: int = 1,
+    seed: int = 3,
+    global_batch: int = GLOBAL_BATCH,
+    **locality: int,
+) -> SampleOrder:
+    """Blocks of equal size; sample i is in bucket i % buckets."""
+    samples = np.arange(per_block * blocks, dtype=np.int32)
+    return SampleOrder(OrderSettings(seed, global_batch, **locality), samples // per_block, samples % buckets)
+
+
+def sequence(order: SampleOrder, steps: int) -> list[StepSamples]:
+    return [order.at(step) for step in range(steps)]
+
+
+def visits(batches: list[StepSamples], n: int) -> NDArray[np.int64]:
+    """[n] how often each sample was seen."""
+    return np.bincount(np.concatenate([batch.samples for batch in batches]), minlength=n)
+
+
+CASES = [
+    {},
+    {"buckets": 3},
+    {"window": 2, "lanes": 2},
+    {"buckets": 2, "window": 4, "lanes": 4},
+    {"lanes": 8, "window": 3},
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_sample_once_per_epoch(case: dict[str, int]) -> None:
+    # 60 samples in batches of 8: after 15 steps the two first epochs are over, but for what buckets have begun.
+    order = make_order(**case)
+    for steps in (15, 30, 45):
+        seen = visits(sequence(order, steps), 60)
+        assert abs(seen - steps * GLOBAL_BATCH / 60).max() <= 1 + case.get("buckets", 1) * GLOBAL_BATCH / 60
+    if case.get("buckets", 1) == 1:
+        assert set(visits(sequence(order, 15), 60)) == {2}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bucket_goes_through_its_samples_before_any_comes_again(case: dict[str, int]) -> None:
+    batches = sequence(make_order(**case), 60)
+    for bucket in range(case.get("buckets", 1)):
+        stream = np.concatenate([batch.samples for batch in batches if batch.bucket == bucket])
+        n = 60 // case.get("buckets", 1)
+        whole = len(stream) // n
+        assert whole >= 3
+        assert (np.sort(stream[: whole * n].reshape(whole, n), axis=1) == np.sort(stream[:n])).all()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_step_is_found_without_the_ones_before(case: dict[str, int]) -> None:
+    batches = sequence(make_order(**case), 60)
+    for step in np.random.default_rng(0).permutation(60).tolist():
+        again = make_order(**case).at(step)
+        assert again.bucket == batches[step].bucket
+        assert np.array_equal(again.samples, batches[step].samples)
+    assert len(make_order(**case).at(10**9).samples) == GLOBAL_BATCH
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_batch_has_one_bucket(case: dict[str, int]) -> None:
+    buckets = case.get("buckets", 1)
+    assert all((batch.samples % buckets == batch.bucket).all() for batch in sequence(make_order(**case), 40))
+
+
+def test_buckets_are_mixed_over_time() -> None:
+    chosen = [batch.bucket for batch in sequence(make_order(per_block=100, buckets=3), 60)]
+    changes = sum(a != b for a, b in itertools.pairwise(chosen))
+    assert changes > 25
+
+
+def test_the_order_depends_on_seed_and_epoch() -> None:
+    first, other = make_order(seed=1).at(0), make_order(seed=2).at(0)
+    assert not np.array_equal(first.samples, other.samples)
+    order = make_order(global_batch=60, lanes=1)
+    assert not np.array_equal(order.at(0).samples, order.at(1).samples)
+    assert sorted(order.at(0).samples) == sorted(order.at(1).samples) == list(range(60))
 
 
 def test_the_order_of_this_version_is_kept() -> None:
     """A change here breaks the resuming of every run that exists."""
-    assert permutation(0, 0, 8).tolist() == [0, 7, 2, 1, 6, 4, 3, 5]
+    order = make_order(per_block=4, blocks=4, buckets=2, window=2, lanes=2, global_batch=4)
+    assert [(b.bucket, b.samples.tolist()) for b in sequence(order, 4)] == [
+        (0, [8, 10, 12, 14]),
+        (1, [9, 11, 13, 15]),
+        (1, [3, 1, 5, 7]),
+        (0, [2, 0, 4, 6]),
+    ]
 
 
-def test_epochs_follow_each_other_without_a_gap() -> None:
-    order = EpochOrder(3, 7)
-    seen = [order.sample_at(position) for position in range(21)]
-    assert [sorted(seen[i : i + 7]) for i in (0, 7, 14)] == [list(range(7))] * 3
-    assert seen[7:14] == permutation(3, 1, 7).tolist()
+def test_a_lane_reads_its_own_blocks() -> None:
+    """Two ranks of four lanes: each needs about half of the blocks of a window."""
+    order = make_order(per_block=64, blocks=8, window=8, lanes=4)
+    halves = [np.concatenate([b.samples[part] for b in sequence(order, 64)]) for part in (slice(0, 4), slice(4, 8))]
+    blocks = [set((half // 64).tolist()) for half in halves]
+    assert [len(b) for b in blocks] == [4, 4]
+    assert not blocks[0] & blocks[1]
 
 
-def test_any_position_is_found_by_arithmetic() -> None:
-    order = EpochOrder(3, 7)
-    far = order.sample_at(7 * 10**9 + 2)
-    assert far == permutation(3, 10**9, 7)[2]
-    assert order.sample_at(0) == EpochOrder(3, 7).sample_at(0)
+def test_a_lane_without_samples_is_fed_by_the_others() -> None:
+    """One block and many lanes; and blocks that are nearly empty."""
+    assert set(visits(sequence(make_order(per_block=40, blocks=1, lanes=8), 5), 40)) == {1}
+    blocks = np.array([0] * 30 + [1] + [2] * 33, dtype=np.int32)
+    order = SampleOrder(OrderSettings(0, 8, lanes=4, window=3), blocks, np.zeros(64, dtype=np.int32))
+    assert set(visits(sequence(order, 8), 64)) == {1}
+
+
+def test_windows_keep_reads_together() -> None:
+    order = make_order(per_block=8, blocks=8, window=2, lanes=1)
+    blocks = [set((batch.samples // 8).tolist()) for batch in sequence(order, 8)]
+    assert all(
+        blocks[i] | blocks[i + 1] == blocks[i] | blocks[i + 1] and len(blocks[i] | blocks[i + 1]) == 2
+        for i in (0, 2, 4, 6)
+    )
+
+
+def test_with_replacement() -> None:
+    order = make_order(per_block=1000, blocks=4, with_replacement=True)
+    seen = visits(sequence(order, 500), 4000)
+    assert seen.max() > 3
+    assert abs((seen == 0).mean() - np.exp(-1)) < 0.03  # as many as a Poisson draw of mean 1 leaves out
+
+
+def test_a_bucket_smaller_than_a_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="fewer than the 8"):
+        make_order(per_block=7, blocks=1)
+
+
+def test_default_lanes_and_window() -> None:
+    assert [OrderSettings(0, batch).num_lanes for batch in (1, 12, 96, 2048)] == [1, 4, 32, 64]
+    assert make_order(per_block=10, blocks=6).window >= 6
 
 
 @pytest.mark.parametrize(("world", "accumulation"), [(1, 1), (1, 4), (2, 2), (4, 1), (4, 2)])
@@ -37,5 +152,5 @@ def test_slots_cut_a_global_batch(world: int, accumulation: int) -> None:
     plan = BatchPlan(
         micro_batch=16 // world // accumulation, accumulation=accumulation, processes=world, num_examples=64
     )
-    pieces = [slots(2, micro, rank, world, plan) for micro in range(accumulation) for rank in range(world)]
+    pieces = [slots(2, micro, rank, plan) for rank in range(world) for micro in range(accumulation)]
     assert [position for piece in pieces for position in piece] == list(range(32, 48))

@@ -3,20 +3,21 @@ from pathlib import Path
 import pytest
 
 from sd_training.config.filter_grammar import parse_filters
+from sd_training.data.caption_choice import CaptionRules
 from sd_training.data.captions import Prompts
-from sd_training.data.index import load_index
 from sd_training.data.selection import Selection, select
 from sd_training.errors import DataError
 from tests import makers
+from tests.unit.data.making import tar_index
 
 
 def selected(
     path: Path, filters: dict[str, str | int | float] | None = None, prompts: Prompts | None = None
 ) -> Selection:
-    comparisons, problems = parse_filters(filters)
+    rules, problems = parse_filters(filters)
     assert not problems
-    index = load_index(sorted(path.glob("*.tar")), None, [c.field for c in comparisons])
-    return select(index, comparisons, prompts)
+    index = tar_index(sorted(path.glob("*.tar")), sorted(set().union(*(rule.fields() for rule in rules))))
+    return select(index, rules, prompts, CaptionRules())
 
 
 def test_filters_alone_and_together(shards_dir: Path) -> None:

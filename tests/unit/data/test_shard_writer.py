@@ -11,8 +11,8 @@ from PIL import Image
 from sd_training.data.loose_samples import LooseSample
 from sd_training.data.problems import BadSample
 from sd_training.data.shard_writer import encode_sample, write_shards
-from sd_training.data.tar_index import scan_tar
 from tests import makers
+from tests.unit.data.making import scanned
 
 JPEG = makers.encode(makers.picture(1, 40, 32))
 
@@ -123,7 +123,7 @@ def test_shards_are_whole_numbered_and_the_same_for_any_workers(tmp_path: Path) 
 
 def test_the_trainers_index_reads_them(tmp_path: Path) -> None:
     write(tmp_path, [sample(metadata={"pwatermark": 0.25}) for _ in range(3)])
-    scan = scan_tar(tmp_path / "00000.tar")
+    scan = scanned(tmp_path / "00000.tar")
     assert not scan.problems.total() and [s.key for s in scan.samples] == ["000000000", "000000001"]
     assert set(scan.samples[0].spans) >= {"image", "caption"}
     assert scan.samples[0].metadata == {"original_width": 40, "original_height": 32, "pwatermark": 0.25}

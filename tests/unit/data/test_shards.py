@@ -2,8 +2,10 @@ from pathlib import Path
 
 import pytest
 
+from sd_training.data.byte_files import Access
 from sd_training.data.shards import expand_shards
-from sd_training.errors import DataError
+from sd_training.errors import ConfigError, DataError
+from tests.integration.http_files import web_files
 
 
 @pytest.fixture
@@ -13,9 +15,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def names(shards: list[Path]) -> list[str]:
-    assert all(shard.is_absolute() for shard in shards)
-    return [shard.name for shard in shards]
+ACCESS = Access("range", num_retries=0, timeout_s=5)
+
+
+def names(shards: list[str]) -> list[str]:
+    assert all(Path(shard).is_absolute() for shard in shards)
+    return [Path(shard).name for shard in shards]
 
 
 @pytest.mark.parametrize(
@@ -31,17 +36,17 @@ def names(shards: list[Path]) -> list[str]:
     ],
 )
 def test_every_form(folder: Path, pattern: str, expected: list[str]) -> None:
-    assert names(expand_shards(f"{folder}/{pattern}")) == expected
+    assert names(expand_shards(f"{folder}/{pattern}", ACCESS)) == expected
 
 
 def test_list_keeps_its_order_and_duplicates_are_read_once(folder: Path) -> None:
-    shards = expand_shards([f"{folder}/002.tar", f"{folder}/*.tar"])
+    shards = expand_shards([f"{folder}/002.tar", f"{folder}/*.tar"], ACCESS)
     assert names(shards) == ["002.tar", "000.tar", "001.tar"]
 
 
 def test_a_name_with_braces_that_exists_is_a_name(folder: Path) -> None:
     (folder / "{a,b}.tar").write_bytes(b"")
-    assert names(expand_shards(f"{folder}/{{a,b}}.tar")) == ["{a,b}.tar"]
+    assert names(expand_shards(f"{folder}/{{a,b}}.tar", ACCESS)) == ["{a,b}.tar"]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +61,7 @@ def test_a_name_with_braces_that_exists_is_a_name(folder: Path) -> None:
 )
 def test_what_is_missing_is_named(folder: Path, pattern: str, said: str) -> None:
     with pytest.raises(DataError) as error:
-        expand_shards(f"{folder}/{pattern}")
+        expand_shards(f"{folder}/{pattern}", ACCESS)
     assert said in str(error.value)
     assert pattern in str(error.value)
     assert "dataset.params.path" in str(error.value)
@@ -64,19 +69,56 @@ def test_what_is_missing_is_named(folder: Path, pattern: str, said: str) -> None
 
 def test_first_missing_files_are_listed(folder: Path) -> None:
     with pytest.raises(DataError, match=r"003\.tar.*004\.tar.*005\.tar, …"):
-        expand_shards(f"{folder}/{{000..009}}.tar")
+        expand_shards(f"{folder}/{{000..009}}.tar", ACCESS)
 
 
 def test_empty_folder_and_empty_list(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no"):
-        expand_shards(str(tmp_path))
+        expand_shards(str(tmp_path), ACCESS)
     with pytest.raises(DataError, match="list is empty"):
-        expand_shards([])
+        expand_shards([], ACCESS)
 
 
-@pytest.mark.parametrize("path", ["pipe:touch {canary}", "s3://bucket/{{000..010}}.tar", "https://example.com/a.tar"])
-def test_pipes_and_urls_are_refused(tmp_path: Path, path: str) -> None:
-    canary = tmp_path / "canary"
-    with pytest.raises(DataError, match=r"dataset\.params\.path"):
-        expand_shards(path.format(canary=canary))
-    assert not canary.exists()
+def test_the_kind_of_files_in_a_folder(folder: Path) -> None:
+    assert names(expand_shards(str(folder), ACCESS, extensions=(".txt", ".csv"))) == ["notes.txt"]
+    with pytest.raises(DataError, match=r"holds no \*\.csv or \*\.tsv file"):
+        expand_shards(str(folder), ACCESS, extensions=(".csv", ".tsv"))
+
+
+def test_file_urls_are_local(folder: Path) -> None:
+    assert names(expand_shards(f"file://{folder}/00{{0..1}}.tar", ACCESS)) == ["000.tar", "001.tar"]
+    with pytest.raises(DataError, match="does not exist"):
+        expand_shards(f"file://{folder}/x.tar", ACCESS)
+
+
+def test_pipes_are_refused_unless_allowed_and_never_run_here(tmp_path: Path) -> None:
+    entry = f"pipe:touch {tmp_path}/canary; echo s3://{{1..2}}"
+    with pytest.raises(DataError, match=r"dataset\.params\.path.*dataset\.params\.allow_pipe=true"):
+        expand_shards(entry, ACCESS)
+    assert expand_shards(entry, ACCESS, allow_pipe=True) == [entry]
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("path", ["ftp://host/a.tar", "simplecache::s3://bucket/a.tar"])
+def test_other_protocols_are_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"dataset\.params\.path.*is not read"):
+        expand_shards(path, ACCESS)
+
+
+def test_remote_names_need_no_request() -> None:
+    # Nobody answers at this address.
+    braces = expand_shards(["s3://bucket/{00..02}.tar", "http://127.0.0.1:9/x.tar", "s3://bucket/01.tar"], ACCESS)
+    assert braces == [*(f"s3://bucket/0{number}.tar" for number in range(3)), "http://127.0.0.1:9/x.tar"]
+    assert expand_shards("http://127.0.0.1:9/a?name=[b]*", ACCESS) == ["http://127.0.0.1:9/a?name=[b]*"]
+
+
+def test_web_folders_and_globs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with web_files() as web:
+        web.files = dict.fromkeys(["/d/b.tar", "/d/a.tar", "/d/n.txt"], b"")
+        assert expand_shards(f"{web.url}/d/", ACCESS) == [f"{web.url}/d/a.tar", f"{web.url}/d/b.tar"]
+        assert expand_shards(f"{web.url}/d/*.t*", ACCESS) == [f"{web.url}/d/{n}" for n in ("a.tar", "b.tar", "n.txt")]
+        with pytest.raises(DataError, match="matches no file"):
+            expand_shards(f"{web.url}/d/x*", ACCESS)
+        with pytest.raises(DataError, match="does not exist"):
+            expand_shards(f"{web.url}/e/", ACCESS)

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.data.tar_index import read_metadata, scan_tar
+from sd_training.data.index_columns import read_metadata
 from tests import makers
+from tests.unit.data.making import scanned
 
 GOOD = {"jpg": b"JPG", "txt": b"caption", "json": b'{"a": 1}'}
 
@@ -27,7 +28,7 @@ def add(tar: tarfile.TarFile, name: str, data: bytes = b"", **header: object) ->
 
 def test_offsets_lead_to_the_content(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", [("x/1.JPG", b"image"), ("x/1.txt", b"words"), ("x/1.cls", b" 3\n")])
-    (sample,) = scan_tar(path).samples
+    (sample,) = scanned(path).samples
     content = path.read_bytes()
     read = {role: content[offset : offset + length] for role, (offset, length) in sample.spans.items()}
     assert (sample.key, sample.cls) == ("x/1", "3")
@@ -35,14 +36,14 @@ def test_offsets_lead_to_the_content(tmp_path: Path) -> None:
 
 
 def test_keys_with_dots_are_explained(tmp_path: Path) -> None:
-    scan = scan_tar(write_tar(tmp_path / "a.tar", [("1.0.jpg", b"image"), ("1.0.txt", b"words")]))
+    scan = scanned(write_tar(tmp_path / "a.tar", [("1.0.jpg", b"image"), ("1.0.txt", b"words")]))
     assert scan.samples == []
     assert scan.problems.text() == f"shard has no member of a known extension 1 (first: {tmp_path}/a.tar 1.0.jpg)"
 
 
 def test_members_need_not_be_neighbours(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", [("1.jpg", b"1"), ("2.jpg", b"2"), ("1.txt", b"one"), ("2.txt", b"two")])
-    assert [sorted(sample.spans) for sample in scan_tar(path).samples] == [["caption", "image"]] * 2
+    assert [sorted(sample.spans) for sample in scanned(path).samples] == [["caption", "image"]] * 2
 
 
 def test_what_is_wrong_is_counted_and_named(tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_what_is_wrong_is_counted_and_named(tmp_path: Path) -> None:
         add(tar, "7.json", b"[1]")
         add(tar, "8.jpg", b"8")
         add(tar, "8.json", b"{broken")
-    scan = scan_tar(path)
+    scan = scanned(path)
     assert [sample.key for sample in scan.samples] == ["1", "7", "8"]
     assert scan.samples[0].spans["image"][1] == 1
     assert scan.problems.counts == {
@@ -76,12 +77,12 @@ def test_what_is_wrong_is_counted_and_named(tmp_path: Path) -> None:
 def test_a_cut_at_any_byte_keeps_complete_samples_only(tmp_path: Path) -> None:
     whole = makers.write_shard(tmp_path / "a.tar", [{"__key__": f"{i}", **GOOD} for i in range(3)])
     content = whole.read_bytes()
-    complete = scan_tar(whole).samples
+    complete = scanned(whole).samples
     ends = [max(offset + length for offset, length in sample.spans.values()) for sample in complete]
     path = tmp_path / "cut.tar"
     for cut in range(1, ends[-1] + 512, 71):
         path.write_bytes(content[:cut])
-        scan = scan_tar(path)
+        scan = scanned(path)
         kept = [sample.spans for sample in scan.samples]
         # The first sample has none before it to be compared with: a cut between its members leaves what was there.
         partial_first = cut < ends[0] and len(kept) == 1
@@ -91,9 +92,9 @@ def test_a_cut_at_any_byte_keeps_complete_samples_only(tmp_path: Path) -> None:
 
 def test_no_end_mark_but_complete(tmp_path: Path) -> None:
     whole = makers.write_shard(tmp_path / "a.tar", [{"__key__": f"{i}", **GOOD} for i in range(3)])
-    end = max(offset + length for offset, length in scan_tar(whole).samples[-1].spans.values())
+    end = max(offset + length for offset, length in scanned(whole).samples[-1].spans.values())
     whole.write_bytes(whole.read_bytes()[: -(-end // 512) * 512])
-    scan = scan_tar(whole)
+    scan = scanned(whole)
     assert len(scan.samples) == 3
     assert scan.problems.counts == {"shard is truncated or damaged": 1}
 
@@ -101,10 +102,10 @@ def test_no_end_mark_but_complete(tmp_path: Path) -> None:
 def test_a_damaged_header_in_the_middle_is_no_silent_end(tmp_path: Path) -> None:
     path = makers.write_shard(tmp_path / "a.tar", [{"__key__": f"{i}", **GOOD} for i in range(4)])
     content = bytearray(path.read_bytes())
-    offset = min(span[0] for span in scan_tar(path).samples[2].spans.values())
+    offset = min(span[0] for span in scanned(path).samples[2].spans.values())
     content[offset - 512 : offset - 12] = b"\xff" * 500
     path.write_bytes(bytes(content))
-    scan = scan_tar(path)
+    scan = scanned(path)
     assert [sample.key for sample in scan.samples] == ["0", "1"]
     assert scan.problems.counts == {"shard is truncated or damaged": 1}
 
@@ -113,14 +114,14 @@ def test_a_damaged_header_in_the_middle_is_no_silent_end(tmp_path: Path) -> None
 def test_no_tar_at_all(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(content)
-    scan = scan_tar(path)
+    scan = scanned(path)
     assert scan.samples == []
     assert scan.problems.counts == {"shard is not an uncompressed tar file": 1}
 
 
 def test_names_that_are_not_utf8(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", [("\udcff.jpg", b"1"), ("\udcff.txt", b"1")])
-    (sample,) = scan_tar(path).samples
+    (sample,) = scanned(path).samples
     sample.key.encode("utf-8")
     assert sorted(sample.spans) == ["caption", "image"]
 

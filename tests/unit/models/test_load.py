@@ -11,7 +11,7 @@ import torch
 from sd_training.config.schema import ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.errors import ConfigError
 from sd_training.models.load import load_network, load_weights
-from sd_training.models.stable_diffusion import check_resolution, load_stable_diffusion
+from sd_training.models.stable_diffusion import check_sizes, load_stable_diffusion
 from tests import makers
 
 
@@ -117,9 +117,11 @@ def test_parts_that_do_not_fit_are_named(change: dict[str, Any], message: str, p
 
 def test_resolution_that_does_not_fit_names_the_nearest(pipeline_dir: Path) -> None:
     vae = load_network(ModelConfig(pretrained=str(pipeline_dir)), "vae", seed=0)
-    assert check_resolution(vae, 16) == []
-    assert "dataset.params.resolution: 17 is not a multiple" in check_resolution(vae, 17)[0]
-    assert "use 16 or 18" in check_resolution(vae, 17)[0]
+    assert check_sizes(vae, [(16, 16)]) == []
+    assert "dataset.params.resolution: 17 is not a multiple" in check_sizes(vae, [(17, 17)])[0]
+    assert "use 16 or 18" in check_sizes(vae, [(17, 17)])[0]
+    problems = check_sizes(vae, [(16, 17), (17, 16), (21, 16)])
+    assert [problem.partition(" is")[0] for problem in problems] == [f"dataset.params.buckets: {n}" for n in (17, 21)]
 
 
 def test_scheduler_settings_follow_the_objective(pipeline_dir: Path) -> None:

@@ -1,0 +1,223 @@
+"""The options of the training data."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic.dataclasses import dataclass
+
+from sd_training.config.value_types import SCHEMA, Count, NonNegative, Positive, PositiveInt, Probability, no_bool
+
+SourceType = Literal["WebDataset", "ClassificationWebDataset"]
+Weight = Annotated[float, BeforeValidator(no_bool), Field(gt=0, allow_inf_nan=False)]
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class CaptionConfig:
+    """Which caption a visit gets. Everything is drawn anew at every visit."""
+
+    fields: dict[str, NonNegative] | None = None
+    """Where captions come from, with their weights: `caption` is the sample's own (`txt` member, caption column), any
+    other name a metadata field; weights count among the fields that a sample has. null: the sample's own."""
+    prefix: str = ""
+    """Put before every caption."""
+    suffix: str = ""
+    """Put after every caption."""
+    template: str | None = None
+    """Text with fields in braces, such as `a photo of {caption}, {style}`."""
+    tag_separator: str | None = None
+    """What separates tags, such as `, `; null: captions are sentences, not tags."""
+    shuffle_tags_prob: Probability = 0.0
+    """Probability that the tags of a visit are shuffled."""
+    drop_tag_prob: Probability = 0.0
+    """Probability of each tag to be left out of a visit."""
+    num_kept_tags: Count = 0
+    """First tags that are neither shuffled nor left out [count]."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class BucketConfig:
+    """Aspect-ratio buckets: all samples of an optimizer step have one height and width."""
+
+    mode: Literal["off", "ladder", "table"] = "off"
+    """`off`: squares of `resolution`. `ladder`: sizes are generated. `table`: sizes are given."""
+    max_area: PositiveInt | None = None
+    """Ladder: largest height × width [pixels]; null: resolution²."""
+    step: PositiveInt = 64
+    """Ladder: sides are multiples of this [pixels]."""
+    min_side: PositiveInt | None = None
+    """Ladder: shortest side [pixels]; null: half of `resolution`."""
+    max_side: PositiveInt | None = None
+    """Ladder: longest side [pixels]; null: twice `resolution`."""
+    max_aspect: Annotated[float, BeforeValidator(no_bool), Field(ge=1)] = 2.0
+    """Ladder: largest ratio of the longer to the shorter side; images beyond it are cropped."""
+    sizes: list[list[PositiveInt]] | None = Field(
+        default=None, json_schema_extra={"allowed": "a list of [height, width] pairs or null"}
+    )
+    """Table: `[height, width]` pairs [pixels]."""
+    upscale: bool = True
+    """Ladder: whether images may be enlarged; if not, smaller ones go to smaller sizes."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class TagConfig:
+    """`TagFolder`: rules for JSON files with tags and a score. Names and meanings are those of LunNova's trainer."""
+
+    consider_every_nth: PositiveInt | None = None
+    """Keep files 0, n, 2n, … of the sorted list [count]."""
+    score_tags: list[int] = Field(default_factory=list)
+    """Thresholds, highest first; the first one that the score reaches is added as a tag `scr<threshold>`."""
+    abs_min_score: float = 25
+    """Samples whose own score is lower are dropped."""
+    min_score: float = 50
+    """Samples whose score with bonuses is lower are dropped."""
+    tag_bonus_scores: dict[str, float] | None = None
+    """Tag → what it adds to the score."""
+    blacklist_tags: list[str] | None = None
+    """A sample with any of these is dropped."""
+    non_caption_tags: list[str] | None = None
+    """Tags left out of the caption."""
+    non_caption_tag_prefixes: list[str] | None = None
+    """Tags that start so are left out of the caption."""
+    replacements: dict[str, str] | None = None
+    """Text → replacement, applied in this order before the separators are put in."""
+    shuffle_tag_p: Probability | None = None
+    """Probability that the tags of a visit are shuffled; otherwise they are sorted."""
+    caption_sorter: Literal["alphabetical", "as_written"] = "alphabetical"
+    """Order of tags that are not shuffled."""
+    tag_separator: str = ", "
+    """Between tags."""
+    final_tag_separator: bool = False
+    """Whether a separator ends the caption."""
+    skip_caption: bool = False
+    """Train with empty captions."""
+    aspect_range: list[float] = Field(default_factory=lambda: [0.71, 1.42])
+    """Samples whose width / height is outside are dropped."""
+    limit_images: PositiveInt | None = None
+    """A fixed random choice of so many samples [count]."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class RemoteConfig:
+    """How `s3://`, `gs://` and `http(s)://` files are read. Keys and endpoints come from the environment."""
+
+    mode: Literal["cache", "range"] = "cache"
+    """`cache`: whole shards into a folder that the processes of a machine share. `range`: only the bytes of samples."""
+    cache_dir: str | None = None
+    """Folder of the cache; null: `$XDG_CACHE_HOME/sd_training/shards` or `~/.cache/sd_training/shards`."""
+    cache_gib: Positive = 100.0
+    """Most that the cache holds [GiB]; what was not used for longest goes first."""
+    num_retries: Count = 8
+    """Attempts after the first before a run stops [count]; waits grow exponentially."""
+    timeout_s: Positive = 60.0
+    """Longest wait for an answer [s]."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class SourceParams:
+    """Which samples there are."""
+
+    path: str | list[str]
+    """Shards: a file, a folder, a glob, a brace pattern, a URL, or a list of these."""
+    filters: dict[str, Any] | None = Field(
+        default=None, json_schema_extra={"allowed": "a mapping of metadata fields to filters or null"}
+    )
+    """Metadata filters such as `{original_width: ">=512", pwatermark: "<=0.5"}`; all must hold, and a sample without
+    the field is dropped."""
+    captions: CaptionConfig = Field(default_factory=CaptionConfig)
+    """Choice of captions."""
+    image_column: str | None = None
+    """Parquet, Table, HuggingFace: column of the image file's bytes or path; null looks for usual names."""
+    caption_column: str | None = None
+    """Parquet, Table, HuggingFace: column of the caption; null looks for usual names."""
+    tags: TagConfig = Field(default_factory=TagConfig)
+    """TagFolder."""
+    idx_to_prompt: dict[str | int, str | list[str]] | str | None = None
+    """ClassificationWebDataset: class index → prompt or list of prompts (one drawn per visit), inline or as a JSON
+    file."""
+    class_mapping: dict[str | int, str | list[str]] | str | None = None
+    """Another name of `idx_to_prompt`."""
+    allow_pipe: bool = False
+    """Run `pipe:` entries of `path` as shell commands. Only for commands you trust."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class DatasetParams(SourceParams):
+    """Which samples, and how they become pixels and captions."""
+
+    batch_size: PositiveInt | None = None
+    """As `system.batch_size`; kept for sd-training files, must not contradict it."""
+    workers: Count | None = None
+    """As `system.workers`; kept for sd-training files, must not contradict it."""
+    num_examples_to_see: PositiveInt | None = None
+    """As `experiment.num_examples_to_see`; kept for sd-training files, must not contradict it."""
+    resolution: PositiveInt = 512
+    """Height and width of a training image [pixels]; a multiple of the autoencoder's downscale factor."""
+    buckets: BucketConfig = Field(default_factory=BucketConfig)
+    """Aspect-ratio buckets."""
+    crop: Literal["center", "random"] = "center"
+    """Where the image is cut after it was resized to cover its target."""
+    flip_prob: Probability = 0.0
+    """Probability of a horizontal mirror image, decided per visit."""
+    icc_to_srgb: bool = False
+    """Convert images with a colour profile to sRGB."""
+    resampled: bool = False
+    """Draw samples with replacement; otherwise every sample comes once per epoch."""
+    lanes: PositiveInt | None = None
+    """Virtual readers that share the shards; null: the largest power of two up to 64 that divides the global batch."""
+    window: PositiveInt | None = None
+    """Shards whose samples are shuffled with each other; null: as many as hold 262,144 samples."""
+    allow_change: bool = False
+    """Let a resumed run go on although its data, filters or batch have changed."""
+    remote: RemoteConfig = Field(default_factory=RemoteConfig)
+    """Remote files."""
+    max_image_pixels: PositiveInt = 178_956_970
+    """Larger images are skipped before they are decoded [pixels]."""
+    max_bad_fraction: Probability = 0.001
+    """The run stops when more than this share of the last 100,000 samples could not be used; each counts once."""
+    max_bad_in_row: PositiveInt = 50
+    """The run stops when so many samples in a row could not be used [count]."""
+    max_bad_shard_fraction: Probability = 0.2
+    """The run stops when more than this share of one shard (at least 10 samples) could not be used."""
+    index_dir: str | None = None
+    """Where the index of the shards is kept; null: `$XDG_CACHE_HOME/sd_training/index` or
+    `~/.cache/sd_training/index`."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class MixEntry:
+    """One more data set beside the first. Image processing is the first one's."""
+
+    type: SourceType = "WebDataset"
+    """As `dataset.type`."""
+    params: SourceParams
+    """Which samples there are."""
+    weight: Weight = 1.0
+    """Share of the optimizer steps that draw from it, against the weights of the others."""
+    start_step: Count = 0
+    """First optimizer step that draws from it."""
+    end_step: PositiveInt | None = None
+    """First optimizer step that draws from it no more; null: none."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class DatasetConfig:
+    """Training data."""
+
+    type: SourceType = "WebDataset"
+    """`WebDataset`: tar shards with image + `txt` (+ `json`). `ClassificationWebDataset`: image + `cls`, with
+    `idx_to_prompt`."""
+    params: DatasetParams
+    """Source and processing."""
+    weight: Weight = 1.0
+    """Share of the optimizer steps that draw from this data set when `mix` names others."""
+    start_step: Count = 0
+    """First optimizer step that draws from this data set."""
+    end_step: PositiveInt | None = None
+    """First optimizer step that draws from this data set no more; null: none."""
+    mix: list[MixEntry] = Field(
+        default_factory=list,
+        json_schema_extra={
+            "allowed": "a list of data sets, each with params.path, and type, weight, start_step, end_step"
+        },
+    )
+    """More data sets; each optimizer step draws from one of them."""

@@ -1,0 +1,98 @@
+"""What a metadata filter means: a tree of comparisons, evaluated on columns in `data/filters.py`.
+
+Logic has three values (Kleene 1938): a comparison with a null, missing or NaN value is neither true nor false, `not`
+leaves it so, and a sample passes only when the whole rule is true. So such a value drops its sample unless the rule
+asks for it (`null`) or another side of an `or` holds.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Operator = Literal[">=", "<=", ">", "<", "==", "!="]
+Value = float | str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`field operator value`, for example `original_width >= 512`."""
+
+    field: str
+    operator: Operator
+    value: Value
+
+    def __str__(self) -> str:
+        return f"{self.field} {self.operator} {_shown(self.value)}"
+
+    def fields(self) -> set[str]:
+        """The metadata fields that are read."""
+        return {self.field}
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """`field in [values]`."""
+
+    field: str
+    values: tuple[Value, ...]
+
+    def __str__(self) -> str:
+        return f"{self.field} in [{', '.join(map(_shown, self.values))}]"
+
+    def fields(self) -> set[str]:
+        """The metadata fields that are read."""
+        return {self.field}
+
+
+@dataclass(frozen=True)
+class IsNull:
+    """Whether a value is null or missing; never unknown."""
+
+    field: str
+
+    def __str__(self) -> str:
+        return f"{self.field} null"
+
+    def fields(self) -> set[str]:
+        """The metadata fields that are read."""
+        return {self.field}
+
+
+@dataclass(frozen=True)
+class Negation:
+    """`not rule`."""
+
+    rule: "Rule"
+
+    def __str__(self) -> str:
+        return f"not ({self.rule})"
+
+    def fields(self) -> set[str]:
+        """The metadata fields that are read."""
+        return self.rule.fields()
+
+
+@dataclass(frozen=True)
+class Junction:
+    """`rule and rule and …`, or with `or`."""
+
+    word: Literal["and", "or"]
+    rules: tuple["Rule", ...]
+
+    def __str__(self) -> str:
+        return f" {self.word} ".join(self._parts())
+
+    def _parts(self) -> Iterator[str]:
+        for rule in self.rules:
+            yield f"({rule})" if isinstance(rule, Junction) and rule.word != self.word else str(rule)
+
+    def fields(self) -> set[str]:
+        """The metadata fields that are read."""
+        return set().union(*(rule.fields() for rule in self.rules))
+
+
+Rule = Comparison | OneOf | IsNull | Negation | Junction
+
+
+def _shown(value: Value) -> str:
+    return f"{value:.15g}" if isinstance(value, float) else f'"{value}"'

@@ -1,0 +1,166 @@
+"""Aspect-ratio buckets: which heights and widths are trained, and which sample goes where.
+
+Sizes are (height, width) in pixels, as everywhere; files tell (width, height), and the two are easily swapped.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Size = tuple[int, int]
+"""(height, width) [pixels]."""
+Buckets = NDArray[np.int32]
+"""[N] number of a bucket in its table; -1 is none."""
+_SAME_ASPECT = 1e-9
+
+
+class Merge(NamedTuple):
+    """A bucket with too few samples, and the one they joined."""
+
+    source: int
+    target: int
+    num_samples: int
+
+
+def ladder(max_area: int, step: int, min_side: int, max_side: int, max_aspect: float) -> list[Size]:
+    """For each width the largest height within `max_area`, mirrored, with the largest square.
+
+    The rule of NovelAI's aspect-ratio bucketing (2022): sides are multiples of `step`.
+
+    Args:
+        max_area: largest height × width [pixels].
+        step, min_side, max_side: of the sides [pixels].
+        max_aspect: largest ratio of the longer to the shorter side.
+
+    Raises:
+        ValueError: no size fits.
+    """
+    smallest = -(-min_side // step) * step
+    sizes = set[Size]()
+    for width in range(smallest, max_side + 1, step):
+        height = min(max_side, max_area // width) // step * step
+        if height >= smallest and max(width, height) / min(width, height) <= max_aspect:
+            sizes |= {(height, width), (width, height)}
+    square = min(max_side, int(max_area**0.5)) // step * step
+    if square >= smallest:
+        sizes.add((square, square))
+    if not sizes:
+        raise ValueError(
+            f"no size has sides from {min_side} to {max_side} pixels in steps of {step}, at most {max_area:,} pixels "
+            f"and an aspect of at most {max_aspect:g}"
+        )
+    return sorted(sizes, key=lambda size: (size[1] / size[0], size))
+
+
+def ladders(max_area: int, step: int, min_side: int, max_side: int, max_aspect: float) -> list[Size]:
+    """The ladder, and smaller ones of half, a quarter, … of its area, for images that must not be enlarged."""
+    sizes = dict.fromkeys(ladder(max_area, step, min_side, max_side, max_aspect))
+    area, smallest = max_area // 2, (-(-min_side // step) * step) ** 2
+    while area >= smallest:
+        sizes |= dict.fromkeys(ladder(area, step, min_side, max_side, max_aspect))
+        area //= 2
+    return list(sizes)
+
+
+@dataclass(frozen=True)
+class BucketTable:
+    """The sizes of a run."""
+
+    sizes: tuple[Size, ...]
+    upscale: bool = True
+    """Whether an image may be enlarged to fill its bucket."""
+
+    @cached_property
+    def _aspects(self) -> tuple[NDArray[np.float64], list[NDArray[np.int32]]]:
+        """Distinct log aspects, ascending, and the buckets of each, largest first."""
+        logs = np.array([np.log(width / height) for height, width in self.sizes])
+        order = np.argsort(logs, kind="stable")
+        groups = np.split(order, np.flatnonzero(np.diff(logs[order]) > _SAME_ASPECT) + 1)
+        largest_first = [
+            np.array(sorted(group, key=lambda b: -self.sizes[b][0] * self.sizes[b][1]), dtype=np.int32)
+            for group in groups
+        ]
+        return np.array([logs[group[0]] for group in groups]), largest_first
+
+    def assign(self, widths: NDArray[np.int32], heights: NDArray[np.int32]) -> Buckets:
+        """The bucket of each image: the nearest by |log aspect|; of those, the largest that needs no enlarging.
+
+        Without one, the smallest, which enlarges least; or, where nothing may be enlarged, the largest bucket of any
+        aspect that the image covers, and none when there is none. An image of unknown size has no bucket unless there
+        is only one to have.
+
+        Args:
+            widths, heights: [N] of the upright images [pixels]; 0 is unknown.
+        """
+        known = (widths > 0) & (heights > 0)
+        if len(self.sizes) == 1 and self.upscale:
+            return np.zeros(len(widths), dtype=np.int32)
+        bucket = np.full(len(widths), -1, dtype=np.int32)
+        if known.any():
+            bucket[known] = self._assign_known(widths[known], heights[known])
+        return bucket
+
+    def _assign_known(self, widths: NDArray[np.int32], heights: NDArray[np.int32]) -> Buckets:
+        logs, groups = self._aspects
+        aspect = np.log(widths / heights)
+        nearest = np.searchsorted((logs[1:] + logs[:-1]) / 2, aspect)
+        bucket = np.array([group[-1] if self.upscale else -1 for group in groups], dtype=np.int32)[nearest]
+        for number, group in enumerate(groups):
+            mine = np.flatnonzero(nearest == number)
+            for candidate in group[::-1]:  # the largest comes last and stays
+                height, width = self.sizes[candidate]
+                bucket[mine[(widths[mine] >= width) & (heights[mine] >= height)]] = candidate
+        if not self.upscale:
+            self._cover(bucket, widths, heights)
+        return bucket
+
+    def _cover(self, bucket: Buckets, widths: NDArray[np.int32], heights: NDArray[np.int32]) -> None:
+        """Gives images without a bucket the largest one of any aspect that they cover."""
+        homeless = np.flatnonzero(bucket < 0)
+        for candidate in sorted(range(len(self.sizes)), key=lambda b: self.sizes[b][0] * self.sizes[b][1]):
+            height, width = self.sizes[candidate]
+            bucket[homeless[(widths[homeless] >= width) & (heights[homeless] >= height)]] = candidate
+
+
+def merge_small(bucket_of: Buckets, table: BucketTable, min_count: int) -> tuple[Buckets, list[Merge]]:
+    """Joins each bucket that holds fewer than `min_count` samples with the nearest one in use, smallest bucket first.
+
+    A batch has one bucket; one with fewer samples than a batch would show the same samples twice in it.
+
+    Returns:
+        The new buckets, and what was joined with what.
+    """
+    merges: list[Merge] = []
+    target_of = np.arange(len(table.sizes), dtype=np.int32)
+    counts = np.bincount(bucket_of, minlength=len(table.sizes))
+    while len(used := np.flatnonzero(counts)) > 1:
+        smallest = int(used[np.argmin(counts[used])])
+        if counts[smallest] >= min_count:
+            break
+        target = _nearest(smallest, (int(bucket) for bucket in used if bucket != smallest), table)
+        merges.append(Merge(smallest, target, int(counts[smallest])))
+        target_of[target_of == smallest] = target
+        counts[target] += counts[smallest]
+        counts[smallest] = 0
+    return target_of[bucket_of], merges
+
+
+def _nearest(bucket: int, others: Iterable[int], table: BucketTable) -> int:
+    """By |log aspect|, then by |log area|."""
+
+    def distance(other: int) -> tuple[float, float, int]:
+        (h, w), (other_h, other_w) = table.sizes[bucket], table.sizes[other]
+        aspect, area = np.log(w / h / (other_w / other_h)), np.log(w * h / (other_w * other_h))
+        return round(abs(float(aspect)), 9), round(abs(float(area)), 9), other
+
+    return min(others, key=distance)
+
+
+def histogram(bucket_of: Buckets, table: BucketTable) -> list[tuple[Size, int]]:
+    """(height, width) and samples of each bucket in use, in the order of the table."""
+    counts = np.bincount(bucket_of, minlength=len(table.sizes))
+    return [(size, int(count)) for size, count in zip(table.sizes, counts, strict=True) if count]

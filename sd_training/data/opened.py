@@ -1,0 +1,148 @@
+"""One data set, opened: indexed, filtered, put into buckets, ready to be read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sd_training.config.class_prompts import read_class_prompts
+from sd_training.config.data_schema import DatasetParams, SourceParams
+from sd_training.config.filter_grammar import parse_filters
+from sd_training.data.buckets import BucketTable, Merge, merge_small
+from sd_training.data.caption_choice import CAPTION, caption_rules, check_fields, fields_needed
+from sd_training.data.captioners import Captioner, ChosenCaptions, ClassCaptions, TagCaptions
+from sd_training.data.captions import Prompts
+from sd_training.data.index import DatasetIndex, load_index
+from sd_training.data.locations import shown
+from sd_training.data.problems import Problems
+from sd_training.data.selection import Selection, select
+from sd_training.data.source import SampleReader
+from sd_training.data.sources import access_of, make_source
+from sd_training.data.tag_rules import tag_rules
+from sd_training.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class OpenDataset:
+    """Everything about one data set that the order, the reader and the report need."""
+
+    index: DatasetIndex
+    selection: Selection
+    survivors: NDArray[np.int64]
+    """[n] samples of the index that take part, ascending."""
+    bucket_of: NDArray[np.int32]
+    """[n] bucket of each survivor."""
+    merges: list[Merge]
+    """Buckets that had too few samples."""
+    num_without_bucket: int
+    """Samples that pass the filters but fit no bucket, or whose size is not known."""
+    reader: SampleReader
+    captioner: Captioner
+
+    @cached_property
+    def block_of(self) -> NDArray[np.int32]:
+        """[n] block of each survivor."""
+        blocks: NDArray[np.int32] = self.index.numbers("block")[self.survivors]
+        return blocks
+
+    def in_bucket(self, bucket: int) -> NDArray[np.int64]:
+        """Samples of the index in a bucket."""
+        if bucket not in self._by_bucket:
+            self._by_bucket[bucket] = self.survivors[self.bucket_of == bucket]
+        return self._by_bucket[bucket]
+
+    def survivors_of(self, location: str) -> int:
+        """How many survivors the units at a location have."""
+        return self._survivors_by_location.get(location, 0)
+
+    @cached_property
+    def _survivors_by_location(self) -> dict[str, int]:
+        counts = np.bincount(self.index.numbers("unit")[self.survivors], minlength=len(self.index.units))
+        return {shown(unit.location): int(count) for unit, count in zip(self.index.units, counts, strict=True)}
+
+    @cached_property
+    def _by_bucket(self) -> dict[int, NDArray[np.int64]]:
+        return {}
+
+
+def open_dataset(
+    kind: str, source_params: SourceParams, params: DatasetParams, table: BucketTable, global_batch: int
+) -> OpenDataset:
+    """Opens one data set.
+
+    Args:
+        kind: `dataset.type`.
+        source_params: which samples.
+        params: processing, shared by all data sets of a run.
+        table: the sizes that are trained on.
+        global_batch: no bucket is left with fewer samples than one optimizer step takes.
+
+    Raises:
+        ConfigError: an option is wrong.
+        DataError: the data cannot be used.
+    """
+    rules, problems = parse_filters(source_params.filters)
+    if problems:
+        raise ConfigError(problems)
+    prompts = _prompts(kind, source_params)
+    source = make_source(kind, source_params, access_of(params.remote))
+    captions = caption_rules(source_params.captions)
+    fields = set().union(fields_needed(captions), *(rule.fields() for rule in rules))
+    folder = None if params.index_dir is None else Path(params.index_dir).expanduser()
+    index = load_index(source, folder, fields - {CAPTION})
+    if prompts is None:
+        check_fields(captions, index.fields | {CAPTION})
+    selection = select(index, rules, prompts, captions)
+    survivors, bucket_of = _in_buckets(index, selection.survivors, table)
+    _enough(index, selection, len(survivors), global_batch)
+    bucket_of, merges = merge_small(bucket_of, table, global_batch)
+    reader = source.reader(index)
+    captioner: Captioner = ChosenCaptions(index, reader, captions)
+    if prompts is not None:
+        captioner = ClassCaptions(index, prompts, captions)
+    elif kind == "TagFolder":
+        captioner = TagCaptions(index, tag_rules(source_params.tags))
+    without = len(selection.survivors) - len(survivors)
+    return OpenDataset(index, selection, survivors, bucket_of, merges, without, reader, captioner)
+
+
+def _prompts(kind: str, params: SourceParams) -> Prompts | None:
+    if kind != "ClassificationWebDataset":
+        return None
+    prompts, problems = read_class_prompts(params)
+    if problems:
+        raise ConfigError(problems)
+    return prompts
+
+
+def _in_buckets(
+    index: DatasetIndex, survivors: NDArray[np.int64], table: BucketTable
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Survivors that have a bucket, and their buckets."""
+    bucket_of = table.assign(index.numbers("width")[survivors], index.numbers("height")[survivors])
+    kept = bucket_of >= 0
+    return survivors[kept], bucket_of[kept]
+
+
+def _enough(index: DatasetIndex, selection: Selection, num_left: int, global_batch: int) -> None:
+    if num_left >= global_batch:
+        return
+    without = len(selection.survivors) - num_left
+    unfit = f" ({without:,} more fit no bucket or have no readable size)" if without else ""
+    first = shown(index.units[0].location)
+    raise DataError(
+        f"dataset.params.path: {num_left:,} samples of {first} and further are left{unfit}, fewer than one "
+        f"optimizer step of {global_batch:,} takes; give more data, loosen dataset.params.filters, or lower "
+        "system.batch_size × system.gradient_accumulation × processes"
+    )
+
+
+def all_problems(datasets: Sequence[OpenDataset]) -> Problems:
+    """What is wrong with the shards and samples of all data sets."""
+    problems = Problems()
+    for dataset in datasets:
+        problems.merge(dataset.selection.problems)
+    return problems

@@ -1,0 +1,7 @@
+"""What every loader process needs, imported once by the server that they are forked from."""
+
+from transformers import CLIPTokenizer, PreTrainedTokenizerFast
+
+from sd_training.data import dataset, tar_source
+
+__all__ = ["CLIPTokenizer", "PreTrainedTokenizerFast", "dataset", "tar_source"]

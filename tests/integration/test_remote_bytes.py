@@ -1,0 +1,140 @@
+"""Reading from a real S3-protocol server through a proxy that spoils a third of the answers."""
+
+import multiprocessing
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sd_training.data import remote_files, retries
+from sd_training.data.byte_files import Access, FileMissing, file_state, find_state, open_bytes
+from sd_training.data.remote_files import shard_cache
+from sd_training.data.shards import expand_shards
+from sd_training.errors import DataError
+from tests.integration.fault_proxy import FAULTS, FaultProxy, running
+from tests.integration.s3_server import BUCKET, S3Server, s3_environment, s3_server
+
+CONTENT = {f"{number:03d}.tar": random.Random(number).randbytes(200_000 + number) for number in range(4)}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with s3_server(tmp_path_factory.mktemp("s3") / "log.txt") as running_server:
+        for name, content in CONTENT.items():
+            running_server.put(f"set/{name}", content)
+        running_server.put("set/notes.txt", b"no shard")
+        yield running_server
+
+
+@pytest.fixture
+def proxy(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(remote_files, "PART_BYTES", 1 << 15)
+    with running(FaultProxy(server.url, seed=5, delay_s=1.0)) as proxy:
+        for name, value in s3_environment(proxy.url).items():
+            monkeypatch.setenv(name, value)
+        # A file system keeps the endpoint it was made with.
+        monkeypatch.setattr(remote_files, "_stores", {})
+        yield proxy
+
+
+def access(tmp_path: Path, mode: str = "range", num_retries: int = 4) -> Access:
+    return Access("cache" if mode == "cache" else "range", tmp_path / "cache", 1.0, num_retries, timeout_s=0.5)
+
+
+def url(name: str) -> str:
+    return f"s3://{BUCKET}/set/{name}"
+
+
+def pieces(name: str, num: int) -> list[tuple[int, int]]:
+    draw = random.Random(name)
+    return [(draw.randrange(1, 5000), draw.randrange(len(CONTENT[name]) - 5000)) for _ in range(num)]
+
+
+def is_right(name: str, options: Access, num: int) -> bool:
+    file = open_bytes(url(name), options)
+    return all(file.pread(length, at) == CONTENT[name][at : at + length] for length, at in pieces(name, num))
+
+
+def test_many_range_reads_through_faults(proxy: FaultProxy, tmp_path: Path) -> None:
+    proxy.rate = 0.35
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda name: is_right(name, access(tmp_path), 40), CONTENT)) == [True] * 4
+    assert proxy.num_requests > 164 and all(proxy.counts[fault] >= 5 for fault in FAULTS)
+
+
+def test_many_processes_fill_one_cache_through_faults(proxy: FaultProxy, tmp_path: Path) -> None:
+    proxy.rate = 0.35
+    file_state(url("000.tar"), access(tmp_path))  # the parent has used its connections before it forks
+    fork = multiprocessing.get_context("fork")
+    results = fork.SimpleQueue()
+
+    def child() -> None:
+        results.put([is_right(name, access(tmp_path, "cache"), 20) for name in CONTENT])
+
+    children = [fork.Process(target=child) for _ in range(3)]
+    for process in children:
+        process.start()
+    for process in children:
+        process.join(60)
+    assert [results.get() for _ in children] == [[True] * 4] * 3
+    assert sorted(path.stat().st_size for path in shard_cache(access(tmp_path)).folder.iterdir()) == sorted(
+        len(content) for content in CONTENT.values()
+    )
+    downloads = sum(count for request, count in proxy.requests.items() if request.startswith("GET"))
+    assert downloads - sum(proxy.counts.values()) <= 4 * 7  # seven parts each, by one process, and faults again
+    assert sum(proxy.counts.values()) >= 8
+
+
+def test_listing(proxy: FaultProxy, tmp_path: Path) -> None:
+    proxy.rate = 0.35
+    every = [url(name) for name in CONTENT]
+    for pattern in (f"s3://{BUCKET}/set", f"s3://{BUCKET}/set/", url("*.tar"), url("{000..003}.tar"), url("00?.tar")):
+        assert expand_shards(pattern, access(tmp_path)) == every
+    assert expand_shards(url("00[13]*"), access(tmp_path)) == [every[1], every[3]]
+    for pattern, said in [(url("x*.tar"), "matches no file"), (f"s3://{BUCKET}/other/", "does not exist")]:
+        with pytest.raises(DataError, match=said):
+            expand_shards(pattern, access(tmp_path))
+    with pytest.raises(DataError, match=r"holds no \*\.csv file"):
+        expand_shards(f"s3://{BUCKET}/set", access(tmp_path), extensions=(".csv",))
+
+
+def test_what_is_wrong_for_good_is_told_at_once(proxy: FaultProxy, tmp_path: Path) -> None:
+    with pytest.raises(FileMissing, match=rf"'s3://{BUCKET}/set/none\.tar' cannot be read: does not exist"):
+        file_state(url("none.tar"), access(tmp_path))
+    with pytest.raises(FileMissing, match="does not exist"):
+        open_bytes("s3://no-such-bucket/a.tar", access(tmp_path))
+    assert find_state(url("none.parquet"), access(tmp_path)) is None
+    assert max(proxy.requests.values()) == 1
+
+
+def test_an_outage_ends_in_an_error_that_names_the_file(proxy: FaultProxy, tmp_path: Path) -> None:
+    file = open_bytes(url("000.tar"), access(tmp_path, num_retries=2))
+    proxy.rate, proxy.faults, proxy.longest_row = 1, ("status",), 99
+    with pytest.raises(DataError, match=rf"'s3://{BUCKET}/set/000\.tar' cannot be read: 3 attempts failed.*Reduce"):
+        file.pread(10, 10)
+    assert proxy.counts == {"status": 3}
+
+
+@pytest.mark.parametrize("mode", ["range", "cache"])
+def test_a_replaced_object_is_noticed(server: S3Server, proxy: FaultProxy, tmp_path: Path, mode: str) -> None:
+    server.put("replaced.tar", b"a" * 1000)
+    location, options = f"s3://{BUCKET}/replaced.tar", access(tmp_path, mode)
+    state = file_state(location, options)
+    server.put("replaced.tar", b"b" * 1000)
+    with pytest.raises(DataError, match="has changed since it was indexed"):
+        open_bytes(state, options).pread(10, 0)
+    assert open_bytes(location, options).pread(10, 0) == b"b" * 10
+
+
+def test_without_credentials(proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(DataError, match="credentials"):
+        file_state(url("000.tar"), access(tmp_path))
+    assert proxy.num_requests == 0

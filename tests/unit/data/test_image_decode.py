@@ -1,0 +1,208 @@
+import io
+import struct
+import tracemalloc
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image, ImageCms
+
+from sd_training.data.image_decode import ImageRules, decode, image_size
+from sd_training.data.problems import BadSample
+from tests import makers
+
+MANY = 10**8
+RED = (200, 30, 40)
+
+
+def encode(image: Image.Image, image_format: str = "PNG", **options: Any) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, format=image_format, **options)
+    return stream.getvalue()
+
+
+def decoded(data: bytes) -> NDArray[np.uint8]:
+    image = decode(data, ImageRules(MANY)).image
+    assert image.mode == "RGB"
+    return np.asarray(image)
+
+
+def claimed_png(width: int, height: int) -> bytes:
+    """A PNG whose header claims a size; there are no pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("image_format", ["PNG", "WEBP", "JPEG"])
+def test_formats(image_format: str) -> None:
+    picture = makers.picture(1)
+    options = {"lossless": True} if image_format == "WEBP" else {}
+    error = np.abs(decoded(encode(picture, image_format, **options)).astype(int) - np.asarray(picture))
+    assert error.max() <= (40 if image_format == "JPEG" else 0)
+    assert error.mean() < 5
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "P"])
+def test_grey_and_palette(mode: str) -> None:
+    picture = makers.picture(2).convert(mode)
+    assert np.array_equal(decoded(encode(picture)), np.asarray(picture.convert("RGB")))
+
+
+def test_cmyk() -> None:
+    solid = Image.new("RGB", (32, 32), RED).convert("CMYK")
+    assert np.abs(decoded(encode(solid, "JPEG", quality=100)).astype(int) - RED).max() <= 4
+
+
+def test_grey_jpeg() -> None:
+    assert np.abs(decoded(encode(Image.new("L", (16, 16), 77), "JPEG")).astype(int) - 77).max() <= 1
+
+
+def test_sixteen_bit_grey_keeps_its_range() -> None:
+    ramp = np.linspace(0, 65535, 64, dtype=np.uint16).reshape(8, 8)
+    pixels = decoded(encode(Image.fromarray(ramp)))
+    assert np.array_equal(pixels, np.repeat((ramp >> 8).astype(np.uint8)[..., None], 3, axis=2))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_alpha_is_laid_on_white(mode: str) -> None:
+    image = Image.new(mode, (3, 1))
+    colour = (0, 0, 0) if mode == "RGBA" else (0,)
+    for x, alpha in enumerate((0, 128, 255)):
+        image.putpixel((x, 0), (*colour, alpha))
+    assert decoded(encode(image))[0, :, 0].tolist() == [255, 127, 0]
+
+
+def test_palette_and_colour_key_transparency() -> None:
+    palette = Image.new("P", (2, 1))
+    palette.putpalette([10, 20, 30, 200, 100, 50])
+    palette.putpixel((1, 0), 1)
+    expected = [[10, 20, 30], [255, 255, 255]]
+    assert decoded(encode(palette, transparency=1))[0].tolist() == expected
+    colour = Image.new("RGB", (2, 1), (10, 20, 30))
+    colour.putpixel((1, 0), (1, 2, 3))
+    assert decoded(encode(colour, transparency=(1, 2, 3)))[0].tolist() == expected
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG"])
+def test_orientation(orientation: int, image_format: str) -> None:
+    """Each stored picture must come out upright: its left half red, its top right black."""
+    upright = Image.new("RGB", (40, 24), (255, 255, 255))
+    upright.paste(RED, (0, 0, 16, 24))
+    upright.paste((0, 0, 0), (24, 0, 40, 8))
+    turn = Image.Transpose
+    undo = {2: turn.FLIP_LEFT_RIGHT, 3: turn.ROTATE_180, 4: turn.FLIP_TOP_BOTTOM, 5: turn.TRANSPOSE}
+    undo |= {6: turn.ROTATE_90, 7: turn.TRANSVERSE, 8: turn.ROTATE_270}
+    stored = upright.transpose(undo[orientation]) if orientation > 1 else upright
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encode(stored, image_format, exif=exif)
+    assert image_size(io.BytesIO(data)) == (40, 24)
+    assert decode(data, ImageRules(MANY)).original_size == (24, 40)
+    pixels = decoded(data).astype(int)
+    assert pixels.shape == (24, 40, 3)
+    assert np.abs(pixels - np.asarray(upright)).mean() < 8
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
+def test_damaged_exif_does_not_lose_the_picture() -> None:
+    data = encode(makers.picture(1), "JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xffgarbage")
+    assert decoded(data).shape == (32, 40, 3)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "image file is empty"),
+        (b"no image", "image is not a readable"),
+        (b"GIF89a" + bytes(100), "image is not a readable"),
+        (encode(makers.picture(1), "BMP"), "image is not a readable"),
+        (encode(makers.picture(1), "JPEG")[:300], "image is not a readable|image cannot be decoded"),
+        (encode(makers.picture(1), "JPEG")[:-200], "image cannot be decoded"),
+        (encode(makers.picture(1))[:-200], "image cannot be decoded"),
+        (encode(makers.picture(1), "WEBP")[:-200], "image is not a readable|image cannot be decoded"),
+    ],
+)
+def test_damaged_files_are_bad_samples(data: bytes, reason: str) -> None:
+    with pytest.raises(BadSample, match=reason):
+        decode(data, ImageRules(MANY))
+
+
+def test_any_damage_is_either_decoded_or_a_bad_sample() -> None:
+    rng = np.random.default_rng(0)
+    files = [encode(makers.picture(3), kind) for kind in ("JPEG", "PNG", "WEBP")]
+    for trial in range(600):
+        data = bytearray(files[trial % 3])
+        for _ in range(int(rng.integers(1, 6))):
+            data[int(rng.integers(len(data)))] = int(rng.integers(256))
+        try:
+            assert decode(bytes(data), ImageRules(10**6)).image.mode == "RGB"
+        except BadSample:
+            continue
+
+
+@pytest.mark.parametrize(("width", "height"), [(30_000, 30_000), (100_000, 100_000), (2**31 - 1, 2**31 - 1), (20, 11)])
+def test_a_bomb_is_refused_before_memory_is_taken(width: int, height: int) -> None:
+    data = claimed_png(width, height)
+    tracemalloc.start()
+    with pytest.raises(BadSample, match="image has too many pixels"):
+        decode(data, ImageRules(200))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
+
+
+def test_the_limit_of_the_run_counts_not_pillows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    assert decode(encode(makers.picture(1)), ImageRules(40 * 32)).image.size == (40, 32)
+    with pytest.raises(BadSample, match="40 × 32"):
+        decode(encode(makers.picture(1)), ImageRules(40 * 32 - 1))
+
+
+def test_sizes_come_from_the_header() -> None:
+    assert image_size(io.BytesIO(claimed_png(70_000, 3))) == (70_000, 3)
+    assert image_size(io.BytesIO(encode(makers.picture(1), "JPEG")[:700])) == (40, 32)
+    assert image_size(io.BytesIO(b"no image")) == (0, 0)
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_a_jpeg_is_decoded_at_the_smallest_scale_that_covers(orientation: int) -> None:
+    """640 × 480 for 100 high and 80 wide: the scale needed is 100/480, between 1/4 and 1/8."""
+    picture = makers.picture(2, 640, 480)
+    stored = picture.transpose(Image.Transpose.ROTATE_90) if orientation == 6 else picture
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encode(stored, "JPEG", quality=95, exif=exif)
+    result = decode(data, ImageRules(MANY), cover=(100, 80))
+    assert result.image.size == (160, 120)
+    assert result.original_size == (480, 640)
+    assert decode(data, ImageRules(MANY), cover=(121, 80)).image.size == (320, 240)
+    assert decode(data, ImageRules(MANY), cover=(481, 641)).image.size == (640, 480)
+
+
+def swapped_profile() -> bytes:
+    """sRGB whose red and blue have changed places: the two entries of the tag table point at each other's data."""
+    profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    (count,) = struct.unpack_from(">I", profile, 128)
+    places = {bytes(profile[132 + 12 * i : 136 + 12 * i]): 136 + 12 * i for i in range(count)}
+    red, blue = places[b"rXYZ"], places[b"bXYZ"]
+    profile[red : red + 8], profile[blue : blue + 8] = profile[blue : blue + 8], profile[red : red + 8]
+    return bytes(profile)
+
+
+def test_colour_profiles_are_converted_when_asked() -> None:
+    linear = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
+    data = encode(Image.new("RGB", (16, 16), RED), "PNG", icc_profile=swapped_profile())
+    plain = decode(data, ImageRules(MANY)).image.getpixel((3, 3))
+    assert plain == RED
+    converted = decode(data, ImageRules(MANY, icc_to_srgb=True)).image.getpixel((3, 3))
+    assert np.abs(np.subtract(converted, RED[::-1])).max() <= 2
+    for profile in (b"no profile", linear):
+        odd = encode(Image.new("RGB", (16, 16), RED), "PNG", icc_profile=profile)
+        assert decode(odd, ImageRules(MANY, icc_to_srgb=True)).image.getpixel((3, 3)) == RED

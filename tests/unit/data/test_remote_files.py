@@ -1,0 +1,184 @@
+import importlib.util
+import multiprocessing
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sd_training.data import remote_files, retries
+from sd_training.data.byte_files import Access, FileMissing, FileState, LocalFile, file_state, find_state, open_bytes
+from sd_training.data.remote_files import shard_cache
+from sd_training.errors import ConfigError, DataError
+from tests.integration.fault_proxy import FaultProxy, running
+from tests.integration.http_files import WebFiles, web_files
+
+CONTENT = random.Random(1).randbytes(300_000)
+RANGE = Access("range", num_retries=4, timeout_s=5)
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.005)
+    monkeypatch.setattr(remote_files, "PART_BYTES", 1 << 16)  # several parts
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.fixture
+def web() -> Iterator[WebFiles]:
+    with web_files() as server:
+        server.files["/a.tar"] = CONTENT
+        yield server
+
+
+@pytest.fixture
+def cached(tmp_path: Path) -> Access:
+    return Access("cache", tmp_path / "shards", 1, num_retries=4, timeout_s=5)
+
+
+def test_range_reads(web: WebFiles) -> None:
+    state = file_state(f"{web.url}/a.tar", RANGE)
+    assert state.size == len(CONTENT) and state.version
+    file = open_bytes(state, RANGE)
+    for offset in (0, 1, 77_777, len(CONTENT) - 5):
+        assert file.pread(5, offset) == CONTENT[offset : offset + 5]
+    assert file.pread(0, 0) == b"" and web.counts["/a.tar"] == 5
+    with pytest.raises(DataError, match=r"a\.tar' has 300000 bytes, 6 from 299995 were expected"):
+        file.pread(6, len(CONTENT) - 5)
+
+
+def test_an_empty_file(web: WebFiles, cached: Access) -> None:
+    web.files["/empty"] = b""
+    for access in (RANGE, cached):
+        assert open_bytes(f"{web.url}/empty", access).pread(0, 0) == b""
+
+
+def test_cached_once(web: WebFiles, cached: Access) -> None:
+    state = file_state(f"{web.url}/a.tar", cached)
+    for _ in range(2):
+        file = open_bytes(state, cached)
+        assert isinstance(file, LocalFile) and file.pread(len(CONTENT), 0) == CONTENT
+    assert web.counts["/a.tar"] == 1 + 5  # the look and five parts of 64 KiB
+    with pytest.raises(DataError, match=rf"{web.url}/a\.tar.*expected"):
+        file.pread(1, len(CONTENT))
+
+
+def test_a_damaged_cache_is_filled_again(web: WebFiles, cached: Access) -> None:
+    state = file_state(f"{web.url}/a.tar", cached)
+    open_bytes(state, cached).close()
+    (path,) = shard_cache(cached).folder.glob("*.data")
+    path.write_bytes(b"short")
+    assert open_bytes(state, cached).pread(10, 100) == CONTENT[100:110]
+
+
+def test_larger_than_the_cache(web: WebFiles, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"does not fit.*remote\.mode=range"):
+        open_bytes(f"{web.url}/a.tar", Access("cache", tmp_path, cache_gib=1e-4))
+    assert web.counts["/a.tar"] == 1  # nothing was downloaded in vain
+
+
+def test_default_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert shard_cache(Access()).folder == Path("/somewhere/sd_training/shards")
+
+
+@pytest.mark.parametrize("mode", ["range", "cache"])
+def test_a_changed_file_is_noticed(web: WebFiles, tmp_path: Path, mode: str) -> None:
+    access = Access("range" if mode == "range" else "cache", tmp_path)
+    state = file_state(f"{web.url}/a.tar", access)
+    web.files["/a.tar"] = CONTENT[::-1]  # as long as before
+    with pytest.raises(DataError, match=r"a\.tar' has changed since it was indexed"):
+        open_bytes(state, access).pread(10, 0)
+    assert file_state(f"{web.url}/a.tar", access).version != state.version
+
+
+def test_a_server_without_ranges(web: WebFiles, cached: Access) -> None:
+    web.has_ranges = False
+    state = file_state(f"{web.url}/a.tar", RANGE)
+    assert state.size == len(CONTENT)
+    with pytest.raises(DataError, match=r"sends no parts.*remote\.mode=cache"):
+        open_bytes(state, RANGE).pread(10, 5)
+    assert open_bytes(state, cached).pread(10, 5) == CONTENT[5:15]
+
+
+def test_missing_and_forbidden_files_are_told_at_once(web: WebFiles) -> None:
+    with pytest.raises(FileMissing, match=r"none\.tar' cannot be read: does not exist"):
+        file_state(f"{web.url}/none.tar", RANGE)
+    web.secret = "key=abc"
+    assert file_state(f"{web.url}/a.tar?key=abc", RANGE).size == len(CONTENT)
+    with pytest.raises(FileMissing, match="not allowed") as error:
+        file_state(f"{web.url}/a.tar?key=wrong", RANGE)
+    assert "wrong" not in str(error.value)
+    assert find_state(f"{web.url}/a.tar", RANGE) is None
+    assert web.counts == {"/none.tar": 1, "/a.tar": 3}
+
+
+def test_nobody_answers() -> None:
+    with pytest.raises(DataError, match="2 attempts failed, the last one with: ClientConnectorError") as error:
+        file_state("http://me:word@127.0.0.1:9/a.tar?key=1", Access(num_retries=1, timeout_s=5))
+    assert "word" not in str(error.value) and "key" not in str(error.value)
+
+
+@pytest.mark.parametrize("fault", ["status", "reset", "truncated", "short", "delay"])
+@pytest.mark.parametrize("mode", ["range", "cache"])
+def test_every_fault_is_overcome(web: WebFiles, tmp_path: Path, mode: str, fault: str) -> None:
+    access = Access("range" if mode == "range" else "cache", tmp_path, num_retries=2, timeout_s=0.2)
+    proxy = FaultProxy(web.url, rate=1, faults=(fault,), delay_s=0.4, longest_row=2)
+    state = file_state(f"{web.url}/a.tar", access)
+    with running(proxy):
+        file = open_bytes(FileState(f"{proxy.url}/a.tar", state.size, state.version), access)
+        assert file.pread(1000, 200_000) == CONTENT[200_000:201_000]
+    assert proxy.counts == {fault: 2 * (1 if mode == "range" else 5)}  # each request failed twice, then came
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [("short", "500 bytes instead of 1000"), ("truncated", "not completed"), ("delay", "in time")]
+)
+def test_a_fault_that_stays_ends_in_an_error(web: WebFiles, fault: str, said: str) -> None:
+    access = Access("range", num_retries=1, timeout_s=0.2)
+    state = file_state(f"{web.url}/a.tar", access)
+    proxy = FaultProxy(web.url, rate=1, faults=(fault,), delay_s=0.4, longest_row=99)
+    with running(proxy):
+        at_proxy = FileState(f"{proxy.url}/a.tar", state.size, state.version)
+        with pytest.raises(DataError, match=rf"a\.tar' cannot be read: 2 attempts failed.*{said}"):
+            open_bytes(at_proxy, access).pread(1000, 0)
+
+
+def test_threads_share_one_file(web: WebFiles) -> None:
+    file = open_bytes(f"{web.url}/a.tar", RANGE)
+    offsets = [number * 1009 for number in range(200)]
+    with ThreadPoolExecutor(8) as pool:
+        pieces = list(pool.map(lambda offset: file.pread(50, offset), offsets))
+    assert pieces == [CONTENT[offset : offset + 50] for offset in offsets]
+
+
+def test_forked_processes_read_after_their_parent_has(web: WebFiles) -> None:
+    """As torch's loader processes do, while another thread of the parent is busy reading."""
+    fork = multiprocessing.get_context("fork")
+    file = open_bytes(f"{web.url}/a.tar", RANGE)
+    assert file.pread(9, 9) == CONTENT[9:18]
+
+    def child(seed: int, results: "multiprocessing.SimpleQueue[bool]") -> None:
+        offsets = [random.Random(seed).randrange(len(CONTENT) - 50) for _ in range(10)]
+        results.put(all(file.pread(50, offset) == CONTENT[offset : offset + 50] for offset in offsets))
+
+    results = fork.SimpleQueue()
+    with ThreadPoolExecutor(2) as pool:
+        for round_of_forks in range(3):
+            busy = [pool.submit(file.pread, 100, offset) for offset in range(0, 40_000, 1000)]
+            children = [fork.Process(target=child, args=(round_of_forks * 2 + i, results)) for i in range(2)]
+            for process in children:
+                process.start()
+            for process in children:
+                process.join(20)
+            assert [process.exitcode for process in children] == [0, 0]
+            assert [future.result(20) for future in busy] == [CONTENT[o : o + 100] for o in range(0, 40_000, 1000)]
+    assert [results.get() for _ in range(6)] == [True] * 6
+    assert file.pread(9, 9) == CONTENT[9:18]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is installed")
+def test_google_needs_a_package() -> None:
+    with pytest.raises(ConfigError, match="pip install gcsfs"):
+        file_state("gs://bucket/a.tar", Access())

@@ -1,0 +1,237 @@
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sd_training.data.shard_cache import GIB, ShardCache
+from sd_training.errors import DataError
+
+KIB = 1024 / GIB
+FORK = multiprocessing.get_context("fork")
+
+
+def writing(size: int, fill: bytes = b"x") -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        path.write_bytes(fill * size)
+
+    return write
+
+
+def refusing(path: Path) -> None:
+    raise AssertionError("the file was there already")
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.suffix for path in folder.iterdir())
+
+
+def size_now(entry: "os.DirEntry[str]") -> int:
+    try:
+        return entry.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def age(path: Path, seconds: int) -> None:
+    os.utime(path, (time.time() - seconds,) * 2)
+
+
+def test_made_once_and_found_again(tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path / "new" / "folder", 1)
+    path = cache.get("key", writing(100), 100)
+    assert path.read_bytes() == b"x" * 100
+    assert cache.get("key", refusing) == path
+    assert cache.get("other key", writing(5)) != path
+    assert files(tmp_path / "new" / "folder") == [".data", ".data"]  # no locks and no partial files stay
+    cache.forget("key")
+    assert not path.exists()
+
+
+def test_what_was_not_used_for_longest_goes(tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path, 10 * KIB)
+    paths = [cache.get(str(number), writing(3000), 3000) for number in range(3)]
+    for path, seconds in zip(paths, (30, 20, 10), strict=True):
+        age(path, seconds)
+    with paths[1].open("rb") as still_open:
+        cache.get("0", refusing)  # used now, so the second is the oldest
+        cache.get("3", writing(3000), 3000)
+        assert [path.exists() for path in paths] == [True, False, True]
+        assert len(still_open.read()) == 3000
+    cache.get("4", writing(9000))  # of a size that nobody knew
+    assert files(tmp_path) == [".data"]
+
+
+@pytest.mark.parametrize("size", [None, 20_000])
+def test_larger_than_the_whole_cache(tmp_path: Path, size: int | None) -> None:
+    cache = ShardCache(tmp_path, 10 * KIB)
+    kept = cache.get("kept", writing(3000))
+    with pytest.raises(DataError, match=r"does not fit.*cache_gib"):
+        cache.get("key", writing(20_000), size)
+    assert kept.exists() and files(tmp_path) == [".data"]
+
+
+def test_another_size_than_announced_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="99 bytes instead of 100"):
+        ShardCache(tmp_path, 1).get("key", writing(99), 100)
+    assert files(tmp_path) == []
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    def fail(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise DataError("the reason")
+
+    with pytest.raises(DataError, match="the reason"):
+        ShardCache(tmp_path, 1).get("key", fail)
+    assert files(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(DataError, match=r"shard cache.*file/cache.*cannot be used"):
+        ShardCache(tmp_path / "file" / "cache", 1).get("key", writing(1))
+
+
+def test_a_crash_leaves_what_the_next_process_removes(tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path, 1)
+
+    def crash(path: Path) -> None:
+        path.write_bytes(b"half")
+        os._exit(9)
+
+    process = FORK.Process(target=cache.get, args=("key", crash))
+    process.start()
+    process.join()
+    assert files(tmp_path) == [".lock", ".partial"]
+    cache.get("another key", writing(3))
+    assert files(tmp_path) == [".data"]
+    assert cache.get("key", writing(7)).read_bytes() == b"x" * 7
+
+
+def test_many_processes_one_producer_per_key(tmp_path: Path) -> None:
+    made, right = tmp_path / "made", FORK.Value("i", 0)
+
+    def produce(key: str, path: Path) -> None:
+        with made.open("a") as log:
+            log.write(f"{key}\n")
+        time.sleep(0.05)
+        path.write_bytes(key.encode() * 10)
+
+    def use() -> None:
+        cache = ShardCache(tmp_path / "cache", 1)
+        got = [cache.get(key, lambda path, key=key: produce(key, path)).read_bytes() for key in "abc"]  # type: ignore[misc]
+        with right.get_lock():
+            right.value += got == [b"a" * 10, b"b" * 10, b"c" * 10]
+
+    processes = [FORK.Process(target=use) for _ in range(6)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert right.value == 6
+    assert sorted(made.read_text().split()) == ["a", "b", "c"]
+
+
+def test_threads_of_one_process_too(tmp_path: Path) -> None:
+    cache, made = ShardCache(tmp_path, 1), []
+
+    def produce(path: Path) -> None:
+        made.append(path)
+        time.sleep(0.05)
+        path.write_bytes(b"abc")
+
+    threads = [threading.Thread(target=cache.get, args=("key", produce)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+
+
+def test_never_two_producers_of_one_key_at_a_time(tmp_path: Path) -> None:
+    """Lock files are deleted while others wait for them; who waited must notice."""
+    cache, inside, most = ShardCache(tmp_path, 1), [], [0]
+
+    def produce(path: Path) -> None:
+        inside.append(path)
+        most[0] = max(most[0], len(inside))
+        time.sleep(0.001)
+        inside.pop()
+
+    def use() -> None:
+        for _ in range(15):
+            cache.get("key", produce)
+            cache.forget("key")
+
+    threads = [threading.Thread(target=use) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1]
+
+
+def test_files_being_made_count_and_are_left_alone(tmp_path: Path) -> None:
+    cache, half, go_on = ShardCache(tmp_path, 10 * KIB), threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def slowly(path: Path) -> None:
+        half.set()
+        assert go_on.wait(10)
+        order.append("slow")
+        path.write_bytes(b"s" * 6000)
+
+    def quickly(path: Path) -> None:
+        order.append("quick")
+        path.write_bytes(b"q" * 6000)
+
+    slow = threading.Thread(target=cache.get, args=("slow", slowly, 6000))
+    slow.start()
+    assert half.wait(10)
+    quick = threading.Thread(target=cache.get, args=("quick", quickly, 6000))
+    quick.start()  # 12,000 bytes are more than the cache holds: waits until the first is done, then deletes it
+    time.sleep(0.3)
+    assert order == [] and quick.is_alive()
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 10 * 1024
+    go_on.set()
+    slow.join()
+    quick.join()
+    assert order == ["slow", "quick"]
+    assert cache.get("quick", refusing).read_bytes() == b"q" * 6000
+    assert files(tmp_path) == [".data"]
+
+
+def test_the_folder_never_grows_beyond_its_limit(tmp_path: Path) -> None:
+    def use(seed: int) -> None:
+        cache = ShardCache(tmp_path, 20 * KIB)
+        for number in range(25):
+            key = str((seed * 7 + number * number) % 12)
+            opened = cache.open(key, writing(4000, key[-1].encode()), lambda path: path.open("rb"), 4000)
+            assert opened.read() == key[-1].encode() * 4000
+
+    processes = [FORK.Process(target=use, args=(seed,)) for seed in range(4)]
+    for process in processes:
+        process.start()
+    largest = 0
+    while any(process.is_alive() for process in processes):
+        largest = max(largest, sum(map(size_now, os.scandir(tmp_path))))
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert 0 < largest <= 20 * 1024 + 4000  # a scan of a changing folder may see a file by its old and its new name
+    assert set(files(tmp_path)) == {".data"}
+
+
+def test_open_gets_a_deleted_file_again(tmp_path: Path) -> None:
+    cache, tries = ShardCache(tmp_path, 1), []
+
+    def opener(path: Path) -> bytes:
+        tries.append(path)
+        if len(tries) == 1:
+            path.unlink()  # as another process that needs room does
+        return path.read_bytes()
+
+    assert cache.open("key", writing(4), opener) == b"xxxx"
+    assert len(tries) == 2

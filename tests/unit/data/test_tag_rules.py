@@ -1,0 +1,320 @@
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sd_training.config.data_schema import TagConfig
+from sd_training.data.draws import generator
+from sd_training.data.tag_rules import (
+    Tagged,
+    TagRecord,
+    TagRules,
+    considered,
+    judge,
+    judge_aspect,
+    judged_by,
+    limited,
+    read_tag_record,
+    read_tags,
+    tag_caption,
+    tag_rules,
+    with_score_tag,
+    write_tags,
+)
+from sd_training.errors import ConfigError
+
+KINDLE = {
+    "tags": ["oc:kindle", "oc", "kirin", "artist:lulubell", "oc only", "solo", "safe"],
+    "score": 55,
+    "path": "images/287/2877648.png",
+    "aspect_ratio": 1.0,
+    "anything": {"else": None},
+}
+"""The example of the original's description."""
+SCORE_TAGS = [3200, 1600, 800, 600, 400, 300, 200, 150, 100, 50, 25, 5]
+
+
+def no_draws(purpose: str) -> np.random.Generator:
+    raise AssertionError(f"{purpose} drawn")
+
+
+def visit(position: int) -> Callable[[str], np.random.Generator]:
+    return lambda purpose: generator(7, purpose, position)
+
+
+def record(score: int = 100, tags: tuple[str, ...] = ("a", "b"), aspect_ratio: float | None = 1.0) -> TagRecord:
+    return TagRecord("images/1.png", aspect_ratio, score, list(tags))
+
+
+def written(**changes: Any) -> str:
+    return json.dumps({name: value for name, value in {**KINDLE, **changes}.items() if value is not None})
+
+
+def test_the_originals_example() -> None:
+    rules = tag_rules(
+        TagConfig(
+            shuffle_tag_p=0.0,
+            blacklist_tags=["animated", "machine learning generated"],
+            non_caption_tags=["high res", "alternate version"],
+            replacements={"princess luna": "luna", "artist:": "by=", ":": "=", " ": "_"},
+            tag_separator=" ",
+            abs_min_score=50,
+            min_score=155,
+            score_tags=SCORE_TAGS,
+            tag_bonus_scores={"solo": 100, "monochrome": -75},
+        )
+    )
+    kindle = read_tag_record(json.dumps(KINDLE))
+    assert judge(kindle, rules) is None
+    assert judge(kindle, dataclasses.replace(rules, min_score=156)) == "score with bonuses below min_score: 155"
+    caption = "by=lulubell kirin oc oc_only oc=kindle safe scr50 solo"
+    assert tag_caption(read_tags(write_tags(kindle)), rules, no_draws) == caption
+
+
+def test_the_default_rules_are_those_of_the_schema() -> None:
+    assert tag_rules(TagConfig()) == TagRules()
+    assert {f.name for f in dataclasses.fields(TagConfig)} == {f.name for f in dataclasses.fields(TagRules)}
+
+
+def test_every_option_arrives() -> None:
+    options: dict[str, Any] = {
+        "consider_every_nth": 8,
+        "score_tags": [2, 1],
+        "abs_min_score": 1,
+        "min_score": 2,
+        "tag_bonus_scores": {"a": -1},
+        "blacklist_tags": ["b"],
+        "non_caption_tags": ["c"],
+        "non_caption_tag_prefixes": ["d:"],
+        "replacements": {"e": ""},
+        "shuffle_tag_p": 0.5,
+        "caption_sorter": "as_written",
+        "tag_separator": "",
+        "final_tag_separator": True,
+        "skip_caption": True,
+        "aspect_range": [0.5, 2],
+        "limit_images": 3,
+    }
+    rules = tag_rules(TagConfig(**options))
+    kept = {name: getattr(rules, name) for name in options}
+    assert {name: list(v) if isinstance(v, tuple | frozenset) else v for name, v in kept.items()} == options
+
+
+@pytest.mark.parametrize(("score", "expected"), [(101, ["a", "scr100"]), (100, ["a", "scr100"]), (99, ["a", "scr50"])])
+def test_a_score_tag_is_given_from_its_threshold_on(score: int, expected: list[str]) -> None:
+    assert with_score_tag(["a"], score, TagRules(score_tags=tuple(SCORE_TAGS))) == expected
+
+
+def test_at_most_one_score_tag() -> None:
+    assert with_score_tag(["a"], 4, TagRules(score_tags=tuple(SCORE_TAGS))) == ["a"]
+    assert with_score_tag(["a"], 10_000, TagRules(score_tags=tuple(SCORE_TAGS))) == ["a", "scr3200"]
+
+
+@pytest.mark.parametrize(
+    ("sample", "options", "reason"),
+    [
+        (record(), {}, None),
+        (record(score=25), {"min_score": 25}, None),
+        (record(score=24), {"min_score": 0}, "score below abs_min_score: 24"),
+        # A bonus does not help against abs_min_score.
+        (record(score=24), {"min_score": 0, "tag_bonus_scores": {"a": 100}}, "score below abs_min_score: 24"),
+        (record(score=49), {}, "score with bonuses below min_score: 49"),
+        (record(score=49), {"tag_bonus_scores": {"a": 1}}, None),
+        (record(score=60), {"tag_bonus_scores": {"a": -5.5, "b": -5}}, "score with bonuses below min_score: 49.5"),
+        # Exact members only, each once.
+        (
+            record(score=49, tags=("ab", "a b")),
+            {"tag_bonus_scores": {"a": 1}},
+            "score with bonuses below min_score: 49",
+        ),
+        (record(score=48, tags=("a", "a")), {"tag_bonus_scores": {"a": 1}}, "score with bonuses below min_score: 49"),
+        (record(), {"blacklist_tags": ["b", "c"]}, "blacklisted tag: b"),
+        (record(tags=("bb",)), {"blacklist_tags": ["b"]}, None),
+        # The score tag earns bonuses and can be blacklisted, but comes from the picture's own score.
+        (record(score=30), {"score_tags": [25], "tag_bonus_scores": {"scr25": 20}}, None),
+        (record(score=60), {"score_tags": [50], "blacklist_tags": ["scr50"]}, "blacklisted tag: scr50"),
+        (record(score=40), {"score_tags": [50], "tag_bonus_scores": {"a": 20}, "blacklist_tags": ["scr50"]}, None),
+        # The first reason in the order of operations counts.
+        (record(score=1, aspect_ratio=2.0), {"blacklist_tags": ["a"]}, "aspect ratio outside aspect_range: 2"),
+        (record(score=1), {"blacklist_tags": ["a"]}, "score below abs_min_score: 1"),
+        (record(score=30), {"blacklist_tags": ["a"]}, "score with bonuses below min_score: 30"),
+        (record(aspect_ratio=None), {}, None),
+    ],
+)
+def test_judging(sample: TagRecord, options: dict[str, Any], reason: str | None) -> None:
+    assert judge(sample, tag_rules(TagConfig(**options))) == reason
+
+
+def test_the_aspect_range_counts_and_includes_its_ends() -> None:
+    assert judge_aspect(0.71, TagRules()) is judge_aspect(1.42, TagRules()) is None
+    assert judge_aspect(0.70, TagRules()) == "aspect ratio outside aspect_range: 0.7"
+    wide = tag_rules(TagConfig(aspect_range=[1.5, 2.0]))
+    assert judge(record(aspect_ratio=1.7), wide) is None
+    assert judge(record(aspect_ratio=1.0), wide) == "aspect ratio outside aspect_range: 1"
+
+
+def test_non_caption_tags_and_prefixes() -> None:
+    tags = ["b", "a:x", "a", "ab", "scr", "ba:"]
+    assert tag_caption(
+        Tagged(60, tags), TagRules(non_caption_tags=frozenset({"a", "scr50"}), score_tags=(50,)), no_draws
+    ) == ("a:x, ab, b, ba:, scr")
+    assert tag_caption(Tagged(60, tags), TagRules(non_caption_tag_prefixes=("a:", "sc")), no_draws) == "a, ab, b, ba:"
+
+
+def test_order_of_tags_that_are_not_shuffled() -> None:
+    assert tag_caption(Tagged(9, ["b", "C", "a"]), TagRules(score_tags=(5,)), no_draws) == "C, a, b, scr5"
+    rules = TagRules(score_tags=(5,), caption_sorter="as_written")
+    assert tag_caption(Tagged(9, ["b", "C", "a"]), rules, no_draws) == "b, C, a, scr5"
+
+
+def test_replacements_in_their_order_before_separators() -> None:
+    def caption(separator: str, **replacements: str) -> str:
+        rules = TagRules(replacements=replacements, tag_separator=separator)
+        return tag_caption(Tagged(0, ["artist:x y", "cat"]), rules, no_draws)
+
+    assert caption(", ", **{"artist:": "by=", ":": "="}) == "by=x y, cat"
+    assert caption(", ", **{":": "=", "artist:": "by="}) == "artist=x y, cat"
+    assert caption(" ", **{" ": "_"}) == "artist:x_y cat"
+    assert caption(", ", a="b", b="c") == "crtist:x y, cct"
+    assert caption("|", **{"cat": ""}) == "artist:x y|"
+
+
+def test_tags_with_bars_survive_without_replacements() -> None:
+    assert tag_caption(Tagged(0, ["a||b", "c|"]), TagRules(), no_draws) == "a||b, c|"
+
+
+def test_final_separator_and_empty_captions() -> None:
+    assert tag_caption(Tagged(0, ["a", "b"]), TagRules(final_tag_separator=True), no_draws) == "a, b, "
+    assert tag_caption(Tagged(0, ["a"]), TagRules(final_tag_separator=True, skip_caption=True), no_draws) == ""
+    assert tag_caption(Tagged(0, []), TagRules(), no_draws) == ""
+
+
+def test_shuffling_is_drawn_at_every_visit() -> None:
+    rules, tags = TagRules(shuffle_tag_p=0.5), ["b", "c", "a", "d"]
+    counts = Counter(tag_caption(Tagged(0, tags), rules, visit(i)) for i in range(4800))
+    assert len(counts) == 24
+    assert counts["a, b, c, d"] / 4800 == pytest.approx(0.5 + 0.5 / 24, abs=0.03)
+    assert all(
+        count / 4800 == pytest.approx(0.5 / 24, abs=0.01) for caption, count in counts.items() if caption[0] != "a"
+    )
+    assert tag_caption(Tagged(0, tags), rules, visit(3)) == tag_caption(Tagged(0, tags), rules, visit(3))
+
+
+def test_every_nth_of_the_sorted_files() -> None:
+    names = ["d/1", "a/2", "c/9", "b/0", "a/10"]
+    assert considered(names, TagRules(consider_every_nth=2)) == ["a/10", "b/0", "d/1"]
+    assert considered(names, TagRules()) == sorted(names)
+
+
+def test_a_limit_is_a_fixed_random_choice() -> None:
+    keys = [f"{i:05d}" for i in range(2000)]
+    few, more = (limited(keys, limit) for limit in (100, 500))
+    assert (len(few), len(more)) == (100, 500)
+    assert set(few) < set(more)
+    assert np.mean(more) == pytest.approx(1000, abs=100)
+    assert list(few) == sorted(few)
+    assert {keys[i] for i in few} == {keys[::-1][i] for i in limited(keys[::-1], 100)}
+    assert list(limited(keys, 100)) == list(few) != list(limited(keys, 100, seed=2))
+    assert list(limited(keys[:3], 5)) == [0, 1, 2]
+    assert list(limited([], 5)) == []
+    # Runs of different versions must train on the same choice.
+    assert [keys[i] for i in limited(keys, 5)] == ["00175", "00197", "00969", "01180", "01944"]
+
+
+def test_read_a_record() -> None:
+    assert read_tag_record(json.dumps(KINDLE)) == (KINDLE["path"], 1.0, 55, KINDLE["tags"])
+    assert read_tag_record(written(aspect_ratio=None)).aspect_ratio is None
+    assert read_tag_record(written(score=-3.0, path="./a//b.png"))[:3] == ("a/b.png", 1.0, -3)
+    assert isinstance(read_tag_record(written(score=7.0)).score, int)
+    assert read_tag_record(written(tags=[])).tags == []
+
+
+def test_what_the_index_keeps() -> None:
+    kindle = read_tag_record(written(tags=["é, ☃", '"', "a||b"]))
+    assert write_tags(kindle) == '[55,"é, ☃","\\"","a||b"]'
+    assert read_tags(write_tags(kindle)) == Tagged(55, ["é, ☃", '"', "a||b"])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "no JSON object"),
+        (written(tags=None), "without tags"),
+        (written(score=None), "without score"),
+        (written(path=None), "without path"),
+        (written(path=3), "path that is no text"),
+        (written(path="a\0b"), "path that is no text"),
+        (written(path="\ud800.png"), "path that is no text"),
+        (written(path="/etc/passwd"), "leads out"),
+        (written(path="a/../../b.png"), "leads out"),
+        (written(path=""), "leads out"),
+        (written(score="55"), "no whole number"),
+        (written(score=True), "no whole number"),
+        (written(score=1.5), "no whole number"),
+        (written(score=float("nan")), "no whole number"),
+        (written(score=10**30), "no whole number"),
+        (written(aspect_ratio=0), "no number above 0"),
+        (written(aspect_ratio="1"), "no number above 0"),
+        (written(aspect_ratio=float("nan")), "no number above 0"),
+        (written(aspect_ratio=10**400), "no number above 0"),
+        (written(tags="a, b"), "no list of texts"),
+        (written(tags=["a", 1]), "no list of texts"),
+        (written(tags=["\udc00"]), "no list of texts"),
+    ],
+)
+def test_a_damaged_record_says_what_is_wrong(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        read_tag_record(text)
+
+
+def test_judged_by_names_exactly_what_judging_depends_on() -> None:
+    base = judged_by(TagRules())
+    judging = {"score_tags", "abs_min_score", "min_score", "tag_bonus_scores", "blacklist_tags", "aspect_range"}
+    changed: dict[str, Any] = {
+        "consider_every_nth": 2,
+        "score_tags": (1,),
+        "abs_min_score": 1.0,
+        "min_score": 1.0,
+        "tag_bonus_scores": {"a": 1.0},
+        "blacklist_tags": frozenset({"a"}),
+        "non_caption_tags": frozenset({"a"}),
+        "non_caption_tag_prefixes": ("a",),
+        "replacements": {"a": "b"},
+        "shuffle_tag_p": 0.5,
+        "caption_sorter": "as_written",
+        "tag_separator": ";",
+        "final_tag_separator": True,
+        "skip_caption": True,
+        "aspect_range": (1.0, 2.0),
+        "limit_images": 3,
+    }
+    assert set(changed) == {f.name for f in dataclasses.fields(TagRules)}
+    moved = {
+        name for name, value in changed.items() if judged_by(dataclasses.replace(TagRules(), **{name: value})) != base
+    }
+    assert moved == judging
+    sets = (frozenset({"a", "b", "c"}), frozenset({"c", "b", "a"}))
+    assert judged_by(TagRules(blacklist_tags=sets[0])) == judged_by(TagRules(blacklist_tags=sets[1]))
+
+
+def test_all_problems_of_a_config_at_once() -> None:
+    config = TagConfig(
+        score_tags=[5, 25, 50], aspect_range=[2, 1], replacements={"": "x"}, non_caption_tag_prefixes=["a:", ""]
+    )
+    with pytest.raises(ConfigError) as error:
+        tag_rules(config)
+    options = [problem.partition(":")[0] for problem in error.value.problems]
+    names = ("score_tags", "aspect_range", "replacements", "non_caption_tag_prefixes")
+    assert options == [f"dataset.params.tags.{name}" for name in names]
+    for bad in ([1.0], [0.0, 1.0], [1.0, float("inf")], [float("nan"), 1.0]):
+        with pytest.raises(ConfigError, match="aspect_range"):
+            tag_rules(TagConfig(aspect_range=bad))
+    with pytest.raises(ConfigError, match="score_tags"):
+        tag_rules(TagConfig(score_tags=[5, 5]))
