@@ -68,6 +68,10 @@ def file_state(location: str, access: Access) -> FileState:
         DataError: it cannot be reached, after all retries.
         ConfigError: its protocol is unknown or not installed.
     """
+    if location.startswith("pipe:"):
+        from sd_training.data.pipe_files import pipe_state  # stands on this module
+
+        return pipe_state(location, access)
     if is_remote(location):
         from sd_training.data.remote_files import remote_state  # local runs need no network libraries
 
@@ -101,6 +105,10 @@ def open_bytes(file: str | FileState, access: Access) -> ByteFile:
         FileMissing, DataError, ConfigError: as `file_state`; DataError also when the file is not in the given state.
     """
     location = file if isinstance(file, str) else file.location
+    if location.startswith("pipe:"):
+        from sd_training.data.pipe_files import open_pipe, pipe_state  # stands on this module
+
+        return open_pipe(pipe_state(file, access) if isinstance(file, str) else file, access)
     if not is_remote(location):
         opened = LocalFile(local_path(location), location)
         if isinstance(file, FileState) and (opened.size, opened.version) != (file.size, file.version):

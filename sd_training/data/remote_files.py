@@ -18,7 +18,7 @@ from sd_training.data.byte_files import Access, ByteFile, FileMissing, FileState
 from sd_training.data.locations import protocol_of, shown
 from sd_training.data.remote_stores import STORES, HttpStore, NoParts, Store
 from sd_training.data.retries import ShortAnswer, retrying
-from sd_training.data.shard_cache import ShardCache
+from sd_training.data.shard_cache import shard_cache
 from sd_training.errors import DataError
 
 PART_BYTES = 8 << 20
@@ -47,7 +47,7 @@ def open_remote(state: FileState, access: Access) -> ByteFile:
     """As `byte_files.open_bytes`, of a URL whose state is known. No request is made when the cache holds the file."""
     if access.mode == "range":
         return RangeFile(state, access)
-    cache = shard_cache(access)
+    cache = shard_cache(access.cache_dir, access.cache_gib)
     key = "\n".join((state.location, str(state.size), state.version))
 
     def produce(path: Path) -> None:
@@ -65,12 +65,6 @@ def open_remote(state: FileState, access: Access) -> ByteFile:
     file.close()  # somebody wrote to the folder
     cache.forget(key)
     return cache.open(key, produce, opened, state.size)
-
-
-def shard_cache(access: Access) -> ShardCache:
-    """The shard cache that the options name."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return ShardCache(access.cache_dir or Path(base) / "sd_training" / "shards", access.cache_gib)
 
 
 class RangeFile:

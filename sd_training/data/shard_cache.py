@@ -144,6 +144,12 @@ class ShardCache:
             )
 
 
+def shard_cache(cache_dir: Path | None, max_gib: float) -> ShardCache:
+    """The shard cache that the options name; None is `$XDG_CACHE_HOME/sd_training/shards` or that below `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return ShardCache(cache_dir or Path(base) / "sd_training" / "shards", max_gib)
+
+
 @contextmanager
 def _locked(path: Path, wait: bool = True) -> Iterator[bool]:
     """Holds a lock file, which is deleted afterwards. Yields False when somebody else holds it and `wait` is off."""

@@ -54,6 +54,8 @@ class TarSource:
 
     def _sidecar(self, shard: str) -> FileState | None:
         """The table beside a shard, if it is there."""
+        if shard.startswith("pipe:"):
+            return None
         stem, dot, _ = shard.rpartition(".")
         return find_state(f"{stem}.parquet", self.access) if dot else None
 

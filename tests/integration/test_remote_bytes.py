@@ -10,7 +10,7 @@ import pytest
 
 from sd_training.data import remote_files, retries
 from sd_training.data.byte_files import Access, FileMissing, file_state, find_state, open_bytes
-from sd_training.data.remote_files import shard_cache
+from sd_training.data.shard_cache import shard_cache
 from sd_training.data.shards import expand_shards
 from sd_training.errors import DataError
 from tests.integration.fault_proxy import FAULTS, FaultProxy, running

@@ -9,7 +9,7 @@ import pytest
 
 from sd_training.data import remote_files, retries
 from sd_training.data.byte_files import Access, FileMissing, FileState, LocalFile, file_state, find_state, open_bytes
-from sd_training.data.remote_files import shard_cache
+from sd_training.data.shard_cache import shard_cache
 from sd_training.errors import ConfigError, DataError
 from tests.integration.fault_proxy import FaultProxy, running
 from tests.integration.http_files import WebFiles, web_files
@@ -67,7 +67,7 @@ def test_cached_once(web: WebFiles, cached: Access) -> None:
 def test_a_damaged_cache_is_filled_again(web: WebFiles, cached: Access) -> None:
     state = file_state(f"{web.url}/a.tar", cached)
     open_bytes(state, cached).close()
-    (path,) = shard_cache(cached).folder.glob("*.data")
+    (path,) = shard_cache(cached.cache_dir, cached.cache_gib).folder.glob("*.data")
     path.write_bytes(b"short")
     assert open_bytes(state, cached).pread(10, 100) == CONTENT[100:110]
 
@@ -80,7 +80,7 @@ def test_larger_than_the_cache(web: WebFiles, tmp_path: Path) -> None:
 
 def test_default_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert shard_cache(Access()).folder == Path("/somewhere/sd_training/shards")
+    assert shard_cache(None, 1.0).folder == Path("/somewhere/sd_training/shards")
 
 
 @pytest.mark.parametrize("mode", ["range", "cache"])
