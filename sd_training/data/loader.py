@@ -1,8 +1,10 @@
 """The loader of a run: micro-batches of one rank, from any optimizer step on."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.utils.data import DataLoader, Sampler
@@ -78,14 +80,18 @@ class TrainingLoader:
             collate_fn=collate,
             pin_memory=torch.cuda.is_available(),
             prefetch_factor=PREFETCHED if self.workers else None,
-            worker_init_fn=_start_worker if self.workers else None,
+            worker_init_fn=partial(_start_worker, dict(os.environ)) if self.workers else None,
             multiprocessing_context=worker_context() if self.workers else None,
             generator=torch.Generator(),  # else torch's global generator is moved; nothing here draws from either
         )
 
 
-def _start_worker(_: int) -> None:
-    """One thread, and no signal handlers of the training process: Ctrl-C and preemption are its business."""
+def _start_worker(environment: dict[str, str], _: int) -> None:
+    """One thread, and no signal handlers of the training process: Ctrl-C and preemption are its business.
+
+    The server that this process was forked from may have an older environment, without the keys of remote storage.
+    """
+    os.environ.update(environment)
     torch.set_num_threads(1)
     for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -12,6 +12,7 @@ import fsspec
 
 from sd_training.data.byte_files import Access, FileState, has_changed
 from sd_training.data.locations import shown
+from sd_training.data.remote_globs import expand
 from sd_training.data.retries import StatusError
 from sd_training.errors import ConfigError, DataError
 
@@ -77,7 +78,7 @@ class _KeyStore:
         return [f"{self.protocol}://{name}" for name in files]
 
     async def matches(self, pattern: str) -> list[str]:
-        return [f"{self.protocol}://{name}" for name in await self.file_system._glob(self.path(pattern))]
+        return [f"{self.protocol}://{name}" for name in await expand(self.file_system, self.path(pattern))]
 
 
 class S3Store(_KeyStore):
@@ -179,7 +180,7 @@ class HttpStore:
         return await self.file_system._ls(location, detail=False) if location.endswith("/") else None
 
     async def matches(self, pattern: str) -> list[str]:
-        return list(await self.file_system._glob(pattern))
+        return await expand(self.file_system, pattern)
 
     async def _get(self, location: str, start: int, stop: int) -> aiohttp.ClientResponse:
         session = await self.file_system.set_session()

@@ -10,7 +10,6 @@ import pytest
 
 from sd_training.data import remote_files, retries
 from sd_training.data.byte_files import Access, FileMissing, file_state, find_state, open_bytes
-from sd_training.data.shard_cache import shard_cache
 from sd_training.data.shards import expand_shards
 from sd_training.errors import DataError
 from tests.integration.fault_proxy import FAULTS, FaultProxy, running
@@ -80,7 +79,7 @@ def test_many_processes_fill_one_cache_through_faults(proxy: FaultProxy, tmp_pat
     for process in children:
         process.join(60)
     assert [results.get() for _ in children] == [[True] * 4] * 3
-    assert sorted(path.stat().st_size for path in shard_cache(access(tmp_path)).folder.iterdir()) == sorted(
+    assert sorted(path.stat().st_size for path in (tmp_path / "cache").iterdir()) == sorted(
         len(content) for content in CONTENT.values()
     )
     downloads = sum(count for request, count in proxy.requests.items() if request.startswith("GET"))

@@ -1,0 +1,69 @@
+"""A run on an S3 server that spoils a third of its answers sees what a run on local files sees."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sd_training.config.batch_plan import BatchPlan
+from sd_training.config.data_schema import RemoteConfig
+from sd_training.data import remote_files, retries
+from sd_training.data.byte_files import Access
+from sd_training.data.datamodule import TrainingData
+from sd_training.data.shards import expand_shards
+from tests import makers
+from tests.integration.fault_proxy import FaultProxy, running
+from tests.integration.s3_server import BUCKET, S3Server, s3_environment, s3_server
+from tests.unit.data.making import equal_bits, joined, stream, training_data
+
+PLAN = BatchPlan(micro_batch=8, accumulation=1, processes=1, num_examples=64)
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return makers.caption_shards(tmp_path_factory.mktemp("local") / "set", shards=4, per_shard=10)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, local: Path) -> Iterator[S3Server]:
+    with s3_server(tmp_path_factory.mktemp("s3") / "log.txt") as running_server:
+        running_server.put_folder(local, "set")
+        yield running_server
+
+
+@pytest.fixture
+def proxy(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
+    with running(FaultProxy(server.url, seed=3, rate=0.35, delay_s=0.6)) as proxy:
+        for name, value in s3_environment(proxy.url).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(remote_files, "_stores", {})  # a file system keeps the endpoint it was made with
+        yield proxy
+
+
+def data_at(path: str | Path, tmp_path: Path, mode: str = "cache", workers: int = 0) -> TrainingData:
+    remote = RemoteConfig(mode="range" if mode == "range" else "cache", cache_dir=str(tmp_path / "c"), timeout_s=0.4)
+    return training_data(
+        path, PLAN, remote=remote, workers=workers, filters={"pwatermark": "<0.8"}, crop="random", lanes=4, window=3
+    )
+
+
+@pytest.mark.parametrize(("mode", "workers"), [("cache", 0), ("cache", 1), ("range", 0), ("range", 1)])
+def test_the_stream_is_the_local_one(local: Path, proxy: FaultProxy, tmp_path: Path, mode: str, workers: int) -> None:
+    expected_data = data_at(local, tmp_path)
+    remote_data = data_at(f"s3://{BUCKET}/set/{{000..003}}.tar", tmp_path, mode, workers)
+    assert equal_bits(joined(stream(remote_data)), joined(stream(expected_data)))
+    assert remote_data.fingerprint() == expected_data.fingerprint()
+    assert sum(proxy.counts.values()) >= 3
+    again = joined(stream(data_at(f"s3://{BUCKET}/set/*.tar", tmp_path, mode), first_step=5))
+    assert equal_bits(again, joined(stream(expected_data, first_step=5)))
+
+
+def test_a_listing_that_fails_is_never_an_empty_one(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec's own glob left out what it could not list."""
+    proxy.rate, proxy.delay_s = 0.5, 0.3
+    access = Access(mode="range", cache_dir=None, cache_gib=1.0, num_retries=20, timeout_s=0.2)
+    for seed in range(20):
+        proxy.seed = seed
+        assert len(expand_shards(f"s3://{BUCKET}/s*t/*.tar", access)) == 4
+    assert proxy.counts["status"] >= 5
