@@ -1,11 +1,15 @@
-"""Image file bytes → an upright RGB image, decoded no larger than needed."""
+"""Image file bytes → an upright RGB array, decoded no larger than needed."""
 
 import io
+import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import BinaryIO
 
 import numpy as np
+import simplejpeg
+from numpy.typing import NDArray
 from PIL import Image, ImageCms, ImageOps
 
 from sd_training.data.problems import BadSample
@@ -16,6 +20,12 @@ _ORIENTATION_TAG = 0x0112
 _TURNED = (5, 6, 7, 8)
 """EXIF orientations whose stored width is the upright height."""
 _WHITE = (255, 255, 255, 255)
+_MARGIN = 1.2
+"""A JPEG is decoded at least so much larger than needed; with less, aliasing of the reduced picture is seen (34 dB
+instead of 40 dB against decoding in full, on a photograph of 640 × 427 for 256)."""
+LeastScale = Callable[[int, int], float]
+_EIGHTHS = 8
+"""libjpeg-turbo scales by n / 8 while it decodes."""
 
 # `max_pixels` decides, before anything is decoded; Pillow's own warning would only say it again.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -35,9 +45,12 @@ class ImageRules:
 class DecodedImage:
     """An upright RGB image, perhaps decoded at reduced scale."""
 
-    image: Image.Image
+    pixels: NDArray[np.uint8]
+    """[height, width, 3]. At reduced scale the last row and column may lie partly outside of the picture."""
     original_size: tuple[int, int]
     """Height and width of the upright file [pixels]."""
+    scale: float = 1.0
+    """Pixels of `pixels` per pixel of the file, along one side."""
 
 
 def image_size(file: BinaryIO) -> tuple[int, int]:
@@ -50,30 +63,49 @@ def image_size(file: BinaryIO) -> tuple[int, int]:
         return 0, 0
 
 
-def decode(data: bytes, rules: ImageRules, cover: tuple[int, int] | None = None) -> DecodedImage:
+def decode(data: bytes, rules: ImageRules, least_scale: LeastScale | None = None) -> DecodedImage:
     """Decodes a JPEG, PNG or WebP file; alpha is laid on white.
 
     Args:
         data: the file.
         rules: limits and colour.
-        cover: (height, width) [pixels] that the result is going to be resized to. A JPEG is then decoded at the
-            smallest of the scales 1/2, 1/4, 1/8 at which it is at least as large, which its cosine transform gives
-            almost for free (libjpeg: scaled decoding).
+        least_scale: (height, width) of the upright file → the scale that the picture is needed at. JPEGs are then
+            decoded at the next larger scale of n / 8, which their cosine transform gives almost for free.
 
     Raises:
         BadSample: it is none of these formats, is larger than `max_pixels` (known before decoding), or is damaged.
     """
     image = _open(data, rules.max_pixels)
     try:
-        turned = _is_turned(image)
-        width, height = image.size[::-1] if turned else image.size
-        if cover is not None and image.format == "JPEG":
-            _draft(image, cover[::-1] if turned else cover)
+        width, height = image.size[::-1] if _is_turned(image) else image.size
+        if least_scale is not None and _is_plain_jpeg(image, rules):
+            reduced = _decode_reduced(data, (height, width), least_scale(height, width))
+            if reduced is not None:
+                return reduced
         upright = _upright(image)
         profile = upright.info.get("icc_profile") if rules.icc_to_srgb else None
-        return DecodedImage(_to_rgb(_to_srgb(upright, profile) if profile else upright), (height, width))
+        rgb = _to_rgb(_to_srgb(upright, profile) if profile else upright)
+        return DecodedImage(np.array(rgb), (height, width))  # torch wants to own what it reads
     except Exception as error:  # Pillow's decoders raise many kinds on damaged files
         raise BadSample(f"image cannot be decoded: {type(error).__name__}: {error}") from error
+
+
+def _is_plain_jpeg(image: Image.Image, rules: ImageRules) -> bool:
+    """What libjpeg-turbo is trusted with; the rest goes Pillow's way."""
+    has_profile = rules.icc_to_srgb and "icc_profile" in image.info
+    return image.format == "JPEG" and image.mode in ("RGB", "L") and not has_profile and _orientation(image) == 1
+
+
+def _decode_reduced(data: bytes, size: tuple[int, int], scale: float) -> DecodedImage | None:
+    """None for a file that libjpeg-turbo has a complaint about: Pillow decides whether it can be read."""
+    eighths = min(_EIGHTHS, math.ceil(scale * _MARGIN * _EIGHTHS))
+    height, width = (-(-side * eighths // _EIGHTHS) for side in size)
+    try:
+        pixels = simplejpeg.decode_jpeg(data, "RGB", min_height=height, min_width=width, min_factor=1)
+    except ValueError:
+        return None
+    # Of tiny pictures a smaller scale may have the same size.
+    return DecodedImage(pixels, size, eighths / _EIGHTHS) if pixels.shape[:2] == (height, width) else None
 
 
 def _open(data: bytes, max_pixels: int) -> Image.Image:
@@ -93,24 +125,18 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
     return image
 
 
-def _draft(image: Image.Image, cover: tuple[int, int]) -> None:
-    """Asks libjpeg for the smallest scale that still covers `cover` (height, width), which is resized from then on.
-
-    The image is going to be scaled by s = max(height / H, width / W), so a side may shrink to s of its length, not to
-    the one of `cover`.
-    """
-    width, height = image.size
-    scale = max(cover[0] / height, cover[1] / width)
-    image.draft(None, (max(1, round(width * scale)), max(1, round(height * scale))))
+def _orientation(image: Image.Image) -> int:
+    """As EXIF tells it; 1 is upright."""
+    if not any(source in image.info for source in _ORIENTATION_SOURCES):
+        return 1
+    try:
+        return int(image.getexif().get(_ORIENTATION_TAG, 1))
+    except Exception:  # damaged EXIF says nothing about the picture
+        return 1
 
 
 def _is_turned(image: Image.Image) -> bool:
-    if not any(source in image.info for source in _ORIENTATION_SOURCES):
-        return False
-    try:
-        return image.getexif().get(_ORIENTATION_TAG) in _TURNED
-    except Exception:  # damaged EXIF says nothing about the picture
-        return False
+    return _orientation(image) in _TURNED
 
 
 def _upright(image: Image.Image) -> Image.Image:

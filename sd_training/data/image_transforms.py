@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
-from PIL import Image
 
-from sd_training.data.image_decode import ImageRules, decode
+from sd_training.data.image_decode import DecodedImage, ImageRules, decode
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,17 @@ class Placement(NamedTuple):
     """Height and width of the resized image [pixels]."""
 
 
+def cover_scale(image_height: int, image_width: int, wanted: Wanted) -> float:
+    """The smallest factor by which an image can be resized to cover the wanted picture."""
+    return max(wanted.height / image_height, wanted.width / image_width)
+
+
 def place(image_height: int, image_width: int, wanted: Wanted) -> Placement:
     """Where the cut lies.
 
     The sizes are those of the upright file, so that a JPEG decoded at reduced scale is cut at the very same place.
     """
-    scale = max(wanted.height / image_height, wanted.width / image_width)
+    scale = cover_scale(image_height, image_width, wanted)
     resized = max(wanted.height, round(image_height * scale)), max(wanted.width, round(image_width * scale))
     top, left = _start(wanted.top, resized[0] - wanted.height), _start(wanted.left, resized[1] - wanted.width)
     y, x = image_height / resized[0], image_width / resized[1]
@@ -63,26 +69,38 @@ def _start(fraction: float | None, room: int) -> int:
 
 
 def read_picture(data: bytes, wanted: Wanted, rules: ImageRules) -> Picture:
-    """Decodes, cuts, resizes and mirrors, in one pass over the pixels of the cut.
+    """Decodes, cuts, resizes and mirrors; only the pixels of the cut are resized.
 
     The image is never resized as a whole, so that a picture of 1 × 100,000 pixels needs no memory.
 
     Raises:
         BadSample: the image cannot be used.
     """
-    decoded = decode(data, rules, (wanted.height, wanted.width))
+    decoded = decode(data, rules, lambda height, width: cover_scale(height, width, wanted))
     placement = place(*decoded.original_size, wanted)
     top, left = placement.crop_top_left
     if wanted.flip:
         left = placement.resized[1] - wanted.width - left
-    return Picture(_cut(decoded.image, decoded.original_size, placement, wanted), decoded.original_size, (top, left))
+    return Picture(_cut(decoded, placement, wanted), decoded.original_size, (top, left))
 
 
-def _cut(image: Image.Image, original: tuple[int, int], placement: Placement, wanted: Wanted) -> NDArray[np.uint8]:
-    x, y = image.width / original[1], image.height / original[0]
-    box = tuple(edge * factor for edge, factor in zip(placement.box, (x, y, x, y), strict=True))
-    size = (wanted.width, wanted.height)
-    if box != (0, 0, *size) or image.size != size:
-        image = image.resize(size, Image.Resampling.BICUBIC, box=box)  # type: ignore[arg-type]
-    pixels = np.asarray(image)
-    return np.ascontiguousarray((pixels[:, ::-1] if wanted.flip else pixels).transpose(2, 0, 1))
+def _cut(decoded: DecodedImage, placement: Placement, wanted: Wanted) -> NDArray[np.uint8]:
+    """[3, H, W]. The edges of the cut are rounded to whole pixels of the decoded image.
+
+    torch's antialiased bicubic resize of uint8 is Pillow's, to one unit of rounding, at a third of its time.
+    """
+    height, width = decoded.pixels.shape[:2]
+    left, right = _edges(placement.box[0] * decoded.scale, placement.box[2] * decoded.scale, width)
+    top, bottom = _edges(placement.box[1] * decoded.scale, placement.box[3] * decoded.scale, height)
+    cut = torch.from_numpy(decoded.pixels[top:bottom, left:right]).permute(2, 0, 1)[None]
+    size = (wanted.height, wanted.width)
+    if cut.shape[2:] != size:
+        cut = F.interpolate(cut, size=size, mode="bicubic", antialias=True)
+    pixels = cut[0].flip(2) if wanted.flip else cut[0]
+    return np.ascontiguousarray(pixels.numpy())
+
+
+def _edges(first: float, end: float, length: int) -> tuple[int, int]:
+    """Whole pixels, at least one, inside the image."""
+    start = min(round(first), length - 1)
+    return start, max(start + 1, min(round(end), length))

@@ -47,7 +47,7 @@ def encode_sample(sample: LooseSample, resize: int | None) -> dict[str, Any]:
         raise BadSample(sample.problem or "image is missing")
     data = sample.image if isinstance(sample.image, bytes) else _read(sample.image, "image")
     caption, metadata = _caption(sample.caption), _metadata(sample.metadata)
-    image = decode(data, ImageRules(_MAX_PIXELS)).image
+    image = Image.fromarray(decode(data, ImageRules(_MAX_PIXELS)).pixels)
     kind = str(Image.open(io.BytesIO(data), formats=FORMATS).format)
     metadata = {"original_width": image.width, "original_height": image.height, **metadata}
     if resize is not None and min(image.size) > resize:
