@@ -72,10 +72,14 @@ class TrainingLoader:
                 raise DataError(delivery.failure)
             yield delivery.batch
 
+    def visits(self, first_step: int) -> VisitSampler:
+        """What the loader processes are asked for, micro-batch by micro-batch."""
+        return VisitSampler(self.order, self.plan, self.rank, first_step)
+
     def _deliveries(self, first_step: int) -> "DataLoader[Delivery]":
         return DataLoader(
             self.dataset,  # type: ignore[arg-type]  # a delivery is what collate makes of the samples
-            batch_sampler=VisitSampler(self.order, self.plan, self.rank, first_step),
+            batch_sampler=self.visits(first_step),
             num_workers=self.workers,
             collate_fn=collate,
             pin_memory=torch.cuda.is_available(),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sd_training.data.draws import generator
 from sd_training.errors import ConfigError
@@ -40,6 +41,10 @@ class Mixture:
     """
 
     def __init__(self, shares: Sequence[Share], seed: int, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.dataset_of: NDArray[np.unsignedinteger] | None = None
+        if len(shares) == 1 and shares[0].start_step == 0 and shares[0].end_step is None:
+            return  # a long run has many steps, and most have one data set
         steps = np.arange(num_steps, dtype=np.int64)
         self.dataset_of = np.zeros(num_steps, dtype=np.uint8 if len(shares) <= 256 else np.uint32)
         places = (steps * _GOLDEN + generator(seed, "mixture", 0).random()) % 1.0
@@ -54,11 +59,15 @@ class Mixture:
 
     def at(self, step: int) -> tuple[int, int]:
         """The data set of `step`, and the number of earlier steps that drew from it."""
+        if self.dataset_of is None:
+            return 0, step
         return int(self.dataset_of[step]), int(self.own_step[step])
 
     def counts(self, num_datasets: int) -> list[int]:
         """Steps of the run that draw from each data set."""
-        return np.bincount(self.dataset_of, minlength=num_datasets).tolist()
+        if self.dataset_of is None:
+            return [self.num_steps]
+        return [int(count) for count in np.bincount(self.dataset_of, minlength=num_datasets)]
 
 
 def _choose(shares: Sequence[Share], step: int, places: np.ndarray) -> np.ndarray:

@@ -1,0 +1,202 @@
+"""How fast data comes, without a model: this trainer's loader beside webdataset's own pipeline, in alternation.
+
+    python scripts/bench_data.py                                       JPEGs of 640 × 427, made for it, at 256 pixels
+    python scripts/bench_data.py --size 2048x1365 --resolution 512
+    python scripts/bench_data.py config=a.yaml dataset.params.path=…    the data of a config
+
+Both read in this process (`--workers 0`), so images/s are those of one core; webdataset runs `shuffle(1000)`,
+`decode("pil")`, resize of the short side, centre crop. Turns of both follow each other, and ratios are of neighbours.
+"""
+
+import argparse
+import io
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+import webdataset
+from PIL import Image
+
+from sd_training.cli import run_cli
+from sd_training.config.batch_plan import BatchPlan
+from sd_training.config.data_schema import DatasetConfig, DatasetParams
+from sd_training.config.load import load_config
+from sd_training.data.collate import collate
+from sd_training.data.datamodule import TrainingData
+from sd_training.data.image_decode import decode
+from sd_training.data.image_transforms import Wanted, cover_scale, read_picture
+from sd_training.quiet import quiet_libraries
+from sd_training.types import LatentGrid
+
+GRID = LatentGrid(4, 8)
+_STAND_INS = ("experiment.log_dir=.", "experiment.name=bench", "model.pretrained=nobody/nothing", "system.workers=0")
+_RUN = "experiment.num_examples_to_see=1_000_000_000"
+
+
+def make_shards(folder: Path, width: int, height: int, count: int) -> Path:
+    """Distinct crops of scikit-learn's two photographs (640 × 427), as JPEGs of quality 90."""
+    from sklearn.datasets import load_sample_images
+
+    chance = np.random.default_rng(0)
+    photos = [Image.fromarray(photo) for photo in load_sample_images().images]
+    with webdataset.ShardWriter(f"{folder}/%05d.tar", maxcount=100, verbose=0) as sink:
+        for number in range(count):
+            photo, zoom = photos[number % 2], float(chance.uniform(0.7, 1.0))
+            w, h = photo.width * zoom, photo.height * zoom
+            left, top = chance.uniform(0, photo.width - w), chance.uniform(0, photo.height - h)
+            box = (left, top, left + w, top + h)
+            image = photo.resize((width, height), Image.Resampling.BICUBIC, box=box)
+            sink.write({"__key__": f"{number:06d}", "jpg": _jpeg(image), "txt": f"photograph {number}"})
+    return folder
+
+
+def _jpeg(image: Image.Image) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, "JPEG", quality=90)
+    return stream.getvalue()
+
+
+def make_data(dataset: DatasetConfig, batch: int, workers: int) -> TrainingData:
+    """The loader of a config, for images without end."""
+    return TrainingData(
+        dataset=dataset,
+        plan=BatchPlan(batch, 1, 1, 10**9),
+        workers=workers,
+        seed=0,
+        dropout_prob=0.0,
+        tokenizer=None,
+        grid=GRID,
+        draw_noise=True,
+        run_dir=None,
+    )
+
+
+def own_batches(data: TrainingData) -> Iterator[Any]:
+    """Endless batches of this trainer."""
+    return iter(data.loader(0, lambda: 0))
+
+
+def webdataset_batches(shards: Sequence[str], resolution: int, batch: int) -> Iterator[Any]:
+    """Endless batches of webdataset's own pipeline."""
+
+    def transform(sample: tuple[Image.Image, str]) -> tuple[torch.Tensor, str]:
+        image, caption = sample[0].convert("RGB"), sample[1]
+        scale = resolution / min(image.size)
+        size = (round(image.width * scale), round(image.height * scale))
+        image = image.resize(size, Image.Resampling.BICUBIC)
+        left, top = (image.width - resolution) // 2, (image.height - resolution) // 2
+        image = image.crop((left, top, left + resolution, top + resolution))
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1), caption
+
+    pipeline = webdataset.WebDataset(list(shards), shardshuffle=False, empty_check=False).repeat()
+    pipeline = pipeline.shuffle(1000).decode("pil").to_tuple("jpg;png;jpeg;webp", "txt").map(transform)
+    return iter(pipeline.batched(batch))
+
+
+def compete(contestants: dict[str, Iterator[Any]], turns: int, batches: int) -> dict[str, list[list[float]]]:
+    """Seconds of each batch, by contestant and turn; the first batches, which start things, are not counted."""
+    for batches_of in contestants.values():
+        next(batches_of)
+    seconds: dict[str, list[list[float]]] = {name: [] for name in contestants}
+    for _ in range(turns):
+        for name, batches_of in contestants.items():
+            seconds[name].append([_timed(lambda it=batches_of: next(it)) for _ in range(batches)])  # type: ignore[misc]
+    return seconds
+
+
+def _timed(action: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def ledger(data: TrainingData, samples: int) -> dict[str, float]:
+    """Milliseconds per sample of the parts of one visit, each measured by itself."""
+    dataset = data.samples()
+    (opened, *_), sampler = dataset.datasets, data.loader(0, lambda: 0)
+    batch = data.plan.micro_batch
+    visits = [
+        visit for _, visits in zip(range(-(-samples // batch)), sampler.visits(0), strict=False) for visit in visits
+    ]
+    files = [opened.reader.image(visit.sample) for visit in visits]
+    wanted = [Wanted(*data.table.sizes[visit.bucket]) for visit in visits]
+    rules = dataset.rules
+    pairs = list(zip(files, wanted, strict=True))
+    seconds = {
+        "read": _timed(lambda: [opened.reader.image(visit.sample) for visit in visits]),
+        "decode": _timed(lambda: [decode(f, rules, lambda h, w, to=to: cover_scale(h, w, to)) for f, to in pairs]),  # type: ignore[misc]
+        "decode and resize": _timed(lambda: [read_picture(file, to, rules) for file, to in pairs]),
+    }
+    visited = [dataset[visit] for visit in visits]
+    seconds["whole visit"] = _timed(lambda: [dataset[visit] for visit in visits])
+    seconds["collate"] = _timed(lambda: [collate(visited[i : i + batch]) for i in range(0, len(visited), batch)])
+    seconds["resize"] = seconds.pop("decode and resize") - seconds["decode"]
+    seconds["caption and draws"] = seconds.pop("whole visit") - seconds["read"] - seconds["decode"] - seconds["resize"]
+    seconds["MB"] = sum(map(len, files)) / 1e6 / 1e3
+    return {name: value * 1e3 / len(visits) for name, value in seconds.items()}
+
+
+def report(seconds: dict[str, list[list[float]]], parts: dict[str, float], batch: int) -> list[str]:
+    """Images/s, latencies and ratios."""
+    lines = []
+    rates = {name: [batch * len(turn) / sum(turn) for turn in turns] for name, turns in seconds.items()}
+    for name, turns in seconds.items():
+        latencies = sorted(value for turn in turns for value in turn)
+        p50, p99 = (latencies[min(len(latencies) - 1, int(len(latencies) * q))] for q in (0.5, 0.99))
+        rate = statistics.median(rates[name])
+        speed = f"{rate:8.1f} images/s {rate * parts['MB']:7.1f} MB/s"
+        lines.append(f"{name:12s} {speed}  batch latency p50 {p50 * 1e3:7.1f} ms, p99 {p99 * 1e3:7.1f} ms")
+    if "webdataset" in rates:
+        ratios = [own / other for own, other in zip(rates["sd_training"], rates["webdataset"], strict=True)]
+        lines.append(f"ratio to webdataset: median {statistics.median(ratios):.2f}, lowest {min(ratios):.2f}")
+    shown = ", ".join(f"{name} {value:.2f} ms" for name, value in parts.items() if name != "MB")
+    return [*lines, f"per image of sd_training: {shown}"]
+
+
+def dataset_of(arguments: argparse.Namespace, folder: Path) -> DatasetConfig:
+    """The data of the config, or shards made for it."""
+    if arguments.overrides:
+        return load_config([*_STAND_INS, _RUN, *arguments.overrides]).dataset
+    width, height = (int(side) for side in arguments.size.split("x"))
+    shards = make_shards(folder, width, height, arguments.samples)
+    return DatasetConfig(params=DatasetParams(path=str(shards), resolution=arguments.resolution, index_dir=str(folder)))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("overrides", nargs="*", metavar="config=… a.b.c=value")
+    parser.add_argument("--size", default="640x427", help="width x height of the made images [pixels]")
+    parser.add_argument("--resolution", type=int, default=256, help="of the made data [pixels]")
+    parser.add_argument("--samples", type=int, default=2000, help="made images")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--workers", type=int, default=0, help="loader processes of sd_training; webdataset has none")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--batches", type=int, default=5, help="batches of a turn")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    quiet_libraries()
+    with tempfile.TemporaryDirectory() as folder:
+        data = make_data(dataset_of(arguments, Path(folder)), arguments.batch, arguments.workers)
+        print(data.report().text())
+        contestants = {"sd_training": own_batches(data)}
+        shards = [unit.location for unit in data.samples().datasets[0].index.units]
+        if data.dataset.type == "WebDataset" and all(os.path.isfile(shard) for shard in shards):
+            contestants["webdataset"] = webdataset_batches(shards, data.dataset.params.resolution, arguments.batch)
+        seconds = compete(contestants, arguments.turns, arguments.batches)
+        for line in report(seconds, ledger(data, 64), arguments.batch):
+            print(line)
+
+
+if __name__ == "__main__":
+    run_cli(main)
