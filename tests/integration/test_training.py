@@ -93,6 +93,17 @@ def test_accumulation_equals_one_large_batch(
     assert read_ids(tmp_path) == read_ids(whole_run.parent / "ids")
 
 
+def test_four_times_eight_is_thirty_two(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
+    shapes = {"one": (32, 1), "four": (8, 4)}
+    for name, (batch, accumulation) in shapes.items():
+        changes = {"system__batch_size": batch, "system__gradient_accumulation": accumulation}
+        changes |= {"experiment__num_examples_to_see": 96, "experiment__save_every": 3}
+        train(options(tmp_path / name / "run", pipeline_dir, shards_dir, **changes), RecordIds(tmp_path / name))
+    np.testing.assert_allclose(losses(tmp_path / "four" / "run"), losses(tmp_path / "one" / "run"), rtol=1e-5)
+    assert read_ids(tmp_path / "four") == read_ids(tmp_path / "one")
+    assert len(read_ids(tmp_path / "one")) == 3
+
+
 def test_resume_with_another_accumulation_continues_the_same_samples(
     tmp_path: Path, whole_run: Path, pipeline_dir: Path, shards_dir: Path
 ) -> None:
