@@ -7,7 +7,15 @@ from pydantic.dataclasses import dataclass
 
 from sd_training.config.value_types import SCHEMA, Count, NonNegative, Positive, PositiveInt, Probability, no_bool
 
-SourceType = Literal["WebDataset", "ClassificationWebDataset"]
+SourceType = Literal[
+    "WebDataset",
+    "ClassificationWebDataset",
+    "Parquet",
+    "Table",
+    "ImageFolder",
+    "TagFolder",
+    "HuggingFace",
+]
 Weight = Annotated[float, BeforeValidator(no_bool), Field(gt=0, allow_inf_nan=False)]
 
 
@@ -205,7 +213,8 @@ class DatasetConfig:
 
     type: SourceType = "WebDataset"
     """`WebDataset`: tar shards with image + `txt` (+ `json`). `ClassificationWebDataset`: image + `cls`, with
-    `idx_to_prompt`."""
+    `idx_to_prompt`. `Parquet`: image bytes or paths. `Table`: CSV, TSV or JSON lines with paths. `ImageFolder`:
+    images with `.txt` captions. `TagFolder`: images described by JSON files. `HuggingFace`: `save_to_disk` folders."""
     params: DatasetParams
     """Source and processing."""
     weight: Weight = 1.0

@@ -2,7 +2,8 @@
 
     filters:
       original_width: ">=512"                  a field and its condition; all entries must hold
-      aesthetic: 5.5..7                        a range with both ends
+      aesthetic: 5.5..7                        a range, both ends included; 5.5.. and ..7 have one end
+      nsfw: false
       source: in [laion, "my own"]
       license: not null
       any_of: [{width: ">=1024"}, {height: ">=1024"}]        one of these mappings must hold; all_of: every one
@@ -12,16 +13,28 @@
     term := "not" term | "(" expression ")" | [field] condition
     condition := operator value | value ".." value | ["not"] "in" "[" values "]" | ["is"] ["not"] "null" | value
 
-A field stands before its condition in `where` and is left out elsewhere. A value is a number, a bare word or anything
-in quotes; a field may be in backquotes.
+A field stands before its condition in `where`, where `== value` is written out, and is left out elsewhere. A value is
+a number, a bare word or anything in quotes; a field in `where` may be in backquotes or quotes. A metadata field that
+is itself called where, any_of or all_of is reached through `where`.
 """
 
 import math
 import re
+import reprlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
-from sd_training.config.filter_rules import Comparison, IsNull, Junction, Negation, OneOf, Operator, Rule, Value
+from sd_training.config.filter_rules import (
+    RESERVED,
+    Comparison,
+    IsNull,
+    Junction,
+    Negation,
+    OneOf,
+    Operator,
+    Rule,
+    Value,
+)
 
 GRAMMAR = (
     'a condition such as >=512, ==en, != "two words", 0.5..1, in [a, b], null, not null, or several with and, or, not '
@@ -32,14 +45,14 @@ _MAX_DEPTH = 40
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>[+-]?(?:\d+\.(?!\.)\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?(?![\w]))"
     r"|(?P<dots>\.\.)|(?P<operator>>=|<=|==|!=|>|<)|(?P<mark>[()\[\],])"
-    r"|\"(?P<double>[^\"\\]*)\"|'(?P<single>[^'\\]*)'|`(?P<back>[^`]+)`"
+    r"|\"(?P<double>[^\"]*)\"|'(?P<single>[^']*)'|`(?P<back>[^`]+)`"
     r"|(?P<word>[^\W\d](?:[\w:/+-]|\.(?!\.))*))",
     re.ASCII | re.DOTALL,
 )
 _WORD_START = re.compile(r"[^\W\d_]")
-_RESERVED = frozenset({"and", "or", "not", "in", "is", "null", "none", "nan", "inf", "infinity"})
 _GROUPS = ("any_of", "all_of")
-_T = TypeVar("_T")
+_SHOWN = reprlib.Repr()  # plain repr() of a deeply nested value is a RecursionError
+_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 80
 
 
 class _Token(NamedTuple):
@@ -71,13 +84,16 @@ def parse_filters(filters: Mapping[str, Any] | None) -> tuple[list[Rule], list[s
 
 
 def _problem(name: str, written: object, detail: str) -> str:
-    shown = repr(written)
+    shown = _SHOWN.repr(written)
     shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
     if written is None:
         quoted = f"'dataset.params.filters.{name}=>=512'"
-        detail = f"; quote it on the command line ({quoted}), or the shell takes > as a redirection"
+        detail = (
+            f"; quote it on the command line ({quoted}), or the shell takes > as a redirection; a missing value is "
+        )
+        detail += """the text "null" in quotes"""
     elif detail:
-        detail = f" ({detail})"
+        detail = f" ({detail if len(detail) <= 120 else f'{detail[:117]}...'})"
     return f"dataset.params.filters.{name}: {shown} is not a filter{detail}; write {GRAMMAR}"
 
 
@@ -90,18 +106,30 @@ def _entry(name: str, written: Any, depth: int) -> Rule:
         if not isinstance(written, str):
             raise _NotAFilter("where takes one text that names its fields")
         return _Parser(written, None).whole()
-    if isinstance(written, (int, float)) and not isinstance(written, bool) and math.isfinite(written):
-        return Comparison(name, "==", float(written))
+    if isinstance(written, bool):
+        return Comparison(name, "==", str(written).lower())
+    if isinstance(written, (int, float)):
+        return Comparison(name, "==", _finite(written))
     if not isinstance(written, str):
         raise _NotAFilter("")
     return _Parser(written, name).whole()
 
 
+def _finite(number: float) -> float:
+    try:
+        value = float(number)
+    except OverflowError:  # integers know no bounds
+        value = math.inf
+    if not math.isfinite(value):
+        raise _NotAFilter("not a finite number")
+    return value
+
+
 def _group(name: str, written: Any, depth: int) -> Rule:
-    entries = [written] if isinstance(written, Mapping) else written
-    if not isinstance(entries, list) or not entries or not all(isinstance(e, Mapping) and e for e in entries):
-        raise _NotAFilter(f"{name} takes a list of mappings of field to condition")
-    parts = [_junction("and", [_entry(str(k), v, depth + 1) for k, v in entry.items()]) for entry in entries]
+    """One mapping alone is refused: whether `any_of: {a: .., b: ..}` means a or b is anyone's guess."""
+    if not isinstance(written, list) or not written or not all(isinstance(e, Mapping) and e for e in written):
+        raise _NotAFilter(f"{name} takes a list of mappings of field to condition: [{{a: '>1'}}, {{b: '>1'}}]")
+    parts = [_junction("and", [_entry(str(k), v, depth + 1) for k, v in entry.items()]) for entry in written]
     return _junction("or" if name == "any_of" else "and", parts)
 
 
@@ -178,7 +206,7 @@ class _Parser:
             rule: Rule = IsNull(field)
         elif self._took_word("in"):
             rule = OneOf(field, self._values())
-        elif is_negated or self.field is None:
+        elif is_negated:
             raise _NotAFilter(f"no condition for {field!r}")
         else:
             return self._plain(field)
@@ -188,16 +216,22 @@ class _Parser:
         """A value, which must be equal, or a range."""
         low = self._value()
         if not self._took("dots"):
+            if self.field is None:
+                raise _NotAFilter(f"no condition for {field!r}")
             return Comparison(field, "==", low)
         token = self._peek()
         lower = _compared(field, ">=", low)
         if token is None or token.kind != "number":
             return lower
-        return Junction("and", (lower, _compared(field, "<=", self._value(numbers_only=True))))
+        upper = _compared(field, "<=", self._value(numbers_only=True))
+        if float(low) > float(token.text):
+            raise _NotAFilter(f"the range {low:g}..{float(token.text):g} is empty")
+        return Junction("and", (lower, upper))
 
     def _field_name(self) -> str:
         token = self._peek()
-        if token is None or token.kind not in ("word", "back") or (token.kind == "word" and token.text in _RESERVED):
+        is_name = token is not None and token.kind in ("word", "back", "double", "single") and token.text
+        if token is None or not is_name or (token.kind == "word" and token.text in RESERVED):
             raise _NotAFilter("a field is expected" + (f", not {token.text!r}" if token else " at the end"))
         self.position += 1
         return token.text
@@ -217,7 +251,7 @@ class _Parser:
             return float(token.text)
         if token is None or numbers_only or token.kind not in ("double", "single", "word"):
             raise _NotAFilter("a number is expected" if numbers_only else "a value is expected")
-        if token.kind == "word" and (token.text.lower() in _RESERVED or not _WORD_START.match(token.text)):
+        if token.kind == "word" and (token.text.lower() in RESERVED or not _WORD_START.match(token.text)):
             raise _NotAFilter(f"{token.text!r} must be in quotes to be a text")
         return token.text
 

@@ -5,12 +5,16 @@ leaves it so, and a sample passes only when the whole rule is true. So such a va
 asks for it (`null`) or another side of an `or` holds.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 Operator = Literal[">=", "<=", ">", "<", "==", "!="]
 Value = float | str
+RESERVED = frozenset({"and", "or", "not", "in", "is", "null", "none", "nan", "inf", "infinity"})
+"""Words of the grammar: as a text or a field's name they stand in quotes."""
+_BARE = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Comparison:
     value: Value
 
     def __str__(self) -> str:
-        return f"{self.field} {self.operator} {_shown(self.value)}"
+        return f"{_shown_field(self.field)} {self.operator} {_shown(self.value)}"
 
     def fields(self) -> set[str]:
         """The metadata fields that are read."""
@@ -37,7 +41,7 @@ class OneOf:
     values: tuple[Value, ...]
 
     def __str__(self) -> str:
-        return f"{self.field} in [{', '.join(map(_shown, self.values))}]"
+        return f"{_shown_field(self.field)} in [{', '.join(map(_shown, self.values))}]"
 
     def fields(self) -> set[str]:
         """The metadata fields that are read."""
@@ -51,7 +55,7 @@ class IsNull:
     field: str
 
     def __str__(self) -> str:
-        return f"{self.field} null"
+        return f"{_shown_field(self.field)} null"
 
     def fields(self) -> set[str]:
         """The metadata fields that are read."""
@@ -95,4 +99,11 @@ Rule = Comparison | OneOf | IsNull | Negation | Junction
 
 
 def _shown(value: Value) -> str:
-    return f"{value:.15g}" if isinstance(value, float) else f'"{value}"'
+    if isinstance(value, str):
+        return f"'{value}'" if '"' in value else f'"{value}"'
+    short = f"{value:.15g}"
+    return short if float(short) == value else repr(value)
+
+
+def _shown_field(name: str) -> str:
+    return name if _BARE.fullmatch(name) and name not in RESERVED else f"`{name}`"

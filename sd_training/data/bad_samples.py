@@ -1,10 +1,11 @@
 """Remembers every sample that was skipped, and stops the run when there are too many."""
 
+import fcntl
 import json
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from sd_training.data.problems import Problems, SkippedSample
@@ -24,8 +25,8 @@ class BadSampleLog:
     """Names each skipped sample once in `run_dir/bad_samples.jsonl`, and knows when it is too much.
 
     Every process of a run counts what it reads itself. A sample counts once, however often it is visited: a small data
-    set with one bad sample is not a bad data set after a hundred epochs. Several processes append to the file; a line
-    is one write. Lines of earlier starts of the run are not repeated.
+    set with one bad sample is not a bad data set after a hundred epochs. Several processes append to the file, each
+    line in one write, and none repeats what another one, or an earlier start of the run, has named.
 
     Args:
         run_dir: None keeps the counts only.
@@ -46,6 +47,7 @@ class BadSampleLog:
     ) -> None:
         self.path = None if run_dir is None else run_dir / FILE_NAME
         self.max_bad_fraction, self.max_bad_in_row = max_bad_fraction, max_bad_in_row
+        self.allowed = int(max_bad_fraction * WINDOW + 1e-6)  # 0.00007 * 100,000 is 6.999999999999999
         self.max_bad_shard_fraction, self.shard_sizes = max_bad_shard_fraction, shard_sizes
         self.problems = Problems()
         self.num_read = 0
@@ -53,23 +55,22 @@ class BadSampleLog:
         self._recent = deque[int]()  # for each bad sample of the window, how many samples had been read
         self._of_shard = Counter[str]()
         self._in_row = 0
-        self._named: set[tuple[str, str]] | None = None
+        self._named = set[tuple[str, str]]()
+        self._num_bytes_known = 0  # of the file: what `_named` holds
+        self._can_write = True
 
     def name(self, problem: SkippedSample) -> None:
         """Writes the problem down, unless its sample has been named before."""
-        if self._named is None:
-            self._named = self._earlier_names()
-        if (problem.shard, problem.key) in self._named:
+        sample = (problem.shard, problem.key)
+        if self.path is None or not self._can_write or sample in self._named:
             return
-        self._named.add((problem.shard, problem.key))
-        if self.path is not None:
-            entry = {
-                "shard": problem.shard,
-                "key": problem.key,
-                "reason": problem.reason,
-                "time": round(time.time(), 3),
-            }
-            self._append(self.path, (json.dumps(entry) + "\n").encode())
+        self._named.add(sample)
+        entry = {**problem._asdict(), "time": round(time.time(), 3)}
+        try:
+            self._append(self.path, sample, json.dumps(entry))
+        except OSError as error:  # a full disk is no reason to lose the run that this file only describes
+            self._can_write = False
+            log.warning("%s cannot be written, bad samples are only counted from now on: %s", self.path, error)
 
     def count(self, were_good: Sequence[bool], skipped: Sequence[SkippedSample]) -> None:
         """Takes note of one micro-batch.
@@ -95,7 +96,8 @@ class BadSampleLog:
 
     def _count_one(self, problem: SkippedSample) -> None:
         if not self._counted:
-            log.warning("a sample was skipped: %s %s: %s%s", *problem, self._named_in("it and all later ones are"))
+            where = self._named_in("it and all later ones are")
+            log.warning("a sample was skipped: %s %s: %s%s", problem.shard, problem.key, problem.reason, where)
         if (problem.shard, problem.key) in self._counted:
             return
         self._counted.add((problem.shard, problem.key))
@@ -105,11 +107,11 @@ class BadSampleLog:
         self.name(problem)
 
     def _check(self, skipped: Sequence[SkippedSample], in_row: int) -> None:
-        if len(self._recent) > self.max_bad_fraction * WINDOW:
+        if len(self._recent) > self.allowed:
             self._stop(
                 f"{len(self._recent):,} of the last {min(self.num_read, WINDOW):,} samples could not be used; "
                 f"dataset.params.max_bad_fraction={self.max_bad_fraction:g} allows "
-                f"{self.max_bad_fraction * WINDOW:,.0f} of {WINDOW:,}"
+                f"{self.allowed:,} of {WINDOW:,}"
             )
         if in_row >= self.max_bad_in_row:
             self._stop(
@@ -127,24 +129,45 @@ class BadSampleLog:
         raise DataError(f"{what}: {self.problems.text()}{self._named_in('all are')}")
 
     def _named_in(self, which: str) -> str:
-        return f"; {which} named in {self.path}" if self.path else ""
+        return f"; {which} named in {self.path}" if self.path and self._can_write else ""
 
-    def _earlier_names(self) -> set[tuple[str, str]]:
-        if self.path is None or not self.path.exists():
-            return set()
-        names = set()
-        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                entry = json.loads(line)
-                names.add((entry["shard"], entry["key"]))
-            except (ValueError, KeyError, TypeError):  # a line cut off by a crash
-                continue
-        return names
-
-    def _append(self, path: Path, line: bytes) -> None:
+    def _append(self, path: Path, sample: tuple[str, str], line: str) -> None:
+        """Adds the line, unless another process has named the sample since this one looked."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            os.write(descriptor, line)
+            _lock(descriptor)
+            start, size = self._num_bytes_known, os.fstat(descriptor).st_size
+            start = start if start <= size else 0  # somebody began a new file
+            new = os.pread(descriptor, size - start, start)
+            complete = new[: new.rfind(b"\n") + 1]
+            named = set(_names(complete))
+            self._named |= named
+            self._num_bytes_known = start + len(complete)
+            if sample not in named:
+                separator = b"\n" if len(complete) < len(new) else b""  # a line cut by a crash: not to be glued to it
+                written = os.write(descriptor, separator + line.encode() + b"\n")
+                self._num_bytes_known = start + len(new) + written
         finally:
-            os.close(descriptor)
+            os.close(descriptor)  # which also unlocks
+
+
+def _lock(descriptor: int) -> None:
+    """Waits a second at most: file systems without locks, and holders that hang, cost a repeated line, not the run."""
+    for _ in range(20):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(0.05)
+        except OSError:
+            return
+
+
+def _names(lines: bytes) -> Iterator[tuple[str, str]]:
+    for line in lines.decode("utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+            yield str(entry["shard"]), str(entry["key"])
+        except (ValueError, KeyError, TypeError):  # a line cut off by a crash
+            continue

@@ -108,7 +108,7 @@ class TrainingSamples(Dataset[VisitedSample | FailedVisit]):
                     return self._read(visit, skipped)
                 except BadSample as reason:
                     name = self.datasets[visit.dataset].index.name(visit.sample)
-                    skipped.append(SkippedSample(*name, printable(str(reason))))
+                    skipped.append(SkippedSample(*name, printable(str(reason)), visit.position))
                     visit = visit._replace(sample=self._replacement(visit, attempt))
         except DataError as error:
             return FailedVisit(str(error), skipped)

@@ -1,7 +1,8 @@
 """Metadata filters on columns: no image is read, no text is evaluated."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,68 +40,95 @@ def evaluate(rule: Rule, columns: pa.Table, num_samples: int) -> Mask:
             without columns is missing everywhere.
         num_samples: N, also when there are no columns.
     """
-    return _judge(rule, columns, num_samples).passes
+    fields = {name: _Field(name, columns, num_samples) for name in rule.fields()}
+    return _judge(rule, fields).passes
 
 
-def _judge(rule: Rule, columns: pa.Table, n: int) -> Verdict:
+def _judge(rule: Rule, fields: dict[str, "_Field"]) -> Verdict:
     match rule:
         case Negation():
-            passes, fails = _judge(rule.rule, columns, n)
+            passes, fails = _judge(rule.rule, fields)
             return Verdict(fails, passes)
         case Junction():
-            verdicts = [_judge(part, columns, n) for part in rule.rules]
-            every, some = (np.logical_and, np.logical_or) if rule.word == "and" else (np.logical_or, np.logical_and)
-            return Verdict(every.reduce([v.passes for v in verdicts]), some.reduce([v.fails for v in verdicts]))
+            return _join(rule, fields)
         case IsNull():
-            present = _Field(rule.field, columns, n).present()
+            present = fields[rule.field].present
             return Verdict(~present, present)
         case OneOf():
-            field = _Field(rule.field, columns, n)
-            passes = np.logical_or.reduce([field.equals(value) for value in rule.values])
-            return Verdict(passes, field.present() & ~passes)
+            return _within(fields[rule.field], rule.values)
         case Comparison():
-            return _compare(rule, _Field(rule.field, columns, n))
+            return _compare(rule, fields[rule.field])
+
+
+def _join(rule: Junction, fields: dict[str, "_Field"]) -> Verdict:
+    """One part after the other: a list of a thousand conditions needs no thousand masks."""
+    passes, fails = _judge(rule.rules[0], fields)
+    for part in rule.rules[1:]:
+        other = _judge(part, fields)
+        if rule.word == "and":
+            passes, fails = passes & other.passes, fails | other.fails
+        else:
+            passes, fails = passes | other.passes, fails & other.fails
+    return Verdict(passes, fails)
 
 
 def _compare(rule: Comparison, field: "_Field") -> Verdict:
     if rule.operator in ("==", "!="):
-        equal = field.equals(rule.value)
-        verdict = Verdict(equal, field.present() & ~equal)
-        return verdict if rule.operator == "==" else Verdict(verdict.fails, verdict.passes)
+        equal = _within(field, [rule.value])
+        return equal if rule.operator == "==" else Verdict(equal.fails, equal.passes)
     passes = _OPERATORS[rule.operator](field.numbers, rule.value)
     return Verdict(passes, ~np.isnan(field.numbers) & ~passes)
 
 
+def _within(field: "_Field", values: Sequence[Value]) -> Verdict:
+    passes = field.is_one_of(values)
+    return Verdict(passes, field.present & ~passes)
+
+
 class _Field:
-    """The values of one field."""
+    """The values of one field, taken from the columns when they are first asked for."""
 
     def __init__(self, name: str, columns: pa.Table, n: int) -> None:
-        self.numbers, self.texts = _numbers(name, columns, n), _texts(name, columns, n)
+        self.name, self.columns, self.n = name, columns, n
 
+    @cached_property
+    def numbers(self) -> NDArray[np.float64]:
+        """[N] with NaN where there is no number: every comparison is false for NaN."""
+        return _numbers(self.name, self.columns, self.n)
+
+    @cached_property
+    def texts(self) -> pa.ChunkedArray | None:
+        """[N], null where the value is not written as text; None where none is."""
+        return self.columns[TEXT + self.name] if TEXT + self.name in self.columns.column_names else None
+
+    @cached_property
     def present(self) -> Mask:
-        """Where there is a value; NaN is none."""
+        """[N] where there is a value; NaN is none."""
         present: Mask = ~np.isnan(self.numbers)
-        return present if self.texts is None else present | pc.is_valid(self.texts).to_numpy(zero_copy_only=False)
+        return present if self.texts is None else present | _mask(pc.is_valid(self.texts))
 
-    def equals(self, value: Value) -> Mask:
-        """Numbers written as text are equal to the number."""
-        number = _as_number(value) if isinstance(value, str) else value
-        equal: Mask = np.zeros(len(self.numbers), dtype=np.bool_) if number is None else self.numbers == number
-        if isinstance(value, str) and self.texts is not None:
-            equal = equal | pc.fill_null(pc.equal(self.texts, value), False).to_numpy(zero_copy_only=False)
-        return equal
+    def is_one_of(self, values: Sequence[Value]) -> Mask:
+        """[N] where the value is any of `values`; numbers written as text are equal to the number."""
+        numbers = [number for number in map(_as_number, values) if number is not None]
+        found: Mask = np.isin(self.numbers, np.array(numbers, dtype=np.float64))
+        texts = [value for value in values if isinstance(value, str)]
+        if texts and self.texts is not None:
+            found = found | _mask(pc.is_in(self.texts, value_set=pa.array(texts, self.texts.type)))
+        return found
+
+
+def _mask(answers: pa.ChunkedArray) -> Mask:
+    return np.asarray(answers.to_numpy(), dtype=np.bool_)
 
 
 def _numbers(name: str, columns: pa.Table, n: int) -> NDArray[np.float64]:
-    """[N] with NaN where there is no number: every comparison is false for NaN."""
     names = columns.column_names
     if NUMBER + name in names:
         return np.asarray(columns[NUMBER + name].to_numpy(), dtype=np.float64)
     if TEXT + name in names or name not in BUILT_IN or not BUILT_IN - {"aspect_ratio"} <= set(names):
         return np.full(n, np.nan)
     if name == "aspect_ratio":
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return _known(columns, "width", 1) / _known(columns, "height", 1)
+        return _known(columns, "width", 1) / _known(columns, "height", 1)
     return _known(columns, name, 0 if name == "caption_length" else 1)
 
 
@@ -109,12 +137,11 @@ def _known(columns: pa.Table, name: str, least: int) -> NDArray[np.float64]:
     return np.where(values >= least, values, np.nan)
 
 
-def _texts(name: str, columns: pa.Table, n: int) -> pa.Array | None:
-    return columns[TEXT + name].combine_chunks() if TEXT + name in columns.column_names else None
-
-
-def _as_number(text: str) -> float | None:
+def _as_number(value: Value) -> float | None:
+    """The number that a text is. `float` would also read 1_000 and digits of other scripts; the index does not."""
+    if isinstance(value, str) and (not value.isascii() or "_" in value):
+        return None
     try:
-        return float(text)
+        return float(value)
     except ValueError:
         return None

@@ -1,6 +1,5 @@
 """Samples that are not in shards yet: a folder of images with captions beside them, a CSV or TSV table, Parquet."""
 
-import csv
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,22 +9,13 @@ from typing import Any
 import pyarrow.parquet as pq
 from pyarrow import ArrowException
 
-from sd_training.errors import ConfigError, DataError
+from sd_training.data.column_names import IMAGE_COLUMNS, PATH_COLUMNS, ColumnOptions, Columns, pick_columns
+from sd_training.data.table_rows import TableRow, read_table
+from sd_training.errors import DataError
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 """Files of a folder that are meant as samples; those that training cannot read are named as skipped."""
-IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp", "img", "image_bytes", "bytes")
-PATH_COLUMNS = ("image_path", "img_path", "path", "file_name", "filename", "filepath", "image_file", "file")
-CAPTION_COLUMNS = ("caption", "text", "txt", "prompt", "description", "title")
-_MAX_CELL = 1 << 24
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Column names the user gave; None looks for the usual ones."""
-
-    image: str | None = None
-    caption: str | None = None
+_OPTIONS = ColumnOptions("--image-column", "--caption-column")
 
 
 @dataclass(frozen=True)
@@ -91,25 +81,8 @@ def _folder(folder: Path) -> list[LooseSample]:
     return [LooseSample(name, p, p.with_suffix(".txt"), p.with_suffix(".json")) for name, p in names]
 
 
-def _pick(path: Path, names: Sequence[str], wanted: str | None, usual: Sequence[str], option: str) -> str:
-    """The column for a purpose. Raises ConfigError naming the columns there are."""
-    if wanted is None:
-        known = {name.strip().lower(): name for name in reversed(names)}
-        found = next((known[name] for name in usual if name in known), None)
-    else:
-        found = wanted if wanted in names else None
-    if found is None:
-        missing = f"no column {wanted!r}" if wanted else f"none of the columns {', '.join(usual)}"
-        raise ConfigError(f"{option}: {path} has {missing}; it has {', '.join(names) or 'none'}")
-    return found
-
-
 def _pick_both(path: Path, names: Sequence[str], columns: Columns, image_names: Sequence[str]) -> tuple[str, str]:
-    image = _pick(path, names, columns.image, image_names, "--image-column")
-    caption = _pick(path, names, columns.caption, CAPTION_COLUMNS, "--caption-column")
-    if image == caption:
-        raise ConfigError(f"--caption-column: {image!r} is the image column of {path} already")
-    return image, caption
+    return pick_columns(str(path), names, columns, image_names, _OPTIONS)
 
 
 def _number(cell: str) -> str | int | float:
@@ -124,34 +97,22 @@ def _number(cell: str) -> str | int | float:
 
 
 def _table(path: Path, columns: Columns) -> list[LooseSample]:
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    csv.field_size_limit(_MAX_CELL)
     try:
-        with path.open(encoding="utf-8-sig", newline="") as stream:
-            reader = csv.reader(stream, delimiter=delimiter)
-            names = next(reader, [])
-            image, caption = _pick_both(path, names, columns, PATH_COLUMNS + IMAGE_COLUMNS)
-            return [
-                _from_cells(f"{path.name} line {reader.line_num}", path.parent, names, cells, image, caption)
-                for cells in reader
-                if cells
-            ]
+        with path.open("rb") as file:
+            table = read_table(str(path), file)
+            image, caption = _pick_both(path, table.names, columns, PATH_COLUMNS + IMAGE_COLUMNS)
+            return [_from_table_row(path, row, image, caption) for row in table.rows]
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from error
-    except csv.Error as error:
-        raise DataError(f"{path}: is not a table ({error})") from error
 
 
-def _from_cells(
-    name: str, base: Path, names: Sequence[str], cells: Sequence[str], image: str, caption: str
-) -> LooseSample:
-    if len(cells) != len(names):
-        return LooseSample(name, None, None, {}, f"row has {len(cells)} cells where the header has {len(names)}")
-    row: dict[str, Any] = dict(zip(names, cells, strict=True))
-    text = row.pop(caption)
-    return _from_row(name, base, row.pop(image), text, {k: _number(v) for k, v in row.items() if v != ""})
+def _from_table_row(path: Path, row: TableRow, image: str, caption: str) -> LooseSample:
+    name = f"{path.name} line {row.line}"
+    if row.problem:
+        return LooseSample(name, None, None, {}, row.problem)
+    cells = dict(row.values)
+    text = cells.pop(caption)
+    return _from_row(name, path.parent, cells.pop(image), text, {k: _number(v) for k, v in cells.items() if v != ""})
 
 
 def _from_row(name: str, base: Path, image: Any, caption: Any, metadata: dict[str, Any]) -> LooseSample:

@@ -21,7 +21,7 @@ from sd_training.data.problems import Problems
 from sd_training.data.selection import Selection, select
 from sd_training.data.source import SampleReader
 from sd_training.data.sources import access_of, make_source
-from sd_training.data.tag_rules import tag_rules
+from sd_training.data.tag_rules import limited, tag_rules
 from sd_training.errors import ConfigError, DataError
 
 
@@ -96,7 +96,10 @@ def open_dataset(
     if prompts is None:
         check_fields(captions, index.fields | {CAPTION})
     selection = select(index, rules, prompts, captions)
-    survivors, bucket_of = _in_buckets(index, selection.survivors, table)
+    chosen = selection.survivors
+    if kind == "TagFolder" and source_params.tags.limit_images is not None:
+        chosen = chosen[limited([index.name(int(sample))[1] for sample in chosen], source_params.tags.limit_images)]
+    survivors, bucket_of = _in_buckets(index, chosen, table)
     _enough(index, selection, len(survivors), global_batch)
     bucket_of, merges = merge_small(bucket_of, table, global_batch)
     reader = source.reader(index)
@@ -105,7 +108,7 @@ def open_dataset(
         captioner = ClassCaptions(index, prompts, captions)
     elif kind == "TagFolder":
         captioner = TagCaptions(index, tag_rules(source_params.tags))
-    without = len(selection.survivors) - len(survivors)
+    without = len(chosen) - len(survivors)
     return OpenDataset(index, selection, survivors, bucket_of, merges, without, reader, captioner)
 
 

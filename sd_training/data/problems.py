@@ -18,6 +18,8 @@ class SkippedSample(NamedTuple):
     key: str
     reason: str
     """`what is wrong` or `what is wrong: details`; problems are counted by the part before the colon."""
+    position: int | None = None
+    """In the global order of the run, when it was found while training."""
 
 
 class BadSample(Exception):
@@ -61,7 +63,7 @@ class Problems:
         return "; ".join(f"{kind} {count:,} (first: {self._first(kind)})" for kind, count in ordered)
 
     def _first(self, kind: str) -> str:
-        shard, key, reason = self.examples[kind][0]
+        shard, key, reason, _ = self.examples[kind][0]
         details = reason.partition(":")[2]
         return printable(" ".join(part for part in (shard, key) if part) + (f",{details}" if details else ""))
 

@@ -57,6 +57,7 @@ def run(path: Path | str, **options: Any) -> tuple[TrainingData, PixelBatch]:
 
 def named(run_dir: Path) -> dict[str, str]:
     entries = [json.loads(line) for line in (run_dir / "bad_samples.jsonl").read_text().splitlines()]
+    assert all(entry["position"] is None or entry["position"] >= 0 for entry in entries)
     return {entry["key"]: entry["reason"] for entry in entries}
 
 

@@ -19,6 +19,10 @@ from sd_training.config.filter_rules import Comparison, IsNull, Junction, Negati
         ("!=3", "!=", 3.0),
         ("512", "==", 512.0),
         (512, "==", 512.0),
+        (True, "==", "true"),
+        (False, "==", "false"),
+        ("false", "==", "false"),
+        ("'a\\b'", "==", "a\\b"),
         (0.25, "==", 0.25),
         ("en", "==", "en"),
         ("!=en", "!=", "en"),
@@ -44,7 +48,11 @@ def test_reads_the_grammar(written: str | int | float, operator: str, value: flo
         "==null",
         ">=1e999",
         math.inf,
-        True,
+        -math.inf,
+        math.nan,
+        "7..5",
+        "5...7",
+        "NULL",
         "__import__('os').system('true')",
         ">=0 or __import__('os')",
         ">=len('x')",
@@ -102,8 +110,10 @@ def test_across_fields() -> None:
         assert (rule, problems) == (mixed, [])
         assert rule.fields() == {"a", "b.c"}
     assert str(mixed) == 'a >= 5 or (a <= 9 and b.c == "x")'
-    (rule,), _ = parse_filters({"where": "`odd name` is null and not b in [1]"})
-    assert rule == Junction("and", (IsNull("odd name"), Negation(OneOf("b", (1.0,)))))
+    for text in ("`odd name` is null and not b in [1]", """"odd name" null and b not in [1]"""):
+        (rule,), _ = parse_filters({"where": text})
+        assert rule == Junction("and", (IsNull("odd name"), Negation(OneOf("b", (1.0,)))))
+    assert parse_filters({"where": "a 5..9"}) == parse_filters({"a": "5..9"})
 
 
 @pytest.mark.parametrize(
@@ -121,6 +131,15 @@ def test_across_fields() -> None:
         {"where": "not " * 50_000 + "a > 1"},
         {"any_of": []},
         {"any_of": "a > 1"},
+        {"any_of": {"a": ">1", "b": ">1"}},
+        {"any_of": [{}]},
+        {"any_of": [{"a": "x" + " y" * 9_000}]},
+        {"where": "a 5"},
+        {"where": "a > 5 or in > 3"},
+        {"where": "'' > 5"},
+        {"a": 10**400},
+        {"a": "1" * 400},
+        {"a": ">" * 30_000},
         {"any_of": [{"a": "x y"}]},
         {"a": "in []"},
         {"a": "in [1"},
@@ -138,7 +157,17 @@ def test_what_is_no_expression(filters: dict[str, object]) -> None:
 
 
 def test_a_filter_that_the_shell_ate() -> None:
-    assert "quote it" in parse_filters({"a": None})[1][0]
+    (problem,) = parse_filters({"a": None})[1]
+    assert "quote it" in problem and '"null" in quotes' in problem
+
+
+@pytest.mark.parametrize("depth", [30, 60, 100_000])
+def test_nesting_has_an_end(depth: int) -> None:
+    nested: dict[str, object] = {"a": ">1"}
+    for _ in range(depth):
+        nested = {"any_of": [nested]}
+    rules, problems = parse_filters(nested)
+    assert (rules, problems) == ([Comparison("a", ">", 1.0)], []) if depth < 40 else "nested too deeply" in problems[0]
 
 
 def test_long_values_are_cut_in_the_problem() -> None:
@@ -154,6 +183,14 @@ def test_no_filters() -> None:
 def test_shows_itself_in_its_own_grammar() -> None:
     assert str(Comparison("a", ">=", 512.0)) == "a >= 512"
     assert str(Comparison("a", "!=", "en")) == 'a != "en"'
+    for rule in (
+        Comparison("odd name", "==", 'say "x"'),
+        Comparison("in", "<", 0.1 + 0.2),
+        Comparison("a.b", ">=", 1e30),
+        Negation(OneOf("größe", ("it's", "and", -3.5))),
+        Junction("or", (Negation(IsNull("a")), Junction("and", (A_LOW, A_HIGH)))),
+    ):
+        assert parse_filters({"where": str(rule)}) == ([rule], [])
 
 
 def test_does_not_import_torch() -> None:

@@ -1,4 +1,9 @@
+import fcntl
 import json
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +33,10 @@ def test_each_sample_is_named_once_also_after_a_restart(tmp_path: Path) -> None:
     log = make_log(run_dir)
     log.count([True] * 3, [problem(1), problem(1), problem(2)])
     with (run_dir / "bad_samples.jsonl").open("a") as file:
-        file.write('{"cut off by a cra\n')
-    make_log(run_dir).count([True] * 3, [problem(2), problem(3)])
+        file.write('{"cut off by a cra')
+    restarted = make_log(run_dir)
+    restarted.count([True] * 3, [problem(2)])
+    restarted.count([True] * 3, [problem(2), problem(3)])
     text = (run_dir / "bad_samples.jsonl").read_text().replace('{"cut off by a cra\n', "")
     named = [json.loads(line) for line in text.splitlines()]
     assert [(entry["shard"], entry["key"], entry["reason"]) for entry in named] == [
@@ -37,6 +44,74 @@ def test_each_sample_is_named_once_also_after_a_restart(tmp_path: Path) -> None:
     ]
     assert all(entry["time"] > 1.7e9 for entry in named)
     assert log.problems.counts == {"image cannot be decoded": 2}
+
+
+def test_two_processes_that_visit_a_sample_name_it_once(tmp_path: Path) -> None:
+    first, second = make_log(tmp_path), make_log(tmp_path)
+    first.count([True], [problem(1)])
+    second.count([True], [problem(2), problem(1)])
+    first.count([True], [problem(2), problem(3)])
+    second.count([True], [problem(3), problem(4)])
+    assert [line["key"] for line in lines(tmp_path)] == ["1", "2", "3", "4"]
+    assert first.problems.total() == 3 and second.problems.total() == 4  # each still counts what it read itself
+
+
+def test_processes_that_write_at_once(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from tests.unit.data.test_bad_samples import make_log, problem\n"
+        "log = make_log(Path(sys.argv[1])); print('ready', flush=True); sys.stdin.readline()\n"
+        "for i in range(500): log.name(problem(i))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    assert [line["key"] for line in lines(tmp_path)] == [str(i) for i in range(500)]
+
+
+def test_a_process_waits_while_another_one_writes(tmp_path: Path) -> None:
+    with (tmp_path / "bad_samples.jsonl").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=make_log(tmp_path).name, args=(problem(1),))
+        waiting.start()
+        time.sleep(0.2)
+        file.write(json.dumps({"shard": "a.tar", "key": "1"}) + "\n")
+    waiting.join()
+    assert len(lines(tmp_path)) == 1
+
+
+def test_a_file_that_was_moved_away_begins_anew(tmp_path: Path) -> None:
+    log = make_log(tmp_path)
+    log.name(problem(1))
+    log.name(problem(2))
+    (tmp_path / "bad_samples.jsonl").rename(tmp_path / "old.jsonl")
+    make_log(tmp_path).name(problem(3))
+    log.name(problem(3))
+    log.name(problem(4))
+    assert [line["key"] for line in lines(tmp_path)] == ["3", "4"]
+
+
+def test_a_file_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "run").write_text("a file, where the folder should be")
+    log = make_log(tmp_path / "run", max_bad_fraction=0.00001)
+    log.count([True], [problem(1)])
+    assert "bad_samples.jsonl cannot be written" in caplog.text
+    with pytest.raises(DataError) as error:
+        log.count([True], [problem(2)])
+    assert "bad_samples.jsonl" not in str(error.value)
+
+
+def test_the_limit_is_the_number_that_is_said() -> None:
+    """0.00007 * 100,000 is a little less than 7 in floating point."""
+    log = make_log(max_bad_fraction=0.00007)
+    log.count([True] * 100, [problem(i) for i in range(7)])
+    with pytest.raises(DataError, match="allows 7 of 100,000"):
+        log.count([True], [problem(7)])
 
 
 def test_nothing_is_written_without_problems(tmp_path: Path) -> None:

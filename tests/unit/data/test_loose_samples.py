@@ -64,6 +64,8 @@ def test_rows_that_cannot_be_used_are_kept_with_their_reason(tmp_path: Path) -> 
         "image is a URL: download it first, https://h/a.jpg",
         None,
     ]
+    (tmp_path / "t.csv").write_bytes(b"path,text\na.jpg,\xff\nb.jpg,x\n")
+    assert [sample.problem for sample in read(tmp_path / "t.csv")] == ["row is not UTF-8 text", None]
 
 
 @pytest.mark.parametrize("image", ["bytes", "struct", "path"])
@@ -115,7 +117,7 @@ def test_missing_columns_are_named(tmp_path: Path, name: str) -> None:
         ("a.zip", b"PK", "is not a folder"),
         ("a.parquet", b"PAR1 no", "not a readable Parquet file"),
         ("a.csv", b"path,caption\n", "has no samples"),
-        ("a.csv", b"path,caption\na,\xff\n", "UTF-8"),
+        ("a.csv", b"path,caption\xff\na,b\n", "UTF-8"),
     ],
 )
 def test_unusable_input(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:

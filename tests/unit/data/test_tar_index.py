@@ -70,7 +70,7 @@ def test_what_is_wrong_is_counted_and_named(tmp_path: Path) -> None:
         "member with an unsafe name ignored": 2,
         "metadata is not a JSON object": 2,
     }
-    assert scan.problems.examples["image missing"] == [(str(path), "2", "image missing")]
+    assert scan.problems.examples["image missing"] == [(str(path), "2", "image missing", None)]
     assert "2" in scan.problems.text()
 
 

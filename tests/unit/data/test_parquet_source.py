@@ -1,0 +1,175 @@
+import io
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from sd_training.config.batch_plan import BatchPlan
+from sd_training.config.data_schema import CaptionConfig, RemoteConfig
+from sd_training.data.byte_files import Access
+from sd_training.data.index import DatasetIndex, load_index
+from sd_training.data.parquet_source import ParquetSource
+from sd_training.errors import ConfigError, DataError
+from tests import makers
+from tests.unit.data.making import equal_bits, joined, stream, training_data
+
+COUNT, GROUP = 40, 8
+
+
+def image(number: int) -> bytes:
+    return makers.encode(makers.picture(number, 40 + number % 3, 32))
+
+
+def rows(count: int = COUNT) -> dict[str, Any]:
+    return {
+        "jpg": [image(number) for number in range(count)],
+        "caption": [f"a {makers.COLOURS[number % 3]} picture" for number in range(count)],
+        "score": [number / 10 if number % 4 else None for number in range(count)],
+        "lang": [["en", "de"][number % 2] for number in range(count)],
+        "vector": [[1.0, 2.0]] * count,
+    }
+
+
+def write(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path, row_group_size=GROUP, **options)
+    return path
+
+
+def access(tmp_path: Path) -> Access:
+    return Access("cache", tmp_path / "cache", 0.1, 0, 5.0)
+
+
+def opened(tmp_path: Path, *files: Path, fields: tuple[str, ...] = (), **columns: str) -> tuple[DatasetIndex, Any]:
+    names = {"image_column": None, "caption_column": None, **columns}
+    source = ParquetSource(list(map(str, files)), access(tmp_path), **names)  # type: ignore[arg-type]
+    index = load_index(source, tmp_path / "index", fields)
+    return index, source.reader(index)
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "zstd"}, {"use_dictionary": False}])
+def test_images_captions_sizes_and_metadata(tmp_path: Path, options: dict[str, Any]) -> None:
+    file = write(tmp_path / "a.parquet", rows(), **options)
+    index, reader = opened(tmp_path, file, fields=("score", "lang"))
+    assert len(index) == COUNT
+    for sample in (39, 0, 17, 8, 7):
+        assert reader.image(sample) == image(sample)
+        assert reader.caption(sample) == f"a {makers.COLOURS[sample % 3]} picture"
+    assert index.numbers("width").tolist() == [40 + n % 3 for n in range(COUNT)]
+    assert index.numbers("block").tolist() == [n // GROUP for n in range(COUNT)]
+    assert index.fields == {"score", "lang"}
+    assert index.columns["number:score"].to_pylist()[:3] == [None, 0.1, 0.2]
+    assert index.name(9) == (str(file), "row 9")
+
+
+def test_a_row_group_is_unpacked_once(tmp_path: Path) -> None:
+    index, reader = opened(tmp_path, write(tmp_path / "a.parquet", rows()), write(tmp_path / "b.parquet", rows(GROUP)))
+    for sample in [0, 3, 1, GROUP, COUNT + 2, 5, COUNT + 1]:
+        assert reader.image(sample) == image(sample % COUNT)
+    kept = list((tmp_path / "cache").glob("*.data"))
+    assert len(kept) == 3
+    times = [path.stat().st_ino for path in kept]
+    other, second = opened(tmp_path, tmp_path / "a.parquet", tmp_path / "b.parquet")
+    assert second.image(2) == image(2) and len(other) == len(index)
+    assert [path.stat().st_ino for path in kept] == times
+
+
+def read_one(reader: Any, sample: int) -> int:
+    return len(reader.image(sample))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_readers_travel_to_other_processes(tmp_path: Path, method: str) -> None:
+    _, reader = opened(tmp_path, write(tmp_path / "a.parquet", rows(GROUP)))
+    reader.image(0)
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        assert pool.apply(read_one, (reader, 1)) == len(image(1))
+
+
+def test_structs_paths_and_lists_of_captions(tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "1.jpg").write_bytes(image(1))
+    columns = {
+        "image": pa.array([{"bytes": image(0), "path": None}, {"bytes": None, "path": "pictures/1.jpg"}]),
+        "texts": [["one", "two"], ["three"]],
+    }
+    _, reader = opened(tmp_path, write(tmp_path / "a.parquet", columns), caption_column="texts")
+    assert [reader.image(sample) for sample in (0, 1)] == [image(0), image(1)]
+    assert json.loads(reader.caption(0)) == ["one", "two"]
+    paths = {"file": [str(tmp_path / "pictures" / "1.jpg"), "pictures/2.jpg", "../x.jpg"], "text": ["a", "b", "c"]}
+    index, reader = opened(tmp_path, write(tmp_path / "b.parquet", paths))
+    assert len(index) == 1 and reader.image(0) == image(1)
+    assert index.problems.total() == 2
+
+
+def test_what_is_wrong_is_named_by_its_row(tmp_path: Path) -> None:
+    columns = rows(4)
+    columns["jpg"][1] = None
+    columns["caption"][2] = None
+    columns["jpg"][3] = b"no image"
+    index, _ = opened(tmp_path, write(tmp_path / "a.parquet", columns))
+    assert [index.name(sample)[1] for sample in range(len(index))] == ["row 0", "row 2", "row 3"]
+    assert {(problem.key, problem.reason) for problem in index.problems.named()} == {
+        ("row 1", "image is empty"),
+        ("row 2", "caption is empty"),
+        ("row 3", "image size cannot be told"),
+    }
+
+
+def test_errors_name_the_file_and_the_option(tmp_path: Path) -> None:
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing PAR1")
+    with pytest.raises(DataError, match=r"bad\.parquet' is not a readable Parquet file"):
+        opened(tmp_path, tmp_path / "bad.parquet")
+    whole = write(tmp_path / "cut.parquet", rows()).read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(whole[:-100])
+    with pytest.raises(DataError, match=r"cut\.parquet' is not a readable Parquet file"):
+        opened(tmp_path, tmp_path / "cut.parquet")
+    with pytest.raises(ConfigError, match=r"image_column.*no column 'picture'"):
+        opened(tmp_path, write(tmp_path / "a.parquet", rows(2)), image_column="picture")
+
+
+def test_no_table_is_in_memory_as_a_whole(tmp_path: Path) -> None:
+    """40 MB of images in row groups of 4 MB, of which 64 rows are read at once."""
+    columns = {"jpg": [bytes([n % 251]) * 50_000 for n in range(800)], "caption": ["x"] * 800}
+    path = tmp_path / "big.parquet"
+    pq.write_table(pa.table(columns), path, row_group_size=80, use_dictionary=False, compression="none")
+    del columns
+    pool = pa.default_memory_pool()
+    before = pool.bytes_allocated()
+    index, reader = opened(tmp_path, path)
+    reader.image(700)
+    assert len(index) == 800
+    assert pool.bytes_allocated() - before < 8_000_000
+
+
+def test_a_run_on_parquet_is_a_run_on_shards(tmp_path: Path) -> None:
+    """The same samples, filters, lists of captions: the same stream."""
+    samples = makers.caption_samples(32)
+    for shard in range(4):
+        part = samples[shard * 8 : (shard + 1) * 8]
+        makers.write_shard(tmp_path / "tar" / f"{shard}.tar", part)
+    metadata = [json.loads(sample["json"]) for sample in samples]
+    columns = {
+        "jpg": [sample["jpg"] for sample in samples],
+        "caption": [sample["txt"] for sample in samples],
+        "pwatermark": [entry["pwatermark"] for entry in metadata],
+        "uid": [entry["uid"] for entry in metadata],
+    }
+    write(tmp_path / "parquet" / "a.parquet", columns)
+    options: dict[str, Any] = {
+        "filters": {"pwatermark": "<0.8"},
+        "lanes": 2,
+        "window": 3,
+        "crop": "random",
+        "captions": CaptionConfig(fields={"caption": 1.0, "uid": 1.0}),
+    }
+    plan = BatchPlan(4, 1, 1, 80)
+    tar = joined(stream(training_data(tmp_path / "tar", plan, **options)))
+    remote = RemoteConfig(cache_dir=str(tmp_path / "cache"), cache_gib=0.01)
+    table = training_data(tmp_path / "parquet", plan, kind="Parquet", workers=1, remote=remote, **options)
+    assert equal_bits(joined(stream(table)), tar)
+    assert io.BytesIO(columns["jpg"][0]).read(2) == b"\xff\xd8"

@@ -1,0 +1,103 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sd_training.config.batch_plan import BatchPlan
+from sd_training.config.data_schema import TagConfig
+from sd_training.data.index import load_index
+from sd_training.data.tag_rules import tag_rules
+from sd_training.data.tag_source import TagSource
+from sd_training.errors import DataError
+from tests import makers
+from tests.unit.data.making import ACCESS, joined, stream, training_data
+
+RULES: dict[str, Any] = {"abs_min_score": 10, "min_score": 20, "aspect_range": [0.5, 2.0]}
+
+
+def add(root: Path, name: str, tags: list[str], score: int = 50, size: tuple[int, int] = (40, 32), **more: Any) -> None:
+    """One image and its JSON file; `name` may have folders."""
+    image = root / "pictures" / f"{name}.jpg"
+    image.parent.mkdir(parents=True, exist_ok=True)
+    image.write_bytes(makers.encode(makers.picture(len(name), *size)))
+    record = {"path": f"pictures/{name}.jpg", "score": score, "tags": tags, **more}
+    file = root / "metadata" / f"{name}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(record))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "set"
+    add(root, "a/1", ["cat", "sitting"])
+    add(root, "a/b/2", ["dog"], score=15)
+    add(root, "a/b/c/3", ["dog", "good"], score=15)
+    add(root, "low", ["cat"], score=5)
+    add(root, "wide", ["cat"], size=(90, 20))
+    add(root, "told", ["cat"], aspect_ratio=1.0)
+    (root / "metadata" / "broken.json").write_text("{")
+    add(root, "gone", ["cat"])
+    (root / "pictures" / "gone.jpg").unlink()
+    return root
+
+
+def keys(source: TagSource) -> list[str]:
+    index = load_index(source, None)
+    return [index.name(sample)[1] for sample in range(len(index))]
+
+
+def test_what_takes_part_and_what_is_named(root: Path) -> None:
+    config = TagConfig(**RULES, tag_bonus_scores={"good": 10})
+    source = TagSource([str(root)], ACCESS, tag_rules(config))
+    index = load_index(source, None, ["score"])
+    assert keys(source) == ["metadata/told.json", "metadata/a/1.json", "metadata/a/b/c/3.json"]
+    assert index.columns["number:score"].to_pylist() == [50.0, 50.0, 15.0]
+    assert index.numbers("width").tolist() == [40, 40, 40]
+    assert index.problems.total() == 5
+    assert {problem.key.rpartition("/")[2] for problem in index.problems.named()} == {
+        "2.json",
+        "low.json",
+        "wide.json",
+        "broken.json",
+        "gone.json",
+    }
+
+
+def test_every_nth_of_the_whole_list(root: Path) -> None:
+    rules = TagConfig(abs_min_score=0, min_score=0, aspect_range=[0.1, 9.0], consider_every_nth=2)
+    everything = ["a/1", "a/b/2", "a/b/c/3", "broken", "gone", "low", "told", "wide"]
+    expected = [f"metadata/{name}.json" for name in everything[::2] if name != "gone"]
+    assert sorted(keys(TagSource([str(root)], ACCESS, tag_rules(rules)))) == expected
+
+
+def test_other_rules_index_anew_and_a_changed_file_is_seen(root: Path) -> None:
+    strict = TagSource([str(root)], ACCESS, tag_rules(TagConfig(**{**RULES, "min_score": 45})))
+    assert len(keys(strict)) == 2
+    assert len(keys(TagSource([str(root)], ACCESS, tag_rules(TagConfig(**{**RULES, "min_score": 12}))))) == 4
+    add(root, "a/b/2", ["dog"], score=80)
+    assert "metadata/a/b/2.json" in keys(strict)
+
+
+def test_captions_are_drawn_per_visit(root: Path) -> None:
+    tags = TagConfig(**RULES, shuffle_tag_p=1.0, tag_separator=" ", score_tags=[40])
+    data = training_data(root, BatchPlan(1, 1, 1, 40), kind="TagFolder", tags=tags)
+    batch = joined(stream(data))
+    orders = {tuple(tokens.tolist()) for tokens, i in zip(batch.tokens, batch.sample_ids, strict=True) if i == 1}
+    assert 2 < len(orders) <= 6  # of "cat", "sitting", "scr40"
+
+
+def test_a_fixed_choice_of_images(root: Path) -> None:
+    for number in range(30):
+        add(root, f"more/{number:02d}", ["cat"])
+    tags = TagConfig(**RULES, limit_images=10)
+    chosen = training_data(root, BatchPlan(2, 1, 1, 20), kind="TagFolder", tags=tags)
+    assert chosen.report().num_survivors == 10
+    assert len(set(joined(stream(chosen)).sample_ids.tolist())) == 10
+    again = training_data(root, BatchPlan(2, 1, 1, 20), kind="TagFolder", tags=tags)
+    assert again.fingerprint() == chosen.fingerprint()
+
+
+def test_no_metadata_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no \.json file below '.*metadata'"):
+        TagSource([str(tmp_path)], ACCESS, tag_rules(TagConfig())).units()
