@@ -30,7 +30,7 @@ from PIL import Image
 from sd_training.cli import run_cli
 from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.data_schema import DatasetConfig, DatasetParams
-from sd_training.config.load import load_config
+from sd_training.config.load import load_data_config
 from sd_training.data.collate import collate
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.image_decode import decode
@@ -39,8 +39,7 @@ from sd_training.quiet import quiet_libraries
 from sd_training.types import LatentGrid
 
 GRID = LatentGrid(4, 8)
-_STAND_INS = ("experiment.log_dir=.", "experiment.name=bench", "model.pretrained=nobody/nothing", "system.workers=0")
-_RUN = "experiment.num_examples_to_see=1_000_000_000"
+_LENGTH = "experiment.num_examples_to_see=1000000000"
 
 
 def make_shards(folder: Path, width: int, height: int, count: int) -> Path:
@@ -166,7 +165,7 @@ def report(seconds: dict[str, list[list[float]]], parts: dict[str, float], batch
 def dataset_of(arguments: argparse.Namespace, folder: Path) -> DatasetConfig:
     """The data of the config, or shards made for it."""
     if arguments.overrides:
-        return load_config([*_STAND_INS, _RUN, *arguments.overrides]).dataset
+        return load_data_config([_LENGTH, *arguments.overrides]).dataset
     width, height = (int(side) for side in arguments.size.split("x"))
     shards = make_shards(folder, width, height, arguments.samples)
     return DatasetConfig(params=DatasetParams(path=str(shards), resolution=arguments.resolution, index_dir=str(folder)))

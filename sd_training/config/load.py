@@ -18,6 +18,8 @@ from sd_training.rank_log import get_logger
 log = get_logger(__name__)
 
 _ADAPTER = TypeAdapter(Config)
+_STAND_INS = ("experiment.log_dir=.", "experiment.name=data", "model.pretrained=nobody/nothing")
+"""What a run needs and its data does not."""
 _LONG_RUN = 10**12
 """Stands in for a missing number, large enough for every rule about the length of a run."""
 
@@ -49,6 +51,12 @@ def load_config(argv: Sequence[str]) -> Config:
     for warning in warnings(config):
         log.warning(warning)
     return config
+
+
+def load_data_config(argv: Sequence[str]) -> Config:
+    """As `load_config`, for tools that look at the data only: no model, folder, name or length need be given."""
+    given = {item.partition("=")[0] for item in argv}
+    return load_config([*(item for item in _STAND_INS if item.partition("=")[0] not in given), *argv])
 
 
 def _validate(values: dict[str, Any], origins: dict[str, str]) -> tuple[Config | None, list[Problem]]:

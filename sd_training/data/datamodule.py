@@ -117,6 +117,10 @@ class TrainingData(pl.LightningDataModule):
         """The samples by visit."""
         return TrainingSamples(self._open().datasets, self.table, self.dataset.params, self.tokenizer, self.draws)
 
+    def datasets(self) -> list[OpenDataset]:
+        """The data sets of the run, opened; the first is the main one."""
+        return self._open().datasets
+
     def report(self) -> DataReport:
         """What the data set is; usable without a trainer.
 

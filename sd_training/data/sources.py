@@ -39,9 +39,10 @@ def make_source(kind: str, params: SourceParams, access: Access) -> Source:
 
             return ParquetSource(expand_shards(params.path, access, extensions=(".parquet",)), access, *columns)
         case "Table":
+            from sd_training.data.table_rows import TABLE_EXTENSIONS
             from sd_training.data.table_source import TableSource
 
-            files = expand_shards(params.path, access, extensions=(".csv", ".tsv", ".jsonl"))
+            files = expand_shards(params.path, access, extensions=TABLE_EXTENSIONS)
             return TableSource(files, access, *columns)
         case "ImageFolder":
             from sd_training.data.folder_source import FolderSource
