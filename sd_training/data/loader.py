@@ -17,7 +17,10 @@ from sd_training.data.order import slots
 from sd_training.data.run_order import RunOrder
 from sd_training.data.worker_server import worker_context
 from sd_training.errors import DataError
+from sd_training.rank_log import get_logger
 from sd_training.types import PixelBatch
+
+log = get_logger(__name__)
 
 PREFETCHED = 2
 """Micro-batches each loader process reads ahead."""
@@ -65,12 +68,18 @@ class TrainingLoader:
         return self.plan.num_steps * self.plan.accumulation
 
     def __iter__(self) -> Iterator[PixelBatch]:
+        num_visits = 0
         for delivery in self._deliveries(self.first_step()):
+            num_visits += len(delivery.were_good)
             self.bad_samples.count(delivery.were_good, delivery.skipped)
             self.num_truncated += delivery.num_truncated
             if delivery.batch is None:
                 raise DataError(delivery.failure)
             yield delivery.batch
+        if self.num_truncated:
+            share = self.num_truncated / num_visits
+            limit = f"{self.dataset.tokenizer.length} tokens of the text encoder"
+            log.info(f"{self.num_truncated:,} captions ({share:.1%}) were longer than the {limit} and were cut")
 
     def visits(self, first_step: int) -> VisitSampler:
         """What the loader processes are asked for, micro-batch by micro-batch."""

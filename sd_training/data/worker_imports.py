@@ -2,6 +2,6 @@
 
 from transformers import CLIPTokenizer, PreTrainedTokenizerFast
 
-from sd_training.data import dataset, tar_source
+from sd_training.data import loader, parquet_source, tar_source
 
-__all__ = ["CLIPTokenizer", "PreTrainedTokenizerFast", "dataset", "tar_source"]
+__all__ = ["CLIPTokenizer", "PreTrainedTokenizerFast", "loader", "parquet_source", "tar_source"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers import StableDiffusionPipeline
 
+from tests import makers
 from tests.integration.record_ids import RecordIds, read_ids
 from tests.integration.training import (
     CrashAfter,
@@ -102,6 +103,30 @@ def test_four_times_eight_is_thirty_two(tmp_path: Path, pipeline_dir: Path, shar
     np.testing.assert_allclose(losses(tmp_path / "four" / "run"), losses(tmp_path / "one" / "run"), rtol=1e-5)
     assert read_ids(tmp_path / "four") == read_ids(tmp_path / "one")
     assert len(read_ids(tmp_path / "one")) == 3
+
+
+def test_buckets_train_alike_on_one_process_and_on_two_and_resume(tmp_path: Path, pipeline_dir: Path) -> None:
+    shapes = [(40, 40), (64, 32), (32, 64)]
+    for shard, (width, height) in enumerate(shapes * 2):
+        samples = makers.caption_samples(10, first=shard * 10, width=width, height=height)
+        makers.write_shard(tmp_path / "data" / f"{shard}.tar", samples)
+    changes = {
+        "dataset__params__buckets__mode": "ladder",
+        "dataset__params__buckets__step": 8,
+        "dataset__params__buckets__min_side": 8,
+        "dataset__params__buckets__max_aspect": 4,
+        "system__batch_size": 8,
+    }
+    whole = options(tmp_path / "whole", pipeline_dir, tmp_path / "data", **changes)
+    train(whole)
+    cut = options(tmp_path / "cut", pipeline_dir, tmp_path / "data", **changes)
+    with pytest.raises(Interrupted):
+        train(cut, CrashAfter(5))
+    train(cut)
+    assert_same_tensors(checkpoint_tensors(tmp_path / "cut", 8), checkpoint_tensors(tmp_path / "whole", 8))
+    halves = {**changes, "system__batch_size": 4, "system__workers": 1}
+    train_in_processes(options(tmp_path / "two", pipeline_dir, tmp_path / "data", **halves), 2)
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "whole"), rtol=1e-5)
 
 
 def test_resume_with_another_accumulation_continues_the_same_samples(

@@ -208,3 +208,15 @@ def test_only_bad_samples_end_the_run_without_a_traceback_from_a_worker(tmp_path
             with pytest.raises(DataError, match=message) as error:
                 stream(training_data(tmp_path, workers=workers, max_bad_shard_fraction=fraction))
             assert "Traceback" not in str(error.value)
+
+
+def test_captions_that_are_cut_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    samples = makers.caption_samples(8)
+    for sample in samples[:2]:
+        sample["txt"] = "a much longer caption than sixteen tokens"
+    makers.write_shard(tmp_path / "a.tar", samples)
+    loader = training_data(tmp_path, BatchPlan(8, 1, 1, 16)).loader(0, lambda: 0)
+    with caplog.at_level("INFO"):
+        list(loader)
+    assert loader.num_truncated == 4
+    assert "4 captions (25.0%) were longer than the 16 tokens" in caplog.text

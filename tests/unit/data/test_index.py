@@ -2,6 +2,8 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -10,11 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from sd_training.config.batch_plan import BatchPlan
 from sd_training.data import index as index_module
 from sd_training.data.index import default_index_dir
 from sd_training.errors import DataError
 from tests import makers
-from tests.unit.data.making import tar_index
+from tests.integration.training import ROOT
+from tests.unit.data.making import tar_index, training_data
 
 
 @pytest.fixture
@@ -149,6 +153,20 @@ def test_a_damaged_join_is_made_again(shards: list[Path]) -> None:
 def test_the_index_travels_to_other_processes(shards: list[Path]) -> None:
     index = pickle.loads(pickle.dumps(tar_index(shards, ["uid"])))
     assert (len(index), index.metadata_text("uid", 4)) == (12, "u4")
+
+
+def test_reading_samples_does_not_import_pandas(shards: list[Path], tmp_path: Path) -> None:
+    """pyarrow imports it at the first `to_numpy`, in every loader process."""
+    pytest.importorskip("pandas")
+    samples = training_data(shards[0].parent, BatchPlan(4, 1, 1, 8)).samples()
+    (tmp_path / "samples").write_bytes(pickle.dumps(samples))
+    script = (
+        "import pickle, sys; from sd_training.data.dataset import Visit;"
+        f"samples = pickle.load(open({str(tmp_path / 'samples')!r}, 'rb'));"
+        "print(samples[Visit(0, 0, 3, 0)].sample_id, 'pandas' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["3", "False"]
 
 
 def test_a_join_unused_for_long_is_removed(shards: list[Path], tmp_path: Path) -> None:
