@@ -106,6 +106,7 @@ class FileReader:
         return self._read(sample, path, int(self.index.numbers("at:image_length")[sample]), "image", MAX_IMAGE_BYTES)
 
     def caption(self, sample: int) -> str:
+        """As `SampleReader.caption`."""
         text = self.index.text("caption", sample)
         if text is not None:
             return text

@@ -43,6 +43,7 @@ class FolderSource:
         return "folder"
 
     def units(self) -> list[Unit]:
+        """As `Source.units`."""
         units: dict[str, Unit] = {}
         for root in self._roots():
             listings = {folder: _digest(_list(folder)) for folder in _folders(root)}
@@ -70,6 +71,7 @@ class FolderSource:
         return roots
 
     def scan(self, unit: Unit) -> UnitScan:
+        """As `Source.scan`."""
         problems = Problems()
         columns = SampleColumns(unit.location, problems)
         root = next(root for root in self._roots() if _is_below(unit.location, root))

@@ -95,6 +95,7 @@ class HuggingFaceSource:
         return value if isinstance(value, dict) else None
 
     def scan(self, unit: Unit) -> UnitScan:
+        """As `Source.scan`."""
         problems = Problems()
         columns = SampleColumns(shown(unit.location), problems)
         scan = _ArrowScan(unit.location, self.wanted, self.access, columns)

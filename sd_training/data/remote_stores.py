@@ -67,6 +67,7 @@ class _KeyStore:
         return info
 
     async def listing(self, location: str) -> list[str] | None:
+        """As `Store.listing`."""
         path = self.path(location).rstrip("/")
         try:
             entries = await self.file_system._ls(path, detail=True)
@@ -98,6 +99,7 @@ class S3Store(_KeyStore):
         return int(info["size"]), str(info.get("ETag") or info.get("LastModified") or "")
 
     async def read(self, state: FileState, start: int, stop: int) -> bytes:
+        """As `Store.read`."""
         bucket, key, _ = self.file_system.split_path(self.path(state.location))
         is_tag = state.version.startswith(('"', "W/"))
         answer = await self.file_system._call_s3(
@@ -127,6 +129,7 @@ class GsStore(_KeyStore):
         return int(info["size"]), str(info.get("generation") or info.get("etag") or info.get("mtime") or "")
 
     async def read(self, state: FileState, start: int, stop: int) -> bytes:
+        """As `Store.read`."""
         generation = {"generation": state.version} if state.version.isdigit() else {}
         path = self.path(state.location)
         try:
@@ -154,6 +157,7 @@ class HttpStore:
             return _total_size(answer, location), _version(answer)
 
     async def read(self, state: FileState, start: int, stop: int) -> bytes:
+        """As `Store.read`."""
         async with await self._get(state.location, start, stop) as answer:
             _raise_for_status(answer)
             _check_state(answer, state)

@@ -55,6 +55,7 @@ class TableSource:
         return [Unit(state.location, state.size, state.version) for state in states]
 
     def scan(self, unit: Unit) -> UnitScan:
+        """As `Source.scan`."""
         problems = Problems()
         columns = SampleColumns(shown(unit.location), problems)
         file = open_bytes(unit.location, self.access)

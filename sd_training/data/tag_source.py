@@ -55,6 +55,7 @@ class TagSource:
         return units
 
     def scan(self, unit: Unit) -> UnitScan:
+        """As `Source.scan`."""
         folder, problems = Path(unit.location), Problems()
         root, columns = self._root_of(folder), SampleColumns(unit.location, problems)
         taken = self._considered(root)
