@@ -13,6 +13,8 @@ STAMP := $(VENV)/requirements.stamp
 
 # Two threads on two busy cores are slower than one by an order of magnitude.
 export OMP_NUM_THREADS := 1
+# The environment is installed without bytecode; where nobody may write it, every process compiles torch again: 10 s.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: env test quickstart format docs clean
 
