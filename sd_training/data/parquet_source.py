@@ -4,7 +4,8 @@ Training reads single rows, in the order of the run; Parquet is read by row grou
 unpacked once per machine into one file of the shard cache, one image after the other, and read from there by offset.
 The cache (`dataset.params.remote.cache_dir`, `.cache_gib`) needs room for the row groups of a window; row groups are
 the blocks of the order, so a window is worked through before its files are let go. Captions and metadata are in the
-index. Indexing and unpacking stream through a row group in batches; no table is ever in memory as a whole.
+index. Indexing and unpacking go through one row group at a time, which Arrow holds as stored and unpacked: a process
+needs some 70 MB and 3 to 4 times the largest row group, whatever the size of the table (pyarrow 26).
 """
 
 import json
@@ -32,7 +33,7 @@ from sd_training.data.source import Unit, UnitScan
 from sd_training.errors import DataError
 
 ROWS_AT_ONCE = 64
-"""Rows of a batch: so many images are in memory."""
+"""Rows that are Python objects at the same time."""
 MAX_OPEN_GROUPS = 64
 """Unpacked row groups kept open per process."""
 
@@ -77,7 +78,7 @@ def _opened(state: FileState, access: Access) -> Iterator[pq.ParquetFile]:
     try:
         with pq.ParquetFile(seekable(file)) as table:
             yield table
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"'{shown(state.location)}' is not a readable Parquet file: {error}") from error
     finally:
         file.close()
@@ -85,6 +86,42 @@ def _opened(state: FileState, access: Access) -> Iterator[pq.ParquetFile]:
 
 def _image_column(location: str, table: pq.ParquetFile, wanted: Columns) -> tuple[str, str]:
     return pick_columns(shown(location), table.schema_arrow.names, wanted, IMAGE_COLUMNS + PATH_COLUMNS)
+
+
+def _batches(table: pq.ParquetFile, group: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=list(columns)):
+        yield pa.RecordBatch.from_arrays([_plain(column) for column in batch.columns], names=batch.schema.names)
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type that holds the same values without dictionaries (pandas' categories), views and decimals."""
+    if pa.types.is_dictionary(kind):
+        return _plain_type(kind.value_type)
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_plain_type(field.type)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_plain_type(kind.value_type)))
+    if pa.types.is_null(kind):  # what pandas writes where no row has bytes
+        return pa.binary()
+    if kind == pa.string_view():
+        return pa.large_string()
+    if kind == pa.binary_view():
+        return pa.large_binary()
+    return pa.float64() if pa.types.is_decimal(kind) else kind
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    """The column in its plain type, with texts that are UTF-8: Parquet does not check what is written as text."""
+    kind = _plain_type(column.type)
+    column = column if kind == column.type else column.cast(kind)
+    if not pa.types.is_string(kind) and not pa.types.is_large_string(kind):
+        return column
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        texts = column.cast(pa.large_binary()).to_pylist()
+        return pa.array([None if text is None else text.decode("utf-8", "replace") for text in texts], kind)
+    return column
 
 
 class _ParquetScan:
@@ -101,11 +138,11 @@ class _ParquetScan:
     def run(self) -> dict[str, pa.Array]:
         """Columns of all rows that have an image."""
         schema = self.table.schema_arrow
-        metadata = [field.name for field in schema if field.name != self.image and is_metadata(field.type)]
+        metadata = [field.name for field in schema if field.name != self.image and is_metadata(_plain_type(field.type))]
         read = list(dict.fromkeys([*metadata, self.caption, self.image]))
         for group in range(self.table.num_row_groups):
             self.offset = 0
-            for batch in self.table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=read):
+            for batch in _batches(self.table, group, read):
                 found = list(self._batch(batch))
                 self.groups += [group] * len(found)
                 self.samples.add(found)
@@ -186,8 +223,9 @@ class ParquetReader:
         key = json.dumps(["parquet", *unit, group, *self.wanted])
 
         def produce(path: Path) -> None:
-            with _opened(FileState(unit.location, unit.size, unit.version), self.access) as table:
-                _unpack(unit.location, table, self.wanted, group, path)
+            with path.open("wb") as output:
+                for content in _contents(unit, self.access, self.wanted, group):
+                    output.write(content)
 
         def opened(path: Path) -> LocalFile:
             if not path.exists():
@@ -207,11 +245,14 @@ class ParquetReader:
             file.close()
 
 
-def _unpack(location: str, table: pq.ParquetFile, wanted: Columns, group: int, path: Path) -> None:
-    """Writes the images of a row group one after the other, in the order in which the index counted their bytes."""
-    image, _ = _image_column(location, table, wanted)
-    with path.open("wb") as output:
-        for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[image]):
-            for content, _ in image_cells(shown(location), image, batch.column(0)):
+def _contents(unit: Unit, access: Access, wanted: Columns, group: int) -> Iterator[pa.Buffer]:
+    """The images of a row group in the order in which the index counted their bytes.
+
+    A generator, so that a full disk where they are written is not taken for damage of the table.
+    """
+    with _opened(FileState(unit.location, unit.size, unit.version), access) as table:
+        image, _ = _image_column(unit.location, table, wanted)
+        for batch in _batches(table, group, [image]):
+            for content, _ in image_cells(shown(unit.location), image, batch.column(0)):
                 if content is not None:
-                    output.write(content)
+                    yield content
