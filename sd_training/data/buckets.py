@@ -57,7 +57,10 @@ def ladder(max_area: int, step: int, min_side: int, max_side: int, max_aspect: f
 
 
 def ladders(max_area: int, step: int, min_side: int, max_side: int, max_aspect: float) -> list[Size]:
-    """The ladder, and smaller ones of half, a quarter, … of its area, for images that must not be enlarged."""
+    """The ladder, and smaller ones of half, a quarter, … of its area, for images that must not be enlarged.
+
+    Ladder after ladder, each by rising aspect ratio; a size is listed once.
+    """
     sizes = dict.fromkeys(ladder(max_area, step, min_side, max_side, max_aspect))
     area, smallest = max_area // 2, (-(-min_side // step) * step) ** 2
     while area >= smallest:
@@ -72,26 +75,40 @@ class BucketTable:
 
     sizes: tuple[Size, ...]
     upscale: bool = True
-    """Whether an image may be enlarged to fill its bucket."""
+    """Whether an image may be enlarged to fill its bucket. If not, `sizes` are ladders as `ladders` gives them: where
+    the aspect ratio does not rise, another ladder begins."""
+
+    @cached_property
+    def _log_aspects(self) -> NDArray[np.float64]:
+        return np.array([np.log(width / height) for height, width in self.sizes])
+
+    @cached_property
+    def _areas(self) -> NDArray[np.int64]:
+        return np.array([height * width for height, width in self.sizes], dtype=np.int64)
 
     @cached_property
     def _aspects(self) -> tuple[NDArray[np.float64], list[NDArray[np.int32]]]:
         """Distinct log aspects, ascending, and the buckets of each, largest first."""
-        logs = np.array([np.log(width / height) for height, width in self.sizes])
+        logs = self._log_aspects
         order = np.argsort(logs, kind="stable")
         groups = np.split(order, np.flatnonzero(np.diff(logs[order]) > _SAME_ASPECT) + 1)
-        largest_first = [
-            np.array(sorted(group, key=lambda b: -self.sizes[b][0] * self.sizes[b][1]), dtype=np.int32)
-            for group in groups
-        ]
+        largest_first = [group[np.argsort(-self._areas[group], kind="stable")].astype(np.int32) for group in groups]
         return np.array([logs[group[0]] for group in groups]), largest_first
 
-    def assign(self, widths: NDArray[np.int32], heights: NDArray[np.int32]) -> Buckets:
-        """The bucket of each image: the nearest by |log aspect|; of those, the largest that needs no enlarging.
+    @cached_property
+    def _ladders(self) -> list[NDArray[np.int32]]:
+        """Buckets of each ladder by rising aspect ratio; the ladder with the largest bucket comes first."""
+        starts = np.flatnonzero(np.diff(self._log_aspects) <= _SAME_ASPECT) + 1
+        members = np.split(np.arange(len(self.sizes), dtype=np.int32), starts)
+        return sorted(members, key=lambda buckets: -int(self._areas[buckets].max()))
 
-        Without one, the smallest, which enlarges least; or, where nothing may be enlarged, the largest bucket of any
-        aspect that the image covers, and none when there is none. An image of unknown size has no bucket unless there
-        is only one to have.
+    def assign(self, widths: NDArray[np.int32], heights: NDArray[np.int32]) -> Buckets:
+        """The bucket of each image: the nearest by |log aspect|.
+
+        Of several with that aspect, the largest that needs no enlarging, or else the smallest, which enlarges least.
+        Where nothing may be enlarged, the nearest of the largest ladder whose nearest bucket the image covers; without
+        one, the largest bucket of any aspect that it covers; and none when there is none. An image of unknown size has
+        no bucket unless there is only one to have.
 
         Args:
             widths, heights: [N] of the upright images [pixels]; 0 is unknown.
@@ -105,23 +122,38 @@ class BucketTable:
         return bucket
 
     def _assign_known(self, widths: NDArray[np.int32], heights: NDArray[np.int32]) -> Buckets:
+        aspects = np.log(widths / heights)
+        if not self.upscale:
+            return self._assign_covered(widths, heights, aspects)
         logs, groups = self._aspects
-        aspect = np.log(widths / heights)
-        nearest = np.searchsorted((logs[1:] + logs[:-1]) / 2, aspect)
-        bucket = np.array([group[-1] if self.upscale else -1 for group in groups], dtype=np.int32)[nearest]
+        nearest = np.searchsorted((logs[1:] + logs[:-1]) / 2, aspects)
+        bucket = np.array([group[-1] for group in groups], dtype=np.int32)[nearest]
         for number, group in enumerate(groups):
-            mine = np.flatnonzero(nearest == number)
-            for candidate in group[::-1]:  # the largest comes last and stays
+            mine = np.flatnonzero(nearest == number) if len(group) > 1 else np.empty(0, dtype=np.intp)
+            for candidate in group[-2::-1]:  # the largest comes last and stays
                 height, width = self.sizes[candidate]
                 bucket[mine[(widths[mine] >= width) & (heights[mine] >= height)]] = candidate
-        if not self.upscale:
-            self._cover(bucket, widths, heights)
+        return bucket
+
+    def _assign_covered(
+        self, widths: NDArray[np.int32], heights: NDArray[np.int32], aspects: NDArray[np.float64]
+    ) -> Buckets:
+        """Ladder by ladder, because one nearest aspect over all ladders would draw large images to small buckets."""
+        bucket, sides = np.full(len(widths), -1, dtype=np.int32), np.array(self.sizes)
+        homeless = np.arange(len(widths))
+        for ladder_buckets in self._ladders:
+            logs = self._log_aspects[ladder_buckets]
+            nearest = ladder_buckets[np.searchsorted((logs[1:] + logs[:-1]) / 2, aspects[homeless])]
+            fits = (heights[homeless] >= sides[nearest, 0]) & (widths[homeless] >= sides[nearest, 1])
+            bucket[homeless[fits]] = nearest[fits]
+            homeless = homeless[~fits]
+        self._cover(bucket, widths, heights)
         return bucket
 
     def _cover(self, bucket: Buckets, widths: NDArray[np.int32], heights: NDArray[np.int32]) -> None:
         """Gives images without a bucket the largest one of any aspect that they cover."""
         homeless = np.flatnonzero(bucket < 0)
-        for candidate in sorted(range(len(self.sizes)), key=lambda b: self.sizes[b][0] * self.sizes[b][1]):
+        for candidate in np.argsort(self._areas, kind="stable"):
             height, width = self.sizes[candidate]
             bucket[homeless[(widths[homeless] >= width) & (heights[homeless] >= height)]] = candidate
 
@@ -129,7 +161,11 @@ class BucketTable:
 def merge_small(bucket_of: Buckets, table: BucketTable, min_count: int) -> tuple[Buckets, list[Merge]]:
     """Joins each bucket that holds fewer than `min_count` samples with the nearest one in use, smallest bucket first.
 
-    A batch has one bucket; one with fewer samples than a batch would show the same samples twice in it.
+    A batch has one bucket; one with fewer samples than a batch would show the same samples twice in it. Where nothing
+    may be enlarged, a bucket joins one that is nowhere larger; only when none is in use, its few images are enlarged.
+
+    Args:
+        bucket_of: without -1.
 
     Returns:
         The new buckets, and what was joined with what.
@@ -141,12 +177,20 @@ def merge_small(bucket_of: Buckets, table: BucketTable, min_count: int) -> tuple
         smallest = int(used[np.argmin(counts[used])])
         if counts[smallest] >= min_count:
             break
-        target = _nearest(smallest, (int(bucket) for bucket in used if bucket != smallest), table)
+        target = _nearest(smallest, _joinable(smallest, used, table), table)
         merges.append(Merge(smallest, target, int(counts[smallest])))
         target_of[target_of == smallest] = target
         counts[target] += counts[smallest]
         counts[smallest] = 0
     return target_of[bucket_of], merges
+
+
+def _joinable(bucket: int, used: NDArray[np.intp], table: BucketTable) -> list[int]:
+    others = [int(other) for other in used if other != bucket]
+    if table.upscale:
+        return others
+    height, width = table.sizes[bucket]
+    return [b for b in others if table.sizes[b][0] <= height and table.sizes[b][1] <= width] or others
 
 
 def _nearest(bucket: int, others: Iterable[int], table: BucketTable) -> int:

@@ -58,6 +58,34 @@ def test_nothing_is_enlarged_unless_allowed() -> None:
     assert table.assign(widths, heights).tolist() == [1, 0, 2, 0, -1, -1]
 
 
+@pytest.mark.parametrize("step", [16, 64])
+def test_smaller_ladders_leave_large_images_alone(step: int) -> None:
+    """Aspects of the smaller ladders lie between those of the full one; a large image must not be drawn to them."""
+    limits = {"max_area": 512 * 512, "step": step, "min_side": 64, "max_side": 1024, "max_aspect": 3.0}
+    full, all_sizes = BucketTable(tuple(ladder(**limits))), BucketTable(tuple(ladders(**limits)), upscale=False)
+    aspects = np.exp(np.linspace(-1.2, 1.2, 500))
+    widths, heights = ((2048 * side).astype(np.int32) for side in (np.sqrt(aspects), 1 / np.sqrt(aspects)))
+    chosen, expected = all_sizes.assign(widths, heights), full.assign(widths, heights)
+    assert [all_sizes.sizes[bucket] for bucket in chosen] == [full.sizes[bucket] for bucket in expected]
+
+
+def test_small_images_go_to_the_largest_ladder_whose_nearest_size_they_cover() -> None:
+    table = BucketTable(tuple(ladders(512 * 512, 64, 64, 1024, 3.0)), upscale=False)
+    widths, heights = arrays((512, 512), (511, 511), (700, 300), (1024, 256), (63, 500))
+    sizes = [table.sizes[bucket] if bucket >= 0 else None for bucket in table.assign(widths, heights)]
+    assert sizes == [(512, 512), (320, 320), (256, 512), (192, 576), None]
+
+
+def test_no_image_is_enlarged_by_any_ladder() -> None:
+    rng = np.random.default_rng(3)
+    widths, heights = rng.integers(32, 1500, (2, 20_000)).astype(np.int32)
+    table = BucketTable(tuple(ladders(512 * 512, 32, 64, 1024, 2.5)), upscale=False)
+    bucket = table.assign(widths, heights)
+    height, width = np.array(table.sizes)[bucket].T
+    assert (((widths >= width) & (heights >= height)) | (bucket < 0)).all()
+    assert ((bucket >= 0) == (np.minimum(widths, heights) >= 64)).all()
+
+
 def test_unknown_sizes_have_no_bucket_but_a_single_one() -> None:
     assert BucketTable(((64, 64),)).assign(*arrays((0, 0), (9, 9))).tolist() == [0, 0]
     assert BucketTable(((64, 64), (64, 128))).assign(*arrays((0, 0), (9, 9))).tolist() == [-1, 0]
@@ -81,6 +109,15 @@ def test_a_chain_of_small_buckets() -> None:
     merged, merges = merge_small(bucket_of, table, 9)
     assert [(merge.source, merge.target) for merge in merges] == [(0, 1), (2, 1)]
     assert histogram(merged, table) == [((64, 80), 9), ((64, 320), 20)]
+
+
+def test_joining_enlarges_nothing_while_a_smaller_bucket_is_in_use() -> None:
+    table = BucketTable(((128, 128), (128, 160), (64, 96)), upscale=False)
+    bucket_of = np.array([0] * 2 + [1] * 10 + [2] * 10, dtype=np.int32)
+    assert merge_small(bucket_of, table, 8)[1] == [(0, 2, 2)]
+    assert merge_small(bucket_of, BucketTable(table.sizes), 8)[1] == [(0, 1, 2)]
+    smallest = np.array([0] * 10 + [1] * 10 + [2] * 2, dtype=np.int32)
+    assert merge_small(smallest, table, 8)[1] == [(2, 1, 2)]  # there is nothing smaller
 
 
 def test_a_million_images_in_half_a_second() -> None:
