@@ -187,10 +187,10 @@ def this_trainer(subject: Subject, loader: TurnLoader) -> None:
         Objective.make(noise_schedule_of(SCHEDULE), "epsilon", None),
         Optimization(OptimizerConfig(), LEARNING_RATE, schedule),
     )
-    images = len(subject.batches[0].pixels)
+    batch = len(subject.batches[0].pixels)
     with tempfile.TemporaryDirectory() as folder:
-        metrics = Metrics(Path(folder) / "metrics.csv", 10, images, Stopwatch())
-        guard = FiniteGuard(Path(folder) / "incidents.jsonl", 10, images)
+        metrics = Metrics(Path(folder) / "metrics.csv", 10, lambda step: step * batch, Stopwatch())
+        guard = FiniteGuard(Path(folder) / "incidents.jsonl", 10, lambda step: range(step * batch, (step + 1) * batch))
         ema = Ema(EmaConfig(decay=EMA_DECAY, warmup=False))
         trainer = lightning_trainer(subject, [ema, guard, metrics], len(loader))
         trainer.fit(module, train_dataloaders=loader)

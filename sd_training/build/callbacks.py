@@ -26,7 +26,7 @@ def build_callbacks(plan: Plan, trained: Trained, data: TrainingData) -> list[pl
     config, batch = plan.config, plan.batch
     stopwatch = Stopwatch()
     ema = _ema(plan) if config.model.use_ema else None
-    metrics = Metrics(plan.run_dir / "metrics.csv", config.logging.every, batch.global_batch, stopwatch)
+    metrics = Metrics(plan.run_dir / "metrics.csv", config.logging.every, data.images_before, stopwatch)
 
     def facts() -> dict[str, Any]:
         return {
@@ -47,11 +47,11 @@ def build_callbacks(plan: Plan, trained: Trained, data: TrainingData) -> list[pl
     callbacks: list[pl.Callback | None] = [
         RunRecord(plan.run_dir, resolved_yaml(config), facts),
         ema,
-        FiniteGuard(plan.run_dir / "incidents.jsonl", config.logging.every, batch.global_batch),
+        FiniteGuard(plan.run_dir / "incidents.jsonl", config.logging.every, data.positions_of),
         metrics,
         *_picture_callbacks(plan, trained, ema, stopwatch),
         saves,
-        ProgressBar(metrics, batch.global_batch, batch.num_steps) if config.logging.progress_bar else None,
+        ProgressBar(metrics, data.images_before, batch.num_steps) if config.logging.progress_bar else None,
     ]
     return [callback for callback in callbacks if callback is not None]
 

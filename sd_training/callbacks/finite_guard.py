@@ -5,6 +5,7 @@ reads the flags in the background of the logging interval.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytorch_lightning as pl
@@ -27,13 +28,13 @@ class FiniteGuard(OptimizerStepCallback):
     Args:
         path: the run's `incidents.jsonl`.
         every: optimizer steps between looks at the flags.
-        global_batch: samples per optimizer step, which gives the positions of a step's samples.
+        positions_of: the positions of a step's samples in the order of the run.
     """
 
-    def __init__(self, path: Path, every: int, global_batch: int) -> None:
+    def __init__(self, path: Path, every: int, positions_of: Callable[[int], range]) -> None:
         self.path = path
         self.every = every
-        self.global_batch = global_batch
+        self.positions_of = positions_of
         self._flags: list[Tensor] = []
         self._in_a_row = 0
 
@@ -59,15 +60,14 @@ class FiniteGuard(OptimizerStepCallback):
 
     def _record(self, step: int) -> None:
         """One line per skipped step; positions are those of the run's data order."""
-        first = step * self.global_batch
+        positions = self.positions_of(step)
+        first, last = positions[0], positions[-1]
         incident = {
             "kind": "non-finite gradient, step skipped",
             "optimizer_step": step,
             "first_position": first,
-            "last_position": first + self.global_batch - 1,
+            "last_position": last,
         }
-        log.warning(
-            f"optimizer step {step} skipped: non-finite gradient (positions {first} to {first + self.global_batch - 1})"
-        )
+        log.warning(f"optimizer step {step} skipped: non-finite gradient (positions {first} to {last})")
         with self.path.open("a") as stream:
             stream.write(json.dumps(incident) + "\n")

@@ -4,6 +4,7 @@ The only moment when the host waits for the device.
 """
 
 import csv
+from collections.abc import Callable
 from pathlib import Path
 
 import pytorch_lightning as pl
@@ -23,14 +24,14 @@ class Metrics(OptimizerStepCallback):
     Args:
         csv_path: the run's `metrics.csv`.
         every: optimizer steps between rows.
-        global_batch: samples per optimizer step.
+        images_before: how many images the steps before a step take.
         stopwatch: shared with the callbacks that save and draw, so that images/s is the speed of training.
     """
 
-    def __init__(self, csv_path: Path, every: int, global_batch: int, stopwatch: Stopwatch) -> None:
+    def __init__(self, csv_path: Path, every: int, images_before: Callable[[int], int], stopwatch: Stopwatch) -> None:
         self.csv_path = csv_path
         self.every = every
-        self.global_batch = global_batch
+        self.images_before = images_before
         self.stopwatch = stopwatch
         self.latest: dict[str, float] = {}
         self._window_start = 0
@@ -60,10 +61,11 @@ class Metrics(OptimizerStepCallback):
             return
         metrics = self._reduced(trainer, module)
         elapsed_s = self.stopwatch.lap_s()
-        images = (step - self._window_start) * self.global_batch
+        images_seen = self.images_before(step)
+        images = images_seen - self.images_before(self._window_start)
         self._window_start = step
         metrics["images_per_s"] = images / elapsed_s
-        metrics["images_seen"] = float(step * self.global_batch)
+        metrics["images_seen"] = float(images_seen)
         self.latest = metrics
         module.reset_logged()
         if trainer.is_global_zero:

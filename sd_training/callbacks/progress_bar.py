@@ -1,6 +1,7 @@
 """Images seen, images/s, time left and loss on the terminal of the first process."""
 
 import sys
+from collections.abc import Callable
 
 import pytorch_lightning as pl
 from tqdm import tqdm
@@ -15,13 +16,13 @@ class ProgressBar(OptimizerStepCallback):
 
     Args:
         metrics: where the loss comes from; the bar itself never waits for the device.
-        global_batch: images per optimizer step.
+        images_before: how many images the steps before a step take.
         num_steps: optimizer steps of the run.
     """
 
-    def __init__(self, metrics: Metrics, global_batch: int, num_steps: int) -> None:
+    def __init__(self, metrics: Metrics, images_before: Callable[[int], int], num_steps: int) -> None:
         self.metrics = metrics
-        self.global_batch = global_batch
+        self.images_before = images_before
         self.num_steps = num_steps
         self._bar: tqdm | None = None
 
@@ -30,8 +31,8 @@ class ProgressBar(OptimizerStepCallback):
         super().on_train_start(trainer, pl_module)
         if trainer.is_global_zero:
             self._bar = tqdm(
-                total=self.num_steps * self.global_batch,
-                initial=trainer.global_step * self.global_batch,
+                total=self.images_before(self.num_steps),
+                initial=self.images_before(trainer.global_step),
                 unit="img",
                 desc="training",
                 # A log file gets a line now and then, a terminal a moving bar.
@@ -40,12 +41,12 @@ class ProgressBar(OptimizerStepCallback):
             )
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        """Advance by a global batch."""
+        """Advance by the images of the step."""
         if self._bar is None:
             return
         if "loss" in self.metrics.latest:
             self._bar.set_postfix_str(f"step {step}, loss {self.metrics.latest['loss']:.4f}", refresh=False)
-        self._bar.update(self.global_batch)
+        self._bar.update(self.images_before(step) - self._bar.n)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave the finished bar on the terminal."""

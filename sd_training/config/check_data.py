@@ -73,6 +73,8 @@ def _buckets(buckets: BucketConfig) -> Iterator[str]:
     for name in _LADDER:
         if buckets.mode != "ladder" and getattr(buckets, name) != unset[name]:
             yield f"{group}.{name}: is only read with {group}.mode=ladder, not {buckets.mode}"
+    if buckets.mode == "off" and buckets.constant_area:
+        yield f"{group}.constant_area: is only read with {group}.mode=ladder or table, not off"
     if buckets.mode == "table" and not buckets.sizes:
         yield f"{group}.sizes: is required with {group}.mode=table: a list of [height, width] pairs"
     if buckets.mode != "table" and buckets.sizes is not None:

@@ -64,6 +64,9 @@ class BucketConfig:
     """Table: `[height, width]` pairs [pixels]."""
     upscale: bool = True
     """Ladder: whether images may be enlarged; if not, smaller ones go to smaller sizes."""
+    constant_area: bool = False
+    """Give sizes of half, a third, … of the largest area two, three, … times the samples per optimizer step. The run
+    has as many steps as without."""
 
 
 @dataclass(config=SCHEMA, kw_only=True)

@@ -3,7 +3,7 @@
 import numpy as np
 import pyarrow as pa
 
-from sd_training.errors import DataError
+from sd_training.errors import ConfigError, DataError
 
 
 def is_metadata(kind: pa.DataType) -> bool:
@@ -13,6 +13,53 @@ def is_metadata(kind: pa.DataType) -> bool:
         return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
     return bool(is_number or pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type that holds the same values without dictionaries (pandas' categories), views and decimals."""
+    if pa.types.is_dictionary(kind):
+        return plain_type(kind.value_type)
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(plain_type(field.type)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(plain_type(kind.value_type)))
+    if pa.types.is_null(kind):  # what pandas writes where no row has bytes
+        return pa.binary()
+    if kind == pa.string_view():
+        return pa.large_string()
+    if kind == pa.binary_view():
+        return pa.large_binary()
+    return pa.float64() if pa.types.is_decimal(kind) else kind
+
+
+def plain(column: pa.Array) -> pa.Array:
+    """The column in its plain type, with texts that are UTF-8: Arrow does not check what is written as text."""
+    kind = plain_type(column.type)
+    column = column if kind == column.type else column.cast(kind)
+    if not pa.types.is_string(kind) and not pa.types.is_large_string(kind):
+        return column
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        texts = column.cast(pa.large_binary()).to_pylist()
+        return pa.array([None if text is None else text.decode("utf-8", "replace") for text in texts], kind)
+    return column
+
+
+def check_caption(table: str, field: pa.Field) -> None:
+    """Refuses a caption column that holds no texts.
+
+    Raises:
+        ConfigError: naming the column and its type.
+    """
+    kind = plain_type(field.type)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        kind = kind.value_type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(field.type)):
+        raise ConfigError(
+            f"dataset.params.caption_column: column '{field.name}' of {table} is {field.type}; it must hold texts or "
+            "lists of texts"
+        )
 
 
 def image_cells(table: str, name: str, column: pa.Array) -> list[tuple[pa.Buffer | None, str | None]]:
@@ -37,6 +84,8 @@ def image_cells(table: str, name: str, column: pa.Array) -> list[tuple[pa.Buffer
 
 def _views(column: pa.Array) -> list[pa.Buffer | None]:
     """The values of a binary column without copying them, as taking a scalar does."""
+    if pa.types.is_null(column.type):
+        return [None] * len(column)
     _, places, data = column.buffers()
     if data is None:
         return [None] * len(column)

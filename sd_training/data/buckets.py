@@ -95,6 +95,10 @@ class BucketTable:
         largest_first = [group[np.argsort(-self._areas[group], kind="stable")].astype(np.int32) for group in groups]
         return np.array([logs[group[0]] for group in groups]), largest_first
 
+    def area_factors(self) -> tuple[int, ...]:
+        """Of each bucket: how many pictures of its size have at most the pixels of one of the largest."""
+        return tuple(int(self._areas.max() // area) for area in self._areas)
+
     @cached_property
     def _ladders(self) -> list[NDArray[np.int32]]:
         """Buckets of each ladder by rising aspect ratio; the ladder with the largest bucket comes first."""
@@ -158,7 +162,9 @@ class BucketTable:
             bucket[homeless[(widths[homeless] >= width) & (heights[homeless] >= height)]] = candidate
 
 
-def merge_small(bucket_of: Buckets, table: BucketTable, min_count: int) -> tuple[Buckets, list[Merge]]:
+def merge_small(
+    bucket_of: Buckets, table: BucketTable, min_count: int | NDArray[np.int64]
+) -> tuple[Buckets, list[Merge]]:
     """Joins each bucket that holds fewer than `min_count` samples with the nearest one in use, smallest bucket first.
 
     A batch has one bucket; one with fewer samples than a batch would show the same samples twice in it. Where nothing
@@ -166,6 +172,7 @@ def merge_small(bucket_of: Buckets, table: BucketTable, min_count: int) -> tuple
 
     Args:
         bucket_of: without -1.
+        min_count: for all buckets, or of each.
 
     Returns:
         The new buckets, and what was joined with what.
@@ -173,10 +180,8 @@ def merge_small(bucket_of: Buckets, table: BucketTable, min_count: int) -> tuple
     merges: list[Merge] = []
     target_of = np.arange(len(table.sizes), dtype=np.int32)
     counts = np.bincount(bucket_of, minlength=len(table.sizes))
-    while len(used := np.flatnonzero(counts)) > 1:
-        smallest = int(used[np.argmin(counts[used])])
-        if counts[smallest] >= min_count:
-            break
+    while len(used := np.flatnonzero(counts)) > 1 and len(short := np.flatnonzero((counts < min_count) & (counts > 0))):
+        smallest = int(short[np.argmin(counts[short])])
         target = _nearest(smallest, _joinable(smallest, used, table), table)
         merges.append(Merge(smallest, target, int(counts[smallest])))
         target_of[target_of == smallest] = target

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytorch_lightning as pl
 from transformers import PreTrainedTokenizerBase
 
@@ -121,6 +122,16 @@ class TrainingData(pl.LightningDataModule):
         """The data sets of the run, opened; the first is the main one."""
         return self._open().datasets
 
+    def images_before(self, step: int) -> int:
+        """How many images the optimizer steps before `step` take, over all processes."""
+        return self._open().order.samples_before(step)
+
+    def positions_of(self, step: int) -> range:
+        """Positions in the run of the samples of an optimizer step."""
+        order = self._open().order
+        first = step * order.positions_per_step
+        return range(first, first + order.samples_before(step + 1) - order.samples_before(step))
+
     def report(self) -> DataReport:
         """What the data set is; usable without a trainer.
 
@@ -128,7 +139,7 @@ class TrainingData(pl.LightningDataModule):
             DataError: it cannot be used.
         """
         opened = self._open()
-        return make_report(opened.datasets, opened.order.mixture, self.table, self.plan)
+        return make_report(opened.datasets, opened.order, self.table)
 
     def fingerprint(self) -> str:
         """sha256 of the samples that survive, their buckets and their order: equal means that the run sees the same."""
@@ -148,6 +159,7 @@ class TrainingData(pl.LightningDataModule):
             "num_samples": sum(len(dataset.survivors) for dataset in opened.datasets),
             "seed": self.draws.seed,
             "global_batch": self.plan.global_batch,
+            "constant_area": self.dataset.params.buckets.constant_area,
             "resampled": self.dataset.params.resampled,
             "lanes": [order.settings.num_lanes for order in opened.order.orders],
             "window": [order.window for order in opened.order.orders],
@@ -174,9 +186,10 @@ class TrainingData(pl.LightningDataModule):
 
     def _open(self) -> _Opened:
         if self._opened is None:
-            dataset, batch = self.dataset, self.plan.global_batch
+            dataset = self.dataset
+            batches = self.plan.global_batch * np.array(self._factors() or (1,) * len(self.table.sizes), dtype=np.int64)
             kinds = [(dataset.type, dataset.params), *((entry.type, entry.params) for entry in dataset.mix)]
-            datasets = [open_dataset(kind, source, dataset.params, self.table, batch) for kind, source in kinds]
+            datasets = [open_dataset(kind, source, dataset.params, self.table, batches) for kind, source in kinds]
             orders = [SampleOrder(self._order_settings(i), d.block_of, d.bucket_of) for i, d in enumerate(datasets)]
             mixture = Mixture(self._shares(), self.draws.seed, self.plan.num_steps)
             self._opened = _Opened(datasets, RunOrder(datasets, orders, mixture))
@@ -186,7 +199,12 @@ class TrainingData(pl.LightningDataModule):
         """Two data sets of equal length must not be shuffled alike, so each has a seed of its own."""
         params = self.dataset.params
         seed = self.draws.seed + (dataset << 32)
-        return OrderSettings(seed, self.plan.global_batch, params.lanes, params.window, params.resampled)
+        return OrderSettings(
+            seed, self.plan.global_batch, params.lanes, params.window, params.resampled, self._factors()
+        )
+
+    def _factors(self) -> tuple[int, ...]:
+        return self.table.area_factors() if self.dataset.params.buckets.constant_area else ()
 
     def _shares(self) -> list[Share]:
         entries: list[DatasetConfig | MixEntry] = [self.dataset, *self.dataset.mix]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from sd_training.data.arrow_cells import image_cells, is_metadata
+from sd_training.data.arrow_cells import check_caption, image_cells, is_metadata, plain, plain_type
 from sd_training.data.byte_files import Access, file_state, find_state, open_bytes
 from sd_training.data.column_names import IMAGE_COLUMNS, PATH_COLUMNS, Columns, pick_columns
 from sd_training.data.file_reader import FileReader, checked_path, folder_of, join
@@ -146,11 +146,14 @@ class _ArrowScan:
             image, caption = pick_columns(
                 shown(self.location), stream.schema.names, self.wanted, IMAGE_COLUMNS + PATH_COLUMNS
             )
-            metadata = [field.name for field in stream.schema if field.name != image and is_metadata(field.type)]
+            check_caption(shown(self.location), stream.schema.field(caption))
+            fields = [field for field in stream.schema if field.name != image]
+            metadata = [field.name for field in fields if is_metadata(plain_type(field.type))]
             read = list(dict.fromkeys([*metadata, caption]))
             for batch in stream:
                 images = image_cells(shown(self.location), image, batch.column(image))
-                rows = batch.select([name for name in read if name in batch.schema.names]).to_pylist()
+                texts = pa.RecordBatch.from_arrays([plain(batch.column(name)) for name in read], names=read)
+                rows = texts.to_pylist()
                 self.columns.add(list(self._samples(images, rows, caption, content)))
         return self.offsets
 

@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 NUMBER, TEXT = "number:", "text:"
 MAX_FIELDS = 1_000
@@ -32,21 +31,6 @@ def metadata_columns(rows: Sequence[Mapping[str, Scalar]]) -> tuple[dict[str, pa
     for name in names[:MAX_FIELDS]:
         columns |= _field_columns(name, [row.get(name) for row in rows])
     return columns, max(0, len(names) - MAX_FIELDS)
-
-
-def arrow_metadata(name: str, values: pa.ChunkedArray) -> dict[str, pa.Array]:
-    """The columns of one field of a table; types that are neither number, text nor truth value give none."""
-    values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
-    kind = values.type
-    if pa.types.is_boolean(kind):
-        words = pc.if_else(values, "true", "false")
-        return {NUMBER + name: pc.cast(values, pa.float64()), TEXT + name: words}
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-        numbers = pc.cast(values, pa.float64(), safe=False)
-        return {NUMBER + name: pc.if_else(pc.is_finite(numbers), numbers, pa.scalar(None, pa.float64()))}
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return _field_columns(name, values.to_pylist())
-    return {}
 
 
 def _field_columns(name: str, values: Sequence[Scalar | None]) -> dict[str, pa.Array]:

@@ -37,12 +37,12 @@ class VisitSampler(Sampler[list[Visit]]):
 
     def __iter__(self) -> Iterator[list[Visit]]:
         for step in range(self.first_step, self.plan.num_steps):
-            chosen, first = self.order.at(step), step * self.plan.global_batch
+            chosen, first = self.order.at(step), step * self.order.positions_per_step
+            factor = len(chosen.samples) // self.plan.global_batch
             for micro_index in range(self.plan.accumulation):
-                positions = slots(step, micro_index, self.rank, self.plan)
-                samples = chosen.samples[positions.start - first : positions.stop - first].tolist()
-                pairs = zip(positions, samples, strict=True)
-                yield [Visit(position, chosen.dataset, sample, chosen.bucket) for position, sample in pairs]
+                mine = slots(micro_index, self.rank, self.plan, factor)
+                pairs = zip(mine, chosen.samples[mine.start : mine.stop].tolist(), strict=True)
+                yield [Visit(first + slot, chosen.dataset, sample, chosen.bucket) for slot, sample in pairs]
 
 
 @dataclass

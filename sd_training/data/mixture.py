@@ -63,6 +63,10 @@ class Mixture:
             return 0, step
         return int(self.dataset_of[step]), int(self.own_step[step])
 
+    def steps_before(self, step: int, dataset: int) -> int:
+        """How many steps before `step` drew from a data set."""
+        return step if self.dataset_of is None else int(np.count_nonzero(self.dataset_of[:step] == dataset))
+
     def counts(self, num_datasets: int) -> list[int]:
         """Steps of the run that draw from each data set."""
         if self.dataset_of is None:

@@ -69,7 +69,7 @@ class OpenDataset:
 
 
 def open_dataset(
-    kind: str, source_params: SourceParams, params: DatasetParams, table: BucketTable, global_batch: int
+    kind: str, source_params: SourceParams, params: DatasetParams, table: BucketTable, batches: NDArray[np.int64]
 ) -> OpenDataset:
     """Opens one data set.
 
@@ -78,7 +78,7 @@ def open_dataset(
         source_params: which samples.
         params: processing, shared by all data sets of a run.
         table: the sizes that are trained on.
-        global_batch: no bucket is left with fewer samples than one optimizer step takes.
+        batches: [buckets] samples that an optimizer step of each bucket takes; no bucket is left with fewer.
 
     Raises:
         ConfigError: an option is wrong.
@@ -100,8 +100,9 @@ def open_dataset(
     if kind == "TagFolder" and source_params.tags.limit_images is not None:
         chosen = chosen[limited([index.name(int(sample))[1] for sample in chosen], source_params.tags.limit_images)]
     survivors, bucket_of = _in_buckets(index, chosen, table)
-    _enough(index, selection, len(survivors), global_batch)
-    bucket_of, merges = merge_small(bucket_of, table, global_batch)
+    _enough(index, selection, len(survivors), int(batches.min()))
+    bucket_of, merges = merge_small(bucket_of, table, batches)
+    _enough(index, selection, len(survivors), int(batches[bucket_of].min()))
     reader = source.reader(index)
     captioner: Captioner = ChosenCaptions(index, reader, captions)
     if prompts is not None:

@@ -2,9 +2,10 @@
 
 Every bucket is an endless stream: epoch after epoch, in each epoch window after window, in each window its samples
 shuffled. Batch t of a bucket is the samples [t·G, (t + 1)·G) of its stream, so nothing is dropped, neither between
-windows nor between epochs. A batch belongs to the window in which its last sample lies, and the buckets of a window's
-batches are shuffled, so they mix over time. How many batches lie before a window is a sum of floors; therefore any
-optimizer step is found by arithmetic, and ranks, workers and accumulation only decide who reads which sample.
+windows nor between epochs; a bucket of small pictures may take a multiple of G. A batch belongs to the window in which
+its last sample lies, and the buckets of a window's batches are shuffled, so they mix over time. How many batches lie
+before a window is a sum of floors; therefore any optimizer step is found by arithmetic, and ranks, workers and
+accumulation only decide who reads which sample.
 
 A window is a fixed number of blocks (shards, row groups) in the shuffled order of its epoch. Its blocks are dealt to
 lanes, and lane l of C fills the slots [l·G/C, (l + 1)·G/C) of each batch from its own blocks as long as they last, so
@@ -36,7 +37,7 @@ class StepSamples(NamedTuple):
 
     bucket: int
     samples: Samples
-    """[G] indices into the survivors, in the order of the slots."""
+    """[G × factor] indices into the survivors, in the order of the slots."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class OrderSettings:
     """Blocks per window; None takes as many as hold 262,144 samples, and at least one per lane."""
     with_replacement: bool = False
     """Draw the samples of a lane with replacement instead of shuffling them."""
+    factors: tuple[int, ...] = ()
+    """Of each bucket: how many times G samples a step of it takes; empty is once for all of them."""
 
     @property
     def num_lanes(self) -> int:
@@ -86,9 +89,12 @@ class SampleOrder:
         flat = block_index.astype(np.int64) * len(self.buckets) + bucket_index
         self._counts = np.bincount(flat, minlength=len(blocks) * len(self.buckets)).reshape(len(blocks), -1)
         self.sizes = self._counts.sum(axis=0)
-        if self.sizes.min() < settings.global_batch:
+        factors = np.array(settings.factors)[self.buckets] if settings.factors else np.ones_like(self.sizes)
+        self.batches = settings.global_batch * factors.astype(np.int64)
+        if (self.sizes < self.batches).any():
+            scarce = int(np.argmin(self.sizes - self.batches))
             raise ValueError(
-                f"a bucket has {self.sizes.min()} samples, fewer than the {settings.global_batch} of a step"
+                f"a bucket has {self.sizes[scarce]} samples, fewer than the {self.batches[scarce]} of a step"
             )
         self.window = settings.window or self._default_window(len(block_of))
         self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
@@ -101,26 +107,35 @@ class SampleOrder:
 
     def at(self, step: int) -> StepSamples:
         """The samples of an optimizer step."""
-        size = self.settings.global_batch
         epoch, window = self._locate(step)
         bucket, batch = self._batches(epoch, window)[step - self._batches_before(epoch, window)]
+        size = int(self.batches[bucket])
         first, parts = batch * size, list[Samples]()
         while (wanted := size - sum(map(len, parts))) > 0:
             parts.append(self._stream(bucket, first + size - wanted, wanted))
         return StepSamples(int(self.buckets[bucket]), np.concatenate(parts))
 
+    def samples_before(self, step: int) -> int:
+        """How many samples the steps before `step` took."""
+        if (self.batches == self.settings.global_batch).all():
+            return step * self.settings.global_batch
+        epoch, window = self._locate(step)
+        done = (epoch * self.sizes + self._epoch(epoch).before[window]) // self.batches
+        begun = self._batches(epoch, window)[: step - int(done.sum()), 0]
+        return int(done @ self.batches + self.batches[begun].sum())
+
     def _locate(self, step: int) -> tuple[int, int]:
         """Epoch and window of a step, by bisection over sums of floors."""
-        low, high = 0, step * self.settings.global_batch // int(self.sizes.sum()) + len(self.buckets) + 2
+        low, high = 0, (step + len(self.buckets)) * int(self.batches.max()) // int(self.sizes.sum()) + 2
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self._batches_before(middle, 0) <= step else (low, middle)
-        full = (low * self.sizes + self._epoch(low).before) // self.settings.global_batch
+        full = (low * self.sizes + self._epoch(low).before) // self.batches
         return low, int(np.searchsorted(full.sum(axis=1), step, side="right")) - 1
 
     def _batches_before(self, epoch: int, window: int) -> int:
         before = self._epoch(epoch).before[window] if window else 0
-        return int(((epoch * self.sizes + before) // self.settings.global_batch).sum())
+        return int(((epoch * self.sizes + before) // self.batches).sum())
 
     def _batches(self, epoch: int, window: int) -> NDArray[np.int64]:
         """[k, 2] bucket and number of every batch that ends in the window: buckets mixed, numbers ascending."""
@@ -130,7 +145,7 @@ class SampleOrder:
 
     def _shuffle_batches(self, epoch: int, window: int) -> NDArray[np.int64]:
         before = self._epoch(epoch).before
-        done = (epoch * self.sizes + before[window : window + 2]) // self.settings.global_batch
+        done = (epoch * self.sizes + before[window : window + 2]) // self.batches
         buckets = np.repeat(np.arange(len(self.sizes)), done[1] - done[0])
         buckets = generator(self.settings.seed, f"order of batches {window}", epoch).permutation(buckets)
         numbers = np.empty_like(buckets)
@@ -166,7 +181,7 @@ class SampleOrder:
         return self._windows[key]
 
     def _deal(self, epoch: int, window: int, bucket: int) -> Samples:
-        lanes, size = self.settings.num_lanes, self.settings.global_batch
+        lanes, size = self.settings.num_lanes, int(self.batches[bucket])
         blocks = self._epoch(epoch).blocks[window * self.window : (window + 1) * self.window]
         chance = generator(self.settings.seed, f"order of samples {window} {bucket}", epoch)
         own = [self._shuffled(blocks[lane::lanes], bucket, chance) for lane in range(min(lanes, len(blocks)))]
@@ -198,15 +213,16 @@ def _fill(wanted: NDArray[np.int64], own: list[Samples], chance: np.random.Gener
     return filled
 
 
-def slots(step: int, micro_index: int, rank: int, plan: BatchPlan) -> range:
-    """Positions of one micro-batch in the order of the run; position = step × G + slot.
+def slots(micro_index: int, rank: int, plan: BatchPlan, factor: int = 1) -> range:
+    """Which of a step's samples belong to one micro-batch.
 
     A rank reads neighbouring slots, those of its lanes, whatever its accumulation is.
 
     Args:
-        step: optimizer step.
         micro_index: which micro-batch of the step, in 0..accumulation-1.
         rank: of this process among `plan.processes`.
+        factor: how many times the usual samples the step takes.
     """
-    first = step * plan.global_batch + (rank * plan.accumulation + micro_index) * plan.micro_batch
-    return range(first, first + plan.micro_batch)
+    count = plan.micro_batch * factor
+    first = (rank * plan.accumulation + micro_index) * count
+    return range(first, first + count)

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sd_training.data.arrow_cells import image_cells, is_metadata
+from sd_training.data.arrow_cells import check_caption, image_cells, is_metadata, plain, plain_type
 from sd_training.data.byte_files import Access, FileState, LocalFile, file_state, open_bytes, seekable
 from sd_training.data.column_names import IMAGE_COLUMNS, PATH_COLUMNS, Columns, pick_columns
 from sd_training.data.file_reader import FileReader, checked_path, folder_of, join
@@ -90,38 +90,7 @@ def _image_column(location: str, table: pq.ParquetFile, wanted: Columns) -> tupl
 
 def _batches(table: pq.ParquetFile, group: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=list(columns)):
-        yield pa.RecordBatch.from_arrays([_plain(column) for column in batch.columns], names=batch.schema.names)
-
-
-def _plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type that holds the same values without dictionaries (pandas' categories), views and decimals."""
-    if pa.types.is_dictionary(kind):
-        return _plain_type(kind.value_type)
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_plain_type(field.type)) for field in kind])
-    if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_plain_type(kind.value_type)))
-    if pa.types.is_null(kind):  # what pandas writes where no row has bytes
-        return pa.binary()
-    if kind == pa.string_view():
-        return pa.large_string()
-    if kind == pa.binary_view():
-        return pa.large_binary()
-    return pa.float64() if pa.types.is_decimal(kind) else kind
-
-
-def _plain(column: pa.Array) -> pa.Array:
-    """The column in its plain type, with texts that are UTF-8: Parquet does not check what is written as text."""
-    kind = _plain_type(column.type)
-    column = column if kind == column.type else column.cast(kind)
-    if not pa.types.is_string(kind) and not pa.types.is_large_string(kind):
-        return column
-    try:
-        column.validate(full=True)
-    except pa.ArrowInvalid:
-        texts = column.cast(pa.large_binary()).to_pylist()
-        return pa.array([None if text is None else text.decode("utf-8", "replace") for text in texts], kind)
-    return column
+        yield pa.RecordBatch.from_arrays([plain(column) for column in batch.columns], names=batch.schema.names)
 
 
 class _ParquetScan:
@@ -138,7 +107,8 @@ class _ParquetScan:
     def run(self) -> dict[str, pa.Array]:
         """Columns of all rows that have an image."""
         schema = self.table.schema_arrow
-        metadata = [field.name for field in schema if field.name != self.image and is_metadata(_plain_type(field.type))]
+        check_caption(shown(self.location), schema.field(self.caption))
+        metadata = [field.name for field in schema if field.name != self.image and is_metadata(plain_type(field.type))]
         read = list(dict.fromkeys([*metadata, self.caption, self.image]))
         for group in range(self.table.num_row_groups):
             self.offset = 0

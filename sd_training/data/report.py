@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sd_training.config.batch_plan import BatchPlan
 from sd_training.data.buckets import BucketTable, histogram
 from sd_training.data.locations import shown
-from sd_training.data.mixture import Mixture
 from sd_training.data.opened import OpenDataset
+from sd_training.data.run_order import RunOrder
 from sd_training.data.selection import filter_lines
 
 _PERCENTILES = (5, 50, 95, 100)
@@ -102,14 +101,16 @@ class DataReport:
         return "\n".join(lines)
 
 
-def make_report(datasets: Sequence[OpenDataset], mixture: Mixture, table: BucketTable, plan: BatchPlan) -> DataReport:
+def make_report(datasets: Sequence[OpenDataset], order: RunOrder, table: BucketTable) -> DataReport:
     """Sums the data sets up."""
-    steps = mixture.counts(len(datasets))
-    pairs = zip(datasets, steps, strict=True)
-    return DataReport([_of_dataset(dataset, num_steps, table, plan) for dataset, num_steps in pairs])
+    steps = order.mixture.counts(len(datasets))
+    triples = zip(datasets, steps, order.orders, strict=True)
+    return DataReport(
+        [_of_dataset(d, num_steps, own.samples_before(num_steps), table) for d, num_steps, own in triples]
+    )
 
 
-def _of_dataset(dataset: OpenDataset, num_steps: int, table: BucketTable, plan: BatchPlan) -> DatasetReport:
+def _of_dataset(dataset: OpenDataset, num_steps: int, num_seen: int, table: BucketTable) -> DatasetReport:
     selection, index = dataset.selection, dataset.index
     return DatasetReport(
         location=shown(index.units[0].location),
@@ -125,7 +126,7 @@ def _of_dataset(dataset: OpenDataset, num_steps: int, table: BucketTable, plan: 
         problem_counts=dict(selection.problems.counts),
         problem_text=selection.problems.text(),
         num_steps=num_steps,
-        epochs=num_steps * plan.global_batch / len(dataset.survivors),
+        epochs=num_seen / len(dataset.survivors),
     )
 
 

@@ -150,6 +150,25 @@ def test_a_step_has_one_shape_and_shapes_are_mixed(folder: Path, reference: dict
     assert sum(a != b for a, b in itertools.pairwise(shapes)) > 15
 
 
+CONSTANT_AREA = BucketConfig(mode="table", sizes=[[32, 32], [16, 32], [32, 16], [16, 16]], constant_area=True)
+
+
+@pytest.mark.parametrize(("world", "workers"), [(2, 0), (4, 1)])
+def test_larger_batches_of_smaller_sizes(folder: Path, world: int, workers: int) -> None:
+    whole = read(make_data(folder, 1, 1, 0, buckets=CONSTANT_AREA))
+    for accumulation in (1, 2):
+        data = make_data(folder, world, accumulation, workers, buckets=CONSTANT_AREA)
+        for cut in (0, 13, 40):
+            found = read(data, cut, 3)
+            assert sorted(found) == [p for step in range(cut, cut + 3) for p in data.positions_of(step)]
+            assert found == {position: whole[position] for position in found}
+    steps = [[whole[position] for position in data.positions_of(step)] for step in range(STEPS)]
+    assert sum(map(len, steps)) == len(whole) == data.images_before(STEPS)
+    for seen in steps:
+        ((height, width),) = {visit.target_size for visit in seen}
+        assert len(seen) == GLOBAL_BATCH * (32 * 32 // (height * width))
+
+
 def test_one_shard_feeds_four_ranks_of_three_workers(folder: Path) -> None:
     data = make_data(folder / "001.tar", 4, 1, 3, buckets=BucketConfig())
     assert sorted(read(data, 0, 6)) == list(range(6 * GLOBAL_BATCH))

@@ -174,7 +174,7 @@ def test_columns_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"dataset\.params\.image_column: .* no column 'jpg'; it has image, thumb"):
         index_of(folder, image_column="jpg")
     with pytest.raises(DataError, match=r"image_column: column 'image' of .* is int64"):
-        index_of(folder)
+        index_of(folder, caption_column="alt")
 
 
 @pytest.mark.parametrize(
@@ -236,3 +236,26 @@ def test_the_library_is_not_imported() -> None:
     code = "import sys, sd_training.data.huggingface_source; print({'datasets', 'pandas', 'torch'} & set(sys.modules))"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == "set()"
+
+
+def test_columns_without_values_views_and_text_that_is_not_utf8(tmp_path: Path) -> None:
+    images = [makers.encode(makers.picture(1, 40, 32)), makers.encode(makers.picture(2, 40, 32))]
+    texts = pa.array([b"ok", b"caf\xe9"]).view(pa.string())
+    columns = {"image": images, "text": texts, "lang": texts.cast(pa.large_binary()).view(pa.large_string())}
+    index = index_of(write_arrow(tmp_path / "a", pa.table(columns)), ("lang",))
+    assert image_and_caption(index, 1) == (images[1], ["caf\ufffd"])
+    assert index.columns["text:lang"].to_pylist() == ["ok", "caf\ufffd"]
+
+    cells = pa.array([{"bytes": None, "path": "1.jpg"}, None])
+    assert pa.types.is_null(cells.type.field("bytes").type)
+    folder = write_arrow(tmp_path / "b", pa.table({"image": cells, "text": pa.nulls(2)}))
+    (folder / "1.jpg").write_bytes(images[0])
+    index = index_of(folder)
+    assert len(index) == 1
+    assert {reason for _, reason in named(index)} == {"image path is empty", "caption is empty"}
+
+
+def test_a_caption_column_of_numbers_is_refused(tmp_path: Path) -> None:
+    folder = write_arrow(tmp_path / "a", pa.table({"image": [b"x"], "text": [1]}))
+    with pytest.raises(ConfigError, match=r"column .text. of .*data\.arrow is int64; it must hold texts"):
+        index_of(folder)

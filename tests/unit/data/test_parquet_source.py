@@ -165,6 +165,11 @@ def test_text_that_is_not_utf8_spoils_one_row_only(tmp_path: Path) -> None:
     assert index.columns["text:lang"].to_pylist() == ["ok", "caf\ufffd", None]
 
 
+def test_a_caption_column_of_numbers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"column .caption. of .*a\.parquet is int64; it must hold texts"):
+        opened(tmp_path, write(tmp_path / "a.parquet", {"jpg": rows(2)["jpg"], "caption": [1, 2]}))
+
+
 def test_empty_row_groups(tmp_path: Path) -> None:
     table = pa.table({name: rows(4)[name] for name in ("jpg", "caption")})
     with pq.ParquetWriter(tmp_path / "a.parquet", table.schema) as writer:
