@@ -10,10 +10,10 @@ from sd_training.data.file_reader import MAX_TEXT_BYTES, FileReader, join
 from sd_training.data.file_samples import ROWS_AT_ONCE, FileSample, SampleColumns, measure
 from sd_training.data.index import DatasetIndex
 from sd_training.data.index_columns import Scalar, read_metadata
-from sd_training.data.locations import is_remote, local_path, shown
+from sd_training.data.locations import local_folders
 from sd_training.data.problems import Problems
 from sd_training.data.source import Unit, UnitScan
-from sd_training.errors import ConfigError, DataError
+from sd_training.errors import DataError
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
 OTHER_IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".tif", ".tiff", ".avif", ".heic", ".jxl"})
@@ -58,12 +58,7 @@ class FolderSource:
         return list(units.values())
 
     def _roots(self) -> list[str]:
-        if remote := [path for path in self.paths if is_remote(path)]:
-            raise ConfigError(
-                f"dataset.params.path: '{shown(remote[0])}' is remote, and image folders are read from local disks "
-                "only; pack the folder with scripts/make_webdataset.py and use dataset.type=WebDataset"
-            )
-        roots = [local_path(path) for path in self.paths]
+        roots = local_folders(self.paths)
         for path, root in zip(self.paths, roots, strict=True):
             if not os.path.isdir(root):
                 state = "is no folder" if os.path.exists(root) else "does not exist"

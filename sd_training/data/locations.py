@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from urllib.parse import unquote
 
 from sd_training.errors import ConfigError
@@ -33,6 +34,20 @@ def protocol_of(location: str) -> str:
 def is_remote(location: str) -> bool:
     """Whether a file is read over the network. Raises ConfigError as `protocol_of` does."""
     return protocol_of(location) != ""
+
+
+def local_folders(paths: Sequence[str]) -> list[str]:
+    """Absolute paths of folders of loose files.
+
+    Raises:
+        ConfigError: one is remote; a listing and a request per image would be slower than the training.
+    """
+    if remote := [path for path in paths if is_remote(path)]:
+        raise ConfigError(
+            f"dataset.params.path: '{shown(remote[0])}' is remote, and folders of loose files are read from local "
+            "disks only; pack the folder with scripts/make_webdataset.py and use dataset.type=WebDataset"
+        )
+    return [local_path(path) for path in paths]
 
 
 def local_path(location: str) -> str:

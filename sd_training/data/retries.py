@@ -22,7 +22,14 @@ _UNMENTIONED = 2
 _TRANSIENT_STATUS = frozenset({408, 425, 429, *range(500, 600)} - {501, 505})
 _MISSING_STATUS = {401: "not allowed (401)", 403: "not allowed (403)", 404: "does not exist", 410: "does not exist"}
 _DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
-_BOTOCORE_TRANSIENT = {"HTTPClientError", "ConnectionError", "IncompleteReadError", "ResponseStreamingError"}
+_BOTOCORE_TRANSIENT = {
+    "HTTPClientError",
+    "ConnectionError",
+    "IncompleteReadError",
+    "ResponseStreamingError",
+    "ChecksumError",
+    "FlexibleChecksumError",
+}
 _LIBRARIES = ("aiohttp", "google", "requests", "urllib3", "gcsfs")
 _jitter = random.SystemRandom()  # forked processes do not share it, so they do not come back all at once
 T = TypeVar("T")

@@ -14,6 +14,7 @@ from sd_training.data.byte_files import Access
 from sd_training.data.file_reader import FileReader
 from sd_training.data.file_samples import FileSample, ImageInfo, SampleColumns, measure
 from sd_training.data.index import DatasetIndex
+from sd_training.data.locations import local_folders
 from sd_training.data.problems import Problems
 from sd_training.data.source import Unit, UnitScan
 from sd_training.data.tag_rules import (
@@ -41,7 +42,7 @@ class TagSource:
     """
 
     def __init__(self, folders: Sequence[str], access: Access, rules: TagRules) -> None:
-        self.roots = [Path(os.path.abspath(os.path.expanduser(folder))) for folder in folders]
+        self.roots = [Path(folder) for folder in local_folders(folders)]
         self.access, self.rules = access, rules
 
     @property

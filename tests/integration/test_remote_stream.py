@@ -15,6 +15,7 @@ from tests import makers
 from tests.integration.fault_proxy import FaultProxy, running
 from tests.integration.s3_server import BUCKET, S3Server, s3_environment, s3_server
 from tests.unit.data.making import equal_bits, joined, stream, training_data
+from tests.unit.data.source_cases import CASES, make_sample
 
 PLAN = BatchPlan(micro_batch=8, accumulation=1, processes=1, num_examples=64)
 
@@ -57,6 +58,29 @@ def test_the_stream_is_the_local_one(local: Path, proxy: FaultProxy, tmp_path: P
     assert sum(proxy.counts.values()) >= 3
     again = joined(stream(data_at(f"s3://{BUCKET}/set/*.tar", tmp_path, mode), first_step=5))
     assert equal_bits(again, joined(stream(expected_data, first_step=5)))
+
+
+TABLES = {"parquet": "Parquet", "csv": "Table", "huggingface": "HuggingFace"}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_reads_the_same_there(server: S3Server, proxy: FaultProxy, tmp_path: Path, name: str) -> None:
+    """Tables name images beside them; a saved data set is a folder of files."""
+    (case,) = (case for case in CASES if case.name == name)
+    folder = tmp_path / name
+    folder.mkdir()
+    case.write(folder, "unit", [make_sample(number) for number in range(12)])
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        server.put(f"{name}/{file.relative_to(folder).as_posix()}", file.read_bytes())
+    inside = "unit" if name == "huggingface" else f"unit.{name}"
+    streams = []
+    for root in (str(folder), f"s3://{BUCKET}/{name}"):
+        remote = RemoteConfig(cache_dir=str(tmp_path / "cache"), timeout_s=0.4)
+        data = training_data(f"{root}/{inside}", PLAN, kind=TABLES[name], remote=remote)
+        streams.append(joined(stream(data)))
+    assert equal_bits(*streams)
+    assert len(set(streams[0].sample_ids.tolist())) == 12
+    assert sum(proxy.counts.values()) >= 1
 
 
 def test_a_listing_that_fails_is_never_an_empty_one(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:

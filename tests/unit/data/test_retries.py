@@ -3,7 +3,7 @@ from collections.abc import Callable
 
 import aiohttp
 import pytest
-from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
+from botocore.exceptions import ClientError, EndpointConnectionError, FlexibleChecksumError, NoCredentialsError
 from s3fs.errors import translate_boto_error
 
 from sd_training.data import retries
@@ -45,6 +45,7 @@ TRANSIENT = [
     aiohttp.ClientPayloadError("ended early"),
     aiohttp.ServerDisconnectedError(),
     EndpointConnectionError(endpoint_url="http://x"),
+    FlexibleChecksumError(error_msg="expected a, got b"),
     of_s3("SlowDown", 503),
     of_s3("InternalError", 500),
     of_s3("RequestTimeout", 400),

@@ -9,7 +9,7 @@ from sd_training.config.data_schema import TagConfig
 from sd_training.data.index import load_index
 from sd_training.data.tag_rules import tag_rules
 from sd_training.data.tag_source import TagSource
-from sd_training.errors import DataError
+from sd_training.errors import ConfigError, DataError
 from tests import makers
 from tests.unit.data.making import ACCESS, joined, stream, training_data
 
@@ -101,3 +101,8 @@ def test_a_fixed_choice_of_images(root: Path) -> None:
 def test_no_metadata_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no \.json file below '.*metadata'"):
         TagSource([str(tmp_path)], ACCESS, tag_rules(TagConfig())).units()
+
+
+def test_remote_folders_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'s3://bucket/set' is remote.*make_webdataset"):
+        TagSource(["s3://bucket/set"], ACCESS, tag_rules(TagConfig()))
