@@ -4,13 +4,15 @@
     python scripts/bench_data.py --size 2048x1365 --resolution 512
     python scripts/bench_data.py config=a.yaml dataset.params.path=…    the data of a config
 
-Both read in this process (`--workers 0`), so images/s are those of one core; webdataset runs `shuffle(1000)`,
-`decode("pil")`, resize of the short side, centre crop. Turns of both follow each other, and ratios are of neighbours.
+Both read in this process (`--workers 0`), so images/s are those of one core, and both read the captions; webdataset
+runs `shuffle(1000)`, `decode("pil")`, resize of the short side, centre crop. Turns of both follow each other, and
+ratios are of neighbours. Samples that cannot be read are left out by both.
 """
 
 import argparse
 import io
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -31,10 +33,13 @@ from sd_training.cli import run_cli
 from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.data_schema import DatasetConfig, DatasetParams
 from sd_training.config.load import load_data_config
+from sd_training.data.captions import Encoded, Tokenizer
 from sd_training.data.collate import collate
 from sd_training.data.datamodule import TrainingData
+from sd_training.data.dataset import DrawSettings, Visit, VisitedSample
 from sd_training.data.image_decode import decode
 from sd_training.data.image_transforms import Wanted, cover_scale, read_picture
+from sd_training.errors import ConfigError, DataError
 from sd_training.quiet import quiet_libraries
 from sd_training.types import LatentGrid
 
@@ -65,17 +70,25 @@ def _jpeg(image: Image.Image) -> bytes:
     return stream.getvalue()
 
 
+class CaptionReader(Tokenizer):
+    """Takes captions and makes nothing of them: they are read, as webdataset reads them, but not tokenized."""
+
+    def __init__(self) -> None:
+        self.length = 0
+
+    def encode_counted(self, caption: str) -> Encoded:
+        """No tokens."""
+        return Encoded(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.bool_), 0)
+
+
 def make_data(dataset: DatasetConfig, batch: int, workers: int) -> TrainingData:
     """The loader of a config, for images without end."""
     return TrainingData(
         dataset=dataset,
         plan=BatchPlan(batch, 1, 1, 10**9),
         workers=workers,
-        seed=0,
-        dropout_prob=0.0,
-        tokenizer=None,
-        grid=GRID,
-        draw_noise=True,
+        tokenizers={"captions": CaptionReader()},
+        draws=DrawSettings(0, GRID),
         run_dir=None,
     )
 
@@ -97,9 +110,10 @@ def webdataset_batches(shards: Sequence[str], resolution: int, batch: int) -> It
         image = image.crop((left, top, left + resolution, top + resolution))
         return torch.from_numpy(np.array(image)).permute(2, 0, 1), caption
 
-    pipeline = webdataset.WebDataset(list(shards), shardshuffle=False, empty_check=False).repeat()
-    pipeline = pipeline.shuffle(1000).decode("pil").to_tuple("jpg;png;jpeg;webp", "txt").map(transform)
-    return iter(pipeline.batched(batch))
+    skip = {"handler": webdataset.ignore_and_continue}
+    pipeline = webdataset.WebDataset(list(shards), shardshuffle=False, empty_check=False, **skip).repeat()
+    pipeline = pipeline.shuffle(1000).decode("pil", **skip)
+    return iter(pipeline.to_tuple("jpg;png;jpeg;webp", "txt", **skip).map(transform, **skip).batched(batch))
 
 
 def compete(contestants: dict[str, Iterator[Any]], turns: int, batches: int) -> dict[str, list[list[float]]]:
@@ -119,24 +133,36 @@ def _timed(action: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def readable_visits(data: TrainingData, samples: int) -> tuple[list[Visit], list[VisitedSample]]:
+    """Of about so many first visits of a run those that can be read, and what they give.
+
+    Raises:
+        DataError: none can.
+    """
+    dataset, batches = data.samples(), -(-samples // data.plan.micro_batch)
+    first = zip(range(batches), data.loader(0, lambda: 0).visits(0), strict=False)
+    visits = [visit for _, batch in first for visit in batch]
+    visited = [(visit, dataset[visit]) for visit in visits]
+    good = [(visit, sample) for visit, sample in visited if isinstance(sample, VisitedSample) and not sample.skipped]
+    if not good:
+        raise DataError(f"dataset.params.path: none of the first {len(visits):,} samples of a run can be read")
+    return [visit for visit, _ in good], [sample for _, sample in good]
+
+
 def ledger(data: TrainingData, samples: int) -> dict[str, float]:
     """Milliseconds per sample of the parts of one visit, each measured by itself."""
-    dataset = data.samples()
-    (opened, *_), sampler = dataset.datasets, data.loader(0, lambda: 0)
-    batch = data.plan.micro_batch
-    visits = [
-        visit for _, visits in zip(range(-(-samples // batch)), sampler.visits(0), strict=False) for visit in visits
-    ]
-    files = [opened.reader.image(visit.sample) for visit in visits]
+    dataset, batch = data.samples(), data.plan.micro_batch
+    visits, visited = readable_visits(data, samples)
+    read = [dataset.datasets[visit.dataset].reader.image for visit in visits]
+    files = [image(visit.sample) for image, visit in zip(read, visits, strict=True)]
     wanted = [Wanted(*data.table.sizes[visit.bucket]) for visit in visits]
     rules = dataset.rules
     pairs = list(zip(files, wanted, strict=True))
     seconds = {
-        "read": _timed(lambda: [opened.reader.image(visit.sample) for visit in visits]),
+        "read": _timed(lambda: [image(visit.sample) for image, visit in zip(read, visits, strict=True)]),
         "decode": _timed(lambda: [decode(f, rules, lambda h, w, to=to: cover_scale(h, w, to)) for f, to in pairs]),  # type: ignore[misc]
         "decode and resize": _timed(lambda: [read_picture(file, to, rules) for file, to in pairs]),
     }
-    visited = [dataset[visit] for visit in visits]
     seconds["whole visit"] = _timed(lambda: [dataset[visit] for visit in visits])
     seconds["collate"] = _timed(lambda: [collate(visited[i : i + batch]) for i in range(0, len(visited), batch)])
     seconds["resize"] = seconds.pop("decode and resize") - seconds["decode"]
@@ -166,13 +192,17 @@ def dataset_of(arguments: argparse.Namespace, folder: Path) -> DatasetConfig:
     """The data of the config, or shards made for it."""
     if arguments.overrides:
         return load_data_config([_LENGTH, *arguments.overrides]).dataset
-    width, height = (int(side) for side in arguments.size.split("x"))
+    width, height = map(int, arguments.size.split("x"))
     shards = make_shards(folder, width, height, arguments.samples)
     return DatasetConfig(params=DatasetParams(path=str(shards), resolution=arguments.resolution, index_dir=str(folder)))
 
 
-def main() -> None:
-    """Measure and print."""
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        ConfigError: a value cannot be used.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("overrides", nargs="*", metavar="config=… a.b.c=value")
     parser.add_argument("--size", default="640x427", help="width x height of the made images [pixels]")
@@ -182,7 +212,20 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0, help="loader processes of sd_training; webdataset has none")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--batches", type=int, default=5, help="batches of a turn")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args(argv)
+    if not re.fullmatch("[1-9][0-9]{0,4}x[1-9][0-9]{0,4}", arguments.size):
+        raise ConfigError(f"--size: is {arguments.size!r}; write width x height in pixels, such as 640x427")
+    for name in ("resolution", "samples", "batch", "turns", "batches"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name}: is {getattr(arguments, name)}; give 1 or more")
+    if arguments.workers < 0:
+        raise ConfigError(f"--workers: is {arguments.workers}; give 0 or more")
+    return arguments
+
+
+def main() -> None:
+    """Measure and print."""
+    arguments = parse_arguments()
     torch.set_num_threads(1)
     quiet_libraries()
     with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -27,39 +26,30 @@ quiet_libraries()
 
 import pytorch_lightning as pl
 import torch
-import yaml
-from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch import nn
-from transformers import CLIPTextConfig, CLIPTextModel
 
+from scripts.bench_subjects import Subject, make_subject, plain_objective
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.finite_guard import FiniteGuard
 from sd_training.callbacks.metrics import Metrics
 from sd_training.callbacks.stopwatch import Stopwatch
 from sd_training.cli import run_cli
-from sd_training.config.schema import EmaConfig, OptimizerConfig
-from sd_training.diffusion.noise_schedule import noise_schedule_of
+from sd_training.config.schema import (
+    EmaConfig,
+    LRScheduleConfig,
+    LRScheduleParams,
+    OptimizerConfig,
+)
 from sd_training.diffusion.objective import Objective
 from sd_training.models.frozen import FrozenEncoders, autocast
+from sd_training.models.stable_diffusion import StableDiffusion
 from sd_training.optim.lr_schedules import lr_schedule
 from sd_training.training.base_module import Optimization
 from sd_training.training.diffusion_module import DiffusionModule
 from sd_training.types import PixelBatch
 
-SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "num_train_timesteps": 1000}
 LEARNING_RATE = 1e-4
 EMA_DECAY = 0.999
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is trained: networks and batches."""
-
-    unet: nn.Module
-    encoders: FrozenEncoders
-    batches: list[PixelBatch]
-    precision: str
-    device: torch.device
 
 
 class Turns:
@@ -122,7 +112,7 @@ class BareModule(pl.LightningModule):
     def __init__(self, subject: Subject, unet: nn.Module) -> None:
         super().__init__()
         self.unet, self.subject = unet, subject
-        self.objective = Objective.make(noise_schedule_of(SCHEDULE), "epsilon", None).to(subject.device)
+        self.objective = plain_objective(subject)
 
     def training_step(self, batch: PixelBatch, batch_index: int) -> torch.Tensor:
         return loss_of(self.unet, self.subject.encoders, self.objective, batch)
@@ -134,15 +124,15 @@ class BareModule(pl.LightningModule):
 def loss_of(unet: nn.Module, encoders: FrozenEncoders, objective: Objective, batch: PixelBatch) -> torch.Tensor:
     """The plain training loss."""
     latents = encoders.encode_pixels(batch.pixels.float() / 127.5 - 1.0, batch.posterior_noise)
-    text_states = encoders.encode_text(batch.tokens).text_states
-    noised = objective.draw(latents, batch.noise, batch.timestep_draw)
+    text_states = encoders.encode_text(batch).states[0]
+    noised = objective.draw(latents, batch)
     return objective.loss(unet(noised.noised_latents, noised.timesteps, text_states).sample, noised).mean()
 
 
 def by_hand(subject: Subject, loader: TurnLoader) -> None:
     """The loop that a researcher would write."""
     unet = copy.deepcopy(subject.unet).train()
-    objective = Objective.make(noise_schedule_of(SCHEDULE), "epsilon", None).to(subject.device)
+    objective = plain_objective(subject)
     optimizer = torch.optim.AdamW(unet.parameters(), lr=LEARNING_RATE, fused=True)
     ema = [p.detach().cpu().clone() for p in unet.parameters()]
     for batch in loader:
@@ -180,14 +170,15 @@ def bare_lightning(subject: Subject, loader: TurnLoader) -> None:
 
 def this_trainer(subject: Subject, loader: TurnLoader) -> None:
     """sd_training's module with EMA, guard and metrics."""
-    schedule = lr_schedule("ConstantWithWarmup", warmup_steps=0, num_steps=len(loader))
-    module = DiffusionModule(
-        copy.deepcopy(subject.unet),
-        subject.encoders,
-        Objective.make(noise_schedule_of(SCHEDULE), "epsilon", None),
-        Optimization(OptimizerConfig(), LEARNING_RATE, schedule),
-    )
     batch = len(subject.batches[0].pixels)
+    constant = LRScheduleConfig(params=LRScheduleParams(warmup_length=0))
+    schedule = lr_schedule(constant, num_steps=len(loader), global_batch=batch)
+    family = subject.encoders.family
+    own = StableDiffusion({**family.parts, "unet": copy.deepcopy(subject.unet)}, family.schedulers)
+    encoders = FrozenEncoders(own, subject.encoders.vae_precision, subject.encoders.text_encoder_precision)
+    module = DiffusionModule(
+        encoders, plain_objective(subject), Optimization(OptimizerConfig(), LEARNING_RATE, schedule)
+    )
     with tempfile.TemporaryDirectory() as folder:
         metrics = Metrics(Path(folder) / "metrics.csv", 10, lambda step: step * batch, Stopwatch())
         guard = FiniteGuard(Path(folder) / "incidents.jsonl", 10, lambda step: range(step * batch, (step + 1) * batch))
@@ -218,55 +209,6 @@ def compete(subject: Subject, num_turns: int, steps: int) -> dict[str, list[floa
     for thread in threads:
         thread.join()
     return {name: values[1:] for name, values in turns.seconds.items()}
-
-
-def make_subject(model: str, batch: int, resolution: int, precision: str) -> Subject:
-    """Random networks of the quickstart's or Stable Diffusion 2's size, and four random batches."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(0)
-    if model == "quickstart":
-        config = yaml.safe_load((Path(__file__).parents[1] / "configs" / "quickstart_unet.yaml").read_text())
-        unet = UNet2DConditionModel(**config["model"]["unet"]["params"])
-        text_width, tokens, levels = 32, 8, 2
-    else:
-        unet = UNet2DConditionModel(
-            sample_size=64, cross_attention_dim=1024, attention_head_dim=(5, 10, 20, 20), use_linear_projection=True
-        )
-        text_width, tokens, levels = 1024, 77, 4
-    vae = AutoencoderKL(
-        block_out_channels=(16,) * levels,
-        down_block_types=("DownEncoderBlock2D",) * levels,
-        up_block_types=("UpDecoderBlock2D",) * levels,
-        latent_channels=4,
-        norm_num_groups=8,
-    )
-    text_encoder = CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=100,
-            hidden_size=text_width,
-            intermediate_size=2 * text_width,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=tokens,
-        )
-    )
-    encoders = FrozenEncoders(vae, text_encoder, "fp32" if precision == "no" else precision, precision).to(device)
-    side = resolution // 2 ** (levels - 1)
-    batches = [random_batch(batch, resolution, side, tokens) for _ in range(4)]
-    return Subject(unet.to(device), encoders, batches, precision, device)
-
-
-def random_batch(batch: int, resolution: int, side: int, tokens: int) -> PixelBatch:
-    """A batch as the loader delivers it."""
-    return PixelBatch(
-        pixels=torch.randint(0, 256, (batch, 3, resolution, resolution), dtype=torch.uint8),
-        tokens=torch.randint(0, 100, (batch, tokens)),
-        posterior_noise=torch.randn(batch, 4, side, side),
-        noise=torch.randn(batch, 4, side, side),
-        timestep_draw=torch.rand(batch),
-        **dict.fromkeys(("original_size", "crop_top_left", "target_size"), torch.zeros(batch, 2, dtype=torch.int64)),
-        **dict.fromkeys(("positions", "sample_ids"), torch.arange(batch)),
-    )
 
 
 def main() -> None:

@@ -5,11 +5,14 @@
     python scripts/index_dataset.py config=a.yaml dataset.params.path=…              the data of a run
 
 A run does this by itself when it starts; doing it before finds what is wrong with the data without waiting for a GPU.
+Paths are reported at batch size 1, so that a handful of samples can be looked at, too.
 """
 
 import argparse
-import json
+import os
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -21,32 +24,69 @@ from sd_training.config.schema import Config
 from sd_training.errors import ConfigError
 from sd_training.quiet import quiet_libraries
 
+_IMAGES = 1_000_000
+_OPTION = re.compile(r"(config|[\w-]+\.[^/=]+)=")
+_LENGTH, _TYPE = "experiment.num_examples_to_see", "dataset.type"
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        ConfigError: a value cannot be used; said before hours of indexing, not after.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", nargs="+", metavar="PATH or a.b.c=value", help="paths, or config=… and options")
+    parser.add_argument("--type", help="dataset.type of the paths (default WebDataset)")
+    parser.add_argument("--images", type=int, help=f"length of the run that is projected (default {_IMAGES:,})")
+    parser.add_argument("--processes", type=int, default=1, help="training processes of the run that is projected")
+    parser.add_argument("--html", type=Path, help="write the report as one HTML page")
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.processes < 1:
+        raise ConfigError(f"--processes: is {arguments.processes}; give 1 or more")
+    if arguments.html is not None and (arguments.html.is_dir() or not arguments.html.absolute().parent.is_dir()):
+        raise ConfigError(f"--html: '{arguments.html}' must be a file in a folder that exists")
+    return arguments
+
+
+def is_option(word: str) -> bool:
+    """Whether an argument is `a.b.c=value`; paths such as `data/lang=en` hold such signs, too."""
+    return _OPTION.match(word) is not None and not os.path.exists(word)
+
 
 def read_config(arguments: argparse.Namespace) -> Config:
     """The config of paths, or of `config=…` and overrides."""
-    overrides = [word for word in arguments.what if "=" in word]
-    paths = [word for word in arguments.what if "=" not in word]
+    overrides = [word for word in arguments.what if is_option(word)]
+    paths = [word for word in arguments.what if not is_option(word)]
     if overrides and paths:
         raise ConfigError(f"{paths[0]}: give paths, or config=… and options such as dataset.params.path=…, not both")
-    if not overrides:
-        overrides = [f"dataset.params.path={json.dumps(paths)}", f"dataset.type={arguments.type}"]
-    if not any(word.startswith(("experiment.num_examples_to_see=", "config=")) for word in overrides):
-        overrides.append(f"experiment.num_examples_to_see={arguments.images}")
-    return load_data_config(overrides)
+    if paths:
+        overrides = ["dataset.params.path=.", "system.batch_size=1"]
+    for flag, key in (("type", _TYPE), ("images", _LENGTH)):
+        overrides += _flag(flag, key, getattr(arguments, flag), overrides)
+    if not any(word.startswith((f"{_LENGTH}=", "config=")) for word in overrides):
+        overrides.append(f"{_LENGTH}={_IMAGES}")
+    config = load_data_config(overrides)
+    if paths:
+        config.dataset.params.path = paths  # set here, because an override would read `${…}` in a path
+    return config
 
 
-def main() -> None:
+def _flag(name: str, key: str, value: object, overrides: Sequence[str]) -> list[str]:
+    if value is None:
+        return []
+    if any(word.startswith(f"{key}=") for word in overrides):
+        raise ConfigError(f"--{name}: is {key}, which is given as well; keep one of them")
+    return [f"{key}={value}"]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Index, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="+", metavar="PATH or a.b.c=value", help="paths, or config=… and options")
-    parser.add_argument("--type", default="WebDataset", help="dataset.type of the paths")
-    parser.add_argument("--images", type=int, default=1_000_000, help="length of the run that is projected")
-    parser.add_argument("--processes", type=int, default=1, help="training processes of the run that is projected")
-    parser.add_argument("--html", type=Path, help="write the report as one HTML page")
-    arguments = parser.parse_args()
+    arguments = parse_arguments(argv)
     config = read_config(arguments)
     quiet_libraries()
     from sd_training.data.datamodule import TrainingData
+    from sd_training.data.dataset import DrawSettings
     from sd_training.data.report_page import report_page
     from sd_training.types import LatentGrid
 
@@ -56,17 +96,18 @@ def main() -> None:
         dataset=config.dataset,
         plan=plan,
         workers=0,
-        seed=config.experiment.seed,
-        dropout_prob=0.0,
-        tokenizer=None,
-        grid=LatentGrid(4, 8),
-        draw_noise=False,
+        tokenizers={},
+        draws=DrawSettings(config.experiment.seed, LatentGrid(4, 8), has_noise=False),
         run_dir=None,
     )
     print(plan.sentence())
     print(data.report().text())
     if arguments.html is not None:
-        arguments.html.write_text(report_page(data.datasets(), data.report(), plan), encoding="utf-8")
+        page = report_page(data.datasets(), data.report(), plan)
+        try:
+            arguments.html.write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--html: '{arguments.html}' cannot be written: {error.strerror}") from error
         print(f"written: {arguments.html}")
 
 

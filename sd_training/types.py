@@ -1,7 +1,9 @@
 """What flows from disk to loss. Shape letters: B samples, C latent channels, H W pixels, h w latent cells,
 L text tokens, D text width."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +23,19 @@ class LatentGrid:
         return self.channels, height // self.downscale, width // self.downscale
 
 
+class Draws(Protocol):
+    """The random numbers of the forward process, one set per sample."""
+
+    noise: Tensor
+    """[B, C, h, w] float32 standard normal ε."""
+    timestep_draw: Tensor
+    """[B] float32, uniform in [0, 1)."""
+    offset_noise: Tensor
+    """[B, C] float32 standard normal η of offset noise; empty (B, 0) where there is none."""
+    input_noise: Tensor
+    """[B, C, h, w] float32 standard normal ξ of input perturbation; empty (B, 0) where there is none."""
+
+
 @dataclass
 class PixelBatch:
     """A micro-batch as the loader delivers it.
@@ -31,14 +46,22 @@ class PixelBatch:
 
     pixels: Tensor
     """[B, 3, H, W] uint8 in 0..255; the module scales it to [-1, 1] on the device."""
-    tokens: Tensor
-    """[B, L] int64 caption tokens, of the empty caption where conditioning was dropped; L is 0 without tokenizer."""
+    tokens: dict[str, Tensor]
+    """Text encoder → [B, L] int64 caption tokens, of the empty caption where that encoder was dropped."""
+    token_masks: dict[str, Tensor]
+    """Text encoder → [B, L] bool, false where a token only fills up."""
+    dropped: dict[str, Tensor]
+    """Conditioner (text encoders, `size`, `crop`) → [B] bool, true where it is replaced by its null conditioning."""
     posterior_noise: Tensor
     """[B, C, h, w] float32 standard normal: the draw from the autoencoder's posterior."""
     noise: Tensor
-    """[B, C, h, w] float32 standard normal: the noise of the forward process. Empty (B, 0) for autoencoder training."""
+    """As `Draws.noise`. Empty (B, 0) for autoencoder training."""
     timestep_draw: Tensor
-    """[B] float32, uniform in [0, 1)."""
+    """As `Draws.timestep_draw`."""
+    offset_noise: Tensor
+    """As `Draws.offset_noise`."""
+    input_noise: Tensor
+    """As `Draws.input_noise`."""
     original_size: Tensor
     """[B, 2] int64 height and width of the upright image file [pixels]."""
     crop_top_left: Tensor
@@ -52,19 +75,32 @@ class PixelBatch:
 
     def to(self, device: torch.device) -> "PixelBatch":
         """The same batch on `device`; copies from pinned memory do not wait for the host."""
-        return PixelBatch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "PixelBatch":
         """The same batch in page-locked memory; torch's DataLoader calls this."""
-        return PixelBatch(**{f.name: getattr(self, f.name).pin_memory() for f in fields(self)})
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "PixelBatch":
+        def each(value: Any) -> Any:
+            return {name: change(v) for name, v in value.items()} if isinstance(value, dict) else change(value)
+
+        return PixelBatch(**{f.name: each(getattr(self, f.name)) for f in fields(self)})
 
 
 @dataclass
 class Conditioning:
-    """What the denoiser is told about the picture."""
+    """What the denoiser is told about the picture. Which fields there are is the model family's business."""
 
-    text_states: Tensor
-    """[B, L, D] hidden states of the text encoder."""
+    states: list[Tensor]
+    """[B, L_i, D_i] hidden states of text; one entry, unless the denoiser keeps its text encoders apart."""
+    masks: list[Tensor | None] = field(default_factory=list)
+    """[B, L_i] bool beside each of `states`, false for tokens that the denoiser must not look at; None: it may."""
+    pooled: Tensor | None = None
+    """[B, P] one vector for the whole caption."""
+    size_numbers: Tensor | None = None
+    """[B, 6] float32 original height and width, crop top and left, target height and width [pixels]; NaN where not
+    told."""
 
 
 @dataclass
@@ -72,10 +108,14 @@ class NoisedBatch:
     """One draw of the objective: what the denoiser sees, what it should answer, what the answer weighs."""
 
     noised_latents: Tensor
-    """[B, C, h, w]."""
+    """[B, C, h, w], scaled as the denoiser wants it."""
     timesteps: Tensor
-    """[B] int64 in 0..T-1."""
+    """[B] what the denoiser is told of the noise level: int64 in 0..T-1, or float32 (see `Levels.model_time`)."""
     target: Tensor
     """[B, C, h, w]."""
     weight: Tensor
     """[B] float32."""
+    signal: Tensor
+    """[B] α of x_t = α x_0 + σ ε."""
+    sigma: Tensor
+    """[B] σ."""

@@ -25,7 +25,7 @@ def build_callbacks(plan: Plan, trained: Trained, data: TrainingData) -> list[pl
     """In the order they act after an optimizer step: average, guard, log, draw, save, show."""
     config, batch = plan.config, plan.batch
     stopwatch = Stopwatch()
-    ema = _ema(plan) if config.model.use_ema else None
+    ema = _ema(plan, trained) if config.model.use_ema else None
     metrics = Metrics(plan.run_dir / "metrics.csv", config.logging.every, data.images_before, stopwatch)
 
     def facts() -> dict[str, Any]:
@@ -56,17 +56,21 @@ def build_callbacks(plan: Plan, trained: Trained, data: TrainingData) -> list[pl
     return [callback for callback in callbacks if callback is not None]
 
 
-def _ema(plan: Plan) -> Ema:
+def _ema(plan: Plan, trained: Trained) -> Ema:
     """The average, started from `ema.path` where it is given."""
     config = plan.config
-    initial = load_weights(config.ema.path, config.model.train, "ema.path") if config.ema.path else None
-    return Ema(config.ema, initial)
+    if config.ema.path is None:
+        return Ema(config.ema, None)
+    part, default = "vae", None
+    if trained.family is not None:
+        part, default = trained.family.denoiser_part, trained.family.classes.get(trained.family.denoiser_part)
+    return Ema(config.ema, load_weights(config.ema.path, part, "ema.path", default))
 
 
 def _picture_callbacks(plan: Plan, trained: Trained, ema: Ema | None, stopwatch: Stopwatch) -> list[Pictures]:
     """Previews and evaluation images; there is nothing to draw while an autoencoder is trained."""
     config = plan.config
-    if trained.parts is None:
+    if trained.family is None:
         return []
     jobs = []
     if config.sampling.every and config.sampling.prompts:
@@ -77,6 +81,6 @@ def _picture_callbacks(plan: Plan, trained: Trained, ema: Ema | None, stopwatch:
         jobs.append(PictureJob("eval", config.experiment.save_every, captions, config.experiment.eval_tar))
     resolution, samples_dir = config.dataset.params.resolution, plan.run_dir / "samples"
     return [
-        Pictures(job, samples_dir, resolution, config.sampling, trained.parts.pipeline, plan.precision, ema, stopwatch)
+        Pictures(job, samples_dir, resolution, config.sampling, trained.family.pipeline, plan.precision, ema, stopwatch)
         for job in jobs
     ]

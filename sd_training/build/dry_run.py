@@ -1,23 +1,32 @@
 """What a run would do, without doing it: resolved config, batch arithmetic, parameters, memory, saves, data."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
-
+from sd_training.build.models import optimization
 from sd_training.build.plan import Plan
 from sd_training.build.run import make_data
 from sd_training.config.dump import resolved_yaml
+from sd_training.config.schema import Config
 from sd_training.data.sizes import training_sizes
 from sd_training.errors import ConfigError
+from sd_training.models.cost import forward_flops
+from sd_training.models.families import load_family
+from sd_training.models.family import Family, downscale_factor, latent_grid, size_problems
 from sd_training.models.load import load_network
-from sd_training.models.stable_diffusion import (
-    StableDiffusionParts,
-    check_sizes,
-    latent_grid,
-    load_stable_diffusion,
-)
+from sd_training.optim.lr_plot import plot_lr
 
 _FP32_BYTES = 4
+_STATE_BYTES = {
+    "adamw": 8,
+    "adafactor": 1,
+    "adamw_8bit": 2,
+    "lion": 4,
+    "prodigy": 16,
+    "schedule_free_adamw": 8,
+    "muon": 8,
+}
+"""Optimizer → bytes of state per parameter, at most; of adafactor, which keeps rows and columns, of large matrices."""
 
 
 def describe(plan: Plan) -> str:
@@ -28,32 +37,35 @@ def describe(plan: Plan) -> str:
         DataError: the data set cannot be used.
     """
     config = plan.config
-    networks, parts = _networks(plan)
-    problems = check_sizes(networks["vae"], training_sizes(config.dataset.params).sizes)
+    networks, family = _networks(plan)
+    sizes, factor = training_sizes(config.dataset.params).sizes, downscale_factor(networks["vae"])
+    problems = family.size_problems(sizes) if family else size_problems(factor, sizes)
     if problems:
         raise ConfigError(problems)
     counts = {name: sum(p.numel() for p in network.parameters()) for name, network in networks.items()}
-    data = make_data(plan, parts, latent_grid(networks["vae"]))
+    data = make_data(plan, family, latent_grid(networks["vae"]))
+    trained = family.denoiser_part if family else "vae"
     sections = [
         resolved_yaml(config).rstrip(),
         plan.batch.sentence(),
-        _parameters(counts, config.model.train),
-        _memory(counts, config.model.train, config.model.use_ema),
-        _saves(plan, counts),
+        _parameters(counts, trained),
+        *([_flops(family, sizes)] if family else []),
+        _memory(counts, trained, config),
+        _saves(plan, counts, trained),
+        _learning_rate(plan),
         data.report().text(),
     ]
     return "\n\n".join(sections)
 
 
-def _networks(plan: Plan) -> tuple[dict[str, Any], StableDiffusionParts | None]:
-    """Networks on the meta device by part name, and the parts."""
+def _networks(plan: Plan) -> tuple[dict[str, Any], Family | None]:
+    """Networks on the meta device by part name, and their family."""
     config = plan.config
     if config.model.train == "vae":
         vae = load_network(config.model, "vae", seed=0, meta=True)
         return {"vae": vae}, None
-    parts = load_stable_diffusion(config.model, config.objective, seed=0, meta=True)
-    networks: dict[str, nn.Module] = {"unet": parts.unet, "vae": parts.vae, "text_encoder": parts.text_encoder}
-    return networks, parts
+    family = load_family(config.model, config.objective, config.conditioning, seed=0, meta=True)
+    return family.networks(), family
 
 
 def _parameters(counts: dict[str, int], trained: str) -> str:
@@ -64,25 +76,42 @@ def _parameters(counts: dict[str, int], trained: str) -> str:
     return "\n".join(lines)
 
 
-def _memory(counts: dict[str, int], trained: str, has_ema: bool) -> str:
-    """fp32 weights, gradients and two AdamW averages of the trained part, fp32 weights of the frozen ones."""
-    weights = counts[trained] * _FP32_BYTES
+def _flops(family: Family, sizes: Sequence[tuple[int, int]]) -> str:
+    """Of the largest picture."""
+    height, width = max(sizes, key=lambda size: size[0] * size[1])
+    place, flops = f"{family.denoiser_part} at {height} × {width} pixels", forward_flops(family, height, width)
+    return f"forward pass of the {place}: {flops / 1e9:,.1f} GFLOP per image"
+
+
+def _learning_rate(plan: Plan) -> str:
+    """Writes the curve beside where the run will be."""
+    plan_of = optimization(plan)
+    path = plan.run_dir.parent / f"{plan.run_dir.name}.learning_rate.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plot_lr(plan_of.schedule, plan_of.learning_rate, plan.batch.num_steps, path)
+    return f"learning rate over {plan.batch.num_steps:,} steps: {path}"
+
+
+def _memory(counts: dict[str, int], trained: str, config: Config) -> str:
+    """fp32 weights, gradients and optimizer state of the trained part, fp32 weights of the frozen ones."""
+    weights, name = counts[trained] * _FP32_BYTES, config.optimizer.name
+    state = counts[trained] * _STATE_BYTES[name]
     frozen = sum(count for name, count in counts.items() if name != trained) * _FP32_BYTES
     lines = [
-        f"device memory per process, without activations: {_size(4 * weights + frozen)} = weights {_size(weights)} + "
-        f"gradients {_size(weights)} + AdamW {_size(2 * weights)} + frozen {_size(frozen)}",
+        f"device memory per process, without activations: {_size(2 * weights + state + frozen)} = weights "
+        f"{_size(weights)} + gradients {_size(weights)} + {name} {_size(state)} + frozen {_size(frozen)}",
         "activations come on top; they grow with batch_size and resolution, and gradient_checkpointing lowers them",
     ]
-    if has_ema:
+    if config.model.use_ema:
         lines.append(f"CPU memory of the first process for the EMA: {_size(weights)}")
     return "\n".join(lines)
 
 
-def _saves(plan: Plan, counts: dict[str, int]) -> str:
+def _saves(plan: Plan, counts: dict[str, int], trained: str) -> str:
     """Checkpoints and disk."""
     config = plan.config
-    # Weights and two AdamW averages, and the EMA where it is kept.
-    checkpoint = counts[config.model.train] * _FP32_BYTES * (4 if config.model.use_ema else 3)
+    averages = 2 if config.model.use_ema else 1
+    checkpoint = counts[trained] * (_FP32_BYTES * averages + _STATE_BYTES[config.optimizer.name])
     pipeline = sum(counts.values()) * _FP32_BYTES
     saves = -(-plan.batch.num_steps // config.experiment.save_every)
     kept = 1 if config.experiment.save_only_most_recent else saves

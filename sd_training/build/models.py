@@ -8,18 +8,13 @@ import torch
 
 from sd_training.build.plan import Plan
 from sd_training.data.sizes import training_sizes
-from sd_training.diffusion.noise_schedule import noise_schedule_of
-from sd_training.diffusion.objective import Objective
+from sd_training.diffusion.objective import Objective, make_objective, shift_of
 from sd_training.errors import ConfigError
+from sd_training.models.attention import use_fast_attention
+from sd_training.models.families import load_family
+from sd_training.models.family import Family, downscale_factor, latent_grid, size_problems
 from sd_training.models.frozen import FrozenEncoders
 from sd_training.models.load import load_network
-from sd_training.models.stable_diffusion import (
-    StableDiffusionParts,
-    check_sizes,
-    latent_grid,
-    load_stable_diffusion,
-    use_fast_attention,
-)
 from sd_training.optim.lr_schedules import lr_schedule
 from sd_training.training.autoencoder_module import AutoencoderModule
 from sd_training.training.base_module import Optimization, TrainedModule
@@ -33,7 +28,7 @@ class Trained:
 
     module: TrainedModule
     latent_grid: LatentGrid
-    parts: StableDiffusionParts | None
+    family: Family | None
     """Null for autoencoder training."""
     exported: Callable[[], Any]
     """What a save exports; collective."""
@@ -48,52 +43,59 @@ def build_model(plan: Plan) -> Trained:
     return _autoencoder(plan) if plan.config.model.train == "vae" else _diffusion(plan)
 
 
-def _optimization(plan: Plan) -> Optimization:
+def optimization(plan: Plan) -> Optimization:
+    """Optimizer, peak learning rate and schedule of a run."""
     config = plan.config
     peak = config.lr_scheduler.params.learning_rate
-    schedule = lr_schedule(
-        config.lr_scheduler.scheduler,
-        warmup_steps=config.lr_scheduler.params.warmup_length,
-        num_steps=plan.batch.num_steps,
-    )
-    return Optimization(config.optimizer, config.optimizer.params.learning_rate if peak is None else peak, schedule)
+    schedule = lr_schedule(config.lr_scheduler, num_steps=plan.batch.num_steps, global_batch=plan.batch.global_batch)
+    peak = config.optimizer.params.learning_rate if peak is None else peak
+    return Optimization(config.optimizer, peak, schedule, seed=config.experiment.seed)
 
 
 def _diffusion(plan: Plan) -> Trained:
     """Denoiser training on frozen encoders."""
     config, model = plan.config, plan.config.model
-    parts = load_stable_diffusion(model, config.objective, seed=config.experiment.seed)
-    problems = check_sizes(parts.vae, training_sizes(config.dataset.params).sizes)
+    family = load_family(model, config.objective, config.conditioning, seed=config.experiment.seed)
+    problems = family.size_problems(training_sizes(config.dataset.params).sizes)
     if problems:
         raise ConfigError(problems)
     if model.gradient_checkpointing:
-        parts.unet.enable_gradient_checkpointing()
+        family.denoiser.enable_gradient_checkpointing()
     if model.xformers:
-        use_fast_attention(parts.unet, torch.device(plan.launch.accelerator))
-    objective = Objective.make(
-        noise_schedule_of(parts.schedule_config), parts.schedule_config["prediction_type"], config.objective.snr_gamma
-    )
+        use_fast_attention(family.denoiser, torch.device(plan.launch.accelerator))
     vae_precision = model.vae_precision or ("bf16" if plan.precision == "bf16" else "fp32")
-    encoders = FrozenEncoders(
-        parts.vae, parts.text_encoder, vae_precision, model.text_encoder_precision or plan.precision
-    )
+    encoders = FrozenEncoders(family, vae_precision, model.text_encoder_precision or plan.precision)
     module = DiffusionModule(
-        parts.unet, encoders, objective, _optimization(plan), has_gradient_scaler=plan.precision == "fp16"
+        encoders, objective_of(family), optimization(plan), has_gradient_scaler=plan.precision == "fp16"
     )
-    return Trained(module, parts.latent_grid(), parts, parts.pipeline)
+    return Trained(module, family.latent_grid(), family, family.pipeline)
+
+
+def objective_of(family: Family) -> Objective:
+    """The objective that the family's schedulers and options describe."""
+    schedulers, options = family.schedulers, family.objective
+    is_flow = schedulers.prediction_type == "flow_prediction"
+    return make_objective(
+        options,
+        schedulers.schedule,
+        schedulers.prediction_type,
+        sigma_data=options.sigma_data or 1.0,
+        shift=shift_of(options.shift, schedulers.static_shift) if is_flow else None,
+        latents_per_token=family.patch_size**2,
+    )
 
 
 def _autoencoder(plan: Plan) -> Trained:
     """Autoencoder training; the exported config carries the measured scaling factor."""
     config = plan.config
     vae = load_network(config.model, "vae", seed=config.experiment.seed)
-    problems = check_sizes(vae, training_sizes(config.dataset.params).sizes)
+    problems = size_problems(downscale_factor(vae), training_sizes(config.dataset.params).sizes)
     if problems:
         raise ConfigError(problems)
     if config.model.gradient_checkpointing:
         vae.enable_gradient_checkpointing()
     module = AutoencoderModule(
-        vae, config.objective.kl_weight, _optimization(plan), has_gradient_scaler=plan.precision == "fp16"
+        vae, config.objective.kl_weight, optimization(plan), has_gradient_scaler=plan.precision == "fp16"
     )
 
     def exported() -> Any:

@@ -13,12 +13,14 @@ from sd_training.build.loggers import build_loggers
 from sd_training.build.models import build_model
 from sd_training.build.plan import Plan
 from sd_training.checkpoint.seal import ever_finished, sealed, step_of, sweep
+from sd_training.data.captions import Dropout
 from sd_training.data.datamodule import TrainingData
+from sd_training.data.dataset import DrawSettings
 from sd_training.distributed.launch import make_strategy
 from sd_training.distributed.resume import ResumeFromNewest
 from sd_training.errors import ConfigError
 from sd_training.export.pipeline import recover_exports
-from sd_training.models.stable_diffusion import StableDiffusionParts
+from sd_training.models.family import Family
 from sd_training.rank_log import get_logger, is_main_process
 from sd_training.training.base_module import TrainedModule
 from sd_training.types import LatentGrid
@@ -52,25 +54,42 @@ def build_run(plan: Plan) -> Run:
     """
     resume_from = _prepare_run_dir(plan)
     trained = build_model(plan)
-    data = make_data(plan, trained.parts, trained.latent_grid)
+    data = make_data(plan, trained.family, trained.latent_grid)
     trainer = _trainer(plan, build_callbacks(plan, trained, data))
     _without_signal_broadcast(trainer)
     return Run(trainer, trained.module, data, resume_from)
 
 
-def make_data(plan: Plan, parts: StableDiffusionParts | None, grid: LatentGrid) -> TrainingData:
-    """The training data for a model with these latents; `parts` is null for autoencoder training."""
+def make_data(plan: Plan, family: Family | None, grid: LatentGrid) -> TrainingData:
+    """The training data for a model with these latents; `family` is null for autoencoder training."""
     config = plan.config
     return TrainingData(
         dataset=config.dataset,
         plan=plan.batch,
         workers=config.system.workers,
-        seed=config.experiment.seed,
-        dropout_prob=config.conditioning.dropout_prob if parts else 0.0,
-        tokenizer=parts.tokenizer if parts else None,
-        grid=grid,
-        draw_noise=parts is not None,
+        tokenizers=family.tokenizers() if family else {},
+        draws=_draws(plan, family, grid),
+        captions_needed=family is not None,
         run_dir=plan.run_dir,
+    )
+
+
+def _draws(plan: Plan, family: Family | None, grid: LatentGrid) -> DrawSettings:
+    """What is drawn per sample; nothing that the objective does not read."""
+    config, seed = plan.config.conditioning, plan.config.experiment.seed
+    if family is None:
+        return DrawSettings(seed, grid, has_noise=False)
+    objective = family.objective
+    dropout = Dropout(
+        config.dropout_prob, config.encoder_dropout_prob, config.size_dropout_prob, config.crop_dropout_prob
+    )
+    return DrawSettings(
+        seed,
+        grid,
+        dropout,
+        has_offset_noise=bool(objective.offset_noise),
+        has_input_noise=objective.input_perturbation > 0,
+        is_stratified=objective.timestep_density.stratified,
     )
 
 

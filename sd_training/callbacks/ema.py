@@ -15,6 +15,7 @@ from torch import Tensor
 from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.config.schema import EmaConfig
 from sd_training.errors import CheckpointError
+from sd_training.optim.evaluation_weights import evaluation_weights
 from sd_training.training.base_module import TrainedModule
 
 
@@ -134,6 +135,7 @@ def export_weights(module: TrainedModule, ema: Ema | None) -> Iterator[None]:
     was_training = module.network.training
     module.network.eval()
     try:
-        yield
+        with evaluation_weights(module.trainer.optimizers[0]):
+            yield
     finally:
         module.network.train(was_training)

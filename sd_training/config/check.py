@@ -2,17 +2,27 @@
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from sd_training.config.check_data import check_data
+from sd_training.config.check_data import check_data, never_drawn
+from sd_training.config.check_objective import objective_problems
 from sd_training.config.fields import options
-from sd_training.config.schema import Config, PartConfig
+from sd_training.config.model_schema import (
+    FAMILY_PARTS,
+    OPTIONAL_PARTS,
+    ModelConfig,
+    PartConfig,
+    family_of_parts,
+    is_set,
+)
+from sd_training.config.objective_presets import with_preset
+from sd_training.config.optimizer_schema import optimizer_problems
+from sd_training.config.schema import Config
 
-PARTS = ("vae", "text_encoder", "tokenizer", "unet", "noise_scheduler_training", "noise_scheduler_inference")
-_NETWORKS = ("vae", "text_encoder", "unet")
-_NEEDED = {"unet": PARTS[:5], "vae": ("vae",)}
-"""`noise_scheduler_inference` may be left out: the exported sampler then follows the training scheduler."""
+PARTS = tuple(field.name for field in fields(ModelConfig) if isinstance(getattr(ModelConfig(), field.name), PartConfig))
+_OBJECTIVE = tuple(key for key in options() if key.startswith("objective.") and key != "objective.kl_weight")
 
 _PARTNERS = (
     ("dataset.params.batch_size", "system.batch_size"),
@@ -23,10 +33,8 @@ _PARTNERS = (
 )
 _IGNORED = {
     "vae": (
-        "objective.prediction_type",
-        "objective.rescale_betas_zero_snr",
-        "objective.snr_gamma",
-        "conditioning.dropout_prob",
+        *_OBJECTIVE,
+        *(key for key in options() if key.startswith("conditioning.")),
         "experiment.eval_caption_file",
     ),
     "unet": ("objective.kl_weight",),
@@ -42,6 +50,9 @@ def check(config: Config) -> list[str]:
         _partners,
         _length,
         _parts,
+        _foreign,
+        _objective,
+        _optimizer,
         _local_paths,
         _dataset,
         _ignored,
@@ -53,7 +64,7 @@ def check(config: Config) -> list[str]:
 
 def warnings(config: Config) -> list[str]:
     """What is allowed but probably not meant, one sentence each."""
-    return [*_short_run(config), *_two_learning_rates(config), *_unread(config)]
+    return [*_short_run(config), *_never_drawn(config), *_two_learning_rates(config), *_unread(config)]
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -91,8 +102,8 @@ def _parts(config: Config) -> Iterator[str]:
         return
     if model.revision is not None:
         yield "model.revision: is only read together with model.pretrained"
-    needed = _NEEDED[model.train]
-    if not any(_is_set(getattr(model, part)) for part in PARTS):
+    needed = _needed(model)
+    if not any(is_set(getattr(model, part)) for part in PARTS):
         parts = ", ".join(f"model.{part}" for part in needed)
         yield f"model.pretrained: is required: a pipeline folder or hub id for all parts; or give each of {parts}"
         return
@@ -102,16 +113,16 @@ def _parts(config: Config) -> Iterator[str]:
 
 def _part(name: str, part: PartConfig, needed: bool) -> Iterator[str]:
     if part.pretrained is None:
-        if name == "tokenizer" and (needed or _is_set(part)):
-            yield "model.tokenizer.pretrained: is required: a folder or hub id; it cannot be made from params"
-        elif needed and not _is_set(part):
+        if name.startswith("tokenizer") and (needed or is_set(part)):
+            yield f"model.{name}.pretrained: is required: a folder or hub id; it cannot be made from params"
+        elif needed and not is_set(part):
             yield f"model.{name}: is required: give `pretrained` (a folder or hub id), or `target` and `params`"
         yield from (
             f"model.{name}.{key}: is only read together with model.{name}.pretrained"
             for key in ("subfolder", "revision")
             if getattr(part, key) is not None
         )
-    elif name in _NETWORKS and part.target is not None:
+    elif not name.startswith(("noise_scheduler", "tokenizer")) and part.target is not None:
         yield (
             f"model.{name}.target: stands beside model.{name}.pretrained; keep one: `pretrained` loads weights, "
             f"`target` and `params` start from random ones (model.{name}.target=null model.{name}.params=null)"
@@ -120,8 +131,35 @@ def _part(name: str, part: PartConfig, needed: bool) -> Iterator[str]:
         yield f"model.{name}.params: is not read beside model.{name}.pretrained; remove it (model.{name}.params=null)"
 
 
-def _is_set(part: PartConfig) -> bool:
-    return part.pretrained is not None or part.target is not None or bool(part.params)
+def _needed(model: ModelConfig) -> tuple[str, ...]:
+    """`noise_scheduler_inference` may be left out: the exported sampler then follows the training scheduler."""
+    if model.train == "vae":
+        return ("vae",)
+    return (*FAMILY_PARTS[family_of_parts(model)], "noise_scheduler_training")
+
+
+def _foreign(config: Config) -> Iterator[str]:
+    """Parts that the family has no place for."""
+    model = config.model
+    if model.pretrained is not None or model.train == "vae" or not any(is_set(getattr(model, part)) for part in PARTS):
+        return
+    family = family_of_parts(model)
+    known = {*FAMILY_PARTS[family], *OPTIONAL_PARTS.get(family, ()), *PARTS[-2:]}
+    for part in PARTS:
+        if part not in known and is_set(getattr(model, part)):
+            yield f"model.{part}: family {family} has no such part; it has {', '.join(FAMILY_PARTS[family])}"
+    if model.text_encoders and family != "mmdit_rope":
+        yield f"model.text_encoders: is only read with model.family=mmdit_rope, not {family}"
+
+
+def _objective(config: Config) -> Iterator[str]:
+    """Rules that need no noise scheduler; the rest waits until it is loaded."""
+    if config.model.train == "unet":
+        yield from objective_problems(with_preset(config.objective))
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    yield from optimizer_problems(config.optimizer, config.lr_scheduler, use_ema=config.model.use_ema)
 
 
 def _local_paths(config: Config) -> Iterator[str]:
@@ -165,11 +203,18 @@ def _processes(config: Config) -> Iterator[str]:
         yield f"distributed.dist_url: is {distributed.dist_url!r}; allowed: env:// or tcp://host:port"
 
 
+def _never_drawn(config: Config) -> Iterator[str]:
+    batch = config.system.batch_size * config.system.gradient_accumulation
+    yield from never_drawn(config.dataset, config.experiment.num_examples_to_see // batch)
+
+
 def _short_run(config: Config) -> Iterator[str]:
-    steps = config.experiment.num_examples_to_see // (config.system.batch_size * config.system.gradient_accumulation)
-    warmup = config.lr_scheduler.params.warmup_length
+    batch, params = config.system.batch_size * config.system.gradient_accumulation, config.lr_scheduler.params
+    steps = config.experiment.num_examples_to_see // batch
+    key = "warmup_length" if params.warmup_images is None else "warmup_images"
+    warmup = params.warmup_length if params.warmup_images is None else -(-params.warmup_images // batch)
     if warmup > steps:
-        yield f"lr_scheduler.params.warmup_length: {warmup:,} steps of warm-up in a run of at most {steps:,} steps"
+        yield f"lr_scheduler.params.{key}: {warmup:,} steps of warm-up in a run of at most {steps:,} steps"
 
 
 def _two_learning_rates(config: Config) -> Iterator[str]:
@@ -190,5 +235,5 @@ def _unread(config: Config) -> Iterator[str]:
         own: PartConfig = getattr(config.model, part)
         # A noise scheduler's params, and the class of the inference sampler, still override what was stored.
         overrides = part.startswith("noise_scheduler") and own.pretrained is None
-        if _is_set(own) and not overrides:
+        if is_set(own) and not overrides:
             yield f"model.{part}: its own settings are not used, because model.pretrained is set"

@@ -30,6 +30,16 @@ def check_data(dataset: DatasetConfig) -> Iterator[str]:
     yield from _unmixed(dataset)
 
 
+def never_drawn(dataset: DatasetConfig, num_steps: int) -> Iterator[str]:
+    """Data sets that a run of `num_steps` optimizer steps ends before; for warnings, one sentence each."""
+    for number, entry in enumerate(dataset.mix):
+        if entry.start_step >= num_steps:
+            yield (
+                f"dataset.mix.{number}.start_step: is {entry.start_step:,}, but the run has at most {num_steps:,} "
+                "steps; the data set is never drawn from"
+            )
+
+
 def _source(prefix: str, entry: DatasetConfig | MixEntry) -> Iterator[str]:
     params: SourceParams = entry.params
     if not params.path:

@@ -34,6 +34,7 @@ from sd_training.config.filter_rules import (
     Operator,
     Rule,
     Value,
+    long_integer,
 )
 
 GRAMMAR = (
@@ -109,7 +110,7 @@ def _entry(name: str, written: Any, depth: int) -> Rule:
     if isinstance(written, bool):
         return Comparison(name, "==", str(written).lower())
     if isinstance(written, (int, float)):
-        return Comparison(name, "==", _finite(written))
+        return Comparison(name, "==", long_integer(str(written)) or _finite(written))
     if not isinstance(written, str):
         raise _NotAFilter("")
     return _Parser(written, name).whole()
@@ -197,7 +198,7 @@ class _Parser:
         token = self._peek()
         if token is not None and token.kind == "operator":
             self.position += 1
-            return _compared(field, cast(Operator, token.text), self._value())
+            return _compared(field, cast(Operator, token.text), self._value(is_exact=token.text in ("==", "!=")))
         if token is not None and token.kind == "dots":
             self.position += 1
             return _compared(field, "<=", self._value(numbers_only=True))
@@ -214,7 +215,7 @@ class _Parser:
 
     def _plain(self, field: str) -> Rule:
         """A value, which must be equal, or a range."""
-        low = self._value()
+        low = self._value(is_exact=self._peek(1) is None or cast(_Token, self._peek(1)).kind != "dots")
         if not self._took("dots"):
             if self.field is None:
                 raise _NotAFilter(f"no condition for {field!r}")
@@ -238,17 +239,17 @@ class _Parser:
 
     def _values(self) -> tuple[Value, ...]:
         self._need_mark("[")
-        values = [self._value()]
+        values = [self._value(is_exact=True)]
         while self._took_mark(","):
-            values.append(self._value())
+            values.append(self._value(is_exact=True))
         self._need_mark("]")
         return tuple(values)
 
-    def _value(self, numbers_only: bool = False) -> Value:
+    def _value(self, numbers_only: bool = False, is_exact: bool = False) -> Value:
         token = self._peek()
         self.position += 1
         if token is not None and token.kind == "number" and math.isfinite(float(token.text)):
-            return float(token.text)
+            return (long_integer(token.text) if is_exact else None) or float(token.text)
         if token is None or numbers_only or token.kind not in ("double", "single", "word"):
             raise _NotAFilter("a number is expected" if numbers_only else "a value is expected")
         if token.kind == "word" and (token.text.lower() in RESERVED or not _WORD_START.match(token.text)):

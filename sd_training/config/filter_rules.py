@@ -14,6 +14,10 @@ Operator = Literal[">=", "<=", ">", "<", "==", "!="]
 Value = float | str
 RESERVED = frozenset({"and", "or", "not", "in", "is", "null", "none", "nan", "inf", "infinity"})
 """Words of the grammar: as a text or a field's name they stand in quotes."""
+EXACT_INTEGERS = 2**53
+"""From here on not every integer is a float."""
+_MAX_DIGITS = 300
+"""Of an integer: more make no finite number."""
 _BARE = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 
 
@@ -96,6 +100,14 @@ class Junction:
 
 
 Rule = Comparison | OneOf | IsNull | Negation | Junction
+
+
+def long_integer(number: str) -> str | None:
+    """An integer that floats would take for its neighbours, as text, by which it is compared; None for other texts."""
+    digits = number[1:] if number[:1] in ("+", "-") else number
+    if not (digits.isascii() and digits.isdecimal()) or len(digits) > _MAX_DIGITS or int(digits) < EXACT_INTEGERS:
+        return None
+    return str(int(number))
 
 
 def _shown(value: Value) -> str:

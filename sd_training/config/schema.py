@@ -4,30 +4,37 @@ Pydantic checks types and bounds and reports every problem at once. Keys of the 
 meanings and defaults. `docs/config.md` is generated from this file. Rules between fields live in `check.py`.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from sd_training.config.data_schema import DatasetConfig, DatasetParams
+from sd_training.config.model_schema import ModelConfig, PartConfig
+from sd_training.config.objective_schema import ObjectiveConfig
+from sd_training.config.optimizer_schema import LRScheduleConfig, LRScheduleParams, OptimizerConfig, OptimizerParams
 from sd_training.config.value_types import (
     SCHEMA,
     BelowOne,
     Count,
     Int,
-    NonNegative,
-    Positive,
     PositiveInt,
     Probability,
     no_bool,
 )
 
-__all__ = ["DatasetConfig", "DatasetParams"]  # the data set's options are read through this module as well
-
-
-def _yaml_no(value: Any) -> Any:
-    """An unquoted `no` is false in YAML, and an empty value is null: both mean the word "no" here."""
-    return "no" if value is False or value is None else value
+# These options are read through this module as well.
+__all__ = [
+    "DatasetConfig",
+    "DatasetParams",
+    "LRScheduleConfig",
+    "LRScheduleParams",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "OptimizerParams",
+    "PartConfig",
+]
 
 
 @dataclass(config=SCHEMA, kw_only=True)
@@ -108,107 +115,6 @@ class ExperimentConfig:
 
 
 @dataclass(config=SCHEMA, kw_only=True)
-class OptimizerParams:
-    """AdamW, eq. 12 of Loshchilov & Hutter 2019 (arXiv:1711.05101)."""
-
-    learning_rate: NonNegative = 1e-4
-    """Peak learning rate [1/optimizer step]; not scaled by batch size or processes."""
-    beta1: BelowOne = 0.9
-    """Decay of the gradient average [per optimizer step]."""
-    beta2: BelowOne = 0.98
-    """Decay of the squared-gradient average [per optimizer step]."""
-    weight_decay: NonNegative = 0.01
-    """Decoupled weight decay [× learning rate per optimizer step]."""
-    epsilon: Positive = 1e-8
-    """Added to the denominator."""
-
-
-@dataclass(config=SCHEMA, kw_only=True)
-class OptimizerConfig:
-    """Which optimizer updates the trained module."""
-
-    name: Literal["adamw"] = "adamw"
-    """Optimizer by name."""
-    params: OptimizerParams = Field(default_factory=OptimizerParams)
-    """Its hyper-parameters."""
-    max_grad_norm: Positive | None = None
-    """Clip the global L2 norm of the gradient, once per optimizer step; null: no clipping."""
-
-
-@dataclass(config=SCHEMA, kw_only=True)
-class LRScheduleParams:
-    """Shape of the learning-rate schedule."""
-
-    learning_rate: NonNegative | None = None
-    """Peak learning rate; null takes `optimizer.params.learning_rate`. As in sd-training, the schedule's value wins."""
-    warmup_length: Count = 500
-    """Linear warm-up [optimizer steps]."""
-
-
-@dataclass(config=SCHEMA, kw_only=True)
-class LRScheduleConfig:
-    """Learning rate as a pure function of the optimizer step."""
-
-    scheduler: Literal["ConstantWithWarmup", "CosineWithWarmup"] = "ConstantWithWarmup"
-    """Constant, or half a cosine from the end of the warm-up to the end of the run."""
-    params: LRScheduleParams = Field(default_factory=LRScheduleParams)
-    """Its numbers."""
-
-
-@dataclass(config=SCHEMA, kw_only=True)
-class PartConfig:
-    """One part of the pipeline: loaded from `pretrained`, or made by `target` and `params` with random weights."""
-
-    pretrained: str | None = None
-    """Local diffusers folder or hub id: the pipeline's root, or the part's own folder."""
-    subfolder: str | None = None
-    """Folder of the part below `pretrained`; null looks for the part's usual name, then for the part itself."""
-    revision: str | None = None
-    """Hub branch, tag or commit; null is the hub's main."""
-    target: str | None = None
-    """Class name from the allow-list in `models/registry.py`, with or without the package in front."""
-    params: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of that class; for a pretrained noise scheduler they override its stored settings."""
-
-
-@dataclass(config=SCHEMA, kw_only=True)
-class ModelConfig:
-    """The pipeline's parts and how the trained one is run."""
-
-    pretrained: str | None = None
-    """Pipeline folder or hub id for every part at once; wins over the parts' own settings, as in sd-training."""
-    revision: str | None = None
-    """Hub branch, tag or commit of `model.pretrained`."""
-    train: Literal["unet", "vae"] = "unet"
-    """Which part is trained: the UNet (diffusion), or the autoencoder itself."""
-    vae: PartConfig = Field(default_factory=PartConfig)
-    """Image autoencoder; frozen unless `model.train` is `vae`."""
-    text_encoder: PartConfig = Field(default_factory=PartConfig)
-    """Frozen text encoder."""
-    tokenizer: PartConfig = Field(default_factory=PartConfig)
-    """Tokenizer of the text encoder."""
-    unet: PartConfig = Field(default_factory=PartConfig)
-    """Denoiser."""
-    noise_scheduler_training: PartConfig = Field(default_factory=PartConfig)
-    """Noise schedule and prediction type of the training objective."""
-    noise_scheduler_inference: PartConfig = Field(default_factory=PartConfig)
-    """Sampler of previews and of the exported pipeline; its noise schedule and prediction type are set from training.
-    """
-    use_ema: bool = False
-    """Keep an exponential moving average of the trained weights on the CPU; previews and exports use it."""
-    mixed_precision: Annotated[Literal["no", "bf16", "fp16"], BeforeValidator(_yaml_no)] = "bf16"
-    """Autocast type of the trained module; its weights stay fp32."""
-    vae_precision: Literal["fp32", "bf16", "fp16"] | None = None
-    """Autocast type of the frozen autoencoder; null: bf16 under bf16, otherwise fp32, because some overflow in fp16."""
-    text_encoder_precision: Literal["fp32", "bf16", "fp16"] | None = None
-    """Autocast type of the frozen text encoder; null: as `mixed_precision`."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-    xformers: bool = False
-    """Use xformers attention on CUDA where it works; elsewhere PyTorch's fused attention, with one line saying so."""
-
-
-@dataclass(config=SCHEMA, kw_only=True)
 class EmaConfig:
     """Average of the trained weights, kept in fp32 on the CPU of the first process."""
 
@@ -223,25 +129,20 @@ class EmaConfig:
 
 
 @dataclass(config=SCHEMA, kw_only=True)
-class ObjectiveConfig:
-    """What the denoiser is asked to predict, and how errors are weighted."""
-
-    prediction_type: Literal["epsilon", "v_prediction"] | None = None
-    """Target of the denoiser; null takes the training noise scheduler's. It is written into the exported scheduler."""
-    rescale_betas_zero_snr: bool | None = None
-    """Zero terminal SNR (Lin et al. 2023, arXiv:2305.08891, algorithm 1); null takes the training noise scheduler's."""
-    snr_gamma: Positive | None = None
-    """γ of min-SNR weighting (Hang et al. 2023, arXiv:2303.09556); null: every timestep weighs 1."""
-    kl_weight: NonNegative = 1e-6
-    """Autoencoder training: weight of the KL term beside the L1 term, both averaged per pixel value."""
-
-
-@dataclass(config=SCHEMA, kw_only=True)
 class ConditioningConfig:
-    """Text conditioning during training."""
+    """Conditioning during training. Everything is decided per sample, anew at every visit."""
 
     dropout_prob: Probability = 0.1
-    """Share of samples trained with the empty caption, so that guidance works; decided per sample."""
+    """Share of samples trained with the null text in all text encoders at once, so that guidance works."""
+    encoder_dropout_prob: Probability = 0.0
+    """Probability of each text encoder to get the null text, independently of the others and of `dropout_prob`."""
+    null_text: Literal["empty", "zeros"] | None = None
+    """The null text: encoded empty caption, or zeros; written into the exported pipeline. null: as the pretrained
+    pipeline says, or empty. Only sdxl knows zeros."""
+    size_dropout_prob: Probability = 0.0
+    """sdxl: share of samples that are not told the image's original size."""
+    crop_dropout_prob: Probability = 0.0
+    """sdxl: share of samples that are not told where the image was cut."""
 
 
 @dataclass(config=SCHEMA, kw_only=True)

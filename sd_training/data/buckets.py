@@ -3,7 +3,7 @@
 Sizes are (height, width) in pixels, as everywhere; files tell (width, height), and the two are easily swapped.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -14,8 +14,11 @@ from numpy.typing import NDArray
 Size = tuple[int, int]
 """(height, width) [pixels]."""
 Buckets = NDArray[np.int32]
-"""[N] number of a bucket in its table; -1 is none."""
+"""[N] number of a bucket in its table; -1 (`NO_BUCKET`) is none."""
 _SAME_ASPECT = 1e-9
+
+
+NO_BUCKET = -1
 
 
 class Merge(NamedTuple):
@@ -23,6 +26,7 @@ class Merge(NamedTuple):
 
     source: int
     target: int
+    """`NO_BUCKET`: they are left out."""
     num_samples: int
 
 
@@ -167,27 +171,36 @@ def merge_small(
 ) -> tuple[Buckets, list[Merge]]:
     """Joins each bucket that holds fewer than `min_count` samples with the nearest one in use, smallest bucket first.
 
-    A batch has one bucket; one with fewer samples than a batch would show the same samples twice in it. Where nothing
-    may be enlarged, a bucket joins one that is nowhere larger; only when none is in use, its few images are enlarged.
+    A batch has one bucket, and one with fewer samples than a batch could never fill it. Where nothing may be enlarged,
+    a bucket joins one that is nowhere larger; its samples are left out when there is none.
 
     Args:
         bucket_of: without -1.
         min_count: for all buckets, or of each.
 
     Returns:
-        The new buckets, and what was joined with what.
+        The new buckets, -1 for samples that are left out, and what was joined with what.
     """
     merges: list[Merge] = []
     target_of = np.arange(len(table.sizes), dtype=np.int32)
     counts = np.bincount(bucket_of, minlength=len(table.sizes))
     while len(used := np.flatnonzero(counts)) > 1 and len(short := np.flatnonzero((counts < min_count) & (counts > 0))):
-        smallest = int(short[np.argmin(counts[short])])
-        target = _nearest(smallest, _joinable(smallest, used, table), table)
-        merges.append(Merge(smallest, target, int(counts[smallest])))
-        target_of[target_of == smallest] = target
-        counts[target] += counts[smallest]
-        counts[smallest] = 0
+        smallest_first = short[np.argsort(counts[short], kind="stable")].tolist()
+        merge = _merge(smallest_first, used, table, counts)
+        merges.append(merge)
+        target_of[target_of == merge.source] = merge.target
+        counts[merge.source] = 0
+        if merge.target != NO_BUCKET:
+            counts[merge.target] += merge.num_samples
     return target_of[bucket_of], merges
+
+
+def _merge(short: Sequence[int], used: NDArray[np.intp], table: BucketTable, counts: NDArray[np.intp]) -> Merge:
+    """The first of the short buckets that may join another; when none may, the first is given up."""
+    for bucket in short:
+        if others := _joinable(bucket, used, table):
+            return Merge(bucket, _nearest(bucket, others, table), int(counts[bucket]))
+    return Merge(short[0], NO_BUCKET, int(counts[short[0]]))
 
 
 def _joinable(bucket: int, used: NDArray[np.intp], table: BucketTable) -> list[int]:
@@ -195,7 +208,7 @@ def _joinable(bucket: int, used: NDArray[np.intp], table: BucketTable) -> list[i
     if table.upscale:
         return others
     height, width = table.sizes[bucket]
-    return [b for b in others if table.sizes[b][0] <= height and table.sizes[b][1] <= width] or others
+    return [b for b in others if table.sizes[b][0] <= height and table.sizes[b][1] <= width]
 
 
 def _nearest(bucket: int, others: Iterable[int], table: BucketTable) -> int:

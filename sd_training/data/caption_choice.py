@@ -87,7 +87,7 @@ def _field_problems(rules: CaptionRules, option: str) -> list[str]:
 
 def _template_problems(rules: CaptionRules, option: str) -> list[str]:
     try:
-        has_caption = _uses_caption(rules)
+        has_caption = uses_caption(rules)
     except ValueError as error:
         return [f"{option}.template: {rules.template!r} {error}"]
     idle = [name for name in ("fields", "tag_separator") if getattr(rules, name)]
@@ -125,18 +125,20 @@ def parse_template(template: str) -> tuple[str | Placeholder, ...]:
     return tuple(parts)
 
 
-def _template_fields(rules: CaptionRules) -> set[str]:
+def template_fields(rules: CaptionRules) -> set[str]:
+    """What the template takes, all of it needed by every sample; `caption` alone without a template."""
     parts = parse_template(rules.template) if rules.template is not None else (Placeholder(CAPTION),)
     return {part.field for part in parts if isinstance(part, Placeholder)}
 
 
-def _uses_caption(rules: CaptionRules) -> bool:
-    return CAPTION in _template_fields(rules)
+def uses_caption(rules: CaptionRules) -> bool:
+    """Whether a caption is drawn at all: a template may do without."""
+    return CAPTION in template_fields(rules)
 
 
 def fields_needed(rules: CaptionRules) -> set[str]:
     """The fields that `choose_caption` may ask for; `caption` is the sample's own."""
-    return (_template_fields(rules) - {CAPTION}) | (set(rules.weights) if _uses_caption(rules) else set())
+    return (template_fields(rules) - {CAPTION}) | (set(rules.weights) if uses_caption(rules) else set())
 
 
 def check_fields(rules: CaptionRules, known: Collection[str], option: str = OPTION) -> None:
@@ -172,7 +174,7 @@ def choose_caption(texts: Texts, rules: CaptionRules, rng: Draws) -> str:
     Raises:
         BadSample: there is no caption, or no text for a field of the template.
     """
-    caption = _draw_caption(texts, rules, rng) if _uses_caption(rules) else ""
+    caption = _draw_caption(texts, rules, rng) if uses_caption(rules) else ""
     return finish_caption(caption, texts, rules, rng)
 
 

@@ -1,6 +1,7 @@
 """Tokens of captions, how many were cut off, and which conditioners a visit goes without."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ TOKENS_CACHED = 8192
 _MAX_TOKENS = 100_000
 _DROPOUT = "conditioning_dropout"
 """Purpose of the joint draw; independent draws add the conditioner's name to it."""
+SIZE, CROP = "size", "crop"
+"""Conditioners beside the text encoders."""
 
 
 def class_name(value: object) -> str:
@@ -32,20 +35,26 @@ class Encoded(NamedTuple):
 
     tokens: Tokens
     """[L] int64."""
+    mask: NDArray[np.bool_]
+    """[L] false where a token only fills up."""
     num_cut: int
     """Tokens of the caption that did not fit; 0 when the encoder sees all of it."""
 
 
 class Tokenizer:
-    """Caption → fixed-length tokens, cached; without a tokenizer every caption has no tokens.
+    """Caption → fixed-length tokens, cached.
 
-    Attributes:
-        length: tokens per caption, the tokenizer's `model_max_length`; longer captions are cut.
+    Args:
+        tokenizer: of a text encoder.
+        length: tokens per caption; longer captions are cut. None takes the tokenizer's `model_max_length`.
+        is_lowercase: captions are written in small letters first, as some pipelines do.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self.tokenizer = tokenizer
-        self.length = 0 if tokenizer is None else int(tokenizer.model_max_length)
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, length: int | None = None, *, is_lowercase: bool = False
+    ) -> None:
+        self.tokenizer, self.is_lowercase = tokenizer, is_lowercase
+        self.length = length or int(tokenizer.model_max_length)
         if self.length > _MAX_TOKENS:
             raise ConfigError("model.tokenizer: the tokenizer does not say its model_max_length [tokens per caption]")
         self._cached: Callable[[str], Encoded] | None = None
@@ -61,18 +70,19 @@ class Tokenizer:
         return self._cached(caption)
 
     def _encode(self, caption: str) -> Encoded:
-        if self.tokenizer is None:
-            return Encoded(np.empty(0, dtype=np.int64), 0)
-        encoded = self.tokenizer(
-            caption, padding="max_length", truncation=True, max_length=self.length, return_attention_mask=True
-        )
-        # Only a caption without padding can have been cut. Its overflow could be asked for in the same call, but fast
-        # and slow tokenizers then answer in different shapes.
-        num_cut = self._num_tokens(caption) - self.length if all(encoded["attention_mask"]) else 0
-        return Encoded(np.array(encoded["input_ids"], dtype=np.int64), num_cut)
+        if self.is_lowercase:
+            caption = caption.lower().strip()
+        row = self.tokenizer(caption, truncation=True, max_length=self.length)["input_ids"]
+        # Filled on the right, whatever side the tokenizer prefers, so that a decoder's states do not depend on it.
+        fillers = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        tokens = np.full(self.length, next(token for token in fillers if token is not None), dtype=np.int64)
+        tokens[: len(row)] = row
+        # Only a caption that fills its place can have been cut. Its overflow could be asked for in the same call, but
+        # fast and slow tokenizers then answer in different shapes.
+        num_cut = self._num_tokens(caption) - self.length if len(row) == self.length else 0
+        return Encoded(tokens, np.arange(self.length) < len(row), num_cut)
 
     def _num_tokens(self, caption: str) -> int:
-        assert self.tokenizer is not None, "called with a tokenizer only"
         return len(self.tokenizer(caption, truncation=False, verbose=False)["input_ids"])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,3 +106,25 @@ def drops(seed: int, position: int, prob: float, conditioners: Sequence[str], jo
         return dict.fromkeys(conditioners, False)
     drawn = {purpose: generator(seed, purpose, position).random() for purpose in dict.fromkeys(purposes)}
     return {name: drawn[purpose] < prob for name, purpose in zip(conditioners, purposes, strict=True)}
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Which conditioners a visit goes without; every decision is drawn per sample."""
+
+    text_prob: float = 0.0
+    """Probability that all text encoders are dropped together: the null that guidance starts from."""
+    encoder_prob: float = 0.0
+    """Probability of each text encoder to be dropped, independently of that and of each other."""
+    size_prob: float = 0.0
+    """Probability that the original size is dropped."""
+    crop_prob: float = 0.0
+    """Probability that the crop is dropped."""
+
+    def draw(self, seed: int, position: int, encoders: Sequence[str]) -> dict[str, bool]:
+        """The decisions at a position of the run."""
+        joint = drops(seed, position, self.text_prob, encoders, joint=True)
+        own = drops(seed, position, self.encoder_prob, encoders, joint=False)
+        numbers = drops(seed, position, self.size_prob, [SIZE], joint=False)
+        numbers |= drops(seed, position, self.crop_prob, [CROP], joint=False)
+        return {name: joint[name] or own[name] for name in encoders} | numbers

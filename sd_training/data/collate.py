@@ -38,16 +38,25 @@ def collate(visits: Sequence[VisitedSample | FailedVisit]) -> Delivery:
     failures = [visit.message for visit in visits if isinstance(visit, FailedVisit)]
     if failures:
         return Delivery(None, skipped, were_good, failure=failures[0])
+    encoders = list(samples[0].texts)
     batch = PixelBatch(
         pixels=torch.from_numpy(np.stack([s.pixels for s in samples])),
-        tokens=torch.from_numpy(np.stack([s.tokens for s in samples])),
+        tokens={name: torch.from_numpy(np.stack([s.texts[name].tokens for s in samples])) for name in encoders},
+        token_masks={name: torch.from_numpy(np.stack([s.texts[name].mask for s in samples])) for name in encoders},
+        dropped={name: torch.tensor([s.dropped[name] for s in samples]) for name in samples[0].dropped},
         posterior_noise=torch.from_numpy(np.stack([s.posterior_noise for s in samples])),
         noise=torch.from_numpy(np.stack([s.noise for s in samples])),
         timestep_draw=torch.from_numpy(np.array([s.timestep_draw for s in samples], dtype=np.float32)),
+        offset_noise=torch.from_numpy(np.stack([s.offset_noise for s in samples])),
+        input_noise=torch.from_numpy(np.stack([s.input_noise for s in samples])),
         original_size=torch.tensor([s.original_size for s in samples], dtype=torch.int64),
         crop_top_left=torch.tensor([s.crop_top_left for s in samples], dtype=torch.int64),
         target_size=torch.tensor([s.pixels.shape[1:] for s in samples], dtype=torch.int64),
         positions=torch.tensor([s.position for s in samples], dtype=torch.int64),
         sample_ids=torch.tensor([s.sample_id for s in samples], dtype=torch.int64),
     )
-    return Delivery(batch, skipped, were_good, sum(s.is_truncated for s in samples))
+    return Delivery(batch, skipped, were_good, sum(_is_cut(s) for s in samples))
+
+
+def _is_cut(sample: VisitedSample) -> bool:
+    return any(text.num_cut > 0 for text in sample.texts.values())

@@ -2,14 +2,13 @@
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
-from transformers import PreTrainedTokenizerBase
 
 from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.data_schema import DatasetConfig, MixEntry
@@ -26,7 +25,6 @@ from sd_training.data.run_order import RunOrder
 from sd_training.data.sizes import training_sizes
 from sd_training.errors import CheckpointError, ConfigError
 from sd_training.rank_log import get_logger
-from sd_training.types import LatentGrid
 
 log = get_logger(__name__)
 
@@ -44,11 +42,9 @@ class TrainingData(pl.LightningDataModule):
         dataset: `dataset` of the config.
         plan: batch arithmetic; its `processes` must be the number of training processes.
         workers: loader processes per training process.
-        seed: of every draw.
-        dropout_prob: share of samples with the empty caption.
-        tokenizer: None gives batches without tokens.
-        grid: the latents that noise is drawn for.
-        draw_noise: whether the noise of the forward process is drawn.
+        tokenizers: text encoder → tokenizer; without any, batches have no tokens.
+        draws: what is drawn per sample.
+        captions_needed: whether samples without a caption are left out.
         run_dir: where bad samples are named; None names them nowhere.
     """
 
@@ -58,17 +54,14 @@ class TrainingData(pl.LightningDataModule):
         dataset: DatasetConfig,
         plan: BatchPlan,
         workers: int,
-        seed: int,
-        dropout_prob: float,
-        tokenizer: PreTrainedTokenizerBase | None,
-        grid: LatentGrid,
-        draw_noise: bool,
+        tokenizers: Mapping[str, Tokenizer],
+        draws: DrawSettings,
+        captions_needed: bool = True,
         run_dir: Path | None,
     ) -> None:
         super().__init__()
         self.dataset, self.plan, self.workers = dataset, plan, workers
-        self.draws = DrawSettings(seed, dropout_prob, grid, draw_noise)
-        self.tokenizer = Tokenizer(tokenizer)
+        self.draws, self.tokenizers, self.captions_needed = draws, dict(tokenizers), captions_needed
         self.table: BucketTable = training_sizes(dataset.params)
         params = dataset.params
         self.bad_samples = BadSampleLog(
@@ -116,7 +109,7 @@ class TrainingData(pl.LightningDataModule):
 
     def samples(self) -> TrainingSamples:
         """The samples by visit."""
-        return TrainingSamples(self._open().datasets, self.table, self.dataset.params, self.tokenizer, self.draws)
+        return TrainingSamples(self._open().datasets, self.table, self.dataset.params, self.tokenizers, self.draws)
 
     def datasets(self) -> list[OpenDataset]:
         """The data sets of the run, opened; the first is the main one."""
@@ -189,7 +182,11 @@ class TrainingData(pl.LightningDataModule):
             dataset = self.dataset
             batches = self.plan.global_batch * np.array(self._factors() or (1,) * len(self.table.sizes), dtype=np.int64)
             kinds = [(dataset.type, dataset.params), *((entry.type, entry.params) for entry in dataset.mix)]
-            datasets = [open_dataset(kind, source, dataset.params, self.table, batches) for kind, source in kinds]
+            params, needed = dataset.params, self.captions_needed
+            datasets = [
+                open_dataset(kind, source, params, self.table, batches, captions_needed=needed)
+                for kind, source in kinds
+            ]
             orders = [SampleOrder(self._order_settings(i), d.block_of, d.bucket_of) for i, d in enumerate(datasets)]
             mixture = Mixture(self._shares(), self.draws.seed, self.plan.num_steps)
             self._opened = _Opened(datasets, RunOrder(datasets, orders, mixture))

@@ -1,8 +1,8 @@
 """Reads one visit: image, caption and every random number of a position in the run."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from sd_training.config.data_schema import DatasetParams
 from sd_training.data.buckets import BucketTable
-from sd_training.data.captions import Encoded, Tokenizer, Tokens, drops
+from sd_training.data.captions import Dropout, Encoded, Tokenizer
 from sd_training.data.draws import generator
 from sd_training.data.image_decode import ImageRules
 from sd_training.data.image_transforms import Picture, Wanted, read_picture
@@ -20,8 +20,7 @@ from sd_training.data.problems import BadSample, SkippedSample, printable
 from sd_training.errors import DataError
 from sd_training.types import LatentGrid
 
-CONDITIONER = "text"
-"""The name that conditioning dropout knows the caption by."""
+_NOTHING = np.empty(0, dtype=np.float32)
 
 
 class Visit(NamedTuple):
@@ -35,6 +34,10 @@ class Visit(NamedTuple):
     """Index into the data set's index."""
     bucket: int
     """Which height and width the picture gets."""
+    slot: int
+    """Which sample of its optimizer step this is."""
+    step_samples: int
+    """How many samples the optimizer step has."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,14 @@ class DrawSettings:
     """What else is drawn for a position."""
 
     seed: int
-    dropout_prob: float
-    """Probability that the caption is replaced by the empty one."""
     grid: LatentGrid
-    draw_noise: bool
+    dropout: Dropout = field(default_factory=Dropout)
+    has_noise: bool = True
     """False for autoencoder training, which has no forward process."""
+    has_offset_noise: bool = False
+    has_input_noise: bool = False
+    is_stratified: bool = False
+    """One timestep draw from each of as many equal parts of [0, 1) as the optimizer step has samples."""
 
 
 @dataclass
@@ -54,12 +60,14 @@ class VisitedSample:
     """One position's share of a PixelBatch, and the samples that were skipped on the way to it."""
 
     pixels: NDArray[np.uint8]
-    tokens: Tokens
-    is_truncated: bool
-    """Whether the caption had more tokens than there is room for."""
+    texts: dict[str, Encoded]
+    """Text encoder → tokens."""
+    dropped: dict[str, bool]
     posterior_noise: NDArray[np.float32]
     noise: NDArray[np.float32]
     timestep_draw: float
+    offset_noise: NDArray[np.float32]
+    input_noise: NDArray[np.float32]
     original_size: tuple[int, int]
     crop_top_left: tuple[int, int]
     position: int
@@ -82,7 +90,7 @@ class TrainingSamples(Dataset[VisitedSample | FailedVisit]):
         datasets: where samples are read.
         table: height and width of the buckets.
         params: image processing and limits.
-        tokenizer: caption → tokens.
+        tokenizers: text encoder → caption → tokens.
         draws: what is drawn per position.
     """
 
@@ -91,11 +99,11 @@ class TrainingSamples(Dataset[VisitedSample | FailedVisit]):
         datasets: Sequence[OpenDataset],
         table: BucketTable,
         params: DatasetParams,
-        tokenizer: Tokenizer,
+        tokenizers: Mapping[str, Tokenizer],
         draws: DrawSettings,
     ) -> None:
         self.datasets, self.table, self.params = list(datasets), table, params
-        self.tokenizer, self.draws = tokenizer, draws
+        self.tokenizers, self.draws = dict(tokenizers), draws
         self.rules = ImageRules(max_pixels=params.max_image_pixels, icc_to_srgb=params.icc_to_srgb)
         lengths = [len(dataset.index) for dataset in self.datasets]
         self.first_ids = [sum(lengths[:number]) for number in range(len(lengths))]
@@ -124,16 +132,18 @@ class TrainingSamples(Dataset[VisitedSample | FailedVisit]):
     def _read(self, visit: Visit, skipped: list[SkippedSample]) -> VisitedSample:
         height, width = self.table.sizes[visit.bucket]
         picture = self._picture(visit, height, width)
-        encoded = self._encoded(visit)
         draws, position = self.draws, visit.position
+        dropped = draws.dropout.draw(draws.seed, position, list(self.tokenizers))
         shape = draws.grid.shape(height, width)
         return VisitedSample(
             pixels=picture.pixels,
-            tokens=encoded.tokens,
-            is_truncated=encoded.num_cut > 0,
+            texts=self._texts(visit, dropped),
+            dropped=dropped,
             posterior_noise=self._normal("posterior_noise", position, shape),
-            noise=self._normal("noise", position, shape) if draws.draw_noise else np.empty(0, dtype=np.float32),
-            timestep_draw=generator(draws.seed, "timestep", position).random(dtype=np.float32),
+            noise=self._normal("noise", position, shape) if draws.has_noise else _NOTHING,
+            timestep_draw=self._timestep_draw(visit),
+            offset_noise=self._normal("offset_noise", position, shape[:1]) if draws.has_offset_noise else _NOTHING,
+            input_noise=self._normal("input_noise", position, shape) if draws.has_input_noise else _NOTHING,
             original_size=picture.original_size,
             crop_top_left=picture.crop_top_left,
             position=position,
@@ -150,17 +160,34 @@ class TrainingSamples(Dataset[VisitedSample | FailedVisit]):
         wanted = Wanted(height, width, top, left, bool(flip))
         return read_picture(self.datasets[visit.dataset].reader.image(visit.sample), wanted, self.rules)
 
-    def _encoded(self, visit: Visit) -> Encoded:
-        draws = self.draws
-        dropped = drops(draws.seed, visit.position, draws.dropout_prob, [CONDITIONER], joint=True)[CONDITIONER]
-        if dropped or not self.tokenizer.length:
-            return self.tokenizer.encode_counted("")
-        chance = partial(_chance, draws.seed, visit.position)
-        return self.tokenizer.encode_counted(self.datasets[visit.dataset].captioner(visit.sample, chance))
+    def _texts(self, visit: Visit, dropped: Mapping[str, bool]) -> dict[str, Encoded]:
+        """The visit's caption for every text encoder; it is not even read where all of them go without."""
+        caption = ""
+        if any(not dropped[name] for name in self.tokenizers):
+            chance = partial(_chance, self.draws.seed, visit.position)
+            caption = self.datasets[visit.dataset].captioner(visit.sample, chance)
+        pairs = self.tokenizers.items()
+        return {name: tokenizer.encode_counted("" if dropped[name] else caption) for name, tokenizer in pairs}
 
-    def _normal(self, purpose: str, position: int, shape: tuple[int, int, int]) -> NDArray[np.float32]:
+    def _timestep_draw(self, visit: Visit) -> float:
+        draws = self.draws
+        draw = float(generator(draws.seed, "timestep", visit.position).random(dtype=np.float32))
+        if not draws.is_stratified:
+            return draw
+        step = visit.position - visit.slot  # the first position of a step names it
+        stratum = _strata(draws.seed, step, visit.step_samples)[visit.slot]
+        # Rounding to float32 may give 1, which is no draw from [0, 1).
+        return min((float(stratum) + draw) / visit.step_samples, 1.0 - 2.0**-24)
+
+    def _normal(self, purpose: str, position: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
         return generator(self.draws.seed, purpose, position).standard_normal(shape, dtype=np.float32)
 
 
 def _chance(seed: int, position: int, purpose: str) -> np.random.Generator:
     return generator(seed, purpose, position)
+
+
+@lru_cache(maxsize=8)
+def _strata(seed: int, step: int, count: int) -> NDArray[np.int64]:
+    """Which part of [0, 1) each slot of a step draws from; shuffled, because neighbouring slots share a shard."""
+    return generator(seed, "strata", step).permutation(count)

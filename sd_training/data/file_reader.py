@@ -79,6 +79,14 @@ def _checked_url(base: str, url: str) -> str:
     )
 
 
+def utf8(caption: bytes) -> str:
+    """A caption file's text. Raises BadSample: other encodings would train on wrong letters."""
+    try:
+        return caption.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadSample("caption is not UTF-8 text") from error
+
+
 def tidy(caption: str) -> str:
     """A caption file's text in one line: every run of white space becomes one space."""
     return " ".join(caption.split())
@@ -94,10 +102,15 @@ class FileReader:
         index: made from files.
         access: how remote files are read.
         bases: per unit, the folder that relative paths start from.
+        named_by: what names the images and is itself watched for changes, such as `table`; None where they are.
     """
 
-    def __init__(self, index: DatasetIndex, access: Access, bases: Sequence[str]) -> None:
+    def __init__(
+        self, index: DatasetIndex, access: Access, bases: Sequence[str], named_by: str | None = "table"
+    ) -> None:
         self.index, self.access, self.bases = index, access, list(bases)
+        first = f"touch the {named_by} that names it and " if named_by else ""
+        self.remedy = f"{first}start again to index it anew"
 
     def image(self, sample: int) -> bytes:
         path = self.index.text("at:image", sample)
@@ -114,7 +127,7 @@ class FileReader:
         if path is None:
             raise BadSample("caption missing")
         length = int(self.index.numbers("caption_length")[sample])
-        return tidy(self._read(sample, path, length, "caption", MAX_TEXT_BYTES).decode("utf-8-sig", "replace"))
+        return tidy(utf8(self._read(sample, path, length, "caption", MAX_TEXT_BYTES)))
 
     def _read(self, sample: int, path: str, length: int, what: str, limit: int) -> bytes:
         if length > limit:
@@ -125,7 +138,7 @@ class FileReader:
             raise BadSample(f"{what} file missing: {shown(path)}") from error
         try:
             if file.size != length:
-                raise BadSample(f"{what} file has changed since it was indexed: {shown(path)}")
+                raise BadSample(f"{what} file has changed since it was indexed: {shown(path)}; {self.remedy}")
             return file.pread(length, 0)
         finally:
             file.close()

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from sd_training.config.filter_rules import Comparison, IsNull, Junction, Negation, OneOf, Rule, Value
+from sd_training.config.filter_rules import Comparison, IsNull, Junction, Negation, OneOf, Rule, Value, long_integer
 from sd_training.data.index_columns import NUMBER, TEXT
 
 Mask = NDArray[np.bool_]
@@ -111,10 +111,16 @@ class _Field:
         """[N] where the value is any of `values`; numbers written as text are equal to the number."""
         numbers = [number for number in map(_as_number, values) if number is not None]
         found: Mask = np.isin(self.numbers, np.array(numbers, dtype=np.float64))
-        texts = [value for value in values if isinstance(value, str)]
+        texts = [spelling for value in values if isinstance(value, str) for spelling in _spellings(value)]
         if texts and self.texts is not None:
             found = found | _mask(pc.is_in(self.texts, value_set=pa.array(texts, self.texts.type)))
         return found
+
+
+def _spellings(value: str) -> set[str]:
+    """Tables have true and false in other cases too: pandas writes True."""
+    is_truth = value.lower() in ("true", "false")
+    return {value, value.lower(), value.upper(), value.title()} if is_truth else {value}
 
 
 def _mask(answers: pa.ChunkedArray) -> Mask:
@@ -138,8 +144,9 @@ def _known(columns: pa.Table, name: str, least: int) -> NDArray[np.float64]:
 
 
 def _as_number(value: Value) -> float | None:
-    """The number that a text is. `float` would also read 1_000 and digits of other scripts; the index does not."""
-    if isinstance(value, str) and (not value.isascii() or "_" in value):
+    """The number that a text is; a long integer is none, and compared as text. `float` would also read 1_000 and digits
+    of other scripts; the index does not."""
+    if isinstance(value, str) and (not value.isascii() or "_" in value or long_integer(value)):
         return None
     try:
         return float(value)

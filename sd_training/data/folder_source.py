@@ -10,6 +10,7 @@ from sd_training.data.file_reader import MAX_TEXT_BYTES, FileReader, join
 from sd_training.data.file_samples import ROWS_AT_ONCE, FileSample, SampleColumns, measure
 from sd_training.data.index import DatasetIndex
 from sd_training.data.index_columns import Scalar, read_metadata
+from sd_training.data.local_listings import entries_of, folders_below, unreadable
 from sd_training.data.locations import local_folders
 from sd_training.data.problems import Problems
 from sd_training.data.source import Unit, UnitScan
@@ -46,7 +47,7 @@ class FolderSource:
         """As `Source.units`."""
         units: dict[str, Unit] = {}
         for root in self._roots():
-            listings = {folder: _digest(_list(folder)) for folder in _folders(root)}
+            listings = {folder: _digest(_list(folder)) for folder in folders_below(root)}
             for folder, listing in listings.items():
                 if listing.has_images and folder not in units:
                     partner = next((listings[p] for p in _partners(root, folder) if p in listings), _NO_FILES)
@@ -78,7 +79,7 @@ class FolderSource:
         return UnitScan(columns.columns(), problems)
 
     def reader(self, index: DatasetIndex) -> FileReader:
-        return FileReader(index, Access(), [unit.location for unit in index.units])
+        return FileReader(index, Access(), [unit.location for unit in index.units], named_by=None)
 
 
 class _File(NamedTuple):
@@ -103,37 +104,16 @@ def _is_below(folder: str, root: str) -> bool:
     return folder == root or folder.startswith(root.rstrip("/") + "/")
 
 
-def _folders(root: str) -> Iterator[str]:
-    """`root` and all folders below it, sorted. The real path tells loops of links."""
-    seen: set[str] = set()
-    for folder, below, _ in os.walk(root, followlinks=True, onerror=_raise):
-        real = os.path.realpath(folder)
-        below[:] = [] if real in seen else sorted(name for name in below if not name.startswith("."))
-        if real not in seen:
-            seen.add(real)
-            yield folder
-
-
-def _raise(error: OSError) -> None:
-    """`os.walk` leaves folders out that cannot be read, which would be a smaller data set."""
-    raise _unreadable(error)
-
-
-def _unreadable(error: OSError) -> DataError:
-    return DataError(f"dataset.params.path: '{error.filename}' cannot be read: {error.strerror}")
-
-
 def _list(folder: str) -> list[_File]:
     """Images, captions and metadata in a folder, by name."""
     try:
-        with os.scandir(folder) as entries:
-            return sorted(_File(entry.name, *_state(entry)) for entry in entries if _is_meant(entry))
+        return [_File(entry.name, *_state(entry)) for entry in entries_of(folder) if _is_meant(entry)]
     except OSError as error:
-        raise _unreadable(error) from error
+        raise unreadable(error) from error
 
 
 def _is_meant(entry: os.DirEntry[str]) -> bool:
-    return _suffix(entry.name) in _SUFFIXES and not entry.name.startswith(".") and entry.is_file()
+    return _suffix(entry.name) in _SUFFIXES and entry.is_file()
 
 
 def _state(entry: os.DirEntry[str]) -> tuple[int, int]:

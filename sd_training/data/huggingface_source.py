@@ -20,6 +20,7 @@ from sd_training.data.file_samples import FileSample, ImageInfo, SampleColumns, 
 from sd_training.data.image_decode import image_size
 from sd_training.data.index import DatasetIndex
 from sd_training.data.index_columns import read_scalars
+from sd_training.data.local_listings import exists
 from sd_training.data.locations import is_remote, local_path, shown
 from sd_training.data.problems import BadSample, Problems
 from sd_training.data.source import Unit, UnitScan
@@ -35,7 +36,7 @@ class HuggingFaceSource:
     """The source of saved datasets; one unit per Arrow file.
 
     The image column holds image files (`Image()` or binary) or paths (see `checked_path`), the caption column texts or
-    lists of texts. Other columns of numbers, texts and lists of texts are metadata.
+    lists of texts. All other columns of numbers, texts and lists of texts, and the caption column, are metadata.
 
     Args:
         paths: folders, local or remote; of a `DatasetDict` the folder of one split.
@@ -47,7 +48,7 @@ class HuggingFaceSource:
     def __init__(
         self, paths: Sequence[str], access: Access, image_column: str | None = None, caption_column: str | None = None
     ) -> None:
-        self.paths = [path.rstrip("/") if is_remote(path) else local_path(path) for path in paths]
+        self.paths = list(dict.fromkeys(path.rstrip("/") if is_remote(path) else local_path(path) for path in paths))
         self.access, self.wanted = access, Columns(image_column, caption_column)
 
     @property
@@ -82,6 +83,8 @@ class HuggingFaceSource:
         return [f"{folder}/{name}" for name in names]
 
     def _json(self, location: str) -> dict[str, Any] | None:
+        if not is_remote(location) and not exists(location):
+            return None
         state = find_state(location, self.access)
         if state is None:
             return None
@@ -181,7 +184,7 @@ class _ArrowScan:
     def _sample(
         self, number: int, path: str | None, info: ImageInfo, values: dict[str, Any], caption: str
     ) -> FileSample:
-        text = caption_of(values.pop(caption))
+        text = caption_of(values[caption])
         if text is None:
             self._problem(number, "caption is empty")
         return FileSample(

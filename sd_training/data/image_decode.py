@@ -2,7 +2,6 @@
 
 import io
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -24,11 +23,10 @@ _MARGIN = 1.2
 """A JPEG is decoded at least so much larger than needed; with less, aliasing of the reduced picture is seen (34 dB
 instead of 40 dB against decoding in full, on a photograph of 640 × 427 for 256)."""
 LeastScale = Callable[[int, int], float]
+_LONGEST_SIDE = 2**31 - 1
+"""The index holds 32 bits; only a damaged header says more."""
 _EIGHTHS = 8
 """libjpeg-turbo scales by n / 8 while it decodes."""
-
-# `max_pixels` decides, before anything is decoded; Pillow's own warning would only say it again.
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 @dataclass(frozen=True)
@@ -56,11 +54,19 @@ class DecodedImage:
 def image_size(file: BinaryIO) -> tuple[int, int]:
     """Width and height of the upright image [pixels], from the header alone; (0, 0) when it cannot be told."""
     try:
-        with Image.open(file, formats=FORMATS) as image:
+        with _opened(file) as image:
             width, height = image.size
+            if max(width, height) > _LONGEST_SIDE:
+                return 0, 0
             return (height, width) if _is_turned(image) else (width, height)
     except Exception:  # Pillow's parsers raise many kinds on damaged files
         return 0, 0
+
+
+def _opened(file: BinaryIO) -> Image.Image:
+    """Only the header is read. `max_pixels` decides before anything is decoded, so Pillow's own limit has no say."""
+    Image.MAX_IMAGE_PIXELS = None
+    return Image.open(file, formats=FORMATS)
 
 
 def decode(data: bytes, rules: ImageRules, least_scale: LeastScale | None = None) -> DecodedImage:
@@ -111,12 +117,8 @@ def _decode_reduced(data: bytes, size: tuple[int, int], scale: float) -> Decoded
 def _open(data: bytes, max_pixels: int) -> Image.Image:
     if not data:
         raise BadSample("image file is empty")
-    if Image.MAX_IMAGE_PIXELS is not None and max_pixels > Image.MAX_IMAGE_PIXELS:
-        Image.MAX_IMAGE_PIXELS = max_pixels
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
-    except Image.DecompressionBombError as error:
-        raise BadSample(f"image has too many pixels: {error}") from error
+        image = _opened(io.BytesIO(data))
     except Exception as error:
         raise BadSample("image is not a readable JPEG, PNG or WebP file") from error
     width, height = image.size

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 
+from sd_training.config.filter_rules import EXACT_INTEGERS
+
 NUMBER, TEXT = "number:", "text:"
 MAX_FIELDS = 1_000
 """Metadata fields indexed per unit."""
@@ -44,8 +46,8 @@ def _field_columns(name: str, values: Sequence[Scalar | None]) -> dict[str, pa.A
 def _number(value: Scalar | None) -> float | None:
     if not isinstance(value, str):
         return value
-    if value in ("true", "false"):
-        return float(value == "true")
+    if len(value) <= 5 and value.lower() in ("true", "false"):  # pandas writes True
+        return float(value.lower() == "true")
     if not _NUMBER.fullmatch(value):
         return None
     number = float(value)
@@ -85,6 +87,8 @@ def _scalar(value: object) -> Scalar | None:
         number = float(value)
     except OverflowError:
         return None
+    if isinstance(value, int) and abs(value) >= EXACT_INTEGERS:  # identifiers stay apart
+        return str(value)
     return number if math.isfinite(number) else None
 
 

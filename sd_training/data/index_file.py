@@ -15,7 +15,9 @@ from sd_training.data.index_columns import field_names
 from sd_training.data.problems import Problems
 from sd_training.data.source import Source, Unit, UnitScan
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+CHECK = "check:"
+"""Columns that count for the fingerprint only, such as checksums, and are not kept."""
 _INFO = b"sd_training"
 _STANDARD: dict[str, tuple[pa.DataType, object]] = {
     "width": (pa.int32(), 0),
@@ -38,6 +40,7 @@ def build_index_file(source: Source, unit: Unit, index_dir: Path) -> None:
     scan = source.scan(unit)
     table = _table(scan)
     info = {"content_sha256": _content_hash(table), "problems": scan.problems.to_json()}
+    table = table.drop_columns([name for name in table.column_names if name.startswith(CHECK)])
     table = table.replace_schema_metadata({_INFO: json.dumps(info).encode()})
     descriptor, temporary = tempfile.mkstemp(dir=index_dir, suffix=".partial")
     os.close(descriptor)
@@ -99,13 +102,10 @@ def _wide(column: pa.Array) -> pa.Array:
 def _content_hash(table: pa.Table) -> str:
     """Of everything that tells samples apart; offsets are left out, so that a shard written anew is the same data."""
     digest = hashlib.sha256()
-    names = [
-        name for name in table.column_names if ":" not in name or (name.startswith("at:") and "offset" not in name)
-    ]
-    for name in sorted(names):
+    for name in sorted(name for name in table.column_names if not (name.startswith("at:") and "offset" in name)):
         column = table[name]
         digest.update(f"{name}\n".encode())
-        if pa.types.is_integer(column.type):
+        if pa.types.is_integer(column.type) and not column.null_count:
             digest.update(column.to_numpy().astype("<i8").tobytes())
         else:
             digest.update(json.dumps(column.to_pylist(), default=str).encode())

@@ -20,6 +20,8 @@ from sd_training.data.problems import Problems
 _INFO = b"sd_training"
 _KEPT_S = 30 * 24 * 3600
 """Joined indexes that nobody has opened for so long are removed; they are made again from the units' in seconds."""
+_HALF_WRITTEN_S = 24 * 3600
+"""Nobody writes an index file for so long."""
 
 
 def joined_path(index_files: Sequence[Path], fields: frozenset[str], index_dir: Path) -> Path:
@@ -78,10 +80,11 @@ def read_joined(path: Path) -> tuple[pa.Table, frozenset[str], Problems, list[st
 
 
 def sweep_joined(index_dir: Path) -> None:
-    """Removes joins that have not been opened for long."""
-    for path in index_dir.glob("joined-*.arrow"):
+    """Removes joins that have not been opened for long, and what killed processes left half written."""
+    kept_s = dict.fromkeys(index_dir.glob("joined-*.arrow"), _KEPT_S)
+    for path, seconds in (kept_s | dict.fromkeys(index_dir.glob("*.partial"), _HALF_WRITTEN_S)).items():
         try:
-            if time.time() - path.stat().st_mtime > _KEPT_S:
+            if time.time() - path.stat().st_mtime > seconds:
                 path.unlink()
         except OSError:  # another process was faster
             continue

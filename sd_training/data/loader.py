@@ -42,7 +42,8 @@ class VisitSampler(Sampler[list[Visit]]):
             for micro_index in range(self.plan.accumulation):
                 mine = slots(micro_index, self.rank, self.plan, factor)
                 pairs = zip(mine, chosen.samples[mine.start : mine.stop].tolist(), strict=True)
-                yield [Visit(first + slot, chosen.dataset, sample, chosen.bucket) for slot, sample in pairs]
+                count = len(chosen.samples)
+                yield [Visit(first + s, chosen.dataset, sample, chosen.bucket, s, count) for s, sample in pairs]
 
 
 @dataclass
@@ -78,8 +79,9 @@ class TrainingLoader:
             yield delivery.batch
         if self.num_truncated:
             share = self.num_truncated / num_visits
-            limit = f"{self.dataset.tokenizer.length} tokens of the text encoder"
-            log.info(f"{self.num_truncated:,} captions ({share:.1%}) were longer than the {limit} and were cut")
+            limits = " and ".join(str(tokenizer.length) for tokenizer in self.dataset.tokenizers.values())
+            rule = f"longer than the {limits} tokens of the text encoder"
+            log.info(f"{self.num_truncated:,} captions ({share:.1%}) were {rule} and were cut")
 
     def visits(self, first_step: int) -> VisitSampler:
         """What the loader processes are asked for, micro-batch by micro-batch."""

@@ -18,7 +18,7 @@ from sd_training.data.captions import Prompts
 from sd_training.data.index import DatasetIndex, load_index
 from sd_training.data.locations import shown
 from sd_training.data.problems import Problems
-from sd_training.data.selection import Selection, select
+from sd_training.data.selection import Selection, filter_lines, select
 from sd_training.data.source import SampleReader
 from sd_training.data.sources import access_of, make_source
 from sd_training.data.tag_rules import limited, tag_rules
@@ -38,7 +38,9 @@ class OpenDataset:
     merges: list[Merge]
     """Buckets that had too few samples."""
     num_without_bucket: int
-    """Samples that pass the filters but fit no bucket, or whose size is not known."""
+    """Samples that pass the filters but fit no bucket that is used, or whose size is not known."""
+    num_over_limit: int
+    """Samples that pass the filters but are more than `tags.limit_images`."""
     reader: SampleReader
     captioner: Captioner
 
@@ -69,7 +71,13 @@ class OpenDataset:
 
 
 def open_dataset(
-    kind: str, source_params: SourceParams, params: DatasetParams, table: BucketTable, batches: NDArray[np.int64]
+    kind: str,
+    source_params: SourceParams,
+    params: DatasetParams,
+    table: BucketTable,
+    batches: NDArray[np.int64],
+    *,
+    captions_needed: bool = True,
 ) -> OpenDataset:
     """Opens one data set.
 
@@ -79,6 +87,7 @@ def open_dataset(
         params: processing, shared by all data sets of a run.
         table: the sizes that are trained on.
         batches: [buckets] samples that an optimizer step of each bucket takes; no bucket is left with fewer.
+        captions_needed: False where captions are never read; samples without one then take part.
 
     Raises:
         ConfigError: an option is wrong.
@@ -90,27 +99,27 @@ def open_dataset(
     prompts = _prompts(kind, source_params)
     source = make_source(kind, source_params, access_of(params.remote))
     captions = caption_rules(source_params.captions)
-    fields = set().union(fields_needed(captions), *(rule.fields() for rule in rules))
+    of_captions = fields_needed(captions) if captions_needed else set[str]()
+    fields = of_captions.union(*(rule.fields() for rule in rules))
     folder = None if params.index_dir is None else Path(params.index_dir).expanduser()
     index = load_index(source, folder, fields - {CAPTION})
-    if prompts is None:
+    if prompts is None and captions_needed:
         check_fields(captions, index.fields | {CAPTION})
-    selection = select(index, rules, prompts, captions)
+    selection = select(
+        index, rules, prompts, captions, captions_needed=captions_needed, max_pixels=params.max_image_pixels
+    )
     chosen = selection.survivors
     if kind == "TagFolder" and source_params.tags.limit_images is not None:
         chosen = chosen[limited([index.name(int(sample))[1] for sample in chosen], source_params.tags.limit_images)]
-    survivors, bucket_of = _in_buckets(index, chosen, table)
-    _enough(index, selection, len(survivors), int(batches.min()))
-    bucket_of, merges = merge_small(bucket_of, table, batches)
-    _enough(index, selection, len(survivors), int(batches[bucket_of].min()))
+    survivors, bucket_of, merges = _in_buckets(index, selection, chosen, table, batches)
     reader = source.reader(index)
     captioner: Captioner = ChosenCaptions(index, reader, captions)
     if prompts is not None:
         captioner = ClassCaptions(index, prompts, captions)
     elif kind == "TagFolder":
         captioner = TagCaptions(index, tag_rules(source_params.tags))
-    without = len(chosen) - len(survivors)
-    return OpenDataset(index, selection, survivors, bucket_of, merges, without, reader, captioner)
+    without, over_limit = len(chosen) - len(survivors), len(selection.survivors) - len(chosen)
+    return OpenDataset(index, selection, survivors, bucket_of, merges, without, over_limit, reader, captioner)
 
 
 def _prompts(kind: str, params: SourceParams) -> Prompts | None:
@@ -123,25 +132,38 @@ def _prompts(kind: str, params: SourceParams) -> Prompts | None:
 
 
 def _in_buckets(
-    index: DatasetIndex, survivors: NDArray[np.int64], table: BucketTable
-) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Survivors that have a bucket, and their buckets."""
-    bucket_of = table.assign(index.numbers("width")[survivors], index.numbers("height")[survivors])
-    kept = bucket_of >= 0
-    return survivors[kept], bucket_of[kept]
+    index: DatasetIndex,
+    selection: Selection,
+    chosen: NDArray[np.int64],
+    table: BucketTable,
+    batches: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int32], list[Merge]]:
+    """Samples that have a bucket, their buckets, and which buckets had too few."""
+    assigned = table.assign(index.numbers("width")[chosen], index.numbers("height")[chosen])
+    fits = assigned >= 0
+    _enough(index, selection, len(chosen), int(fits.sum()), int(batches.min()))
+    bucket_of, merges = merge_small(assigned[fits], table, batches)
+    stays = bucket_of >= 0
+    survivors, bucket_of = chosen[fits][stays], bucket_of[stays]
+    _enough(index, selection, len(chosen), len(survivors), int(batches[bucket_of].min()))
+    return survivors, bucket_of, merges
 
 
-def _enough(index: DatasetIndex, selection: Selection, num_left: int, global_batch: int) -> None:
+def _enough(index: DatasetIndex, selection: Selection, num_chosen: int, num_left: int, global_batch: int) -> None:
     if num_left >= global_batch:
         return
-    without = len(selection.survivors) - num_left
+    without = num_chosen - num_left
     unfit = f" ({without:,} more fit no bucket or have no readable size)" if without else ""
     first = shown(index.units[0].location)
-    raise DataError(
+    lines = [
         f"dataset.params.path: {num_left:,} samples of {first} and further are left{unfit}, fewer than one "
         f"optimizer step of {global_batch:,} takes; give more data, loosen dataset.params.filters, or lower "
-        "system.batch_size × system.gradient_accumulation × processes"
-    )
+        "system.batch_size × system.gradient_accumulation × processes",
+        *(f"filter {line}" for line in filter_lines(index, selection)),
+    ]
+    if selection.problems.total():
+        lines.append(f"problems: {selection.problems.text()}")
+    raise DataError("\n".join(lines))
 
 
 def all_problems(datasets: Sequence[OpenDataset]) -> Problems:

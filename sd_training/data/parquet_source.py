@@ -150,7 +150,7 @@ class _ParquetScan:
         text = caption_of(values.get(self.caption))
         if text is None:
             self._problem("caption is empty")
-        metadata = read_scalars({name: value for name, value in values.items() if name != self.caption})
+        metadata = read_scalars(values)
         self.offsets.append(offset)
         key = f"row {self.row}"
         return FileSample(key, path, info, text, caption_length=length_of(text), metadata=metadata)

@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 from sd_training.data.byte_files import Access, ByteFile, FileState, LocalFile
+from sd_training.data.locations import shown
 from sd_training.data.retries import retrying
 from sd_training.data.shard_cache import ShardCache, shard_cache
 from sd_training.errors import DataError
@@ -17,6 +18,8 @@ from sd_training.errors import DataError
 PIPE = "pipe:"
 _SHELL = ("bash", "-o", "pipefail", "-c")
 """Without pipefail `aws s3 cp … - | zcat` succeeds when the first command fails (webdataset issue 411)."""
+_NO_PROGRAM = (126, 127)
+"""What a shell says of a program that cannot be started: trying again would not help."""
 _END_BLOCK = bytes(512)
 _BLOCK_BYTES = 1 << 20
 
@@ -64,7 +67,10 @@ def _run(location: str, path: Path, access: Access) -> None:
             done = subprocess.run((*_SHELL, command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE)
         if done.returncode != 0:
             said = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-            raise OSError(f"exit status {done.returncode}: {' '.join(said)}")
+            failure = f"exit status {done.returncode}: {' '.join(said)}"
+            if done.returncode in _NO_PROGRAM:
+                raise DataError(f"'{shown(location)}' cannot be read: {failure}")
+            raise OSError(failure)
         if not _ends_as_tar(path):
             raise OSError(f"the {path.stat().st_size:,} bytes it wrote are no whole tar file")
 

@@ -48,6 +48,11 @@ class Problems:
             named = self.examples.setdefault(kind, [])
             named.extend(other.examples.get(kind, [])[: EXAMPLES_KEPT - len(named)])
 
+    def forget(self, kind: str) -> None:
+        """Removes a reason with its examples."""
+        self.counts.pop(kind, None)
+        self.examples.pop(kind, None)
+
     def total(self) -> int:
         """Cases of all reasons."""
         return sum(self.counts.values())

@@ -144,14 +144,17 @@ def _download_whole(state: FileState, path: Path, access: Access) -> None:
 
 
 def list_folder(location: str, access: Access, extensions: Sequence[str]) -> list[str] | None:
-    """Sorted URLs of the files with these extensions directly in a remote folder; None when it is no folder."""
+    """Sorted URLs of the files with these extensions in a remote folder, without hidden ones; None: it is no folder."""
 
     def look() -> list[str] | None:
         store = _store(location, access)
         return _run(store, store.listing, location)
 
     found = retrying(location, access, look)
-    return None if found is None else sorted(url for url in found if url.endswith(tuple(extensions)))
+    if found is None:
+        return None
+    shards = [url for url in found if url.lower().endswith(tuple(extensions))]
+    return sorted(url for url in shards if not url.rpartition("/")[2].startswith("."))
 
 
 def list_matches(pattern: str, access: Access) -> list[str]:

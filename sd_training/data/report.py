@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sd_training.data.buckets import BucketTable, histogram
+from sd_training.data.buckets import NO_BUCKET, BucketTable, histogram
 from sd_training.data.locations import shown
 from sd_training.data.opened import OpenDataset
 from sd_training.data.run_order import RunOrder
@@ -28,7 +28,9 @@ class DatasetReport:
     num_survivors: int
     """Of these, passing all filters, with a bucket."""
     num_without_bucket: int
-    """Passing all filters, but too small for any bucket or of unknown size."""
+    """Passing all filters, but too small for any bucket, of unknown size, or in a bucket that is left out."""
+    num_over_limit: int
+    """Passing all filters, but more than `tags.limit_images`."""
     filter_lines: list[str]
     """Survivors of each filter alone."""
     buckets: list[tuple[tuple[int, int], int]]
@@ -51,8 +53,13 @@ class DatasetReport:
         ]
         lines += [f"  filter {line}" for line in self.filter_lines]
         if self.num_without_bucket:
-            lines.append(f"  without a bucket (too small, or of unknown size): {self.num_without_bucket:,} samples")
-        if self.filter_lines or self.num_without_bucket:
+            why = (
+                "too small, or of unknown size" if not self.merge_lines else "too small, of unknown size, or see below"
+            )
+            lines.append(f"  without a bucket ({why}): {self.num_without_bucket:,} samples")
+        if self.num_over_limit:
+            lines.append(f"  left out by dataset.params.tags.limit_images: {self.num_over_limit:,} samples")
+        if self.filter_lines or self.num_survivors < self.num_usable:
             lines.append(f"  left: {self.num_survivors:,} samples")
         if self.buckets:
             shown = ", ".join(f"{h}×{w} {count:,}" for (h, w), count in self.buckets)
@@ -119,6 +126,7 @@ def _of_dataset(dataset: OpenDataset, num_steps: int, num_seen: int, table: Buck
         num_usable=selection.num_usable,
         num_survivors=len(dataset.survivors),
         num_without_bucket=dataset.num_without_bucket,
+        num_over_limit=dataset.num_over_limit,
         filter_lines=filter_lines(index, selection),
         buckets=histogram(dataset.bucket_of, table) if len(table.sizes) > 1 else [],
         merge_lines=[_merge_line(table, merge) for merge in dataset.merges],
@@ -132,8 +140,11 @@ def _of_dataset(dataset: OpenDataset, num_steps: int, num_seen: int, table: Buck
 
 def _merge_line(table: BucketTable, merge: tuple[int, int, int]) -> str:
     source, target, count = merge
-    (a, b), (c, d) = table.sizes[source], table.sizes[target]
-    return f"bucket {a}×{b} has {count:,} samples, fewer than one optimizer step takes; they join {c}×{d}"
+    height, width = table.sizes[source]
+    fate = "they are left out, because only larger buckets are in use and nothing is to be enlarged"
+    if target != NO_BUCKET:
+        fate = "they join {}×{}".format(*table.sizes[target])
+    return f"bucket {height}×{width} has {count:,} samples, fewer than one optimizer step takes; {fate}"
 
 
 def _caption_lengths(dataset: OpenDataset) -> list[tuple[int, int]]:

@@ -26,6 +26,10 @@ _DATA, _PARTIAL, _LOCK = ".data", ".partial", ".lock"
 T = TypeVar("T")
 
 
+_NO_CACHE = " or set dataset.params.remote.mode=range"
+"""Helps where the files are copies of remote ones; what is made here (row groups, `pipe:`) is always kept."""
+
+
 class ShardCache:
     """The files of one folder.
 
@@ -93,7 +97,7 @@ class ShardCache:
             made = partial.stat().st_size
             if size is not None and made != size:
                 raise DataError(f"a file for the shard cache has {made} bytes instead of {size}")
-            self._check_size(made)
+            self._check_size(made, "" if size is None else _NO_CACHE)
             with _locked(self.folder / f"evict{_LOCK}"):
                 self._evict(made, partial)
                 partial.rename(self._path(key, _DATA))
@@ -136,11 +140,11 @@ class ShardCache:
                     if is_mine:
                         Path(stem + _PARTIAL).unlink(missing_ok=True)
 
-    def _check_size(self, size: int) -> None:
+    def _check_size(self, size: int, other_remedy: str = _NO_CACHE) -> None:
         if size > self.max_bytes:
             raise DataError(
-                f"a shard of {size / GIB:.3g} GiB does not fit into the shard cache of {self.max_bytes / GIB:.3g} GiB; "
-                "raise dataset.params.remote.cache_gib or set dataset.params.remote.mode=range"
+                f"a file of {size / GIB:.3g} GiB does not fit into the shard cache of {self.max_bytes / GIB:.3g} GiB; "
+                f"raise dataset.params.remote.cache_gib{other_remedy}"
             )
 
 

@@ -9,6 +9,7 @@ from itertools import islice
 import braceexpand
 
 from sd_training.data.byte_files import Access
+from sd_training.data.local_listings import entries_of, exists, expand
 from sd_training.data.locations import is_remote, local_path, protocol_of, shown
 from sd_training.errors import DataError
 from sd_training.rank_log import get_logger
@@ -16,6 +17,7 @@ from sd_training.rank_log import get_logger
 log = get_logger(__name__)
 
 MAX_SHARDS = 1_000_000
+_FOLDERS_LOOKED_AT, _FILES_LOOKED_AT = 100, 1_000
 PIPE = "pipe:"
 """Start of an entry that is a shell command."""
 
@@ -31,7 +33,8 @@ def expand_shards(
     Args:
         path: one entry or several.
         access: how remote storage is asked.
-        allow_pipe: whether `pipe:` entries are returned as they are; otherwise they are an error.
+        allow_pipe: whether `pipe:` entries are returned, one per command that their braces stand for; otherwise they
+            are an error.
         extensions: which files of a folder are taken.
 
     Returns:
@@ -54,7 +57,7 @@ def expand_shards(
 def _expand(entry: str, access: Access, allow_pipe: bool, extensions: tuple[str, ...]) -> list[str]:
     if entry.startswith(PIPE):
         if allow_pipe:
-            return [entry]
+            return _braces(entry, entry)
         raise DataError(
             f"dataset.params.path: '{shown(entry)}' is a shell command; such entries are run only with "
             "dataset.params.allow_pipe=true, and only if you trust them"
@@ -64,13 +67,13 @@ def _expand(entry: str, access: Access, allow_pipe: bool, extensions: tuple[str,
 
 def _expand_local(entry: str, extensions: tuple[str, ...]) -> list[str]:
     local = local_path(entry)
-    if os.path.exists(local):
+    if exists(local):
         return _existing(local, extensions)
     shards: list[str] = []
     missing: list[str] = []
     for name in _braces(entry, local):
-        matches = sorted(glob.glob(name)) if glob.has_magic(name) and not os.path.exists(name) else [name]
-        if not matches or not os.path.exists(matches[0]):
+        matches = expand(name) if glob.has_magic(name) and not exists(name) else [name]
+        if not matches or not exists(matches[0]):
             missing.append(name)
             continue
         shards.extend(shard for match in matches for shard in _existing(match, extensions))
@@ -80,11 +83,34 @@ def _expand_local(entry: str, extensions: tuple[str, ...]) -> list[str]:
 
 
 def _existing(path: str, extensions: tuple[str, ...]) -> list[str]:
+    """The file, or the files directly in a folder; hidden ones are not meant (macOS leaves `._0.tar`)."""
     if not os.path.isdir(path):
         return [path]
-    return _filled(
-        path, sorted(entry.path for entry in os.scandir(path) if entry.name.endswith(extensions)), extensions
-    )
+    entries = entries_of(path)
+    files = [entry.path for entry in entries if _is_shard(entry, extensions)]
+    if deeper := _folder_with_shards(entries, extensions):
+        raise DataError(
+            f"dataset.params.path: '{path}' has {_kinds(extensions)} files in folders below it, such as '{deeper}'; "
+            f"only files directly in a folder are read. Write '{path}/*{extensions[0]}', '{path}/*/*{extensions[0]}', "
+            "or a list of both"
+        )
+    return _filled(path, files, extensions)
+
+
+def _is_shard(entry: os.DirEntry[str], extensions: tuple[str, ...]) -> bool:
+    return not entry.name.startswith(".") and entry.name.lower().endswith(extensions) and not entry.is_dir()
+
+
+def _folder_with_shards(entries: Sequence[os.DirEntry[str]], extensions: tuple[str, ...]) -> str | None:
+    """The first of some folders that holds shards: a glance, because there may be a million images beside a table."""
+    for folder in islice(filter(os.DirEntry.is_dir, entries), _FOLDERS_LOOKED_AT):
+        try:
+            with os.scandir(folder.path) as below:
+                if any(_is_shard(entry, extensions) for entry in islice(below, _FILES_LOOKED_AT)):
+                    return folder.path
+        except OSError:  # not what is asked for: `lost+found`
+            continue
+    return None
 
 
 def _expand_remote(entry: str, access: Access, extensions: tuple[str, ...]) -> list[str]:
@@ -98,7 +124,7 @@ def _remote(url: str, access: Access, extensions: tuple[str, ...]) -> list[str]:
         if not (matches := list_matches(url, access)):
             raise DataError(f"dataset.params.path: '{shown(url)}' matches no file")
         return matches
-    if url.endswith(extensions):
+    if url.lower().endswith(extensions):
         return [url]
     files = list_folder(url, access, extensions)
     if files is None and url.endswith("/"):
@@ -115,13 +141,18 @@ def _has_magic(url: str) -> bool:
 
 def _filled(folder: str, files: list[str], extensions: tuple[str, ...]) -> list[str]:
     if not files:
-        raise DataError(f"dataset.params.path: the folder '{folder}' holds no *{' or *'.join(extensions)} file")
+        raise DataError(f"dataset.params.path: the folder '{folder}' holds no {_kinds(extensions)} file")
     return files
+
+
+def _kinds(extensions: tuple[str, ...]) -> str:
+    return f"*{' or *'.join(extensions)}"
 
 
 def _braces(entry: str, pattern: str) -> list[str]:
     try:
-        names = list(islice(braceexpand.braceexpand(pattern), MAX_SHARDS + 1))
+        is_command = entry.startswith(PIPE)  # where a backslash is the shell's
+        names = list(islice(braceexpand.braceexpand(pattern, escape=not is_command), MAX_SHARDS + 1))
     except ValueError:
         raise DataError(
             f"dataset.params.path: the braces of '{shown(entry)}' cannot be expanded; is one missing?"

@@ -34,7 +34,8 @@ class UnitScan:
     `key` (text) is required. `width` and `height` are those of the upright image [pixels], 0 when unknown;
     `caption_length` is -1 without a caption [bytes]; `cls` is the class as text or null; `block` numbers the parts of
     the unit that are read together (row groups), ascending. `caption` (text) is for sources that keep captions in
-    the index. Columns `at:…` say where the reader finds a sample. Metadata columns are made by `index_columns`.
+    the index. Columns `at:…` say where the reader finds a sample; columns `check:…`, such as checksums, only
+    count for the fingerprint and are not kept. Metadata columns are made by `index_columns`.
     """
 
     columns: dict[str, pa.Array]

@@ -4,7 +4,8 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import PurePosixPath
@@ -63,24 +64,57 @@ def _text(file: BinaryIO, newline: str) -> io.TextIOWrapper:
 
 def _delimited(name: str, file: BinaryIO, delimiter: str) -> Table:
     csv.field_size_limit(_MAX_CELL)
-    reader = csv.reader(_text(file, ""), delimiter=delimiter)
+    lines = _Lines(_text(file, ""))
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     try:
         names = next(reader, [])
     except csv.Error as error:
         raise DataError(f"{name}: is not a table ({error})") from error
     if any(_NOT_UTF8.search(column) for column in names):
         raise DataError(f"{name}: is not UTF-8 text; save it as UTF-8")
-    return Table(names, _delimited_rows(reader, names))
+    if twice := [column for column, count in Counter(names).items() if column and count > 1]:
+        raise DataError(f"{name}: has two columns named '{twice[0]}'; rename one")
+    return Table(names, _delimited_rows(lines, reader, names))
 
 
-def _delimited_rows(reader: Any, names: list[str]) -> Iterator[TableRow]:
+class _Lines:
+    """Lines for a `csv.reader`, which can be given back: a quote that is never closed takes many lines."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self._lines = iter(lines)
+        self._ahead: deque[str] = deque()
+        self._row: list[str] = []
+        self._number = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self._ahead.popleft() if self._ahead else next(self._lines)
+        self._row.append(line)
+        return line
+
+    def begin_row(self) -> int:
+        """The number of the next line, counted from 1."""
+        self._number += len(self._row)
+        self._row = []
+        return self._number + 1
+
+    def give_back(self) -> None:
+        """Leaves the row that was begun its first line only."""
+        self._ahead.extendleft(reversed(self._row[1:]))
+        del self._row[1:]
+
+
+def _delimited_rows(lines: _Lines, reader: Any, names: list[str]) -> Iterator[TableRow]:
     while True:
-        line = reader.line_num + 1
+        line = lines.begin_row()
         try:
             cells = next(reader)
         except StopIteration:
             return
-        except csv.Error as error:  # the reader goes on with the next line
+        except csv.Error as error:
+            lines.give_back()
             yield TableRow(line, {}, f"row is malformed: {error}")
             continue
         if not cells:

@@ -26,9 +26,9 @@ _READ_BYTES = 1 << 20
 class TableSource:
     """The source of tables; one unit per table.
 
-    A row is a sample: an image file (which paths are read: see `checked_path`), a caption, and metadata in all other
-    columns. Rows that cannot be used are named by their line. A table is indexed again when it changes, not when only
-    the files that it names do: after adding missing images, save or `touch` it.
+    A row is a sample: an image file (which paths are read: see `checked_path`), a caption, and metadata in all columns
+    but the image's. Rows that cannot be used are named by their line. A table is indexed again when it changes, not
+    when only the files that it names do: after adding missing images, save or `touch` it.
 
     Args:
         paths: tables, local or remote.
@@ -77,7 +77,7 @@ class _Found(NamedTuple):
     path: str
     """As `join` takes it."""
     values: dict[str, Any]
-    """The other columns, and the caption."""
+    """The other columns."""
 
 
 class _TableScan:
@@ -116,7 +116,7 @@ class _TableScan:
             if info is None:
                 self._problem(row.line, f"image file missing: {shown(row.path)}")
                 continue
-            caption = caption_of(row.values.pop(self.caption, None))
+            caption = caption_of(row.values.get(self.caption))
             if caption is None:
                 self._problem(row.line, "caption is empty")
             metadata = read_scalars({name: value for name, value in row.values.items() if name and value != ""})

@@ -7,7 +7,7 @@ tag, tags left out, shuffled or sorted, replacements, separators. What differs t
 - `aspect_range` counts; the original reads it and uses 0.71..1.42 always.
 - Prefixes in `non_caption_tag_prefixes` count alone; the original ignores them unless `non_caption_tags` is given.
 - Shuffling is drawn at every visit; the original draws it once, when the data set is set up.
-- Files are counted in the order of their names (`consider_every_nth`); the original takes the folder's order.
+- Files are counted folder by folder, by name (`consider_every_nth`); the original takes the order of the disk.
 - `caption_sorter` is a word, and there is no `custom_filter`: both name code to run.
 
 A score tag is given from its threshold on (score >= threshold), as the original's code does; its description says >.
@@ -146,9 +146,10 @@ def judged_by(rules: TagRules) -> str:
     return json.dumps(values, sort_keys=True, default=sorted)
 
 
-def considered(names: Sequence[str], rules: TagRules) -> list[str]:
-    """Names 0, n, 2n, … of the sorted `names` of all metadata files (`consider_every_nth`)."""
-    return sorted(names)[:: rules.consider_every_nth or 1]
+def considered(names: Sequence[str], rules: TagRules, num_before: int = 0) -> list[str]:
+    """Which `names` of a folder are files 0, n, 2n, … (`consider_every_nth`); `num_before` are in earlier folders."""
+    step = rules.consider_every_nth or 1
+    return sorted(names)[-num_before % step :: step]
 
 
 def limited(keys: Sequence[str], limit: int, seed: int = LIMIT_SEED) -> NDArray[np.int64]:

@@ -5,6 +5,7 @@ the rest in lower case. This module runs in index processes and does not import 
 """
 
 import tarfile
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -12,11 +13,14 @@ from sd_training.data.byte_files import ByteFile, seekable
 from sd_training.data.image_decode import image_size
 from sd_training.data.index_columns import Scalar, read_metadata, storable
 from sd_training.data.problems import Problems, SkippedSample
+from sd_training.data.tar_groups import IMAGE_EXTENSIONS, Groups, IgnoredMembers
 
-IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp"})
 MAX_TEXT_BYTES = 1 << 20
 """Larger class and metadata members are refused."""
 _BLOCK = 512
+_PADDING_READ = 1 << 20
+"""Bytes read at once where only zeros are expected."""
+_TOO_WIDE = 2**31
 _HEADER_BUFFER = 4096
 """Bytes read at once where an image's size is looked up; the sizes of most files are in the first block."""
 
@@ -37,6 +41,8 @@ class TarSample:
     """As `read_metadata` gives it."""
     size: tuple[int, int] = (0, 0)
     """Width and height of the upright image [pixels]; 0 when it cannot be told."""
+    caption_crc: int = 0
+    """CRC-32 of the caption member: its length alone does not tell another text from it."""
 
 
 @dataclass
@@ -47,15 +53,15 @@ class TarScan:
     problems: Problems
 
 
-def scan_tar(location: str, file: ByteFile, known: Mapping[str, Mapping[str, Scalar]] | None = None) -> TarScan:
-    """Groups the members of an uncompressed tar file into samples.
+def scan_tar(location: str, file: ByteFile, known: Mapping[str | int, Mapping[str, Scalar]] | None = None) -> TarScan:
+    """Groups the members of an uncompressed tar file, or of several in a row, into samples.
 
     Damage is no error here: complete samples are kept and the problem is named. OSError and DataError are passed on.
 
     Args:
         location: of the shard, for messages.
         file: the shard.
-        known: key → metadata that is known already and need not be read.
+        known: key, or the number that it is, → metadata that is known already and need not be read.
     """
     problems = Problems()
     return TarScan(_Scanner(location, file, problems, known or {}).run(), problems)
@@ -63,27 +69,42 @@ def scan_tar(location: str, file: ByteFile, known: Mapping[str, Mapping[str, Sca
 
 class _Scanner:
     def __init__(
-        self, location: str, file: ByteFile, problems: Problems, known: Mapping[str, Mapping[str, Scalar]]
+        self, location: str, file: ByteFile, problems: Problems, known: Mapping[str | int, Mapping[str, Scalar]]
     ) -> None:
         self.location, self.file, self.problems, self.known = location, file, problems, known
         self.samples: dict[str, TarSample] = {}
-        self.first_ignored = ""
+        self.groups = Groups()
+        self.first_of_part = 0
+        self.ignored = IgnoredMembers()
 
     def run(self) -> list[TarSample]:
+        start: int | None = 0
         try:
-            with tarfile.open(fileobj=seekable(self.file), mode="r:") as tar:
-                for member in self._members(tar):
-                    self._place(member)
-                self._check_end(tar.offset)
+            while start is not None:
+                start = self._part(start)
         except tarfile.TarError as error:
             kind = "shard is truncated or damaged" if self.samples else "shard is not an uncompressed tar file"
             self._problem("", f"{kind}: {error}")
             self._drop_partial()
-        if not self.samples and self.first_ignored:  # for example keys with dots: `1.0.jpg` has the extension `0.jpg`
-            self._problem(self.first_ignored, "shard has no member of a known extension")
         for sample in self.samples.values():
             self._describe(sample)
+        self._name_ignored()
         return [sample for sample in self.samples.values() if self._has_image(sample)]
+
+    def _part(self, start: int) -> int | None:
+        """Reads one of the tar files that the shard is made of (`cat a.tar b.tar`); returns where the next begins."""
+        self.first_of_part = len(self.samples)
+        try:
+            tar = tarfile.open(fileobj=seekable(self.file, start), mode="r:")  # noqa: SIM115  # closed below
+        except tarfile.ReadError:
+            if start == 0:
+                raise
+            self._problem("", f"shard goes on after its end mark: what begins at byte {start} is no whole tar file")
+            return None
+        with tar:
+            for member in self._members(tar):
+                self._place(member, start)
+            return self._next_part(start + tar.offset)
 
     def _members(self, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         end = -1
@@ -94,7 +115,7 @@ class _Scanner:
             tar.members = []  # type: ignore[attr-defined]  # tarfile remembers every header; a large shard has many
             yield member
 
-    def _place(self, member: tarfile.TarInfo) -> None:
+    def _place(self, member: tarfile.TarInfo, start: int) -> None:
         """Files the member under its sample, if its name and type are safe and its extension is one of ours."""
         if member.isdir():
             return
@@ -105,29 +126,39 @@ class _Scanner:
             return self._problem(member.name, "member with an unsafe name ignored")
         role = _ROLES.get(extension)
         if role is None or not key:
-            self.first_ignored = self.first_ignored or member.name
-            return None
+            return self.ignored.add(member.name, key, extension)
         sample = self.samples.setdefault(key, TarSample(key))
-        if role in sample.spans:
-            return self._problem(key, f"repeated member ignored: {member.name}")
-        sample.spans[role] = (member.offset_data, member.size)
+        repeated = self.groups.repeated(key, role, member.name, sample.spans)
+        for name in repeated:
+            self._problem(key, f"repeated member ignored: {name}")
+        if not repeated:
+            sample.spans[role] = (start + member.offset_data, member.size)
         return None
 
-    def _check_end(self, offset: int) -> None:
+    def _next_part(self, offset: int) -> int | None:
         """tarfile ends silently at a damaged header and at a file that was cut; both are found here."""
         ending = self.file.pread(min(_BLOCK, max(0, self.file.size - offset)), offset)
         if len(ending) == _BLOCK and not any(ending):
-            return
+            return self._after_zeros(offset)
         if len(ending) == _BLOCK:
             self._problem("", f"shard is truncated or damaged: no valid header at byte {offset}")
         else:
             self._problem("", f"shard is truncated or damaged: no end mark after {self.file.size} bytes")
         self._drop_partial()
+        return None
+
+    def _after_zeros(self, offset: int) -> int | None:
+        """The first block from `offset` on that is not all zeros."""
+        for start in range(offset, self.file.size, _PADDING_READ):
+            zeros = self.file.pread(min(_PADDING_READ, self.file.size - start), start)
+            if rest := zeros.lstrip(b"\0"):
+                return start + (len(zeros) - len(rest)) // _BLOCK * _BLOCK
+        return None
 
     def _drop_partial(self) -> None:
         """Removes the last sample if content is missing, or if it has fewer members than the one before it."""
         last = list(self.samples.values())[-2:]
-        if not last:
+        if len(self.samples) == self.first_of_part:
             return
         cut = any(offset + length > self.file.size for offset, length in last[-1].spans.values())
         if cut or (len(last) == 2 and len(last[1].spans) < len(last[0].spans)):
@@ -141,9 +172,11 @@ class _Scanner:
 
     def _describe(self, sample: TarSample) -> None:
         """Class, metadata and image size."""
+        if "caption" in sample.spans:
+            self._check_caption(sample)
         if "cls" in sample.spans:
             sample.cls = self._text(sample.spans["cls"]).strip()
-        if (known := self.known.get(sample.key)) is not None:
+        if (known := known_of(self.known, sample.key)) is not None:
             sample.metadata = dict(known)
         elif "metadata" in sample.spans:
             try:
@@ -151,24 +184,54 @@ class _Scanner:
             except (ValueError, RecursionError):
                 self._problem(sample.key, "metadata is not a JSON object")
         if "image" in sample.spans:
-            sample.size = self._known_size(sample.key) or self._image_size(sample.spans["image"])
+            sample.size = _known_size(known or {}) or self._image_size(sample.spans["image"])
+            if not sample.size[0]:
+                self._problem(sample.key, "image size cannot be told")
 
-    def _known_size(self, key: str) -> tuple[int, int] | None:
-        """As img2dataset gives it. Other metadata may mean the original, before it was resized, by `width`."""
-        known = self.known.get(key, {})
-        width, height = known.get("width"), known.get("height")
-        return (int(width), int(height)) if isinstance(width, float) and isinstance(height, float) else None
+    def _name_ignored(self) -> None:
+        """Names what looks like samples of their own and is none: `1.0.jpg` has the extension `0.jpg`."""
+        if not self.samples and self.ignored.first:
+            return self._problem(self.ignored.first, "shard has no member of a known extension")
+        with_image = {key for key, sample in self.samples.items() if "image" in sample.spans}
+        for name, extension in self.ignored.images(with_image):
+            self._problem(name, f"image ignored: its extension is {extension}; keys have no dots")
+        return None
 
     def _image_size(self, span: Span) -> tuple[int, int]:
         offset, length = span
         return image_size(seekable(self.file, offset, length, _HEADER_BUFFER))
 
+    def _check_caption(self, sample: TarSample) -> None:
+        """A caption in another encoding would train on wrong letters, so it is none."""
+        offset, length = sample.spans["caption"]
+        content = b"" if length > MAX_TEXT_BYTES else self.file.pread(length, offset)
+        sample.caption_crc = zlib.crc32(content)
+        try:
+            content.decode()
+        except UnicodeDecodeError:
+            self._problem(sample.key, "caption is not UTF-8 text")
+            del sample.spans["caption"]
+
     def _text(self, span: Span) -> str:
         offset, length = span
-        return "" if length > MAX_TEXT_BYTES else self.file.pread(length, offset).decode("utf-8", "replace")
+        return "" if length > MAX_TEXT_BYTES else self.file.pread(length, offset).decode("utf-8-sig", "replace")
 
     def _problem(self, key: str, reason: str) -> None:
         self.problems.add(SkippedSample(self.location, storable(key), storable(reason)))
+
+
+def known_of(known: Mapping[str | int, Mapping[str, Scalar]], key: str) -> Mapping[str, Scalar] | None:
+    """What a table knows about a sample; the key 000012 may be the number 12 there."""
+    found = known.get(key)
+    return known.get(int(key)) if found is None and key.isascii() and key.isdecimal() and len(key) < 20 else found
+
+
+def _known_size(known: Mapping[str, Scalar]) -> tuple[int, int] | None:
+    """As img2dataset gives it. Other metadata may mean the original, before it was resized, by `width`."""
+    width, height = (known.get(name) for name in ("width", "height"))
+    if not isinstance(width, float) or not isinstance(height, float):
+        return None
+    return (int(width), int(height)) if all(1 <= side < _TOO_WIDE for side in (width, height)) else None
 
 
 def _split_name(name: str) -> tuple[str, str]:

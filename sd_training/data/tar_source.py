@@ -8,14 +8,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sd_training.data.arrow_cells import is_metadata, plain, plain_type
 from sd_training.data.byte_files import Access, ByteFile, FileState, file_state, find_state, open_bytes, seekable
+from sd_training.data.file_reader import utf8
+from sd_training.data.file_samples import caption_of, length_of
 from sd_training.data.index import DatasetIndex
 from sd_training.data.index_columns import MAX_FIELDS, Scalar, metadata_columns, read_scalars
 from sd_training.data.locations import shown
 from sd_training.data.problems import BadSample, Problems, SkippedSample
 from sd_training.data.read_ahead import ReadAhead
 from sd_training.data.source import Unit, UnitScan
-from sd_training.data.tar_index import TarSample, scan_tar
+from sd_training.data.tar_index import TarSample, known_of, scan_tar
 from sd_training.errors import DataError
 
 MAX_OPEN_SHARDS = 64
@@ -30,7 +33,8 @@ _SIDECAR = "\n"
 class TarSource:
     """The source of tar shards; one unit per shard.
 
-    Where img2dataset left `00000.parquet` beside `00000.tar`, its columns are the metadata and no JSON is read.
+    Where img2dataset left `00000.parquet` beside `00000.tar`, its columns are the metadata and no JSON is read. The
+    caption of a sample without a `txt` member is its metadata field `caption`.
 
     Args:
         shards: paths or URLs.
@@ -63,12 +67,16 @@ class TarSource:
         file = open_bytes(unit.location, self.access)
         try:
             near = ReadAhead(file) if "://" in unit.location else file
-            scan = scan_tar(shown(unit.location), near, self._known(unit.location))
+            known = self._known(unit.location)
+            scan = scan_tar(shown(unit.location), near, known)
         finally:
             file.close()
+        if known and scan.samples and all(known_of(known, sample.key) is None for sample in scan.samples):
+            reason = "metadata table names no sample of its shard"
+            scan.problems.add(SkippedSample(shown(unit.location), "", reason))
         return UnitScan(_columns(shown(unit.location), scan.samples, scan.problems), scan.problems)
 
-    def _known(self, shard: str) -> dict[str, dict[str, Scalar]]:
+    def _known(self, shard: str) -> dict[str | int, dict[str, Scalar]]:
         sidecar = self._sidecar(shard)
         if sidecar is None:
             return {}
@@ -84,14 +92,16 @@ class TarSource:
         return TarReader(index, self.access)
 
 
-def _read_sidecar(file: ByteFile) -> dict[str, dict[str, Scalar]]:
-    """Key → metadata; a table without a `key` column is none of img2dataset's."""
+def _read_sidecar(file: ByteFile) -> dict[str | int, dict[str, Scalar]]:
+    """Key, or the number that it is, → metadata; a table without a `key` column is none of img2dataset's."""
     table = pq.read_table(seekable(file))
     if "key" not in table.column_names:
         return {}
-    columns = {name: table[name].to_pylist() for name in table.column_names if name != "key"}
+    names = [field.name for field in table.schema if field.name != "key" and is_metadata(plain_type(field.type))]
+    columns = {name: plain(table[name].combine_chunks()).to_pylist() for name in names}
+    is_number = pa.types.is_integer(table.schema.field("key").type)
     return {
-        str(key): read_scalars({name: values[i] for name, values in columns.items()})
+        key if is_number and key is not None else str(key): read_scalars({name: columns[name][i] for name in names})
         for i, key in enumerate(table["key"].to_pylist())
     }
 
@@ -100,10 +110,15 @@ def _columns(location: str, samples: list[TarSample], problems: Problems) -> dic
     columns = {"key": pa.array([sample.key for sample in samples], pa.large_string())}
     images = [sample.spans["image"] for sample in samples]
     captions = [sample.spans.get("caption", (-1, -1)) for sample in samples]
+    texts = [None if "caption" in sample.spans else caption_of(sample.metadata.get("caption")) for sample in samples]
+    lengths = [length if text is None else length_of(text) for (_, length), text in zip(captions, texts, strict=True)]
     columns["at:image_offset"] = pa.array([offset for offset, _ in images], pa.int64())
     columns["at:image_length"] = pa.array([length for _, length in images], pa.int64())
     columns["at:caption_offset"] = pa.array([offset for offset, _ in captions], pa.int64())
-    columns["caption_length"] = pa.array([length for _, length in captions], pa.int64())
+    columns["caption_length"] = pa.array(lengths, pa.int64())
+    if any(text is not None for text in texts):
+        columns["caption"] = pa.array(texts, pa.large_string())
+    columns["check:caption"] = pa.array([sample.caption_crc for sample in samples], pa.int64())
     columns["width"] = pa.array([sample.size[0] for sample in samples], pa.int32())
     columns["height"] = pa.array([sample.size[1] for sample in samples], pa.int32())
     columns["cls"] = pa.array([sample.cls for sample in samples], pa.large_string())
@@ -125,11 +140,15 @@ class TarReader:
         return self._read(sample, numbers("at:image_offset")[sample], numbers("at:image_length")[sample])
 
     def caption(self, sample: int) -> str:
+        """As `SampleReader.caption`: the text member, else the metadata field `caption`."""
         numbers = self.index.numbers
-        length = numbers("caption_length")[sample]
-        if length < 0:
+        offset = numbers("at:caption_offset")[sample]
+        if offset >= 0:
+            return utf8(self._read(sample, offset, numbers("caption_length")[sample])).strip()
+        text = self.index.text("caption", sample)
+        if text is None:
             raise BadSample("caption missing")
-        return self._read(sample, numbers("at:caption_offset")[sample], length).decode("utf-8-sig", "replace").strip()
+        return text
 
     def _read(self, sample: int, offset: int, length: int) -> bytes:
         if length > MAX_MEMBER_BYTES:

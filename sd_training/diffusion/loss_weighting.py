@@ -1,25 +1,91 @@
-"""How much the error at a timestep weighs."""
+"""How much the error at a noise level weighs.
+
+Most weightings are published for one prediction type. All of them are functions of the noise level that multiply the
+squared error of x_0; here they are written as w·σ², which is finite everywhere, and turned into a weight of the error
+that the denoiser makes. With a = α² and s = σ²: SNR = a / s.
+"""
+
+import math
 
 import torch
 from torch import Tensor
 
-from sd_training.diffusion.prediction import PredictionType
+from sd_training.config.objective_schema import LossWeightingConfig, PredictionType
+
+_TINY = 1e-12
+_SMALLEST_SIGMA = 1e-3
+"""Below, σ⁻² would be larger than on diffusers' grid of a thousand steps."""
 
 
-def min_snr_weights(snr: Tensor, gamma: float, prediction_type: PredictionType) -> Tensor:
-    """[T] min-SNR-γ weights (Hang et al. 2023, arXiv:2303.09556, eq. 8 and section 3.4).
+def _per_target(prediction_type: PredictionType, a: Tensor, s: Tensor, sigma_data: float) -> Tensor:
+    """(squared error of x_0) / (squared error of the answer) / σ²."""
+    match prediction_type:
+        case "epsilon":  # x_0 = (x_t - σε) / α
+            return 1.0 / a
+        case "v_prediction" | "flow_prediction":  # x_0 = αx_t - σv with α² + σ² = 1; x_0 = x_t - σv with α + σ = 1
+            return torch.ones_like(s)
+        case "sample":
+            return 1.0 / s
+        case "edm":  # c_out²
+            return sigma_data**2 / (s + sigma_data**2)
+        case _:
+            raise ValueError(f"prediction_type {prediction_type!r} is not known")
 
-    The paper weighs the x_0 error by min(SNR, γ). For ε that is min(SNR, γ) / SNR, written as min(1, γ / SNR) so that
-    it is finite at SNR 0; for v it is min(SNR, γ) / (SNR + 1).
+
+def min_snr(a: Tensor, s: Tensor, gamma: float) -> Tensor:
+    """min(SNR, γ)·σ² (Hang et al. 2023, arXiv:2303.09556, eq. 8)."""
+    return torch.minimum(a, gamma * s)
+
+
+def soft_min_snr(a: Tensor, s: Tensor, gamma: float) -> Tensor:
+    """SNR γ / (SNR + γ)·σ² (Crowson et al. 2024, arXiv:2401.11605)."""
+    return a * gamma * s / (a + gamma * s)
+
+
+def p2(a: Tensor, s: Tensor, gamma: float, k: float) -> Tensor:
+    """SNR / (k + SNR)^γ·σ² (Choi et al. 2022, arXiv:2204.00227, section 4)."""
+    return a * (s / (k * s + a)) ** gamma
+
+
+def debiased(a: Tensor, s: Tensor) -> Tensor:
+    """√SNR·σ², which is 1 / √SNR for ε (Yu et al. 2023, arXiv:2310.08442)."""
+    return (a * s).sqrt()
+
+
+def edm(s: Tensor, sigma_data: float) -> Tensor:
+    """(σ² + σ_data²) / (σ σ_data)²·σ² (Karras et al. 2022, arXiv:2206.00364, table 1)."""
+    return (s + sigma_data**2) / sigma_data**2
+
+
+def loss_weights(
+    config: LossWeightingConfig, prediction_type: PredictionType, signal: Tensor, sigma: Tensor, sigma_data: float
+) -> Tensor:
+    """[B] float32 weights of the squared error of the denoiser's answer.
 
     Args:
-        snr: [T] ᾱ / (1 - ᾱ), already of the rescaled schedule.
-        gamma: γ, 5 in the paper.
+        signal: [B] α.
+        sigma: [B] σ.
     """
-    match prediction_type:
-        case "epsilon":
-            return torch.clamp(gamma / snr, max=1.0)
-        case "v_prediction":
-            return torch.clamp(snr, max=gamma) / (snr + 1.0)
-        case _:
-            raise ValueError(f"prediction_type {prediction_type!r} is not one of epsilon, v_prediction")
+    a, s = signal.double().square(), sigma.double().square()
+    if prediction_type == "epsilon":
+        a = a.clamp(min=_TINY)  # the limit at SNR 0, instead of 0 / 0
+    elif prediction_type == "sample":
+        s = s.clamp(min=_TINY)
+    match config.name:
+        case None | "constant" | "learned_uncertainty":  # the uncertainty is added where the loss is taken
+            return torch.ones_like(sigma, dtype=torch.float32)
+        case "sigma_sqrt":  # Esser et al. 2024 (arXiv:2403.03206, section 3.1), as a weight of the flow velocity
+            return s.clamp(min=_SMALLEST_SIGMA**2).reciprocal().float()
+        case "cosmap":  # the same, as a weight instead of a density
+            return (2.0 / (math.pi * (1.0 - 2.0 * sigma.double() + 2.0 * s))).float()
+        case "min_snr":
+            weight = min_snr(a, s, config.gamma)
+        case "soft_min_snr":
+            weight = soft_min_snr(a, s, config.gamma)
+        case "p2":
+            weight = p2(a, s, config.p2_gamma, config.p2_k)
+        case "debiased":
+            weight = debiased(a, s)
+        case "edm":
+            weight = edm(s, sigma_data)
+    return (weight * _per_target(prediction_type, a, s, sigma_data)).float()

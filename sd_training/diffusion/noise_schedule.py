@@ -1,18 +1,46 @@
-"""Noise schedules of the discrete-time forward process q(x_t | x_0) = N(√ᾱ_t x_0, (1 - ᾱ_t) I) (Ho et al. 2020,
-arXiv:2006.11239, eq. 4)."""
+"""Noise schedules of the forward process q(x_t | x_0) = N(α x_0, σ² I) (Ho et al. 2020, arXiv:2006.11239, eq. 4, with
+α = √ᾱ_t and σ = √(1 - ᾱ_t))."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 
+class Levels(NamedTuple):
+    """Noise levels of a micro-batch, x_t = α x_0 + σ ε."""
+
+    signal: Tensor
+    """[B] α."""
+    noise: Tensor
+    """[B] σ."""
+    model_time: Tensor
+    """[B] what the denoiser is told: int64 timestep, 1000 σ of flow models, or ¼ ln σ of EDM."""
+
+
+class NoiseSchedule(Protocol):
+    """Which noise levels there are."""
+
+    @property
+    def num_timesteps(self) -> int:
+        """T: `model_time` of the noisiest level is T - 1 or T; the sampler's `num_train_timesteps`."""
+        ...
+
+    def levels(self, time: Tensor) -> Levels:
+        """Levels at `time` [B] as the timestep density gives it."""
+        ...
+
+    def to(self, device: torch.device) -> "NoiseSchedule":
+        """The same schedule on `device`."""
+        ...
+
+
 @dataclass(frozen=True)
-class NoiseSchedule:
-    """Signal level of every timestep."""
+class DiscreteSchedule:
+    """Variance-preserving: α = √ᾱ_t, σ = √(1 - ᾱ_t) at T timesteps; time in [0, 1) is t / T."""
 
     alphas_cumprod: Tensor
     """[T] float32, ᾱ_t."""
@@ -22,19 +50,45 @@ class NoiseSchedule:
         """T."""
         return self.alphas_cumprod.shape[0]
 
-    @property
-    def snr(self) -> Tensor:
-        """[T] signal-to-noise ratio ᾱ_t / (1 - ᾱ_t); 0 at a zero-terminal-SNR end."""
-        return self.alphas_cumprod / (1.0 - self.alphas_cumprod)
+    def levels(self, time: Tensor) -> Levels:
+        """As `NoiseSchedule.levels`."""
+        timesteps = (time * self.num_timesteps).long().clamp_(max=self.num_timesteps - 1)
+        alpha_bar = self.alphas_cumprod[timesteps]
+        return Levels(alpha_bar.sqrt(), (1.0 - alpha_bar).sqrt(), timesteps)
 
-    def to(self, device: torch.device) -> "NoiseSchedule":
-        """The same schedule on `device`."""
-        return NoiseSchedule(self.alphas_cumprod.to(device))
+    def to(self, device: torch.device) -> "DiscreteSchedule":
+        """As `NoiseSchedule.to`."""
+        return DiscreteSchedule(self.alphas_cumprod.to(device))
 
-    def signal_and_noise_level(self, timesteps: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """√ᾱ_t and √(1 - ᾱ_t), each [B, 1, 1, 1], for `timesteps` [B] and samples shaped `like` [B, ...]."""
-        alpha_bar = self.alphas_cumprod[timesteps].view(-1, *[1] * (like.dim() - 1))
-        return alpha_bar.sqrt(), (1.0 - alpha_bar).sqrt()
+
+@dataclass(frozen=True)
+class FlowSchedule:
+    """Rectified flow: α = 1 - σ, time = σ in [0, 1] (Liu et al. 2022, arXiv:2209.03003, eq. 1)."""
+
+    num_timesteps: int = 1000
+
+    def levels(self, time: Tensor) -> Levels:
+        """As `NoiseSchedule.levels`."""
+        return Levels(1.0 - time, time, time * self.num_timesteps)
+
+    def to(self, device: torch.device) -> "FlowSchedule":
+        """There is nothing to move."""
+        return self
+
+
+@dataclass(frozen=True)
+class SigmaSchedule:
+    """Variance-exploding: α = 1; time is ln σ (Karras et al. 2022, arXiv:2206.00364, section 5)."""
+
+    num_timesteps: int = 1000
+
+    def levels(self, time: Tensor) -> Levels:
+        """As `NoiseSchedule.levels`."""
+        return Levels(torch.ones_like(time), time.exp(), time / 4)
+
+    def to(self, device: torch.device) -> "SigmaSchedule":
+        """There is nothing to move."""
+        return self
 
 
 def _cosine_betas(num_timesteps: int) -> Tensor:
@@ -84,12 +138,12 @@ def rescale_zero_terminal_snr(alphas_cumprod: Tensor) -> Tensor:
     return ((root - last) * first / (first - last)) ** 2
 
 
-def noise_schedule_of(scheduler_config: Mapping[str, Any]) -> NoiseSchedule:
+def discrete_schedule_of(scheduler_config: Mapping[str, Any]) -> DiscreteSchedule:
     """The schedule of a diffusers scheduler config, zero-terminal-SNR rescaled where the config says so.
 
-    Everything is computed in float64 and after the rescaling, so that tables made from it (SNR, weights) agree.
+    Everything is computed in float64 and after the rescaling, so that what is made from it (SNR, weights) agrees.
     """
     alphas_cumprod = torch.cumprod(1.0 - betas_of(scheduler_config), dim=0)
     if scheduler_config.get("rescale_betas_zero_snr", False):
         alphas_cumprod = rescale_zero_terminal_snr(alphas_cumprod)
-    return NoiseSchedule(alphas_cumprod.float())
+    return DiscreteSchedule(alphas_cumprod.float())

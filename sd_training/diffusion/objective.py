@@ -1,59 +1,177 @@
-"""The training objective, written once: noise schedule × prediction type × timestep density × loss weighting."""
+"""The training objective, written once: noise schedule × prediction type × timestep density × loss weighting × loss.
 
-from dataclasses import dataclass
+Every random number comes with the batch, drawn per sample by the loader, so all of this is a pure function.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from sd_training.diffusion.loss_weighting import min_snr_weights
+from sd_training.config.objective_schema import ObjectiveConfig, PredictionType, ShiftConfig, TimestepDensityConfig
+from sd_training.diffusion import timestep_density as density
+from sd_training.diffusion.loss import huber_delta, pseudo_huber
+from sd_training.diffusion.loss_weighting import loss_weights
 from sd_training.diffusion.noise_schedule import NoiseSchedule
-from sd_training.diffusion.prediction import PredictionType, noised, target_of
-from sd_training.diffusion.timestep_density import uniform_timesteps
-from sd_training.types import NoisedBatch
+from sd_training.diffusion.prediction import input_scale, noised, target_of
+from sd_training.types import Draws, NoisedBatch
+
+Density = Callable[[Tensor], Tensor]
+"""Uniform draws [B] → time [B]."""
+Shift = Callable[[int], float]
+"""Image tokens → a of the timestep shift."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What a denoiser is trained on."""
+    """What a denoiser is trained on.
+
+    Made by `make_objective`, or field by field.
+    """
 
     schedule: NoiseSchedule
-    """ᾱ of every timestep."""
     prediction_type: PredictionType
-    """What the denoiser answers."""
-    weights: Tensor
-    """[T] float32 weight of the squared error at each timestep."""
-
-    @staticmethod
-    def make(schedule: NoiseSchedule, prediction_type: PredictionType, snr_gamma: float | None) -> "Objective":
-        """Compose the pieces; `snr_gamma` null weighs every timestep 1."""
-        if snr_gamma is None:
-            weights = torch.ones_like(schedule.alphas_cumprod)
-        else:
-            weights = min_snr_weights(schedule.snr, snr_gamma, prediction_type)
-        return Objective(schedule, prediction_type, weights)
+    config: ObjectiveConfig
+    """Density, weighting, loss and noise, with nothing left to a preset."""
+    sigma_data: float = 1.0
+    """Standard deviation of the latents; EDM reads it."""
+    shift: Shift | None = None
+    """Of flow models."""
+    latents_per_token: int = 1
+    """Latent cells in one image token of the denoiser, for `shift`."""
+    beta_quantiles: Tensor | None = None
 
     def to(self, device: torch.device) -> "Objective":
         """The same objective with its tables on `device`."""
-        return Objective(self.schedule.to(device), self.prediction_type, self.weights.to(device))
+        quantiles = None if self.beta_quantiles is None else self.beta_quantiles.to(device)
+        return replace(self, schedule=self.schedule.to(device), beta_quantiles=quantiles)
 
-    def draw(self, latents: Tensor, noise: Tensor, timestep_draw: Tensor) -> NoisedBatch:
+    def draw(self, latents: Tensor, draws: Draws, step: int = 0) -> NoisedBatch:
         """One training example per sample.
 
         Args:
             latents: [B, C, h, w] scaled latents x_0.
-            noise: [B, C, h, w] standard normal ε.
-            timestep_draw: [B] uniform in [0, 1).
+            draws: the batch's random numbers.
+            step: optimizer steps completed, for what decays.
         """
-        timesteps = uniform_timesteps(timestep_draw, self.schedule.num_timesteps)
-        levels = self.schedule.signal_and_noise_level(timesteps, like=latents)
+        levels = self.schedule.levels(self.times(draws.timestep_draw, latents[0, 0].numel()))
+        signal, sigma = (_like(level, latents) for level in (levels.signal, levels.noise))
+        noise = self._offset(draws, sigma)
+        noisy = noised(latents, self._perturbed(noise, draws, step), signal, sigma)
         return NoisedBatch(
-            noised_latents=noised(latents, noise, *levels),
-            timesteps=timesteps,
-            target=target_of(self.prediction_type, latents, noise, *levels),
-            weight=self.weights[timesteps],
+            noised_latents=noisy * input_scale(self.prediction_type, sigma, self.sigma_data),
+            timesteps=levels.model_time,
+            target=target_of(self.prediction_type, latents, noise, signal, sigma, self.sigma_data),
+            weight=loss_weights(
+                self.config.loss_weighting, self.prediction_type, levels.signal, levels.noise, self.sigma_data
+            ),
+            signal=levels.signal,
+            sigma=levels.noise,
         )
 
-    def loss(self, prediction: Tensor, batch: NoisedBatch) -> Tensor:
-        """[B] weighted mean squared error of each sample, in float32 (Ho et al. 2020, eq. 14)."""
-        error = (prediction.float() - batch.target.float()).square().flatten(1).mean(dim=1)
-        return batch.weight * error
+    def times(self, draw: Tensor, num_latents: int) -> Tensor:
+        """[B] times from uniform draws [B] in [0, 1), for pictures of `num_latents` latent cells."""
+        config = self.config.timestep_density
+        time = self._density(config, draw)
+        if config.name != "log_normal":
+            time = config.low + (config.high - config.low) * time
+        if self.shift is not None:
+            time = density.shifted(time, self.shift(num_latents // self.latents_per_token))
+        return time
+
+    def _density(self, config: TimestepDensityConfig, draw: Tensor) -> Tensor:
+        mean, std = config.mean or 0.0, config.std or 1.0
+        match config.name:
+            case "logit_normal":
+                return density.logit_normal(draw, mean, std)
+            case "log_normal":
+                return density.log_normal(draw, mean, std)
+            case "mode":
+                return density.mode(draw, config.mode_scale)
+            case "cosmap":
+                return density.cosmap(draw)
+            case "beta":
+                assert self.beta_quantiles is not None, "make_objective makes them"
+                return density.from_quantiles(draw, self.beta_quantiles)
+            case _:
+                return density.biased(draw, *bias_range(config), config.bias_multiplier)
+
+    def _offset(self, draws: Draws, sigma: Tensor) -> Tensor:
+        """ε + s·η (Guttenberg 2023), η of one number per channel."""
+        strength = self.config.offset_noise or 0.0
+        if not strength:
+            return draws.noise
+        scale = strength * sigma if self.config.offset_noise_by_level else strength
+        return draws.noise + scale * draws.offset_noise[:, :, None, None]
+
+    def _perturbed(self, noise: Tensor, draws: Draws, step: int) -> Tensor:
+        """ε + γξ (Ning et al. 2023, arXiv:2301.11706)."""
+        gamma, last = self.config.input_perturbation, self.config.input_perturbation_steps
+        if last is not None:
+            gamma *= max(0.0, 1.0 - step / last)
+        return noise + gamma * draws.input_noise if gamma else noise
+
+    def loss(self, prediction: Tensor, batch: NoisedBatch, uncertainty: Tensor | None = None) -> Tensor:
+        """[B] weighted mean error of each sample, in float32 (Ho et al. 2020, arXiv:2006.11239, eq. 14).
+
+        Args:
+            prediction: [B, C, h, w] the denoiser's answer.
+            batch: what it was asked.
+            uncertainty: [B] u(σ) of `learned_uncertainty`: e / exp(u) + u (Karras et al. 2024, arXiv:2312.02696,
+                eq. 21).
+        """
+        error = prediction.float() - batch.target.float()
+        if self.config.loss.name == "huber":
+            delta = huber_delta(self.config.loss, batch.signal, batch.sigma, self._progress(batch))
+            error = pseudo_huber(error, _like(delta, error) if isinstance(delta, Tensor) else delta)
+        else:
+            error = error.square()
+        loss = batch.weight * error.flatten(1).mean(dim=1)
+        return loss if uncertainty is None else loss / uncertainty.exp() + uncertainty
+
+    def _progress(self, batch: NoisedBatch) -> Tensor:
+        """[B] noise level in [0, 1]; of EDM, which has no end, σ / (1 + σ)."""
+        if self.prediction_type == "edm":
+            return batch.sigma / (1.0 + batch.sigma)
+        return batch.timesteps / self.schedule.num_timesteps
+
+
+def make_objective(
+    config: ObjectiveConfig, schedule: NoiseSchedule, prediction_type: PredictionType, **facts: object
+) -> Objective:
+    """The objective of a config whose preset is filled in.
+
+    Args:
+        facts: further fields of `Objective`.
+    """
+    own = config.timestep_density
+    quantiles = density.beta_quantiles(own.alpha, own.beta) if own.name == "beta" else None
+    return Objective(schedule, prediction_type, config, beta_quantiles=quantiles, **facts)  # type: ignore[arg-type]
+
+
+def shift_of(config: ShiftConfig, static: float) -> Shift | None:
+    """The timestep shift; `static` is the training noise scheduler's."""
+    if config.mode == "tokens":
+        tokens = (config.base_tokens, config.max_tokens, config.base_shift, config.max_shift)
+        return lambda num_tokens: density.shift_for_tokens(num_tokens, *tokens)
+    factor = static if config.mode == "scheduler" else config.value
+    return None if factor == 1.0 else lambda _: factor
+
+
+def bias_range(config: TimestepDensityConfig) -> tuple[float, float]:
+    """The part of the noise levels that `bias` means."""
+    match config.bias:
+        case "later":
+            return 1.0 - config.bias_portion, 1.0
+        case "earlier":
+            return 0.0, config.bias_portion
+        case "range":
+            return config.bias_range[0], config.bias_range[1]
+        case _:
+            return 0.0, 1.0
+
+
+def _like(value: Tensor, samples: Tensor) -> Tensor:
+    """[B] → [B, 1, 1, 1]."""
+    return value.view(-1, *[1] * (samples.dim() - 1))

@@ -1,31 +1,52 @@
-"""What the denoiser is asked to answer, given x_t = √ᾱ x_0 + √(1 - ᾱ) ε. Shapes: every tensor [B, C, h, w] or
-broadcastable to it."""
-
-from typing import Literal
+"""What the denoiser is asked to answer, given x_t = α x_0 + σ ε. Shapes: every tensor [B, C, h, w] or broadcastable to
+it; `sigma_data` is the standard deviation of x_0, which EDM alone reads."""
 
 from torch import Tensor
 
-PredictionType = Literal["epsilon", "v_prediction"]
+from sd_training.config.objective_schema import PredictionType
 
 
-def noised(latents: Tensor, noise: Tensor, signal_level: Tensor, noise_level: Tensor) -> Tensor:
-    """x_t = √ᾱ x_0 + √(1 - ᾱ) ε (Ho et al. 2020, arXiv:2006.11239, eq. 4)."""
-    return signal_level * latents + noise_level * noise
+def noised(latents: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
+    """x_t = α x_0 + σ ε (Ho et al. 2020, arXiv:2006.11239, eq. 4)."""
+    return signal * latents + sigma * noise
 
 
-def velocity(latents: Tensor, noise: Tensor, signal_level: Tensor, noise_level: Tensor) -> Tensor:
-    """v = √ᾱ ε - √(1 - ᾱ) x_0 (Salimans & Ho 2022, arXiv:2202.00512, section 4)."""
-    return signal_level * noise - noise_level * latents
+def velocity(latents: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
+    """v = α ε - σ x_0 (Salimans & Ho 2022, arXiv:2202.00512, section 4)."""
+    return signal * noise - sigma * latents
+
+
+def flow_velocity(latents: Tensor, noise: Tensor) -> Tensor:
+    """dx_t/dσ = ε - x_0 of the straight path (Liu et al. 2022, arXiv:2209.03003, eq. 1; from data to noise)."""
+    return noise - latents
+
+
+def preconditioned_target(latents: Tensor, noisy: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
+    """(x_0 - c_skip x_t) / c_out, what F answers (Karras et al. 2022, arXiv:2206.00364, eq. 7 and table 1)."""
+    variance = sigma.square() + sigma_data**2
+    skip, out = sigma_data**2 / variance, sigma * sigma_data / variance.sqrt()
+    return (latents - skip * noisy) / out
+
+
+def input_scale(prediction_type: PredictionType, sigma: Tensor, sigma_data: float) -> Tensor | float:
+    """c_in, what x_t is multiplied by before the denoiser sees it: 1 / √(σ² + σ_data²) for EDM (table 1)."""
+    return (sigma.square() + sigma_data**2).rsqrt() if prediction_type == "edm" else 1.0
 
 
 def target_of(
-    prediction_type: PredictionType, latents: Tensor, noise: Tensor, signal_level: Tensor, noise_level: Tensor
+    prediction_type: PredictionType, latents: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor, sigma_data: float
 ) -> Tensor:
     """The right answer of the denoiser for `prediction_type`."""
     match prediction_type:
         case "epsilon":
             return noise
         case "v_prediction":
-            return velocity(latents, noise, signal_level, noise_level)
+            return velocity(latents, noise, signal, sigma)
+        case "sample":
+            return latents
+        case "flow_prediction":
+            return flow_velocity(latents, noise)
+        case "edm":
+            return preconditioned_target(latents, noised(latents, noise, signal, sigma), sigma, sigma_data)
         case _:
-            raise ValueError(f"prediction_type {prediction_type!r} is not one of epsilon, v_prediction")
+            raise ValueError(f"prediction_type {prediction_type!r} is not known")

@@ -59,14 +59,22 @@ def without_progress_bars() -> Iterator[None]:
 def _pipeline_differences(pipeline: Any, folder: Path) -> Iterator[str]:
     parts = {name: part for name, part in pipeline.components.items() if part is not None}
     modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    left_out = {name: None for name, part in pipeline.components.items() if part is None}
     # Parts that are handed over are not loaded again, so this reads model_index.json, schedulers and tokenizers only.
-    reloaded = type(pipeline).from_pretrained(folder, low_cpu_mem_usage=False, **modules, **_OFFLINE)
+    reloaded = type(pipeline).from_pretrained(folder, low_cpu_mem_usage=False, **modules, **left_out, **_OFFLINE)
     yield from _index_differences(modules, folder)
     for name, part in parts.items():
         if name in modules:
             yield from _module_differences(name, part, folder / name)
         else:
             yield from _small_part_differences(name, part, getattr(reloaded, name))
+    own = set(parts)
+    yield from _setting_differences("pipeline", _without(pipeline.config, own), _without(reloaded.config, own))
+
+
+def _without(config: Any, names: set[str]) -> dict[str, Any]:
+    """A pipeline's own settings: its config also lists its parts."""
+    return {key: value for key, value in dict(config).items() if key not in names}
 
 
 def _index_differences(modules: dict[str, nn.Module], folder: Path) -> Iterator[str]:

@@ -50,9 +50,20 @@ def draw_images(
                 height=height,
                 width=width,
                 num_inference_steps=num_inference_steps,
-                guidance_scale=guidance_scale,
+                **_guidance(pipeline, guidance_scale),
             )
         yield from result.images
+
+
+def _guidance(pipeline: Any, scale: float) -> dict[str, Any]:
+    """Classifier-free guidance, and the sizes that were asked for, in the words of the pipeline."""
+    match type(pipeline).__name__:
+        case "FluxPipeline" if not pipeline.transformer.config.guidance_embeds:
+            return {"true_cfg_scale": scale, "negative_prompt": "" if scale > 1 else None}
+        case "PixArtSigmaPipeline":
+            return {"guidance_scale": scale, "use_resolution_binning": False, "clean_caption": False}
+        case _:  # of a guidance-distilled FLUX this is the guidance that the transformer is told
+            return {"guidance_scale": scale}
 
 
 @contextmanager

@@ -11,9 +11,10 @@ import torch
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from safetensors import SafetensorError, safe_open
 
+import sd_training.models.mmdit_pipeline  # noqa: F401 - makes its class known to diffusers
 from sd_training.errors import DataError
 
-_LIBRARIES = ("diffusers", "transformers", "stable_diffusion")
+_LIBRARIES = ("diffusers", "transformers", "stable_diffusion", "sd_training.models.mmdit_rope")
 """Where parts may come from; "stable_diffusion" is diffusers' own module of the safety checker."""
 _PROBES = 64
 _PROBE_BYTES = 4096
@@ -94,7 +95,10 @@ def load_pipeline(folder: Path, dtype: torch.dtype | None = None) -> DiffusionPi
     """
     if problems := folder_problems(folder):
         raise DataError("\n".join(problems))
-    options: dict[str, Any] = {} if dtype is None else {"torch_dtype": dtype}
+    # diffusers wants to be told of parts that were left out, such as the T5 of Stable Diffusion 3.
+    options: dict[str, Any] = {name: None for name, entry in read_index(folder).items() if entry == [None, None]}
+    if dtype is not None:
+        options["torch_dtype"] = dtype
     if find_spec("accelerate") is None:
         options["low_cpu_mem_usage"] = False  # diffusers would ask for the package at every load
     try:
@@ -112,7 +116,7 @@ def fingerprint(folder: Path) -> str:
     Small files count whole, large ones by size and 64 probes spread over them: training moves every weight, so this
     finds any new export at a thousandth of the reading.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256((folder / "model_index.json").read_bytes())
     parts = part_names(read_index(folder))
     for path in sorted(p for part in parts for p in (folder / part).iterdir() if p.suffix in {".json", ".safetensors"}):
         size = path.stat().st_size

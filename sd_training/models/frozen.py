@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 
 import torch
-from diffusers import AutoencoderKL
-from torch import Tensor
-from transformers import CLIPTextModel
+from torch import Tensor, nn
 
-from sd_training.types import Conditioning
+from sd_training.models.family import Family
+from sd_training.types import Conditioning, PixelBatch
 
 AUTOCAST_DTYPE = {"fp32": None, "no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -20,21 +19,24 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 
 @dataclass
 class FrozenEncoders:
-    """Image and text encoder. Weights stay fp32 so that exports are exact; precision is autocast's."""
+    """Image and text encoders of a family. Weights stay fp32 so that exports are exact; precision is autocast's."""
 
-    vae: AutoencoderKL
-    text_encoder: CLIPTextModel
+    family: Family
     vae_precision: str = "fp32"
     text_encoder_precision: str = "fp32"
 
     def __post_init__(self) -> None:
-        for network in (self.vae, self.text_encoder):
+        for network in self.networks():
             network.requires_grad_(False).eval()
 
+    def networks(self) -> list[nn.Module]:
+        """All encoders."""
+        return [self.family.vae, *self.family.text_encoders().values()]
+
     def to(self, device: torch.device) -> "FrozenEncoders":
-        """Puts both encoders on `device`; they are no children of the trained module, so nothing else does."""
-        self.vae.to(device)
-        self.text_encoder.to(device)
+        """Puts the encoders on `device`; they are no children of the trained module, so nothing else does."""
+        for network in self.networks():
+            network.to(device)
         return self
 
     @torch.no_grad()
@@ -45,17 +47,14 @@ class FrozenEncoders:
             pixels: [B, 3, H, W] in [-1, 1].
             posterior_noise: [B, C, h, w] standard normal.
         """
+        vae = self.family.vae
         with autocast(pixels.device, self.vae_precision):
-            posterior = self.vae.encode(pixels).latent_dist
+            posterior = vae.encode(pixels).latent_dist
         latents = posterior.mean.float() + posterior.std.float() * posterior_noise
-        return (latents - (self.vae.config.shift_factor or 0.0)) * self.vae.config.scaling_factor
+        return (latents - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
     @torch.no_grad()
-    def encode_text(self, tokens: Tensor) -> Conditioning:
-        """Last hidden states [B, L, D] of the text encoder, as StableDiffusionPipeline uses them.
-
-        Args:
-            tokens: [B, L] int64.
-        """
-        with autocast(tokens.device, self.text_encoder_precision):
-            return Conditioning(text_states=self.text_encoder(tokens).last_hidden_state)
+    def encode_text(self, batch: PixelBatch) -> Conditioning:
+        """The conditioning of a batch, in the family's own way."""
+        with autocast(batch.pixels.device, self.text_encoder_precision):
+            return self.family.encode(batch)

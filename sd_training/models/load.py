@@ -13,9 +13,9 @@ import diffusers
 import torch
 import transformers
 from torch import nn
-from transformers import CLIPTextConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sd_training.config.schema import ModelConfig, PartConfig
+from sd_training.config.model_schema import ModelConfig, PartConfig
 from sd_training.errors import ConfigError
 from sd_training.models.registry import check_params, class_of
 
@@ -86,11 +86,12 @@ def stable_seed(seed: int, purpose: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _construct(part: str, cls: type, params: Mapping[str, Any]) -> Any:
+def _construct(part: str, cls: Any, params: Mapping[str, Any]) -> Any:
     """`cls(**params)`; a transformers model is made from its config class."""
     if issubclass(cls, PreTrainedModel):
-        problems = check_params(part, CLIPTextConfig, params)
-        make = lambda: cls(CLIPTextConfig(**params))  # noqa: E731
+        config_class: Any = cls.config_class
+        problems = check_params(part, config_class, params)
+        make = lambda: cls(config_class(**params))  # noqa: E731
     else:
         problems = check_params(part, cls, params)
         make = lambda: cls(**params)  # noqa: E731
@@ -116,7 +117,7 @@ def _on_meta(part: str, cls: Any, config: PartConfig) -> Any:
         if config.pretrained is None:
             return _construct(part, cls, config.params)
         if issubclass(cls, PreTrainedModel):
-            return cls(_from_pretrained(part, CLIPTextConfig, config))
+            return cls(_from_pretrained(part, cls.config_class, config))
         subfolder = subfolder_of(part, config)
         try:
             stored = cls.load_config(config.pretrained, **{"subfolder": subfolder} if subfolder else {})
@@ -125,17 +126,22 @@ def _on_meta(part: str, cls: Any, config: PartConfig) -> Any:
         return cls.from_config(stored)
 
 
-def load_network(model: ModelConfig, part: str, *, seed: int, meta: bool = False) -> Any:
+def load_network(model: ModelConfig, part: str, *, seed: int, meta: bool = False, default: str | None = None) -> Any:
     """A network in fp32, loaded or randomly initialised from `seed` and the part's name.
 
     Args:
         meta: make it without weights, for counting parameters.
+        default: its class, unless `target` names one; None is the part's usual one.
 
     Raises:
         ConfigError: naming the option, when it cannot be loaded or made.
     """
-    config = effective_part(model, part)
-    cls = class_of(part, config.target)
+    return make_network(part, effective_part(model, part), seed=seed, meta=meta, default=default)
+
+
+def make_network(part: str, config: PartConfig, *, seed: int, meta: bool = False, default: str | None = None) -> Any:
+    """As `load_network`, from the part's own settings."""
+    cls: Any = class_of(part, config.target or default)
     if meta:
         return _on_meta(part, cls, config)
     if config.pretrained is not None:
@@ -157,14 +163,18 @@ def _refuse_partial(part: str, config: PartConfig, missing: list[str]) -> None:
         )
 
 
-def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: ModelConfig, part: str, default: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer; always from files."""
-    config = effective_part(model, "tokenizer")
+    return make_tokenizer(part, effective_part(model, part), default)
+
+
+def make_tokenizer(part: str, config: PartConfig, default: str | None = None) -> PreTrainedTokenizerBase:
+    """As `load_tokenizer`, from the part's own settings."""
     if config.pretrained is None:
         raise ConfigError(
-            "model.tokenizer.pretrained: a folder or hub id is needed; a tokenizer cannot be made from params"
+            f"model.{part}.pretrained: a folder or hub id is needed; a tokenizer cannot be made from params"
         )
-    return _from_pretrained("tokenizer", class_of("tokenizer", config.target), config)
+    return _from_pretrained(part, class_of(part, config.target or default), config)
 
 
 def load_noise_scheduler(model: ModelConfig, part: str) -> Any:
@@ -191,17 +201,16 @@ def load_noise_scheduler(model: ModelConfig, part: str) -> Any:
     return cls.from_config(stored, **config.params)
 
 
-def load_weights(path: str, part: str, option: str) -> dict[str, torch.Tensor]:
+def load_weights(path: str, part: str, option: str, default: str | None = None) -> dict[str, torch.Tensor]:
     """Parameters by name of a stored part, fp32.
 
     Args:
         path: pipeline folder or hub id, or the part's own folder.
         option: the config option that named it, for errors.
+        default: the part's class; None is its usual one.
     """
-    chosen = PartConfig(pretrained=path)
-    model = ModelConfig(vae=chosen) if part == "vae" else ModelConfig(unet=chosen)
     try:
-        network: nn.Module = load_network(model, part, seed=0)
+        network: nn.Module = make_network(part, PartConfig(pretrained=path), seed=0, default=default)
     except ConfigError as error:
         raise ConfigError([p.replace(f"model.{part}.pretrained", option) for p in error.problems]) from error
     return {name: parameter.detach() for name, parameter in network.named_parameters()}

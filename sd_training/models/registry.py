@@ -9,24 +9,57 @@ import diffusers
 import transformers
 
 from sd_training.errors import ConfigError
+from sd_training.models.mmdit_rope import MMDiTRope
 
 _DIFFUSERS_SCHEDULERS = (
     "DDIMScheduler",
     "DDPMScheduler",
     "DPMSolverMultistepScheduler",
+    "EDMDPMSolverMultistepScheduler",
+    "EDMEulerScheduler",
     "EulerAncestralDiscreteScheduler",
     "EulerDiscreteScheduler",
+    "FlowMatchEulerDiscreteScheduler",
     "HeunDiscreteScheduler",
     "LMSDiscreteScheduler",
     "PNDMScheduler",
     "UniPCMultistepScheduler",
 )
+_TEXT_ENCODERS: Mapping[str, type] = {
+    name: getattr(transformers, name)
+    for name in (
+        "BertModel",
+        "CLIPTextModel",
+        "CLIPTextModelWithProjection",
+        "Gemma2Model",
+        "LlamaModel",
+        "ModernBertModel",
+        "Qwen2Model",
+        "T5EncoderModel",
+        "XLMRobertaModel",
+    )
+}
+_TOKENIZERS: Mapping[str, type] = {
+    name: getattr(transformers, name)
+    for name in ("AutoTokenizer", "CLIPTokenizer", "CLIPTokenizerFast", "T5Tokenizer", "T5TokenizerFast")
+}
+_TRANSFORMERS: Mapping[str, type] = {
+    "FluxTransformer2DModel": diffusers.FluxTransformer2DModel,
+    "MMDiTRope": MMDiTRope,
+    "PixArtTransformer2DModel": diffusers.PixArtTransformer2DModel,
+    "SD3Transformer2DModel": diffusers.SD3Transformer2DModel,
+}
 
 ALLOWED: Mapping[str, Mapping[str, type]] = {
     "vae": {"AutoencoderKL": diffusers.AutoencoderKL},
     "unet": {"UNet2DConditionModel": diffusers.UNet2DConditionModel},
-    "text_encoder": {"CLIPTextModel": transformers.CLIPTextModel},
-    "tokenizer": {"CLIPTokenizer": transformers.CLIPTokenizer, "CLIPTokenizerFast": transformers.CLIPTokenizerFast},
+    "transformer": _TRANSFORMERS,
+    "text_encoder": _TEXT_ENCODERS,
+    "text_encoder_2": _TEXT_ENCODERS,
+    "text_encoder_3": _TEXT_ENCODERS,
+    "tokenizer": _TOKENIZERS,
+    "tokenizer_2": _TOKENIZERS,
+    "tokenizer_3": _TOKENIZERS,
     "noise_scheduler_training": {name: getattr(diffusers, name) for name in _DIFFUSERS_SCHEDULERS},
     "noise_scheduler_inference": {name: getattr(diffusers, name) for name in _DIFFUSERS_SCHEDULERS},
 }
@@ -34,8 +67,13 @@ ALLOWED: Mapping[str, Mapping[str, type]] = {
 DEFAULT_TARGET: Mapping[str, str] = {
     "vae": "AutoencoderKL",
     "unet": "UNet2DConditionModel",
+    "transformer": "SD3Transformer2DModel",
     "text_encoder": "CLIPTextModel",
+    "text_encoder_2": "CLIPTextModelWithProjection",
+    "text_encoder_3": "T5EncoderModel",
     "tokenizer": "CLIPTokenizer",
+    "tokenizer_2": "CLIPTokenizer",
+    "tokenizer_3": "T5TokenizerFast",
     "noise_scheduler_training": "DDPMScheduler",
     "noise_scheduler_inference": "DDIMScheduler",
 }

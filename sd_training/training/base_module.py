@@ -15,6 +15,9 @@ from sd_training.optim.lr_schedules import LRSchedule
 from sd_training.optim.optimizers import make_optimizer
 from sd_training.types import PixelBatch
 
+PART = "denoiser"
+"""The trained network's name in `optimizer.rates_by_part`."""
+
 
 @dataclass(frozen=True)
 class Optimization:
@@ -27,6 +30,8 @@ class Optimization:
     """Optimizer step → factor of the peak."""
     fused: bool = True
     """Fused kernels; not with a gradient scaler (see `make_optimizer`)."""
+    seed: int = 0
+    """Of stochastic rounding."""
 
 
 class TrainedModule(pl.LightningModule):
@@ -69,9 +74,9 @@ class TrainedModule(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer over the network's trainable parameters; the learning rate is set before each step."""
         plan = self.optimization
-        parameters = [p for p in self.network.parameters() if p.requires_grad]
+        named = [(f"{PART}.{name}", p) for name, p in self.network.named_parameters() if p.requires_grad]
         fused = plan.fused and not self.has_gradient_scaler
-        return make_optimizer(plan.config, parameters, learning_rate=plan.learning_rate, fused=fused)
+        return make_optimizer(plan.config, named, learning_rate=plan.learning_rate, fused=fused, seed=plan.seed)
 
     @property
     def learning_rate(self) -> float:
@@ -81,13 +86,13 @@ class TrainedModule(pl.LightningModule):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """Set the learning rate: a pure function of the optimizer step, hence nothing to restore on resume."""
         for group in optimizer.param_groups:
-            group["lr"] = self.learning_rate
+            group["lr"] = self.learning_rate * group["lr_factor"]
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         """Clip once per optimizer step, and mark a non-finite gradient so that the optimizer skips the step.
 
         The gradient is already averaged over ranks, so every rank sees the same norm and decides alike. Fused AdamW
-        reads `found_inf` on the device; the host does not wait.
+        reads `found_inf` on the device; the host does not wait. With other optimizers it does (see `make_optimizer`).
         """
         max_norm = self.optimization.config.max_grad_norm
         gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
@@ -96,7 +101,7 @@ class TrainedModule(pl.LightningModule):
             torch.nn.utils.clip_grads_with_norm_(
                 [p for p in self.network.parameters() if p.grad is not None], max_norm, self.grad_norm
             )
-        if not self.has_gradient_scaler and self.optimization.fused:
+        if not self.has_gradient_scaler:
             self.was_step_skipped = (~torch.isfinite(self.grad_norm)).float()
             optimizer.found_inf = self.was_step_skipped
 

@@ -1,6 +1,5 @@
 """Latent diffusion: encode → objective → denoiser → loss, and nothing else."""
 
-from diffusers import UNet2DConditionModel
 from torch import Tensor
 
 from sd_training.diffusion.objective import Objective
@@ -10,24 +9,22 @@ from sd_training.types import PixelBatch
 
 
 class DiffusionModule(TrainedModule):
-    """Trains a UNet on the latents of frozen encoders.
+    """Trains the denoiser of a family on the latents and conditioning of frozen encoders.
 
     Args:
-        denoiser: the UNet.
-        encoders: frozen image and text encoder; deliberately not a child module.
+        encoders: frozen image and text encoders with their family; deliberately not a child module.
         objective: what the denoiser is asked to answer.
     """
 
     def __init__(
         self,
-        denoiser: UNet2DConditionModel,
         encoders: FrozenEncoders,
         objective: Objective,
         optimization: Optimization,
         *,
         has_gradient_scaler: bool = False,
     ) -> None:
-        super().__init__(denoiser, optimization, has_gradient_scaler=has_gradient_scaler)
+        super().__init__(encoders.family.denoiser, optimization, has_gradient_scaler=has_gradient_scaler)
         self.encoders = encoders
         self.objective = objective
 
@@ -39,9 +36,9 @@ class DiffusionModule(TrainedModule):
     def training_step(self, batch: PixelBatch, batch_index: int) -> Tensor:
         """Mean loss of a micro-batch (Rombach et al. 2022, arXiv:2112.10752, eq. 3)."""
         latents = self.encoders.encode_pixels(self._pixels(batch), batch.posterior_noise)
-        conditioning = self.encoders.encode_text(batch.tokens)
-        noised = self.objective.draw(latents, batch.noise, batch.timestep_draw)
-        prediction = self.network(noised.noised_latents, noised.timesteps, conditioning.text_states).sample
+        conditioning = self.encoders.encode_text(batch)
+        noised = self.objective.draw(latents, batch, step=self.trainer.global_step)
+        prediction = self.encoders.family.predict(self.network, noised, conditioning)
         loss = self.objective.loss(prediction, noised).mean()
         self.remember(loss=loss)
         return loss

@@ -79,12 +79,12 @@ def make_data(folder: Path, world: int, accumulation: int, workers: int, **optio
 
 def visits(batch: PixelBatch) -> dict[int, Seen]:
     """Position → what it gave."""
-    found = {}
+    found, tokens = {}, batch.tokens["text_encoder"]
     for i, position in enumerate(batch.positions.tolist()):
         digest = hashlib.sha256(batch.pixels[i].numpy().tobytes())
         for tensor in (batch.noise, batch.posterior_noise, batch.timestep_draw, batch.original_size):
             digest.update(tensor[i].numpy().tobytes())
-        sizes = (tuple(tensor[i].tolist()) for tensor in (batch.tokens, batch.crop_top_left, batch.target_size))
+        sizes = (tuple(tensor[i].tolist()) for tensor in (tokens, batch.crop_top_left, batch.target_size))
         found[position] = Seen(int(batch.sample_ids[i]), *sizes, digest.hexdigest())
     return found
 

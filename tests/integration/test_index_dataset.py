@@ -3,8 +3,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from scripts import index_dataset
+from sd_training.config.schema import Config
+from sd_training.errors import ConfigError
 from tests import makers
-from tests.integration.training import ROOT
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -12,26 +18,72 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
+def config_of(*arguments: object) -> Config:
+    return index_dataset.read_config(index_dataset.parse_arguments([str(argument) for argument in arguments]))
+
+
 def test_paths_and_a_page(tmp_path: Path) -> None:
     makers.caption_shards(tmp_path / "data", shards=2, per_shard=20)
     done = run(tmp_path / "data" / "000.tar", tmp_path / "data" / "001.tar", "--html", tmp_path / "report.html")
     assert done.returncode == 0, done.stderr
     assert "data: 40 samples in 2 shards" in done.stdout
-    assert "1,000,000 images = 31,250 steps" in done.stdout
+    assert "= 1 image per optimizer step; 1,000,000 images" in done.stdout
     assert "<svg" in (tmp_path / "report.html").read_text()
 
 
-def test_the_data_of_a_config(tmp_path: Path) -> None:
+def test_the_data_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     makers.caption_shards(tmp_path / "data")
     config = f"config={ROOT / 'configs' / 'finetune_config.yaml'}"
     options = [f"dataset.params.path={tmp_path / 'data'}", "experiment.num_examples_to_see=64"]
-    done = run(config, *options, "dataset.params.filters.pwatermark=<0.5")
-    assert done.returncode == 0, done.stderr
-    assert "filter pwatermark < 0.5:" in done.stdout
+    index_dataset.main([config, *options, "dataset.params.filters.pwatermark=<0.5"])
+    assert "filter pwatermark < 0.5:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["lang=en", "a.b=c", "😀", "${a}", "sp ace [1]", "x: y", "007"])
+def test_any_name_can_be_a_path(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    makers.caption_shards(tmp_path / name, shards=1)
+    monkeypatch.chdir(tmp_path)
+    for path in (name, tmp_path / name):
+        assert config_of(path).dataset.params.path == [str(path)]
+
+
+def test_a_few_samples_with_problems_have_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples = makers.caption_samples(6)
+    del samples[3]["txt"]
+    makers.write_shard(tmp_path / "${a}=😀" / "a.tar", samples)
+    index_dataset.main([str(tmp_path / "${a}=😀")])
+    text = capsys.readouterr().out
+    assert "data: 6 samples in 1 shards; 5 have all members" in text
+    assert "caption missing 1" in text
+
+
+def test_options_of_the_script_are_options_of_the_config() -> None:
+    config = config_of("--type", "Parquet", "--images", "5000", "dataset.params.path=x.parquet")
+    assert (config.dataset.type, config.experiment.num_examples_to_see) == ("Parquet", 5000)
+    assert config.dataset.params.path == "x.parquet"
+    assert config_of("x.csv", "--type", "Table").dataset.type == "Table"
+    assert config_of("x.tar").experiment.num_examples_to_see == 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a.tar", "--processes", "0"], "--processes: is 0"),
+        (["a.tar", "--processes", "-1"], "--processes: is -1"),
+        (["a.tar", "--images", "0"], "experiment.num_examples_to_see"),
+        (["a.tar", "--type", "Tar"], "dataset.type"),
+        (["a.tar", "--html", "nowhere/x.html"], "--html: 'nowhere/x.html'"),
+        (["a.tar", "--html", "/"], "--html: '/'"),
+        (["a.tar", "dataset.params.path=b"], "not both"),
+        (["--type", "Table", "dataset.type=Parquet", "dataset.params.path=x"], "--type: is dataset.type"),
+    ],
+)
+def test_mistakes_are_said_before_the_work(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of(*arguments)
 
 
 def test_mistakes_are_sentences(tmp_path: Path) -> None:
-    for arguments in ([tmp_path / "none.tar"], ["--type", "Tar", tmp_path], ["a.tar", "dataset.params.path=b"]):
-        done = run(*arguments)
-        assert done.returncode == 2
-        assert "error:" in done.stderr and "Traceback" not in done.stderr
+    done = run(tmp_path / "none.tar")
+    assert done.returncode == 2
+    assert "error:" in done.stderr and "Traceback" not in done.stderr

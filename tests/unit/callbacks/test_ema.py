@@ -13,11 +13,12 @@ from sd_training.training.base_module import Optimization, TrainedModule
 
 
 class TrainerFacts:
-    """The three facts of a trainer that the average asks for; a whole Lightning trainer adds nothing to this test."""
+    """The facts of a trainer that the average asks for; a whole Lightning trainer adds nothing to this test."""
 
     is_global_zero = True
     world_size = 1
     max_steps = 100
+    optimizers: tuple[torch.optim.Optimizer, ...] = (torch.optim.AdamW([nn.Parameter(torch.zeros(1))]),)
 
 
 def module_with(value: float) -> TrainedModule:

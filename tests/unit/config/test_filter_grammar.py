@@ -197,3 +197,23 @@ def test_does_not_import_torch() -> None:
     code = "import sys, sd_training.config.filter_grammar as g; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+LONG = 2**53 + 1
+
+
+@pytest.mark.parametrize(
+    ("written", "rule"),
+    [
+        (LONG, Comparison("id", "==", str(LONG))),
+        (f"!= {LONG}", Comparison("id", "!=", str(LONG))),
+        (f"in [-{LONG}, 5]", OneOf("id", (f"-{LONG}", 5.0))),
+        (f">= {LONG}", Comparison("id", ">=", float(LONG))),
+        (f"{LONG}..", Comparison("id", ">=", float(LONG))),
+        (2**53 - 1, Comparison("id", "==", float(2**53 - 1))),
+    ],
+)
+def test_long_integers_stay_apart_from_their_neighbours(written: object, rule: object) -> None:
+    assert parse_filters({"id": written}) == ([rule], [])
+    (again,), _ = parse_filters({"where": str(rule)})
+    assert again == rule

@@ -10,7 +10,9 @@ import torch
 from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.schema import DatasetConfig, DatasetParams
 from sd_training.data.byte_files import Access, open_bytes
+from sd_training.data.captions import Dropout, Tokenizer
 from sd_training.data.datamodule import TrainingData
+from sd_training.data.dataset import DrawSettings
 from sd_training.data.index import DatasetIndex, load_index
 from sd_training.data.tar_index import TarScan, scan_tar
 from sd_training.data.tar_source import TarSource
@@ -25,15 +27,15 @@ def training_data(path: Path | str | list[str], plan: BatchPlan | None = None, *
     params = {name: options.pop(name) for name in list(options) if name in _PARAMS and name != "workers"}
     params = {"resolution": 16, **params}
     where = path if isinstance(path, list) else str(path)
+    tokenizer = options.pop("tokenizer", makers.tiny_tokenizer())
+    drawn = {name: options.pop(name) for name in ("has_noise", "has_offset_noise", "is_stratified") if name in options}
+    dropout = options.pop("dropout", Dropout(options.pop("dropout_prob", 0.0)))
     settings: dict[str, Any] = {
         "dataset": DatasetConfig(type=options.pop("kind", "WebDataset"), params=DatasetParams(path=where, **params)),
         "plan": plan or BatchPlan(micro_batch=4, accumulation=1, processes=1, num_examples=32),
         "workers": 0,
-        "seed": 7,
-        "dropout_prob": 0.0,
-        "tokenizer": makers.tiny_tokenizer(),
-        "grid": LatentGrid(4, 2),
-        "draw_noise": True,
+        "tokenizers": {} if tokenizer is None else {"text_encoder": Tokenizer(tokenizer)},
+        "draws": DrawSettings(options.pop("seed", 7), LatentGrid(4, 2), dropout, **drawn),
         "run_dir": None,
     }
     return TrainingData(**{**settings, **options})
@@ -64,11 +66,22 @@ def stream(data: TrainingData, rank: int = 0, first_step: int = 0) -> list[Pixel
 def joined(batches: list[PixelBatch]) -> PixelBatch:
     """Micro-batches as one batch, in the order of positions."""
     order = torch.cat([batch.positions for batch in batches]).argsort()
+
+    def all_of(values: list[Any]) -> Any:
+        if isinstance(values[0], dict):
+            return {name: all_of([value[name] for value in values]) for name in values[0]}
+        return torch.cat(values)[order]
+
     names = [field.name for field in dataclasses.fields(PixelBatch)]
-    return PixelBatch(**{name: torch.cat([getattr(batch, name) for batch in batches])[order] for name in names})
+    return PixelBatch(**{name: all_of([getattr(batch, name) for batch in batches]) for name in names})
 
 
 def equal_bits(one: PixelBatch, other: PixelBatch) -> bool:
     """Whether every tensor of two batches is the same to the last bit."""
-    names = [field.name for field in dataclasses.fields(PixelBatch)]
-    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
+
+    def equal(a: Any, b: Any) -> bool:
+        if isinstance(a, dict):
+            return a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
+        return torch.equal(a, b)
+
+    return all(equal(getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(PixelBatch))

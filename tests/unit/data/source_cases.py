@@ -163,6 +163,10 @@ def open_folder(folder: Path) -> Source:
     return FolderSource([str(folder)])
 
 
+def open_huggingface(folder: Path) -> Source:
+    return HuggingFaceSource(sorted(map(str, folder.iterdir())), ACCESS)
+
+
 def open_tags(folder: Path) -> Source:
     rules = TagConfig(abs_min_score=-1, min_score=-1, aspect_range=[0.1, 10])
     return TagSource([str(folder)], ACCESS, tag_rules(rules))
@@ -188,15 +192,16 @@ def caption_in_tags(text: str) -> str:
     return tag
 
 
+_COLUMNS = ("score", "style", "caption")
 CASES = [
     Case("tar", write_tar, lambda folder: TarSource(expand_shards(str(folder), ACCESS), ACCESS)),
-    Case("parquet", write_parquet, open_parquet),
-    Case("csv", write_csv, open_table),
-    Case("tsv", write_tsv, open_table),
-    Case("jsonl", write_jsonl, open_table),
+    Case("parquet", write_parquet, open_parquet, _COLUMNS),
+    Case("csv", write_csv, open_table, _COLUMNS),
+    Case("tsv", write_tsv, open_table, _COLUMNS),
+    Case("jsonl", write_jsonl, open_table, _COLUMNS),
     Case("beside", write_beside, open_folder),
     Case("images_captions", write_images_and_captions, open_folder),
     Case("img_txt", write_img_and_txt, open_folder),
     Case("tags", write_tags, open_tags, ("score",), caption_in_tags),
-    Case("huggingface", write_huggingface, lambda f: HuggingFaceSource(sorted(map(str, f.iterdir())), ACCESS)),
+    Case("huggingface", write_huggingface, open_huggingface, _COLUMNS),
 ]

@@ -111,13 +111,27 @@ def test_a_chain_of_small_buckets() -> None:
     assert histogram(merged, table) == [((64, 80), 9), ((64, 320), 20)]
 
 
-def test_joining_enlarges_nothing_while_a_smaller_bucket_is_in_use() -> None:
+def test_joining_enlarges_nothing() -> None:
     table = BucketTable(((128, 128), (128, 160), (64, 96)), upscale=False)
     bucket_of = np.array([0] * 2 + [1] * 10 + [2] * 10, dtype=np.int32)
     assert merge_small(bucket_of, table, 8)[1] == [(0, 2, 2)]
     assert merge_small(bucket_of, BucketTable(table.sizes), 8)[1] == [(0, 1, 2)]
-    smallest = np.array([0] * 10 + [1] * 10 + [2] * 2, dtype=np.int32)
-    assert merge_small(smallest, table, 8)[1] == [(2, 1, 2)]  # there is nothing smaller
+
+
+def test_what_could_only_be_enlarged_is_left_out() -> None:
+    table = BucketTable(((128, 128), (128, 160), (64, 96)), upscale=False)
+    bucket_of = np.array([0] * 10 + [1] * 10 + [2] * 2, dtype=np.int32)
+    merged, merges = merge_small(bucket_of, table, 8)
+    assert merges == [(2, -1, 2)]
+    assert merged.tolist() == [0] * 10 + [1] * 10 + [-1] * 2
+
+
+def test_larger_buckets_fill_a_small_one_before_it_is_left_out() -> None:
+    table = BucketTable(((128, 128), (64, 64), (256, 64)), upscale=False)
+    bucket_of = np.array([0] * 6 + [1] * 5 + [2] * 20, dtype=np.int32)
+    merged, merges = merge_small(bucket_of, table, 8)
+    assert merges == [(0, 1, 6)]
+    assert histogram(merged, table) == [((64, 64), 11), ((256, 64), 20)]
 
 
 def test_each_bucket_can_ask_for_its_own_number() -> None:

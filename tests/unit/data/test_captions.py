@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from sd_training.data.captions import Tokenizer, class_name, drops
+from sd_training.data.captions import Dropout, Tokenizer, class_name, drops
 from sd_training.errors import ConfigError
 from tests import makers
 
@@ -30,10 +30,6 @@ def test_very_long_captions_are_cut_quickly() -> None:
     for caption in ("x" * 10_000, "word " * 2_000, "🙂" * 10_000):
         assert ours(caption).shape == (16,)
     assert time.perf_counter() - start < 5
-
-
-def test_without_a_tokenizer_there_are_no_tokens() -> None:
-    assert Tokenizer(None)("anything").shape == (0,)
 
 
 def test_travels_to_other_processes_after_use() -> None:
@@ -77,10 +73,6 @@ def test_counting_prints_no_warning() -> None:
         theirs.removeHandler(handler)
 
 
-def test_without_a_tokenizer_nothing_is_cut() -> None:
-    assert Tokenizer(None).encode_counted("word " * 1000).num_cut == 0
-
-
 def dropped(prob: float, joint: bool, visits: int = 4000) -> dict[str, np.ndarray]:
     rows = [drops(3, position, prob, ("clip", "t5"), joint) for position in range(visits)]
     return {name: np.array([row[name] for row in rows]) for name in ("clip", "t5")}
@@ -111,3 +103,26 @@ def test_dropout_never_and_always(joint: bool) -> None:
         assert drops(3, position, 0.0, ("clip", "t5"), joint) == {"clip": False, "t5": False}
         assert drops(3, position, 1.0, ("clip", "t5"), joint) == {"clip": True, "t5": True}
     assert drops(3, 0, 0.5, (), joint) == {}
+
+
+def test_joint_and_independent_dropout_add_up() -> None:
+    """P(all) = d + (1 - d) pⁿ, P(one encoder) = d + (1 - d) p; size and crop by themselves."""
+    rule, names = Dropout(text_prob=0.1, encoder_prob=0.4, size_prob=0.2, crop_prob=0.3), ["clip", "t5"]
+    rows = [rule.draw(5, position, names) for position in range(8000)]
+    share = {name: np.mean([row[name] for row in rows]) for name in (*names, "size", "crop")}
+    assert share == {
+        "clip": pytest.approx(0.46, abs=0.02),
+        "t5": pytest.approx(0.46, abs=0.02),
+        "size": pytest.approx(0.2, abs=0.02),
+        "crop": pytest.approx(0.3, abs=0.02),
+    }
+    assert np.mean([row["clip"] and row["t5"] for row in rows]) == pytest.approx(0.1 + 0.9 * 0.16, abs=0.02)
+    assert np.mean([row["size"] and row["crop"] for row in rows]) == pytest.approx(0.06, abs=0.01)
+
+
+def test_masks_say_which_tokens_fill_up() -> None:
+    ours = Tokenizer(makers.tiny_tokenizer(), length=8)
+    encoded = ours.encode_counted("a")
+    assert encoded.tokens.shape == encoded.mask.shape == (8,)
+    whole = makers.tiny_tokenizer()("a").input_ids
+    assert encoded.mask.tolist() == [True] * len(whole) + [False] * (8 - len(whole))

@@ -1,6 +1,7 @@
 import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -38,7 +39,7 @@ def reference(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> PixelBa
 
 def test_shapes_and_ranges(reference: PixelBatch) -> None:
     assert reference.pixels.shape == (80, 3, 16, 16) and reference.pixels.dtype == torch.uint8
-    assert reference.tokens.shape == (80, 16) and reference.tokens.dtype == torch.int64
+    assert reference.tokens["text_encoder"].shape == (80, 16) and reference.tokens["text_encoder"].dtype == torch.int64
     assert reference.noise.shape == reference.posterior_noise.shape == (80, 4, 8, 8)
     assert reference.noise.dtype == torch.float32
     assert not torch.equal(reference.noise, reference.posterior_noise)
@@ -79,8 +80,9 @@ def test_a_resumed_stream_is_the_rest_of_the_uninterrupted_one(
     assert len(batches) == 2 * (10 - first_step)
     rest = joined(batches)
     assert rest.positions.tolist() == list(range(8 * first_step, 80))
-    for name in ("pixels", "tokens", "noise", "posterior_noise", "timestep_draw", "sample_ids"):
-        assert torch.equal(getattr(rest, name), getattr(reference, name)[8 * first_step :]), name
+    whole = stream(training_data(shards, plan(accumulation=2), **AUGMENTED))
+    assert equal_bits(joined(whole), reference)
+    assert equal_bits(rest, joined(whole[2 * first_step :]))
 
 
 def test_other_seed_other_stream(shards: Path, reference: PixelBatch) -> None:
@@ -99,15 +101,17 @@ def test_global_random_state_is_neither_used_nor_moved(shards: Path, reference: 
 def test_conditioning_dropout_has_its_rate_and_the_empty_caption(tmp_path: Path) -> None:
     makers.caption_shards(tmp_path, shards=1)
     data = training_data(tmp_path, BatchPlan(10, 1, 1, 1000), dropout_prob=0.3)
-    dropped = (joined(stream(data)).tokens == torch.from_numpy(data.tokenizer(""))).all(dim=1)
+    tokens = joined(stream(data)).tokens["text_encoder"]
+    dropped = (tokens == torch.from_numpy(data.tokenizers["text_encoder"](""))).all(dim=1)
     assert 250 < int(dropped.sum()) < 350
 
 
 def test_without_dropout_tokens_are_the_captions(shards_dir: Path) -> None:
     data = training_data(shards_dir)
     batch = joined(stream(data))
-    for sample, tokens in zip(batch.sample_ids.tolist(), batch.tokens, strict=True):
-        assert torch.equal(tokens, torch.from_numpy(data.tokenizer(f"a {makers.COLOURS[sample % 3]} picture")))
+    for sample, tokens in zip(batch.sample_ids.tolist(), batch.tokens["text_encoder"], strict=True):
+        caption = f"a {makers.COLOURS[sample % 3]} picture"
+        assert torch.equal(tokens, torch.from_numpy(data.tokenizers["text_encoder"](caption)))
 
 
 def test_flips_and_crops_are_drawn(tmp_path: Path) -> None:
@@ -122,8 +126,8 @@ def test_flips_and_crops_are_drawn(tmp_path: Path) -> None:
 
 
 def test_autoencoder_training_needs_no_noise_and_no_tokenizer(shards_dir: Path) -> None:
-    batch = stream(training_data(shards_dir, draw_noise=False, tokenizer=None, dropout_prob=0.5))[0]
-    assert batch.noise.shape == (4, 0) and batch.tokens.shape == (4, 0)
+    batch = stream(training_data(shards_dir, has_noise=False, tokenizer=None, dropout_prob=0.5))[0]
+    assert batch.noise.shape == (4, 0) and batch.tokens == {}
     assert batch.posterior_noise.shape == (4, 4, 8, 8)
 
 
@@ -135,8 +139,8 @@ def test_classes_become_prompts_drawn_per_visit(tmp_path: Path) -> None:
         data = training_data(tmp_path, BatchPlan(2, 1, 1, 100), kind="ClassificationWebDataset", **{option: prompts})
         batch = joined(stream(data))
         drawn = {"zero": 0, "one": 0, "a one": 0}
-        for sample, tokens in zip(batch.sample_ids.tolist(), batch.tokens, strict=True):
-            (prompt,) = [p for p in drawn if torch.equal(tokens, torch.from_numpy(data.tokenizer(p)))]
+        for sample, tokens in zip(batch.sample_ids.tolist(), batch.tokens["text_encoder"], strict=True):
+            (prompt,) = [p for p in drawn if torch.equal(tokens, torch.from_numpy(data.tokenizers["text_encoder"](p)))]
             assert (prompt == "zero") == (sample == 0)
             drawn[prompt] += 1
         assert drawn["zero"] == 50 and 12 < drawn["one"] < 38
@@ -220,3 +224,15 @@ def test_captions_that_are_cut_are_counted(tmp_path: Path, caplog: pytest.LogCap
         list(loader)
     assert loader.num_truncated == 4
     assert "4 captions (25.0%) were longer than the 16 tokens" in caplog.text
+
+
+def test_stratified_draws_take_one_from_each_part(shards_dir: Path) -> None:
+    plan = BatchPlan(micro_batch=8, accumulation=1, processes=1, num_examples=80)
+    draws = [batch.timestep_draw.numpy() for batch in stream(training_data(shards_dir, plan, is_stratified=True))]
+    assert all(sorted((draw * 8).astype(int)) == list(range(8)) for draw in draws)
+    places = np.concatenate(draws) * 8 % 1
+    assert len({tuple((draw * 8).astype(int)) for draw in draws}) > 5  # another order every step
+    assert abs(places.mean() - 0.5) < 0.1 and places.std() == pytest.approx(12**-0.5, abs=0.06)
+    halves = training_data(shards_dir, BatchPlan(2, 2, 2, 80), is_stratified=True)
+    split = joined([batch for rank in (0, 1) for batch in stream(halves, rank)]).timestep_draw
+    assert np.array_equal(split.numpy(), np.concatenate(draws))

@@ -10,6 +10,7 @@ from sd_training.data.index import DatasetIndex, load_index
 from sd_training.data.problems import BadSample
 from sd_training.errors import ConfigError, DataError
 from tests import makers
+from tests.unit.data.locked_folder import locked
 
 IMAGE = makers.encode(makers.picture(0))
 
@@ -147,3 +148,17 @@ def test_files_that_change_later_make_bad_samples(root: Path) -> None:
     with pytest.raises(BadSample, match=r"image file missing: 2\.jpg"):
         reader.image(1)
     assert reader.caption(1) == "2.txt"
+
+
+def test_captions_that_are_not_utf8_are_bad_samples(root: Path) -> None:
+    add(root, "1.jpg")
+    (root / "1.txt").write_bytes("Kätzchen".encode("latin-1"))
+    with pytest.raises(BadSample, match="caption is not UTF-8"):
+        captions(root)
+
+
+def test_folders_that_cannot_be_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(root, "1.jpg")
+    locked(root / "locked", monkeypatch)
+    with pytest.raises(DataError, match=r"'.*/locked' cannot be read: Permission denied"):
+        index_of(root)

@@ -15,6 +15,7 @@ from sd_training.data.index import DatasetIndex, load_index
 from sd_training.data.problems import BadSample
 from sd_training.errors import ConfigError, DataError
 from tests import makers
+from tests.unit.data.locked_folder import locked
 from tests.unit.data.making import ACCESS
 
 datasets = pytest.importorskip("datasets")
@@ -151,7 +152,7 @@ def test_captions_and_metadata(tmp_path: Path) -> None:
     assert image_and_caption(index, 0)[1] == ["one", "two"] and image_and_caption(index, 2)[1] == ["three"]
     assert index.numbers("caption_length").tolist() == [3, -1, 5]
     assert named(index) == {("row 1", "caption is empty")}
-    assert index.fields == {"score", "is_good", "label", "more"}
+    assert index.fields == {"caption", "score", "is_good", "label", "more"}
     assert index.columns["number:score"].to_pylist() == [0.5, None, None]
     assert index.columns["number:label"].to_pylist() == [1, 0, 1]
     assert index.metadata_text("is_good", 1) == "false"
@@ -259,3 +260,13 @@ def test_a_caption_column_of_numbers_is_refused(tmp_path: Path) -> None:
     folder = write_arrow(tmp_path / "a", pa.table({"image": [b"x"], "text": [1]}))
     with pytest.raises(ConfigError, match=r"column .text. of .*data\.arrow is int64; it must hold texts"):
         index_of(folder)
+
+
+def test_a_folder_given_twice_counts_once(tmp_path: Path) -> None:
+    folder = write_arrow(tmp_path / "set", pa.table({"image": [IMAGES[0]], "caption": ["x"]}))
+    assert len(HuggingFaceSource([str(folder), f"{folder}/"], ACCESS).units()) == 1
+
+
+def test_a_folder_that_may_not_be_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match=r"'.*/set/state\.json' cannot be read: Permission denied"):
+        HuggingFaceSource([str(locked(tmp_path / "set", monkeypatch))], ACCESS).units()

@@ -168,6 +168,8 @@ def test_the_limit_of_the_run_counts_not_pillows(monkeypatch: pytest.MonkeyPatch
 def test_sizes_come_from_the_header() -> None:
     assert image_size(io.BytesIO(claimed_png(70_000, 3))) == (70_000, 3)
     assert image_size(io.BytesIO(encode(makers.picture(1), "JPEG")[:700])) == (40, 32)
+    assert image_size(io.BytesIO(claimed_png(20_000, 20_000))) == (20_000, 20_000)  # Pillow's own limit has no say
+    assert image_size(io.BytesIO(claimed_png(2**32 - 1, 3))) == (0, 0)
     assert image_size(io.BytesIO(b"no image")) == (0, 0)
 
 

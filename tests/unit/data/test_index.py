@@ -66,6 +66,21 @@ def test_fingerprint_moves_with_the_data_and_changes_with_it(shards: list[Path],
     assert tar_index(moved).fingerprint != first
 
 
+@pytest.mark.parametrize("member", ["txt", "json"])
+def test_fingerprint_sees_texts_of_equal_length(tmp_path: Path, member: str) -> None:
+    """Tar members are padded: another text of equal length leaves every size and offset as it was."""
+    samples = makers.caption_samples(4)
+    first = tar_index([makers.write_shard(tmp_path / "0.tar", samples)]).fingerprint
+    value = samples[2][member]
+    samples[2][member] = value.replace("blue", "BLUE") if member == "txt" else value.replace(b"u2", b"u9")
+    assert samples[2][member] != value
+    again = makers.write_shard(tmp_path / "again" / "0.tar", samples)
+    assert again.stat().st_size == (tmp_path / "0.tar").stat().st_size
+    index = tar_index([again])
+    assert index.fingerprint != first
+    assert not [name for name in index.columns.column_names if name.startswith("check:")]
+
+
 def test_a_damaged_index_file_is_built_again(shards: list[Path]) -> None:
     tar_index(shards)
     next(default_index_dir().glob("*.arrow")).unlink()
@@ -163,10 +178,20 @@ def test_reading_samples_does_not_import_pandas(shards: list[Path], tmp_path: Pa
     script = (
         "import pickle, sys; from sd_training.data.dataset import Visit;"
         f"samples = pickle.load(open({str(tmp_path / 'samples')!r}, 'rb'));"
-        "print(samples[Visit(0, 0, 3, 0)].sample_id, 'pandas' in sys.modules)"
+        "print(samples[Visit(0, 0, 3, 0, 0, 1)].sample_id, 'pandas' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["3", "False"]
+
+
+def test_what_killed_processes_left_is_removed(shards: list[Path]) -> None:
+    tar_index(shards)
+    old, young = (default_index_dir() / f"{name}.partial" for name in ("old", "young"))
+    for path in (old, young):
+        path.write_bytes(b"half")
+    os.utime(old, (1, 1))
+    tar_index(shards[:2])
+    assert not old.exists() and young.exists()
 
 
 def test_a_join_unused_for_long_is_removed(shards: list[Path], tmp_path: Path) -> None:

@@ -49,6 +49,13 @@ def test_what_is_not_kept_any_more_is_made_again_and_compared(tmp_path: Path, sh
         open_bytes(state, access(tmp_path))
 
 
+def test_a_program_that_does_not_exist_is_not_tried_again(tmp_path: Path) -> None:
+    command = f"pipe:echo run >> {tmp_path}/runs; no-such-program x"
+    with pytest.raises(DataError, match=r"exit status 127: .*no-such-program"):
+        file_state(command, access(tmp_path, num_retries=8))
+    assert (tmp_path / "runs").read_text() == "run\n"
+
+
 @pytest.mark.parametrize(
     ("command", "reason"),
     [

@@ -1,23 +1,102 @@
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sd_training.config.filter_grammar import parse_filters
-from sd_training.data.caption_choice import CaptionRules
+from sd_training.data.caption_choice import CAPTION, CaptionRules, fields_needed
 from sd_training.data.captions import Prompts
 from sd_training.data.selection import Selection, select
 from sd_training.errors import DataError
 from tests import makers
 from tests.unit.data.making import tar_index
 
+IMAGE = makers.encode(makers.picture(0))
+
+OWN = CaptionRules()
+
 
 def selected(
-    path: Path, filters: dict[str, str | int | float] | None = None, prompts: Prompts | None = None
+    path: Path,
+    filters: dict[str, str | int | float] | None = None,
+    prompts: Prompts | None = None,
+    captions: CaptionRules = OWN,
+    **options: Any,
 ) -> Selection:
     rules, problems = parse_filters(filters)
     assert not problems
-    index = tar_index(sorted(path.glob("*.tar")), sorted(set().union(*(rule.fields() for rule in rules))))
-    return select(index, rules, prompts, CaptionRules())
+    fields = set().union(fields_needed(captions), *(rule.fields() for rule in rules)) - {CAPTION}
+    index = tar_index(sorted(path.glob("*.tar")), sorted(fields))
+    return select(index, rules, prompts, captions, **options)
+
+
+def described(path: Path, *metadata: dict[str, Any], caption: str = "own") -> Path:
+    """One shard with a sample for each metadata."""
+    image = makers.encode(makers.picture(0))
+    makers.write_shard(
+        path / "a.tar",
+        [
+            {"__key__": f"{i}", "jpg": image, "txt": caption, "json": json.dumps(m).encode()}
+            for i, m in enumerate(metadata)
+        ],
+    )
+    return path
+
+
+def test_empty_fields_are_found_before_training(tmp_path: Path) -> None:
+    texts = ["long", "", " \n", [""], ["", " "], [], ["", "b"], "[]", 7, None, "[x]"]
+    folder = described(tmp_path, *({"long": text} for text in texts), {})
+    selection = selected(folder, captions=CaptionRules(fields={"long": 1}))
+    assert [([*texts, "missing"][i]) for i in selection.survivors] == ["long", ["", "b"], 7, "[x]"]
+    assert selection.problems.counts == {"caption missing": 8}
+    assert len(selected(folder, captions=CaptionRules(fields={"long": 1, CAPTION: 1})).survivors) == 12
+
+
+def test_an_empty_own_caption_counts_only_where_it_is_the_only_one(tmp_path: Path) -> None:
+    folder = described(tmp_path, {"long": "a"}, {}, caption="")
+    assert selected(folder).survivors.tolist() == [0, 1]
+    assert selected(folder, captions=CaptionRules(fields={"long": 1, CAPTION: 1})).survivors.tolist() == [0]
+
+
+def test_every_field_of_the_template_is_needed(tmp_path: Path) -> None:
+    folder = described(tmp_path, {"style": "oil"}, {"style": ""}, {}, {"style": 3})
+    selection = selected(folder, captions=CaptionRules(template="{caption}, {style}"))
+    assert selection.survivors.tolist() == [0, 3]
+    assert selection.problems.text() == f"caption template has no text 2 (first: {folder}/a.tar 1, style)"
+    del_caption = makers.caption_samples(1)[0] | {"json": b'{"style": "ink"}'}
+    del_caption.pop("txt")
+    makers.write_shard(folder / "b.tar", [del_caption])
+    assert selected(folder, captions=CaptionRules(template="{style}")).survivors.tolist() == [0, 3, 4]
+
+
+def test_class_prompts_in_a_template_too(tmp_path: Path) -> None:
+    samples = [{"__key__": f"{i}", "jpg": b"x", "cls": b"0", "json": b'{"style": "%s"}' % (b"a" * i)} for i in range(3)]
+    makers.write_shard(tmp_path / "a.tar", samples)
+    rules = CaptionRules(template="{caption}, {style}")
+    assert selected(tmp_path, prompts={"0": ["zero"]}, captions=rules).survivors.tolist() == [1, 2]
+
+
+def test_nobody_misses_captions_that_are_not_read(tmp_path: Path) -> None:
+    samples = makers.caption_samples(4)
+    del samples[2]["txt"]
+    makers.write_shard(tmp_path / "a.tar", samples)
+    selection = selected(tmp_path, captions_needed=False)
+    assert selection.survivors.tolist() == [0, 1, 2, 3]
+    assert not selection.problems.total()
+    assert len(selected(tmp_path, prompts={"0": ["zero"]}, captions_needed=False).survivors) == 4
+
+
+def test_images_of_too_many_pixels_are_left_out_and_named(tmp_path: Path) -> None:
+    samples = [*makers.caption_samples(3), *makers.caption_samples(2, first=3, width=80)]
+    makers.write_shard(tmp_path / "a.tar", samples)
+    selection = selected(tmp_path, max_pixels=40 * 32)
+    assert selection.survivors.tolist() == [0, 1, 2]
+    first = f"first: {tmp_path}/a.tar 000003, 80 × 32, at most 1280 are allowed"
+    assert selection.problems.text() == f"image has too many pixels 2 ({first})"
+    assert not selected(tmp_path, {"width": "<=40"}, max_pixels=40 * 32).problems.total()
+    with pytest.raises(DataError, match="too many pixels 5"):
+        selected(tmp_path, max_pixels=100)
 
 
 def test_filters_alone_and_together(shards_dir: Path) -> None:
@@ -50,7 +129,7 @@ def test_missing_captions_are_named(tmp_path: Path) -> None:
 def test_unknown_and_missing_classes_are_named(tmp_path: Path) -> None:
     classes = ["0", "1", "7", None, "x"]
     samples = [
-        {"__key__": f"{i}", "jpg": b"x"} | ({} if c is None else {"cls": c.encode()}) for i, c in enumerate(classes)
+        {"__key__": f"{i}", "jpg": IMAGE} | ({} if c is None else {"cls": c.encode()}) for i, c in enumerate(classes)
     ]
     makers.write_shard(tmp_path / "a.tar", samples)
     selection = selected(tmp_path, prompts={"0": ["zero"], "1": ["one"], "x": ["ex"]})

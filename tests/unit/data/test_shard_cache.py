@@ -235,3 +235,8 @@ def test_open_gets_a_deleted_file_again(tmp_path: Path) -> None:
 
     assert cache.open("key", writing(4), opener) == b"xxxx"
     assert len(tries) == 2
+
+
+def test_what_is_made_here_cannot_be_read_otherwise(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"does not fit .* raise dataset\.params\.remote\.cache_gib$"):
+        ShardCache(tmp_path, 10 * KIB).get("row group", writing(20_000))

@@ -6,6 +6,7 @@ from sd_training.data.byte_files import Access
 from sd_training.data.shards import expand_shards
 from sd_training.errors import ConfigError, DataError
 from tests.integration.http_files import web_files
+from tests.unit.data.locked_folder import locked
 
 
 @pytest.fixture
@@ -95,8 +96,14 @@ def test_pipes_are_refused_unless_allowed_and_never_run_here(tmp_path: Path) -> 
     entry = f"pipe:touch {tmp_path}/canary; echo s3://{{1..2}}"
     with pytest.raises(DataError, match=r"dataset\.params\.path.*dataset\.params\.allow_pipe=true"):
         expand_shards(entry, ACCESS)
-    assert expand_shards(entry, ACCESS, allow_pipe=True) == [entry]
+    commands = [entry.replace("{1..2}", number) for number in "12"]
+    assert expand_shards(entry, ACCESS, allow_pipe=True) == commands
     assert not (tmp_path / "canary").exists()
+
+
+def test_backslashes_of_a_command_are_the_shells() -> None:
+    entry = r"pipe:sed 's/\./,/' {a,b}\ c.tar"
+    assert expand_shards(entry, ACCESS, allow_pipe=True) == [rf"pipe:sed 's/\./,/' {name}\ c.tar" for name in "ab"]
 
 
 @pytest.mark.parametrize("path", ["ftp://host/a.tar", "simplecache::s3://bucket/a.tar"])
@@ -115,10 +122,43 @@ def test_remote_names_need_no_request() -> None:
 def test_web_folders_and_globs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with web_files() as web:
-        web.files = dict.fromkeys(["/d/b.tar", "/d/a.tar", "/d/n.txt"], b"")
-        assert expand_shards(f"{web.url}/d/", ACCESS) == [f"{web.url}/d/a.tar", f"{web.url}/d/b.tar"]
-        assert expand_shards(f"{web.url}/d/*.t*", ACCESS) == [f"{web.url}/d/{n}" for n in ("a.tar", "b.tar", "n.txt")]
+        web.files = dict.fromkeys(["/d/b.TAR", "/d/a.tar", "/d/n.txt", "/d/._a.tar"], b"")
+        assert expand_shards(f"{web.url}/d/", ACCESS) == [f"{web.url}/d/a.tar", f"{web.url}/d/b.TAR"]
+        assert expand_shards(f"{web.url}/d/[abn].*", ACCESS) == [
+            f"{web.url}/d/{n}" for n in ("a.tar", "b.TAR", "n.txt")
+        ]
         with pytest.raises(DataError, match="matches no file"):
             expand_shards(f"{web.url}/d/x*", ACCESS)
         with pytest.raises(DataError, match="does not exist"):
             expand_shards(f"{web.url}/e/", ACCESS)
+
+
+def test_a_folder_gives_no_hidden_files_and_any_case(folder: Path) -> None:
+    for name in ("._000.tar", "003.TAR"):
+        (folder / name).write_bytes(b"")
+    (folder / "gone.tar").symlink_to(folder / "nowhere")  # found missing when it is looked at, not left out
+    expected = ["000.tar", "001.tar", "002.tar", "003.TAR", "gone.tar"]
+    assert names(expand_shards(str(folder), ACCESS)) == expected
+
+
+@pytest.mark.parametrize("has_own", [True, False])
+def test_shards_in_folders_below_are_not_left_out(folder: Path, has_own: bool) -> None:
+    (folder / "below" / "part").mkdir(parents=True)
+    (folder / "below" / "part" / "1.tar").write_bytes(b"")
+    if has_own:
+        (folder / "below" / "0.tar").write_bytes(b"")
+    with pytest.raises(
+        DataError, match=r"below' has \*\.tar files in folders below it, such as '.*/part'; .*/\*/\*\.tar"
+    ):
+        expand_shards(f"{folder}/below", ACCESS)
+    assert names(expand_shards(f"{folder}/below/*/*.tar", ACCESS)) == ["1.tar"]
+
+
+@pytest.mark.parametrize("pattern", ["{}/locked", "{}/*/*.tar", "{}/loc*/x", "{}/locked/*"])
+def test_what_may_not_be_listed_is_an_error(folder: Path, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "open").mkdir()
+    (folder / "open" / "1.tar").write_bytes(b"")
+    locked(folder / "locked", monkeypatch)
+    with pytest.raises(DataError, match=r"dataset\.params\.path: '.*/locked.*' cannot be read: Permission denied"):
+        expand_shards(pattern.format(folder), ACCESS)
+    assert names(expand_shards(f"{folder}/*.tar", ACCESS)) == ["000.tar", "001.tar", "002.tar"]

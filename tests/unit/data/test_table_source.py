@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from sd_training.config.filter_grammar import parse_filters
 from sd_training.data.caption_choice import captions_in
 from sd_training.data.file_reader import checked_path, join
 from sd_training.data.file_samples import caption_of, length_of
+from sd_training.data.filters import evaluate
 from sd_training.data.index import DatasetIndex, load_index
 from sd_training.data.problems import BadSample
 from sd_training.data.table_source import TableSource
@@ -88,7 +91,7 @@ def test_json_lines(images: Path) -> None:
     table = write(images, "t.jsonl", *map(json.dumps, rows), '{"path": "4.jpg", ', '{"path": "5.jpg", "caption": "é"}')
     index = index_of(table, ["score", "tall", "new"])
     assert keys(index) == ["1.jpg", "2.jpg", "3.jpg", "5.jpg"]
-    assert index.fields == {"score", "tall", "new"}
+    assert index.fields == {"score", "tall", "new", "caption"}
     assert index.columns["number:score"].to_pylist() == [0.5, 7, None, None]
     assert index.metadata_text("tall", 0) == "true" and index.metadata_text("new", 2) == "field"
     reader = TableSource([str(table)], ACCESS).reader(index)
@@ -196,11 +199,47 @@ def test_files_that_change_later_make_bad_samples(images: Path) -> None:
     reader = TableSource([str(table)], ACCESS).reader(index)
     (images / "1.jpg").write_bytes(IMAGE + b"more")
     (images / "2.jpg").unlink()
-    with pytest.raises(BadSample, match=r"image file has changed since it was indexed: 1\.jpg"):
+    remedy = "touch the table that names it and start again to index it anew"
+    with pytest.raises(BadSample, match=rf"image file has changed since it was indexed: 1\.jpg; {remedy}"):
         reader.image(0)
     with pytest.raises(BadSample, match=r"image file missing: 2\.jpg"):
         reader.image(1)
     assert reader.image(2) == IMAGE
+    os.utime(table, (1, 1))
+    assert TableSource([str(table)], ACCESS).reader(index_of(table)).image(0) == IMAGE + b"more"
+
+
+def test_an_open_quote_takes_no_other_row_along(images: Path) -> None:
+    rows = ['1.jpg,"open,1', "2.jpg,fine,2", '3.jpg,"Hello" said,3', '4.jpg,"two', 'lines, ""a""",4', '5.jpg,"cut,5']
+    table = write(images, "t.csv", "path,caption,n", *rows)
+    index = index_of(table, ["n"])
+    assert keys(index) == ["2.jpg", "4.jpg"]
+    assert TableSource([], ACCESS).reader(index).caption(1) == 'two\nlines, "a"'
+    assert {key: reason.partition(":")[0] for key, reason in named(index)} == dict.fromkeys(
+        ["line 2", "line 4", "line 7"], "row is malformed"
+    )
+
+
+def test_every_second_quote_is_missing(images: Path) -> None:
+    """Reading again from the next line must not make this quadratic."""
+    rows = [f'{n % 5 + 1}.jpg,"{n} inch' for n in range(3_000)]
+    index = index_of(write(images, "t.csv", "path,caption", "1.jpg,fine", *rows))
+    assert (keys(index), index.problems.counts) == (["1.jpg"], {"row is malformed": 3_000})
+
+
+def test_two_columns_of_one_name_are_refused(images: Path) -> None:
+    with pytest.raises(DataError, match=r"t\.csv: has two columns named 'caption'"):
+        index_of(write(images, "t.csv", "path,caption,caption", "1.jpg,x,y"))
+    assert keys(index_of(write(images, "u.csv", ",path,caption,", "0,1.jpg,x,"))) == ["1.jpg"]
+
+
+def test_the_caption_column_can_be_filtered(images: Path) -> None:
+    index = index_of(
+        write(images, "t.csv", "path,words", "1.jpg,x", "2.jpg,", "3.jpg,y"), ["words"], caption_column="words"
+    )
+    for written, expected in {"not null": [0, 2], "y": [2], "null": [1]}.items():
+        rules, _ = parse_filters({"words": written})
+        assert np.flatnonzero(evaluate(rules[0], index.columns, 3)).tolist() == expected
 
 
 def test_more_rows_than_are_held_at_once(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,10 +252,10 @@ def test_more_rows_than_are_held_at_once(images: Path, monkeypatch: pytest.Monke
 
 
 def test_too_many_fields_are_named(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd_training.data.file_samples.MAX_FIELDS", 2)
+    monkeypatch.setattr("sd_training.data.file_samples.MAX_FIELDS", 3)
     row = json.dumps({"path": "1.jpg", "caption": "x", "a": 1, "b": 2, "c": 3})
     index = index_of(write(images, "t.jsonl", row))
-    assert index.fields == {"a", "b"} and named(index) == [("", "more than 2 metadata fields")]
+    assert index.fields == {"caption", "a", "b"} and named(index) == [("", "more than 3 metadata fields")]
 
 
 def test_open_files_do_not_add_up(images: Path) -> None:

@@ -207,7 +207,14 @@ def test_shuffling_is_drawn_at_every_visit() -> None:
 def test_every_nth_of_the_sorted_files() -> None:
     names = ["d/1", "a/2", "c/9", "b/0", "a/10"]
     assert considered(names, TagRules(consider_every_nth=2)) == ["a/10", "b/0", "d/1"]
-    assert considered(names, TagRules()) == sorted(names)
+    assert considered(names, TagRules()) == considered(names, TagRules(), 7) == sorted(names)
+
+
+def test_every_nth_goes_on_from_folder_to_folder() -> None:
+    names = [f"{n:02d}" for n in range(20)]
+    rules = TagRules(consider_every_nth=3)
+    for cut in range(20):
+        assert considered(names[:cut], rules) + considered(names[cut:], rules, cut) == names[::3]
 
 
 def test_a_limit_is_a_fixed_random_choice() -> None:

@@ -1,4 +1,6 @@
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from sd_training.data.tag_rules import tag_rules
 from sd_training.data.tag_source import TagSource
 from sd_training.errors import ConfigError, DataError
 from tests import makers
+from tests.unit.data.locked_folder import locked
 from tests.unit.data.making import ACCESS, joined, stream, training_data
 
 RULES: dict[str, Any] = {"abs_min_score": 10, "min_score": 20, "aspect_range": [0.5, 2.0]}
@@ -66,9 +69,70 @@ def test_what_takes_part_and_what_is_named(root: Path) -> None:
 
 def test_every_nth_of_the_whole_list(root: Path) -> None:
     rules = TagConfig(abs_min_score=0, min_score=0, aspect_range=[0.1, 9.0], consider_every_nth=2)
-    everything = ["a/1", "a/b/2", "a/b/c/3", "broken", "gone", "low", "told", "wide"]
-    expected = [f"metadata/{name}.json" for name in everything[::2] if name != "gone"]
-    assert sorted(keys(TagSource([str(root)], ACCESS, tag_rules(rules)))) == expected
+    everything = ["broken", "gone", "low", "told", "wide", "a/1", "a/b/2", "a/b/c/3"]
+    expected = [f"metadata/{name}.json" for name in everything[::2] if name != "broken"]
+    assert keys(TagSource([str(root)], ACCESS, tag_rules(rules))) == expected
+
+
+def test_every_nth_does_not_depend_on_what_was_indexed_before(tmp_path: Path) -> None:
+    rules = tag_rules(TagConfig(abs_min_score=0, min_score=0, aspect_range=[0.1, 9.0], consider_every_nth=2))
+    source = TagSource([str(tmp_path / "set")], ACCESS, rules)
+    for name in ("a/1", "a/2", "b/1", "b/2", "b/3"):
+        add(tmp_path / "set", name, ["cat"])
+    before = load_index(source, tmp_path / "old")
+    add(tmp_path / "set", "a/0", ["cat"])
+    found = [load_index(source, tmp_path / index) for index in ("old", "new")]
+    names = [[index.name(sample)[1] for sample in range(len(index))] for index in found]
+    assert names[0] == names[1] == [f"metadata/{name}.json" for name in ("a/0", "a/2", "b/2")]
+    assert len(before) == 3
+
+
+def test_many_folders_are_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(20):
+        add(tmp_path / "set", f"{number}/1", ["cat"])
+    listed: list[str] = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path=".": listed.append(path) or scandir(path))
+    source = TagSource([str(tmp_path / "set")], ACCESS, tag_rules(TagConfig(**RULES, consider_every_nth=2)))
+    load_index(source, tmp_path / "index")
+    assert 20 <= len(listed) <= 80
+
+
+def test_every_folder_must_have_metadata(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty" / "metadata").mkdir(parents=True)
+    for wrong in ("empty", "gone"):
+        with pytest.raises(DataError, match=rf"no \.json file below '.*{wrong}/metadata'"):
+            TagSource([str(root), f"{tmp_path}/{wrong}"], ACCESS, tag_rules(TagConfig())).units()
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked(root / "metadata" / "a" / "locked", monkeypatch)
+    with pytest.raises(DataError, match=r"'.*/a/locked' cannot be read: Permission denied"):
+        TagSource([str(root)], ACCESS, tag_rules(TagConfig())).units()
+
+
+def test_links_are_followed_and_hidden_files_left_out(root: Path, tmp_path: Path) -> None:
+    source = TagSource([str(root)], ACCESS, tag_rules(TagConfig(**RULES)))
+    before = keys(source)
+    (root / "metadata" / "._told.json").write_text("{")
+    (tmp_path / "disk").mkdir()
+    (root / "metadata" / "b").symlink_to(tmp_path / "disk")
+    (tmp_path / "disk" / "loop").symlink_to(root / "metadata")
+    shutil.copy(root / "metadata" / "told.json", tmp_path / "disk" / "linked.JSON")
+    assert keys(source) == [*before, "metadata/b/linked.JSON"]
+
+
+def test_a_folder_given_twice_counts_once(root: Path) -> None:
+    add(root / "inner", "1", ["cat"])
+    rules = tag_rules(TagConfig(**RULES))
+    once = keys(TagSource([str(root)], ACCESS, rules)) + keys(TagSource([f"{root}/inner"], ACCESS, rules))
+    assert keys(TagSource([str(root), f"{root}/", f"{root}/inner"], ACCESS, rules)) == once
+
+
+def test_a_byte_order_mark_is_no_damage(root: Path) -> None:
+    told = root / "metadata" / "told.json"
+    told.write_bytes(b"\xef\xbb\xbf" + told.read_bytes())
+    assert "metadata/told.json" in keys(TagSource([str(root)], ACCESS, tag_rules(TagConfig(**RULES))))
 
 
 def test_other_rules_index_anew_and_a_changed_file_is_seen(root: Path) -> None:
@@ -83,7 +147,8 @@ def test_captions_are_drawn_per_visit(root: Path) -> None:
     tags = TagConfig(**RULES, shuffle_tag_p=1.0, tag_separator=" ", score_tags=[40])
     data = training_data(root, BatchPlan(1, 1, 1, 40), kind="TagFolder", tags=tags)
     batch = joined(stream(data))
-    orders = {tuple(tokens.tolist()) for tokens, i in zip(batch.tokens, batch.sample_ids, strict=True) if i == 1}
+    pairs = zip(batch.tokens["text_encoder"].tolist(), batch.sample_ids, strict=True)
+    orders = {tuple(tokens) for tokens, i in pairs if i == 1}
     assert 2 < len(orders) <= 6  # of "cat", "sitting", "scr40"
 
 

@@ -8,7 +8,7 @@ from sd_training.data.index_columns import read_metadata
 from tests import makers
 from tests.unit.data.making import scanned
 
-GOOD = {"jpg": b"JPG", "txt": b"caption", "json": b'{"a": 1}'}
+GOOD = {"jpg": makers.encode(makers.picture(0)), "txt": b"caption", "json": b'{"a": 1}'}
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
@@ -64,6 +64,7 @@ def test_what_is_wrong_is_counted_and_named(tmp_path: Path) -> None:
     assert [sample.key for sample in scan.samples] == ["1", "7", "8"]
     assert scan.samples[0].spans["image"][1] == 1
     assert scan.problems.counts == {
+        "image size cannot be told": 3,
         "repeated member ignored": 1,
         "image missing": 1,
         "link, device or sparse member ignored": 2,
@@ -132,3 +133,79 @@ def test_metadata_scalars() -> None:
     for bad in ("", "[1]", "1", '"x"', "{", '{"a": 1}}'):
         with pytest.raises(ValueError):
             read_metadata(bad)
+
+
+def joined_shards(tmp_path: Path, between: bytes = b"") -> Path:
+    parts = [
+        makers.write_shard(tmp_path / f"{n}.tar", makers.caption_samples(3, first=3 * n)).read_bytes() for n in (0, 1)
+    ]
+    path = tmp_path / "both.tar"
+    path.write_bytes(between.join(parts))
+    return path
+
+
+@pytest.mark.parametrize("between", [b"", bytes(512), bytes(3 << 20)])
+def test_what_follows_an_end_mark_is_read_too(tmp_path: Path, between: bytes) -> None:
+    """`cat 0.tar 1.tar > both.tar`."""
+    path = joined_shards(tmp_path, between)
+    scan = scanned(path)
+    assert [sample.key for sample in scan.samples] == [f"{i:06d}" for i in range(6)]
+    assert scan.problems.total() == 0
+    offset, length = scan.samples[5].spans["caption"]
+    assert path.read_bytes()[offset : offset + length] == b"a blue picture"
+
+
+def test_what_follows_an_end_mark_and_is_no_tar_is_named(tmp_path: Path) -> None:
+    path = joined_shards(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"rubbish")
+    scan = scanned(path)
+    assert len(scan.samples) == 6
+    assert scan.problems.counts == {"shard goes on after its end mark": 1}
+    path.write_bytes(whole[: len(whole) // 2 + 700])  # cut in the second part
+    scan = scanned(path)
+    assert [sample.key for sample in scan.samples] == [f"{i:06d}" for i in range(3)]
+    assert scan.problems.total() > 0
+
+
+def test_damaged_image_headers_are_named(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", [("1.jpg", b"no image"), ("1.txt", b"words")])
+    assert scanned(path).problems.text() == f"image size cannot be told 1 (first: {path} 1)"
+
+
+def test_keys_with_dots_beside_good_ones_are_named(tmp_path: Path) -> None:
+    image = makers.encode(makers.picture(0))
+    names = ["1.jpg", "1.txt", "1.v2.jpg", "1.v2.txt", "2.0.jpg", "2.0.json", "3.jpg", "3.seg.png"]
+    path = write_tar(tmp_path / "a.tar", [(name, image if name.endswith("g") else b"{}") for name in names])
+    scan = scanned(path)
+    assert [sample.key for sample in scan.samples] == ["1", "3"]  # 3.seg.png is a picture of sample 3, not a sample
+    assert {(problem.key, problem.reason) for problem in scan.problems.named()} == {
+        ("1.v2.jpg", "image ignored: its extension is v2.jpg; keys have no dots"),
+        ("2.0.jpg", "image ignored: its extension is 0.jpg; keys have no dots"),
+    }
+
+
+def test_a_byte_order_mark_is_no_damage(tmp_path: Path) -> None:
+    image = makers.encode(makers.picture(0))
+    bom = b"\xef\xbb\xbf"
+    path = write_tar(tmp_path / "a.tar", [("1.jpg", image), ("1.json", bom + b'{"a": 1}'), ("1.cls", bom + b"3")])
+    scan = scanned(path)
+    assert (scan.samples[0].metadata, scan.samples[0].cls, scan.problems.total()) == ({"a": 1.0}, "3", 0)
+
+
+@pytest.mark.parametrize("second", [["1.jpg", "1.txt", "1.json"], ["1.json", "1.jpg"], ["1.json", "1.png"]])
+def test_a_sample_whose_key_was_there_gives_nothing_to_the_first(tmp_path: Path, second: list[str]) -> None:
+    names = ["1.jpg", "1.txt", "2.jpg", "2.txt", *second]
+    image = makers.encode(makers.picture(0))
+    path = write_tar(tmp_path / "a.tar", [(name, image if name.endswith("g") else b"{}") for name in names])
+    scan = scanned(path)
+    assert [sorted(sample.spans) for sample in scan.samples] == [["caption", "image"]] * 2
+    assert scan.problems.counts == {"repeated member ignored": len(second)}
+
+
+def test_a_second_image_of_a_sample_takes_nothing_from_it(tmp_path: Path) -> None:
+    image = makers.encode(makers.picture(0))
+    path = write_tar(tmp_path / "a.tar", [("1.jpg", image), ("1.png", image), ("1.txt", b"words")])
+    scan = scanned(path)
+    assert sorted(scan.samples[0].spans) == ["caption", "image"]
+    assert scan.problems.counts == {"repeated member ignored": 1}

@@ -1,15 +1,16 @@
 """The objective against float64 references written here from the papers' formulas."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from diffusers import DDPMScheduler
 
-from sd_training.diffusion.loss_weighting import min_snr_weights
-from sd_training.diffusion.noise_schedule import noise_schedule_of
-from sd_training.diffusion.objective import Objective
-from sd_training.diffusion.prediction import target_of
-from sd_training.diffusion.timestep_density import uniform_timesteps
+from sd_training.config.objective_presets import with_preset
+from sd_training.config.objective_schema import ObjectiveConfig
+from sd_training.diffusion.noise_schedule import discrete_schedule_of
+from sd_training.diffusion.objective import make_objective
 
 SD = {"num_train_timesteps": 1000, "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
@@ -31,7 +32,7 @@ def reference_alpha_bar(name: str, start: float, end: float, count: int) -> np.n
 @pytest.mark.parametrize("count", [10, 1000])
 def test_alpha_bar_agrees_with_float64_and_with_diffusers(name: str, count: int) -> None:
     config = {**SD, "beta_schedule": name, "num_train_timesteps": count}
-    ours = noise_schedule_of(config).alphas_cumprod
+    ours = discrete_schedule_of(config).alphas_cumprod
     np.testing.assert_allclose(ours.double(), reference_alpha_bar(name, 0.00085, 0.012, count), rtol=1e-6, atol=1e-8)
     theirs = DDPMScheduler(**config).alphas_cumprod
     # diffusers multiplies a thousand float32 factors; ours are float64 until the end.
@@ -39,21 +40,21 @@ def test_alpha_bar_agrees_with_float64_and_with_diffusers(name: str, count: int)
 
 
 def test_trained_betas_win() -> None:
-    schedule = noise_schedule_of({**SD, "trained_betas": [0.1, 0.2]})
+    schedule = discrete_schedule_of({**SD, "trained_betas": [0.1, 0.2]})
     torch.testing.assert_close(schedule.alphas_cumprod, torch.tensor([0.9, 0.72]))
 
 
 def test_unknown_beta_schedule_is_named() -> None:
     with pytest.raises(ValueError, match="'sigmoid' is not one of"):
-        noise_schedule_of({**SD, "beta_schedule": "sigmoid"})
+        discrete_schedule_of({**SD, "beta_schedule": "sigmoid"})
 
 
 def test_zero_terminal_snr_keeps_the_first_step_and_ends_in_pure_noise() -> None:
     plain = np.sqrt(reference_alpha_bar("scaled_linear", 0.00085, 0.012, 1000))
     rescaled = (plain - plain[-1]) * plain[0] / (plain[0] - plain[-1])
-    schedule = noise_schedule_of({**SD, "rescale_betas_zero_snr": True})
+    schedule = discrete_schedule_of({**SD, "rescale_betas_zero_snr": True})
     np.testing.assert_allclose(schedule.alphas_cumprod.double().sqrt(), rescaled, rtol=1e-5, atol=1e-7)
-    assert schedule.snr[-1] == 0.0
+    assert schedule.alphas_cumprod[-1] == 0.0
     assert schedule.alphas_cumprod[0] == pytest.approx(plain[0] ** 2, rel=1e-6)
 
 
@@ -62,7 +63,8 @@ def test_zero_terminal_snr_keeps_the_first_step_and_ends_in_pure_noise() -> None
 @pytest.mark.parametrize("gamma", [None, 1.0, 5.0])
 def test_loss_agrees_with_float64(prediction_type: str, zero_snr: bool, gamma: float | None) -> None:
     config = {**SD, "rescale_betas_zero_snr": zero_snr}
-    objective = Objective.make(noise_schedule_of(config), prediction_type, gamma)  # type: ignore[arg-type]
+    options = with_preset(ObjectiveConfig(snr_gamma=gamma))
+    objective = make_objective(options, discrete_schedule_of(config), prediction_type)  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
     x0, noise, answer = (rng.standard_normal((6, 2, 3, 3)) for _ in range(3))
     draw = np.array([0.0, 0.1, 0.5, 0.9, 0.9985, 0.9995])
@@ -87,41 +89,9 @@ def test_loss_agrees_with_float64(prediction_type: str, zero_snr: bool, gamma: f
     expected = weight * ((answer - target) ** 2).mean(axis=(1, 2, 3))
 
     tensors = [torch.tensor(a, dtype=torch.float32) for a in (x0, noise, draw)]
-    batch = objective.draw(*tensors)
+    draws = SimpleNamespace(noise=tensors[1], timestep_draw=tensors[2])
+    batch = objective.draw(tensors[0], draws)  # type: ignore[arg-type]
     assert batch.timesteps.tolist() == timesteps.tolist()
     np.testing.assert_allclose(batch.noised_latents, signal * x0 + level * noise, rtol=1e-4, atol=1e-5)
     loss = objective.loss(torch.tensor(answer, dtype=torch.float32), batch)
     np.testing.assert_allclose(loss, expected, rtol=2e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
-def test_min_snr_weights_are_finite_at_zero_snr(prediction_type: str) -> None:
-    snr = noise_schedule_of({**SD, "rescale_betas_zero_snr": True}).snr
-    weights = min_snr_weights(snr, 5.0, prediction_type)  # type: ignore[arg-type]
-    assert torch.isfinite(weights).all()
-    assert weights[-1] == (1.0 if prediction_type == "epsilon" else 0.0)
-
-
-def test_velocity_agrees_with_diffusers() -> None:
-    scheduler = DDPMScheduler(**SD)
-    x0, noise, t = torch.randn(3, 1, 2, 2), torch.randn(3, 1, 2, 2), torch.tensor([0, 500, 999])
-    levels = noise_schedule_of(SD).signal_and_noise_level(t, like=x0)
-    torch.testing.assert_close(
-        target_of("v_prediction", x0, noise, *levels), scheduler.get_velocity(x0, noise, t), rtol=1e-3, atol=1e-4
-    )
-
-
-def test_unknown_prediction_type_is_named() -> None:
-    with pytest.raises(ValueError, match="'sample' is not one of"):
-        target_of("sample", *[torch.zeros(1)] * 4)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'sample' is not one of"):
-        min_snr_weights(torch.ones(1), 5.0, "sample")  # type: ignore[arg-type]
-
-
-def test_timesteps_are_uniform_and_in_range() -> None:
-    draws = torch.arange(0, 1, 1 / 8000, dtype=torch.float32)
-    counts = torch.bincount(uniform_timesteps(draws, 1000), minlength=1000)
-    assert counts.shape == (1000,)
-    assert counts.min() >= 7
-    assert counts.max() <= 9
-    assert uniform_timesteps(torch.tensor([0.99999999]), 1000).item() == 999

@@ -1,10 +1,11 @@
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 
 from sd_training.errors import ConfigError
-from sd_training.export.samplers import SAMPLERS, make_sampler
+from sd_training.export.samplers import SAMPLERS, make_sampler, samplers_for
 from tests import makers
 
 
@@ -12,7 +13,7 @@ def config(**changes: Any) -> dict[str, Any]:
     return dict(makers.tiny_pipeline(**changes).scheduler.config)
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", samplers_for({}))
 def test_noise_schedule_and_prediction_type_carry_over(name: str) -> None:
     sampler = make_sampler(config(prediction_type="v_prediction"), name)
     assert type(sampler).__name__ == name
@@ -28,7 +29,35 @@ def test_a_sampler_that_would_drop_zero_snr_is_refused() -> None:
         make_sampler(zero_snr, "PNDMScheduler")
 
 
-@pytest.mark.parametrize("name", ["Euler", "FlowMatchEulerDiscreteScheduler", "os.system"])
+@pytest.mark.parametrize("name", ["Euler", "SchedulerMixin", "os.system"])
 def test_only_allowed_names(name: str) -> None:
     with pytest.raises(ConfigError, match="is not one of DDIMScheduler"):
         make_sampler(config(), name)
+
+
+FLOWS = {
+    "FlowMatchEulerDiscreteScheduler": {"shift": 3.0},
+    "UniPCMultistepScheduler": {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0},
+}
+
+
+@pytest.mark.parametrize("own", FLOWS)
+def test_samplers_of_flow_models_start_where_the_model_was_trained(own: str) -> None:
+    config = dict(getattr(diffusers, own)(**FLOWS[own]).config)
+    for name in samplers_for(config):
+        sampler = make_sampler(config, name)
+        sampler.set_timesteps(10)
+        # shift 3 of σ = ½ is ¾: half of the steps are spent above it.
+        assert sampler.sigmas[0] > 0.99 and 0.7 < float(sampler.sigmas[len(sampler.sigmas) // 2]) < 0.8, name
+
+
+def test_samplers_of_other_models_are_refused() -> None:
+    edm = dict(diffusers.EDMEulerScheduler(sigma_data=1.0).config)
+    assert make_sampler(edm, "EDMDPMSolverMultistepScheduler").config.sigma_data == 1.0
+    for config, name in ((edm, "DDIMScheduler"), ({"shift": 1.0}, "DDIMScheduler"), ({}, "EDMEulerScheduler")):
+        with pytest.raises(ConfigError, match=f"{name}: cannot follow this model; use one of"):
+            make_sampler(config, name)
+    by_tokens = {"shift": 1.0, "use_dynamic_shifting": True}
+    with pytest.raises(ConfigError, match="cannot follow this model's shift by tokens"):
+        make_sampler(by_tokens, "UniPCMultistepScheduler")
+    assert len(set(SAMPLERS)) == len(SAMPLERS)

@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from sd_training.config.schema import ModelConfig, ObjectiveConfig, PartConfig
+from sd_training.config.schema import ConditioningConfig, ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.errors import ConfigError
+from sd_training.models.families import load_family
+from sd_training.models.family import Family, downscale_factor, size_problems
 from sd_training.models.load import load_network, load_weights
-from sd_training.models.stable_diffusion import check_sizes, load_stable_diffusion
 from tests import makers
+
+
+def load_stable_diffusion(model: ModelConfig, objective: ObjectiveConfig, *, seed: int, meta: bool = False) -> Family:
+    return load_family(model, objective, ConditioningConfig(), seed=seed, meta=meta)
 
 
 def parts_from(folder: Path, **changes: PartConfig) -> ModelConfig:
@@ -28,7 +33,7 @@ def test_whole_pipeline_and_parts_give_the_same_weights(pipeline_dir: Path) -> N
     }
     parts = load_stable_diffusion(parts_from(pipeline_dir, **own), ObjectiveConfig(), seed=0)
     for name in ("unet", "vae", "text_encoder"):
-        for left, right in zip(getattr(whole, name).parameters(), getattr(parts, name).parameters(), strict=True):
+        for left, right in zip(whole.parts[name].parameters(), parts.parts[name].parameters(), strict=True):
             assert torch.equal(left, right)
     assert whole.vae.config.scaling_factor == 0.7
 
@@ -117,23 +122,25 @@ def test_parts_that_do_not_fit_are_named(change: dict[str, Any], message: str, p
 
 def test_resolution_that_does_not_fit_names_the_nearest(pipeline_dir: Path) -> None:
     vae = load_network(ModelConfig(pretrained=str(pipeline_dir)), "vae", seed=0)
-    assert check_sizes(vae, [(16, 16)]) == []
-    assert "dataset.params.resolution: 17 is not a multiple" in check_sizes(vae, [(17, 17)])[0]
-    assert "use 16 or 18" in check_sizes(vae, [(17, 17)])[0]
-    problems = check_sizes(vae, [(16, 17), (17, 16), (21, 16)])
+    factor = downscale_factor(vae)
+    assert size_problems(factor, [(16, 16)]) == []
+    assert "dataset.params.resolution: 17 is not a multiple" in size_problems(factor, [(17, 17)])[0]
+    assert "use 16 or 18" in size_problems(factor, [(17, 17)])[0]
+    assert "factor 2 × the denoiser's patch size 2; use 16 or 20" in size_problems(factor, [(18, 18)], 2)[0]
+    problems = size_problems(factor, [(16, 17), (17, 16), (21, 16)])
     assert [problem.partition(" is")[0] for problem in problems] == [f"dataset.params.buckets: {n}" for n in (17, 21)]
 
 
 def test_scheduler_settings_follow_the_objective(pipeline_dir: Path) -> None:
     model = ModelConfig(pretrained=str(pipeline_dir))
     plain = load_stable_diffusion(model, ObjectiveConfig(), seed=0)
-    assert plain.sampler.config.prediction_type == "epsilon"
+    assert plain.schedulers.sampler.config.prediction_type == "epsilon"
     objective = ObjectiveConfig(prediction_type="v_prediction", rescale_betas_zero_snr=True)
     parts = load_stable_diffusion(model, objective, seed=0)
-    assert parts.sampler.config.prediction_type == "v_prediction"
-    assert parts.sampler.config.rescale_betas_zero_snr
-    assert parts.sampler.config.timestep_spacing == "trailing"
-    assert parts.schedule_config["prediction_type"] == "v_prediction"
+    assert parts.schedulers.sampler.config.prediction_type == "v_prediction"
+    assert parts.schedulers.sampler.config.rescale_betas_zero_snr
+    assert parts.schedulers.sampler.config.timestep_spacing == "trailing"
+    assert parts.objective.prediction_type == "v_prediction"
 
 
 def test_zero_snr_needs_v_prediction(pipeline_dir: Path) -> None:
@@ -146,7 +153,7 @@ def test_zero_snr_needs_v_prediction(pipeline_dir: Path) -> None:
 def test_a_v_prediction_folder_trains_v(tmp_path: Path) -> None:
     folder = makers.save_tiny_pipeline(tmp_path / "v", prediction_type="v_prediction")
     parts = load_stable_diffusion(ModelConfig(pretrained=str(folder)), ObjectiveConfig(), seed=0)
-    assert parts.schedule_config["prediction_type"] == "v_prediction"
+    assert parts.objective.prediction_type == "v_prediction"
 
 
 def test_sampler_class_comes_from_the_folder_or_the_target(tmp_path: Path, pipeline_dir: Path) -> None:
@@ -154,8 +161,8 @@ def test_sampler_class_comes_from_the_folder_or_the_target(tmp_path: Path, pipel
     parts = load_stable_diffusion(
         parts_from(pipeline_dir, noise_scheduler_inference=inference), ObjectiveConfig(), seed=0
     )
-    assert type(parts.sampler).__name__ == "EulerDiscreteScheduler"
-    assert parts.sampler.config.beta_schedule == "scaled_linear"
+    assert type(parts.schedulers.sampler).__name__ == "EulerDiscreteScheduler"
+    assert parts.schedulers.sampler.config.beta_schedule == "scaled_linear"
     shutil.copytree(pipeline_dir, tmp_path / "p")
     config = tmp_path / "p" / "scheduler" / "scheduler_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"_class_name": "subprocess.Popen"}))

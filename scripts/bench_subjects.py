@@ -1,0 +1,92 @@
+"""What `bench_step.py` trains: networks of random weights, and batches in memory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel
+
+from sd_training.config.schema import ModelConfig, ObjectiveConfig, PartConfig
+from sd_training.diffusion.objective import Objective, make_objective
+from sd_training.models.frozen import FrozenEncoders
+from sd_training.models.schedulers import load_schedulers
+from sd_training.models.stable_diffusion import StableDiffusion
+from sd_training.types import PixelBatch
+
+SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "num_train_timesteps": 1000}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained: networks and batches."""
+
+    unet: nn.Module
+    encoders: FrozenEncoders
+    batches: list[PixelBatch]
+    precision: str
+    device: torch.device
+
+
+def plain_objective(subject: Subject) -> Objective:
+    """ε, every timestep alike."""
+    schedulers = subject.encoders.family.schedulers
+    objective = make_objective(schedulers.objective, schedulers.schedule, schedulers.prediction_type)
+    return objective.to(subject.device)
+
+
+def make_subject(model: str, batch: int, resolution: int, precision: str) -> Subject:
+    """Random networks of the quickstart's or Stable Diffusion 2's size, and four random batches."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    if model == "quickstart":
+        config = yaml.safe_load((Path(__file__).parents[1] / "configs" / "quickstart_unet.yaml").read_text())
+        unet = UNet2DConditionModel(**config["model"]["unet"]["params"])
+        text_width, tokens, levels = 32, 8, 2
+    else:
+        unet = UNet2DConditionModel(
+            sample_size=64, cross_attention_dim=1024, attention_head_dim=(5, 10, 20, 20), use_linear_projection=True
+        )
+        text_width, tokens, levels = 1024, 77, 4
+    vae = AutoencoderKL(
+        block_out_channels=(16,) * levels,
+        down_block_types=("DownEncoderBlock2D",) * levels,
+        up_block_types=("UpDecoderBlock2D",) * levels,
+        latent_channels=4,
+        norm_num_groups=8,
+    )
+    text_encoder = CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=100,
+            hidden_size=text_width,
+            intermediate_size=2 * text_width,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=tokens,
+        )
+    )
+    noise = ModelConfig(noise_scheduler_training=PartConfig(target="DDPMScheduler", params=SCHEDULE))
+    schedulers = load_schedulers(noise, ObjectiveConfig(), has_unet=True)
+    family = StableDiffusion({"unet": unet, "vae": vae, "text_encoder": text_encoder}, schedulers)
+    encoders = FrozenEncoders(family, "fp32" if precision == "no" else precision, precision).to(device)
+    side = resolution // 2 ** (levels - 1)
+    batches = [random_batch(batch, resolution, side, tokens) for _ in range(4)]
+    return Subject(unet.to(device), encoders, batches, precision, device)
+
+
+def random_batch(batch: int, resolution: int, side: int, tokens: int) -> PixelBatch:
+    """A batch as the loader delivers it."""
+    return PixelBatch(
+        pixels=torch.randint(0, 256, (batch, 3, resolution, resolution), dtype=torch.uint8),
+        tokens={"text_encoder": torch.randint(0, 100, (batch, tokens))},
+        token_masks={},
+        dropped={},
+        posterior_noise=torch.randn(batch, 4, side, side),
+        noise=torch.randn(batch, 4, side, side),
+        timestep_draw=torch.rand(batch),
+        **dict.fromkeys(("offset_noise", "input_noise"), torch.empty(batch, 0)),
+        **dict.fromkeys(("original_size", "crop_top_left", "target_size"), torch.zeros(batch, 2, dtype=torch.int64)),
+        **dict.fromkeys(("positions", "sample_ids"), torch.arange(batch)),
+    )

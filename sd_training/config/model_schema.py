@@ -1,0 +1,148 @@
+"""The options of the model: its family, its parts, and how the trained one is run."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic.dataclasses import dataclass
+
+from sd_training.config.value_types import SCHEMA, PositiveInt
+
+FamilyName = Literal["stable_diffusion", "sdxl", "sd3", "pixart", "flux", "mmdit_rope"]
+FAMILY_PARTS: Mapping[str, tuple[str, ...]] = {
+    "stable_diffusion": ("vae", "text_encoder", "tokenizer", "unet"),
+    "sdxl": ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "unet"),
+    "sd3": ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "transformer"),
+    "pixart": ("vae", "text_encoder", "tokenizer", "transformer"),
+    "flux": ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "transformer"),
+    "mmdit_rope": ("vae", "transformer"),
+}
+"""Parts that a family cannot do without."""
+OPTIONAL_PARTS: Mapping[str, tuple[str, ...]] = {"sd3": ("text_encoder_3", "tokenizer_3")}
+DENOISER_CLASSES: Mapping[str, FamilyName] = {
+    "SD3Transformer2DModel": "sd3",
+    "PixArtTransformer2DModel": "pixart",
+    "FluxTransformer2DModel": "flux",
+    "MMDiTRope": "mmdit_rope",
+}
+"""Class of `model.transformer.target` → family."""
+
+
+def _yaml_no(value: Any) -> Any:
+    """An unquoted `no` is false in YAML, and an empty value is null: both mean the word "no" here."""
+    return "no" if value is False or value is None else value
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class PartConfig:
+    """One part of the pipeline: loaded from `pretrained`, or made by `target` and `params` with random weights."""
+
+    pretrained: str | None = None
+    """Local diffusers folder or hub id: the pipeline's root, or the part's own folder."""
+    subfolder: str | None = None
+    """Folder of the part below `pretrained`; null looks for the part's usual name, then for the part itself."""
+    revision: str | None = None
+    """Hub branch, tag or commit; null is the hub's main."""
+    target: str | None = None
+    """Class name from the allow-list in `models/registry.py`, with or without the package in front."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of that class; for a pretrained noise scheduler they override its stored settings."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class TextEncoderEntry:
+    """One text encoder of `mmdit_rope`: any encoder or decoder of transformers."""
+
+    pretrained: str | None = None
+    """Folder or hub id of the encoder with its tokenizer."""
+    subfolder: str | None = None
+    """Folder of the encoder below `pretrained`."""
+    revision: str | None = None
+    """Hub branch, tag or commit."""
+    target: str | None = None
+    """Class name from the allow-list in `models/registry.py`."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of that class, for random weights."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer; null: as `pretrained`."""
+    layer: int | None = -1
+    """Hidden states that are used: -1 the last layer's, -2 the one before, …; null: the pooled vector only."""
+    apply_final_norm: bool = True
+    """Whether states of an earlier layer go through the encoder's last norm."""
+    pooling: Literal["none", "eos", "mean", "projection"] = "none"
+    """How this encoder makes a vector of the whole caption."""
+    max_tokens: PositiveInt = 77
+    """Tokens per caption; longer ones are cut [count]."""
+    use_mask: bool = True
+    """Hide tokens that only fill up, from the encoder and from the denoiser."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class ModelConfig:
+    """The pipeline's parts and how the trained one is run."""
+
+    pretrained: str | None = None
+    """Pipeline folder or hub id for every part at once; wins over the parts' own settings, as in sd-training."""
+    revision: str | None = None
+    """Hub branch, tag or commit of `model.pretrained`."""
+    family: FamilyName | None = None
+    """What kind of pipeline it is; null: as `pretrained` says, or as the given parts tell."""
+    train: Literal["unet", "vae"] = "unet"
+    """Which part is trained: the denoiser (`unet`, whatever its class), or the autoencoder itself."""
+    vae: PartConfig = Field(default_factory=PartConfig)
+    """Image autoencoder; frozen unless `model.train` is `vae`."""
+    text_encoder: PartConfig = Field(default_factory=PartConfig)
+    """Frozen text encoder."""
+    tokenizer: PartConfig = Field(default_factory=PartConfig)
+    """Tokenizer of the text encoder."""
+    text_encoder_2: PartConfig = Field(default_factory=PartConfig)
+    """Second text encoder (sdxl, sd3, flux)."""
+    tokenizer_2: PartConfig = Field(default_factory=PartConfig)
+    """Its tokenizer."""
+    text_encoder_3: PartConfig = Field(default_factory=PartConfig)
+    """Third text encoder (sd3); may be left out."""
+    tokenizer_3: PartConfig = Field(default_factory=PartConfig)
+    """Its tokenizer."""
+    text_encoders: list[TextEncoderEntry] = Field(
+        default_factory=list, json_schema_extra={"allowed": "a list of up to three text encoders"}
+    )
+    """mmdit_rope: the text encoders, each with `pretrained` or `target` and `params`, and `tokenizer`, `layer`,
+    `apply_final_norm`, `pooling`, `max_tokens`, `use_mask`."""
+    unet: PartConfig = Field(default_factory=PartConfig)
+    """Denoiser of stable_diffusion and sdxl."""
+    transformer: PartConfig = Field(default_factory=PartConfig)
+    """Denoiser of all other families."""
+    noise_scheduler_training: PartConfig = Field(default_factory=PartConfig)
+    """Noise schedule and prediction type of the training objective."""
+    noise_scheduler_inference: PartConfig = Field(default_factory=PartConfig)
+    """Sampler of previews and of the exported pipeline; its noise schedule and prediction type are set from training.
+    """
+    use_ema: bool = False
+    """Keep an exponential moving average of the trained weights on the CPU; previews and exports use it."""
+    mixed_precision: Annotated[Literal["no", "bf16", "fp16"], BeforeValidator(_yaml_no)] = "bf16"
+    """Autocast type of the trained module; its weights stay fp32."""
+    vae_precision: Literal["fp32", "bf16", "fp16"] | None = None
+    """Autocast type of the frozen autoencoder; null: bf16 under bf16, otherwise fp32, because some overflow in fp16."""
+    text_encoder_precision: Literal["fp32", "bf16", "fp16"] | None = None
+    """Autocast type of the frozen text encoder; null: as `mixed_precision`."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    xformers: bool = False
+    """Use xformers attention on CUDA where it works; elsewhere PyTorch's fused attention, with one line saying so."""
+
+
+def is_set(part: PartConfig) -> bool:
+    """Whether a part was given."""
+    return part.pretrained is not None or part.target is not None or bool(part.params)
+
+
+def family_of_parts(model: ModelConfig) -> FamilyName:
+    """The family that the given parts tell, where `model.family` does not."""
+    if model.family is not None:
+        return model.family
+    target = (model.transformer.target or "").rpartition(".")[2]
+    if target in DENOISER_CLASSES:
+        return DENOISER_CLASSES[target]
+    if model.text_encoders:
+        return "mmdit_rope"
+    return "sdxl" if is_set(model.text_encoder_2) else "stable_diffusion"

@@ -1,0 +1,135 @@
+"""The options of the training objective: a product of noise schedule, prediction type, density, weighting and loss."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic.dataclasses import dataclass
+
+from sd_training.config.value_types import SCHEMA, NonNegative, Positive, PositiveInt, Probability, no_bool
+
+Number = Annotated[float, BeforeValidator(no_bool), Field(allow_inf_nan=False)]
+PredictionType = Literal["epsilon", "v_prediction", "sample", "flow_prediction", "edm"]
+DensityName = Literal["uniform", "logit_normal", "mode", "cosmap", "beta", "log_normal"]
+WeightingName = Literal[
+    "constant", "min_snr", "soft_min_snr", "p2", "debiased", "sigma_sqrt", "cosmap", "edm", "learned_uncertainty"
+]
+PresetName = Literal["sd", "sd_v", "sdxl", "sd3", "edm"]
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class TimestepDensityConfig:
+    """How often each noise level is trained. Noise levels run from 0 (clean) to 1 (pure noise)."""
+
+    name: DensityName | None = None
+    """`uniform`; of Esser et al. 2024 (arXiv:2403.03206, section 3.1) `logit_normal`, `mode`, `cosmap`; `beta`; and
+    for EDM `log_normal` (Karras et al. 2022, arXiv:2206.00364, table 1). null: the preset's, or uniform."""
+    mean: Number | None = None
+    """`logit_normal`: m; `log_normal`: mean of ln σ. null: the preset's, or 0."""
+    std: Positive | None = None
+    """`logit_normal`: s; `log_normal`: standard deviation of ln σ. null: the preset's, or 1."""
+    mode_scale: Number = 1.29
+    """`mode`: s; flat at 0, peaked in the middle above, at most 1.75."""
+    alpha: Positive = 1.0
+    """`beta`: α."""
+    beta: Positive = 1.0
+    """`beta`: β."""
+    low: Probability = 0.0
+    """The density is squeezed into low..high."""
+    high: Probability = 1.0
+    """See `low`."""
+    bias: Literal["none", "later", "earlier", "range"] = "none"
+    """`uniform`: train a part of the noise levels `bias_multiplier` times as often: the noisiest `bias_portion`, the
+    cleanest, or `bias_range`."""
+    bias_multiplier: Positive = 1.0
+    """See `bias`."""
+    bias_portion: Probability = 0.25
+    """See `bias`."""
+    bias_range: list[Probability] = Field(default_factory=lambda: [0.0, 1.0])
+    """See `bias`."""
+    stratified: bool = False
+    """Draw one noise level from each of G equal parts of the density at every optimizer step of G samples, instead of
+    independently: the same density, less variance."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class ShiftConfig:
+    """Flow models: σ' = aσ / (1 + (a − 1)σ) (Esser et al. 2024, eq. 23), in training and in the exported sampler."""
+
+    mode: Literal["scheduler", "static", "tokens"] = "scheduler"
+    """`scheduler`: as the training noise scheduler says. `static`: a = `value`. `tokens`: a = exp(μ), μ linear in the
+    image tokens, as in FLUX."""
+    value: Positive = 1.0
+    """`static`: a; 1 is no shift."""
+    base_tokens: PositiveInt = 256
+    """`tokens`: μ is `base_shift` here [count]."""
+    max_tokens: PositiveInt = 4096
+    """`tokens`: μ is `max_shift` here [count]."""
+    base_shift: Number = 0.5
+    """See `base_tokens`."""
+    max_shift: Number = 1.15
+    """See `max_tokens`."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class LossWeightingConfig:
+    """How much the error at a noise level weighs."""
+
+    name: WeightingName | None = None
+    """`min_snr` (arXiv:2303.09556), `soft_min_snr` (arXiv:2401.11605), `p2` (arXiv:2204.00227), `debiased`
+    (arXiv:2310.08442); for flow models `sigma_sqrt` and `cosmap` (arXiv:2403.03206); for EDM `edm` (arXiv:2206.00364);
+    `learned_uncertainty` (arXiv:2312.02696, eq. 21). null: the preset's, or constant."""
+    gamma: Positive = 5.0
+    """`min_snr`, `soft_min_snr`: γ."""
+    p2_gamma: NonNegative = 1.0
+    """`p2`: γ."""
+    p2_k: Positive = 1.0
+    """`p2`: k."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class LossConfig:
+    """How large an error is."""
+
+    name: Literal["l2", "huber"] = "l2"
+    """Squared error, or pseudo-Huber 2δ(√(e² + δ²) − δ)."""
+    huber_delta: Positive = 0.1
+    """`huber`: δ; with a schedule its smallest value."""
+    huber_schedule: Literal["constant", "snr", "exponential"] = "snr"
+    """`huber`: δ constant, (1 − δ) / (1 + σ/α)² + δ, or δ^t over the noise levels t (arXiv:2403.16728)."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class ObjectiveConfig:
+    """What the denoiser is asked to predict, and how errors are weighted."""
+
+    preset: PresetName | None = None
+    """Settings that go together; every option given beside it wins. `sd`: ε. `sd_v`: v with zero terminal SNR. `sdxl`:
+    ε with offset noise 0.05. `sd3`: rectified flow, logit-normal. `edm`: EDM preconditioning."""
+    prediction_type: PredictionType | None = None
+    """Target of the denoiser; null takes the preset's, or the training noise scheduler's. It is written into the
+    exported scheduler."""
+    rescale_betas_zero_snr: bool | None = None
+    """Zero terminal SNR (Lin et al. 2023, arXiv:2305.08891, algorithm 1); null takes the preset's, or the training
+    noise scheduler's."""
+    timestep_density: TimestepDensityConfig = Field(default_factory=TimestepDensityConfig)
+    """Timestep density."""
+    shift: ShiftConfig = Field(default_factory=ShiftConfig)
+    """Resolution-dependent shift."""
+    loss_weighting: LossWeightingConfig = Field(default_factory=LossWeightingConfig)
+    """Loss weighting."""
+    snr_gamma: Positive | None = None
+    """Short for `loss_weighting: {name: min_snr, gamma: …}`."""
+    loss: LossConfig = Field(default_factory=LossConfig)
+    """Loss."""
+    offset_noise: NonNegative | None = None
+    """s of ε + s·η with one η per channel, which is also what ε-models are asked for; null: the preset's, or 0."""
+    offset_noise_by_level: bool = False
+    """Scale the offset with the noise level √(1 − ᾱ), so that almost clean latents get almost none."""
+    input_perturbation: NonNegative = 0.0
+    """γ of noising with ε + γξ while the target keeps ε (Ning et al. 2023, arXiv:2301.11706)."""
+    input_perturbation_steps: PositiveInt | None = None
+    """Let γ fall linearly to 0 over so many optimizer steps; null: it stays."""
+    sigma_data: Positive | None = None
+    """EDM: standard deviation of the latents; null: the training noise scheduler's, or 1, which scaled latents have."""
+    kl_weight: NonNegative = 1e-6
+    """Autoencoder training: weight of the KL term beside the L1 term, both averaged per pixel value."""

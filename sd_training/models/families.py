@@ -1,0 +1,150 @@
+"""Families by name; which one a config means; a family with its parts loaded or made."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from diffusers import DiffusionPipeline
+from diffusers.utils import logging as diffusers_logging
+
+from sd_training.config.model_schema import (
+    FAMILY_PARTS,
+    OPTIONAL_PARTS,
+    FamilyName,
+    ModelConfig,
+    family_of_parts,
+    is_set,
+)
+from sd_training.config.objective_schema import ObjectiveConfig
+from sd_training.config.schema import ConditioningConfig
+from sd_training.errors import ConfigError
+from sd_training.models.family import Family
+from sd_training.models.flux import Flux
+from sd_training.models.load import load_network, load_tokenizer
+from sd_training.models.mmdit import OPTIONS, MMDiT, load_text_encoders
+from sd_training.models.pixart import PixArtSigma
+from sd_training.models.schedulers import load_schedulers
+from sd_training.models.sd3 import StableDiffusion3
+from sd_training.models.sdxl import StableDiffusionXL
+from sd_training.models.stable_diffusion import StableDiffusion
+
+FAMILIES: Mapping[FamilyName, type[Family]] = {
+    family.name: family for family in (StableDiffusion, StableDiffusionXL, StableDiffusion3, PixArtSigma, Flux, MMDiT)
+}
+_PIPELINES: Mapping[str, FamilyName] = {
+    "StableDiffusionPipeline": "stable_diffusion",
+    "StableDiffusionXLPipeline": "sdxl",
+    "StableDiffusion3Pipeline": "sd3",
+    "PixArtSigmaPipeline": "pixart",
+    "FluxPipeline": "flux",
+    "MMDiTRopePipeline": "mmdit_rope",
+}
+"""Class in `model_index.json` → family."""
+
+
+def load_family(
+    model: ModelConfig,
+    objective: ObjectiveConfig,
+    conditioning: ConditioningConfig,
+    *,
+    seed: int,
+    meta: bool = False,
+) -> Family:
+    """A family with all parts loaded or made, checked to fit together.
+
+    Args:
+        seed: of random weights.
+        meta: make networks without weights, for counting.
+
+    Raises:
+        ConfigError: naming every option that is wrong.
+    """
+    index = _model_index(model)
+    cls = FAMILIES[_family_name(model, index)]
+    schedulers = load_schedulers(model, objective, has_unet=cls.denoiser_part == "unet")
+    null_is_zeros = _null_is_zeros(cls, conditioning, index)
+    _check_micro_conditioning(cls, conditioning)
+    parts: dict[str, Any] = {}
+    if cls is MMDiT:
+        parts = {OPTIONS: index.get(OPTIONS, {})} if index else load_text_encoders(model, seed=seed, meta=meta)
+    names = [*FAMILY_PARTS[cls.name], *_optional(cls, model, index)]
+    for part in (name for name in names if name not in parts):
+        default = _stored_class(part, index) if cls is MMDiT else cls.classes.get(part)
+        if part.startswith("tokenizer"):
+            parts[part] = load_tokenizer(model, part, default=default)
+        else:
+            parts[part] = load_network(model, part, seed=seed, meta=meta, default=default)
+    family = cls(parts, schedulers, null_is_zeros)
+    if problems := family.fit_problems():
+        raise ConfigError(problems)
+    return family
+
+
+def _stored_class(part: str, index: Mapping[str, Any]) -> str | None:
+    """The class that `model_index.json` names; any tokenizer is told by its own files."""
+    if part.startswith("tokenizer"):
+        return "AutoTokenizer"
+    return str(index[part][1]) if part in index else MMDiT.classes.get(part)
+
+
+def _model_index(model: ModelConfig) -> Mapping[str, Any]:
+    """`model_index.json` of `model.pretrained`; empty without one."""
+    if model.pretrained is None:
+        return {}
+    verbosity = diffusers_logging.get_verbosity()
+    diffusers_logging.set_verbosity_error()
+    try:
+        index: Mapping[str, Any] = DiffusionPipeline.load_config(model.pretrained, revision=model.revision)
+        return index
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.pretrained: {str(error).strip().splitlines()[0]}") from error
+    finally:
+        diffusers_logging.set_verbosity(verbosity)
+
+
+def _family_name(model: ModelConfig, index: Mapping[str, Any]) -> FamilyName:
+    pipeline = index.get("_class_name")
+    if pipeline is None:
+        return family_of_parts(model)
+    stored = _PIPELINES.get(str(pipeline))
+    if stored is None:
+        raise ConfigError(
+            f"model.pretrained: {model.pretrained!r} is a {pipeline}; one of {', '.join(_PIPELINES)} is needed"
+        )
+    if model.family not in (None, stored):
+        raise ConfigError(f"model.family: is {model.family}, but model.pretrained {model.pretrained!r} is {stored}")
+    return stored
+
+
+def _optional(cls: type[Family], model: ModelConfig, index: Mapping[str, Any]) -> list[str]:
+    """Parts that this pipeline has although its family could do without."""
+    if cls is MMDiT:
+        return [name for name in index if name.startswith(("text_encoder", "tokenizer")) and _is_there(index[name])]
+    names = OPTIONAL_PARTS.get(cls.name, ())
+    if index:
+        return [name for name in names if _is_there(index.get(name))]
+    return [name for name in names if is_set(getattr(model, name))]
+
+
+def _is_there(entry: Any) -> bool:
+    """Whether a pair of library and class names something; `[null, null]` is a part left out."""
+    return isinstance(entry, (list, tuple)) and len(entry) == 2 and entry[1] is not None
+
+
+def _null_is_zeros(cls: type[Family], conditioning: ConditioningConfig, index: Mapping[str, Any]) -> bool:
+    if conditioning.null_text == "zeros" and not cls.may_null_be_zeros:
+        raise ConfigError(f"conditioning.null_text: zeros is only known by sdxl, not by {cls.name}; use empty")
+    if conditioning.null_text is not None or not cls.may_null_be_zeros:
+        return conditioning.null_text == "zeros"
+    return bool(index.get("force_zeros_for_empty_prompt", False))
+
+
+def _check_micro_conditioning(cls: type[Family], conditioning: ConditioningConfig) -> None:
+    if cls.has_micro_conditioning:
+        return
+    problems = [
+        f"conditioning.{name}: is only read by sdxl, not by {cls.name}; remove it"
+        for name in ("size_dropout_prob", "crop_dropout_prob")
+        if getattr(conditioning, name) > 0
+    ]
+    if problems:
+        raise ConfigError(problems)

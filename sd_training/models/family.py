@@ -1,0 +1,152 @@
+"""What a model family is: its parts, and how captions become conditioning and conditioning a prediction.
+
+A new family is one file with one subclass, one line in `families.py` and one in `config/model_schema.py`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from diffusers import AutoencoderKL, DiffusionPipeline
+from torch import Tensor, nn
+
+from sd_training.config.model_schema import FamilyName
+from sd_training.config.objective_schema import ObjectiveConfig
+from sd_training.data.captions import Tokenizer
+from sd_training.models.schedulers import Schedulers
+from sd_training.types import Conditioning, LatentGrid, NoisedBatch, PixelBatch
+
+TEXT_PARTS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2", "text_encoder_3": "tokenizer_3"}
+"""Text encoder → its tokenizer; parts may also lack the later ones."""
+
+
+class Family(ABC):
+    """A pipeline's parts, and what they mean to each other.
+
+    Args:
+        parts: networks and tokenizers by their name in the pipeline; the very same objects, not copies.
+        schedulers: objective, noise schedule and sampler.
+        null_is_zeros: dropped captions are zeros instead of the encoded empty caption.
+    """
+
+    name: ClassVar[FamilyName]
+    denoiser_part: ClassVar[str]
+    classes: ClassVar[Mapping[str, str]] = {}
+    """Part → class, where it is not the part's usual one."""
+    may_null_be_zeros: ClassVar[bool] = False
+    has_micro_conditioning: ClassVar[bool] = False
+
+    def __init__(self, parts: Mapping[str, Any], schedulers: Schedulers, null_is_zeros: bool = False) -> None:
+        self.parts, self.schedulers, self.null_is_zeros = dict(parts), schedulers, null_is_zeros
+
+    @property
+    def denoiser(self) -> Any:
+        """The network that is trained. (Typed as Any: the names that diffusers exports are placeholders to a type
+        checker.)"""
+        return self.parts[self.denoiser_part]
+
+    @property
+    def vae(self) -> AutoencoderKL:
+        """The image autoencoder."""
+        return self.parts["vae"]
+
+    @property
+    def objective(self) -> ObjectiveConfig:
+        """The options of the objective, with nothing left to a preset."""
+        return self.schedulers.objective
+
+    def text_encoders(self) -> dict[str, Any]:
+        """By name, in the order in which they are concatenated."""
+        return {name: self.parts[name] for name in TEXT_PARTS if self.parts.get(name) is not None}
+
+    def networks(self) -> dict[str, Any]:
+        """Everything with weights; the denoiser first."""
+        return {self.denoiser_part: self.denoiser, "vae": self.vae, **self.text_encoders()}
+
+    def tokenizers(self) -> dict[str, Tokenizer]:
+        """Text encoder → caption → tokens."""
+        return {name: Tokenizer(self.parts[TEXT_PARTS[name]]) for name in self.text_encoders()}
+
+    @property
+    def patch_size(self) -> int:
+        """Latent cells along one side of an image token; sides of latents are multiples of it."""
+        return 1
+
+    def latent_grid(self) -> LatentGrid:
+        """How the autoencoder maps pictures to latents."""
+        return latent_grid(self.vae)
+
+    @abstractmethod
+    def encode(self, batch: PixelBatch) -> Conditioning:
+        """What the denoiser is told about a batch. Runs the text encoders as they are (device, autocast, autograd)."""
+
+    @abstractmethod
+    def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
+        """[B, C, h, w] the denoiser's answer, in the prediction type of the objective."""
+
+    @abstractmethod
+    def pipeline(self) -> DiffusionPipeline:
+        """The parts as a pipeline of diffusers; the very same modules."""
+
+    @abstractmethod
+    def blank_conditioning(self, count: int, device: torch.device) -> Conditioning:
+        """Conditioning of the right shapes for `count` samples, without meaning: to count FLOPs and memory."""
+
+    @abstractmethod
+    def fit_problems(self) -> list[str]:
+        """How parts do not fit together, one sentence each."""
+
+    def size_problems(self, sizes: Sequence[tuple[int, int]]) -> list[str]:
+        """A problem for each height or width [pixels] that the model cannot take."""
+        return size_problems(downscale_factor(self.vae), sizes, self.patch_size)
+
+    def _channel_problems(self, in_key: str = "in_channels", out_key: str | None = "out_channels") -> list[str]:
+        latent_channels, config = self.vae.config.latent_channels, self.denoiser.config
+        keys = [key for key in (in_key, out_key) if key is not None and config[key] is not None]
+        return [
+            f"model.{self.denoiser_part}.params.{key}: {config[key]}, but the autoencoder has {latent_channels} latent "
+            "channels"
+            for key in keys
+            if config[key] != latent_channels
+        ]
+
+    def _vocabulary_problems(self) -> list[str]:
+        problems = []
+        for name, encoder in self.text_encoders().items():
+            tokenizer, size = self.parts[TEXT_PARTS[name]], encoder.config.vocab_size
+            if len(tokenizer) > size:
+                problems.append(f"model.{TEXT_PARTS[name]}: {len(tokenizer)} tokens, but {name} knows {size}")
+        return problems
+
+    def _width_problem(self, key: str, given: int, wanted: int, who: str) -> list[str]:
+        if given == wanted:
+            return []
+        return [f"model.{self.denoiser_part}.params.{key}: {given}, but {who} {wanted} wide"]
+
+
+def downscale_factor(vae: AutoencoderKL) -> int:
+    """Pixels per latent cell along one side."""
+    return 2 ** (len(vae.config.block_out_channels) - 1)
+
+
+def latent_grid(vae: AutoencoderKL) -> LatentGrid:
+    """Latent channels and downscale factor."""
+    return LatentGrid(int(vae.config.latent_channels), downscale_factor(vae))
+
+
+def size_problems(factor: int, sizes: Sequence[tuple[int, int]], patch_size: int = 1) -> list[str]:
+    """A problem for each height or width [pixels] that is not a multiple of the downscale factor and the patches.
+
+    UNets need no more: diffusers hands their upsamplers the size to reach when a level does not halve evenly.
+    """
+    option = "dataset.params.resolution" if len(sizes) == 1 else "dataset.params.buckets"
+    multiple, problems = factor * patch_size, []
+    patches = f" × the denoiser's patch size {patch_size}" if patch_size > 1 else ""
+    for side in sorted({side for size in sizes for side in size if side % multiple}):
+        below, above = side // multiple * multiple, (side // multiple + 1) * multiple
+        near = f"{below} or {above}" if below else f"{above}"
+        problems.append(
+            f"{option}: {side} is not a multiple of the autoencoder's downscale factor {factor}{patches}; use {near}"
+        )
+    return problems

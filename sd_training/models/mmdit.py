@@ -1,0 +1,140 @@
+"""The project's own MMDiT with rotary positions: any text encoders of transformers, listed in the config."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from sd_training.config.model_schema import ModelConfig, PartConfig, TextEncoderEntry
+from sd_training.data.captions import Tokenizer
+from sd_training.errors import ConfigError
+from sd_training.models.family import TEXT_PARTS, Family
+from sd_training.models.load import make_network, make_tokenizer
+from sd_training.models.mmdit_pipeline import MMDiTRopePipeline
+from sd_training.models.text_states import TextOptions, encode_texts
+from sd_training.types import Conditioning, NoisedBatch, PixelBatch
+
+OPTIONS = "text_options"
+"""Name of the options beside the parts."""
+
+
+class MMDiT(Family):
+    """Rectified flow; text of every encoder with its own mask, pooled vectors side by side."""
+
+    name = "mmdit_rope"
+    denoiser_part = "transformer"
+    classes: ClassVar[Mapping[str, str]] = {"transformer": "MMDiTRope"}
+
+    @property
+    def patch_size(self) -> int:
+        return int(self.denoiser.config.patch_size)
+
+    def options(self) -> dict[str, TextOptions]:
+        """Text encoder → what is taken from it."""
+        stored = self.parts.get(OPTIONS, {})
+        return {name: TextOptions.from_mapping(stored.get(name, {})) for name in self.text_encoders()}
+
+    def tokenizers(self) -> dict[str, Tokenizer]:
+        options = self.options()
+        return {name: Tokenizer(self.parts[TEXT_PARTS[name]], options[name].max_tokens) for name in options}
+
+    def encode(self, batch: PixelBatch) -> Conditioning:
+        options = self.options()
+        names = list(options)
+        texts = encode_texts(
+            [self.parts[name] for name in names],
+            [batch.tokens[name] for name in names],
+            [batch.token_masks[name] for name in names],
+            [options[name] for name in names],
+        )
+        return Conditioning(states=texts.states, masks=texts.masks, pooled=texts.pooled)
+
+    def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
+        answer: Tensor = denoiser(
+            noised.noised_latents,
+            noised.timesteps,
+            conditioning.states,
+            conditioning.pooled,
+            encoder_attention_mask=conditioning.masks,
+        ).sample
+        return answer
+
+    def pipeline(self) -> MMDiTRopePipeline:
+        return MMDiTRopePipeline(**self.parts, scheduler=self.schedulers.sampler)
+
+    def blank_conditioning(self, count: int, device: torch.device) -> Conditioning:
+        config = self.denoiser.config
+        lengths = [option.max_tokens for option in self.options().values() if option.layer is not None]
+        pairs = zip(lengths, config.text_dims, strict=True)
+        return Conditioning(
+            states=[torch.zeros(count, length, width, device=device) for length, width in pairs],
+            masks=[None] * len(lengths),
+            pooled=torch.zeros(count, config.pooled_dim, device=device) if config.pooled_dim else None,
+        )
+
+    def fit_problems(self) -> list[str]:
+        problems = self._channel_problems(out_key=None) + self._vocabulary_problems()
+        try:
+            self.pipeline()
+        except ConfigError as error:
+            problems += [f"model.{problem}" for problem in error.problems]
+        return problems + self._text_width_problems()
+
+    def _text_width_problems(self) -> list[str]:
+        options, dims = self.options(), list(self.denoiser.config.text_dims)
+        widths = [e.config.hidden_size for n, e in self.text_encoders().items() if options[n].layer is not None]
+        if len(widths) == len(dims) and widths != dims:
+            return [f"model.transformer.params.text_dims: {dims}, but the text encoders are {widths} wide"]
+        return []
+
+
+def load_text_encoders(model: ModelConfig, *, seed: int, meta: bool) -> dict[str, Any]:
+    """The parts that `model.text_encoders` lists: encoders, tokenizers and their options.
+
+    Raises:
+        ConfigError: the list is empty or too long, or an entry cannot be loaded.
+    """
+    if not 1 <= len(model.text_encoders) <= len(TEXT_PARTS):
+        raise ConfigError(
+            f"model.text_encoders: has {len(model.text_encoders)} entries; one to {len(TEXT_PARTS)} text encoders are "
+            "needed with model.family=mmdit_rope"
+        )
+    parts: dict[str, Any] = {OPTIONS: {}}
+    for number, (name, entry) in enumerate(zip(TEXT_PARTS, model.text_encoders, strict=False)):
+        try:
+            parts |= _load_entry(name, entry, seed, meta)
+            parts[OPTIONS][name] = _options(entry).to_mapping()
+        except ConfigError as error:
+            place = f"model.text_encoders.{number}"
+            renamed = [
+                p.replace(f"model.{TEXT_PARTS[name]}", place).replace(f"model.{name}", place) for p in error.problems
+            ]
+            raise ConfigError([p if p.startswith(place) else f"{place}.{p}" for p in renamed]) from error
+    return parts
+
+
+def _load_entry(name: str, entry: TextEncoderEntry, seed: int, meta: bool) -> dict[str, Any]:
+    own = PartConfig(
+        pretrained=entry.pretrained,
+        subfolder=entry.subfolder,
+        revision=entry.revision,
+        target=entry.target,
+        params=entry.params,
+    )
+    words = PartConfig(pretrained=entry.tokenizer or entry.pretrained, revision=entry.revision)
+    tokenizer = TEXT_PARTS[name]
+    return {
+        name: make_network(name, own, seed=seed, meta=meta),
+        tokenizer: make_tokenizer(tokenizer, words, default="AutoTokenizer"),
+    }
+
+
+def _options(entry: TextEncoderEntry) -> TextOptions:
+    return TextOptions(
+        layer=entry.layer,
+        apply_final_norm=entry.apply_final_norm,
+        pooling=entry.pooling,
+        max_tokens=entry.max_tokens,
+        use_mask=entry.use_mask,
+    )

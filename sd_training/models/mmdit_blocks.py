@@ -1,0 +1,219 @@
+"""Pieces of the two-stream transformer `MMDiTRope`.
+
+Shape letters: B samples, W width of the transformer, N heads, E width of a head, I image tokens, L text tokens,
+M = L + I joint tokens. In the joint sequence text comes first.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+NORM_EPS = 1e-6
+TIMESTEPS_PER_UNIT = 1000.0
+"""A timestep is the noise level σ in [0, 1] times this, as in diffusers' flow-matching schedulers."""
+
+
+def sinusoids(positions: Tensor, width: int) -> Tensor:
+    """[B, width] sines, then cosines, of `positions / 10000^(2i/width)` (Vaswani et al. 2017, section 3.5).
+
+    Args:
+        positions: [B] float32.
+        width: even.
+    """
+    steps = torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width
+    angles = positions[:, None] * torch.exp(-math.log(10000.0) * steps)
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+def axial_angles(rows: int, columns: int, head_dim: int, theta: float, scale: float, device: torch.device) -> Tensor:
+    """[rows·columns, head_dim/2] float32 angles of 2-D rotary positions: row angles, then column angles.
+
+    Each axis has head_dim/4 frequencies theta^(-4j/head_dim) (Su et al. 2021, equation 15, for half a head).
+
+    Args:
+        scale: what row and column numbers are multiplied by, see `position_scale`.
+    """
+    frequencies = theta ** (-torch.arange(0, head_dim, 4, device=device, dtype=torch.float32) / head_dim)
+    row = torch.arange(rows, device=device, dtype=torch.float32)[:, None] * scale * frequencies
+    column = torch.arange(columns, device=device, dtype=torch.float32)[:, None] * scale * frequencies
+    row, column = row[:, None].expand(-1, columns, -1), column[None].expand(rows, -1, -1)
+    return torch.cat([row, column], dim=-1).flatten(0, 1)
+
+
+def position_scale(rows: int, columns: int, base_size: int, scaling: str) -> float:
+    """How far apart neighbouring tokens are on the grid that the rotary angles were made for.
+
+    'interpolate' squeezes (or stretches) every grid into the area of base_size × base_size tokens (Chen et al. 2023,
+    "position interpolation"). Both axes share the factor, so nothing is distorted, and buckets of the base area are
+    left as they are. 'none' continues the angles beyond the base grid.
+    """
+    return base_size / math.sqrt(rows * columns) if scaling == "interpolate" else 1.0
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Turns each pair (x_2j, x_2j+1) of the last axis by its angle (Su et al. 2021, equation 34); in float32.
+
+    Args:
+        x: [B, N, I, E].
+        angles: [I, E/2].
+    """
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
+
+
+def modulate(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """AdaLN(x) = LN(x)·(1 + scale) + shift, LN without weights (Peebles & Xie 2023, section 3.2).
+
+    Args:
+        x: [B, tokens, W].
+        scale, shift: [B, 1, W].
+    """
+    return F.layer_norm(x, x.shape[-1:], eps=NORM_EPS) * (1 + scale) + shift
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / rms(x) · weight (Zhang & Sennrich 2019, equation 4), in the type of x, so that autocast keeps one kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] → [..., width]."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class SwiGLU(nn.Module):
+    """W2(SiLU(W1 x) · W3 x), without biases (Shazeer 2020, equation 6)."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] → [..., width]."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class TimestepEmbedding(nn.Module):
+    """Linear(sinusoids(σ · scale)) with a learnable scale, so that the model finds the range of times that suits it."""
+
+    def __init__(self, width: int, scale_init: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), float(scale_init)))  # not 0-dimensional: sharding needs an axis
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, timestep: Tensor) -> Tensor:
+        """[B] timesteps (σ × 1000) → [B, W]."""
+        waves = sinusoids(timestep.float() / TIMESTEPS_PER_UNIT * self.scale.float(), self.linear.in_features)
+        return self.linear(waves.to(self.linear.weight.dtype))
+
+
+class TextProjection(nn.Module):
+    """W(s · RMSNorm(h)) of one text encoder: encoders differ in magnitude by orders, hence norm and learnable s."""
+
+    def __init__(self, text_dim: int, width: int, scale_init: float) -> None:
+        super().__init__()
+        self.norm = RMSNorm(text_dim, eps=NORM_EPS)
+        self.scale = nn.Parameter(torch.full((1,), float(scale_init)))
+        self.linear = nn.Linear(text_dim, width, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[B, L, D] → [B, L, W]."""
+        return self.linear(self.norm(states) * self.scale)
+
+
+class Stream(nn.Module):
+    """The weights that image tokens, or text tokens, have of their own in one block.
+
+    Args:
+        has_output: False for the text of the last block, which nothing reads: it only gives keys and values.
+    """
+
+    def __init__(self, width: int, head_dim: int, hidden: int, has_output: bool = True) -> None:
+        super().__init__()
+        self.head_dim, self.has_output = head_dim, has_output
+        self.modulation = nn.Linear(width, width * (6 if has_output else 2))
+        self.key_value = nn.Linear(width, 2 * width, bias=False)
+        self.key_norm = RMSNorm(head_dim, eps=NORM_EPS)
+        if has_output:
+            self.query = nn.Linear(width, width, bias=False)
+            self.query_norm = RMSNorm(head_dim, eps=NORM_EPS)
+            self.out = nn.Linear(width, width, bias=False)
+            self.mlp = SwiGLU(width, hidden)
+
+    def enter(self, x: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Query (None without output), key and value, [B, N, tokens, E] each; queries and keys normed per head."""
+        x = modulate(x, scale, shift)
+        key, value = (self._heads(part) for part in self.key_value(x).chunk(2, dim=-1))
+        query = self.query_norm(self._heads(self.query(x))) if self.has_output else None
+        return query, self.key_norm(key), value
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[B, tokens, W] → [B, N, tokens, E]."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def leave(self, x: Tensor, attended: Tensor, modulations: Sequence[Tensor]) -> Tensor:
+        """x + g1·Attn, then x + g2·MLP(AdaLN(x)): both skips start at the stream, not at the normed input."""
+        gate, mlp_scale, mlp_shift, mlp_gate = modulations
+        x = x + gate * self.out(attended)
+        return x + mlp_gate * self.mlp(modulate(x, mlp_scale, mlp_shift))
+
+
+class JointBlock(nn.Module):
+    """One block of the two-stream transformer (Esser et al. 2024, figure 2b), with the skip connections as above."""
+
+    def __init__(self, width: int, head_dim: int, hidden: int, text_has_output: bool) -> None:
+        super().__init__()
+        self.condition = nn.Linear(width, width)
+        self.image = Stream(width, head_dim, hidden)
+        self.text = Stream(width, head_dim, hidden, has_output=text_has_output)
+
+    def forward(
+        self, image: Tensor, text: Tensor, condition: Tensor, angles: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Image and text tokens after the block; the text comes back as it went in where it has no output.
+
+        Args:
+            image: [B, I, W].
+            text: [B, L, W].
+            condition: [B, W] time and pooled text.
+            angles: [I, E/2] of the image tokens; text has no positions here.
+            mask: [B, 1, 1, M] bool, True where a token may be attended to; None for everywhere.
+        """
+        condition = F.silu(self.condition(condition))[:, None]
+        image_scale, image_shift, *image_rest = self.image.modulation(condition).chunk(6, dim=-1)
+        text_scale, text_shift, *text_rest = self.text.modulation(condition).chunk(
+            6 if self.text.has_output else 2, dim=-1
+        )
+        query, key, value = self.image.enter(image, image_scale, image_shift)
+        assert query is not None  # the image has an output in every block
+        image_attended, text_attended = joint_attention(
+            (rotate(query, angles), rotate(key, angles), value), self.text.enter(text, text_scale, text_shift), mask
+        )
+        image = self.image.leave(image, image_attended, image_rest)
+        if self.text.has_output:
+            text = self.text.leave(text, text_attended, text_rest)
+        return image, text
+
+
+def joint_attention(
+    image: tuple[Tensor, Tensor, Tensor], text: tuple[Tensor | None, Tensor, Tensor], mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention over text and image tokens together, scale E^-0.5.
+
+    Args:
+        image: query, key, value [B, N, I, E].
+        text: query, key, value [B, N, L, E]; query None where the text asks nothing.
+        mask: [B, 1, 1, L + I] bool or None.
+
+    Returns:
+        [B, I, W] for the image and [B, L, W] (empty without query) for the text.
+    """
+    query = image[0] if text[0] is None else torch.cat([text[0], image[0]], dim=2)
+    key, value = (torch.cat(pair, dim=2) for pair in zip(text[1:], image[1:], strict=True))
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2).flatten(2)
+    length = query.shape[2] - image[0].shape[2]
+    return attended[:, length:], attended[:, :length]

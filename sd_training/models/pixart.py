@@ -1,0 +1,74 @@
+"""PixArt-Σ: a DiT with cross-attention to T5 (Chen et al. 2024, arXiv:2403.04692)."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from diffusers import PixArtSigmaPipeline
+from torch import Tensor, nn
+
+from sd_training.data.captions import Tokenizer
+from sd_training.models.family import Family
+from sd_training.types import Conditioning, NoisedBatch, PixelBatch
+
+T5_TOKENS = 300
+"""What the pipeline gives T5 unless asked for more or fewer."""
+
+
+class PixArtSigma(Family):
+    """T5 states with their mask. Of a transformer with learned variance the mean is trained."""
+
+    name = "pixart"
+    denoiser_part = "transformer"
+    classes: ClassVar[Mapping[str, str]] = {
+        "text_encoder": "T5EncoderModel",
+        "tokenizer": "T5TokenizerFast",
+        "transformer": "PixArtTransformer2DModel",
+    }
+
+    @property
+    def patch_size(self) -> int:
+        return int(self.denoiser.config.patch_size)
+
+    def tokenizers(self) -> dict[str, Tokenizer]:
+        """The pipeline writes captions in small letters."""
+        return {"text_encoder": Tokenizer(self.parts["tokenizer"], T5_TOKENS, is_lowercase=True)}
+
+    def encode(self, batch: PixelBatch) -> Conditioning:
+        """As `PixArtSigmaPipeline.encode_prompt`."""
+        mask = batch.token_masks["text_encoder"]
+        states: Tensor = self.parts["text_encoder"](batch.tokens["text_encoder"], attention_mask=mask)[0]
+        return Conditioning([states], masks=[mask])
+
+    def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
+        answer: Tensor = denoiser(
+            noised.noised_latents,
+            timestep=noised.timesteps,
+            encoder_hidden_states=conditioning.states[0],
+            encoder_attention_mask=conditioning.masks[0],
+            added_cond_kwargs={"resolution": None, "aspect_ratio": None},
+        ).sample
+        return answer[:, : noised.noised_latents.shape[1]]
+
+    def pipeline(self) -> PixArtSigmaPipeline:
+        return PixArtSigmaPipeline(**self.parts, scheduler=self.schedulers.sampler)
+
+    def blank_conditioning(self, count: int, device: torch.device) -> Conditioning:
+        width = self.parts["text_encoder"].config.d_model
+        return Conditioning(
+            [torch.zeros(count, T5_TOKENS, width, device=device)],
+            masks=[torch.ones(count, T5_TOKENS, dtype=torch.bool, device=device)],
+        )
+
+    def fit_problems(self) -> list[str]:
+        config, width = self.denoiser.config, self.parts["text_encoder"].config.d_model
+        problems = self._width_problem("caption_channels", config.caption_channels, width, "the text encoder is")
+        if self.denoiser.use_additional_conditions:
+            problems.append("model.transformer.params.use_additional_conditions: PixArt-Σ has none; set it to false")
+        latents = self.vae.config.latent_channels
+        if config.out_channels not in (None, latents, 2 * latents):
+            problems.append(
+                f"model.transformer.params.out_channels: {config.out_channels}, but must be {latents} (the latent "
+                f"channels of the autoencoder) or {2 * latents} (with learned variance)"
+            )
+        return self._channel_problems(out_key=None) + problems + self._vocabulary_problems()

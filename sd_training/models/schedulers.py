@@ -1,0 +1,203 @@
+"""diffusers' noise schedulers ↔ the objective: what training reads from one, and what sampling must be told.
+
+The sampler is written from the objective (design contract 7): whoever loads the exported pipeline samples what was
+trained.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sd_training.config.check_objective import objective_problems
+from sd_training.config.model_schema import ModelConfig
+from sd_training.config.objective_presets import with_preset
+from sd_training.config.objective_schema import ObjectiveConfig, PredictionType
+from sd_training.diffusion.noise_schedule import FlowSchedule, NoiseSchedule, SigmaSchedule, discrete_schedule_of
+from sd_training.errors import ConfigError
+from sd_training.models.load import effective_part, load_noise_scheduler
+from sd_training.models.registry import class_of
+
+# What sampling must share with training; everything else (spacing, order, thresholds) is the sampler's own.
+_TRAINING_KEYS = (
+    "num_train_timesteps",
+    "beta_start",
+    "beta_end",
+    "beta_schedule",
+    "trained_betas",
+    "prediction_type",
+    "rescale_betas_zero_snr",
+)
+_SHIFT_KEYS = {
+    "base_tokens": "base_image_seq_len",
+    "max_tokens": "max_image_seq_len",
+    "base_shift": "base_shift",
+    "max_shift": "max_shift",
+}
+FLOW_SAMPLER = "FlowMatchEulerDiscreteScheduler"
+EDM_SAMPLER = "EDMEulerScheduler"
+UNET_FLOW_SAMPLER = "UniPCMultistepScheduler"
+"""Pipelines of UNets ask their scheduler to scale the model's input, which flow schedulers proper cannot."""
+
+
+@dataclass(frozen=True)
+class Schedulers:
+    """What training and sampling agree on."""
+
+    objective: ObjectiveConfig
+    """The options with nothing left to a preset or to a scheduler."""
+    schedule: NoiseSchedule
+    static_shift: float
+    """a of the timestep shift where the options leave it to the scheduler; 1 is none."""
+    sampler: Any
+    """The diffusers scheduler of previews and of the exported pipeline."""
+
+    @property
+    def prediction_type(self) -> PredictionType:
+        """What the denoiser answers."""
+        assert self.objective.prediction_type is not None, "load_schedulers fills it in"
+        return self.objective.prediction_type
+
+
+def load_schedulers(model: ModelConfig, objective: ObjectiveConfig, *, has_unet: bool) -> Schedulers:
+    """Both noise schedulers of a config, agreeing with its objective.
+
+    Args:
+        has_unet: whether the pipeline is one of a UNet.
+
+    Raises:
+        ConfigError: they do not go with the objective.
+    """
+    training = load_noise_scheduler(model, "noise_scheduler_training")
+    config = dict(training.config)
+    resolved = _resolved(with_preset(objective), type(training).__name__, config)
+    if problems := objective_problems(resolved):
+        raise ConfigError(problems)
+    # A null `shift` is none, as an early FlowMatchEulerDiscreteScheduler stores it.
+    static = float(config.get("shift") or 1.0) if resolved.prediction_type == "flow_prediction" else 1.0
+    sampler = _sampler(model, resolved, config, static, has_unet)
+    return Schedulers(resolved, _schedule(resolved, config), static, sampler)
+
+
+def _resolved(objective: ObjectiveConfig, scheduler: str, config: Mapping[str, Any]) -> ObjectiveConfig:
+    """What options and preset leave open, as the training noise scheduler has it."""
+    stored: Any = config.get("prediction_type") or "epsilon"
+    if scheduler.startswith("FlowMatch") or config.get("use_flow_sigmas"):
+        stored = "flow_prediction"
+    elif scheduler.startswith("EDM"):
+        stored = "edm"
+    if stored not in ("epsilon", "v_prediction", "sample", "flow_prediction", "edm"):
+        raise ConfigError(
+            f"objective.prediction_type: the training noise scheduler says {stored!r}; use epsilon, v_prediction, "
+            "sample, flow_prediction or edm"
+        )
+    prediction = objective.prediction_type or stored
+    is_discrete = prediction not in ("flow_prediction", "edm")
+    zero_snr = objective.rescale_betas_zero_snr
+    if zero_snr is None:
+        zero_snr = bool(config.get("rescale_betas_zero_snr", False)) and is_discrete
+    sigma_data = objective.sigma_data
+    if sigma_data is None and prediction == "edm":
+        sigma_data = float(config.get("sigma_data", 1.0))
+    return replace(objective, prediction_type=prediction, rescale_betas_zero_snr=zero_snr, sigma_data=sigma_data)
+
+
+def _schedule(objective: ObjectiveConfig, config: Mapping[str, Any]) -> NoiseSchedule:
+    count = int(config.get("num_train_timesteps", 1000))
+    match objective.prediction_type:
+        case "flow_prediction":
+            return FlowSchedule(count)
+        case "edm":
+            return SigmaSchedule(count)
+        case _:
+            try:
+                return discrete_schedule_of({**config, "rescale_betas_zero_snr": objective.rescale_betas_zero_snr})
+            except ValueError as error:
+                raise ConfigError(f"model.noise_scheduler_training: {error}") from error
+
+
+def _sampler(
+    model: ModelConfig, objective: ObjectiveConfig, config: Mapping[str, Any], static: float, has_unet: bool
+) -> Any:
+    part = "noise_scheduler_inference"
+    chosen = effective_part(model, part)
+    was_chosen = chosen.pretrained is not None or chosen.target is not None or bool(chosen.params)
+    sampler = load_noise_scheduler(model, part if was_chosen else "noise_scheduler_training")
+    match objective.prediction_type:
+        case "flow_prediction":
+            return _flow_sampler(sampler, chosen.target, objective, config, static, has_unet)
+        case "edm":
+            return _edm_sampler(sampler, chosen.target, objective)
+        case _:
+            return _discrete_sampler(sampler, objective, config)
+
+
+def _discrete_sampler(sampler: Any, objective: ObjectiveConfig, config: Mapping[str, Any]) -> Any:
+    settings = {
+        **config,
+        "prediction_type": objective.prediction_type,
+        "rescale_betas_zero_snr": bool(objective.rescale_betas_zero_snr),
+    }
+    agreed = {key: settings[key] for key in _TRAINING_KEYS if key in settings}
+    if objective.rescale_betas_zero_snr:
+        if "rescale_betas_zero_snr" not in sampler.config:
+            raise ConfigError(
+                f"model.noise_scheduler_inference: {type(sampler).__name__} cannot sample a zero-terminal-SNR model; "
+                "use DDIMScheduler or EulerDiscreteScheduler"
+            )
+        # Only trailing spacing starts at the true last step (Lin et al. 2023, section 3.3).
+        agreed["timestep_spacing"] = "trailing"
+    if "prediction_type" not in sampler.config:
+        raise ConfigError(
+            f"model.noise_scheduler_inference: {type(sampler).__name__} cannot sample "
+            f"prediction_type={objective.prediction_type}; use DDIMScheduler"
+        )
+    known = {key: value for key, value in agreed.items() if key in sampler.config}
+    return type(sampler).from_config(sampler.config, **known)
+
+
+def _flow_sampler(
+    sampler: Any,
+    target: str | None,
+    objective: ObjectiveConfig,
+    config: Mapping[str, Any],
+    static: float,
+    has_unet: bool,
+) -> Any:
+    shift = objective.shift
+    factor = shift.value if shift.mode == "static" else static
+    count = int(config.get("num_train_timesteps", 1000))
+    if type(sampler).__name__ == FLOW_SAMPLER and not has_unet:
+        by_tokens = {"use_dynamic_shifting": shift.mode == "tokens"} if shift.mode != "scheduler" else {}
+        if shift.mode == "tokens":
+            by_tokens |= {theirs: getattr(shift, ours) for ours, theirs in _SHIFT_KEYS.items()}
+        return type(sampler).from_config(sampler.config, num_train_timesteps=count, shift=factor, **by_tokens)
+    if shift.mode == "tokens":
+        raise ConfigError(
+            f"objective.shift.mode: tokens needs {FLOW_SAMPLER} and a transformer; use static with this pipeline"
+        )
+    settings = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": factor}
+    if "use_flow_sigmas" in sampler.config:
+        return type(sampler).from_config(sampler.config, num_train_timesteps=count, **settings)
+    if target is not None:
+        raise ConfigError(
+            f"model.noise_scheduler_inference.target: {target} cannot sample prediction_type=flow_prediction here; use "
+            f"{UNET_FLOW_SAMPLER if has_unet else FLOW_SAMPLER}"
+        )
+    if has_unet:
+        return _made(UNET_FLOW_SAMPLER, num_train_timesteps=count, **settings)
+    return _made(FLOW_SAMPLER, num_train_timesteps=count, shift=factor)
+
+
+def _edm_sampler(sampler: Any, target: str | None, objective: ObjectiveConfig) -> Any:
+    settings = {"sigma_data": objective.sigma_data, "prediction_type": "epsilon"}  # their word for EDM's own c_out
+    if type(sampler).__name__.startswith("EDM"):
+        return type(sampler).from_config(sampler.config, **settings)
+    if target is not None:
+        raise ConfigError(
+            f"model.noise_scheduler_inference.target: {target} cannot sample prediction_type=edm; use {EDM_SAMPLER}"
+        )
+    return _made(EDM_SAMPLER, **settings)
+
+
+def _made(name: str, **settings: Any) -> Any:
+    return class_of("noise_scheduler_inference", name)(**settings)

@@ -1,0 +1,90 @@
+"""Stable Diffusion 3 and 3.5: an MMDiT on 16-channel latents, CLIP-L, CLIP-G and perhaps T5 (Esser et al. 2024,
+arXiv:2403.03206, figure 2)."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from diffusers import StableDiffusion3Pipeline
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from sd_training.data.captions import Tokenizer
+from sd_training.models.family import Family
+from sd_training.types import Conditioning, NoisedBatch, PixelBatch
+
+T5_TOKENS = 256
+"""What the pipeline gives T5 unless asked for more."""
+
+
+class StableDiffusion3(Family):
+    """Both CLIPs side by side, then T5 behind them; pooled text of both CLIPs."""
+
+    name = "sd3"
+    denoiser_part = "transformer"
+    classes: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIPTextModelWithProjection"}
+
+    @property
+    def patch_size(self) -> int:
+        return int(self.denoiser.config.patch_size)
+
+    def tokenizers(self) -> dict[str, Tokenizer]:
+        lengths = {"text_encoder_3": T5_TOKENS}
+        return {name: Tokenizer(t.tokenizer, lengths.get(name)) for name, t in super().tokenizers().items()}
+
+    def encode(self, batch: PixelBatch) -> Conditioning:
+        """As `StableDiffusion3Pipeline.encode_prompt`."""
+        states, pooled = [], []
+        for name in ("text_encoder", "text_encoder_2"):
+            output = self.parts[name](batch.tokens[name], output_hidden_states=True)
+            states.append(output.hidden_states[-2])
+            pooled.append(output[0])
+        clip = torch.cat(states, dim=-1)
+        states_of_both = torch.cat([self._widened(clip), self._t5(batch, clip)], dim=1)
+        return Conditioning([states_of_both], pooled=torch.cat(pooled, dim=-1))
+
+    def _t5(self, batch: PixelBatch, clip: Tensor) -> Tensor:
+        """Without T5 the pipeline puts zeros there."""
+        if self.parts.get("text_encoder_3") is None:
+            return clip.new_zeros(len(clip), T5_TOKENS, self.denoiser.config.joint_attention_dim)
+        states: Tensor = self.parts["text_encoder_3"](batch.tokens["text_encoder_3"])[0]
+        return states
+
+    def _widened(self, states: Tensor) -> Tensor:
+        return pad(states, (0, self.denoiser.config.joint_attention_dim - states.shape[-1]))
+
+    def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
+        answer: Tensor = denoiser(
+            hidden_states=noised.noised_latents,
+            timestep=noised.timesteps,
+            encoder_hidden_states=conditioning.states[0],
+            pooled_projections=conditioning.pooled,
+        ).sample
+        return answer
+
+    def pipeline(self) -> StableDiffusion3Pipeline:
+        optional = {"text_encoder_3": None, "tokenizer_3": None}
+        return StableDiffusion3Pipeline(**{**optional, **self.parts}, scheduler=self.schedulers.sampler)
+
+    def blank_conditioning(self, count: int, device: torch.device) -> Conditioning:
+        config = self.denoiser.config
+        length = self.parts["text_encoder"].config.max_position_embeddings + T5_TOKENS
+        return Conditioning(
+            [torch.zeros(count, length, config.joint_attention_dim, device=device)],
+            pooled=torch.zeros(count, config.pooled_projection_dim, device=device),
+        )
+
+    def fit_problems(self) -> list[str]:
+        clips = [self.parts[name].config for name in ("text_encoder", "text_encoder_2")]
+        config, wide = self.denoiser.config, sum(clip.hidden_size for clip in clips)
+        pooled = sum(clip.projection_dim for clip in clips)
+        problems = self._width_problem(
+            "pooled_projection_dim", config.pooled_projection_dim, pooled, "the pooled text of both CLIPs is"
+        )
+        if config.joint_attention_dim < wide:
+            problems += self._width_problem("joint_attention_dim", config.joint_attention_dim, wide, "both CLIPs are")
+        if (t5 := self.parts.get("text_encoder_3")) is not None:
+            problems += self._width_problem(
+                "joint_attention_dim", config.joint_attention_dim, t5.config.d_model, "text_encoder_3 is"
+            )
+        return self._channel_problems() + problems + self._vocabulary_problems()

@@ -1,0 +1,257 @@
+"""Captions → hidden states and pooled vector, for any text encoder or decoder of transformers.
+
+The trainer and the pipelines call the same functions, so that what is sampled is what was trained.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sd_training.config.suggest import suggest
+from sd_training.errors import ConfigError
+
+POOLINGS = ("none", "eos", "mean", "projection")
+"""none · eos: state of the end-of-text token · mean: mean of the unmasked tokens · projection: CLIP's `text_embeds`."""
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """What is taken from one text encoder.
+
+    Raises:
+        ConfigError: a value that means nothing.
+    """
+
+    layer: int | None = -1
+    """Hidden layer of the states: -1 is the last one, -2 the one before; null takes the pooled vector only."""
+    apply_final_norm: bool = True
+    """Whether the states go through the encoder's final norm. Encoders whose layers end in a norm have none."""
+    pooling: str = "none"
+    """One of `POOLINGS`. Pooled vectors are always taken from the last layer with its norm, whatever `layer` says."""
+    max_tokens: int = 77
+    """L: captions are cut and padded to this many tokens."""
+    use_mask: bool = True
+    """Whether encoder and denoiser are told which tokens are padding. Stable Diffusion's CLIP is not."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.pooling not in POOLINGS:
+            problems.append(f"pooling: {self.pooling!r} is not one of {', '.join(POOLINGS)}")
+        if self.layer is None and self.pooling == "none":
+            problems.append("layer: null with pooling none takes nothing from this text encoder; set one of them")
+        if self.layer is not None and self.layer >= 0:
+            problems.append(f"layer: {self.layer}; layers are counted from the end, -1 is the last one")
+        if self.max_tokens < 1:
+            problems.append(f"max_tokens: {self.max_tokens}; at least 1 is needed")
+        if problems:
+            raise ConfigError(problems)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "TextOptions":
+        """The options stored in a config.
+
+        Raises:
+            ConfigError: an unknown option, or a value that means nothing.
+        """
+        known = [option.name for option in fields(cls)]
+        problems = [
+            f"{name}: a text encoder has no such option; did you mean {suggest(name, known) or ', '.join(known)}?"
+            for name in values
+            if name not in known
+        ]
+        if problems:
+            raise ConfigError(problems)
+        return cls(**values)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The options as a config stores them."""
+        return asdict(self)
+
+
+@dataclass
+class TextStates:
+    """What all text encoders of a model say about a batch of captions."""
+
+    states: list[Tensor] = field(default_factory=list)
+    """[B, L_i, D_i] for each encoder that gives states."""
+    masks: list[Tensor | None] = field(default_factory=list)
+    """[B, L_i] bool beside each of `states`, True for tokens of the caption; None where padding counts as text."""
+    pooled: Tensor | None = None
+    """[B, P]: the pooled vectors side by side; None when no encoder pools."""
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, captions: Sequence[str], max_tokens: int) -> tuple[Tensor, Tensor]:
+    """Token ids and mask, cut and padded on the right to `max_tokens`, whatever side the tokenizer prefers.
+
+    With the padding on the right the states of a decoder's caption tokens do not depend on it. A tokenizer without
+    padding token pads with its end-of-text token.
+
+    Returns:
+        [B, L] int64 ids and [B, L] bool, True for tokens of the caption.
+    """
+    rows = tokenizer(list(captions), truncation=True, max_length=max_tokens, padding=False)["input_ids"]
+    fillers = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    filler = next(token for token in fillers if token is not None)
+    tokens = torch.tensor([[*row, *[filler] * (max_tokens - len(row))] for row in rows], dtype=torch.int64)
+    lengths = torch.tensor([len(row) for row in rows])
+    return tokens, torch.arange(max_tokens)[None] < lengths[:, None]
+
+
+def encode_texts(
+    encoders: Sequence[PreTrainedModel],
+    tokens: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    options: Sequence[TextOptions],
+) -> TextStates:
+    """States and pooled vectors of every encoder; the four sequences run over the encoders.
+
+    Args:
+        tokens: [B, L_i] int64 each.
+        masks: [B, L_i] bool each; not used for an encoder with `use_mask=False`.
+
+    Raises:
+        ConfigError: as `encode_tokens`.
+    """
+    result, pooled = TextStates(), []
+    for encoder, ids, given, option in zip(encoders, tokens, masks, options, strict=True):
+        mask = given if option.use_mask else None
+        layer = -1 if option.layer is None else option.layer
+        states, vector = encode_tokens(encoder, ids, mask, layer, option.pooling, option.apply_final_norm)
+        if option.layer is not None:
+            result.states.append(states)
+            result.masks.append(mask)
+        if vector is not None:
+            pooled.append(vector)
+    result.pooled = torch.cat(pooled, dim=-1) if pooled else None
+    return result
+
+
+def encode_tokens(
+    encoder: PreTrainedModel,
+    tokens: Tensor,
+    mask: Tensor | None,
+    layer: int,
+    pooling: str,
+    apply_final_norm: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Hidden states and pooled vector of one text encoder, in the encoder's mode and precision.
+
+    The head of a language model and the decoder of an encoder-decoder are left out.
+
+    Args:
+        encoder: any text encoder or decoder of transformers.
+        tokens: [B, L] int64.
+        mask: [B, L] bool, True for tokens of the caption; None lets every token count. States of masked tokens are 0.
+        layer: -1 is the last layer, -N-1 the embeddings of an encoder of N layers.
+        pooling: one of `POOLINGS`, see there.
+        apply_final_norm: whether states go through the encoder's final norm, if it has one.
+
+    Returns:
+        [B, L, D] states and [B, P] pooled vector (None for pooling none).
+
+    Raises:
+        ConfigError: the encoder has no such layer or no projection, or the pooling needs a mask.
+    """
+    if pooling not in POOLINGS:
+        raise ConfigError(f"pooling: {pooling!r} is not one of {', '.join(POOLINGS)}")
+    network = _without_head(encoder, pooling)
+    attention_mask = None if mask is None else mask.long()
+    with _final_norm_calls(network) as calls:
+        output = network(input_ids=tokens, attention_mask=attention_mask, output_hidden_states=layer != -1)
+    last = output.last_hidden_state
+    norm, before_norm = _final_norm(calls, last)
+    if layer == -1:
+        states = last if apply_final_norm else before_norm
+    else:
+        chosen = _layer(encoder, output.hidden_states, layer)
+        states = norm(chosen) if apply_final_norm else chosen
+    if mask is not None:
+        states, last = (x.masked_fill(~mask[..., None], 0.0) for x in (states, last))
+    return states, _pool(encoder, output, last, tokens, mask, pooling)
+
+
+def _without_head(encoder: PreTrainedModel, pooling: str) -> PreTrainedModel:
+    """The part that makes the hidden states."""
+    if pooling == "projection" and not hasattr(encoder, "text_projection"):
+        raise ConfigError(
+            f"pooling: projection, but {type(encoder).__name__} has none; use CLIPTextModelWithProjection, eos or mean"
+        )
+    if getattr(encoder.config, "is_encoder_decoder", False):
+        return encoder.get_encoder()
+    return encoder if encoder.get_output_embeddings() is None else encoder.base_model
+
+
+def _layer(encoder: PreTrainedModel, hidden_states: Sequence[Tensor], layer: int) -> Tensor:
+    if not -len(hidden_states) <= layer < 0:
+        raise ConfigError(
+            f"layer: {layer}, but {type(encoder).__name__} has layers -1 to {1 - len(hidden_states)} "
+            f"and its embeddings at {-len(hidden_states)}"
+        )
+    return hidden_states[layer]
+
+
+@contextmanager
+def _final_norm_calls(network: nn.Module) -> Iterator[list[tuple[nn.Module, Tensor, Tensor]]]:
+    """Module, input and output of every norm that runs outside layers and embeddings.
+
+    Whether the last of `hidden_states` has been normed differs between classes and versions of transformers, and so
+    does the norm's name; what went in and came out does not.
+    """
+    calls: list[tuple[nn.Module, Tensor, Tensor]] = []
+    hooks = [
+        module.register_forward_hook(lambda module, inputs, output: calls.append((module, inputs[0], output)))
+        for name, module in network.named_modules()
+        if "norm" in type(module).__name__.lower()
+        and "embed" not in name
+        and not any(step.isdigit() for step in name.split("."))
+    ]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _final_norm(calls: Sequence[tuple[nn.Module, Tensor, Tensor]], last: Tensor) -> tuple[nn.Module, Tensor]:
+    """The norm that made `last`, and what it was given; no norm when the layers end in norms of their own."""
+    for module, before, after in reversed(calls):
+        if after.shape == last.shape:
+            return module, before
+    return nn.Identity(), last
+
+
+def _pool(
+    encoder: PreTrainedModel, output: Any, last: Tensor, tokens: Tensor, mask: Tensor | None, pooling: str
+) -> Tensor | None:
+    """The pooled vector; `last` is the last layer after its norm, zero where masked."""
+    if pooling == "none":
+        return None
+    if pooling == "projection":
+        return output.text_embeds
+    if pooling == "eos" and encoder.config.model_type == "clip_text_model":
+        return _at(last, _clip_end(tokens, encoder.config.eos_token_id))
+    if mask is None:
+        raise ConfigError(
+            f"pooling: {pooling} of {type(encoder).__name__} needs use_mask=true, else padding counts as text"
+        )
+    if pooling == "mean":
+        return last.sum(dim=1) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    places = torch.arange(mask.shape[1], device=mask.device)
+    return _at(last, (places * mask).argmax(dim=1))
+
+
+def _clip_end(tokens: Tensor, end: int) -> Tensor:
+    """[B] place of CLIP's end-of-text token: the first one, as it also pads.
+
+    Old configs say 2, which no vocabulary of theirs means: there the end is the highest id.
+    """
+    return tokens.argmax(dim=1) if end == 2 else (tokens == end).int().argmax(dim=1)
+
+
+def _at(states: Tensor, places: Tensor) -> Tensor:
+    return states[torch.arange(len(states), device=states.device), places]

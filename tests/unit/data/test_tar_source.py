@@ -1,0 +1,114 @@
+import decimal
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from sd_training.config.filter_grammar import parse_filters
+from sd_training.data.caption_choice import CaptionRules, captions_in
+from sd_training.data.index import DatasetIndex
+from sd_training.data.problems import BadSample
+from sd_training.data.selection import select
+from sd_training.data.tar_source import TarSource
+from tests import makers
+from tests.unit.data.making import ACCESS, tar_index
+
+KEYS = ["000000", "000001", "000002"]
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    return makers.write_shard(tmp_path / "00000.tar", makers.caption_samples(3))
+
+
+def with_table(shard: Path, **columns: Any) -> DatasetIndex:
+    """The index of a shard with a metadata table beside it."""
+    pq.write_table(pa.table(columns), shard.with_suffix(".parquet"))
+    return tar_index([shard], [name for name in columns if name != "key"])
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [([7, 8, 9], [7, 8, 9]), ([-5, 0, 9], [40, 40, 9]), ([1e300, 2.0**31, 9.0], [40, 40, 9])],
+)
+def test_sizes_of_the_table_count_where_they_can_be(shard: Path, width: list[float], expected: list[int]) -> None:
+    index = with_table(shard, key=KEYS, width=width, height=[6, 6, 6])
+    assert index.numbers("width").tolist() == expected
+
+
+def test_decimals_of_the_table(shard: Path) -> None:
+    index = with_table(shard, key=KEYS, score=[decimal.Decimal("0.5"), None, decimal.Decimal("1.25")])
+    assert index.columns["number:score"].to_pylist() == [0.5, None, 1.25]
+
+
+def test_keys_that_are_numbers(shard: Path) -> None:
+    index = with_table(shard, key=[2, 0, 1], similarity=[0.2, 0.0, 0.1])
+    assert index.columns["number:similarity"].to_pylist() == [0.0, 0.1, 0.2]
+    assert index.problems.total() == 0
+
+
+def test_a_table_of_other_samples_is_named(shard: Path) -> None:
+    index = with_table(shard, key=["a", "b"], similarity=[0.0, 0.1])
+    assert index.problems.text() == f"metadata table names no sample of its shard 1 (first: {shard})"
+
+
+def captions(shard: Path) -> list[str]:
+    index = tar_index([shard])
+    selection = select(index, [], None, CaptionRules())
+    reader = TarSource([str(shard)], ACCESS).reader(index)
+    return [reader.caption(int(sample)) for sample in selection.survivors]
+
+
+def test_the_caption_of_the_metadata_where_there_is_no_text_member(tmp_path: Path) -> None:
+    samples = makers.caption_samples(5)
+    metadata: list[Any] = ["in the text", " of the JSON ", ["one", "two"], "", None]
+    for sample, caption in zip(samples, metadata, strict=True):
+        sample["json"] = json.dumps({"caption": caption}).encode()
+    for sample in samples[1:]:
+        del sample["txt"]
+    shard = makers.write_shard(tmp_path / "0.tar", samples)
+    first, second, third = captions(shard)
+    assert (first, second, captions_in(third)) == ("a red picture", "of the JSON", ["one", "two"])
+    assert tar_index([shard]).numbers("caption_length").tolist() == [13, 11, 3, -1, -1]
+
+
+def test_captions_of_the_table_beside_a_shard(tmp_path: Path) -> None:
+    samples = [{name: sample[name] for name in ("__key__", "jpg")} for sample in makers.caption_samples(3)]
+    shard = makers.write_shard(tmp_path / "00000.tar", samples)
+    pq.write_table(pa.table({"key": KEYS, "caption": ["a", None, "c"]}), shard.with_suffix(".parquet"))
+    assert captions(shard) == ["a", "c"]
+
+
+def test_captions_that_are_not_utf8_are_none(tmp_path: Path) -> None:
+    samples = makers.caption_samples(2)
+    samples[0]["txt"] = "Kätzchen".encode("latin-1")
+    shard = makers.write_shard(tmp_path / "0.tar", samples)
+    index = tar_index([shard])
+    reader = TarSource([str(shard)], ACCESS).reader(index)
+    assert index.problems.text() == f"caption is not UTF-8 text 1 (first: {shard} 000000)"
+    with pytest.raises(BadSample, match="caption missing"):
+        reader.caption(0)
+    assert reader.caption(1) == "a green picture"
+
+
+def test_words_of_truth_in_any_case(tmp_path: Path) -> None:
+    samples = makers.caption_samples(4)
+    for sample, value in zip(samples, ["False", "TRUE", False, "falsehood"], strict=True):
+        sample["json"] = json.dumps({"nsfw": value}).encode()
+    index = tar_index([makers.write_shard(tmp_path / "0.tar", samples)], ["nsfw"])
+    for wanted, expected in {False: [0, 2], True: [1]}.items():
+        rules, _ = parse_filters({"nsfw": wanted})
+        assert select(index, rules, None, CaptionRules()).survivors.tolist() == expected
+
+
+def test_long_integers_stay_apart_from_their_neighbours(tmp_path: Path) -> None:
+    samples, first = makers.caption_samples(4), 2**53
+    for sample, value in zip(samples, [first, first + 1, str(first + 1), 5], strict=True):
+        sample["json"] = json.dumps({"id": value}).encode()
+    index = tar_index([makers.write_shard(tmp_path / "0.tar", samples)], ["id"])
+    for written, expected in {first: [0], first + 1: [1, 2], f"!={first}": [1, 2, 3], f">={first}": [0, 1, 2]}.items():
+        rules, _ = parse_filters({"id": written})
+        assert select(index, rules, None, CaptionRules()).survivors.tolist() == expected, written

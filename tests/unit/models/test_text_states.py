@@ -1,0 +1,281 @@
+"""States and pooled vectors of text encoders, against what transformers itself gives for each kind of encoder."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from tokenizers import models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from sd_training.data.captions import Tokenizer
+from sd_training.errors import ConfigError
+from sd_training.models.text_states import TextOptions, encode_texts, encode_tokens, tokenize
+from tests import makers
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
+END = 1
+SPECIAL = {"bos_token_id": 0, "eos_token_id": END, "pad_token_id": END}
+MASK = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
+
+
+def t5_config() -> transformers.T5Config:
+    return transformers.T5Config(
+        vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=3, num_heads=2, decoder_start_token_id=0
+    )
+
+
+def gemma_config() -> transformers.Gemma2Config:
+    return transformers.Gemma2Config(**SIZES, num_key_value_heads=1, head_dim=8)
+
+
+# Each with the layer list and the final norm, written down by hand from the architecture.
+MAKERS: dict[str, Callable[[], Any]] = {
+    "clip": lambda: transformers.CLIPTextModel(transformers.CLIPTextConfig(**SIZES, **SPECIAL)),
+    "clip_projection": lambda: transformers.CLIPTextModelWithProjection(
+        transformers.CLIPTextConfig(**SIZES, **SPECIAL, projection_dim=12)
+    ),
+    "t5": lambda: transformers.T5EncoderModel(t5_config()),
+    "t5_whole": lambda: transformers.T5Model(t5_config()),
+    "gemma": lambda: transformers.Gemma2Model(gemma_config()),
+    "gemma_lm": lambda: transformers.Gemma2ForCausalLM(gemma_config()),
+    "bert": lambda: transformers.BertModel(transformers.BertConfig(**SIZES)),
+    "modernbert": lambda: transformers.ModernBertModel(transformers.ModernBertConfig(**SIZES, **SPECIAL)),
+}
+LAYERS: dict[str, Callable[[Any], tuple[nn.ModuleList, nn.Module]]] = {
+    "clip": lambda m: (m.encoder.layers, m.final_layer_norm),
+    "clip_projection": lambda m: (m.text_model.encoder.layers, m.text_model.final_layer_norm),
+    "t5": lambda m: (m.encoder.block, m.encoder.final_layer_norm),
+    "t5_whole": lambda m: (m.encoder.block, m.encoder.final_layer_norm),
+    "gemma": lambda m: (m.layers, m.norm),
+    "gemma_lm": lambda m: (m.model.layers, m.model.norm),
+    "bert": lambda m: (m.encoder.layer, nn.Identity()),
+    "modernbert": lambda m: (m.layers, m.final_norm),
+}
+every_encoder = pytest.mark.parametrize("kind", MAKERS)
+
+
+def make(kind: str) -> Any:
+    torch.manual_seed(0)
+    encoder = MAKERS[kind]().eval()
+    with torch.no_grad():  # norms start at one, where applying them twice would go unnoticed
+        for name, parameter in encoder.named_parameters():
+            if "norm" in name.lower():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return encoder
+
+
+def tokens() -> Tensor:
+    ids = torch.randint(3, 50, (2, 7), generator=torch.Generator().manual_seed(1))
+    ids[0, 5:], ids[1, 3:] = END, END
+    return ids
+
+
+def library_states(kind: str, encoder: Any, ids: Tensor, mask: Tensor | None) -> tuple[list[Tensor], Any]:
+    """Output of every layer as it left the layer, and the library's own output."""
+    layers, _ = LAYERS[kind](encoder)
+    outputs: list[Tensor] = []
+    hooks = [
+        layer.register_forward_hook(lambda m, i, o: outputs.append(o[0] if isinstance(o, tuple) else o))
+        for layer in layers
+    ]
+    attention = None if mask is None else mask.long()
+    network = encoder.get_encoder() if kind == "t5_whole" else encoder.model if kind == "gemma_lm" else encoder
+    result = network(input_ids=ids, attention_mask=attention)
+    for hook in hooks:
+        hook.remove()
+    return outputs, result
+
+
+@every_encoder
+@pytest.mark.parametrize("mask", [None, MASK], ids=["unmasked", "masked"])
+@torch.no_grad()
+def test_states_are_those_of_the_library(kind: str, mask: Tensor | None) -> None:
+    encoder, ids = make(kind), tokens()
+    layers, output = library_states(kind, encoder, ids, mask)
+    _, norm = LAYERS[kind](encoder)
+    counts = torch.ones_like(MASK) if mask is None else mask
+    for layer in (-1, -2, -3):
+        raw, _ = encode_tokens(encoder, ids, mask, layer, "none", False)
+        normed, _ = encode_tokens(encoder, ids, mask, layer, "none", True)
+        assert torch.equal(raw[counts], layers[layer][counts])
+        assert torch.allclose(normed[counts], norm(layers[layer])[counts], atol=1e-6)
+        assert not raw[~counts].any() and not normed[~counts].any()
+    assert torch.equal(encode_tokens(encoder, ids, mask, -1, "none", True)[0][counts], output.last_hidden_state[counts])
+
+
+@every_encoder
+@torch.no_grad()
+def test_masked_tokens_and_their_number_do_not_matter(kind: str) -> None:
+    encoder, ids = make(kind), tokens()
+    ids[1, 3] = END
+    states, pooled = encode_tokens(encoder, ids, MASK, -2, "mean", True)
+    other = ids.clone()
+    other[1, 4:] = 7
+    changed, changed_pooled = encode_tokens(encoder, other, MASK, -2, "mean", True)
+    short, short_pooled = encode_tokens(encoder, ids[1:, :4], MASK[1:, :4], -2, "mean", True)
+    assert pooled is not None and changed_pooled is not None and short_pooled is not None
+    assert torch.equal(states, changed) and torch.equal(pooled, changed_pooled)
+    assert torch.allclose(states[1:, :4], short, atol=1e-5) and torch.allclose(pooled[1:], short_pooled, atol=1e-5)
+
+
+@every_encoder
+@torch.no_grad()
+def test_mean_and_end_are_of_the_last_layer_whatever_layer_is_asked_for(kind: str) -> None:
+    encoder, ids = make(kind), tokens()
+    last, _ = encode_tokens(encoder, ids, MASK, -1, "none", True)
+    _, mean = encode_tokens(encoder, ids, MASK, -3, "mean", False)
+    _, end = encode_tokens(encoder, ids, MASK, -2, "eos", False)
+    assert mean is not None and end is not None
+    for row, length, clip_end in ((0, 7, 5), (1, 4, 3)):
+        assert torch.allclose(mean[row], last[row, :length].mean(dim=0), atol=1e-6)
+        assert torch.equal(end[row], last[row, clip_end if kind.startswith("clip") else length - 1])
+
+
+@pytest.mark.parametrize("end_in_config", [END, 2])
+@torch.no_grad()
+def test_end_of_text_of_clip_is_the_librarys_pooler(end_in_config: int) -> None:
+    torch.manual_seed(0)
+    config = transformers.CLIPTextConfig(**SIZES, **SPECIAL | {"eos_token_id": end_in_config})
+    encoder, ids = transformers.CLIPTextModel(config).eval(), tokens()
+    _, pooled = encode_tokens(encoder, ids, None, -2, "eos", True)
+    assert pooled is not None and torch.equal(pooled, encoder(ids).pooler_output)
+
+
+@torch.no_grad()
+def test_projection_is_text_embeds() -> None:
+    encoder, ids = make("clip_projection"), tokens()
+    states, pooled = encode_tokens(encoder, ids, None, -2, "projection", False)
+    library = encoder(ids, output_hidden_states=True)
+    assert pooled is not None and torch.equal(pooled, library.text_embeds)
+    assert torch.equal(states, library.hidden_states[-2])  # what SDXL's pipeline takes
+
+
+@torch.no_grad()
+def test_deepest_layer_is_the_embeddings() -> None:
+    encoder, ids = make("gemma"), tokens()
+    states, _ = encode_tokens(encoder, ids, None, -4, "none", False)
+    assert torch.allclose(states, encoder.embed_tokens(ids))
+
+
+@torch.no_grad()
+def test_a_caption_without_tokens_gives_zeros() -> None:
+    encoder, mask = make("gemma"), MASK.clone()
+    mask[1] = False
+    for pooling in ("mean", "eos"):
+        states, pooled = encode_tokens(encoder, tokens(), mask, -1, pooling, True)
+        assert pooled is not None and not states[1].any() and not pooled[1].any() and pooled[0].any()
+
+
+def test_dropout_after_the_norm_does_not_hide_it() -> None:
+    encoder = make("t5").train()
+    seen = LAYERS["t5"](encoder)[0][-1]
+    outputs: list[Tensor] = []
+    seen.register_forward_hook(lambda m, i, o: outputs.append(o[0]))
+    states, _ = encode_tokens(encoder, tokens(), None, -1, "none", False)
+    assert torch.equal(states, outputs[0])
+
+
+def test_gradients_reach_a_trained_encoder() -> None:
+    encoder = make("clip")
+    encode_tokens(encoder, tokens(), None, -1, "none", True)[0].square().sum().backward()
+    assert all(parameter.grad is not None for parameter in encoder.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "said"),
+    [
+        ("clip", (None, -1, "projection", True), "CLIPTextModel has none"),
+        ("gemma", (None, -1, "eos", True), "use_mask"),
+        ("bert", (None, -1, "mean", True), "use_mask"),
+        ("bert", (MASK, -5, "none", True), "BertModel has layers -1 to -3 and its embeddings at -4"),
+        ("bert", (MASK, 0, "none", True), "layers -1 to -3"),
+        ("bert", (MASK, -1, "max", True), "'max' is not one of none, eos, mean, projection"),
+    ],
+)
+def test_wrong_use_is_named(kind: str, arguments: tuple[Any, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        encode_tokens(make(kind), tokens(), *arguments)
+
+
+def test_options_are_checked_and_survive_storing() -> None:
+    option = TextOptions(layer=-2, apply_final_norm=False, pooling="mean", max_tokens=5, use_mask=False)
+    assert TextOptions.from_mapping(option.to_mapping()) == option
+    with pytest.raises(ConfigError, match="did you mean pooling") as error:
+        TextOptions.from_mapping({"poling": "eos", "kind": 1})
+    assert len(error.value.problems) == 2
+    with pytest.raises(ConfigError) as error:
+        TextOptions(layer=1, pooling="best", max_tokens=0)
+    assert [problem.split(":")[0] for problem in error.value.problems] == ["pooling", "layer", "max_tokens"]
+    with pytest.raises(ConfigError, match="takes nothing"):
+        TextOptions(layer=None)
+
+
+def word_tokenizer(**special: str) -> PreTrainedTokenizerFast:
+    words = tokenizers.Tokenizer(
+        models.WordLevel({"<e>": 0, "a": 1, "red": 2, "blue": 3, "<p>": 4, "?": 5}, unk_token="?")
+    )
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **special)
+
+
+def test_tokens_are_padded_on_the_right_and_cut() -> None:
+    ids, mask = tokenize(word_tokenizer(pad_token="<p>"), ["a red", "a a red blue a", ""], 4)
+    assert ids.tolist() == [[1, 2, 4, 4], [1, 1, 2, 3], [4, 4, 4, 4]]
+    assert mask.sum(dim=1).tolist() == [2, 4, 0]
+    ids, _ = tokenize(word_tokenizer(eos_token="<e>"), ["a red"], 4)
+    assert ids.tolist() == [[1, 2, 0, 0]]
+
+
+def test_sampling_cuts_captions_as_the_loader_does() -> None:
+    captions = ["a red", "a a red blue a", "", "green ?"]
+    for tokenizer in (word_tokenizer(pad_token="<p>"), word_tokenizer(eos_token="<e>"), makers.tiny_tokenizer()):
+        ids, mask = tokenize(tokenizer, captions, 4)
+        loader = [Tokenizer(tokenizer, 4).encode_counted(caption) for caption in captions]
+        assert ids.tolist() == [encoded.tokens.tolist() for encoded in loader]
+        assert mask.tolist() == [encoded.mask.tolist() for encoded in loader]
+
+
+def test_clip_tokens_are_those_of_its_tokenizer() -> None:
+    tokenizer = makers.tiny_tokenizer()
+    captions = ["ab", "abcdefghijklmnopqrstuvwxyz", ""]
+    expected = tokenizer(captions, padding="max_length", truncation=True, max_length=16, return_tensors="pt")
+    ids, mask = tokenize(tokenizer, captions, 16)
+    assert torch.equal(ids, expected["input_ids"]) and torch.equal(mask, expected["attention_mask"].bool())
+
+
+@torch.no_grad()
+def test_several_encoders_side_by_side() -> None:
+    clip, gemma, bert = make("clip_projection"), make("gemma"), make("bert")
+    options = [
+        TextOptions(layer=None, pooling="projection", use_mask=False),
+        TextOptions(layer=-2),
+        TextOptions(pooling="mean"),
+    ]
+    text = encode_texts([clip, gemma, bert], [tokens()] * 3, [MASK] * 3, options)
+    assert [tuple(states.shape) for states in text.states] == [(2, 7, 16), (2, 7, 16)]
+    assert all(mask is MASK for mask in text.masks)
+    expected = [
+        encode_tokens(clip, tokens(), None, -1, "projection", True)[1],
+        encode_tokens(bert, tokens(), MASK, -1, "mean", True)[1],
+    ]
+    assert text.pooled is not None and torch.equal(text.pooled, torch.cat([p for p in expected if p is not None], 1))
+    assert torch.equal(text.states[0], encode_tokens(gemma, tokens(), MASK, -2, "none", True)[0])
+
+
+@torch.no_grad()
+def test_an_encoder_without_mask_reads_its_padding() -> None:
+    bert = make("bert")
+    text = encode_texts([bert], [tokens()], [MASK], [TextOptions(use_mask=False)])
+    assert text.masks == [None] and text.pooled is None
+    assert torch.equal(text.states[0], bert(tokens()).last_hidden_state)
