@@ -41,7 +41,7 @@ from sd_training.config.schema import (
     OptimizerConfig,
 )
 from sd_training.diffusion.objective import Objective
-from sd_training.models.frozen import FrozenEncoders, autocast
+from sd_training.models.encoders import Encoders, autocast
 from sd_training.models.stable_diffusion import StableDiffusion
 from sd_training.optim.lr_schedules import lr_schedule
 from sd_training.training.base_module import Optimization
@@ -121,7 +121,7 @@ class BareModule(pl.LightningModule):
         return torch.optim.AdamW(self.unet.parameters(), lr=LEARNING_RATE, fused=True)
 
 
-def loss_of(unet: nn.Module, encoders: FrozenEncoders, objective: Objective, batch: PixelBatch) -> torch.Tensor:
+def loss_of(unet: nn.Module, encoders: Encoders, objective: Objective, batch: PixelBatch) -> torch.Tensor:
     """The plain training loss."""
     latents = encoders.encode_pixels(batch.pixels.float() / 127.5 - 1.0, batch.posterior_noise)
     text_states = encoders.encode_text(batch).states[0]
@@ -175,7 +175,7 @@ def this_trainer(subject: Subject, loader: TurnLoader) -> None:
     schedule = lr_schedule(constant, num_steps=len(loader), global_batch=batch)
     family = subject.encoders.family
     own = StableDiffusion({**family.parts, "unet": copy.deepcopy(subject.unet)}, family.schedulers)
-    encoders = FrozenEncoders(own, subject.encoders.vae_precision, subject.encoders.text_encoder_precision)
+    encoders = Encoders(own, subject.encoders.vae_precision, subject.encoders.text_encoder_precision)
     module = DiffusionModule(
         encoders, plain_objective(subject), Optimization(OptimizerConfig(), LEARNING_RATE, schedule)
     )

@@ -11,7 +11,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from sd_training.config.schema import ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.diffusion.objective import Objective, make_objective
-from sd_training.models.frozen import FrozenEncoders
+from sd_training.models.encoders import Encoders
 from sd_training.models.schedulers import load_schedulers
 from sd_training.models.stable_diffusion import StableDiffusion
 from sd_training.types import PixelBatch
@@ -24,7 +24,7 @@ class Subject:
     """What is trained: networks and batches."""
 
     unet: nn.Module
-    encoders: FrozenEncoders
+    encoders: Encoders
     batches: list[PixelBatch]
     precision: str
     device: torch.device
@@ -70,7 +70,7 @@ def make_subject(model: str, batch: int, resolution: int, precision: str) -> Sub
     noise = ModelConfig(noise_scheduler_training=PartConfig(target="DDPMScheduler", params=SCHEDULE))
     schedulers = load_schedulers(noise, ObjectiveConfig(), has_unet=True)
     family = StableDiffusion({"unet": unet, "vae": vae, "text_encoder": text_encoder}, schedulers)
-    encoders = FrozenEncoders(family, "fp32" if precision == "no" else precision, precision).to(device)
+    encoders = Encoders(family, "fp32" if precision == "no" else precision, precision).to(device)
     side = resolution // 2 ** (levels - 1)
     batches = [random_batch(batch, resolution, side, tokens) for _ in range(4)]
     return Subject(unet.to(device), encoders, batches, precision, device)
@@ -86,7 +86,7 @@ def random_batch(batch: int, resolution: int, side: int, tokens: int) -> PixelBa
         posterior_noise=torch.randn(batch, 4, side, side),
         noise=torch.randn(batch, 4, side, side),
         timestep_draw=torch.rand(batch),
-        **dict.fromkeys(("offset_noise", "input_noise"), torch.empty(batch, 0)),
+        **dict.fromkeys(("offset_noise", "input_noise", "mask"), torch.empty(batch, 0)),
         **dict.fromkeys(("original_size", "crop_top_left", "target_size"), torch.zeros(batch, 2, dtype=torch.int64)),
         **dict.fromkeys(("positions", "sample_ids"), torch.arange(batch)),
     )

@@ -34,6 +34,8 @@ class Draws(Protocol):
     """[B, C] float32 standard normal η of offset noise; empty (B, 0) where there is none."""
     input_noise: Tensor
     """[B, C, h, w] float32 standard normal ξ of input perturbation; empty (B, 0) where there is none."""
+    mask: Tensor
+    """[B, 1, H, W] uint8 mask of the loss; empty (B, 0) where there is none."""
 
 
 @dataclass
@@ -62,6 +64,8 @@ class PixelBatch:
     """As `Draws.offset_noise`."""
     input_noise: Tensor
     """As `Draws.input_noise`."""
+    mask: Tensor
+    """[B, 1, H, W] uint8, how much each pixel counts in a masked loss, 255 fully; empty (B, 0) where there is none."""
     original_size: Tensor
     """[B, 2] int64 height and width of the upright image file [pixels]."""
     crop_top_left: Tensor
@@ -119,3 +123,5 @@ class NoisedBatch:
     """[B] α of x_t = α x_0 + σ ε."""
     sigma: Tensor
     """[B] σ."""
+    mask: Tensor | None = None
+    """[B, 1, h, w] in [0, 1], how much each latent cell counts; None: all of them fully."""

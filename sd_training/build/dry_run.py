@@ -44,7 +44,7 @@ def describe(plan: Plan) -> str:
         raise ConfigError(problems)
     counts = {name: sum(p.numel() for p in network.parameters()) for name, network in networks.items()}
     data = make_data(plan, family, latent_grid(networks["vae"]))
-    trained = family.denoiser_part if family else "vae"
+    trained = _trained(family, config)
     sections = [
         resolved_yaml(config).rstrip(),
         plan.batch.sentence(),
@@ -68,12 +68,19 @@ def _networks(plan: Plan) -> tuple[dict[str, Any], Family | None]:
     return family.networks(), family
 
 
-def _parameters(counts: dict[str, int], trained: str) -> str:
+def _parameters(counts: dict[str, int], trained: set[str]) -> str:
     lines = [
-        f"{name}: {count:,} parameters ({count / 1e6:.1f} M), {'trained' if name == trained else 'frozen'}"
+        f"{name}: {count:,} parameters ({count / 1e6:.1f} M), {'trained' if name in trained else 'frozen'}"
         for name, count in counts.items()
     ]
     return "\n".join(lines)
+
+
+def _trained(family: Family | None, config: Config) -> set[str]:
+    """Names of the networks that are trained."""
+    if family is None:
+        return {"vae"}
+    return {family.denoiser_part, *(family.text_encoders() if config.model.train_text_encoder else ())}
 
 
 def _flops(family: Family, sizes: Sequence[tuple[int, int]]) -> str:
@@ -92,11 +99,11 @@ def _learning_rate(plan: Plan) -> str:
     return f"learning rate over {plan.batch.num_steps:,} steps: {path}"
 
 
-def _memory(counts: dict[str, int], trained: str, config: Config) -> str:
+def _memory(counts: dict[str, int], trained: set[str], config: Config) -> str:
     """fp32 weights, gradients and optimizer state of the trained part, fp32 weights of the frozen ones."""
-    weights, name = counts[trained] * _FP32_BYTES, config.optimizer.name
-    state = counts[trained] * _STATE_BYTES[name]
-    frozen = sum(count for name, count in counts.items() if name != trained) * _FP32_BYTES
+    count, name = sum(counts[part] for part in trained), config.optimizer.name
+    weights, state = count * _FP32_BYTES, count * _STATE_BYTES[name]
+    frozen = (sum(counts.values()) - count) * _FP32_BYTES
     lines = [
         f"device memory per process, without activations: {_size(2 * weights + state + frozen)} = weights "
         f"{_size(weights)} + gradients {_size(weights)} + {name} {_size(state)} + frozen {_size(frozen)}",
@@ -107,11 +114,12 @@ def _memory(counts: dict[str, int], trained: str, config: Config) -> str:
     return "\n".join(lines)
 
 
-def _saves(plan: Plan, counts: dict[str, int], trained: str) -> str:
+def _saves(plan: Plan, counts: dict[str, int], trained: set[str]) -> str:
     """Checkpoints and disk."""
     config = plan.config
     averages = 2 if config.model.use_ema else 1
-    checkpoint = counts[trained] * (_FP32_BYTES * averages + _STATE_BYTES[config.optimizer.name])
+    count = sum(counts[part] for part in trained)
+    checkpoint = count * (_FP32_BYTES * averages + _STATE_BYTES[config.optimizer.name])
     pipeline = sum(counts.values()) * _FP32_BYTES
     saves = -(-plan.batch.num_steps // config.experiment.save_every)
     kept = 1 if config.experiment.save_only_most_recent else saves

@@ -11,9 +11,9 @@ from sd_training.data.sizes import training_sizes
 from sd_training.diffusion.objective import Objective, make_objective, shift_of
 from sd_training.errors import ConfigError
 from sd_training.models.attention import use_fast_attention
+from sd_training.models.encoders import Encoders
 from sd_training.models.families import load_family
 from sd_training.models.family import Family, downscale_factor, latent_grid, size_problems
-from sd_training.models.frozen import FrozenEncoders
 from sd_training.models.load import load_network
 from sd_training.optim.lr_schedules import lr_schedule
 from sd_training.training.autoencoder_module import AutoencoderModule
@@ -64,7 +64,8 @@ def _diffusion(plan: Plan) -> Trained:
     if model.xformers:
         use_fast_attention(family.denoiser, torch.device(plan.launch.accelerator))
     vae_precision = model.vae_precision or ("bf16" if plan.precision == "bf16" else "fp32")
-    encoders = FrozenEncoders(family, vae_precision, model.text_encoder_precision or plan.precision)
+    text_precision = model.text_encoder_precision or plan.precision
+    encoders = Encoders(family, vae_precision, text_precision, model.train_text_encoder)
     module = DiffusionModule(
         encoders, objective_of(family), optimization(plan), has_gradient_scaler=plan.precision == "fp16"
     )

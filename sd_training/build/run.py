@@ -89,6 +89,7 @@ def _draws(plan: Plan, family: Family | None, grid: LatentGrid) -> DrawSettings:
         dropout,
         has_offset_noise=bool(objective.offset_noise),
         has_input_noise=objective.input_perturbation > 0,
+        has_mask=objective.masked_loss != "none",
         is_stratified=objective.timestep_density.stratified,
     )
 

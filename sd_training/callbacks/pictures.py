@@ -23,7 +23,7 @@ from sd_training.callbacks.stopwatch import Stopwatch
 from sd_training.config.schema import SamplingConfig
 from sd_training.export.draw import draw_images
 from sd_training.export.pictures import picture_grid
-from sd_training.models.frozen import autocast
+from sd_training.models.encoders import autocast
 from sd_training.training.base_module import TrainedModule
 
 _GRID_COLUMNS = 8

@@ -36,6 +36,7 @@ _IGNORED = {
         *_OBJECTIVE,
         *(key for key in options() if key.startswith("conditioning.")),
         "experiment.eval_caption_file",
+        "model.train_text_encoder",
     ),
     "unet": ("objective.kl_weight",),
 }
@@ -56,6 +57,7 @@ def check(config: Config) -> list[str]:
         _local_paths,
         _dataset,
         _ignored,
+        _trained_text,
         _previews,
         _processes,
     )
@@ -183,6 +185,11 @@ def _ignored(config: Config) -> Iterator[str]:
         if not _is_default(config, key):
             value, train = value_of(config, key), config.model.train
             yield f"{key}: is {value}, but nothing reads it with model.train={train}; remove it"
+
+
+def _trained_text(config: Config) -> Iterator[str]:
+    if config.model.train_text_encoder and config.ema.path is not None:
+        yield "ema.path: holds one network, but model.train_text_encoder trains several; remove one of them"
 
 
 def _previews(config: Config) -> Iterator[str]:

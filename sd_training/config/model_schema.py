@@ -117,6 +117,9 @@ class ModelConfig:
     noise_scheduler_inference: PartConfig = Field(default_factory=PartConfig)
     """Sampler of previews and of the exported pipeline; its noise schedule and prediction type are set from training.
     """
+    train_text_encoder: bool = False
+    """stable_diffusion, sdxl: train the text encoders as well; `optimizer.rates_by_part: {text_encoder: …}` gives them
+    a learning rate of their own."""
     use_ema: bool = False
     """Keep an exponential moving average of the trained weights on the CPU; previews and exports use it."""
     mixed_precision: Annotated[Literal["no", "bf16", "fp16"], BeforeValidator(_yaml_no)] = "bf16"

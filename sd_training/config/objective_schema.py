@@ -129,6 +129,9 @@ class ObjectiveConfig:
     """γ of noising with ε + γξ while the target keeps ε (Ning et al. 2023, arXiv:2301.11706)."""
     input_perturbation_steps: PositiveInt | None = None
     """Let γ fall linearly to 0 over so many optimizer steps; null: it stays."""
+    masked_loss: Literal["none", "alpha"] = "none"
+    """`alpha`: multiply the error of each latent cell by how opaque the image is there (PNG and WebP with alpha; other
+    images count fully). What is transparent is trained as white, with no weight."""
     sigma_data: Positive | None = None
     """EDM: standard deviation of the latents; null: the training noise scheduler's, or 1, which scaled latents have."""
     kl_weight: NonNegative = 1e-6

@@ -49,6 +49,7 @@ def collate(visits: Sequence[VisitedSample | FailedVisit]) -> Delivery:
         timestep_draw=torch.from_numpy(np.array([s.timestep_draw for s in samples], dtype=np.float32)),
         offset_noise=torch.from_numpy(np.stack([s.offset_noise for s in samples])),
         input_noise=torch.from_numpy(np.stack([s.input_noise for s in samples])),
+        mask=torch.from_numpy(np.stack([s.mask for s in samples])),
         original_size=torch.tensor([s.original_size for s in samples], dtype=torch.int64),
         crop_top_left=torch.tensor([s.crop_top_left for s in samples], dtype=torch.int64),
         target_size=torch.tensor([s.pixels.shape[1:] for s in samples], dtype=torch.int64),

@@ -21,6 +21,7 @@ from sd_training.errors import DataError
 from sd_training.types import LatentGrid
 
 _NOTHING = np.empty(0, dtype=np.float32)
+_NO_MASK = np.empty(0, dtype=np.uint8)
 
 
 class Visit(NamedTuple):
@@ -51,6 +52,8 @@ class DrawSettings:
     """False for autoencoder training, which has no forward process."""
     has_offset_noise: bool = False
     has_input_noise: bool = False
+    has_mask: bool = False
+    """Whether the loss is masked by the images' alpha, which is then delivered."""
     is_stratified: bool = False
     """One timestep draw from each of as many equal parts of [0, 1) as the optimizer step has samples."""
 
@@ -68,6 +71,7 @@ class VisitedSample:
     timestep_draw: float
     offset_noise: NDArray[np.float32]
     input_noise: NDArray[np.float32]
+    mask: NDArray[np.uint8]
     original_size: tuple[int, int]
     crop_top_left: tuple[int, int]
     position: int
@@ -104,7 +108,7 @@ class TrainingSamples(Dataset[VisitedSample | FailedVisit]):
     ) -> None:
         self.datasets, self.table, self.params = list(datasets), table, params
         self.tokenizers, self.draws = dict(tokenizers), draws
-        self.rules = ImageRules(max_pixels=params.max_image_pixels, icc_to_srgb=params.icc_to_srgb)
+        self.rules = ImageRules(params.max_image_pixels, params.icc_to_srgb, keeps_alpha=draws.has_mask)
         lengths = [len(dataset.index) for dataset in self.datasets]
         self.first_ids = [sum(lengths[:number]) for number in range(len(lengths))]
 
@@ -144,6 +148,7 @@ class TrainingSamples(Dataset[VisitedSample | FailedVisit]):
             timestep_draw=self._timestep_draw(visit),
             offset_noise=self._normal("offset_noise", position, shape[:1]) if draws.has_offset_noise else _NOTHING,
             input_noise=self._normal("input_noise", position, shape) if draws.has_input_noise else _NOTHING,
+            mask=_NO_MASK if picture.alpha is None else picture.alpha,
             original_size=picture.original_size,
             crop_top_left=picture.crop_top_left,
             position=position,

@@ -37,6 +37,8 @@ class ImageRules:
     """Larger images are refused before they are decoded."""
     icc_to_srgb: bool = False
     """Convert images with a colour profile to sRGB."""
+    keeps_alpha: bool = False
+    """Give alpha as a fourth channel, besides laying the image on white."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class DecodedImage:
     """An upright RGB image, perhaps decoded at reduced scale."""
 
     pixels: NDArray[np.uint8]
-    """[height, width, 3]. At reduced scale the last row and column may lie partly outside of the picture."""
+    """[height, width, 3], or 4 of an image with alpha where it is kept. At reduced scale the last row and column may lie
+    partly outside of the picture."""
     original_size: tuple[int, int]
     """Height and width of the upright file [pixels]."""
     scale: float = 1.0
@@ -90,7 +93,7 @@ def decode(data: bytes, rules: ImageRules, least_scale: LeastScale | None = None
                 return reduced
         upright = _upright(image)
         profile = upright.info.get("icc_profile") if rules.icc_to_srgb else None
-        rgb = _to_rgb(_to_srgb(upright, profile) if profile else upright)
+        rgb = _to_rgb(_to_srgb(upright, profile) if profile else upright, rules.keeps_alpha)
         return DecodedImage(np.array(rgb), (height, width))  # torch wants to own what it reads
     except Exception as error:  # Pillow's decoders raise many kinds on damaged files
         raise BadSample(f"image cannot be decoded: {type(error).__name__}: {error}") from error
@@ -164,7 +167,7 @@ def _to_srgb(image: Image.Image, profile: bytes) -> Image.Image:
     return image if converted is None else converted
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _to_rgb(image: Image.Image, keeps_alpha: bool = False) -> Image.Image:
     image.load()
     if image.mode.startswith("I"):
         image = _from_16_bit(image)
@@ -173,7 +176,10 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if not image.has_transparency_data:
         return image.convert("RGB")
     image = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", image.size, _WHITE), image).convert("RGB")
+    on_white = Image.alpha_composite(Image.new("RGBA", image.size, _WHITE), image).convert("RGB")
+    if keeps_alpha:
+        on_white.putalpha(image.getchannel("A"))
+    return on_white
 
 
 def _from_16_bit(image: Image.Image) -> Image.Image:

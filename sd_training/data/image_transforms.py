@@ -33,6 +33,8 @@ class Picture(NamedTuple):
     """Of the upright file [pixels]."""
     crop_top_left: tuple[int, int]
     """Of the cut in the resized image, as the mirrored picture shows it [pixels]."""
+    alpha: NDArray[np.uint8] | None = None
+    """[1, H, W] where it was asked for; 255 everywhere of an image without alpha."""
 
 
 class Placement(NamedTuple):
@@ -81,11 +83,14 @@ def read_picture(data: bytes, wanted: Wanted, rules: ImageRules) -> Picture:
     top, left = placement.crop_top_left
     if wanted.flip:
         left = placement.resized[1] - wanted.width - left
-    return Picture(_cut(decoded, placement, wanted), decoded.original_size, (top, left))
+    pixels, alpha = _cut(decoded, placement, wanted), None
+    if rules.keeps_alpha:
+        alpha = pixels[3:] if len(pixels) == 4 else np.full_like(pixels[:1], 255)
+    return Picture(pixels[:3], decoded.original_size, (top, left), alpha)
 
 
 def _cut(decoded: DecodedImage, placement: Placement, wanted: Wanted) -> NDArray[np.uint8]:
-    """[3, H, W]. The edges of the cut are rounded to whole pixels of the decoded image.
+    """[3 or 4, H, W]. The edges of the cut are rounded to whole pixels of the decoded image.
 
     torch's antialiased bicubic resize of uint8 is Pillow's, to one unit of rounding, at a third of its time.
     """

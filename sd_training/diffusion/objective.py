@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
 
 from sd_training.config.objective_schema import ObjectiveConfig, PredictionType, ShiftConfig, TimestepDensityConfig
 from sd_training.diffusion import timestep_density as density
@@ -68,6 +69,7 @@ class Objective:
             ),
             signal=levels.signal,
             sigma=levels.noise,
+            mask=latent_mask(draws.mask, latents) if self.config.masked_loss == "alpha" else None,
         )
 
     def times(self, draw: Tensor, num_latents: int) -> Tensor:
@@ -127,6 +129,8 @@ class Objective:
             error = pseudo_huber(error, _like(delta, error) if isinstance(delta, Tensor) else delta)
         else:
             error = error.square()
+        if batch.mask is not None:
+            error = batch.mask * error
         loss = batch.weight * error.flatten(1).mean(dim=1)
         return loss if uncertainty is None else loss / uncertainty.exp() + uncertainty
 
@@ -170,6 +174,12 @@ def bias_range(config: TimestepDensityConfig) -> tuple[float, float]:
             return config.bias_range[0], config.bias_range[1]
         case _:
             return 0.0, 1.0
+
+
+def latent_mask(mask: Tensor, latents: Tensor) -> Tensor:
+    """[B, 1, h, w] in [0, 1]: the mean over the pixels of each latent cell, from [B, 1, H, W] uint8."""
+    height, width = latents.shape[-2:]
+    return adaptive_avg_pool2d(mask.float() / 255.0, (height, width))
 
 
 def _like(value: Tensor, samples: Tensor) -> Tensor:

@@ -63,6 +63,8 @@ def load_family(
     schedulers = load_schedulers(model, objective, has_unet=cls.denoiser_part == "unet")
     null_is_zeros = _null_is_zeros(cls, conditioning, index)
     _check_micro_conditioning(cls, conditioning)
+    if model.train_text_encoder and not cls.may_train_text:
+        raise ConfigError(f"model.train_text_encoder: is only known for stable_diffusion and sdxl, not for {cls.name}")
     parts: dict[str, Any] = {}
     if cls is MMDiT:
         parts = {OPTIONS: index.get(OPTIONS, {})} if index else load_text_encoders(model, seed=seed, meta=meta)

@@ -36,6 +36,7 @@ class Family(ABC):
     """Part → class, where it is not the part's usual one."""
     may_null_be_zeros: ClassVar[bool] = False
     has_micro_conditioning: ClassVar[bool] = False
+    may_train_text: ClassVar[bool] = False
 
     def __init__(self, parts: Mapping[str, Any], schedulers: Schedulers, null_is_zeros: bool = False) -> None:
         self.parts, self.schedulers, self.null_is_zeros = dict(parts), schedulers, null_is_zeros
@@ -96,6 +97,10 @@ class Family(ABC):
     @abstractmethod
     def fit_problems(self) -> list[str]:
         """How parts do not fit together, one sentence each."""
+
+    def freeze_unread_text(self) -> None:  # noqa: B027 - most families read everything
+        """Freezes parameters of trained text encoders that `encode` reads nothing from: they have no gradient, which
+        distributed training takes for a mistake."""
 
     def size_problems(self, sizes: Sequence[tuple[int, int]]) -> list[str]:
         """A problem for each height or width [pixels] that the model cannot take."""

@@ -23,6 +23,7 @@ class StableDiffusionXL(Family):
     denoiser_part = "unet"
     may_null_be_zeros = True
     has_micro_conditioning = True
+    may_train_text = True
 
     def __init__(self, parts: dict[str, Any], schedulers: Schedulers, null_is_zeros: bool = False) -> None:
         super().__init__(parts, schedulers, null_is_zeros)
@@ -36,6 +37,14 @@ class StableDiffusionXL(Family):
             states.append(self._kept(output.hidden_states[-2], batch.dropped[name]))
             pooled = self._kept(output[0], batch.dropped[name])  # the second encoder's, which comes last
         return Conditioning([torch.cat(states, dim=-1)], pooled=pooled, size_numbers=size_numbers(batch))
+
+    def freeze_unread_text(self) -> None:
+        """Of the first encoder: behind the penultimate states."""
+        encoder = self.parts["text_encoder"]
+        unread = (f"encoder.layers.{encoder.config.num_hidden_layers - 1}.", "final_layer_norm")
+        for name, parameter in encoder.named_parameters():
+            if any(part in name for part in unread):
+                parameter.requires_grad_(False)
 
     def _kept(self, states: Tensor, dropped: Tensor) -> Tensor:
         """Zeros where the null text is zeros, as the pipeline makes them with `force_zeros_for_empty_prompt`."""

@@ -13,6 +13,7 @@ class StableDiffusion(Family):
 
     name = "stable_diffusion"
     denoiser_part = "unet"
+    may_train_text = True
 
     def encode(self, batch: PixelBatch) -> Conditioning:
         """Last hidden states, as `StableDiffusionPipeline` uses them."""

@@ -3,6 +3,7 @@
 Nothing here waits for the device: losses, norms and flags stay tensors until a callback reads them.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,9 +75,14 @@ class TrainedModule(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer over the network's trainable parameters; the learning rate is set before each step."""
         plan = self.optimization
-        named = [(f"{PART}.{name}", p) for name, p in self.network.named_parameters() if p.requires_grad]
+        named = [(name, parameter) for name, parameter in self.named_trained() if parameter.requires_grad]
         fused = plan.fused and not self.has_gradient_scaler
         return make_optimizer(plan.config, named, learning_rate=plan.learning_rate, fused=fused, seed=plan.seed)
+
+    def named_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Everything that the optimizer updates; names begin with the part."""
+        for name, parameter in self.network.named_parameters():
+            yield f"{PART}.{name}", parameter
 
     @property
     def learning_rate(self) -> float:

@@ -1,32 +1,47 @@
 """Latent diffusion: encode → objective → denoiser → loss, and nothing else."""
 
-from torch import Tensor
+from collections.abc import Iterator
+
+from torch import Tensor, nn
 
 from sd_training.diffusion.objective import Objective
-from sd_training.models.frozen import FrozenEncoders
-from sd_training.training.base_module import Optimization, TrainedModule
+from sd_training.diffusion.uncertainty import LevelUncertainty
+from sd_training.models.encoders import Encoders
+from sd_training.training.base_module import PART, Optimization, TrainedModule
 from sd_training.types import PixelBatch
 
 
 class DiffusionModule(TrainedModule):
-    """Trains the denoiser of a family on the latents and conditioning of frozen encoders.
+    """Trains the denoiser of a family, and its text encoders where asked, on latents of a frozen autoencoder.
 
     Args:
-        encoders: frozen image and text encoders with their family; deliberately not a child module.
+        encoders: image and text encoders with their family; those that are frozen are deliberately no child modules.
         objective: what the denoiser is asked to answer.
     """
 
     def __init__(
         self,
-        encoders: FrozenEncoders,
+        encoders: Encoders,
         objective: Objective,
         optimization: Optimization,
         *,
         has_gradient_scaler: bool = False,
     ) -> None:
-        super().__init__(encoders.family.denoiser, optimization, has_gradient_scaler=has_gradient_scaler)
+        network: nn.Module = encoders.family.denoiser
+        if encoders.is_text_trained:
+            network = nn.ModuleDict({PART: network, **encoders.family.text_encoders()})
+        super().__init__(network, optimization, has_gradient_scaler=has_gradient_scaler)
         self.encoders = encoders
         self.objective = objective
+        has_uncertainty = objective.config.loss_weighting.name == "learned_uncertainty"
+        self.uncertainty = LevelUncertainty(optimization.seed) if has_uncertainty else None
+
+    def named_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `TrainedModule.named_trained`; a trained text encoder and the uncertainty are parts of their own."""
+        named = self.network.named_parameters() if self.encoders.is_text_trained else super().named_trained()
+        yield from named
+        if self.uncertainty is not None:
+            yield from ((f"uncertainty.{name}", p) for name, p in self.uncertainty.named_parameters())
 
     def on_fit_start(self) -> None:
         """Bring what is no child module to the device."""
@@ -35,10 +50,12 @@ class DiffusionModule(TrainedModule):
 
     def training_step(self, batch: PixelBatch, batch_index: int) -> Tensor:
         """Mean loss of a micro-batch (Rombach et al. 2022, arXiv:2112.10752, eq. 3)."""
+        family = self.encoders.family
         latents = self.encoders.encode_pixels(self._pixels(batch), batch.posterior_noise)
         conditioning = self.encoders.encode_text(batch)
         noised = self.objective.draw(latents, batch, step=self.trainer.global_step)
-        prediction = self.encoders.family.predict(self.network, noised, conditioning)
-        loss = self.objective.loss(prediction, noised).mean()
+        prediction = family.predict(family.denoiser, noised, conditioning)
+        uncertainty = None if self.uncertainty is None else self.uncertainty(noised.signal, noised.sigma)
+        loss = self.objective.loss(prediction, noised, uncertainty).mean()
         self.remember(loss=loss)
         return loss

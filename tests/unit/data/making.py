@@ -28,7 +28,11 @@ def training_data(path: Path | str | list[str], plan: BatchPlan | None = None, *
     params = {"resolution": 16, **params}
     where = path if isinstance(path, list) else str(path)
     tokenizer = options.pop("tokenizer", makers.tiny_tokenizer())
-    drawn = {name: options.pop(name) for name in ("has_noise", "has_offset_noise", "is_stratified") if name in options}
+    drawn = {
+        name: options.pop(name)
+        for name in ("has_noise", "has_offset_noise", "has_mask", "is_stratified")
+        if name in options
+    }
     dropout = options.pop("dropout", Dropout(options.pop("dropout_prob", 0.0)))
     settings: dict[str, Any] = {
         "dataset": DatasetConfig(type=options.pop("kind", "WebDataset"), params=DatasetParams(path=where, **params)),

@@ -1,9 +1,11 @@
+import io
 import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from sd_training.config.batch_plan import BatchPlan
 from sd_training.errors import CheckpointError, ConfigError, DataError
@@ -236,3 +238,23 @@ def test_stratified_draws_take_one_from_each_part(shards_dir: Path) -> None:
     halves = training_data(shards_dir, BatchPlan(2, 2, 2, 80), is_stratified=True)
     split = joined([batch for rank in (0, 1) for batch in stream(halves, rank)]).timestep_draw
     assert np.array_equal(split.numpy(), np.concatenate(draws))
+
+
+def test_masks_follow_crops_and_flips(tmp_path: Path) -> None:
+    """The opaque part is red, so wherever the picture is red the mask counts."""
+    image = Image.new("RGBA", (40, 24), (0, 0, 255, 0))
+    image.paste((255, 0, 0, 255), (0, 0, 18, 24))
+    stream_of = io.BytesIO()
+    image.save(stream_of, "PNG")
+    opaque = makers.encode(makers.picture(1, 40, 24))
+    samples = [{"__key__": f"{i}", "png": stream_of.getvalue(), "txt": "a"} for i in range(7)]
+    makers.write_shard(tmp_path / "0.tar", [*samples, {"__key__": "7", "jpg": opaque, "txt": "a"}])
+    options = {"crop": "random", "flip_prob": 0.5, "has_mask": True}
+    batch = joined(stream(training_data(tmp_path, BatchPlan(8, 1, 1, 64), **options)))
+    assert batch.mask.shape == (64, 1, 16, 16) and batch.mask.dtype == torch.uint8
+    whole = batch.sample_ids == 7
+    assert (batch.mask[whole] == 255).all() and whole.sum() == 8
+    red = (batch.pixels[~whole, 1].float() < 128) & (batch.pixels[~whole, 0].float() > 128)
+    assert (red == (batch.mask[~whole, 0] > 127)).float().mean() > 0.99  # but for rounding where they meet
+    assert 0.2 < red.float().mean() < 0.7 and len({float(r.float().mean()) for r in red}) > 5
+    assert training_data(tmp_path, BatchPlan(8, 1, 1, 64)).samples().rules.keeps_alpha is False

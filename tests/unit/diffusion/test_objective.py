@@ -95,3 +95,17 @@ def test_loss_agrees_with_float64(prediction_type: str, zero_snr: bool, gamma: f
     np.testing.assert_allclose(batch.noised_latents, signal * x0 + level * noise, rtol=1e-4, atol=1e-5)
     loss = objective.loss(torch.tensor(answer, dtype=torch.float32), batch)
     np.testing.assert_allclose(loss, expected, rtol=2e-4, atol=1e-6)
+
+
+def test_a_masked_loss_counts_what_the_mask_shows() -> None:
+    objective = make_objective(ObjectiveConfig(masked_loss="alpha"), discrete_schedule_of(SD), "epsilon")
+    latents, noise = torch.randn(2, 4, 3, 2), torch.randn(2, 4, 3, 2)
+    mask = torch.zeros(2, 1, 6, 4, dtype=torch.uint8)
+    mask[0, 0, :2] = 255  # the first row of cells
+    mask[1, 0, 0, 0] = 255  # a quarter of the first cell
+    draws = SimpleNamespace(noise=noise, timestep_draw=torch.tensor([0.2, 0.7]), mask=mask)
+    batch = objective.draw(latents, draws)  # type: ignore[arg-type]
+    answer = torch.randn(2, 4, 3, 2)
+    error = (answer - noise).square()
+    expected = torch.stack([error[0, :, 0].sum(), error[1, :, 0, 0].sum() / 4]) / (4 * 3 * 2)
+    torch.testing.assert_close(objective.loss(answer, batch), expected)

@@ -1,0 +1,88 @@
+"""Image and text encoders. Frozen ones stay outside the trained module: never in its parameters, its wrap, its EMA or
+its checkpoints."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sd_training.models.family import Family
+from sd_training.rank_log import get_logger
+from sd_training.types import Conditioning, PixelBatch
+
+log = get_logger(__name__)
+
+AUTOCAST_DTYPE = {"fp32": None, "no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """Autocast to `precision` on `device`; fp32 also switches an outer autocast off."""
+    dtype = AUTOCAST_DTYPE[precision]
+    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+@dataclass
+class Encoders:
+    """Image and text encoders of a family. Weights stay fp32 so that exports are exact; precision is autocast's."""
+
+    family: Family
+    vae_precision: str = "fp32"
+    text_encoder_precision: str = "fp32"
+    is_text_trained: bool = False
+    """Whether the text encoders are trained; the autoencoder is always frozen here."""
+
+    def __post_init__(self) -> None:
+        self._is_vae_proven = self.vae_precision != "fp16"
+        frozen = [self.family.vae] if self.is_text_trained else self.networks()
+        for network in frozen:
+            network.requires_grad_(False).eval()
+        if self.is_text_trained:
+            self.family.freeze_unread_text()
+
+    def networks(self) -> list[nn.Module]:
+        """All encoders."""
+        return [self.family.vae, *self.family.text_encoders().values()]
+
+    def to(self, device: torch.device) -> "Encoders":
+        """Puts the encoders on `device`; the frozen ones are no children of the trained module, so nothing else
+        does."""
+        for network in self.networks():
+            network.to(device)
+        return self
+
+    @torch.no_grad()
+    def encode_pixels(self, pixels: Tensor, posterior_noise: Tensor) -> Tensor:
+        """Scaled latents [B, C, h, w] in fp32, one draw from the autoencoder's posterior.
+
+        Args:
+            pixels: [B, 3, H, W] in [-1, 1].
+            posterior_noise: [B, C, h, w] standard normal.
+        """
+        vae = self.family.vae
+        mean, std = self._moments(pixels)
+        if not self._is_vae_proven and not self._prove(mean, std):
+            mean, std = self._moments(pixels)
+        latents = mean + std * posterior_noise
+        return (latents - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
+
+    def _moments(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        with autocast(pixels.device, self.vae_precision):
+            posterior = self.family.vae.encode(pixels).latent_dist
+        return posterior.mean.float(), posterior.std.float()
+
+    def _prove(self, mean: Tensor, std: Tensor) -> bool:
+        """Looks at the first latents, once: fp16 ends at 65,504, and some autoencoders (SDXL's) go beyond it."""
+        self._is_vae_proven = True
+        if bool((mean.isfinite() & std.isfinite()).all()):
+            return True
+        has_bf16 = mean.device.type != "cuda" or torch.cuda.is_bf16_supported()
+        self.vae_precision = "bf16" if has_bf16 else "fp32"
+        log.warning(f"model.vae_precision: the autoencoder overflows in fp16; it runs in {self.vae_precision} instead")
+        return False
+
+    def encode_text(self, batch: PixelBatch) -> Conditioning:
+        """The conditioning of a batch, in the family's own way."""
+        gradients: AbstractContextManager[object] = nullcontext() if self.is_text_trained else torch.no_grad()
+        with gradients, autocast(batch.pixels.device, self.text_encoder_precision):
+            return self.family.encode(batch)

@@ -1,0 +1,75 @@
+"""What may be trained beside the denoiser: text encoders, and the uncertainty of noise levels."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from sd_training.errors import ConfigError
+from sd_training.training.diffusion_module import DiffusionModule
+from tests.family_makers import save_pipeline
+from tests.integration.training import CrashAfter, Interrupted, options, prepare, train, train_in_processes
+
+TEXT = {"model__train_text_encoder": True, "experiment__num_examples_to_see": 32}
+
+
+def text_weights(folder: Path, part: str) -> dict[str, Tensor]:
+    return load_file(folder / part / "model.safetensors")
+
+
+@pytest.mark.parametrize(("name", "parts"), [("stable_diffusion", 1), ("sdxl", 2)])
+def test_text_encoders_are_trained_saved_resumed_and_exported(
+    name: str, parts: int, shards_dir: Path, tmp_path: Path
+) -> None:
+    folder = save_pipeline(name, tmp_path / "pipeline")
+    rates = {"optimizer__rates_by_part": "{text_encoder: 1e-4}"}
+    whole, cut = (options(tmp_path / run, folder, shards_dir, **TEXT, **rates) for run in ("whole", "cut"))
+    train(whole)
+    with pytest.raises(Interrupted):
+        train(cut, CrashAfter(3))
+    train(cut)
+    for part in ["text_encoder", "text_encoder_2"][:parts]:
+        before, after = text_weights(folder, part), text_weights(tmp_path / "whole" / "current_pipeline", part)
+        again = text_weights(tmp_path / "cut" / "current_pipeline", part)
+        assert all(torch.equal(after[name], again[name]) for name in after)
+        changed = {name for name in after if not torch.equal(before[name], after[name])}
+        assert any("layers.0" in name for name in changed)
+
+
+def test_sdxl_text_encoders_train_in_two_processes(shards_dir: Path, tmp_path: Path) -> None:
+    """Parameters that nothing reads would make distributed training wait for their gradients."""
+    folder = save_pipeline("sdxl", tmp_path / "pipeline")
+    changes = {**TEXT, "experiment__num_examples_to_see": 16}
+    train(options(tmp_path / "one", folder, shards_dir, **changes))
+    train_in_processes(options(tmp_path / "two", folder, shards_dir, **changes, system__batch_size=4), 2)
+    for part in ("text_encoder", "text_encoder_2"):
+        one, two = (text_weights(tmp_path / run / "current_pipeline", part) for run in ("one", "two"))
+        for name in one:
+            torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=2e-5)
+
+
+def test_other_families_refuse_to_train_text(shards_dir: Path, tmp_path: Path) -> None:
+    folder = save_pipeline("pixart", tmp_path / "pipeline")
+    with pytest.raises(ConfigError, match=r"model\.train_text_encoder: is only known for stable_diffusion and sdxl"):
+        prepare(options(tmp_path / "run", folder, shards_dir, **TEXT))
+
+
+def test_uncertainty_follows_the_loss_and_resumes(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
+    changes = {
+        "objective__loss_weighting__name": "learned_uncertainty",
+        "experiment__num_examples_to_see": 64,
+        "optimizer__rates_by_part": "{uncertainty: 0.1}",
+    }
+    whole, cut = (options(tmp_path / run, pipeline_dir, shards_dir, **changes) for run in ("whole", "cut"))
+    modules = [train(whole).module]
+    with pytest.raises(Interrupted):
+        train(cut, CrashAfter(5))
+    modules.append(train(cut).module)
+    values = []
+    for module in modules:
+        assert isinstance(module, DiffusionModule) and module.uncertainty is not None
+        values.append(module.uncertainty.weight.detach())
+        assert float(values[-1].abs().max()) > 0
+    assert torch.equal(*values)
