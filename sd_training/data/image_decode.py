@@ -46,8 +46,8 @@ class DecodedImage:
     """An upright RGB image, perhaps decoded at reduced scale."""
 
     pixels: NDArray[np.uint8]
-    """[height, width, 3], or 4 of an image with alpha where it is kept. At reduced scale the last row and column may lie
-    partly outside of the picture."""
+    """[height, width, 3], or 4 of an image with alpha where it is kept. At reduced scale the last row and column may
+    lie partly outside of the picture."""
     original_size: tuple[int, int]
     """Height and width of the upright file [pixels]."""
     scale: float = 1.0
