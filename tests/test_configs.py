@@ -75,7 +75,7 @@ def test_the_template_means_what_the_readme_of_sd_training_says(tmp_path: Path) 
     assert (
         values["dataset"]["params"]["num_examples_to_see"] == values["experiment"]["num_examples_to_see"] == 1_000_000
     )
-    assert values["lr_scheduler"]["params"] == {"learning_rate": 1e-4, "warmup_length": 500}
+    assert values["lr_scheduler"]["params"].items() >= {"learning_rate": 1e-4, "warmup_length": 500}.items()
     assert values["model"]["unet"]["params"]["norm_eps"] == 1e-5
     assert len(values["model"]["unet"]["params"]["up_block_types"]) == 4
     assert values["model"]["xformers"] is values["model"]["gradient_checkpointing"] is True
