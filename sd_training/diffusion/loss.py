@@ -7,7 +7,8 @@ from sd_training.config.objective_schema import LossConfig
 
 def pseudo_huber(error: Tensor, delta: Tensor | float) -> Tensor:
     """2δ (√(e² + δ²) - δ): e² for small errors, 2δ|e| for large ones (Khrapov et al. 2024, arXiv:2403.16728)."""
-    return 2.0 * delta * ((error.square() + delta**2).sqrt() - delta)
+    square = error.square()
+    return 2.0 * delta * square / ((square + delta**2).sqrt() + delta)
 
 
 def huber_delta(config: LossConfig, signal: Tensor, sigma: Tensor, time: Tensor) -> Tensor | float:

@@ -58,7 +58,7 @@ class Objective:
         """
         levels = self.schedule.levels(self.times(draws.timestep_draw, latents[0, 0].numel()))
         signal, sigma = (_like(level, latents) for level in (levels.signal, levels.noise))
-        noise = self._offset(draws, sigma)
+        noise = self._offset(draws, signal, sigma)
         noisy = noised(latents, self._perturbed(noise, draws, step), signal, sigma)
         return NoisedBatch(
             noised_latents=noisy * input_scale(self.prediction_type, sigma, self.sigma_data),
@@ -99,12 +99,13 @@ class Objective:
             case _:
                 return density.biased(draw, *bias_range(config), config.bias_multiplier)
 
-    def _offset(self, draws: Draws, sigma: Tensor) -> Tensor:
+    def _offset(self, draws: Draws, signal: Tensor, sigma: Tensor) -> Tensor:
         """ε + s·η (Guttenberg 2023), η of one number per channel."""
         strength = self.config.offset_noise or 0.0
         if not strength:
             return draws.noise
-        scale = strength * sigma if self.config.offset_noise_by_level else strength
+        share = sigma / (signal.square() + sigma.square()).sqrt()
+        scale = strength * share if self.config.offset_noise_by_level else strength
         return draws.noise + scale * draws.offset_noise[:, :, None, None]
 
     def _perturbed(self, noise: Tensor, draws: Draws, step: int) -> Tensor:

@@ -21,11 +21,10 @@ def flow_velocity(latents: Tensor, noise: Tensor) -> Tensor:
     return noise - latents
 
 
-def preconditioned_target(latents: Tensor, noisy: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
+def preconditioned_target(latents: Tensor, noise: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
     """(x_0 - c_skip x_t) / c_out, what F answers (Karras et al. 2022, arXiv:2206.00364, eq. 7 and table 1)."""
-    variance = sigma.square() + sigma_data**2
-    skip, out = sigma_data**2 / variance, sigma * sigma_data / variance.sqrt()
-    return (latents - skip * noisy) / out
+    # The same, without the difference of two nearly equal numbers at small σ.
+    return (sigma / sigma_data * latents - sigma_data * noise) * (sigma.square() + sigma_data**2).rsqrt()
 
 
 def input_scale(prediction_type: PredictionType, sigma: Tensor, sigma_data: float) -> Tensor | float:
@@ -47,6 +46,6 @@ def target_of(
         case "flow_prediction":
             return flow_velocity(latents, noise)
         case "edm":
-            return preconditioned_target(latents, noised(latents, noise, signal, sigma), sigma, sigma_data)
+            return preconditioned_target(latents, noise, sigma, sigma_data)
         case _:
             raise ValueError(f"prediction_type {prediction_type!r} is not known")

@@ -92,13 +92,18 @@ def _resolved(objective: ObjectiveConfig, scheduler: str, config: Mapping[str, A
         )
     prediction = objective.prediction_type or stored
     is_discrete = prediction not in ("flow_prediction", "edm")
+    shift = objective.shift
+    if shift.mode == "scheduler" and config.get("use_dynamic_shifting"):
+        shift = replace(shift, mode="tokens", **{ours: config[theirs] for ours, theirs in _SHIFT_KEYS.items()})
     zero_snr = objective.rescale_betas_zero_snr
     if zero_snr is None:
         zero_snr = bool(config.get("rescale_betas_zero_snr", False)) and is_discrete
     sigma_data = objective.sigma_data
     if sigma_data is None and prediction == "edm":
         sigma_data = float(config.get("sigma_data", 1.0))
-    return replace(objective, prediction_type=prediction, rescale_betas_zero_snr=zero_snr, sigma_data=sigma_data)
+    return replace(
+        objective, shift=shift, prediction_type=prediction, rescale_betas_zero_snr=zero_snr, sigma_data=sigma_data
+    )
 
 
 def _schedule(objective: ObjectiveConfig, config: Mapping[str, Any]) -> NoiseSchedule:
@@ -128,6 +133,8 @@ def _sampler(
         case "edm":
             return _edm_sampler(sampler, chosen.target, objective)
         case _:
+            if "clip_sample" in sampler.config and "clip_sample" not in chosen.params:
+                sampler = type(sampler).from_config(sampler.config, clip_sample=False)
             return _discrete_sampler(sampler, objective, config)
 
 
@@ -146,7 +153,9 @@ def _discrete_sampler(sampler: Any, objective: ObjectiveConfig, config: Mapping[
             )
         # Only trailing spacing starts at the true last step (Lin et al. 2023, section 3.3).
         agreed["timestep_spacing"] = "trailing"
-    if "prediction_type" not in sampler.config:
+    name = type(sampler).__name__
+    no_sample = objective.prediction_type == "sample" and name in ("PNDMScheduler", "EulerAncestralDiscreteScheduler")
+    if "prediction_type" not in sampler.config or name.startswith("EDM") or no_sample:
         raise ConfigError(
             f"model.noise_scheduler_inference: {type(sampler).__name__} cannot sample "
             f"prediction_type={objective.prediction_type}; use DDIMScheduler"

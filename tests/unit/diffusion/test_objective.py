@@ -35,7 +35,7 @@ def test_alpha_bar_agrees_with_float64_and_with_diffusers(name: str, count: int)
     ours = discrete_schedule_of(config).alphas_cumprod
     np.testing.assert_allclose(ours.double(), reference_alpha_bar(name, 0.00085, 0.012, count), rtol=1e-6, atol=1e-8)
     theirs = DDPMScheduler(**config).alphas_cumprod
-    # diffusers multiplies a thousand float32 factors; ours are float64 until the end.
+    # Theirs are float32 all the way; ours are float64 until the end.
     torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=1e-6)
 
 
