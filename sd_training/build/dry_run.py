@@ -80,7 +80,7 @@ def _trained(family: Family | None, config: Config) -> set[str]:
     """Names of the networks that are trained."""
     if family is None:
         return {"vae"}
-    return {family.denoiser_part, *(family.text_encoders() if config.model.train_text_encoder else ())}
+    return set(family.trained_networks(config.model.train_text_encoder))
 
 
 def _flops(family: Family, sizes: Sequence[tuple[int, int]]) -> str:
@@ -102,7 +102,8 @@ def _learning_rate(plan: Plan) -> str:
 def _memory(counts: dict[str, int], trained: set[str], config: Config) -> str:
     """fp32 weights, gradients and optimizer state of the trained part, fp32 weights of the frozen ones."""
     count, name = sum(counts[part] for part in trained), config.optimizer.name
-    weights, state = count * _FP32_BYTES, count * _STATE_BYTES[name]
+    narrow = 2 if config.model.bf16_weights else 1
+    weights, state = count * _FP32_BYTES // narrow, count * _STATE_BYTES[name] // narrow
     frozen = (sum(counts.values()) - count) * _FP32_BYTES
     lines = [
         f"device memory per process, without activations: {_size(2 * weights + state + frozen)} = weights "

@@ -59,6 +59,9 @@ def _diffusion(plan: Plan) -> Trained:
     problems = family.size_problems(training_sizes(config.dataset.params).sizes)
     if problems:
         raise ConfigError(problems)
+    if model.bf16_weights:
+        for network in family.trained_networks(model.train_text_encoder).values():
+            network.to(torch.bfloat16)
     if model.gradient_checkpointing:
         family.denoiser.enable_gradient_checkpointing()
     if model.xformers:

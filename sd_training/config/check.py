@@ -58,6 +58,7 @@ def check(config: Config) -> list[str]:
         _dataset,
         _ignored,
         _trained_text,
+        _bf16_weights,
         _previews,
         _processes,
     )
@@ -190,6 +191,14 @@ def _ignored(config: Config) -> Iterator[str]:
 def _trained_text(config: Config) -> Iterator[str]:
     if config.model.train_text_encoder and config.ema.path is not None:
         yield "ema.path: holds one network, but model.train_text_encoder trains several; remove one of them"
+
+
+def _bf16_weights(config: Config) -> Iterator[str]:
+    has_rounding = config.optimizer.stochastic_rounding
+    if config.model.bf16_weights and not (config.model.mixed_precision == "bf16" and has_rounding):
+        yield "model.bf16_weights: true needs model.mixed_precision=bf16 and optimizer.stochastic_rounding=true"
+    elif has_rounding and not config.model.bf16_weights:
+        yield "optimizer.stochastic_rounding: is only read with model.bf16_weights=true; fp32 weights need no rounding"
 
 
 def _previews(config: Config) -> Iterator[str]:

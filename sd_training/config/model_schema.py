@@ -123,7 +123,10 @@ class ModelConfig:
     use_ema: bool = False
     """Keep an exponential moving average of the trained weights on the CPU; previews and exports use it."""
     mixed_precision: Annotated[Literal["no", "bf16", "fp16"], BeforeValidator(_yaml_no)] = "bf16"
-    """Autocast type of the trained module; its weights stay fp32."""
+    """Autocast type of the trained module; its weights stay fp32 (but see `bf16_weights`)."""
+    bf16_weights: bool = False
+    """Keep the trained weights themselves in bf16, without fp32 ones: half the memory. Needs `mixed_precision: bf16`
+    and `optimizer.stochastic_rounding`, or small updates would be rounded away; an EMA stays fp32."""
     vae_precision: Literal["fp32", "bf16", "fp16"] | None = None
     """Autocast type of the frozen autoencoder; null: bf16 under bf16, otherwise fp32, because some overflow in fp16."""
     text_encoder_precision: Literal["fp32", "bf16", "fp16"] | None = None

@@ -65,6 +65,10 @@ class Family(ABC):
         """Everything with weights; the denoiser first."""
         return {self.denoiser_part: self.denoiser, "vae": self.vae, **self.text_encoders()}
 
+    def trained_networks(self, train_text_encoder: bool) -> dict[str, Any]:
+        """By name; the denoiser first."""
+        return {self.denoiser_part: self.denoiser, **(self.text_encoders() if train_text_encoder else {})}
+
     def tokenizers(self) -> dict[str, Tokenizer]:
         """Text encoder → caption → tokens."""
         return {name: Tokenizer(self.parts[TEXT_PARTS[name]]) for name in self.text_encoders()}

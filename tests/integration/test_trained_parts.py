@@ -73,3 +73,32 @@ def test_uncertainty_follows_the_loss_and_resumes(pipeline_dir: Path, shards_dir
         values.append(module.uncertainty.weight.detach())
         assert float(values[-1].abs().max()) > 0
     assert torch.equal(*values)
+
+
+def test_bf16_weights_learn_by_stochastic_rounding_and_resume(
+    pipeline_dir: Path, shards_dir: Path, tmp_path: Path
+) -> None:
+    changes = {
+        "model__bf16_weights": True,
+        "model__mixed_precision": "bf16",
+        "optimizer__stochastic_rounding": True,
+        "optimizer__params__learning_rate": 1e-4,
+        "experiment__num_examples_to_see": 64,
+    }
+    whole, cut = (options(tmp_path / run, pipeline_dir, shards_dir, **changes) for run in ("whole", "cut"))
+    module = train(whole).module
+    assert {p.dtype for p in module.network.parameters()} == {torch.bfloat16}
+    with pytest.raises(Interrupted):
+        train(cut, CrashAfter(5))
+    train(cut)
+    before = load_file(pipeline_dir / "unet" / "diffusion_pytorch_model.safetensors")
+    one, two = (
+        load_file(tmp_path / run / "current_pipeline" / "unet" / "diffusion_pytorch_model.safetensors")
+        for run in ("whole", "cut")
+    )
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert {tensor.dtype for tensor in one.values()} == {torch.bfloat16}
+    # Eight steps of 1e-4 are less than half a unit of bf16 at 0.1: rounding to the nearest would move nothing there.
+    large = torch.cat([before[name].flatten() for name in before]).abs() > 0.1
+    moved = torch.cat([(one[name].float() != before[name].bfloat16().float()).flatten() for name in before])
+    assert 0.02 < float(moved[large].float().mean()) < 0.98
