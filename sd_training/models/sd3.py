@@ -1,7 +1,7 @@
 """Stable Diffusion 3 and 3.5: an MMDiT on 16-channel latents, CLIP-L, CLIP-G and perhaps T5 (Esser et al. 2024,
 arXiv:2403.03206, figure 2)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from sd_training.data.captions import Tokenizer
-from sd_training.models.family import Family
+from sd_training.models.family import Family, downscale_factor
 from sd_training.types import Conditioning, NoisedBatch, PixelBatch
 
 T5_TOKENS = 256
@@ -73,6 +73,15 @@ class StableDiffusion3(Family):
             [torch.zeros(count, length, config.joint_attention_dim, device=device)],
             pooled=torch.zeros(count, config.pooled_projection_dim, device=device),
         )
+
+    def size_problems(self, sizes: Sequence[tuple[int, int]]) -> list[str]:
+        """Also of pictures larger than the table of positions."""
+        largest = self.denoiser.config.pos_embed_max_size * self.patch_size * downscale_factor(self.vae)
+        side = max(max(size) for size in sizes)
+        too_large = (
+            f"dataset.params.resolution: {side} pixels, but pos_embed_max_size of the transformer allows {largest}"
+        )
+        return super().size_problems(sizes) + ([too_large] if side > largest else [])
 
     def fit_problems(self) -> list[str]:
         clips = [self.parts[name].config for name in ("text_encoder", "text_encoder_2")]

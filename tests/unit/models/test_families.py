@@ -1,0 +1,86 @@
+"""Which family a config means, and parts that do not fit, per family."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sd_training.config.schema import ConditioningConfig, ModelConfig, ObjectiveConfig, PartConfig
+from sd_training.errors import ConfigError
+from sd_training.models.families import FAMILIES, load_family
+from sd_training.models.family import Family
+from tests.family_makers import PIPELINES, save_pipeline
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("families")
+    return {name: save_pipeline(name, root / name) for name in PIPELINES}
+
+
+def load(model: ModelConfig, conditioning: ConditioningConfig | None = None, **objective: Any) -> Family:
+    return load_family(model, ObjectiveConfig(**objective), conditioning or ConditioningConfig(), seed=0, meta=True)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_folder_says_its_family(folders: dict[str, Path], name: str) -> None:
+    family = load(ModelConfig(pretrained=str(folders[name])))
+    assert family.name == name.removesuffix("_without_t5")
+    assert type(family) is FAMILIES[family.name]
+    assert (family.parts.get("text_encoder_3") is None) == (name != "sd3")
+    wrong = "flux" if family.name != "flux" else "sdxl"
+    with pytest.raises(ConfigError, match=f"model.family: is {wrong}, but model.pretrained .* is {family.name}"):
+        load(ModelConfig(pretrained=str(folders[name]), family=wrong))  # type: ignore[arg-type]
+
+
+def parts_of(folder: Path, family: str, **changes: PartConfig) -> ModelConfig:
+    """Every part from the folder, but the changed ones."""
+    names = [path.name for path in folder.iterdir() if path.is_dir() and path.name != "scheduler"]
+    parts: dict[str, Any] = {name: PartConfig(pretrained=str(folder)) for name in names}
+    parts["noise_scheduler_training"] = PartConfig(pretrained=str(folder))
+    return ModelConfig(family=family, **{**parts, **changes})  # type: ignore[arg-type]
+
+
+MISFITS = [
+    ("sdxl", "unet", {"cross_attention_dim": 24}, "cross_attention_dim: 24, but both encoders are 32 wide"),
+    ("sdxl", "unet", {"addition_embed_type": None}, "addition_embed_type: None, but sdxl needs 'text_time'"),
+    ("sdxl", "unet", {"projection_class_embeddings_input_dim": 70}, "70, but pooled text and six numbers are 64 wide"),
+    ("sd3", "transformer", {"pooled_projection_dim": 30}, "30, but the pooled text of both CLIPs is 32 wide"),
+    ("sd3", "transformer", {"joint_attention_dim": 48}, "joint_attention_dim: 48, but text_encoder_3 is 32 wide"),
+    ("sd3", "transformer", {"in_channels": 4, "out_channels": 4}, "in_channels: 4, but the autoencoder has 8 latent"),
+    ("pixart", "transformer", {"caption_channels": 20}, "caption_channels: 20, but the text encoder is 32 wide"),
+    ("pixart", "transformer", {"out_channels": 7}, "out_channels: 7, but must be 4 .* or 8"),
+    ("flux", "transformer", {"in_channels": 16}, "in_channels: 16, but packed latents are 32 wide"),
+    ("flux", "transformer", {"pooled_projection_dim": 20}, "20, but text_encoder is 16 wide"),
+]
+
+
+@pytest.mark.parametrize(("family", "part", "change", "said"), MISFITS)
+def test_parts_that_do_not_fit_are_named(
+    folders: dict[str, Path], family: str, part: str, change: dict[str, Any], said: str
+) -> None:
+    from diffusers import DiffusionPipeline
+
+    stored = DiffusionPipeline.from_pretrained(folders[family], low_cpu_mem_usage=False).components[part]
+    params = {name: value for name, value in stored.config.items() if not name.startswith("_")}
+    own = PartConfig(target=type(stored).__name__, params={**params, **change})
+    with pytest.raises(ConfigError, match=said):
+        load(parts_of(folders[family], family, **{part: own}))
+
+
+def test_pictures_beyond_sd3s_positions_are_refused(folders: dict[str, Path]) -> None:
+    family = load(ModelConfig(pretrained=str(folders["sd3"])))
+    assert family.size_problems([(64, 64)]) == []
+    assert "72 pixels, but pos_embed_max_size of the transformer allows 64" in family.size_problems([(16, 72)])[0]
+    assert "patch size 2; use 16 or 20" in family.size_problems([(18, 18)])[0]
+
+
+def test_options_of_other_families_are_refused(folders: dict[str, Path]) -> None:
+    sd3 = ModelConfig(pretrained=str(folders["sd3"]))
+    with pytest.raises(ConfigError, match=r"conditioning\.null_text: zeros is only known by sdxl"):
+        load(sd3, ConditioningConfig(null_text="zeros"))
+    with pytest.raises(ConfigError, match=r"conditioning\.crop_dropout_prob: is only read by sdxl"):
+        load(sd3, ConditioningConfig(crop_dropout_prob=0.1))
+    with pytest.raises(ConfigError, match=r"objective\.shift\.mode: tokens needs FlowMatchEulerDiscreteScheduler"):
+        unet = ModelConfig(pretrained=str(folders["sdxl"]))
+        load(unet, prediction_type="flow_prediction", shift={"mode": "tokens"})
