@@ -59,6 +59,7 @@ def _diffusion(plan: Plan) -> Trained:
     problems = family.size_problems(training_sizes(config.dataset.params).sizes)
     if problems:
         raise ConfigError(problems)
+    family.set_default_size(config.dataset.params.resolution)
     if model.bf16_weights:
         for network in family.trained_networks(model.train_text_encoder).values():
             network.to(torch.bfloat16)

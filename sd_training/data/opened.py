@@ -154,9 +154,9 @@ def _enough(index: DatasetIndex, selection: Selection, num_chosen: int, num_left
         return
     without = num_chosen - num_left
     unfit = f" ({without:,} more fit no bucket or have no readable size)" if without else ""
-    first = shown(index.units[0].location)
+    first = shown(index.units[0].location) + (" and further" if len(index.units) > 1 else "")
     lines = [
-        f"dataset.params.path: {num_left:,} samples of {first} and further are left{unfit}, fewer than one "
+        f"dataset.params.path: {num_left:,} samples of {first} are left{unfit}, fewer than one "
         f"optimizer step of {global_batch:,} takes; give more data, loosen dataset.params.filters, or lower "
         "system.batch_size × system.gradient_accumulation × processes",
         *(f"filter {line}" for line in filter_lines(index, selection)),

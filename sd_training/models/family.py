@@ -106,6 +106,14 @@ class Family(ABC):
         """Freezes parameters of trained text encoders that `encode` reads nothing from: they have no gradient, which
         distributed training takes for a mistake."""
 
+    def set_default_size(self, resolution: int) -> None:
+        """Makes the exported pipeline draw at the size that was trained [pixels] unless told otherwise.
+
+        Only of UNets: in transformers the same setting takes part in the embedding of positions.
+        """
+        if self.denoiser_part == "unet":
+            self.denoiser.register_to_config(sample_size=resolution // downscale_factor(self.vae))
+
     def size_problems(self, sizes: Sequence[tuple[int, int]]) -> list[str]:
         """A problem for each height or width [pixels] that the model cannot take."""
         return size_problems(downscale_factor(self.vae), sizes, self.patch_size)

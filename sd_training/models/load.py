@@ -186,9 +186,6 @@ def load_noise_scheduler(model: ModelConfig, part: str) -> Any:
     cls: Any = class_of(part, config.target)
     if config.pretrained is None:
         return _construct(part, cls, config.params)
-    problems = check_params(part, cls, config.params)
-    if problems:
-        raise ConfigError(problems)
     subfolder = subfolder_of(part, config)
     try:
         stored, _ = cls.load_config(
@@ -198,6 +195,8 @@ def load_noise_scheduler(model: ModelConfig, part: str) -> Any:
         raise ConfigError(f"model.{part}.pretrained: {str(error).strip().splitlines()[0]}") from error
     if config.target is None:
         cls = class_of(part, stored.get("_class_name"))
+    if problems := check_params(part, cls, config.params):
+        raise ConfigError(problems)
     return cls.from_config(stored, **config.params)
 
 

@@ -1,5 +1,5 @@
-"""The README's commands are typed as they stand, in a folder of their own, with tiny data and a tiny pipeline in place of
-what they name. Only what needs a network, a cluster or this very test suite is left out."""
+"""The README's commands are typed as they stand, in a folder of their own, with tiny data and a tiny pipeline in place
+of what they name. Only what needs a network, a cluster or this very test suite is left out."""
 
 import os
 import shutil
@@ -73,7 +73,7 @@ def test_every_command_runs_in_order(folder: Path) -> None:
 
 
 def test_the_python_block_runs_on_what_the_run_left(folder: Path) -> None:
-    small = snippet().replace("horse\")", "horse\", height=16, width=16, num_inference_steps=2)")
+    small = snippet().replace('horse")', 'horse", height=16, width=16, num_inference_steps=2)')
     assert small != snippet()
     done = subprocess.run([sys.executable, "-c", small], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

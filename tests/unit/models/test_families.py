@@ -84,3 +84,20 @@ def test_options_of_other_families_are_refused(folders: dict[str, Path]) -> None
     with pytest.raises(ConfigError, match=r"objective\.shift\.mode: tokens needs FlowMatchEulerDiscreteScheduler"):
         unet = ModelConfig(pretrained=str(folders["sdxl"]))
         load(unet, prediction_type="flow_prediction", shift={"mode": "tokens"})
+
+
+def test_params_override_single_settings_of_a_stored_flow_scheduler(folders: dict[str, Path]) -> None:
+    own = PartConfig(params={"shift": 2.0})
+    model = ModelConfig(pretrained=str(folders["sd3"]), noise_scheduler_training=own)
+    assert load(model).schedulers.sampler.config.shift == load(model).schedulers.static_shift == 2.0
+    model = ModelConfig(pretrained=str(folders["sd3"]), noise_scheduler_training=PartConfig(params={"shif": 2.0}))
+    with pytest.raises(
+        ConfigError, match="has no such parameter; did you mean 'shift'"
+    ):
+        load(model)
+
+
+def test_pictures_have_the_trained_size_by_default(pipeline_dir: Path) -> None:
+    family = load(ModelConfig(pretrained=str(pipeline_dir)))
+    family.set_default_size(48)
+    assert family.pipeline().unet.config.sample_size == 24

@@ -1,0 +1,120 @@
+"""Published sizes of the models that have a config: what a full-size build must show."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def clip(width: int, layers: int, heads: int, projection: int, activation: str = "gelu") -> dict[str, Any]:
+    return {
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "projection_dim": projection,
+        "hidden_act": activation,
+    }
+
+
+def vae(latent_channels: int) -> dict[str, Any]:
+    has_shift = latent_channels == 16
+    return {
+        "latent_channels": latent_channels,
+        "block_out_channels": [128, 256, 512, 512],
+        "layers_per_block": 2,
+        "down_block_types": ["DownEncoderBlock2D"] * 4,
+        "up_block_types": ["UpDecoderBlock2D"] * 4,
+        "use_quant_conv": not has_shift,
+        "use_post_quant_conv": not has_shift,
+    }
+
+
+CLIP_L = clip(768, 12, 12, 768, "quick_gelu")
+CLIP_H = clip(1024, 23, 16, 512)
+CLIP_G = clip(1280, 32, 20, 1280)
+T5_XXL = {
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+    "feed_forward_proj": "gated-gelu",
+}
+GEMMA_2B: dict[str, Any] = {"vocab_size": 256_000, "hidden_size": 2304, "num_hidden_layers": 26}
+MODERNBERT_LARGE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2624,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+}
+_SD1: dict[str, Any] = {"vae": vae(4), "text_encoder": CLIP_L}
+_SD2: dict[str, Any] = {"vae": vae(4), "text_encoder": CLIP_H}
+FROZEN: Mapping[str, dict[str, Any]] = {
+    "sd14": _SD1,
+    "sd15": _SD1,
+    "sd2_base": _SD2,
+    "sd21_v": _SD2,
+    "sdxl_base": {"vae": vae(4), "text_encoder": CLIP_L, "text_encoder_2": CLIP_G},
+    "sd3_medium": {"vae": vae(16), "text_encoder": CLIP_L, "text_encoder_2": CLIP_G, "text_encoder_3": T5_XXL},
+    "pixart_sigma": {"vae": vae(4), "text_encoder": T5_XXL},
+    "flux": {"vae": vae(16), "text_encoder": CLIP_L, "text_encoder_2": T5_XXL},
+    "mmdit_rope": {"vae": vae(16), "text_encoders": [GEMMA_2B, MODERNBERT_LARGE, CLIP_L]},
+}
+"""What stands on the hub: arguments of the frozen parts, of the published sizes."""
+
+PARAMETERS: Mapping[str, Mapping[str, float]] = {
+    "sd14": {"unet": 859.5, "vae": 83.7, "text_encoder": 123.1},
+    "sd15": {"unet": 859.5, "vae": 83.7, "text_encoder": 123.1},
+    "sd2_base": {"unet": 865.9, "vae": 83.7, "text_encoder": 340.4},
+    "sd21_v": {"unet": 865.9, "vae": 83.7, "text_encoder": 340.4},
+    "sdxl_base": {"unet": 2567.5, "text_encoder": 123.1, "text_encoder_2": 694.7},
+    "sd3_medium": {"transformer": 2028.3, "text_encoder_2": 694.7, "text_encoder_3": 4762.3},
+    "pixart_sigma": {"transformer": 610.9, "vae": 83.7, "text_encoder": 4762.3},
+    "flux": {"transformer": 11901.4, "text_encoder": 123.1, "text_encoder_2": 4762.3},
+    "mmdit_rope": {"transformer": 1247.5},
+}
+"""Published counts [millions]."""
+
+FORWARD_GFLOP: Mapping[str, Mapping[tuple[int, int], str]] = {
+    "sd15": {(256, 77): "180.1", (512, 77): "803.3"},
+    "sd2_base": {(256, 77): "181.1", (512, 77): "804.3"},
+    "sd21_v": {(768, 77): "2149"},
+    "sdxl_base": {(256, 77): "427.8", (512, 77): "1588.8", (1024, 77): "6761"},
+    "sd3_medium": {(256, 154): "578.8", (512, 154): "1802.6", (1024, 154): "8437"},
+    "pixart_sigma": {(256, 120): "298", (512, 120): "1236", (1024, 120): "6510"},
+    "flux": {(256, 256): "6807"},
+}
+"""(pixels along a side, text tokens) → forward pass of the denoiser for one picture, counted once by hand-written
+calls of diffusers' classes on the meta device. FLUX's agrees with the 20.3 TFLOP per trained sample of NVIDIA's MLPerf
+entry."""
+
+_SD1_NOISE = ("scaled_linear", 0.00085, 0.012)
+UNSEEN: Mapping[str, tuple[dict[str, Any], str, tuple[str, float, float] | float | None]] = {
+    "sd14": ({"attention_head_dim": 8, "sample_size": 64}, "epsilon", _SD1_NOISE),
+    "sd15": ({"attention_head_dim": 8, "sample_size": 64}, "epsilon", _SD1_NOISE),
+    "sd2_base": ({"attention_head_dim": [5, 10, 20, 20], "sample_size": 64}, "epsilon", _SD1_NOISE),
+    "sd21_v": ({"attention_head_dim": [5, 10, 20, 20], "sample_size": 96}, "v_prediction", _SD1_NOISE),
+    "sdxl_base": ({"attention_head_dim": [5, 10, 20], "sample_size": 128}, "epsilon", _SD1_NOISE),
+    "sd3_medium": ({"num_attention_heads": 24, "pos_embed_max_size": 192, "sample_size": 128}, "flow_prediction", 3.0),
+    "pixart_sigma": (
+        {"num_attention_heads": 16, "interpolation_scale": 2, "sample_size": 128},
+        "epsilon",
+        ("linear", 0.0001, 0.02),
+    ),
+    "flux": ({"num_attention_heads": 24, "axes_dims_rope": [16, 56, 56]}, "flow_prediction", None),
+    "mmdit_rope": ({"num_attention_heads": 19, "rope_scaling": "interpolate"}, "flow_prediction", 1.0),
+}
+"""Published settings that no count shows: of the denoiser; prediction type; betas, or the shift of a flow (None: by
+tokens)."""
+
+_T5_WIDTH = {"d_model": 2048}
+WRONG_TEXT: Mapping[str, tuple[str, dict[str, Any], str]] = {
+    "sd14": ("text_encoder", CLIP_H, "cross_attention_dim"),
+    "sd15": ("text_encoder", CLIP_H, "cross_attention_dim"),
+    "sd2_base": ("text_encoder", CLIP_L, "cross_attention_dim"),
+    "sd21_v": ("text_encoder", CLIP_L, "cross_attention_dim"),
+    "sdxl_base": ("text_encoder_2", CLIP_H, "projection_class_embeddings_input_dim"),
+    "sd3_medium": ("text_encoder_3", T5_XXL | _T5_WIDTH, "joint_attention_dim"),
+    "pixart_sigma": ("text_encoder", T5_XXL | _T5_WIDTH, "caption_channels"),
+    "flux": ("text_encoder_2", T5_XXL | _T5_WIDTH, "joint_attention_dim"),
+}
+"""Model → a text encoder of another width, and the denoiser's option that does not fit it."""
