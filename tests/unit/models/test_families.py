@@ -91,9 +91,7 @@ def test_params_override_single_settings_of_a_stored_flow_scheduler(folders: dic
     model = ModelConfig(pretrained=str(folders["sd3"]), noise_scheduler_training=own)
     assert load(model).schedulers.sampler.config.shift == load(model).schedulers.static_shift == 2.0
     model = ModelConfig(pretrained=str(folders["sd3"]), noise_scheduler_training=PartConfig(params={"shif": 2.0}))
-    with pytest.raises(
-        ConfigError, match="has no such parameter; did you mean 'shift'"
-    ):
+    with pytest.raises(ConfigError, match="has no such parameter; did you mean 'shift'"):
         load(model)
 
 
