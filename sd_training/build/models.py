@@ -62,7 +62,8 @@ def _diffusion(plan: Plan) -> Trained:
     family.set_default_size(config.dataset.params.resolution)
     if model.bf16_weights:
         for network in family.trained_networks(model.train_text_encoder).values():
-            network.to(torch.bfloat16)
+            for parameter in network.parameters():  # tables of positions are buffers, and stay as they are
+                parameter.data = parameter.data.to(torch.bfloat16)
     if model.gradient_checkpointing:
         family.denoiser.enable_gradient_checkpointing()
     if model.xformers:

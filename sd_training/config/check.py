@@ -144,6 +144,8 @@ def _needed(model: ModelConfig) -> tuple[str, ...]:
 def _foreign(config: Config) -> Iterator[str]:
     """Parts that the family has no place for."""
     model = config.model
+    if model.pretrained is not None and model.text_encoders:
+        yield "model.text_encoders: is not read beside model.pretrained, which has its own; remove one of them"
     if model.pretrained is not None or model.train == "vae" or not any(is_set(getattr(model, part)) for part in PARTS):
         return
     family = family_of_parts(model)

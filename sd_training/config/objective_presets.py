@@ -18,13 +18,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "prediction_type": "flow_prediction",
         "timestep_density": {"name": "logit_normal", "mean": 0.0, "std": 1.0},
     },
-    # Karras et al. 2022 (arXiv:2206.00364, table 1). P_mean is -1.2 for latents of deviation 0.5; for 1 it is
-    # larger by ln 2.
+    # Karras et al. 2022 (arXiv:2206.00364, table 1). P_mean follows from the deviation of the latents.
     "edm": {
         "prediction_type": "edm",
-        "timestep_density": {"name": "log_normal", "mean": -0.5, "std": 1.2},
+        "timestep_density": {"name": "log_normal", "std": 1.2},
         "loss_weighting": {"name": "edm"},
-        "sigma_data": 1.0,
     },
 }
 
@@ -40,4 +38,7 @@ def with_preset(objective: ObjectiveConfig) -> ObjectiveConfig:
 
 
 def _filled(group: Any, settings: Mapping[str, Any]) -> Any:
+    """A group with another name of its own takes nothing from the preset's."""
+    if getattr(group, "name", None) not in (None, settings.get("name")):
+        return group
     return replace(group, **{name: value for name, value in settings.items() if getattr(group, name) is None})

@@ -24,7 +24,8 @@ class TimestepDensityConfig:
     """`uniform`; of Esser et al. 2024 (arXiv:2403.03206, section 3.1) `logit_normal`, `mode`, `cosmap`; `beta`; and
     for EDM `log_normal` (Karras et al. 2022, arXiv:2206.00364, table 1). null: the preset's, or uniform."""
     mean: Number | None = None
-    """`logit_normal`: m; `log_normal`: mean of ln σ. null: the preset's, or 0."""
+    """`logit_normal`: m; `log_normal`: mean of ln σ. null: 0; of `log_normal` −1.2 + ln(2 σ_data),
+    as EDM."""
     std: Positive | None = None
     """`logit_normal`: s; `log_normal`: standard deviation of ln σ. null: the preset's, or 1."""
     mode_scale: Number = 1.29

@@ -59,12 +59,10 @@ class Encoders:
             pixels: [B, 3, H, W] in [-1, 1].
             posterior_noise: [B, C, h, w] standard normal.
         """
-        vae = self.family.vae
         mean, std = self._moments(pixels)
         if not self._is_vae_proven and not self._prove(mean, std):
             mean, std = self._moments(pixels)
-        latents = mean + std * posterior_noise
-        return (latents - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
+        return self.family.scaled(mean + std * posterior_noise)
 
     def _moments(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         with autocast(pixels.device, self.vae_precision):

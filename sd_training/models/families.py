@@ -60,7 +60,7 @@ def load_family(
     """
     index = _model_index(model)
     cls = FAMILIES[_family_name(model, index)]
-    schedulers = load_schedulers(model, objective, has_unet=cls.denoiser_part == "unet")
+    schedulers = load_schedulers(model, objective, has_unet=cls.denoiser_part == "unet", allowed=cls.predictions)
     null_is_zeros = _null_is_zeros(cls, conditioning, index)
     _check_micro_conditioning(cls, conditioning)
     if model.train_text_encoder and not cls.may_train_text:
@@ -76,7 +76,7 @@ def load_family(
         else:
             parts[part] = load_network(model, part, seed=seed, meta=meta, default=default)
     family = cls(parts, schedulers, null_is_zeros)
-    if problems := family.fit_problems():
+    if problems := family.class_problems() or family.fit_problems():
         raise ConfigError(problems)
     return family
 

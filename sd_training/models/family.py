@@ -12,11 +12,12 @@ from diffusers import AutoencoderKL, DiffusionPipeline
 from torch import Tensor, nn
 
 from sd_training.config.model_schema import FamilyName
-from sd_training.config.objective_schema import ObjectiveConfig
+from sd_training.config.objective_schema import ObjectiveConfig, PredictionType
 from sd_training.data.captions import Tokenizer
 from sd_training.models.schedulers import Schedulers
 from sd_training.types import Conditioning, LatentGrid, NoisedBatch, PixelBatch
 
+FLOW_ONLY: tuple[PredictionType, ...] = ("flow_prediction",)
 TEXT_PARTS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2", "text_encoder_3": "tokenizer_3"}
 """Text encoder → its tokenizer; parts may also lack the later ones."""
 
@@ -34,6 +35,10 @@ class Family(ABC):
     denoiser_part: ClassVar[str]
     classes: ClassVar[Mapping[str, str]] = {}
     """Part → class, where it is not the part's usual one."""
+    predictions: ClassVar[tuple[PredictionType, ...]] = ("epsilon", "v_prediction", "sample", "flow_prediction", "edm")
+    """Prediction types that the family's pipeline can sample."""
+    text_classes: ClassVar[Mapping[str, str]] = {}
+    """Text encoder → its class, because `encode` reads what only this class says."""
     may_null_be_zeros: ClassVar[bool] = False
     has_micro_conditioning: ClassVar[bool] = False
     may_train_text: ClassVar[bool] = False
@@ -82,6 +87,10 @@ class Family(ABC):
         """How the autoencoder maps pictures to latents."""
         return latent_grid(self.vae)
 
+    def scaled(self, latents: Tensor) -> Tensor:
+        """What the pipeline undoes before it decodes."""
+        return (latents - (self.vae.config.shift_factor or 0.0)) * self.vae.config.scaling_factor
+
     @abstractmethod
     def encode(self, batch: PixelBatch) -> Conditioning:
         """What the denoiser is told about a batch. Runs the text encoders as they are (device, autocast, autograd)."""
@@ -129,11 +138,25 @@ class Family(ABC):
         ]
 
     def _vocabulary_problems(self) -> list[str]:
-        problems = []
+        problems, tokenizers = [], self.tokenizers()
         for name, encoder in self.text_encoders().items():
             tokenizer, size = self.parts[TEXT_PARTS[name]], encoder.config.vocab_size
             if len(tokenizer) > size:
                 problems.append(f"model.{TEXT_PARTS[name]}: {len(tokenizer)} tokens, but {name} knows {size}")
+            length, most = tokenizers[name].length, getattr(encoder.config, "max_position_embeddings", None)
+            if most is not None and length > most:
+                problems.append(f"model.{TEXT_PARTS[name]}: {length} tokens per caption, but {name} takes {most}")
+        return problems
+
+    def class_problems(self) -> list[str]:
+        """Text encoders of a class that the family cannot read; to be asked before anything else."""
+        problems = []
+        for name, encoder in self.text_encoders().items():
+            if self.parts.get(TEXT_PARTS[name]) is None:
+                problems.append(f"model.{TEXT_PARTS[name]}: is required with model.{name}")
+            wanted = self.text_classes.get(name, type(encoder).__name__)
+            if type(encoder).__name__ != wanted:
+                problems.append(f"model.{name}: is a {type(encoder).__name__}, but {self.name} needs a {wanted}")
         return problems
 
     def _width_problem(self, key: str, given: int, wanted: int, who: str) -> list[str]:

@@ -9,13 +9,15 @@ from diffusers import FluxPipeline
 from torch import Tensor, nn
 
 from sd_training.data.captions import Tokenizer
-from sd_training.models.family import Family
+from sd_training.models.family import FLOW_ONLY, Family
 from sd_training.types import Conditioning, NoisedBatch, PixelBatch
 
 T5_TOKENS = 512
 """What the pipeline gives T5 unless asked for fewer."""
 PATCH = 2
 """Latent cells along one side of a packed token."""
+PIPELINE_TIMESTEPS = 1000
+"""What the pipeline divides timesteps by, whatever its scheduler says."""
 DISTILLED_GUIDANCE = 1.0
 """What a guidance-distilled transformer is told while it is trained: no guidance."""
 
@@ -25,6 +27,8 @@ class Flux(Family):
 
     name = "flux"
     denoiser_part = "transformer"
+    predictions = FLOW_ONLY
+    text_classes: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIPTextModel", "text_encoder_2": "T5EncoderModel"}
     classes: ClassVar[Mapping[str, str]] = {
         "text_encoder_2": "T5EncoderModel",
         "tokenizer_2": "T5TokenizerFast",
@@ -49,7 +53,7 @@ class Flux(Family):
         guidance = latents.new_full((len(latents),), DISTILLED_GUIDANCE)
         answer: Tensor = denoiser(
             hidden_states=packed(latents),
-            timestep=noised.timesteps / self.schedulers.schedule.num_timesteps,
+            timestep=noised.timesteps / PIPELINE_TIMESTEPS,
             guidance=guidance if self.denoiser.config.guidance_embeds else None,
             pooled_projections=conditioning.pooled,
             encoder_hidden_states=conditioning.states[0],
@@ -71,6 +75,11 @@ class Flux(Family):
     def fit_problems(self) -> list[str]:
         config, clip, t5 = self.denoiser.config, self.parts["text_encoder"].config, self.parts["text_encoder_2"].config
         channels = self.vae.config.latent_channels * PATCH**2
+        if sum(config.axes_dims_rope) != config.attention_head_dim:
+            return [
+                f"model.transformer.params.axes_dims_rope: {list(config.axes_dims_rope)} must add up to "
+                f"attention_head_dim, {config.attention_head_dim}"
+            ]
         return [
             *self._width_problem("in_channels", config.in_channels, channels, "packed latents are"),
             *self._width_problem("joint_attention_dim", config.joint_attention_dim, t5.d_model, "text_encoder_2 is"),

@@ -120,7 +120,8 @@ def _on_meta(part: str, cls: Any, config: PartConfig) -> Any:
             return cls(_from_pretrained(part, cls.config_class, config))
         subfolder = subfolder_of(part, config)
         try:
-            stored = cls.load_config(config.pretrained, **{"subfolder": subfolder} if subfolder else {})
+            folder = {"subfolder": subfolder} if subfolder else {}
+            stored = cls.load_config(config.pretrained, revision=config.revision, **folder)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.{part}.pretrained: {str(error).strip().splitlines()[0]}") from error
         return cls.from_config(stored)
@@ -189,7 +190,10 @@ def load_noise_scheduler(model: ModelConfig, part: str) -> Any:
     subfolder = subfolder_of(part, config)
     try:
         stored, _ = cls.load_config(
-            config.pretrained, return_unused_kwargs=True, **{"subfolder": subfolder} if subfolder else {}
+            config.pretrained,
+            return_unused_kwargs=True,
+            revision=config.revision,
+            **{"subfolder": subfolder} if subfolder else {},
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.{part}.pretrained: {str(error).strip().splitlines()[0]}") from error

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from sd_training.config.model_schema import ModelConfig, PartConfig, TextEncoderEntry
 from sd_training.data.captions import Tokenizer
 from sd_training.errors import ConfigError
-from sd_training.models.family import TEXT_PARTS, Family
+from sd_training.models.family import FLOW_ONLY, TEXT_PARTS, Family
 from sd_training.models.load import make_network, make_tokenizer
 from sd_training.models.mmdit_pipeline import MMDiTRopePipeline
 from sd_training.models.text_states import TextOptions, encode_texts
@@ -24,6 +24,7 @@ class MMDiT(Family):
 
     name = "mmdit_rope"
     denoiser_part = "transformer"
+    predictions = FLOW_ONLY
     classes: ClassVar[Mapping[str, str]] = {"transformer": "MMDiTRope"}
 
     @property

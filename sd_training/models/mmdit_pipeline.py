@@ -4,6 +4,7 @@ A saved folder loads by `MMDiTRopePipeline.from_pretrained(folder)`, and once th
 `diffusers.DiffusionPipeline.from_pretrained(folder)`. The folder names classes of this package; it holds no code.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -206,9 +207,11 @@ class MMDiTRopePipeline(DiffusionPipeline):
     ) -> Tensor:
         """From noise to latents along the velocity."""
         self.scheduler.set_timesteps(steps, device=latents.device, **self._dynamic_shift(latents))
+        is_random = "generator" in inspect.signature(self.scheduler.step).parameters
+        options: dict[str, Any] = {"generator": generator} if is_random else {}
         for timestep in self.progress_bar(self.scheduler.timesteps):
             velocity = self._velocity(latents, timestep, conditioning, guidance_scale)
-            latents = self.scheduler.step(velocity, timestep, latents, generator=generator, return_dict=False)[0]
+            latents = self.scheduler.step(velocity, timestep, latents, return_dict=False, **options)[0]
         return latents
 
     def _velocity(

@@ -20,6 +20,8 @@ class PixArtSigma(Family):
 
     name = "pixart"
     denoiser_part = "transformer"
+    predictions = ("epsilon", "v_prediction", "sample", "edm")
+    text_classes: ClassVar[Mapping[str, str]] = {"text_encoder": "T5EncoderModel"}
     classes: ClassVar[Mapping[str, str]] = {
         "text_encoder": "T5EncoderModel",
         "tokenizer": "T5TokenizerFast",

@@ -4,7 +4,8 @@ The sampler is written from the objective (design contract 7): whoever loads the
 trained.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,8 @@ _SHIFT_KEYS = {
     "base_shift": "base_shift",
     "max_shift": "max_shift",
 }
+_EDM_LOG_RATIO = -1.2 - math.log(0.5)
+"""Mean of ln(σ / σ_data) (Karras et al. 2022, arXiv:2206.00364, table 1)."""
 FLOW_SAMPLER = "FlowMatchEulerDiscreteScheduler"
 EDM_SAMPLER = "EDMEulerScheduler"
 UNET_FLOW_SAMPLER = "UniPCMultistepScheduler"
@@ -58,11 +61,14 @@ class Schedulers:
         return self.objective.prediction_type
 
 
-def load_schedulers(model: ModelConfig, objective: ObjectiveConfig, *, has_unet: bool) -> Schedulers:
+def load_schedulers(
+    model: ModelConfig, objective: ObjectiveConfig, *, has_unet: bool, allowed: Sequence[PredictionType] | None = None
+) -> Schedulers:
     """Both noise schedulers of a config, agreeing with its objective.
 
     Args:
         has_unet: whether the pipeline is one of a UNet.
+        allowed: what the pipeline can sample; None: anything.
 
     Raises:
         ConfigError: they do not go with the objective.
@@ -70,10 +76,17 @@ def load_schedulers(model: ModelConfig, objective: ObjectiveConfig, *, has_unet:
     training = load_noise_scheduler(model, "noise_scheduler_training")
     config = dict(training.config)
     resolved = _resolved(with_preset(objective), type(training).__name__, config)
+    if allowed is not None and resolved.prediction_type not in allowed:
+        raise ConfigError(
+            f"objective.prediction_type: {resolved.prediction_type} cannot be sampled by the pipeline of this family; "
+            f"use {' or '.join(allowed)} (a training noise scheduler of that kind, or an objective.preset)"
+        )
     if problems := objective_problems(resolved):
         raise ConfigError(problems)
-    # A null `shift` is none, as an early FlowMatchEulerDiscreteScheduler stores it.
-    static = float(config.get("shift") or 1.0) if resolved.prediction_type == "flow_prediction" else 1.0
+    static = 1.0
+    if resolved.prediction_type == "flow_prediction":
+        # A null `shift` is none, as an early FlowMatchEulerDiscreteScheduler stores it.
+        static = float(config.get("shift") or config.get("flow_shift") or 1.0)
     sampler = _sampler(model, resolved, config, static, has_unet)
     return Schedulers(resolved, _schedule(resolved, config), static, sampler)
 
@@ -93,17 +106,29 @@ def _resolved(objective: ObjectiveConfig, scheduler: str, config: Mapping[str, A
     prediction = objective.prediction_type or stored
     is_discrete = prediction not in ("flow_prediction", "edm")
     shift = objective.shift
-    if shift.mode == "scheduler" and config.get("use_dynamic_shifting"):
+    if shift.mode == "scheduler" and config.get("use_dynamic_shifting") and prediction == "flow_prediction":
+        if config.get("time_shift_type", "exponential") != "exponential":
+            raise ConfigError(
+                f"model.noise_scheduler_training: time_shift_type {config['time_shift_type']!r} is not known; set "
+                "objective.shift.mode to static or tokens"
+            )
         shift = replace(shift, mode="tokens", **{ours: config[theirs] for ours, theirs in _SHIFT_KEYS.items()})
     zero_snr = objective.rescale_betas_zero_snr
     if zero_snr is None:
         zero_snr = bool(config.get("rescale_betas_zero_snr", False)) and is_discrete
-    sigma_data = objective.sigma_data
-    if sigma_data is None and prediction == "edm":
-        sigma_data = float(config.get("sigma_data", 1.0))
-    return replace(
-        objective, shift=shift, prediction_type=prediction, rescale_betas_zero_snr=zero_snr, sigma_data=sigma_data
-    )
+    resolved = replace(objective, shift=shift, prediction_type=prediction, rescale_betas_zero_snr=zero_snr)
+    if prediction != "edm":
+        return resolved
+    return _resolved_edm(resolved, objective.sigma_data or float(config.get("sigma_data", 1.0)))
+
+
+def _resolved_edm(objective: ObjectiveConfig, sigma_data: float) -> ObjectiveConfig:
+    """EDM's own density and weighting, where no other is given; P_mean is that of the paper for its σ_data of 0.5."""
+    filled = with_preset(replace(objective, preset="edm", sigma_data=sigma_data))
+    density = filled.timestep_density
+    if density.name == "log_normal" and density.mean is None:
+        density = replace(density, mean=_EDM_LOG_RATIO + math.log(sigma_data))
+    return replace(filled, preset=objective.preset, timestep_density=density)
 
 
 def _schedule(objective: ObjectiveConfig, config: Mapping[str, Any]) -> NoiseSchedule:
@@ -176,9 +201,10 @@ def _flow_sampler(
     factor = shift.value if shift.mode == "static" else static
     count = int(config.get("num_train_timesteps", 1000))
     if type(sampler).__name__ == FLOW_SAMPLER and not has_unet:
-        by_tokens = {"use_dynamic_shifting": shift.mode == "tokens"} if shift.mode != "scheduler" else {}
+        by_tokens: dict[str, Any] = {"use_dynamic_shifting": shift.mode == "tokens"}
         if shift.mode == "tokens":
             by_tokens |= {theirs: getattr(shift, ours) for ours, theirs in _SHIFT_KEYS.items()}
+            by_tokens["time_shift_type"] = "exponential"
         return type(sampler).from_config(sampler.config, num_train_timesteps=count, shift=factor, **by_tokens)
     if shift.mode == "tokens":
         raise ConfigError(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from sd_training.data.captions import Tokenizer
-from sd_training.models.family import Family, downscale_factor
+from sd_training.models.family import FLOW_ONLY, Family, downscale_factor
 from sd_training.types import Conditioning, NoisedBatch, PixelBatch
 
 T5_TOKENS = 256
@@ -22,6 +22,12 @@ class StableDiffusion3(Family):
 
     name = "sd3"
     denoiser_part = "transformer"
+    predictions = FLOW_ONLY
+    text_classes: ClassVar[Mapping[str, str]] = {
+        "text_encoder": "CLIPTextModelWithProjection",
+        "text_encoder_2": "CLIPTextModelWithProjection",
+        "text_encoder_3": "T5EncoderModel",
+    }
     classes: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIPTextModelWithProjection"}
 
     @property

@@ -1,8 +1,8 @@
 """Stable Diffusion XL: two text encoders, a pooled caption, and the numbers of the picture's history (Podell et al.
 2023, arXiv:2307.01952, section 2.2)."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from diffusers import StableDiffusionXLPipeline
@@ -24,6 +24,10 @@ class StableDiffusionXL(Family):
     may_null_be_zeros = True
     has_micro_conditioning = True
     may_train_text = True
+    text_classes: ClassVar[Mapping[str, str]] = {
+        "text_encoder": "CLIPTextModel",
+        "text_encoder_2": "CLIPTextModelWithProjection",
+    }
 
     def __init__(self, parts: dict[str, Any], schedulers: Schedulers, null_is_zeros: bool = False) -> None:
         super().__init__(parts, schedulers, null_is_zeros)
@@ -45,6 +49,14 @@ class StableDiffusionXL(Family):
         for name, parameter in encoder.named_parameters():
             if any(part in name for part in unread):
                 parameter.requires_grad_(False)
+
+    def scaled(self, latents: Tensor) -> Tensor:
+        """Per channel where the autoencoder says so, as Playground v2.5's does."""
+        mean, std = self.vae.config.get("latents_mean"), self.vae.config.get("latents_std")
+        if mean is None or std is None:
+            return super().scaled(latents)
+        mean, std = (latents.new_tensor(values).view(1, -1, 1, 1) for values in (mean, std))
+        return (latents - mean) * self.vae.config.scaling_factor / std
 
     def _kept(self, states: Tensor, dropped: Tensor) -> Tensor:
         """Zeros where the null text is zeros, as the pipeline makes them with `force_zeros_for_empty_prompt`."""

@@ -1,5 +1,8 @@
 """The Stable Diffusion 1.x / 2.x family: AutoencoderKL, one CLIP text encoder, a UNet2DConditionModel."""
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 from diffusers import StableDiffusionPipeline
 from torch import Tensor, nn
@@ -14,6 +17,7 @@ class StableDiffusion(Family):
     name = "stable_diffusion"
     denoiser_part = "unet"
     may_train_text = True
+    text_classes: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIPTextModel"}
 
     def encode(self, batch: PixelBatch) -> Conditioning:
         """Last hidden states, as `StableDiffusionPipeline` uses them."""
@@ -39,4 +43,9 @@ class StableDiffusion(Family):
     def fit_problems(self) -> list[str]:
         width, given = self.parts["text_encoder"].config.hidden_size, self.denoiser.config.cross_attention_dim
         problems = self._width_problem("cross_attention_dim", given, width, "the text encoder is")
+        for key in ("addition_embed_type", "class_embed_type", "num_class_embeds"):
+            if self.denoiser.config.get(key) is not None:
+                problems.append(
+                    f"model.unet.params.{key}: {self.denoiser.config[key]!r}, but stable_diffusion has none"
+                )
         return self._channel_problems() + problems + self._vocabulary_problems()

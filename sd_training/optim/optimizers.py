@@ -17,6 +17,9 @@ from sd_training.optim.parameter_groups import Group, parameter_groups
 from sd_training.optim.skipped_steps import skipping
 from sd_training.optim.stochastic_rounding import StochasticRoundingAdamW
 
+_FROM_OPTIONS = ("lr_factor", "weight_decay", "betas", "eps", "momentum")
+"""What a group takes from the options of today instead of a checkpoint."""
+
 
 def make_optimizer(
     config: OptimizerConfig,
@@ -29,9 +32,9 @@ def make_optimizer(
     """The optimizer that `config` describes, over every trained part.
 
     The caller sets `group["lr"] = peak × schedule(step) × group["lr_factor"]` before each step; a checkpoint does not
-    override `lr_factor`. It marks a non-finite gradient by setting the float tensor `optimizer.found_inf`, from inside
-    the closure that `step` calls: the whole step is then skipped. Fused AdamW reads the flag on the device; for all
-    other optimizers the host reads it, once per step.
+    override what the options say. It marks a non-finite gradient by setting the float tensor `optimizer.found_inf`,
+    from inside the closure that `step` calls: the whole step is then skipped. Fused AdamW reads the flag on the device;
+    for all other optimizers the host reads it, once per step.
 
     Args:
         config: checked by `optimizer_problems`.
@@ -47,8 +50,8 @@ def make_optimizer(
     groups = parameter_groups(config, named_parameters, learning_rate)
     optimizer = _make(config, groups, fused, seed)
     # A resumed run follows its options, as it does for the learning rate.
-    factors = [group["lr_factor"] for group in optimizer.param_groups]
-    optimizer.register_load_state_dict_post_hook(partial(_set_factors, factors))
+    own = [{key: group[key] for key in _FROM_OPTIONS if key in group} for group in optimizer.param_groups]
+    optimizer.register_load_state_dict_post_hook(partial(_set_options, own))
     return optimizer
 
 
@@ -124,6 +127,6 @@ def _check_dtypes(groups: list[Group]) -> None:
         )
 
 
-def _set_factors(factors: list[float], optimizer: torch.optim.Optimizer) -> None:
-    for group, factor in zip(optimizer.param_groups, factors, strict=True):
-        group["lr_factor"] = factor
+def _set_options(own: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+    for group, options in zip(optimizer.param_groups, own, strict=True):
+        group.update(options)

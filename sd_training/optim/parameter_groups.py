@@ -13,6 +13,7 @@ Group: TypeAlias = dict[str, Any]
 
 _AT_THE_ENDS = re.compile(
     r"(^|\.)[^.]*embed[^.]*\.|(^|\.)conv_(in|out)\.|^[^.]+\.(proj_(in|out)[^.]*|final_layer|lm_head)\."
+    r"|^[^.]+\.(patchify|unpatchify|text_projections|pooled_projection|caption_projection|final_modulation)\."
 )
 """Embeddings, and the first and last layer of a network, by their usual names in diffusers and transformers."""
 

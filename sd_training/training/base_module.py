@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_training.config.schema import OptimizerConfig
+from sd_training.errors import CheckpointError
 from sd_training.optim.lr_schedules import LRSchedule
 from sd_training.optim.optimizers import make_optimizer
 from sd_training.types import PixelBatch
@@ -83,6 +84,34 @@ class TrainedModule(pl.LightningModule):
         """Everything that the optimizer updates; names begin with the part."""
         for name, parameter in self.network.named_parameters():
             yield f"{PART}.{name}", parameter
+
+    def facts(self) -> dict[str, Any]:
+        """Option → value of what a checkpoint cannot be continued without."""
+        config = self.optimization.config
+        return {
+            "optimizer.name": config.name,
+            "optimizer.no_decay_on_norms_and_biases": config.no_decay_on_norms_and_biases,
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Says what was trained how."""
+        checkpoint["trained_as"] = self.facts()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuses to go on with another optimizer or objective, whose state and weights mean something else.
+
+        Raises:
+            CheckpointError: naming every option that has changed.
+        """
+        before: dict[str, Any] = checkpoint.get("trained_as", {})
+        changed = [
+            f"{key} was {before[key]}, now {now}" for key, now in self.facts().items() if before.get(key, now) != now
+        ]
+        if changed:
+            raise CheckpointError(
+                f"the checkpoint belongs to a run with other options: {'; '.join(changed)}. Restore them, or take "
+                "another experiment.name and start from the exported pipeline (model.pretrained)"
+            )
 
     @property
     def learning_rate(self) -> float:

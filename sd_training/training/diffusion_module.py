@@ -1,6 +1,7 @@
 """Latent diffusion: encode → objective → denoiser → loss, and nothing else."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -42,6 +43,15 @@ class DiffusionModule(TrainedModule):
         yield from named
         if self.uncertainty is not None:
             yield from ((f"uncertainty.{name}", p) for name, p in self.uncertainty.named_parameters())
+
+    def facts(self) -> dict[str, Any]:
+        """As `TrainedModule.facts`, with what the denoiser answers and what is trained beside it."""
+        return super().facts() | {
+            "objective.prediction_type": self.objective.prediction_type,
+            "objective.rescale_betas_zero_snr": bool(self.objective.config.rescale_betas_zero_snr),
+            "objective.loss_weighting.name=learned_uncertainty": self.uncertainty is not None,
+            "model.train_text_encoder": self.encoders.is_text_trained,
+        }
 
     def on_fit_start(self) -> None:
         """Bring what is no child module to the device."""

@@ -53,7 +53,7 @@ def check_density(name: str) -> None:
 
 
 def check_log_normal() -> None:
-    """EDM: ln σ ~ N(P_mean, P_std²), and the preset's are P_mean = -1.2 + ln 2 for latents of deviation 1."""
+    """EDM: ln σ ~ N(P_mean, P_std²), and the preset's P_mean is -1.2 for latents of deviation ½, moved by ln 2σ_data."""
     for mean, std in ((-1.2, 1.2), (0.4, 0.7)):
         density = TimestepDensityConfig(name="log_normal", mean=mean, std=std)
         options = ObjectiveConfig(prediction_type="edm", timestep_density=density)
@@ -63,7 +63,7 @@ def check_log_normal() -> None:
         np.testing.assert_allclose(objective.schedule.levels(times).noise.log(), times, atol=2e-6)
     preset = objective_for(Setting(prediction="edm", schedule="edm"), ObjectiveConfig(preset="edm"))
     median = float(preset.schedule.levels(preset.times(torch.tensor([0.5]), 64)).noise)
-    assert abs(np.log(median) - (-1.2 + np.log(2))) < 0.01
+    assert abs(np.log(median) - (-1.2 + np.log(2 * preset.sigma_data))) < 0.01
 
 
 def check_static_shift() -> None:

@@ -99,3 +99,82 @@ def test_pictures_have_the_trained_size_by_default(pipeline_dir: Path) -> None:
     family = load(ModelConfig(pretrained=str(pipeline_dir)))
     family.set_default_size(48)
     assert family.pipeline().unet.config.sample_size == 24
+
+
+@pytest.mark.parametrize(
+    ("name", "objective"),
+    [
+        ("sd3", {"preset": "edm"}),
+        ("mmdit_rope", {"preset": "edm"}),
+        ("flux", {"prediction_type": "epsilon"}),
+        ("pixart", {"preset": "sd3"}),
+    ],
+)
+def test_objectives_that_a_pipeline_cannot_sample_are_refused(
+    folders: dict[str, Path], name: str, objective: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match="cannot be sampled by the pipeline of this family; use "):
+        load(ModelConfig(pretrained=str(folders[name])), **objective)
+
+
+def test_text_encoders_of_other_classes_and_lengths_are_refused(folders: dict[str, Path], pipeline_dir: Path) -> None:
+    without = PartConfig(pretrained=str(pipeline_dir / "text_encoder"))
+    with pytest.raises(ConfigError, match="is a CLIPTextModel, but sd3 needs a CLIPTextModelWithProjection"):
+        load(parts_of(folders["sd3"], "sd3", text_encoder=PartConfig(target="CLIPTextModel", params={})))
+    long = PartConfig(pretrained=str(folders["pixart"] / "tokenizer"), target="T5Tokenizer")
+    with pytest.raises(ConfigError, match="512 tokens per caption, but text_encoder takes 16"):
+        load(parts_of(pipeline_dir, "stable_diffusion", text_encoder=without, tokenizer=long))
+
+
+SHIFTS = [
+    ({"use_dynamic_shifting": True, "time_shift_type": "linear"}, {}, "time_shift_type 'linear' is not known"),
+    ({"shift": 3.0}, {"use_dynamic_shifting": True}, None),
+]
+
+
+@pytest.mark.parametrize(("training", "inference", "said"), SHIFTS)
+def test_shifts_are_sampled_as_they_are_trained(
+    folders: dict[str, Path], training: dict[str, Any], inference: dict[str, Any], said: str | None
+) -> None:
+    model = ModelConfig(
+        pretrained=str(folders["sd3"]),
+        noise_scheduler_training=PartConfig(params=training),
+        noise_scheduler_inference=PartConfig(params=inference),
+    )
+    if said is not None:
+        with pytest.raises(ConfigError, match=said):
+            load(model)
+        return
+    sampler = load(model).schedulers.sampler
+    assert not sampler.config.use_dynamic_shifting and sampler.config.shift == 3.0
+
+
+def test_an_exported_shift_is_taken_up_again(tmp_path: Path, folders: dict[str, Path]) -> None:
+    shift = {"mode": "static", "value": 3.0}
+    first = load_family(
+        ModelConfig(pretrained=str(folders["stable_diffusion"])),
+        ObjectiveConfig(prediction_type="flow_prediction", shift=shift),  # type: ignore[arg-type]
+        ConditioningConfig(),
+        seed=0,
+    )
+    first.pipeline().save_pretrained(tmp_path / "flow")
+    second = load(ModelConfig(pretrained=str(tmp_path / "flow")))
+    assert second.schedulers.prediction_type == "flow_prediction" and second.schedulers.static_shift == 3.0
+    assert second.schedulers.sampler.config.flow_shift == 3.0
+
+
+def test_edm_follows_the_deviation_of_the_latents(folders: dict[str, Path]) -> None:
+    for params, deviation, mean in (({}, 1.0, -0.507), ({"sigma_data": 0.5}, 0.5, -1.2)):
+        own = PartConfig(target="EDMEulerScheduler", params={"sigma_data": 1.0, **params})
+        parts = parts_of(folders["stable_diffusion"], "stable_diffusion", noise_scheduler_training=own)
+        for objective in ({}, {"preset": "edm"}):
+            family = load(parts, **objective)
+            density = family.objective.timestep_density
+            assert (density.name, family.objective.loss_weighting.name) == ("log_normal", "edm")
+            assert density.mean == pytest.approx(mean, abs=1e-3)
+            assert family.schedulers.sampler.config.sigma_data == family.objective.sigma_data == deviation
+
+
+def test_a_named_density_beside_a_preset_takes_nothing_of_the_presets(folders: dict[str, Path]) -> None:
+    family = load(ModelConfig(pretrained=str(folders["sd3"])), preset="sd3", timestep_density={"name": "mode"})
+    assert family.objective.timestep_density.name == "mode"
