@@ -53,7 +53,7 @@ def check_density(name: str) -> None:
 
 
 def check_log_normal() -> None:
-    """EDM: ln σ ~ N(P_mean, P_std²), and the preset's P_mean is -1.2 for latents of deviation ½, moved by ln 2σ_data."""
+    """EDM: ln σ ~ N(P_mean, P_std²), and the preset's P_mean is -1.2 for latents of deviation ½, moved by ln 2σ_d."""
     for mean, std in ((-1.2, 1.2), (0.4, 0.7)):
         density = TimestepDensityConfig(name="log_normal", mean=mean, std=std)
         options = ObjectiveConfig(prediction_type="edm", timestep_density=density)
