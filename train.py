@@ -28,6 +28,9 @@ def main() -> None:
     if unknown:
         raise ConfigError([f"{word}: is no option; options are --dry-run and a.b.c=value" for word in unknown])
     config = load_config([word for word in argv if word != "--dry-run"])
+    if config.wandb.api_key:
+        # wandb writes the command line into its run file. Further processes are started with it, and need no key.
+        sys.argv = [word.replace(config.wandb.api_key, "<redacted>") for word in sys.argv]
 
     quiet_libraries()
     # torch and its friends take seconds to import; a mistake in the config is reported before that.

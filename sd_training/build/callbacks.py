@@ -19,6 +19,9 @@ from sd_training.config.dump import resolved_yaml
 from sd_training.data.datamodule import TrainingData
 from sd_training.export.pictures import read_captions
 from sd_training.models.load import load_weights
+from sd_training.rank_log import get_logger
+
+log = get_logger(__name__)
 
 
 def build_callbacks(plan: Plan, trained: Trained, data: TrainingData) -> list[pl.Callback]:
@@ -78,6 +81,9 @@ def _picture_callbacks(plan: Plan, trained: Trained, ema: Ema | None, stopwatch:
         jobs.append(PictureJob("previews", config.sampling.every, prompts))
     if config.experiment.eval_caption_file is not None:
         captions = read_captions(Path(config.experiment.eval_caption_file))[: config.experiment.num_eval_images]
+        if not captions:
+            log.warning(f"experiment.eval_caption_file: {config.experiment.eval_caption_file} has no caption to draw")
+    if config.experiment.eval_caption_file is not None and captions:
         jobs.append(PictureJob("eval", config.experiment.save_every, captions, config.experiment.eval_tar))
     resolution, samples_dir = config.dataset.params.resolution, plan.run_dir / "samples"
     return [

@@ -94,8 +94,11 @@ def _learning_rate(plan: Plan) -> str:
     """Writes the curve beside where the run will be."""
     plan_of = optimization(plan)
     path = plan.run_dir.parent / f"{plan.run_dir.name}.learning_rate.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plot_lr(plan_of.schedule, plan_of.learning_rate, plan.batch.num_steps, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        plot_lr(plan_of.schedule, plan_of.learning_rate, plan.batch.num_steps, path)
+    except OSError as error:
+        return f"experiment.log_dir: the learning rate cannot be drawn to {path}: {error.strerror}"
     return f"learning rate over {plan.batch.num_steps:,} steps: {path}"
 
 

@@ -59,6 +59,7 @@ def _diffusion(plan: Plan) -> Trained:
     problems = family.size_problems(training_sizes(config.dataset.params).sizes)
     if problems:
         raise ConfigError(problems)
+    _check_preview_steps(plan, family)
     family.set_default_size(config.dataset.params.resolution)
     if model.bf16_weights:
         for network in family.trained_networks(model.train_text_encoder).values():
@@ -75,6 +76,13 @@ def _diffusion(plan: Plan) -> Trained:
         encoders, objective_of(family), optimization(plan), has_gradient_scaler=plan.precision == "fp16"
     )
     return Trained(module, family.latent_grid(), family, family.pipeline)
+
+
+def _check_preview_steps(plan: Plan, family: Family) -> None:
+    """Samplers of discrete schedules have no more steps than the schedule."""
+    wanted, most = plan.config.sampling.num_inference_steps, family.schedulers.schedule.num_timesteps
+    if wanted > most:
+        raise ConfigError(f"sampling.num_inference_steps: {wanted}, but the noise schedule has {most} steps")
 
 
 def objective_of(family: Family) -> Objective:

@@ -104,7 +104,10 @@ def _prepare_run_dir(plan: Plan) -> Path | None:
             "remove the folder, or set experiment.requeue=true to continue it"
         )
     if is_main_process():
-        plan.run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            plan.run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"experiment.log_dir: {plan.run_dir} cannot be made: {error.strerror}") from error
         sweep(checkpoints)
         recover_exports(plan.run_dir)
     if found and step_of(found[-1]) >= plan.batch.num_steps:

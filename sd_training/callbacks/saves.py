@@ -15,6 +15,8 @@ from sd_training.rank_log import get_logger
 from sd_training.training.base_module import TrainedModule
 
 log = get_logger(__name__)
+_EXPORTED = "exported_step"
+"""File in the run folder: the optimizer step that `current_pipeline` is of."""
 
 
 class Saves(OptimizerStepCallback):
@@ -47,6 +49,7 @@ class Saves(OptimizerStepCallback):
         self.exported = exported
         self.ema = ema
         self.stopwatch = stopwatch
+        self._loaded_step: int | None = None
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Save when due; every rank takes part."""
@@ -59,6 +62,18 @@ class Saves(OptimizerStepCallback):
                 rotate(checkpoint.parent, self.keep, trusted=[checkpoint])
             self._export(trainer, module, step)
 
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A process that was killed between a checkpoint and its export left an older pipeline; export it now, because
+        there may be nothing left to train."""
+        if self._loaded_step is not None and self._exported_step() != self._loaded_step:
+            assert isinstance(pl_module, TrainedModule)
+            self._export(trainer, pl_module, self._loaded_step)
+
+    def _exported_step(self) -> int | None:
+        path = self.run_dir / _EXPORTED
+        text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+        return int(text) if text.isdigit() else None
+
     def _export(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         with export_weights(module, self.ema):
             exported = self.exported()
@@ -68,6 +83,7 @@ class Saves(OptimizerStepCallback):
                     export_pipeline(exported, current)
                 else:
                     keep_export(exported, self.run_dir, step)
+                (self.run_dir / _EXPORTED).write_text(f"{step}\n", encoding="utf-8")
                 log.info(f"saved step {step}: {self.run_dir / 'checkpoints' / f'step={step}'} and {current}")
         trainer.strategy.barrier("pipeline exported")
 
@@ -79,6 +95,7 @@ class Saves(OptimizerStepCallback):
         Progress is counted in optimizer steps; Lightning also stores micro-batches, which mean something else after a
         change of `system.gradient_accumulation` at the same global batch.
         """
+        self._loaded_step = int(checkpoint["global_step"])
         micro_batches = checkpoint["global_step"] * trainer.accumulate_grad_batches
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for counts in (progress["total"], progress["current"]):

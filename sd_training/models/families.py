@@ -1,6 +1,7 @@
 """Families by name; which one a config means; a family with its parts loaded or made."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from diffusers import DiffusionPipeline
@@ -98,7 +99,13 @@ def _model_index(model: ModelConfig) -> Mapping[str, Any]:
         index: Mapping[str, Any] = DiffusionPipeline.load_config(model.pretrained, revision=model.revision)
         return index
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.pretrained: {str(error).strip().splitlines()[0]}") from error
+        said = str(error).strip().splitlines()[0]
+        where = (
+            "is no pipeline folder"
+            if Path(model.pretrained).exists()
+            else "is no local folder, and not found on the hub"
+        )
+        raise ConfigError(f"model.pretrained: {model.pretrained!r} {where}: {said}") from error
     finally:
         diffusers_logging.set_verbosity(verbosity)
 

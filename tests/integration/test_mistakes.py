@@ -1,0 +1,58 @@
+"""Mistakes that only a started run meets: one sentence with the option, status 2, no traceback, nothing lost."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.training import ROOT, options
+
+
+def started(argv: list[str], *more: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
+    command = [sys.executable, "train.py", *argv, "trainer.accelerator=cpu", *more]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["experiment.log_dir=/proc/nowhere"], "experiment.log_dir: /proc/nowhere/run cannot be made"),
+        (["sampling.num_inference_steps=5000"], "sampling.num_inference_steps: 5000, but the noise schedule has 1000"),
+        (["model.pretrained=pyproject.toml"], "model.pretrained: 'pyproject.toml'"),
+    ],
+)
+def test_one_sentence_and_status_2(
+    more: list[str], said: str, pipeline_dir: Path, shards_dir: Path, tmp_path: Path
+) -> None:
+    done = started(options(tmp_path / "run", pipeline_dir, shards_dir), *more)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+    assert said in done.stderr
+
+
+def test_a_dry_run_needs_no_writable_folder(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
+    done = started(options(tmp_path / "run", pipeline_dir, shards_dir), "experiment.log_dir=/proc/nowhere", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "experiment.log_dir: the learning rate cannot be drawn" in done.stdout
+
+
+def test_captions_without_a_row_do_not_cost_the_save(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "captions.csv").write_text("uid,caption\n")
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=16)
+    done = started(argv, f"experiment.eval_caption_file={tmp_path / 'captions.csv'}")
+    assert done.returncode == 0, done.stderr
+    assert "has no caption to draw" in done.stderr
+    assert (tmp_path / "run" / "checkpoints" / "step=2").is_dir()
+
+
+def test_a_key_on_the_command_line_is_written_nowhere(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
+    secret = "0123456789abcdef0123456789abcdef01234567"
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=16)
+    done = started(argv, f"wandb={{api_key: '{secret}', mode: offline}}")
+    assert done.returncode == 0, done.stderr
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert any("wandb" in str(path) for path in files)
+    assert [path for path in files if secret.encode() in path.read_bytes()] == []
+    assert secret not in done.stdout + done.stderr

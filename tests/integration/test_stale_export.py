@@ -1,0 +1,38 @@
+"""A process that is killed between the last checkpoint and its export."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from sd_training.callbacks import saves
+from tests.integration.training import Interrupted, options, train
+
+
+def weights(run_dir: Path) -> bytes:
+    tensors = load_file(run_dir / "current_pipeline" / "unet" / "diffusion_pytorch_model.safetensors")
+    return b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))
+
+
+def test_the_same_command_exports_what_was_left_out(
+    pipeline_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"experiment__num_examples_to_see": 32}
+    whole, killed = (options(tmp_path / run, pipeline_dir, shards_dir, **changes) for run in ("whole", "killed"))
+    train(whole)
+    export, done = saves.export_pipeline, []
+
+    def killed_at_the_second(*arguments: object) -> None:
+        done.append(arguments)
+        if len(done) == 2:
+            raise Interrupted
+        export(*arguments)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(saves, "export_pipeline", killed_at_the_second)
+        train(killed)
+    assert (tmp_path / "killed" / "checkpoints" / "step=4").is_dir()
+    assert weights(tmp_path / "killed") != weights(tmp_path / "whole")
+    train(killed)
+    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
+    assert (tmp_path / "killed" / "exported_step").read_text() == "4\n"
