@@ -109,7 +109,7 @@ def check_pipeline(args: argparse.Namespace) -> str:
         raise ConfigError(f"--steps: {args.steps} is more than the {longest} timesteps of the model")
     if args.scheduler is None:
         return str(config["_class_name"])
-    return type(make_sampler(config, args.scheduler)).__name__
+    return type(make_sampler(config, args.scheduler, name)).__name__
 
 
 def plan_pictures(args: argparse.Namespace, pairs: Sequence[tuple[str, str]], sampler: str) -> list[Picture]:
@@ -146,7 +146,7 @@ def draw_share(args: argparse.Namespace, mine: Sequence[Picture], device: str, d
         library.utils.logging.disable_progress_bar()
     pipeline = load_pipeline(args.pipeline, DTYPES[args.dtype]).to(device)
     if args.scheduler is not None:
-        pipeline.scheduler = make_sampler(pipeline.scheduler.config, args.scheduler)
+        pipeline.scheduler = make_sampler(pipeline.scheduler.config, args.scheduler, type(pipeline).__name__)
     images = draw_images(
         pipeline,
         [picture.prompt for picture in missing],

@@ -23,6 +23,8 @@ _FLOW_SIGMAS = ("DPMSolverMultistepScheduler", "UniPCMultistepScheduler")
 """Samplers of discrete schedules that know flow models as well."""
 _FLOW = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler", *_FLOW_SIGMAS)
 _EDM = ("EDMDPMSolverMultistepScheduler", "EDMEulerScheduler")
+_CUSTOM_SIGMAS = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
+"""What FluxPipeline can run, which chooses the noise levels itself."""
 SAMPLERS = tuple(sorted({*_DISCRETE, *_FLOW, *_EDM}))
 """The allow-list; names are diffusers' class names."""
 
@@ -42,12 +44,13 @@ def is_flow(config: Mapping[str, Any]) -> bool:
     return bool(config.get("use_flow_sigmas")) or "shift" in config
 
 
-def make_sampler(config: Mapping[str, Any], name: str) -> Any:
+def make_sampler(config: Mapping[str, Any], name: str, pipeline: str = "") -> Any:
     """A sampler of class `name` for the noise schedule and prediction type in `config`.
 
     Args:
         config: configuration of the pipeline's own scheduler.
         name: one of `SAMPLERS`.
+        pipeline: class of the pipeline that it is for.
 
     Raises:
         ConfigError: unknown name, or that sampler cannot follow this model, so that it would silently draw wrong
@@ -57,6 +60,10 @@ def make_sampler(config: Mapping[str, Any], name: str) -> Any:
         raise ConfigError(f"scheduler {name!r} is not one of {', '.join(SAMPLERS)}")
     if name not in samplers_for(config):
         raise ConfigError(f"scheduler {name}: cannot follow this model; use one of {', '.join(samplers_for(config))}")
+    if pipeline == "FluxPipeline" and name not in _CUSTOM_SIGMAS:
+        raise ConfigError(
+            f"scheduler {name}: FluxPipeline gives it levels of its own; use {' or '.join(_CUSTOM_SIGMAS)}"
+        )
     kind = getattr(diffusers, name)
     options = inspect.signature(kind.__init__).parameters
     settings = _as_flow(config, name) if is_flow(config) else dict(config)

@@ -80,7 +80,30 @@ class MMDiT(Family):
             self.pipeline()
         except ConfigError as error:
             problems += [f"model.{problem}" for problem in error.problems]
-        return problems + self._text_width_problems()
+        return problems + self._text_width_problems() + self._option_problems()
+
+    def _option_problems(self) -> list[str]:
+        """What the encoders cannot give."""
+        problems, pooled_width = [], 0
+        for number, (name, option) in enumerate(self.options().items()):
+            encoder, place = self.parts[name], f"model.text_encoders.{number}"
+            layers = int(encoder.config.num_hidden_layers)
+            if option.layer is not None and option.layer < -(layers + 1):
+                problems.append(f"{place}.layer: {option.layer}, but the encoder has layers -1 to {-(layers + 1)}")
+            has_projection = hasattr(encoder, "text_projection")
+            if option.pooling == "projection" and not has_projection:
+                problems.append(f"{place}.pooling: projection, but {type(encoder).__name__} has none; use eos or mean")
+            if option.pooling == "mean" and not option.use_mask:
+                problems.append(f"{place}.pooling: mean needs use_mask: true, to leave out what only fills up")
+            if option.pooling != "none":
+                config = encoder.config
+                pooled_width += (
+                    config.projection_dim if option.pooling == "projection" and has_projection else config.hidden_size
+                )
+        wanted = self.denoiser.config.pooled_dim
+        if not problems and pooled_width and wanted and pooled_width != wanted:
+            problems += self._width_problem("pooled_dim", wanted, pooled_width, "the pooled vectors are")
+        return problems
 
     def _text_width_problems(self) -> list[str]:
         options, dims = self.options(), list(self.denoiser.config.text_dims)

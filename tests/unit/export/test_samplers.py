@@ -61,3 +61,10 @@ def test_samplers_of_other_models_are_refused() -> None:
     with pytest.raises(ConfigError, match="cannot follow this model's shift by tokens"):
         make_sampler(by_tokens, "UniPCMultistepScheduler")
     assert len(set(SAMPLERS)) == len(SAMPLERS)
+
+
+def test_flux_chooses_its_own_levels() -> None:
+    config = dict(diffusers.FlowMatchEulerDiscreteScheduler().config)
+    assert make_sampler(config, "UniPCMultistepScheduler", "FluxPipeline").config.use_flow_sigmas
+    with pytest.raises(ConfigError, match="FluxPipeline gives it levels of its own; use FlowMatchEuler"):
+        make_sampler(config, "FlowMatchHeunDiscreteScheduler", "FluxPipeline")

@@ -1,5 +1,7 @@
 """Which family a config means, and parts that do not fit, per family."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +180,24 @@ def test_edm_follows_the_deviation_of_the_latents(folders: dict[str, Path]) -> N
 def test_a_named_density_beside_a_preset_takes_nothing_of_the_presets(folders: dict[str, Path]) -> None:
     family = load(ModelConfig(pretrained=str(folders["sd3"])), preset="sd3", timestep_density={"name": "mode"})
     assert family.objective.timestep_density.name == "mode"
+
+
+LISTED = [
+    ({"layer": -9}, r"text_encoders\.0\.layer: -9, but the encoder has layers -1 to -2"),
+    ({"pooling": "projection"}, r"text_encoders\.0\.pooling: projection, but T5EncoderModel has none"),
+    ({"pooling": "mean", "use_mask": False}, r"text_encoders\.0\.pooling: mean needs use_mask"),
+    ({"pooling": "eos"}, "pooled_dim: 16, but the pooled vectors are 48 wide"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), LISTED)
+def test_what_listed_text_encoders_cannot_give_is_named(
+    folders: dict[str, Path], tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    folder = tmp_path / "pipeline"
+    shutil.copytree(folders["mmdit_rope"], folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    index["text_options"]["text_encoder"] |= change
+    (folder / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=said):
+        load(ModelConfig(pretrained=str(folder)))
