@@ -144,8 +144,6 @@ def _needed(model: ModelConfig) -> tuple[str, ...]:
 def _foreign(config: Config) -> Iterator[str]:
     """Parts that the family has no place for."""
     model = config.model
-    if model.pretrained is not None and model.text_encoders:
-        yield "model.text_encoders: is not read beside model.pretrained, which has its own; remove one of them"
     if model.pretrained is not None or model.train == "vae" or not any(is_set(getattr(model, part)) for part in PARTS):
         return
     family = family_of_parts(model)
@@ -249,6 +247,8 @@ def _unread(config: Config) -> Iterator[str]:
                 yield f"{key}: is not used, because model.use_ema is false"
     if config.experiment.eval_tar and config.experiment.eval_caption_file is None:
         yield "experiment.eval_tar: is not used, because experiment.eval_caption_file is not set"
+    if config.model.pretrained is not None and config.model.text_encoders:
+        yield "model.text_encoders: is not used, because model.pretrained is set, which has its own"
     for part in PARTS if config.model.pretrained is not None else ():
         own: PartConfig = getattr(config.model, part)
         # A noise scheduler's params, and the class of the inference sampler, still override what was stored.
