@@ -8,9 +8,6 @@ import diffusers
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -23,21 +20,9 @@ from tests import makers
 WIDTH, T5_WIDTH, CHANNELS = 16, 32, 8
 
 
-def clip(vocabulary_size: int, *, has_projection: bool) -> CLIPTextModel:
-    """Two layers, 16 wide, so that the penultimate states are not the embeddings."""
-    config = CLIPTextConfig(
-        vocab_size=vocabulary_size,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        projection_dim=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-    )
-    return (CLIPTextModelWithProjection if has_projection else CLIPTextModel)(config)
+def clip(vocabulary_size: int, *, has_projection: bool) -> Any:
+    """Two layers, so that the penultimate states are not the embeddings."""
+    return makers.tiny_text_encoder(vocabulary_size, WIDTH, layers=2, has_projection=has_projection)
 
 
 def t5_tokenizer() -> T5Tokenizer:
@@ -55,17 +40,8 @@ def t5(vocabulary_size: int) -> T5EncoderModel:
 
 
 def vae(latent_channels: int) -> AutoencoderKL:
-    """Downscales by 2; of 16-channel kinds with a shift, as SD3's and FLUX's."""
-    return AutoencoderKL(
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=latent_channels,
-        norm_num_groups=4,
-        sample_size=16,
-        scaling_factor=1.5,
-        shift_factor=0.06 if latent_channels > 4 else None,
-    )
+    """With a shift, as SD3's and FLUX's."""
+    return makers.tiny_vae(latent_channels, scaling_factor=1.5, shift_factor=0.06)
 
 
 def discrete(**settings: Any) -> DDIMScheduler:

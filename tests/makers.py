@@ -12,7 +12,7 @@ import webdataset
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 from sklearn.datasets import load_sample_images
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 COLOURS = ["red", "green", "blue"]
 
@@ -77,14 +77,17 @@ def tiny_tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=16)
 
 
-def tiny_text_encoder(vocabulary_size: int, width: int = 16) -> CLIPTextModel:
-    """A one-layer CLIP text encoder."""
-    return CLIPTextModel(
+def tiny_text_encoder(
+    vocabulary_size: int, width: int = 16, layers: int = 1, *, has_projection: bool = False
+) -> CLIPTextModel | CLIPTextModelWithProjection:
+    """A CLIP text encoder; its projection, where it has one, is as wide as its states."""
+    return (CLIPTextModelWithProjection if has_projection else CLIPTextModel)(
         CLIPTextConfig(
             vocab_size=vocabulary_size,
             hidden_size=width,
             intermediate_size=2 * width,
-            num_hidden_layers=1,
+            projection_dim=width,
+            num_hidden_layers=layers,
             num_attention_heads=2,
             max_position_embeddings=16,
             bos_token_id=0,
@@ -94,16 +97,17 @@ def tiny_text_encoder(vocabulary_size: int, width: int = 16) -> CLIPTextModel:
     )
 
 
-def tiny_vae() -> AutoencoderKL:
-    """Downscales by 2 into 4 latent channels."""
+def tiny_vae(latent_channels: int = 4, scaling_factor: float = 0.7, shift_factor: float | None = None) -> AutoencoderKL:
+    """Downscales by 2."""
     return AutoencoderKL(
         block_out_channels=(8, 8),
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4,
+        latent_channels=latent_channels,
         norm_num_groups=4,
         sample_size=16,
-        scaling_factor=0.7,
+        scaling_factor=scaling_factor,
+        shift_factor=shift_factor,
     )
 
 

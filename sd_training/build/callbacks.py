@@ -81,10 +81,10 @@ def _picture_callbacks(plan: Plan, trained: Trained, ema: Ema | None, stopwatch:
         jobs.append(PictureJob("previews", config.sampling.every, prompts))
     if config.experiment.eval_caption_file is not None:
         captions = read_captions(Path(config.experiment.eval_caption_file))[: config.experiment.num_eval_images]
-        if not captions:
+        if captions:
+            jobs.append(PictureJob("eval", config.experiment.save_every, captions, config.experiment.eval_tar))
+        else:
             log.warning(f"experiment.eval_caption_file: {config.experiment.eval_caption_file} has no caption to draw")
-    if config.experiment.eval_caption_file is not None and captions:
-        jobs.append(PictureJob("eval", config.experiment.save_every, captions, config.experiment.eval_tar))
     resolution, samples_dir = config.dataset.params.resolution, plan.run_dir / "samples"
     return [
         Pictures(job, samples_dir, resolution, config.sampling, trained.family.pipeline, plan.precision, ema, stopwatch)

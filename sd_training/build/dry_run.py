@@ -10,7 +10,7 @@ from sd_training.config.dump import resolved_yaml
 from sd_training.config.schema import Config
 from sd_training.data.sizes import training_sizes
 from sd_training.errors import ConfigError
-from sd_training.models.cost import forward_flops
+from sd_training.models.cost import forward_flops, parameter_counts
 from sd_training.models.families import load_family
 from sd_training.models.family import Family, downscale_factor, latent_grid, size_problems
 from sd_training.models.load import load_network
@@ -42,7 +42,7 @@ def describe(plan: Plan) -> str:
     problems = family.size_problems(sizes) if family else size_problems(factor, sizes)
     if problems:
         raise ConfigError(problems)
-    counts = {name: sum(p.numel() for p in network.parameters()) for name, network in networks.items()}
+    counts = parameter_counts(networks)
     data = make_data(plan, family, latent_grid(networks["vae"]))
     trained = _trained(family, config)
     sections = [
@@ -92,39 +92,48 @@ def _flops(family: Family, sizes: Sequence[tuple[int, int]]) -> str:
 
 def _learning_rate(plan: Plan) -> str:
     """Writes the curve beside where the run will be."""
-    plan_of = optimization(plan)
+    own = optimization(plan)
     path = plan.run_dir.parent / f"{plan.run_dir.name}.learning_rate.png"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        plot_lr(plan_of.schedule, plan_of.learning_rate, plan.batch.num_steps, path)
+        plot_lr(own.schedule, own.learning_rate, plan.batch.num_steps, path)
     except OSError as error:
         return f"experiment.log_dir: the learning rate cannot be drawn to {path}: {error.strerror}"
     return f"learning rate over {plan.batch.num_steps:,} steps: {path}"
 
 
+def _bytes(counts: dict[str, int], trained: set[str], config: Config) -> tuple[int, int, int]:
+    """Of the trained weights, of the optimizer's state, and of the frozen weights."""
+    count, narrow = sum(counts[part] for part in trained), 2 if config.model.bf16_weights else 1
+    frozen = (sum(counts.values()) - count) * _FP32_BYTES
+    return count * _FP32_BYTES // narrow, count * _STATE_BYTES[config.optimizer.name] // narrow, frozen
+
+
+def _ema_bytes(counts: dict[str, int], trained: set[str]) -> int:
+    """The average is fp32, whatever the weights are."""
+    return sum(counts[part] for part in trained) * _FP32_BYTES
+
+
 def _memory(counts: dict[str, int], trained: set[str], config: Config) -> str:
     """fp32 weights, gradients and optimizer state of the trained part, fp32 weights of the frozen ones."""
-    count, name = sum(counts[part] for part in trained), config.optimizer.name
-    narrow = 2 if config.model.bf16_weights else 1
-    weights, state = count * _FP32_BYTES // narrow, count * _STATE_BYTES[name] // narrow
-    frozen = (sum(counts.values()) - count) * _FP32_BYTES
+    weights, state, frozen = _bytes(counts, trained, config)
+    name = config.optimizer.name
     lines = [
         f"device memory per process, without activations: {_size(2 * weights + state + frozen)} = weights "
         f"{_size(weights)} + gradients {_size(weights)} + {name} {_size(state)} + frozen {_size(frozen)}",
         "activations come on top; they grow with batch_size and resolution, and gradient_checkpointing lowers them",
     ]
     if config.model.use_ema:
-        lines.append(f"CPU memory of the first process for the EMA: {_size(weights)}")
+        lines.append(f"CPU memory of the first process for the EMA: {_size(_ema_bytes(counts, trained))}")
     return "\n".join(lines)
 
 
 def _saves(plan: Plan, counts: dict[str, int], trained: set[str]) -> str:
     """Checkpoints and disk."""
     config = plan.config
-    averages = 2 if config.model.use_ema else 1
-    count = sum(counts[part] for part in trained)
-    checkpoint = count * (_FP32_BYTES * averages + _STATE_BYTES[config.optimizer.name])
-    pipeline = sum(counts.values()) * _FP32_BYTES
+    weights, state, frozen = _bytes(counts, trained, config)
+    checkpoint = weights + state + (_ema_bytes(counts, trained) if config.model.use_ema else 0)
+    pipeline = weights + frozen
     saves = -(-plan.batch.num_steps // config.experiment.save_every)
     kept = 1 if config.experiment.save_only_most_recent else saves
     # One more of each exists while a new one is written, before the oldest is deleted.

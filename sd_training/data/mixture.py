@@ -53,9 +53,9 @@ class Mixture:
             if first < num_steps:
                 self.dataset_of[first:end] = _choose(shares, first, places[first:end])
         self.own_step = np.zeros(num_steps, dtype=np.int64)
-        for dataset in range(len(shares)):
-            mine = self.dataset_of == dataset
-            self.own_step[mine] = np.arange(int(mine.sum()))
+        self._steps_of = [np.flatnonzero(self.dataset_of == dataset) for dataset in range(len(shares))]
+        for mine in self._steps_of:
+            self.own_step[mine] = np.arange(len(mine))
 
     def at(self, step: int) -> tuple[int, int]:
         """The data set of `step`, and the number of earlier steps that drew from it."""
@@ -65,7 +65,7 @@ class Mixture:
 
     def steps_before(self, step: int, dataset: int) -> int:
         """How many steps before `step` drew from a data set."""
-        return step if self.dataset_of is None else int(np.count_nonzero(self.dataset_of[:step] == dataset))
+        return step if self.dataset_of is None else int(np.searchsorted(self._steps_of[dataset], step))
 
     def counts(self, num_datasets: int) -> list[int]:
         """Steps of the run that draw from each data set."""

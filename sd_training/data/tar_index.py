@@ -78,6 +78,7 @@ class _Scanner:
         self.ignored = IgnoredMembers()
 
     def run(self) -> list[TarSample]:
+        """All samples of the shard, in their order."""
         start: int | None = 0
         try:
             while start is not None:

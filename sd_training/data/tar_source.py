@@ -64,6 +64,7 @@ class TarSource:
         return find_state(f"{stem}.parquet", self.access) if dot else None
 
     def scan(self, unit: Unit) -> UnitScan:
+        """As `Source.scan`."""
         file = open_bytes(unit.location, self.access)
         try:
             near = ReadAhead(file) if "://" in unit.location else file

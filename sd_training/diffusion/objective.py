@@ -143,16 +143,18 @@ class Objective:
 
 
 def make_objective(
-    config: ObjectiveConfig, schedule: NoiseSchedule, prediction_type: PredictionType, **facts: object
+    config: ObjectiveConfig,
+    schedule: NoiseSchedule,
+    prediction_type: PredictionType,
+    *,
+    sigma_data: float = 1.0,
+    shift: Shift | None = None,
+    latents_per_token: int = 1,
 ) -> Objective:
-    """The objective of a config whose preset is filled in.
-
-    Args:
-        facts: further fields of `Objective`.
-    """
+    """The objective of a config whose preset is filled in; arguments as the fields of `Objective`."""
     own = config.timestep_density
     quantiles = density.beta_quantiles(own.alpha, own.beta) if own.name == "beta" else None
-    return Objective(schedule, prediction_type, config, beta_quantiles=quantiles, **facts)  # type: ignore[arg-type]
+    return Objective(schedule, prediction_type, config, sigma_data, shift, latents_per_token, quantiles)
 
 
 def shift_of(config: ShiftConfig, static: float) -> Shift | None:

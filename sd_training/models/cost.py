@@ -1,15 +1,18 @@
 """What a family costs: parameters and floating-point operations, counted without weights."""
 
+from collections.abc import Mapping
+
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from sd_training.models.family import Family
 from sd_training.types import NoisedBatch
 
 
-def parameter_counts(family: Family) -> dict[str, int]:
-    """Network → parameters; the trained one first."""
-    return {name: sum(p.numel() for p in network.parameters()) for name, network in family.networks().items()}
+def parameter_counts(networks: Mapping[str, nn.Module]) -> dict[str, int]:
+    """Network → parameters."""
+    return {name: sum(p.numel() for p in network.parameters()) for name, network in networks.items()}
 
 
 def forward_flops(family: Family, height: int, width: int) -> int:

@@ -39,6 +39,10 @@ class Family(ABC):
     """Prediction types that the family's pipeline can sample."""
     text_classes: ClassVar[Mapping[str, str]] = {}
     """Text encoder → its class, because `encode` reads what only this class says."""
+    text_lengths: ClassVar[Mapping[str, int]] = {}
+    """Text encoder → tokens per caption, where it is not the tokenizer's `model_max_length`."""
+    has_lowercase_text: ClassVar[bool] = False
+    """Whether the pipeline writes captions in small letters."""
     may_null_be_zeros: ClassVar[bool] = False
     has_micro_conditioning: ClassVar[bool] = False
     may_train_text: ClassVar[bool] = False
@@ -76,12 +80,16 @@ class Family(ABC):
 
     def tokenizers(self) -> dict[str, Tokenizer]:
         """Text encoder → caption → tokens."""
-        return {name: Tokenizer(self.parts[TEXT_PARTS[name]]) for name in self.text_encoders()}
+        lengths, lower = self.text_lengths, self.has_lowercase_text
+        return {
+            name: Tokenizer(self.parts[TEXT_PARTS[name]], lengths.get(name), is_lowercase=lower)
+            for name in self.text_encoders()
+        }
 
     @property
     def patch_size(self) -> int:
-        """Latent cells along one side of an image token; sides of latents are multiples of it."""
-        return 1
+        """Latent cells along one side of an image token, 1 of UNets; sides of latents are multiples of it."""
+        return int(self.denoiser.config.get("patch_size", 1))
 
     def latent_grid(self) -> LatentGrid:
         """How the autoencoder maps pictures to latents."""

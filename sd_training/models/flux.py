@@ -8,7 +8,6 @@ import torch
 from diffusers import FluxPipeline
 from torch import Tensor, nn
 
-from sd_training.data.captions import Tokenizer
 from sd_training.models.family import FLOW_ONLY, Family
 from sd_training.types import Conditioning, NoisedBatch, PixelBatch
 
@@ -29,6 +28,7 @@ class Flux(Family):
     denoiser_part = "transformer"
     predictions = FLOW_ONLY
     text_classes: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIPTextModel", "text_encoder_2": "T5EncoderModel"}
+    text_lengths: ClassVar[Mapping[str, int]] = {"text_encoder_2": T5_TOKENS}
     classes: ClassVar[Mapping[str, str]] = {
         "text_encoder_2": "T5EncoderModel",
         "tokenizer_2": "T5TokenizerFast",
@@ -37,11 +37,8 @@ class Flux(Family):
 
     @property
     def patch_size(self) -> int:
+        """As `Family.patch_size`; the network's own is that of packed latents."""
         return PATCH
-
-    def tokenizers(self) -> dict[str, Tokenizer]:
-        lengths = {"text_encoder_2": T5_TOKENS}
-        return {name: Tokenizer(t.tokenizer, lengths.get(name)) for name, t in super().tokenizers().items()}
 
     def encode(self, batch: PixelBatch) -> Conditioning:
         """As `FluxPipeline.encode_prompt`: no mask."""
@@ -49,6 +46,7 @@ class Flux(Family):
         return Conditioning([self.parts["text_encoder_2"](batch.tokens["text_encoder_2"])[0]], pooled=pooled)
 
     def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
+        """As `Family.predict`."""
         latents = noised.noised_latents
         guidance = latents.new_full((len(latents),), DISTILLED_GUIDANCE)
         answer: Tensor = denoiser(
@@ -63,9 +61,11 @@ class Flux(Family):
         return unpacked(answer, *latents.shape[-2:])
 
     def pipeline(self) -> FluxPipeline:
+        """As `Family.pipeline`."""
         return FluxPipeline(**self.parts, scheduler=self.schedulers.sampler)
 
     def blank_conditioning(self, count: int, device: torch.device) -> Conditioning:
+        """As `Family.blank_conditioning`."""
         config = self.denoiser.config
         return Conditioning(
             [torch.zeros(count, T5_TOKENS, config.joint_attention_dim, device=device)],
@@ -73,6 +73,7 @@ class Flux(Family):
         )
 
     def fit_problems(self) -> list[str]:
+        """As `Family.fit_problems`."""
         config, clip, t5 = self.denoiser.config, self.parts["text_encoder"].config, self.parts["text_encoder_2"].config
         channels = self.vae.config.latent_channels * PATCH**2
         if sum(config.axes_dims_rope) != config.attention_head_dim:

@@ -1,6 +1,7 @@
 """The project's own MMDiT with rotary positions: any text encoders of transformers, listed in the config."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -27,21 +28,19 @@ class MMDiT(Family):
     predictions = FLOW_ONLY
     classes: ClassVar[Mapping[str, str]] = {"transformer": "MMDiTRope"}
 
-    @property
-    def patch_size(self) -> int:
-        return int(self.denoiser.config.patch_size)
-
+    @cached_property
     def options(self) -> dict[str, TextOptions]:
         """Text encoder → what is taken from it."""
         stored = self.parts.get(OPTIONS, {})
         return {name: TextOptions.from_mapping(stored.get(name, {})) for name in self.text_encoders()}
 
     def tokenizers(self) -> dict[str, Tokenizer]:
-        options = self.options()
+        options = self.options
         return {name: Tokenizer(self.parts[TEXT_PARTS[name]], options[name].max_tokens) for name in options}
 
     def encode(self, batch: PixelBatch) -> Conditioning:
-        options = self.options()
+        """As `Family.encode`."""
+        options = self.options
         names = list(options)
         texts = encode_texts(
             [self.parts[name] for name in names],
@@ -52,6 +51,7 @@ class MMDiT(Family):
         return Conditioning(states=texts.states, masks=texts.masks, pooled=texts.pooled)
 
     def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
+        """As `Family.predict`."""
         answer: Tensor = denoiser(
             noised.noised_latents,
             noised.timesteps,
@@ -62,11 +62,13 @@ class MMDiT(Family):
         return answer
 
     def pipeline(self) -> MMDiTRopePipeline:
+        """As `Family.pipeline`."""
         return MMDiTRopePipeline(**self.parts, scheduler=self.schedulers.sampler)
 
     def blank_conditioning(self, count: int, device: torch.device) -> Conditioning:
+        """As `Family.blank_conditioning`."""
         config = self.denoiser.config
-        lengths = [option.max_tokens for option in self.options().values() if option.layer is not None]
+        lengths = [option.max_tokens for option in self.options.values() if option.layer is not None]
         pairs = zip(lengths, config.text_dims, strict=True)
         return Conditioning(
             states=[torch.zeros(count, length, width, device=device) for length, width in pairs],
@@ -75,6 +77,7 @@ class MMDiT(Family):
         )
 
     def fit_problems(self) -> list[str]:
+        """As `Family.fit_problems`."""
         problems = self._channel_problems(out_key=None) + self._vocabulary_problems()
         try:
             self.pipeline()
@@ -85,7 +88,7 @@ class MMDiT(Family):
     def _option_problems(self) -> list[str]:
         """What the encoders cannot give."""
         problems, pooled_width = [], 0
-        for number, (name, option) in enumerate(self.options().items()):
+        for number, (name, option) in enumerate(self.options.items()):
             encoder, place = self.parts[name], f"model.text_encoders.{number}"
             layers = int(encoder.config.num_hidden_layers)
             if option.layer is not None and option.layer < -(layers + 1):
@@ -106,7 +109,7 @@ class MMDiT(Family):
         return problems
 
     def _text_width_problems(self) -> list[str]:
-        options, dims = self.options(), list(self.denoiser.config.text_dims)
+        options, dims = self.options, list(self.denoiser.config.text_dims)
         widths = [e.config.hidden_size for n, e in self.text_encoders().items() if options[n].layer is not None]
         if len(widths) == len(dims) and widths != dims:
             return [f"model.transformer.params.text_dims: {dims}, but the text encoders are {widths} wide"]

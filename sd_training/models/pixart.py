@@ -7,7 +7,6 @@ import torch
 from diffusers import PixArtSigmaPipeline
 from torch import Tensor, nn
 
-from sd_training.data.captions import Tokenizer
 from sd_training.models.family import Family
 from sd_training.types import Conditioning, NoisedBatch, PixelBatch
 
@@ -22,19 +21,13 @@ class PixArtSigma(Family):
     denoiser_part = "transformer"
     predictions = ("epsilon", "v_prediction", "sample", "edm")
     text_classes: ClassVar[Mapping[str, str]] = {"text_encoder": "T5EncoderModel"}
+    text_lengths: ClassVar[Mapping[str, int]] = {"text_encoder": T5_TOKENS}
+    has_lowercase_text = True
     classes: ClassVar[Mapping[str, str]] = {
         "text_encoder": "T5EncoderModel",
         "tokenizer": "T5TokenizerFast",
         "transformer": "PixArtTransformer2DModel",
     }
-
-    @property
-    def patch_size(self) -> int:
-        return int(self.denoiser.config.patch_size)
-
-    def tokenizers(self) -> dict[str, Tokenizer]:
-        """The pipeline writes captions in small letters."""
-        return {"text_encoder": Tokenizer(self.parts["tokenizer"], T5_TOKENS, is_lowercase=True)}
 
     def encode(self, batch: PixelBatch) -> Conditioning:
         """As `PixArtSigmaPipeline.encode_prompt`."""
@@ -43,6 +36,7 @@ class PixArtSigma(Family):
         return Conditioning([states], masks=[mask])
 
     def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
+        """As `Family.predict`."""
         answer: Tensor = denoiser(
             noised.noised_latents,
             timestep=noised.timesteps,
@@ -53,9 +47,11 @@ class PixArtSigma(Family):
         return answer[:, : noised.noised_latents.shape[1]]
 
     def pipeline(self) -> PixArtSigmaPipeline:
+        """As `Family.pipeline`."""
         return PixArtSigmaPipeline(**self.parts, scheduler=self.schedulers.sampler)
 
     def blank_conditioning(self, count: int, device: torch.device) -> Conditioning:
+        """As `Family.blank_conditioning`."""
         width = self.parts["text_encoder"].config.d_model
         return Conditioning(
             [torch.zeros(count, T5_TOKENS, width, device=device)],
@@ -63,6 +59,7 @@ class PixArtSigma(Family):
         )
 
     def fit_problems(self) -> list[str]:
+        """As `Family.fit_problems`."""
         config, width = self.denoiser.config, self.parts["text_encoder"].config.d_model
         problems = self._width_problem("caption_channels", config.caption_channels, width, "the text encoder is")
         if self.denoiser.use_additional_conditions:

@@ -3,6 +3,7 @@
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import diffusers
@@ -11,7 +12,13 @@ import transformers
 from sd_training.errors import ConfigError
 from sd_training.models.mmdit_rope import MMDiTRope
 
-_DIFFUSERS_SCHEDULERS = (
+
+def _named(library: ModuleType, *names: str) -> dict[str, type]:
+    return {name: getattr(library, name) for name in names}
+
+
+_SCHEDULERS = _named(
+    diffusers,
     "DDIMScheduler",
     "DDPMScheduler",
     "DPMSolverMultistepScheduler",
@@ -25,29 +32,24 @@ _DIFFUSERS_SCHEDULERS = (
     "PNDMScheduler",
     "UniPCMultistepScheduler",
 )
-_TEXT_ENCODERS: Mapping[str, type] = {
-    name: getattr(transformers, name)
-    for name in (
-        "BertModel",
-        "CLIPTextModel",
-        "CLIPTextModelWithProjection",
-        "Gemma2Model",
-        "LlamaModel",
-        "ModernBertModel",
-        "Qwen2Model",
-        "T5EncoderModel",
-        "XLMRobertaModel",
-    )
-}
-_TOKENIZERS: Mapping[str, type] = {
-    name: getattr(transformers, name)
-    for name in ("AutoTokenizer", "CLIPTokenizer", "CLIPTokenizerFast", "T5Tokenizer", "T5TokenizerFast")
-}
-_TRANSFORMERS: Mapping[str, type] = {
-    "FluxTransformer2DModel": diffusers.FluxTransformer2DModel,
+_TEXT_ENCODERS = _named(
+    transformers,
+    "BertModel",
+    "CLIPTextModel",
+    "CLIPTextModelWithProjection",
+    "Gemma2Model",
+    "LlamaModel",
+    "ModernBertModel",
+    "Qwen2Model",
+    "T5EncoderModel",
+    "XLMRobertaModel",
+)
+_TOKENIZERS = _named(
+    transformers, "AutoTokenizer", "CLIPTokenizer", "CLIPTokenizerFast", "T5Tokenizer", "T5TokenizerFast"
+)
+_TRANSFORMERS = {
+    **_named(diffusers, "FluxTransformer2DModel", "PixArtTransformer2DModel", "SD3Transformer2DModel"),
     "MMDiTRope": MMDiTRope,
-    "PixArtTransformer2DModel": diffusers.PixArtTransformer2DModel,
-    "SD3Transformer2DModel": diffusers.SD3Transformer2DModel,
 }
 
 ALLOWED: Mapping[str, Mapping[str, type]] = {
@@ -60,8 +62,8 @@ ALLOWED: Mapping[str, Mapping[str, type]] = {
     "tokenizer": _TOKENIZERS,
     "tokenizer_2": _TOKENIZERS,
     "tokenizer_3": _TOKENIZERS,
-    "noise_scheduler_training": {name: getattr(diffusers, name) for name in _DIFFUSERS_SCHEDULERS},
-    "noise_scheduler_inference": {name: getattr(diffusers, name) for name in _DIFFUSERS_SCHEDULERS},
+    "noise_scheduler_training": _SCHEDULERS,
+    "noise_scheduler_inference": _SCHEDULERS,
 }
 
 DEFAULT_TARGET: Mapping[str, str] = {

@@ -9,7 +9,6 @@ from diffusers import StableDiffusion3Pipeline
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from sd_training.data.captions import Tokenizer
 from sd_training.models.family import FLOW_ONLY, Family, downscale_factor
 from sd_training.types import Conditioning, NoisedBatch, PixelBatch
 
@@ -28,15 +27,8 @@ class StableDiffusion3(Family):
         "text_encoder_2": "CLIPTextModelWithProjection",
         "text_encoder_3": "T5EncoderModel",
     }
+    text_lengths: ClassVar[Mapping[str, int]] = {"text_encoder_3": T5_TOKENS}
     classes: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIPTextModelWithProjection"}
-
-    @property
-    def patch_size(self) -> int:
-        return int(self.denoiser.config.patch_size)
-
-    def tokenizers(self) -> dict[str, Tokenizer]:
-        lengths = {"text_encoder_3": T5_TOKENS}
-        return {name: Tokenizer(t.tokenizer, lengths.get(name)) for name, t in super().tokenizers().items()}
 
     def encode(self, batch: PixelBatch) -> Conditioning:
         """As `StableDiffusion3Pipeline.encode_prompt`."""
@@ -60,6 +52,7 @@ class StableDiffusion3(Family):
         return pad(states, (0, self.denoiser.config.joint_attention_dim - states.shape[-1]))
 
     def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
+        """As `Family.predict`."""
         answer: Tensor = denoiser(
             hidden_states=noised.noised_latents,
             timestep=noised.timesteps,
@@ -69,10 +62,12 @@ class StableDiffusion3(Family):
         return answer
 
     def pipeline(self) -> StableDiffusion3Pipeline:
+        """As `Family.pipeline`."""
         optional = {"text_encoder_3": None, "tokenizer_3": None}
         return StableDiffusion3Pipeline(**{**optional, **self.parts}, scheduler=self.schedulers.sampler)
 
     def blank_conditioning(self, count: int, device: torch.device) -> Conditioning:
+        """As `Family.blank_conditioning`."""
         config = self.denoiser.config
         length = self.parts["text_encoder"].config.max_position_embeddings + T5_TOKENS
         return Conditioning(
@@ -90,6 +85,7 @@ class StableDiffusion3(Family):
         return super().size_problems(sizes) + ([too_large] if side > largest else [])
 
     def fit_problems(self) -> list[str]:
+        """As `Family.fit_problems`."""
         clips = [self.parts[name].config for name in ("text_encoder", "text_encoder_2")]
         config, wide = self.denoiser.config, sum(clip.hidden_size for clip in clips)
         pooled = sum(clip.projection_dim for clip in clips)

@@ -65,6 +65,7 @@ class StableDiffusionXL(Family):
         return states.masked_fill(dropped.view(-1, *[1] * (states.dim() - 1)), 0.0)
 
     def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
+        """As `Family.predict`."""
         added = {"text_embeds": conditioning.pooled, "time_ids": conditioning.size_numbers}
         answer: Tensor = denoiser(
             noised.noised_latents, noised.timesteps, conditioning.states[0], added_cond_kwargs=added
@@ -72,6 +73,7 @@ class StableDiffusionXL(Family):
         return answer
 
     def pipeline(self) -> StableDiffusionXLPipeline:
+        """As `Family.pipeline`."""
         return StableDiffusionXLPipeline(
             **self.parts,
             scheduler=self.schedulers.sampler,
@@ -80,6 +82,7 @@ class StableDiffusionXL(Family):
         )
 
     def blank_conditioning(self, count: int, device: torch.device) -> Conditioning:
+        """As `Family.blank_conditioning`."""
         first, second = (encoder.config for encoder in self.text_encoders().values())
         width, length = first.hidden_size + second.hidden_size, first.max_position_embeddings
         return Conditioning(
@@ -89,6 +92,7 @@ class StableDiffusionXL(Family):
         )
 
     def fit_problems(self) -> list[str]:
+        """As `Family.fit_problems`."""
         first, second = (encoder.config for encoder in self.text_encoders().values())
         width, config = first.hidden_size + second.hidden_size, self.denoiser.config
         problems = self._width_problem("cross_attention_dim", config.cross_attention_dim, width, "both encoders are")

@@ -24,10 +24,12 @@ class StableDiffusion(Family):
         return Conditioning([self.parts["text_encoder"](batch.tokens["text_encoder"]).last_hidden_state])
 
     def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
+        """As `Family.predict`."""
         answer: Tensor = denoiser(noised.noised_latents, noised.timesteps, conditioning.states[0]).sample
         return answer
 
     def pipeline(self) -> StableDiffusionPipeline:
+        """As `Family.pipeline`."""
         return StableDiffusionPipeline(
             **self.parts,
             scheduler=self.schedulers.sampler,
@@ -37,10 +39,12 @@ class StableDiffusion(Family):
         )
 
     def blank_conditioning(self, count: int, device: torch.device) -> Conditioning:
+        """As `Family.blank_conditioning`."""
         config = self.parts["text_encoder"].config
         return Conditioning([torch.zeros(count, config.max_position_embeddings, config.hidden_size, device=device)])
 
     def fit_problems(self) -> list[str]:
+        """As `Family.fit_problems`."""
         width, given = self.parts["text_encoder"].config.hidden_size, self.denoiser.config.cross_attention_dim
         problems = self._width_problem("cross_attention_dim", given, width, "the text encoder is")
         for key in ("addition_embed_type", "class_embed_type", "num_class_embeds"):

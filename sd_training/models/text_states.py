@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sd_training.config.suggest import suggest
+from sd_training.data.captions import Tokenizer
 from sd_training.errors import ConfigError
 
 POOLINGS = ("none", "eos", "mean", "projection")
@@ -86,20 +88,15 @@ class TextStates:
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, captions: Sequence[str], max_tokens: int) -> tuple[Tensor, Tensor]:
-    """Token ids and mask, cut and padded on the right to `max_tokens`, whatever side the tokenizer prefers.
-
-    With the padding on the right the states of a decoder's caption tokens do not depend on it. A tokenizer without
-    padding token pads with its end-of-text token.
+    """Token ids and mask, cut and filled up to `max_tokens` as training does.
 
     Returns:
         [B, L] int64 ids and [B, L] bool, True for tokens of the caption.
     """
-    rows = tokenizer(list(captions), truncation=True, max_length=max_tokens, padding=False)["input_ids"]
-    fillers = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    filler = next(token for token in fillers if token is not None)
-    tokens = torch.tensor([[*row, *[filler] * (max_tokens - len(row))] for row in rows], dtype=torch.int64)
-    lengths = torch.tensor([len(row) for row in rows])
-    return tokens, torch.arange(max_tokens)[None] < lengths[:, None]
+    encode = Tokenizer(tokenizer, max_tokens).encode_counted
+    encoded = [encode(caption) for caption in captions]
+    tokens, masks = np.stack([row.tokens for row in encoded]), np.stack([row.mask for row in encoded])
+    return torch.from_numpy(tokens), torch.from_numpy(masks)
 
 
 def encode_texts(

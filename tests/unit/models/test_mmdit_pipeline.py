@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -63,16 +63,7 @@ def parts() -> dict[str, Any]:
     clip = makers.tiny_text_encoder(len(clip_tokenizer)).config
     clip.projection_dim = 10
     return {
-        "vae": AutoencoderKL(
-            block_out_channels=(8, 8),
-            down_block_types=("DownEncoderBlock2D",) * 2,
-            up_block_types=("UpDecoderBlock2D",) * 2,
-            latent_channels=4,
-            norm_num_groups=4,
-            sample_size=16,
-            scaling_factor=0.7,
-            shift_factor=0.3,
-        ),
+        "vae": makers.tiny_vae(shift_factor=0.3),
         "transformer": MMDiTRope(
             in_channels=4,
             num_layers=2,
