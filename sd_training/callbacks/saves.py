@@ -65,14 +65,15 @@ class Saves(OptimizerStepCallback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A process that was killed between a checkpoint and its export left an older pipeline; export it now, because
         there may be nothing left to train."""
-        if self._loaded_step is not None and self._exported_step() != self._loaded_step:
+        if self._loaded_step is not None and self._exported_step() < self._loaded_step:
             assert isinstance(pl_module, TrainedModule)
             self._export(trainer, pl_module, self._loaded_step)
 
-    def _exported_step(self) -> int | None:
+    def _exported_step(self) -> int:
+        """-1 where nothing says so."""
         path = self.run_dir / _EXPORTED
         text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
-        return int(text) if text.isdigit() else None
+        return int(text) if text.isdigit() else -1
 
     def _export(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         with export_weights(module, self.ema):

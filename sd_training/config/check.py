@@ -18,7 +18,7 @@ from sd_training.config.model_schema import (
     is_set,
 )
 from sd_training.config.objective_presets import with_preset
-from sd_training.config.optimizer_schema import optimizer_problems
+from sd_training.config.optimizer_schema import optimizer_problems, warmup_length
 from sd_training.config.schema import Config
 
 PARTS = tuple(field.name for field in fields(ModelConfig) if isinstance(getattr(ModelConfig(), field.name), PartConfig))
@@ -90,8 +90,17 @@ def _partners(config: Config) -> Iterator[str]:
             yield f"{copy}: is {first}, but {original} is {second}; leave {copy} out or write ${{{original}}}"
 
 
+def _least_batch(config: Config) -> int:
+    """Samples per optimizer step of one process; how many there are is not known here."""
+    return config.system.batch_size * config.system.gradient_accumulation
+
+
+def _most_steps(config: Config) -> int:
+    return config.experiment.num_examples_to_see // _least_batch(config)
+
+
 def _length(config: Config) -> Iterator[str]:
-    batch = config.system.batch_size * config.system.gradient_accumulation
+    batch = _least_batch(config)
     if config.experiment.num_examples_to_see < batch:
         yield (
             f"experiment.num_examples_to_see: is {config.experiment.num_examples_to_see:,}, less than one optimizer "
@@ -220,15 +229,13 @@ def _processes(config: Config) -> Iterator[str]:
 
 
 def _never_drawn(config: Config) -> Iterator[str]:
-    batch = config.system.batch_size * config.system.gradient_accumulation
-    yield from never_drawn(config.dataset, config.experiment.num_examples_to_see // batch)
+    yield from never_drawn(config.dataset, _most_steps(config))
 
 
 def _short_run(config: Config) -> Iterator[str]:
-    batch, params = config.system.batch_size * config.system.gradient_accumulation, config.lr_scheduler.params
-    steps = config.experiment.num_examples_to_see // batch
+    params, steps = config.lr_scheduler.params, _most_steps(config)
     key = "warmup_length" if params.warmup_images is None else "warmup_images"
-    warmup = params.warmup_length if params.warmup_images is None else -(-params.warmup_images // batch)
+    warmup = warmup_length(params, _least_batch(config))
     if warmup > steps:
         yield f"lr_scheduler.params.{key}: {warmup:,} steps of warm-up in a run of at most {steps:,} steps"
 

@@ -50,19 +50,9 @@ class PartConfig:
 
 
 @dataclass(config=SCHEMA, kw_only=True)
-class TextEncoderEntry:
-    """One text encoder of `mmdit_rope`: any encoder or decoder of transformers."""
+class TextEncoderEntry(PartConfig):
+    """One text encoder of `mmdit_rope`: any encoder or decoder of transformers, with its tokenizer."""
 
-    pretrained: str | None = None
-    """Folder or hub id of the encoder with its tokenizer."""
-    subfolder: str | None = None
-    """Folder of the encoder below `pretrained`."""
-    revision: str | None = None
-    """Hub branch, tag or commit."""
-    target: str | None = None
-    """Class name from the allow-list in `models/registry.py`."""
-    params: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of that class, for random weights."""
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer; null: as `pretrained`."""
     layer: int | None = -1

@@ -185,3 +185,8 @@ def _schedule_free(optimizer: OptimizerConfig, schedule: LRScheduleConfig, use_e
         )
     if use_ema:
         yield "model.use_ema: is true, but schedule_free_adamw averages the weights itself; set it to false"
+
+
+def warmup_length(params: LRScheduleParams, global_batch: int) -> int:
+    """Length of the warm-up [optimizer steps]; images that do not fill a step count as one."""
+    return params.warmup_length if params.warmup_images is None else -(-params.warmup_images // global_batch)

@@ -180,7 +180,7 @@ class TrainingData(pl.LightningDataModule):
     def _open(self) -> _Opened:
         if self._opened is None:
             dataset = self.dataset
-            batches = self.plan.global_batch * np.array(self._factors() or (1,) * len(self.table.sizes), dtype=np.int64)
+            batches = self.plan.global_batch * np.array(self._factors(), dtype=np.int64)
             kinds = [(dataset.type, dataset.params), *((entry.type, entry.params) for entry in dataset.mix)]
             params, needed = dataset.params, self.captions_needed
             datasets = [
@@ -201,7 +201,8 @@ class TrainingData(pl.LightningDataModule):
         )
 
     def _factors(self) -> tuple[int, ...]:
-        return self.table.area_factors() if self.dataset.params.buckets.constant_area else ()
+        """Of each bucket: how many times the global batch a step of it takes."""
+        return self.table.area_factors() if self.dataset.params.buckets.constant_area else (1,) * len(self.table.sizes)
 
     def _shares(self) -> list[Share]:
         entries: list[DatasetConfig | MixEntry] = [self.dataset, *self.dataset.mix]

@@ -7,21 +7,14 @@ from typing import Any
 from diffusers import DiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
 
-from sd_training.config.model_schema import (
-    FAMILY_PARTS,
-    OPTIONAL_PARTS,
-    FamilyName,
-    ModelConfig,
-    family_of_parts,
-    is_set,
-)
+from sd_training.config.model_schema import FAMILY_PARTS, FamilyName, ModelConfig, family_of_parts
 from sd_training.config.objective_schema import ObjectiveConfig
 from sd_training.config.schema import ConditioningConfig
 from sd_training.errors import ConfigError
 from sd_training.models.family import Family
 from sd_training.models.flux import Flux
 from sd_training.models.load import load_network, load_tokenizer
-from sd_training.models.mmdit import OPTIONS, MMDiT, load_text_encoders
+from sd_training.models.mmdit import MMDiT
 from sd_training.models.pixart import PixArtSigma
 from sd_training.models.schedulers import load_schedulers
 from sd_training.models.sd3 import StableDiffusion3
@@ -66,12 +59,10 @@ def load_family(
     _check_micro_conditioning(cls, conditioning)
     if model.train_text_encoder and not cls.may_train_text:
         raise ConfigError(f"model.train_text_encoder: is only known for stable_diffusion and sdxl, not for {cls.name}")
-    parts: dict[str, Any] = {}
-    if cls is MMDiT:
-        parts = {OPTIONS: index.get(OPTIONS, {})} if index else load_text_encoders(model, seed=seed, meta=meta)
-    names = [*FAMILY_PARTS[cls.name], *_optional(cls, model, index)]
+    parts = cls.listed_parts(model, index, seed=seed, meta=meta)
+    names = [*FAMILY_PARTS[cls.name], *cls.optional_parts(model, index)]
     for part in (name for name in names if name not in parts):
-        default = _stored_class(part, index) if cls is MMDiT else cls.classes.get(part)
+        default = cls.class_of_part(part, index)
         if part.startswith("tokenizer"):
             parts[part] = load_tokenizer(model, part, default=default)
         else:
@@ -80,13 +71,6 @@ def load_family(
     if problems := family.class_problems() or family.fit_problems():
         raise ConfigError(problems)
     return family
-
-
-def _stored_class(part: str, index: Mapping[str, Any]) -> str | None:
-    """The class that `model_index.json` names; any tokenizer is told by its own files."""
-    if part.startswith("tokenizer"):
-        return "AutoTokenizer"
-    return str(index[part][1]) if part in index else MMDiT.classes.get(part)
 
 
 def _model_index(model: ModelConfig) -> Mapping[str, Any]:
@@ -122,21 +106,6 @@ def _family_name(model: ModelConfig, index: Mapping[str, Any]) -> FamilyName:
     if model.family not in (None, stored):
         raise ConfigError(f"model.family: is {model.family}, but model.pretrained {model.pretrained!r} is {stored}")
     return stored
-
-
-def _optional(cls: type[Family], model: ModelConfig, index: Mapping[str, Any]) -> list[str]:
-    """Parts that this pipeline has although its family could do without."""
-    if cls is MMDiT:
-        return [name for name in index if name.startswith(("text_encoder", "tokenizer")) and _is_there(index[name])]
-    names = OPTIONAL_PARTS.get(cls.name, ())
-    if index:
-        return [name for name in names if _is_there(index.get(name))]
-    return [name for name in names if is_set(getattr(model, name))]
-
-
-def _is_there(entry: Any) -> bool:
-    """Whether a pair of library and class names something; `[null, null]` is a part left out."""
-    return isinstance(entry, (list, tuple)) and len(entry) == 2 and entry[1] is not None
 
 
 def _null_is_zeros(cls: type[Family], conditioning: ConditioningConfig, index: Mapping[str, Any]) -> bool:

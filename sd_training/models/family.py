@@ -1,6 +1,6 @@
 """What a model family is: its parts, and how captions become conditioning and conditioning a prediction.
 
-A new family is one file with one subclass, one line in `families.py` and one in `config/model_schema.py`.
+A new family is one file with one subclass, its names in `families.py` and `config/model_schema.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -11,7 +11,7 @@ import torch
 from diffusers import AutoencoderKL, DiffusionPipeline
 from torch import Tensor, nn
 
-from sd_training.config.model_schema import FamilyName
+from sd_training.config.model_schema import OPTIONAL_PARTS, FamilyName, ModelConfig, is_set
 from sd_training.config.objective_schema import ObjectiveConfig, PredictionType
 from sd_training.data.captions import Tokenizer
 from sd_training.models.schedulers import Schedulers
@@ -49,6 +49,22 @@ class Family(ABC):
 
     def __init__(self, parts: Mapping[str, Any], schedulers: Schedulers, null_is_zeros: bool = False) -> None:
         self.parts, self.schedulers, self.null_is_zeros = dict(parts), schedulers, null_is_zeros
+
+    @classmethod
+    def listed_parts(cls, model: ModelConfig, index: Mapping[str, Any], *, seed: int, meta: bool) -> dict[str, Any]:
+        """Parts that have no option of their own under `model`; `index` is that of `model.pretrained`, or empty."""
+        return {}
+
+    @classmethod
+    def optional_parts(cls, model: ModelConfig, index: Mapping[str, Any]) -> list[str]:
+        """Parts that this pipeline has although its family could do without."""
+        names = OPTIONAL_PARTS.get(cls.name, ())
+        return [name for name in names if (is_stored(index.get(name)) if index else is_set(getattr(model, name)))]
+
+    @classmethod
+    def class_of_part(cls, part: str, index: Mapping[str, Any]) -> str | None:
+        """The class of a part for which the config names none; None is the part's usual one."""
+        return cls.classes.get(part)
 
     @property
     def denoiser(self) -> Any:
@@ -171,6 +187,11 @@ class Family(ABC):
         if given == wanted:
             return []
         return [f"model.{self.denoiser_part}.params.{key}: {given}, but {who} {wanted} wide"]
+
+
+def is_stored(entry: Any) -> bool:
+    """Whether a pair of library and class in `model_index.json` names something; `[null, null]` is a part left out."""
+    return isinstance(entry, (list, tuple)) and len(entry) == 2 and entry[1] is not None
 
 
 def downscale_factor(vae: AutoencoderKL) -> int:

@@ -1,6 +1,7 @@
 """The project's own MMDiT with rotary positions: any text encoders of transformers, listed in the config."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from sd_training.config.model_schema import ModelConfig, PartConfig, TextEncoderEntry
 from sd_training.data.captions import Tokenizer
 from sd_training.errors import ConfigError
-from sd_training.models.family import FLOW_ONLY, TEXT_PARTS, Family
+from sd_training.models.family import FLOW_ONLY, TEXT_PARTS, Family, is_stored
 from sd_training.models.load import make_network, make_tokenizer
 from sd_training.models.mmdit_pipeline import MMDiTRopePipeline
 from sd_training.models.text_states import TextOptions, encode_texts
@@ -27,6 +28,23 @@ class MMDiT(Family):
     denoiser_part = "transformer"
     predictions = FLOW_ONLY
     classes: ClassVar[Mapping[str, str]] = {"transformer": "MMDiTRope"}
+
+    @classmethod
+    def listed_parts(cls, model: ModelConfig, index: Mapping[str, Any], *, seed: int, meta: bool) -> dict[str, Any]:
+        """Text encoders and their options, from the list; of a stored pipeline only the options are no parts."""
+        return {OPTIONS: index.get(OPTIONS, {})} if index else load_text_encoders(model, seed=seed, meta=meta)
+
+    @classmethod
+    def optional_parts(cls, model: ModelConfig, index: Mapping[str, Any]) -> list[str]:
+        """All text encoders of a stored pipeline."""
+        return [name for name in index if name.startswith(("text_encoder", "tokenizer")) and is_stored(index[name])]
+
+    @classmethod
+    def class_of_part(cls, part: str, index: Mapping[str, Any]) -> str | None:
+        """What the stored pipeline says; any tokenizer is told by its own files."""
+        if part.startswith("tokenizer"):
+            return "AutoTokenizer"
+        return str(index[part][1]) if part in index else super().class_of_part(part, index)
 
     @cached_property
     def options(self) -> dict[str, TextOptions]:
@@ -131,7 +149,9 @@ def load_text_encoders(model: ModelConfig, *, seed: int, meta: bool) -> dict[str
     for number, (name, entry) in enumerate(zip(TEXT_PARTS, model.text_encoders, strict=False)):
         try:
             parts |= _load_entry(name, entry, seed, meta)
-            parts[OPTIONS][name] = _options(entry).to_mapping()
+            parts[OPTIONS][name] = TextOptions(
+                **{o.name: getattr(entry, o.name) for o in fields(TextOptions)}
+            ).to_mapping()
         except ConfigError as error:
             place = f"model.text_encoders.{number}"
             renamed = [
@@ -142,26 +162,9 @@ def load_text_encoders(model: ModelConfig, *, seed: int, meta: bool) -> dict[str
 
 
 def _load_entry(name: str, entry: TextEncoderEntry, seed: int, meta: bool) -> dict[str, Any]:
-    own = PartConfig(
-        pretrained=entry.pretrained,
-        subfolder=entry.subfolder,
-        revision=entry.revision,
-        target=entry.target,
-        params=entry.params,
-    )
     words = PartConfig(pretrained=entry.tokenizer or entry.pretrained, revision=entry.revision)
     tokenizer = TEXT_PARTS[name]
     return {
-        name: make_network(name, own, seed=seed, meta=meta),
+        name: make_network(name, entry, seed=seed, meta=meta),
         tokenizer: make_tokenizer(tokenizer, words, default="AutoTokenizer"),
     }
-
-
-def _options(entry: TextEncoderEntry) -> TextOptions:
-    return TextOptions(
-        layer=entry.layer,
-        apply_final_norm=entry.apply_final_norm,
-        pooling=entry.pooling,
-        max_tokens=entry.max_tokens,
-        use_mask=entry.use_mask,
-    )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from sd_training.config.optimizer_schema import LRScheduleConfig, LRScheduleParams
+from sd_training.config.optimizer_schema import LRScheduleConfig, LRScheduleParams, warmup_length
 from sd_training.errors import ConfigError
 
 LRSchedule = Callable[[int], float]
@@ -92,11 +92,6 @@ def lr_schedule(config: LRScheduleConfig, *, num_steps: int, global_batch: int) 
         case "wsd":
             decay = _decay_length(params, warmup_steps, num_steps)
             return partial(wsd, decay_steps=decay, decay_shape=params.decay_shape, **falling)
-
-
-def warmup_length(params: LRScheduleParams, global_batch: int) -> int:
-    """Length of the warm-up [optimizer steps]; images that do not fill a step count as one."""
-    return params.warmup_length if params.warmup_images is None else -(-params.warmup_images // global_batch)
 
 
 def _decay_length(params: LRScheduleParams, warmup_steps: int, num_steps: int) -> int:

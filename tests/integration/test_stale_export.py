@@ -36,3 +36,23 @@ def test_the_same_command_exports_what_was_left_out(
     train(killed)
     assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
     assert (tmp_path / "killed" / "exported_step").read_text() == "4\n"
+
+
+def test_an_older_checkpoint_does_not_replace_a_newer_pipeline(
+    pipeline_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=32)
+    train(argv)
+    newest, exports = weights(tmp_path / "run"), []
+    manifest = tmp_path / "run" / "checkpoints" / "step=4" / "MANIFEST.json"
+    manifest.write_text("damaged")
+    export = saves.export_pipeline
+
+    def watched(*arguments: object) -> None:
+        exports.append(arguments)
+        export(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(saves, "export_pipeline", watched)
+    train(argv)
+    assert len(exports) == 1  # that of step 4, done again
+    assert weights(tmp_path / "run") == newest
