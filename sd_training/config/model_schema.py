@@ -121,8 +121,15 @@ class ModelConfig:
     """Autocast type of the frozen autoencoder; null: bf16 under bf16, otherwise fp32, because some overflow in fp16."""
     text_encoder_precision: Literal["fp32", "bf16", "fp16"] | None = None
     """Autocast type of the frozen text encoder; null: as `mixed_precision`."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: bool | Literal["selective"] = False
+    """Recompute activations of the denoiser's blocks in the backward pass: less memory, about a third more time.
+    `selective` keeps the results of attention and matrix products, which are slow to make again."""
+    gradient_checkpointing_every: PositiveInt = 1
+    """Recompute every so many-th block only; 1 is all of them."""
+    vae_slicing: bool = False
+    """Encode one picture at a time: less memory for the autoencoder."""
+    vae_tiling: bool = False
+    """Encode large pictures in overlapping tiles: less memory still; the latents differ slightly at the seams."""
     xformers: bool = False
     """Use xformers attention on CUDA where it works; elsewhere PyTorch's fused attention, with one line saying so."""
 

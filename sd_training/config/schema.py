@@ -13,6 +13,7 @@ from sd_training.config.data_schema import DatasetConfig, DatasetParams
 from sd_training.config.model_schema import ModelConfig, PartConfig
 from sd_training.config.objective_schema import ObjectiveConfig
 from sd_training.config.optimizer_schema import LRScheduleConfig, LRScheduleParams, OptimizerConfig, OptimizerParams
+from sd_training.config.parallel_schema import DistributedConfig, TrainerConfig
 from sd_training.config.value_types import (
     SCHEMA,
     BelowOne,
@@ -27,6 +28,7 @@ from sd_training.config.value_types import (
 __all__ = [
     "DatasetConfig",
     "DatasetParams",
+    "DistributedConfig",
     "LRScheduleConfig",
     "LRScheduleParams",
     "ModelConfig",
@@ -34,6 +36,7 @@ __all__ = [
     "OptimizerConfig",
     "OptimizerParams",
     "PartConfig",
+    "TrainerConfig",
 ]
 
 
@@ -65,19 +68,6 @@ class SystemConfig:
     """As `distributed.dist_backend`; kept for sd-training files, must not contradict it."""
     dist_url: str | None = None
     """As `distributed.dist_url`; kept for sd-training files, must not contradict it."""
-
-
-@dataclass(config=SCHEMA, kw_only=True)
-class DistributedConfig:
-    """Process group."""
-
-    strategy: Literal["auto", "single", "ddp"] = "auto"
-    """`auto`: one process needs no process group, several use DDP."""
-    dist_backend: Literal["nccl", "gloo", "mpi"] = "nccl"
-    """Communication library; `nccl` becomes `gloo` on a machine without CUDA, with one line saying so."""
-    dist_url: str = "env://"
-    """Rendezvous: `env://` reads MASTER_ADDR and MASTER_PORT as torchrun and SLURM set them; `tcp://host:port` sets
-    them."""
 
 
 @dataclass(config=SCHEMA, kw_only=True)
@@ -179,18 +169,6 @@ class LoggingConfig:
     """Write averaged metrics every so many optimizer steps; the only moment when the host waits for the device."""
     progress_bar: bool = True
     """Show images seen, images/s, time left and loss on the terminal."""
-
-
-@dataclass(config=SCHEMA, kw_only=True)
-class TrainerConfig:
-    """Which devices train. torchrun and SLURM decide the number of processes themselves."""
-
-    accelerator: Literal["auto", "cpu", "cuda", "gpu", "mps"] = "auto"
-    """Device kind; ROCm devices are `cuda`."""
-    devices: Literal["auto"] | PositiveInt = "auto"
-    """Processes on this machine when started with plain `python`; `auto`: every GPU, or one CPU process."""
-    num_nodes: PositiveInt | None = None
-    """Machines; null takes it from torchrun or SLURM."""
 
 
 @dataclass(config=SCHEMA, kw_only=True)

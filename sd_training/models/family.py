@@ -33,6 +33,8 @@ class Family(ABC):
 
     name: ClassVar[FamilyName]
     denoiser_part: ClassVar[str]
+    block_classes: ClassVar[tuple[str, ...]]
+    """Classes of the denoiser's repeated blocks: what is sharded, recomputed and compiled one by one."""
     classes: ClassVar[Mapping[str, str]] = {}
     """Part → class, where it is not the part's usual one."""
     predictions: ClassVar[tuple[PredictionType, ...]] = ("epsilon", "v_prediction", "sample", "flow_prediction", "edm")
@@ -71,6 +73,10 @@ class Family(ABC):
         """The network that is trained. (Typed as Any: the names that diffusers exports are placeholders to a type
         checker.)"""
         return self.parts[self.denoiser_part]
+
+    def blocks(self) -> list[nn.Module]:
+        """The denoiser's repeated blocks, in the order of its modules; none is inside another."""
+        return [module for module in self.denoiser.modules() if type(module).__name__ in self.block_classes]
 
     @property
     def vae(self) -> AutoencoderKL:

@@ -26,6 +26,7 @@ class Flux(Family):
 
     name = "flux"
     denoiser_part = "transformer"
+    block_classes = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     predictions = FLOW_ONLY
     text_classes: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIPTextModel", "text_encoder_2": "T5EncoderModel"}
     text_lengths: ClassVar[Mapping[str, int]] = {"text_encoder_2": T5_TOKENS}

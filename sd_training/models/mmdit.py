@@ -26,6 +26,7 @@ class MMDiT(Family):
 
     name = "mmdit_rope"
     denoiser_part = "transformer"
+    block_classes = ("JointBlock",)
     predictions = FLOW_ONLY
     classes: ClassVar[Mapping[str, str]] = {"transformer": "MMDiTRope"}
 

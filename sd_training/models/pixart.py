@@ -19,6 +19,7 @@ class PixArtSigma(Family):
 
     name = "pixart"
     denoiser_part = "transformer"
+    block_classes = ("BasicTransformerBlock",)
     predictions = ("epsilon", "v_prediction", "sample", "edm")
     text_classes: ClassVar[Mapping[str, str]] = {"text_encoder": "T5EncoderModel"}
     text_lengths: ClassVar[Mapping[str, int]] = {"text_encoder": T5_TOKENS}

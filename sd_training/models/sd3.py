@@ -21,6 +21,7 @@ class StableDiffusion3(Family):
 
     name = "sd3"
     denoiser_part = "transformer"
+    block_classes = ("JointTransformerBlock",)
     predictions = FLOW_ONLY
     text_classes: ClassVar[Mapping[str, str]] = {
         "text_encoder": "CLIPTextModelWithProjection",

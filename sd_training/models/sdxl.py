@@ -21,6 +21,7 @@ class StableDiffusionXL(Family):
 
     name = "sdxl"
     denoiser_part = "unet"
+    block_classes = ("BasicTransformerBlock", "ResnetBlock2D")
     may_null_be_zeros = True
     has_micro_conditioning = True
     may_train_text = True

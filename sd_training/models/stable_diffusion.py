@@ -16,6 +16,7 @@ class StableDiffusion(Family):
 
     name = "stable_diffusion"
     denoiser_part = "unet"
+    block_classes = ("BasicTransformerBlock", "ResnetBlock2D")
     may_train_text = True
     text_classes: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIPTextModel"}
 

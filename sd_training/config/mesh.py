@@ -1,0 +1,91 @@
+"""From strategy or mesh to a block of processes: pure arithmetic, done once."""
+
+import math
+from dataclasses import dataclass
+
+from sd_training.config.parallel_schema import MESH_AXES, DistributedConfig, MeshConfig, StrategyName
+from sd_training.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Processes by axis. Rank r is (r // (fsdp · tensor), r // tensor % fsdp, r % tensor)."""
+
+    data: int
+    """Copies of the weights."""
+    fsdp: int
+    """Processes that share one copy of the weights."""
+    tensor: int
+    """Processes that share the matrices of a block, and the samples."""
+
+    @property
+    def data_ranks(self) -> int:
+        """Shares that a global batch is cut into."""
+        return self.data * self.fsdp
+
+    def data_rank(self, rank: int) -> int:
+        """Which share of the global batch a process draws."""
+        return rank // self.tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is spread over its processes."""
+
+    strategy: StrategyName
+    """What runs it; a mesh with fsdp or tensor is `fsdp`, or `hsdp` when data is more than one as well."""
+    mesh: Mesh
+
+
+def find_layout(config: DistributedConfig, processes: int, devices: int) -> Layout:
+    """Strategy and mesh of a run.
+
+    Args:
+        processes: world size.
+        devices: processes per machine.
+
+    Raises:
+        ConfigError: they do not fit the number of processes.
+    """
+    if config.mesh.is_set:
+        return _from_mesh(_filled(config.mesh, processes))
+    match config.strategy:
+        case "auto":
+            return Layout("single" if processes == 1 else "ddp", Mesh(processes, 1, 1))
+        case "single" if processes > 1:
+            raise ConfigError(
+                f"distributed.strategy: single, but {processes} processes were started; use auto, ddp, fsdp or "
+                "deepspeed_2"
+            )
+        case "fsdp":
+            return Layout("fsdp", Mesh(1, processes, 1))
+        case "hsdp":
+            if processes % devices or processes == devices:
+                raise ConfigError(
+                    f"distributed.strategy: hsdp shares weights inside a machine and copies them between machines, but "
+                    f"there is one machine with {devices} processes; use fsdp, or distributed.mesh.data and .fsdp"
+                )
+            return Layout("hsdp", Mesh(processes // devices, devices, 1))
+        case name:
+            return Layout(name, Mesh(processes, 1, 1))
+
+
+def _from_mesh(mesh: Mesh) -> Layout:
+    if mesh.fsdp == mesh.tensor == 1:
+        return Layout("single" if mesh.data == 1 else "ddp", mesh)
+    return Layout("hsdp" if mesh.data > 1 else "fsdp", mesh)
+
+
+def _filled(config: MeshConfig, processes: int) -> Mesh:
+    """The axes with -1 replaced by what is left."""
+    sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
+    known = math.prod(size for size in sizes.values() if size > 0)
+    if -1 in sizes.values() and processes % known == 0:
+        sizes = {axis: processes // known if size == -1 else size for axis, size in sizes.items()}
+    if math.prod(sizes.values()) != processes:
+        shape = " × ".join(f"{axis} {getattr(config, axis)}" for axis in MESH_AXES)
+        raise ConfigError(
+            f"distributed.mesh: {shape} does not make {processes} processes; the product must be {processes}, and one "
+            "axis may be -1"
+        )
+    return Mesh(**sizes)
