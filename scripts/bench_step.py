@@ -26,6 +26,7 @@ quiet_libraries()
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.strategies import Strategy
 from torch import nn
 
 from scripts.bench_subjects import Subject, make_subject, plain_objective
@@ -41,6 +42,7 @@ from sd_training.config.schema import (
     OptimizerConfig,
 )
 from sd_training.diffusion.objective import Objective
+from sd_training.distributed.strategies import SingleProcess
 from sd_training.models.encoders import Encoders, autocast
 from sd_training.models.stable_diffusion import StableDiffusion
 from sd_training.optim.lr_schedules import lr_schedule
@@ -146,11 +148,14 @@ def by_hand(subject: Subject, loader: TurnLoader) -> None:
             torch._foreach_lerp_(ema, [p.detach().cpu() for p in unet.parameters()], 1 - EMA_DECAY)
 
 
-def lightning_trainer(subject: Subject, callbacks: list[pl.Callback], steps: int) -> pl.Trainer:
+def lightning_trainer(
+    subject: Subject, callbacks: list[pl.Callback], steps: int, strategy: Strategy | str = "auto"
+) -> pl.Trainer:
     """A trainer as sd_training makes it."""
     return pl.Trainer(
         accelerator=subject.device.type,
         devices=1,
+        strategy=strategy,
         max_steps=steps,
         precision="bf16-mixed" if subject.precision == "bf16" else "32-true",
         callbacks=callbacks,
@@ -180,10 +185,10 @@ def this_trainer(subject: Subject, loader: TurnLoader) -> None:
         encoders, plain_objective(subject), Optimization(OptimizerConfig(), LEARNING_RATE, schedule)
     )
     with tempfile.TemporaryDirectory() as folder:
-        metrics = Metrics(Path(folder) / "metrics.csv", 10, lambda step: step * batch, Stopwatch())
-        guard = FiniteGuard(Path(folder) / "incidents.jsonl", 10, lambda step: range(step * batch, (step + 1) * batch))
         ema = Ema(EmaConfig(decay=EMA_DECAY, warmup=False))
-        trainer = lightning_trainer(subject, [ema, guard, metrics], len(loader))
+        metrics = Metrics(Path(folder) / "metrics.csv", 10, lambda step: step * batch, ema, Stopwatch())
+        guard = FiniteGuard(Path(folder) / "incidents.jsonl", 10, lambda step: range(step * batch, (step + 1) * batch))
+        trainer = lightning_trainer(subject, [ema, guard, metrics], len(loader), SingleProcess(subject.device))
         trainer.fit(module, train_dataloaders=loader)
 
 

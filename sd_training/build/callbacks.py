@@ -29,7 +29,7 @@ def build_callbacks(plan: Plan, trained: Trained, data: TrainingData) -> list[pl
     config, batch = plan.config, plan.batch
     stopwatch = Stopwatch()
     ema = _ema(plan, trained) if config.model.use_ema else None
-    metrics = Metrics(plan.run_dir / "metrics.csv", config.logging.every, data.images_before, stopwatch)
+    metrics = Metrics(plan.run_dir / "metrics.csv", config.logging.every, data.images_before, ema, stopwatch)
 
     def facts() -> dict[str, Any]:
         return {

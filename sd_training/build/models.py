@@ -1,23 +1,27 @@
 """The trained module of a run, with what the callbacks and the data need to know of its model family."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sd_training.build.plan import Plan
+from sd_training.config.check_parallel import is_deepspeed
 from sd_training.data.sizes import training_sizes
 from sd_training.diffusion.objective import Objective, make_objective, shift_of
+from sd_training.distributed.strategies import Cuts
 from sd_training.errors import ConfigError
 from sd_training.models.attention import use_fast_attention
+from sd_training.models.copies import copy_with_weights
 from sd_training.models.encoders import Encoders
 from sd_training.models.families import load_family
 from sd_training.models.family import Family, downscale_factor, latent_grid, size_problems
 from sd_training.models.load import load_network
 from sd_training.optim.lr_schedules import lr_schedule
 from sd_training.training.autoencoder_module import AutoencoderModule
-from sd_training.training.base_module import Optimization, TrainedModule
+from sd_training.training.base_module import PART, Optimization, TrainedModule
 from sd_training.training.diffusion_module import DiffusionModule
 from sd_training.types import LatentGrid
 
@@ -30,8 +34,10 @@ class Trained:
     latent_grid: LatentGrid
     family: Family | None
     """Null for autoencoder training."""
-    exported: Callable[[], Any]
-    """What a save exports; collective."""
+    exported: Callable[[Mapping[str, Tensor] | None], Any]
+    """What a save exports: around the live networks, or around a copy with whole weights, by name in the network."""
+    cuts: Cuts
+    """What of it strategies may cut."""
 
 
 def build_model(plan: Plan) -> Trained:
@@ -49,7 +55,10 @@ def optimization(plan: Plan) -> Optimization:
     peak = config.lr_scheduler.params.learning_rate
     schedule = lr_schedule(config.lr_scheduler, num_steps=plan.batch.num_steps, global_batch=plan.batch.global_batch)
     peak = config.optimizer.params.learning_rate if peak is None else peak
-    return Optimization(config.optimizer, peak, schedule, seed=config.experiment.seed)
+    is_offloaded = config.distributed.offload_optimizer or (
+        config.distributed.offload_parameters and is_deepspeed(config.distributed)
+    )
+    return Optimization(config.optimizer, peak, schedule, seed=config.experiment.seed, is_offloaded=is_offloaded)
 
 
 def _diffusion(plan: Plan) -> Trained:
@@ -75,7 +84,29 @@ def _diffusion(plan: Plan) -> Trained:
     module = DiffusionModule(
         encoders, objective_of(family), optimization(plan), has_gradient_scaler=plan.precision == "fp16"
     )
-    return Trained(module, family.latent_grid(), family, family.pipeline)
+
+    def exported(weights: Mapping[str, Tensor] | None) -> Any:
+        return family.pipeline() if weights is None else _with_weights(family, module, weights).pipeline()
+
+    return Trained(module, family.latent_grid(), family, exported, _cuts(family, module))
+
+
+def _cuts(family: Family, module: DiffusionModule) -> Cuts:
+    networks = list(family.trained_networks(module.encoders.is_text_trained).values())
+    beside = [module.uncertainty] if module.uncertainty is not None else []
+    return Cuts([*networks, *beside], family.blocks(), family.tensor_plan)
+
+
+def _with_weights(family: Family, module: DiffusionModule, weights: Mapping[str, Tensor]) -> Family:
+    """The family around copies of what was trained."""
+    if not module.encoders.is_text_trained:
+        return family.with_parts({family.denoiser_part: copy_with_weights(family.denoiser, weights)})
+    copies = {}
+    for part, network in family.trained_networks(True).items():
+        prefix = f"{PART if part == family.denoiser_part else part}."
+        own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        copies[part] = copy_with_weights(network, own)
+    return family.with_parts(copies)
 
 
 def _check_preview_steps(plan: Plan, family: Family) -> None:
@@ -112,8 +143,8 @@ def _autoencoder(plan: Plan) -> Trained:
         vae, config.objective.kl_weight, optimization(plan), has_gradient_scaler=plan.precision == "fp16"
     )
 
-    def exported() -> Any:
+    def exported(weights: Mapping[str, Tensor] | None) -> Any:
         vae.register_to_config(scaling_factor=module.scaling_factor())
         return vae
 
-    return Trained(module, latent_grid(vae), None, exported)
+    return Trained(module, latent_grid(vae), None, exported, Cuts([vae]))

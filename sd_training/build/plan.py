@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sd_training.config.batch_plan import BatchPlan
+from sd_training.config.check_parallel import is_deepspeed
+from sd_training.config.mesh import Layout, find_layout
 from sd_training.config.schema import Config
 from sd_training.distributed.launch import Launch, find_launch
 from sd_training.rank_log import get_logger
@@ -17,6 +19,7 @@ class Plan:
 
     config: Config
     launch: Launch
+    layout: Layout
     batch: BatchPlan
     run_dir: Path
     precision: str
@@ -30,15 +33,17 @@ def make_plan(config: Config) -> Plan:
         ConfigError: when the config contradicts itself, the launcher or the machine.
     """
     launch = find_launch(config.trainer)
+    layout = find_layout(config.distributed, launch.processes, launch.devices)
     batch = BatchPlan(
         micro_batch=config.system.batch_size,
         accumulation=config.system.gradient_accumulation,
-        processes=launch.processes,
+        processes=layout.mesh.data_ranks,
         num_examples=config.experiment.num_examples_to_see,
+        sharing=layout.mesh.tensor,
     )
     precision = config.model.mixed_precision
-    if precision == "fp16" and launch.accelerator == "cpu":
+    if precision == "fp16" and launch.accelerator == "cpu" and not is_deepspeed(config.distributed):
         log.info("model.mixed_precision: a CPU cannot train in fp16, so bf16 is used here")
         precision = "bf16"
     run_dir = Path(config.experiment.log_dir).expanduser() / config.experiment.name
-    return Plan(config, launch, batch, run_dir, precision)
+    return Plan(config, launch, layout, batch, run_dir, precision)

@@ -7,17 +7,18 @@ from typing import Any, Literal
 
 import pytorch_lightning as pl
 from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from pytorch_lightning.plugins.precision import Precision
+from pytorch_lightning.strategies import Strategy
 
 from sd_training.build.callbacks import build_callbacks
 from sd_training.build.loggers import build_loggers
 from sd_training.build.models import build_model
 from sd_training.build.plan import Plan
+from sd_training.build.strategy import make_strategy, precision_plugins
 from sd_training.checkpoint.seal import ever_finished, sealed, step_of, sweep
 from sd_training.data.captions import Dropout
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.dataset import DrawSettings
-from sd_training.distributed.launch import make_strategy
-from sd_training.distributed.resume import ResumeFromNewest
 from sd_training.errors import ConfigError
 from sd_training.export.pipeline import recover_exports
 from sd_training.models.family import Family
@@ -55,7 +56,7 @@ def build_run(plan: Plan) -> Run:
     resume_from = _prepare_run_dir(plan)
     trained = build_model(plan)
     data = make_data(plan, trained.family, trained.latent_grid)
-    trainer = _trainer(plan, build_callbacks(plan, trained, data))
+    trainer = _trainer(plan, build_callbacks(plan, trained, data), make_strategy(plan, trained.cuts))
     _without_signal_broadcast(trainer)
     return Run(trainer, trained.module, data, resume_from)
 
@@ -119,8 +120,8 @@ def _prepare_run_dir(plan: Plan) -> Path | None:
 
 
 def _plugins(plan: Plan) -> list[Any]:
-    """Checkpoint format and launcher; the launcher is named because Lightning would guess SLURM inside salloc."""
-    plugins: list[Any] = [ResumeFromNewest()]
+    """Precision and launcher; the launcher is named because Lightning would guess SLURM inside salloc."""
+    plugins: list[Any] = precision_plugins(plan)
     if plan.launch.processes > 1:
         if "LOCAL_WORLD_SIZE" in os.environ:
             plugins.append(TorchElasticEnvironment())
@@ -131,18 +132,20 @@ def _plugins(plan: Plan) -> list[Any]:
     return plugins
 
 
-def _trainer(plan: Plan, callbacks: list[pl.Callback]) -> pl.Trainer:
+def _trainer(plan: Plan, callbacks: list[pl.Callback], strategy: Strategy) -> pl.Trainer:
+    plugins = _plugins(plan)
+    has_precision = any(isinstance(plugin, Precision) for plugin in plugins)
     return pl.Trainer(
         accelerator=plan.launch.accelerator,
         devices=plan.launch.devices,
         num_nodes=plan.launch.num_nodes,
-        strategy=make_strategy(plan.config.distributed, plan.launch),
-        precision=_LIGHTNING_PRECISION[plan.precision],
+        strategy=strategy,
+        precision=None if has_precision else _LIGHTNING_PRECISION[plan.precision],
         max_steps=plan.batch.num_steps,
         accumulate_grad_batches=plan.batch.accumulation,
         callbacks=callbacks,
         logger=build_loggers(plan) if is_main_process() else [],
-        plugins=_plugins(plan),
+        plugins=plugins,
         log_every_n_steps=plan.config.logging.every,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -1,22 +1,26 @@
-"""Exponential moving average of the trained network, in fp32 on the CPU of the first process.
+"""Exponential moving average of the trained network, in fp32 on the CPU, each process its share.
 
-Lightning's `WeightAveraging` averages the whole LightningModule on its device; here only the trained network is
-averaged, off the device, once per optimizer step.
+Lightning's `WeightAveraging` averages the whole LightningModule on its device and cannot do sharded ones; here only the
+trained network is averaged, off the device, once per optimizer step, and nothing is gathered for it.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from torch import Tensor
+from torch import Tensor, distributed, nn
 
 from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.config.schema import EmaConfig
+from sd_training.distributed.placement import Placement
+from sd_training.distributed.saves import AVERAGES
 from sd_training.errors import CheckpointError
 from sd_training.optim.evaluation_weights import evaluation_weights
 from sd_training.training.base_module import TrainedModule
+
+PART = "ema"
+"""Name of the average in a checkpoint."""
 
 
 def decay_at(step: int, config: EmaConfig) -> float:
@@ -37,105 +41,159 @@ class Ema(OptimizerStepCallback):
     def __init__(self, config: EmaConfig, initial: Mapping[str, Tensor] | None = None) -> None:
         self.config = config
         self._initial = initial
-        self.average: dict[str, Tensor] = {}
-        self._staging: dict[str, Tensor] = {}
-        self._staged_decay: float | None = None
-        self._staged: torch.cuda.Event | None = None
+        self.shares: dict[str, Tensor] = {}
+        """Parameter of the network → this process's share of its average, fp32 on the CPU."""
+        self._now: dict[str, Tensor] = {}
+        self._due_decay: float | None = None
+        self._copied: torch.cuda.Event | None = None
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the average on the first process, from the checkpoint, `ema.path` or the initial weights."""
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, object]
+    ) -> None:
+        """Continue from a checkpoint's average, which is kept beside the raw weights that training resumes from."""
+        averages = checkpoint[AVERAGES]
+        assert isinstance(averages, Mapping) and isinstance(pl_module, TrainedModule)
+        if PART not in averages:
+            raise CheckpointError(
+                "model.use_ema: true, but the checkpoint has no average; resume with false, or take another "
+                "experiment.name and start from the exported pipeline (model.pretrained)"
+            )
+        self._begin(trainer, pl_module, averages[PART], prefix="network.")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the average from `ema.path` or the initial weights, unless it goes on from a checkpoint."""
+        super().on_train_start(trainer, pl_module)
         assert isinstance(pl_module, TrainedModule)
-        if not trainer.is_global_zero:
-            return
-        source = self.average or self._initial or dict(pl_module.network.named_parameters())
-        weights = dict(pl_module.network.named_parameters())
-        if set(source) != set(weights):
-            odd = sorted(set(source) ^ set(weights))
-            raise CheckpointError(f"the EMA weights do not fit the network: {len(odd)} names differ, e.g. {odd[0]}")
-        self.average = {
-            name: source[name].detach().to("cpu", torch.float32, copy=True).contiguous() for name in weights
-        }
+        if not self.shares:
+            self._begin(trainer, pl_module, self._initial)
         self._initial = None
+
+    def _begin(
+        self, trainer: pl.Trainer, module: TrainedModule, source: Mapping[str, Tensor] | None, prefix: str = ""
+    ) -> None:
+        """Take this process's shares of whole tensors, or of the weights as they are."""
+        placement, parameters = _placement(trainer), averaged_parameters(module)
+        missing = [] if source is None else [name for name in parameters if prefix + name not in source]
+        if missing:
+            raise CheckpointError(
+                f"the EMA weights do not fit the network: {len(missing)} names are missing, e.g. {missing[0]}"
+            )
+        for name, parameter in parameters.items():
+            own = placement.share(parameter) if source is None else placement.take(parameter, source[prefix + name])
+            self.shares[name] = own.detach().to("cpu", torch.float32, copy=True).contiguous()
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Average every `update_every` optimizer steps."""
-        if not trainer.is_global_zero or step % self.config.update_every:
+        if step % self.config.update_every:
             return
         self.finish_update()
-        if module.device.type == "cuda":
-            self._stage(module, decay_at(step, self.config))
+        placement = _placement(trainer)
+        kept_here = {name: p for name, p in averaged_parameters(module).items() if self.shares[name].numel()}
+        shares = {name: placement.share(parameter) for name, parameter in kept_here.items()}
+        self._due_decay = decay_at(step, self.config)
+        if any(share.is_cuda for share in shares.values()):
+            self._stage(shares)
         else:
-            self._average({n: p.detach() for n, p in module.network.named_parameters()}, decay_at(step, self.config))
+            self._now = shares
+            self.finish_update()
 
-    def _stage(self, module: TrainedModule, decay: float) -> None:
-        """Start copying the weights to pinned memory; they are averaged at the next update, so nothing waits."""
-        for name, parameter in module.network.named_parameters():
-            if name not in self._staging:
-                self._staging[name] = torch.empty_like(self.average[name], pin_memory=True)
-            self._staging[name].copy_(parameter.detach(), non_blocking=True)
-        self._staged, self._staged_decay = torch.cuda.Event(), decay
-        self._staged.record()
-
-    def finish_update(self) -> None:
-        """Average what was staged; called before the average is read."""
-        if self._staged is None or self._staged_decay is None:
-            return
-        self._staged.synchronize()
-        self._average(self._staging, self._staged_decay)
-        self._staged = self._staged_decay = None
+    def _stage(self, shares: Mapping[str, Tensor]) -> None:
+        """Start copying to pinned memory; the copy is averaged at the next update, so nothing waits."""
+        for name, share in shares.items():
+            if name not in self._now:
+                self._now[name] = torch.empty(share.shape, dtype=share.dtype, pin_memory=True)
+            self._now[name].copy_(share, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
 
     @torch.no_grad()
-    def _average(self, weights: Mapping[str, Tensor], decay: float) -> None:
-        """average ← decay · average + (1 - decay) · weights."""
-        names = list(self.average)
-        current = [weights[name].to("cpu", torch.float32) for name in names]
-        torch._foreach_lerp_([self.average[name] for name in names], current, 1.0 - decay)
+    def finish_update(self) -> None:
+        """average ← decay · average + (1 - decay) · weights, of what was staged; called before the average is read."""
+        if self._due_decay is None:
+            return
+        if self._copied is not None:
+            self._copied.synchronize()
+        averages = [self.shares[name] for name in self._now]
+        weights = [weight.to(torch.float32) for weight in self._now.values()]
+        torch._foreach_lerp_(averages, weights, 1.0 - self._due_decay)
+        self._due_decay = None
+
+    @torch.no_grad()
+    def measures(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> dict[str, float]:
+        """Collective: the decay per optimizer step, and ‖average − weights‖ over all parameters, at the last update."""
+        self.finish_update()
+        placement, total = _placement(trainer), torch.zeros((), dtype=torch.float64)
+        for name, parameter in averaged_parameters(module).items():
+            if name in self._now:
+                difference = self.shares[name] - self._now[name]
+                total += difference.double().square().sum() / placement.copies(parameter)
+        if trainer.world_size > 1:
+            total = total.to(module.device)
+            distributed.all_reduce(total)
+        decay = decay_at(step, self.config) ** (1 / self.config.update_every)
+        return {"ema_decay": decay, "ema_distance": float(total.sqrt())}
 
     @contextmanager
     def averaged_weights(self, module: TrainedModule) -> Iterator[None]:
         """The network holds the average inside this scope, on all ranks, and its own weights to the bit afterwards.
 
-        Collective: the first process hands its average to the others.
+        Collective.
         """
         self.finish_update()
-        own = {name: p.detach().to("cpu", copy=True) for name, p in module.network.named_parameters()}
-        was_training = module.network.training
-        module.network.eval()
-        with torch.no_grad():
-            for name, parameter in module.network.named_parameters():
-                if self.average:
-                    parameter.copy_(self.average[name])
-                if module.trainer.world_size > 1:
-                    torch.distributed.broadcast(parameter.data, src=0)
+        placement, parameters = _placement(module.trainer), averaged_parameters(module)
+        kept = {name: placement.keep(parameter) for name, parameter in parameters.items()}
         try:
+            for name, parameter in parameters.items():
+                placement.lend(parameter, self.shares[name])
             yield
         finally:
-            with torch.no_grad():
-                for name, parameter in module.network.named_parameters():
-                    parameter.copy_(own[name])
-            module.network.train(was_training)
+            for name, parameter in parameters.items():
+                placement.give_back(parameter, kept[name])
 
-    def state_dict(self) -> dict[str, Any]:
-        """The average, beside the raw weights that training resumes from."""
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, object]
+    ) -> None:
+        """Hands the shares to the save, which puts them together tensor by tensor."""
         self.finish_update()
-        return {"ema": dict(self.average)}
+        checkpoint[AVERAGES] = {PART: {f"network.{name}": share for name, share in self.shares.items()}}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint's average."""
-        self.average = dict(state_dict["ema"])
+
+def averaged_parameters(module: TrainedModule) -> dict[str, nn.Parameter]:
+    """Trained parameters of the network by name."""
+    return {name: p for name, p in module.network.named_parameters() if p.requires_grad}
+
+
+def _placement(trainer: pl.Trainer) -> Placement:
+    placement: Placement = trainer.strategy.placement  # type: ignore[attr-defined]
+    return placement
 
 
 @contextmanager
 def export_weights(module: TrainedModule, ema: Ema | None) -> Iterator[None]:
-    """The weights that previews and exports use: the average where there is one, else the network's own."""
-    if ema is not None:
-        with ema.averaged_weights(module):
-            yield
-        return
+    """The network in evaluation mode with the weights that previews and exports use: the average where there is one,
+    else its own. Collective."""
     was_training = module.network.training
     module.network.eval()
     try:
-        with evaluation_weights(module.trainer.optimizers[0]):
-            yield
+        if ema is not None:
+            with ema.averaged_weights(module):
+                yield
+        else:
+            with evaluation_weights(module.trainer.optimizers[0]):
+                yield
     finally:
         module.network.train(was_training)
+
+
+def whole_weights(trainer: pl.Trainer, module: TrainedModule, ema: Ema | None) -> dict[str, Tensor]:
+    """Collective: what is exported, put together on the CPU of the first process, by name in the network; empty on the
+    others."""
+    placement, weights = _placement(trainer), {}
+    if ema is not None:
+        ema.finish_update()
+    for name, parameter in module.network.named_parameters():
+        share = None if ema is None else ema.shares.get(name)
+        whole = placement.whole(parameter) if share is None else placement.gather(parameter, share)
+        if trainer.is_global_zero:
+            weights[name] = whole.detach().to("cpu", copy=True)
+    return weights

@@ -11,11 +11,23 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
+from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.callbacks.stopwatch import Stopwatch
 from sd_training.training.base_module import TrainedModule
 
-COLUMNS = ("optimizer_step", "images_seen", "loss", "l1", "kl", "learning_rate", "grad_norm", "images_per_s")
+COLUMNS = (
+    "optimizer_step",
+    "images_seen",
+    "loss",
+    "l1",
+    "kl",
+    "learning_rate",
+    "grad_norm",
+    "images_per_s",
+    "ema_decay",
+    "ema_distance",
+)
 
 
 class Metrics(OptimizerStepCallback):
@@ -25,13 +37,22 @@ class Metrics(OptimizerStepCallback):
         csv_path: the run's `metrics.csv`.
         every: optimizer steps between rows.
         images_before: how many images the steps before a step take.
+        ema: the average, if there is one.
         stopwatch: shared with the callbacks that save and draw, so that images/s is the speed of training.
     """
 
-    def __init__(self, csv_path: Path, every: int, images_before: Callable[[int], int], stopwatch: Stopwatch) -> None:
+    def __init__(
+        self,
+        csv_path: Path,
+        every: int,
+        images_before: Callable[[int], int],
+        ema: Ema | None,
+        stopwatch: Stopwatch,
+    ) -> None:
         self.csv_path = csv_path
         self.every = every
         self.images_before = images_before
+        self.ema = ema
         self.stopwatch = stopwatch
         self.latest: dict[str, float] = {}
         self._window_start = 0
@@ -64,6 +85,8 @@ class Metrics(OptimizerStepCallback):
         images_seen = self.images_before(step)
         images = images_seen - self.images_before(self._window_start)
         self._window_start = step
+        if self.ema is not None:
+            metrics |= self.ema.measures(trainer, module, step)
         metrics["images_per_s"] = images / elapsed_s
         metrics["images_seen"] = float(images_seen)
         self.latest = metrics

@@ -9,6 +9,7 @@ import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
@@ -98,7 +99,7 @@ class Pictures(OptimizerStepCallback):
 
     def _draw_share(self, trainer: pl.Trainer, module: TrainedModule, folder: Path) -> None:
         """This rank's pictures. The seed belongs to the prompt's place in the list, not to the rank."""
-        share = range(trainer.global_rank, len(self.job.prompts), trainer.world_size)
+        share = self._share(trainer.strategy)
         if not share:
             return
         with torch.no_grad(), autocast(module.device, self.precision):
@@ -114,6 +115,15 @@ class Pictures(OptimizerStepCallback):
             )
             for i, image in zip(share, images, strict=True):
                 image.save(folder / f"{self.job.prompts[i][0]}.png")
+
+    def _share(self, strategy: Any) -> list[int]:
+        """Numbers of the prompts that this rank draws. Where a forward pass is collective, all ranks draw equally many:
+        some draw again what another draws as well, which gives the same picture."""
+        count, ranks = len(self.job.prompts), strategy.data_ranks
+        share = list(range(strategy.data_rank, count, ranks))
+        if strategy.has_collective_forward:
+            share += [strategy.data_rank % count] * (-(-count // ranks) - len(share))
+        return share
 
     def _publish(self, trainer: pl.Trainer, folder: Path, step: int) -> None:
         """Grid picture, loggers, tar."""

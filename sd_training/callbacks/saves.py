@@ -1,12 +1,13 @@
 """Saves: a sealed checkpoint to resume from, then the pipeline folder that diffusers loads, then rotation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+from torch import Tensor
 
-from sd_training.callbacks.ema import Ema, export_weights
+from sd_training.callbacks.ema import Ema, export_weights, whole_weights
 from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.callbacks.stopwatch import Stopwatch
 from sd_training.checkpoint.seal import rotate
@@ -27,7 +28,8 @@ class Saves(OptimizerStepCallback):
         every: optimizer steps between saves.
         keep: checkpoints kept, at least two.
         only_most_recent: replace `current_pipeline/`; else keep `pipelines/step_N/` and point at the newest.
-        exported: makes what is exported, a pipeline around the live modules or the autoencoder; collective.
+        exported: makes what is exported, a pipeline or the autoencoder, around the live networks or, from whole
+            weights by their name in the trained network, around a copy.
         ema: the average to export, if there is one.
         stopwatch: stands still while saving.
     """
@@ -38,7 +40,7 @@ class Saves(OptimizerStepCallback):
         every: int,
         keep: int,
         only_most_recent: bool,
-        exported: Callable[[], Any],
+        exported: Callable[[Mapping[str, Tensor] | None], Any],
         ema: Ema | None,
         stopwatch: Stopwatch,
     ) -> None:
@@ -62,12 +64,20 @@ class Saves(OptimizerStepCallback):
                 rotate(checkpoint.parent, self.keep, trusted=[checkpoint])
             self._export(trainer, module, step)
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A process that was killed between a checkpoint and its export left an older pipeline; export it now, because
-        there may be nothing left to train."""
-        if self._loaded_step is not None and self._exported_step() < self._loaded_step:
-            assert isinstance(pl_module, TrainedModule)
-            self._export(trainer, pl_module, self._loaded_step)
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A process that was killed between a checkpoint and its export left an older pipeline; export it now."""
+        super().on_train_start(trainer, pl_module)
+        self._export_what_was_left_out(trainer, pl_module)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Training does not start when there is nothing left to train."""
+        self._export_what_was_left_out(trainer, pl_module)
+
+    def _export_what_was_left_out(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        left_out, self._loaded_step = self._loaded_step, None
+        if left_out is not None and trainer.strategy.broadcast(self._exported_step()) < left_out:
+            assert isinstance(module, TrainedModule)
+            self._export(trainer, module, left_out)
 
     def _exported_step(self) -> int:
         """-1 where nothing says so."""
@@ -76,17 +86,26 @@ class Saves(OptimizerStepCallback):
         return int(text) if text.isdigit() else -1
 
     def _export(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        with export_weights(module, self.ema):
-            exported = self.exported()
-            if trainer.is_global_zero:
-                current = self.run_dir / "current_pipeline"
-                if self.only_most_recent:
-                    export_pipeline(exported, current)
-                else:
-                    keep_export(exported, self.run_dir, step)
-                (self.run_dir / _EXPORTED).write_text(f"{step}\n", encoding="utf-8")
-                log.info(f"saved step {step}: {self.run_dir / 'checkpoints' / f'step={step}'} and {current}")
-        trainer.strategy.barrier("pipeline exported")
+        strategy: Any = trainer.strategy
+        if strategy.placement.is_network_whole:
+            with export_weights(module, self.ema):
+                self._write(trainer, step, self.exported(None))
+        else:
+            weights = whole_weights(trainer, module, self.ema)
+            self._write(trainer, step, self.exported(weights) if trainer.is_global_zero else None)
+        strategy.barrier("pipeline exported")
+
+    def _write(self, trainer: pl.Trainer, step: int, exported: Any) -> None:
+        """The first process writes."""
+        if not trainer.is_global_zero:
+            return
+        current = self.run_dir / "current_pipeline"
+        if self.only_most_recent:
+            export_pipeline(exported, current)
+        else:
+            keep_export(exported, self.run_dir, step)
+        (self.run_dir / _EXPORTED).write_text(f"{step}\n", encoding="utf-8")
+        log.info(f"saved step {step}: {self.run_dir / 'checkpoints' / f'step={step}'} and {current}")
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -31,6 +31,7 @@ log = get_logger(__name__)
 MIN_KEPT = 2
 """`rotate` never leaves fewer verified checkpoints: the newest may turn out damaged [count]."""
 
+_PARTIAL = ".partial"
 _SEALED_NAME = re.compile(r"step=(\d+)", re.ASCII)
 _DAMAGED_NAME = re.compile(r"step=\d+\.damaged(-\d+)?", re.ASCII)
 _LEFTOVER_NAME = re.compile(r"step=\d+\.(partial|deleting)", re.ASCII)
@@ -71,23 +72,54 @@ def write_sealed(root: Path, step: int, write: Callable[[Path], None], info: Map
         OSError: disk full, no permission, or not read back as written; names the folder and the free space. Nothing
             is left behind. Any other error of `write` passes through, also with nothing left behind.
     """
-    final = root / folder_name(step)
-    partial = root / f"{final.name}.partial"
     try:
-        if _is_sealed_already(final):
-            return final
-        make_empty_folder(partial)
-        write(partial)
-        _seal(partial, step, info)
-        os.rename(partial, final)
-        flush_folder(root)
+        partial = begin(root, step)
+        if partial is not None:
+            write(partial)
+            finish(partial, info)
     except OSError as error:
-        remove_quietly(partial)
-        raise write_failure(f"checkpoint {final.name}", root, error) from error
+        raise abandoned(root, step, error) from error
     except BaseException:
-        remove_quietly(partial)
+        abandon(root, step)
         raise
+    return root / folder_name(step)
+
+
+def begin(root: Path, step: int) -> Path | None:
+    """An empty folder to write a checkpoint into, for `finish`; None when `step=N` is there and verifies.
+
+    The pieces of `write_sealed`, for a checkpoint that several processes write; one of them calls these functions.
+    """
+    final = root / folder_name(step)
+    if _is_sealed_already(final):
+        return None
+    partial = _partial(root, step)
+    make_empty_folder(partial)
+    return partial
+
+
+def finish(partial: Path, info: Mapping[str, Any]) -> Path:
+    """Seals what was written into the folder that `begin` gave; returns the checkpoint.
+
+    Raises:
+        OSError: not read back as it was written.
+    """
+    final = partial.with_name(partial.name.removesuffix(_PARTIAL))
+    _seal(partial, step_of(final), info)
+    os.rename(partial, final)
+    flush_folder(final.parent)
     return final
+
+
+def abandon(root: Path, step: int) -> None:
+    """Removes what was written since `begin`."""
+    remove_quietly(_partial(root, step))
+
+
+def abandoned(root: Path, step: int, error: OSError) -> OSError:
+    """`abandon`, and the error to raise: it names the folder, the cause and the free space."""
+    abandon(root, step)
+    return write_failure(f"checkpoint {folder_name(step)}", root, error)
 
 
 def verify(folder: Path, *, contents: bool = True) -> list[str]:
@@ -194,6 +226,10 @@ def sweep(root: Path) -> list[Path]:
         log.info("removing %s, left by a process that was stopped", folder)
         remove_quietly(folder)
     return leftovers
+
+
+def _partial(root: Path, step: int) -> Path:
+    return root / f"{folder_name(step)}{_PARTIAL}"
 
 
 def _is_sealed_already(final: Path) -> bool:

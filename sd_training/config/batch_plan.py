@@ -14,9 +14,11 @@ class BatchPlan:
     accumulation: int
     """Micro-batches per optimizer step and process."""
     processes: int
-    """Training processes over all machines."""
+    """Training processes over all machines that draw samples of their own."""
     num_examples: int
     """Length of the run [samples over all processes]."""
+    sharing: int = 1
+    """Processes that work together on the same samples (tensor parallelism)."""
 
     @property
     def global_batch(self) -> int:

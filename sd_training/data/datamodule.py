@@ -94,11 +94,11 @@ class TrainingData(pl.LightningDataModule):
         trainer = self.trainer
         if trainer is None:
             raise RuntimeError("train_dataloader needs a trainer; use loader(rank, first_step)")
-        if trainer.world_size != self.plan.processes:
+        if trainer.world_size != self.plan.processes * self.plan.sharing:
             raise ConfigError(
                 f"trainer.devices: the run was planned for {self.plan.processes} processes, not {trainer.world_size}"
             )
-        return self.loader(trainer.global_rank, lambda: trainer.global_step)
+        return self.loader(trainer.global_rank // self.plan.sharing, lambda: trainer.global_step)
 
     def loader(self, rank: int, first_step: Callable[[], int]) -> TrainingLoader:
         """The micro-batches of `rank` from optimizer step `first_step()` on; usable without a trainer."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import torch
-from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
 from sd_training.config.schema import DistributedConfig, TrainerConfig
 from sd_training.errors import ConfigError
@@ -100,25 +99,3 @@ def set_rendezvous(dist_url: str) -> None:
     if address.scheme != "tcp" or not address.hostname or not address.port:
         raise ConfigError(f"distributed.dist_url: {dist_url!r} is neither env:// nor tcp://host:port")
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address.hostname, str(address.port)
-
-
-def make_strategy(config: DistributedConfig, launch: Launch) -> Strategy | str:
-    """Lightning's strategy for this launch. One process needs no process group.
-
-    DDP: gradients live in the communication buckets (no copy), accumulation communicates on the last micro-batch
-    only (Lightning's `no_sync`), and every parameter of the denoiser is used in every step.
-    """
-    if config.strategy == "single" and launch.processes > 1:
-        raise ConfigError(
-            f"distributed.strategy: single, but {launch.processes} processes were started; use auto or ddp"
-        )
-    if launch.processes == 1 and config.strategy != "ddp":
-        device = torch.device("cuda", 0) if launch.accelerator == "cuda" else torch.device(launch.accelerator)
-        return SingleDeviceStrategy(device=device)
-    set_rendezvous(config.dist_url)
-    return DDPStrategy(
-        process_group_backend=process_group_backend(config, launch.accelerator),
-        gradient_as_bucket_view=True,
-        find_unused_parameters=False,
-        broadcast_buffers=False,
-    )

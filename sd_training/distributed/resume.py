@@ -1,35 +1,23 @@
 """All ranks resume from the same checkpoint: the first one verifies and chooses, the others follow."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import distributed
 
-from sd_training.checkpoint.lightning_io import SealedCheckpointIO
 from sd_training.checkpoint.seal import folder_name, newest_verified, step_of
 from sd_training.errors import CheckpointError
-from sd_training.rank_log import get_logger
-
-log = get_logger(__name__)
 
 _NONE_USABLE = -1
 
 
-class ResumeFromNewest(SealedCheckpointIO):
-    """Loading the folder of checkpoints loads the newest that verifies."""
+def choose_checkpoint(root: Path) -> Path:
+    """Collective: the newest verified checkpoint below `root`, the same on every process.
 
-    def load_checkpoint(
-        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None, **kwargs: Any
-    ) -> dict[str, Any]:
-        """The newest verified checkpoint below `path`, the same on every rank.
-
-        Raises:
-            CheckpointError: none of them verifies.
-        """
-        chosen = Path(path) / folder_name(_agree(Path(path)))
-        log.info(f"resuming from {chosen}")
-        return super().load_checkpoint(chosen, map_location, weights_only, **kwargs)
+    Raises:
+        CheckpointError: none of them verifies.
+    """
+    return root / folder_name(_agree(root))
 
 
 def _agree(root: Path) -> int:

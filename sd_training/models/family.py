@@ -5,15 +5,18 @@ A new family is one file with one subclass, its names in `families.py` and `conf
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from sd_training.config.model_schema import OPTIONAL_PARTS, FamilyName, ModelConfig, is_set
 from sd_training.config.objective_schema import ObjectiveConfig, PredictionType
 from sd_training.data.captions import Tokenizer
+from sd_training.errors import ConfigError
 from sd_training.models.schedulers import Schedulers
 from sd_training.types import Conditioning, LatentGrid, NoisedBatch, PixelBatch
 
@@ -99,6 +102,23 @@ class Family(ABC):
     def trained_networks(self, train_text_encoder: bool) -> dict[str, Any]:
         """By name; the denoiser first."""
         return {self.denoiser_part: self.denoiser, **(self.text_encoders() if train_text_encoder else {})}
+
+    def tensor_plan(self, block: nn.Module, size: int) -> dict[str, ParallelStyle]:
+        """How `size` processes share a block's matrices; tells the block's layers what is left to them.
+
+        Raises:
+            ConfigError: this family's blocks cannot be shared so.
+        """
+        raise ConfigError(
+            f"distributed.mesh.tensor: is {size}, but {self.name} has no plan for tensor parallelism; use "
+            "distributed.mesh.fsdp"
+        )
+
+    def with_parts(self, parts: Mapping[str, Any]) -> "Family":
+        """The same family with some parts replaced."""
+        other = copy(self)
+        other.parts = {**self.parts, **parts}
+        return other
 
     def tokenizers(self) -> dict[str, Tokenizer]:
         """Text encoder → caption → tokens."""

@@ -7,8 +7,10 @@ from typing import ClassVar
 import torch
 from diffusers import FluxPipeline
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from sd_training.models.family import FLOW_ONLY, Family
+from sd_training.models.tensor_plans import attention_plan, mlp_plan
 from sd_training.types import Conditioning, NoisedBatch, PixelBatch
 
 T5_TOKENS = 512
@@ -60,6 +62,13 @@ class Flux(Family):
             img_ids=positions(latents),
         ).sample
         return unpacked(answer, *latents.shape[-2:])
+
+    def tensor_plan(self, block: nn.Module, size: int) -> dict[str, ParallelStyle]:
+        """As `Family.tensor_plan`. Blocks of one stream are left whole: one matrix reads attention and MLP together."""
+        if type(block).__name__ != "FluxTransformerBlock":
+            return {}
+        attention = attention_plan(block, ("attn",), size, head_axis=2)
+        return attention | mlp_plan(block, ("ff.net.0.proj", "ff_context.net.0.proj"), ("ff.net.2", "ff_context.net.2"))
 
     def pipeline(self) -> FluxPipeline:
         """As `Family.pipeline`."""

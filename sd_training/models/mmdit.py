@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from sd_training.config.model_schema import ModelConfig, PartConfig, TextEncoderEntry
 from sd_training.data.captions import Tokenizer
@@ -14,6 +15,7 @@ from sd_training.errors import ConfigError
 from sd_training.models.family import FLOW_ONLY, TEXT_PARTS, Family, is_stored
 from sd_training.models.load import make_network, make_tokenizer
 from sd_training.models.mmdit_pipeline import MMDiTRopePipeline
+from sd_training.models.tensor_plans import mlp_plan
 from sd_training.models.text_states import TextOptions, encode_texts
 from sd_training.types import Conditioning, NoisedBatch, PixelBatch
 
@@ -79,6 +81,12 @@ class MMDiT(Family):
             encoder_attention_mask=conditioning.masks,
         ).sample
         return answer
+
+    def tensor_plan(self, block: nn.Module, size: int) -> dict[str, ParallelStyle]:
+        """As `Family.tensor_plan`. Attention is left whole: keys and values are one matrix."""
+        streams = ("image", "text")
+        first = [f"{stream}.mlp.{matrix}" for stream in streams for matrix in ("gate", "up")]
+        return mlp_plan(block, first, [f"{stream}.mlp.down" for stream in streams])
 
     def pipeline(self) -> MMDiTRopePipeline:
         """As `Family.pipeline`."""

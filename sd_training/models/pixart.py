@@ -6,8 +6,10 @@ from typing import ClassVar
 import torch
 from diffusers import PixArtSigmaPipeline
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from sd_training.models.family import Family
+from sd_training.models.tensor_plans import attention_plan, mlp_plan
 from sd_training.types import Conditioning, NoisedBatch, PixelBatch
 
 T5_TOKENS = 300
@@ -46,6 +48,11 @@ class PixArtSigma(Family):
             added_cond_kwargs={"resolution": None, "aspect_ratio": None},
         ).sample
         return answer[:, : noised.noised_latents.shape[1]]
+
+    def tensor_plan(self, block: nn.Module, size: int) -> dict[str, ParallelStyle]:
+        """As `Family.tensor_plan`."""
+        attention = attention_plan(block, ("attn1", "attn2"), size, head_axis=1)
+        return attention | mlp_plan(block, ("ff.net.0.proj",), ("ff.net.2",))
 
     def pipeline(self) -> PixArtSigmaPipeline:
         """As `Family.pipeline`."""

@@ -7,9 +7,11 @@ from typing import ClassVar
 import torch
 from diffusers import StableDiffusion3Pipeline
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.functional import pad
 
 from sd_training.models.family import FLOW_ONLY, Family, downscale_factor
+from sd_training.models.tensor_plans import attention_plan, mlp_plan
 from sd_training.types import Conditioning, NoisedBatch, PixelBatch
 
 T5_TOKENS = 256
@@ -61,6 +63,11 @@ class StableDiffusion3(Family):
             pooled_projections=conditioning.pooled,
         ).sample
         return answer
+
+    def tensor_plan(self, block: nn.Module, size: int) -> dict[str, ParallelStyle]:
+        """As `Family.tensor_plan`."""
+        attention = attention_plan(block, ("attn", "attn2"), size, head_axis=1)
+        return attention | mlp_plan(block, ("ff.net.0.proj", "ff_context.net.0.proj"), ("ff.net.2", "ff_context.net.2"))
 
     def pipeline(self) -> StableDiffusion3Pipeline:
         """As `Family.pipeline`."""

@@ -13,7 +13,7 @@ from sd_training.errors import ConfigError
 from sd_training.optim.eight_bit import eight_bit_adamw, require_cuda
 from sd_training.optim.lion import lion
 from sd_training.optim.muon import MuonWithAdamW
-from sd_training.optim.parameter_groups import Group, parameter_groups
+from sd_training.optim.parameter_groups import Group, by_mesh, parameter_groups
 from sd_training.optim.skipped_steps import skipping
 from sd_training.optim.stochastic_rounding import StochasticRoundingAdamW
 
@@ -28,6 +28,7 @@ def make_optimizer(
     learning_rate: float,
     fused: bool,
     seed: int = 0,
+    is_offloaded: bool = False,
 ) -> torch.optim.Optimizer:
     """The optimizer that `config` describes, over every trained part.
 
@@ -43,12 +44,13 @@ def make_optimizer(
         fused: AdamW in one kernel for all tensors. Not with a gradient scaler: the fused kernel unscales by itself,
             after the gradient was clipped.
         seed: of stochastic rounding.
+        is_offloaded: AdamW as DeepSpeed's vectorised code for CPUs, which DeepSpeed wants for state in CPU memory.
 
     Raises:
         ConfigError: the package of the optimizer is not installed, or it cannot update these weights.
     """
-    groups = parameter_groups(config, named_parameters, learning_rate)
-    optimizer = _make(config, groups, fused, seed)
+    groups = by_mesh(parameter_groups(config, named_parameters, learning_rate))
+    optimizer = _deepspeed_cpu_adamw(config, groups) if is_offloaded else _make(config, groups, fused, seed)
     # A resumed run follows its options, as it does for the learning rate.
     own = [{key: group[key] for key in _FROM_OPTIONS if key in group} for group in optimizer.param_groups]
     optimizer.register_load_state_dict_post_hook(partial(_set_options, own))
@@ -82,6 +84,16 @@ def _make(config: OptimizerConfig, groups: list[Group], fused: bool, seed: int) 
             optimizer = skipping(_module("schedulefree", config.name, "schedulefree").AdamWScheduleFree)(groups, **adam)
             optimizer.train()
             return optimizer
+
+
+def _deepspeed_cpu_adamw(config: OptimizerConfig, groups: list[Group]) -> torch.optim.Optimizer:
+    """Compiled by g++ at its first use."""
+    library = _module("deepspeed.ops.adam", config.name, "deepspeed")
+    params = config.params
+    optimizer: torch.optim.Optimizer = library.DeepSpeedCPUAdam(
+        groups, betas=(params.beta1, params.beta2), eps=params.epsilon, adamw_mode=True
+    )
+    return optimizer
 
 
 def _adafactor(groups: list[Group]) -> torch.optim.Optimizer:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from sd_training.config.optimizer_schema import OptimizerConfig
 from sd_training.errors import ConfigError
@@ -73,3 +74,15 @@ def _check_parts(config: OptimizerConfig, parts: set[str]) -> None:
         raise ConfigError(
             f"optimizer.rates_by_part: {', '.join(unknown)} is not trained; trained parts: {', '.join(sorted(parts))}"
         )
+
+
+def by_mesh(groups: Iterable[Group]) -> list[Group]:
+    """Groups of parameters that one kernel can update: those that tensor parallelism cuts lie over other processes."""
+    split: list[Group] = []
+    for group in groups:
+        parts: dict[object, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            parts.setdefault(mesh, []).append(parameter)
+        split += [{**group, "params": parameters} for parameters in parts.values()]
+    return split

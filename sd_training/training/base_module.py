@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from sd_training.config.schema import OptimizerConfig
 from sd_training.errors import CheckpointError
+from sd_training.optim.clipping import clip_gradients
 from sd_training.optim.lr_schedules import LRSchedule
 from sd_training.optim.optimizers import make_optimizer
 from sd_training.types import PixelBatch
@@ -32,6 +33,8 @@ class Optimization:
     """Optimizer step → factor of the peak."""
     fused: bool = True
     """Fused kernels; not with a gradient scaler (see `make_optimizer`)."""
+    is_offloaded: bool = False
+    """DeepSpeed keeps the optimizer state in CPU memory and updates there."""
     seed: int = 0
     """Of stochastic rounding."""
 
@@ -71,14 +74,28 @@ class TrainedModule(pl.LightningModule):
     def on_train_batch_start(self, batch: PixelBatch, batch_index: int) -> None:
         """Dropout layers alone use torch's global generator: key it by rank and step, so that resume is exact."""
         if self._has_dropout:
-            torch.manual_seed(batch_index * self.trainer.world_size + self.trainer.global_rank)
+            strategy: Any = self.trainer.strategy
+            torch.manual_seed(batch_index * strategy.data_ranks + strategy.data_rank)
+
+    def configure_model(self) -> None:
+        """Lets strategies that cut weights do so, before the optimizer is made."""
+        cut = getattr(self.trainer.strategy, "cut", None)
+        if cut is not None:
+            cut()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer over the network's trainable parameters; the learning rate is set before each step."""
         plan = self.optimization
         named = [(name, parameter) for name, parameter in self.named_trained() if parameter.requires_grad]
         fused = plan.fused and not self.has_gradient_scaler
-        return make_optimizer(plan.config, named, learning_rate=plan.learning_rate, fused=fused, seed=plan.seed)
+        return make_optimizer(
+            plan.config,
+            named,
+            learning_rate=plan.learning_rate,
+            fused=fused,
+            seed=plan.seed,
+            is_offloaded=plan.is_offloaded,
+        )
 
     def named_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Everything that the optimizer updates; names begin with the part."""
@@ -128,14 +145,11 @@ class TrainedModule(pl.LightningModule):
 
         The gradient is already averaged over ranks, so every rank sees the same norm and decides alike. Fused AdamW
         reads `found_inf` on the device; the host does not wait. With other optimizers it does (see `make_optimizer`).
+        DeepSpeed does all of this itself.
         """
-        max_norm = self.optimization.config.max_grad_norm
-        gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
-        self.grad_norm = torch.nn.utils.get_total_norm(gradients)
-        if max_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(
-                [p for p in self.network.parameters() if p.grad is not None], max_norm, self.grad_norm
-            )
+        if getattr(self.trainer.strategy, "does_clip", False):
+            return
+        self.grad_norm = clip_gradients(self.network.parameters(), self.optimization.config.max_grad_norm)
         if not self.has_gradient_scaler:
             self.was_step_skipped = (~torch.isfinite(self.grad_norm)).float()
             optimizer.found_inf = self.was_step_skipped

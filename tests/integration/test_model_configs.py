@@ -300,7 +300,7 @@ def test_trains_two_steps_and_exports_its_objective(
 
 def raw_weights(run_dir: Path) -> dict[str, torch.Tensor]:
     """What is trained, not its average, which some files update rarely."""
-    start = "weights.safetensors:network."
+    start = "weights:network."
     stored = checkpoint_tensors(run_dir, 2)
     return {name.removeprefix(start): tensor for name, tensor in stored.items() if name.startswith(start)}
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-from safetensors.torch import load_file
 from torch import Tensor
 
 from sd_training.build.plan import make_plan
 from sd_training.build.run import Run, build_run
+from sd_training.checkpoint.tensor_files import read_state
 from sd_training.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +96,6 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def checkpoint_tensors(run_dir: Path, step: int) -> dict[str, Tensor]:
-    """Weights, EMA and optimizer of a checkpoint by file and name."""
-    folder = run_dir / "checkpoints" / f"step={step}"
-    return {f"{path.name}:{name}": t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
+    """Weights, EMA and optimizer of a checkpoint by part and name, whichever process wrote them."""
+    _, stored = read_state(run_dir / "checkpoints" / f"step={step}")
+    return {f"{part}:{name}": tensor for part, tensors in stored.items() for name, tensor in tensors.items()}

@@ -1,6 +1,8 @@
 """The average against its closed form, and the scope that lends it out."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +10,16 @@ from torch import nn
 
 from sd_training.callbacks.ema import Ema, decay_at, export_weights
 from sd_training.config.schema import EmaConfig, OptimizerConfig
+from sd_training.distributed.placement import Replicas
 from sd_training.errors import CheckpointError
 from sd_training.training.base_module import Optimization, TrainedModule
+
+
+class StrategyFacts:
+    """Where the weights of one process lie."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        self.placement = Replicas(parameters, optimizer, 1)
 
 
 class TrainerFacts:
@@ -18,14 +28,18 @@ class TrainerFacts:
     is_global_zero = True
     world_size = 1
     max_steps = 100
-    optimizers: tuple[torch.optim.Optimizer, ...] = (torch.optim.AdamW([nn.Parameter(torch.zeros(1))]),)
+    global_step = 0
+
+    def __init__(self, module: TrainedModule) -> None:
+        self.optimizers = (torch.optim.AdamW(module.parameters()),)
+        self.strategy = StrategyFacts(module.parameters(), self.optimizers[0])
 
 
 def module_with(value: float) -> TrainedModule:
     network = nn.Linear(2, 1)
     nn.init.constant_(network.weight, value)
     module = TrainedModule(network, Optimization(OptimizerConfig(), 0.1, lambda step: 1.0))
-    module._trainer = TrainerFacts()  # type: ignore[assignment]
+    module._trainer = TrainerFacts(module)  # type: ignore[assignment]
     return module
 
 
@@ -38,14 +52,14 @@ def set_weight(module: TrainedModule, value: float) -> None:
 def test_average_equals_the_recurrence_in_float64(every: int) -> None:
     config = EmaConfig(decay=0.9, update_every=every, warmup=False)
     ema, module = Ema(config), module_with(0.0)
-    ema.on_fit_start(module._trainer, module)  # type: ignore[arg-type]
+    ema.on_train_start(module._trainer, module)  # type: ignore[arg-type]
     expected = 0.0
     for step in range(1, 13):
         set_weight(module, float(step))
         ema.on_optimizer_step(module._trainer, module, step)  # type: ignore[arg-type]
         if step % every == 0:
             expected = 0.9**every * expected + (1 - 0.9**every) * step
-    torch.testing.assert_close(ema.average["weight"], torch.full((1, 2), expected))
+    torch.testing.assert_close(ema.shares["weight"], torch.full((1, 2), expected))
 
 
 def test_warmup_ramp() -> None:
@@ -58,7 +72,7 @@ def test_warmup_ramp() -> None:
 
 def test_scope_lends_the_average_and_gives_the_weights_back_to_the_bit() -> None:
     ema, module = Ema(EmaConfig(decay=0.5, warmup=False)), module_with(0.0)
-    ema.on_fit_start(module._trainer, module)  # type: ignore[arg-type]
+    ema.on_train_start(module._trainer, module)  # type: ignore[arg-type]
     set_weight(module, 1 / 3)
     own = module.network.weight.detach().clone()
     ema.on_optimizer_step(module._trainer, module, 1)  # type: ignore[arg-type]
@@ -80,15 +94,32 @@ def test_without_an_average_the_own_weights_are_exported() -> None:
 
 def test_state_round_trip_continues_the_average() -> None:
     first, module = Ema(EmaConfig()), module_with(1.0)
-    first.on_fit_start(module._trainer, module)  # type: ignore[arg-type]
+    first.on_train_start(module._trainer, module)  # type: ignore[arg-type]
+    checkpoint: dict[str, Any] = {}
+    first.on_save_checkpoint(module._trainer, module, checkpoint)  # type: ignore[arg-type]
     second = Ema(EmaConfig())
-    second.load_state_dict(first.state_dict())
     set_weight(module, 5.0)
-    second.on_fit_start(module._trainer, module)  # type: ignore[arg-type]
-    assert float(second.average["weight"][0, 0]) == 1.0
+    second.on_load_checkpoint(module._trainer, module, checkpoint)  # type: ignore[arg-type]
+    second.on_train_start(module._trainer, module)  # type: ignore[arg-type]
+    assert float(second.shares["weight"][0, 0]) == 1.0
+
+
+def test_a_checkpoint_without_an_average_is_refused() -> None:
+    module = module_with(1.0)
+    with pytest.raises(CheckpointError, match=r"model\.use_ema: true, but the checkpoint has no average"):
+        Ema(EmaConfig()).on_load_checkpoint(module._trainer, module, {"averages": {}})  # type: ignore[arg-type]
+
+
+def test_decay_and_distance_are_told() -> None:
+    ema, module = Ema(EmaConfig(decay=0.75, warmup=False)), module_with(0.0)
+    ema.on_train_start(module._trainer, module)  # type: ignore[arg-type]
+    set_weight(module, 4.0)
+    ema.on_optimizer_step(module._trainer, module, 1)  # type: ignore[arg-type]
+    told = ema.measures(module._trainer, module, 1)  # type: ignore[arg-type]
+    assert told == pytest.approx({"ema_decay": 0.75, "ema_distance": 2**0.5 * 3})
 
 
 def test_average_of_another_network_is_refused(tmp_path: Path) -> None:
     ema, module = Ema(EmaConfig(), initial={"other": torch.zeros(1)}), module_with(1.0)
     with pytest.raises(CheckpointError, match="do not fit the network"):
-        ema.on_fit_start(module._trainer, module)  # type: ignore[arg-type]
+        ema.on_train_start(module._trainer, module)  # type: ignore[arg-type]

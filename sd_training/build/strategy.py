@@ -1,0 +1,73 @@
+"""Lightning's strategy and precision for a run, from layout and options."""
+
+from typing import Any
+
+import torch
+from pytorch_lightning.strategies import Strategy
+
+from sd_training.build.plan import Plan
+from sd_training.distributed.launch import process_group_backend, set_rendezvous
+from sd_training.distributed.strategies import CutOptions, CutProcesses, Cuts, ReplicatedProcesses, SingleProcess
+
+_LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None}
+
+
+def make_strategy(plan: Plan, cuts: Cuts) -> Strategy:
+    """What runs the step; one process needs no process group.
+
+    Raises:
+        ConfigError: the config of DeepSpeed cannot be used.
+    """
+    if plan.layout.strategy == "single":
+        device = torch.device("cuda", 0) if plan.launch.accelerator == "cuda" else torch.device(plan.launch.accelerator)
+        return SingleProcess(device=device)
+    config = plan.config.distributed
+    set_rendezvous(config.dist_url)
+    backend = process_group_backend(config, plan.launch.accelerator)
+    match plan.layout.strategy:
+        case "ddp":
+            return _ddp(plan, backend)
+        case "fsdp" | "hsdp":
+            options = CutOptions(
+                _LOW_PRECISION[plan.precision], config.reshard_after_forward, offload=config.offload_parameters
+            )
+            return CutProcesses(plan.layout.mesh, cuts, options, backend)
+        case zero:
+            return _deepspeed(plan, int(zero[-1]), backend)
+
+
+def _ddp(plan: Plan, backend: str) -> Strategy:
+    """Gradients live in the communication buckets (no copy), accumulation communicates on the last micro-batch only
+    (Lightning's `no_sync`), and every parameter is used in every step."""
+    return ReplicatedProcesses(
+        process_group_backend=backend,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=False,
+        broadcast_buffers=False,
+    )
+
+
+def _deepspeed(plan: Plan, stage: int, backend: str) -> Strategy:
+    """Imported here because it takes seconds."""
+    from sd_training.distributed.deepspeed_strategy import ZeroProcesses, deepspeed_options
+
+    config = plan.config
+    options = deepspeed_options(
+        stage,
+        offload_optimizer=config.distributed.offload_optimizer,
+        offload_parameters=config.distributed.offload_parameters,
+        path=config.distributed.deepspeed_config,
+    )
+    options["train_micro_batch_size_per_gpu"] = config.system.batch_size
+    if plan.precision == "bf16":
+        options["bf16"] = {"enabled": True, "check_grad_overflow": True}  # or a non-finite step would be taken
+    return ZeroProcesses(options, config.optimizer.max_grad_norm, backend)
+
+
+def precision_plugins(plan: Plan) -> list[Any]:
+    """DeepSpeed rounds inputs unless it is told not to."""
+    if not plan.layout.strategy.startswith("deepspeed"):
+        return []
+    from sd_training.distributed.deepspeed_strategy import ZeroPrecision
+
+    return [ZeroPrecision({"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[plan.precision])]  # type: ignore[arg-type]

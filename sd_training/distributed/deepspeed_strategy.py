@@ -1,0 +1,181 @@
+"""DeepSpeed's ZeRO through Lightning, on GPUs and, for debugging, on CPUs over gloo.
+
+DeepSpeed accumulates, clips, scales the loss (fp16) and skips non-finite steps itself. What is changed here: inputs
+keep their type (Lightning would round timesteps to bf16), layers run under autocast as with every other strategy,
+tables of positions stay fp32, and the checks that insist on CUDA do not apply to CPUs.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from lightning_fabric.utilities.seed import reset_seed
+from pytorch_lightning.plugins.precision import DeepSpeedPrecision
+from pytorch_lightning.strategies import DeepSpeedStrategy
+from torch import Tensor
+
+from sd_training.distributed.saves import WholeCheckpoints
+from sd_training.distributed.zero import Zero, ZeroOptimizer, ZeroParameters
+from sd_training.errors import ConfigError
+
+_LOSS_SCALE = "deepspeed_loss_scale"
+_DECIDED = {
+    "train_batch_size": "system.batch_size",
+    "train_micro_batch_size_per_gpu": "system.batch_size",
+    "gradient_accumulation_steps": "system.gradient_accumulation",
+    "gradient_clipping": "optimizer.max_grad_norm",
+    "optimizer": "optimizer.name",
+    "scheduler": "lr_scheduler.name",
+    "fp16": "model.mixed_precision",
+    "bf16": "model.mixed_precision",
+    "torch_autocast": "model.mixed_precision",
+}
+"""DeepSpeed's key → this trainer's option for the same."""
+
+
+def deepspeed_options(
+    stage: int, *, offload_optimizer: bool, offload_parameters: bool, path: str | None
+) -> dict[str, Any]:
+    """DeepSpeed's configuration, but for what depends on the run (batch, precision, clipping).
+
+    Args:
+        stage: of ZeRO: 1, 2 or 3.
+        path: JSON file of further options; HuggingFace's value "auto" counts as not given.
+
+    Raises:
+        ConfigError: the file cannot be read, or decides what this trainer's options decide.
+    """
+    options = _read(path) if path is not None else {}
+    zero: dict[str, Any] = options.setdefault("zero_optimization", {})
+    problems = [
+        f"distributed.deepspeed_config: {path} has {key!r}, which {option} decides; remove it from the file"
+        for key, option in _DECIDED.items()
+        if key in options
+    ]
+    if zero.get("stage", stage) != stage:
+        problems.append(
+            f"distributed.deepspeed_config: {path} has ZeRO stage {zero['stage']}, but distributed.strategy is "
+            f"deepspeed_{stage}"
+        )
+    if problems:
+        raise ConfigError(problems)
+    zero["stage"] = stage
+    if offload_optimizer:
+        zero.setdefault("offload_optimizer", {"device": "cpu", "pin_memory": torch.cuda.is_available()})
+    if offload_parameters:
+        zero.setdefault("offload_param", {"device": "cpu", "pin_memory": torch.cuda.is_available()})
+    options["zero_allow_untested_optimizer"] = True
+    return options
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        options = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"distributed.deepspeed_config: {path} cannot be read: {error}") from error
+    if not isinstance(options, dict):
+        raise ConfigError(f"distributed.deepspeed_config: {path} is no JSON object")
+    stated: dict[str, Any] = _without_auto(options)
+    return stated
+
+
+def _without_auto(options: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in options.items() if value != "auto"}
+    return {key: _without_auto(value) if isinstance(value, dict) else value for key, value in kept.items()}
+
+
+class ZeroProcesses(WholeCheckpoints, DeepSpeedStrategy):
+    """ZeRO stages 1 to 3.
+
+    Args:
+        options: as `deepspeed_options` gives them.
+        max_grad_norm: gradients are clipped to this norm; None leaves them.
+        backend: communication library.
+    """
+
+    does_clip = True
+
+    def __init__(self, options: dict[str, Any], max_grad_norm: float | None, backend: str) -> None:
+        options = options | {"gradient_clipping": max_grad_norm or 0.0}
+        super().__init__(config=options, process_group_backend=backend)
+        self.has_collective_forward = self.zero_stage_3
+        self._loss_scale: dict[str, Any] | None = None
+
+    @property
+    def root_device(self) -> torch.device:
+        """DeepSpeed wants an index of CPUs as well."""
+        device = super().root_device
+        return torch.device("cpu", self.local_rank) if device.type == "cpu" else device
+
+    def setup_environment(self) -> None:
+        """As Lightning does it, without its check for CUDA."""
+        if self.root_device.type == "cpu":
+            os.environ["DS_ACCELERATOR"] = "cpu"  # on a machine with GPUs too
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    def setup_distributed(self) -> None:
+        """As Lightning does it; indices of CPUs mean nothing."""
+        if self.root_device.type != "cpu":
+            super().setup_distributed()
+            return
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Also runs the training step under autocast, and keeps buffers as they were."""
+        module = self.lightning_module
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        dtype = self.precision_plugin._desired_dtype  # type: ignore[attr-defined]
+        if dtype != torch.float32:
+            step = torch.autocast(self.root_device.type, dtype=dtype)(module.training_step)
+            module.training_step = step  # type: ignore[method-assign]
+        super().setup(trainer)
+        for name, buffer in buffers.items():
+            parent, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(parent), leaf, buffer.to(self.root_device))
+
+    def make_placement(self) -> Zero:
+        """By stage."""
+        return (ZeroParameters if self.zero_stage_3 else ZeroOptimizer)(self.deepspeed_engine)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """As `WholeCheckpoints`, with the scale of the loss."""
+        scaler = getattr(self.deepspeed_engine.optimizer, "loss_scaler", None)
+        if getattr(scaler, "dynamic", False):
+            checkpoint[_LOSS_SCALE] = {key: getattr(scaler, key) for key in _SCALER}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """As `WholeCheckpoints`, with the scale of the loss."""
+        super().load_optimizer_state_dict(checkpoint)
+        for key, value in checkpoint.get(_LOSS_SCALE, {}).items():
+            setattr(self.deepspeed_engine.optimizer.loss_scaler, key, value)
+
+
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+class ZeroPrecision(DeepSpeedPrecision):
+    """Types as every other strategy has them; tells the module what DeepSpeed did with the gradient."""
+
+    def convert_input(self, data: Any) -> Any:
+        """As they are; layers cast under autocast."""
+        return data
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: Any, closure: Any, **options: Any
+    ) -> Any:
+        """DeepSpeed's step; it reads the norm on the host in any case."""
+        result = super().optimizer_step(optimizer, model, closure, **options)
+        engine = model.trainer.model
+        norm = engine.get_global_grad_norm()
+        if norm is not None:
+            model.grad_norm = norm if isinstance(norm, Tensor) else torch.tensor(float(norm))
+        if self.precision != "16-mixed":  # in fp16 a skipped step only means that the scale of the loss was too large
+            model.was_step_skipped = torch.tensor(float(engine.optimizer.overflow))
+        return result

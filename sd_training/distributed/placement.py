@@ -1,0 +1,161 @@
+"""Where trained weights and optimizer state lie. Everything above asks a `Placement`, and no engine, for them.
+
+A *share* is the part of a parameter that a process averages and keeps: a whole tensor that was dealt to it (replicas),
+a block of it (FSDP2, tensor parallelism) or a run of its numbers (ZeRO). Checkpoints and exports are made of whole
+tensors, put together one at a time, so they mean the same under every strategy and number of processes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, distributed, nn
+
+StateOf = Callable[[nn.Parameter], dict[str, Any]]
+"""Parameter → its optimizer state in whole tensors, as a checkpoint has it; empty for none."""
+_OF_THIS_RUN = {"params", "fused", "foreach", "capturable", "differentiable"}
+"""Keys of an optimizer's groups that follow from the device and the strategy."""
+
+
+class Placement(ABC):
+    """How parameters lie over the processes. Methods marked collective are called by all of them, in the same order."""
+
+    is_network_whole: ClassVar[bool]
+    """Whether the network itself holds whole weights as training updates them, so that it can be exported as it is."""
+
+    @abstractmethod
+    def share(self, parameter: nn.Parameter) -> Tensor:
+        """This process's part of the weights that training updates; empty for none. A view."""
+
+    @abstractmethod
+    def take(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """This process's part of a whole tensor of the parameter's shape, as `share` cuts it."""
+
+    @abstractmethod
+    def gather(self, parameter: nn.Parameter, share: Tensor) -> Tensor:
+        """Collective: the whole tensor, on the parameter's device, from what is like `share` on each process."""
+
+    def whole(self, parameter: nn.Parameter) -> Tensor:
+        """Collective: the whole tensor of the weights that training updates."""
+        return self.gather(parameter, self.share(parameter))
+
+    @abstractmethod
+    def keep(self, parameter: nn.Parameter) -> Tensor | None:
+        """What `give_back` needs to undo `lend`; None where the engine keeps a copy."""
+
+    @abstractmethod
+    def lend(self, parameter: nn.Parameter, share: Tensor) -> None:
+        """Collective: the network computes with the weights that these shares make, until `give_back`."""
+
+    @abstractmethod
+    def give_back(self, parameter: nn.Parameter, kept: Tensor | None) -> None:
+        """Collective: the network computes with its own weights again, to the bit."""
+
+    @abstractmethod
+    def load(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        """Collective: training goes on from these weights."""
+
+    @abstractmethod
+    def whole_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Collective: the optimizer's state of a parameter, with whole tensors; empty before the first step."""
+
+    @abstractmethod
+    def load_optimizer(
+        self, parameters: Iterable[nn.Parameter], state_of: StateOf, groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Collective: the optimizer goes on from states as `whole_state` gives them, and from what `groups` held."""
+
+    def copies(self, parameter: nn.Parameter) -> int:
+        """How many processes have the same share."""
+        return 1
+
+    @abstractmethod
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups of parameters, with what it keeps per group."""
+
+
+class Replicas(Placement):
+    """Every process has every weight: one process, or DDP. Averages are dealt out by size."""
+
+    is_network_whole = True
+
+    def __init__(self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, world_size: int) -> None:
+        parameters = list(parameters)
+        owners = deal([p.numel() for p in parameters], world_size)
+        self.optimizer = optimizer
+        self._owner = {id(p): owner for p, owner in zip(parameters, owners, strict=True)}
+        self._rank = distributed.get_rank() if world_size > 1 else 0
+        self._world_size = world_size
+
+    def share(self, parameter: nn.Parameter) -> Tensor:
+        """All or nothing."""
+        return self.take(parameter, parameter.detach())
+
+    def take(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """All or nothing."""
+        return whole if self._owner[id(parameter)] == self._rank else whole.new_empty(0)
+
+    def gather(self, parameter: nn.Parameter, share: Tensor) -> Tensor:
+        """The owner hands its tensor to the others."""
+        if self._world_size == 1:
+            return share
+        owner = self._owner[id(parameter)]
+        whole = share if owner == self._rank else torch.empty(parameter.shape, dtype=share.dtype)
+        whole = whole.to(parameter.device).contiguous()
+        distributed.broadcast(whole, src=owner)
+        return whole
+
+    def whole(self, parameter: nn.Parameter) -> Tensor:
+        """It is here already."""
+        return parameter.detach()
+
+    def keep(self, parameter: nn.Parameter) -> Tensor:
+        """A copy on the CPU."""
+        return parameter.detach().to("cpu", copy=True)
+
+    def lend(self, parameter: nn.Parameter, share: Tensor) -> None:
+        """The owner's tensor, everywhere."""
+        self.load(parameter, self.gather(parameter, share))
+
+    def give_back(self, parameter: nn.Parameter, kept: Tensor | None) -> None:
+        """From the copy."""
+        assert kept is not None
+        self.load(parameter, kept)
+
+    def load(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        """In place: optimizer and communication buckets refer to the memory."""
+        with torch.no_grad():
+            parameter.copy_(whole)
+
+    def whole_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Whatever the optimizer keeps."""
+        return dict(self.optimizer.state.get(parameter, {}))
+
+    def load_optimizer(
+        self, parameters: Iterable[nn.Parameter], state_of: StateOf, groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """As the optimizer itself does it: some keep more than tensors."""
+        packed = self.optimizer.state_dict()
+        ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
+        states = ((index, state_of(parameter)) for index, parameter in enumerate(ordered))
+        packed["state"] = {index: state for index, state in states if state}
+        if len(groups) == len(packed["param_groups"]):  # else tensor parallelism made more; these hold options only
+            for group, stored in zip(packed["param_groups"], groups, strict=True):
+                group.update({key: stored[key] for key in stored.keys() & group.keys() - _OF_THIS_RUN})
+        self.optimizer.load_state_dict(packed)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """As the optimizer has them."""
+        return self.optimizer.param_groups
+
+
+def deal(sizes: list[int], count: int) -> list[int]:
+    """Which of `count` processes gets which tensor, so that each has about the same: largest first, to the one that has
+    least. The same on every process."""
+    loads = [0] * count
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += sizes[index]
+    return owners

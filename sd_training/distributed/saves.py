@@ -1,0 +1,263 @@
+"""Saving and resuming that every strategy shares: all processes take part, whole tensors are put together one at a
+time, each process writes its share of them, the first one seals the folder.
+
+Lightning saves on the first process only, in as many formats as it has strategies. Here a checkpoint says nothing about
+the strategy or the number of processes that made it, so any other can go on from it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, distributed, nn
+
+from sd_training.checkpoint import codec, seal
+from sd_training.checkpoint.tensor_files import StoredTensors, read_state, write_state, write_tensors
+from sd_training.distributed.placement import Placement
+from sd_training.distributed.resume import choose_checkpoint
+from sd_training.errors import CheckpointError
+from sd_training.rank_log import get_logger
+
+log = get_logger(__name__)
+
+AVERAGES = "averages"
+"""Key of a checkpoint on its way to and from callbacks: part → parameter → share (saving), whole tensor (loading)."""
+_WEIGHTS, _OPTIMIZER = "weights", "optimizer"
+_Result = TypeVar("_Result")
+
+
+class WholeCheckpoints:
+    """Mixed into Lightning's strategies.
+
+    Attributes:
+        placement: where weights and optimizer state lie; known once the strategy is set up.
+        has_collective_forward: whether a forward pass of the network is a collective operation.
+        does_clip: whether the engine clips gradients and skips non-finite steps itself.
+    """
+
+    has_collective_forward = False
+    does_clip = False
+    ranks_per_share = 1
+    """Processes that draw the same samples."""
+
+    global_rank: int
+    world_size: int
+    lightning_module: pl.LightningModule
+    optimizers: list[torch.optim.Optimizer]
+    broadcast: Any
+    _placement: Placement | None = None
+
+    @property
+    def placement(self) -> Placement:
+        """Where weights and optimizer state lie."""
+        if self._placement is None:
+            self._placement = self.make_placement()
+        return self._placement
+
+    def make_placement(self) -> Placement:
+        """Called once, after the engine was set up."""
+        raise NotImplementedError
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of a global batch this process draws."""
+        return self.global_rank // self.ranks_per_share
+
+    @property
+    def data_ranks(self) -> int:
+        """Shares that a global batch is cut into."""
+        return self.world_size // self.ranks_per_share
+
+    # Lightning asks these; weights and optimizer state travel by `save_checkpoint` and the two `load_…` below.
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Weights are loaded into the places that the engine gives them."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """`load_optimizer_state_dict` is to be called."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing yet: see `save_checkpoint`."""
+        return {}
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Nothing yet: see `save_checkpoint`."""
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Collective: seals `checkpoint`, with weights, optimizer state and averages, as the folder `step=N`.
+
+        Raises:
+            OSError: a process could not write; names folder and free space. Older checkpoints are intact.
+        """
+        folder = Path(filepath)
+        root, step = folder.parent, seal.step_of(folder)
+        partial = self._on_first(lambda: seal.begin(root, step), root, step)
+        if partial is None:
+            return
+        state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        averages: Mapping[str, Mapping[str, Tensor]] = state.pop(AVERAGES, {})
+        described, failure = self._write_shares(partial, averages)
+        self._raise_first_failure(failure, root, step)
+        state |= {_OPTIMIZER: described, AVERAGES: sorted(averages)}
+
+        def finish() -> Path:
+            write_state(partial, state)
+            return seal.finish(partial, {})
+
+        self._on_first(finish, root, step)
+
+    def _write_shares(
+        self, partial: Path, averages: Mapping[str, Mapping[str, Tensor]]
+    ) -> tuple[dict[str, Any], OSError | None]:
+        """Writes what this process keeps of each part. Returns how the optimizer's state is made of its tensors, and
+        why this process could not write; it takes part in everything until the end even so."""
+        described: dict[str, Any] = {}
+        failure: OSError | None = None
+        parts: dict[str, Iterator[tuple[str, Tensor]]] = {
+            _WEIGHTS: self._weights(),
+            _OPTIMIZER: self._optimizer_tensors(described),
+        }
+        parts |= {part: self._average(shares) for part, shares in averages.items()}
+        for part, tensors in parts.items():
+            kept = self._dealt(tensors)
+            try:
+                if failure is None:
+                    write_tensors(partial, part, kept, self.global_rank, self.world_size)
+            except OSError as error:
+                failure = error
+        return described, failure
+
+    def _dealt(self, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """This process's share of a stream of whole tensors: each goes to the process that has least so far."""
+        loads, kept = [0] * self.world_size, {}
+        for name, tensor in tensors:
+            writer = loads.index(min(loads))
+            loads[writer] += tensor.numel() * tensor.element_size()
+            if writer == self.global_rank:
+                kept[name] = tensor if self.world_size == 1 else tensor.detach().to("cpu", copy=True)
+        return kept
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.lightning_module.named_parameters() if p.requires_grad}
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Trained parameters, whole; frozen ones and buffers are the same everywhere."""
+        trained = self._trained()
+        for name, parameter in trained.items():
+            yield name, self.placement.whole(parameter)
+        yield from self._unchanged(trained)
+
+    def _unchanged(self, trained: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
+        for name, value in nn.Module.state_dict(self.lightning_module, keep_vars=True).items():
+            if name not in trained:
+                yield name, value.full_tensor() if hasattr(value, "full_tensor") else value.detach()
+
+    def _optimizer_tensors(self, described: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of the optimizer's state; fills `described` with what they are put together to."""
+        groups = self.placement.groups()
+        described["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        described["state"] = {}
+        for name, parameter in self._trained().items():
+            plain, tensors = codec.split({name: self.placement.whole_state(parameter)})
+            described["state"] |= plain
+            yield from tensors.items()
+
+    def _average(self, shares: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._trained().items():
+            if name in shares:
+                yield name, self.placement.gather(parameter, shares[name])
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """The newest checkpoint below `checkpoint_path` that verifies, the same on every process; tensors are read when
+        they are asked for.
+
+        Raises:
+            CheckpointError: none of them verifies, or it is of another format.
+        """
+        chosen = choose_checkpoint(Path(checkpoint_path))
+        log.info(f"resuming from {chosen}")
+        checkpoint, stored = read_state(chosen)
+        checkpoint["state_dict"] = stored.get(_WEIGHTS, StoredTensors([]))
+        checkpoint["optimizer_states"] = [(checkpoint.pop(_OPTIMIZER), stored.get(_OPTIMIZER, StoredTensors([])))]
+        checkpoint[AVERAGES] = {part: stored[part] for part in checkpoint[AVERAGES] if part in stored}
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Collective: weights and buffers.
+
+        Raises:
+            CheckpointError: they belong to another network.
+        """
+        stored: Mapping[str, Tensor] = checkpoint["state_dict"]
+        own = nn.Module.state_dict(self.lightning_module, keep_vars=True)
+        if odd := sorted(set(own) ^ set(stored)):
+            raise CheckpointError(
+                f"the checkpoint belongs to another network: {len(odd)} names of weights differ, e.g. {odd[0]}"
+            )
+        trained = self._trained()
+        for name, value in own.items():
+            whole = stored[name]
+            if name in trained:
+                _check_shape(name, whole, trained[name])
+                self.placement.load(trained[name], whole.to(trained[name].device))
+            elif not hasattr(value, "full_tensor"):  # frozen weights in blocks are what they were at the start
+                value.detach().copy_(whole)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Collective: the optimizer's state; what a group takes from the options stays as the options say."""
+        described, tensors = checkpoint["optimizer_states"][0]
+        names = {id(parameter): name for name, parameter in self._trained().items()}
+
+        def state_of(parameter: nn.Parameter) -> dict[str, Any]:
+            state: dict[str, Any] = codec.join(described["state"].get(names[id(parameter)], {}), tensors)
+            return state
+
+        self.placement.load_optimizer(self._trained().values(), state_of, described["groups"])
+
+    def _on_first(self, act: Callable[[], _Result], root: Path, step: int) -> _Result:
+        """The first process acts; all get its result, or its error."""
+        result: Any = None
+        failure: BaseException | None = None
+        if self.global_rank == 0:
+            try:
+                result = act()
+            except OSError as error:
+                failure = seal.abandoned(root, step, error)
+            except Exception as error:
+                seal.abandon(root, step)
+                failure = error
+        result, message = self.broadcast((result, None if failure is None else str(failure)))
+        if failure is not None:
+            raise failure
+        if message is not None:
+            raise OSError(message)
+        answer: _Result = result
+        return answer
+
+    def _raise_first_failure(self, failure: OSError | None, root: Path, step: int) -> None:
+        """All processes fail when one does."""
+        messages: list[str | None] = [None if failure is None else str(failure)]
+        if self.world_size > 1:
+            messages = [None] * self.world_size
+            distributed.all_gather_object(messages, None if failure is None else str(failure))
+        first = next((message for message in messages if message is not None), None)
+        if first is not None:
+            error = failure or OSError(first)
+            raise seal.abandoned(root, step, error) if self.global_rank == 0 else error
+
+
+def _check_shape(name: str, whole: Tensor, parameter: nn.Parameter) -> None:
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    if whole.shape != shape:
+        raise CheckpointError(
+            f"the checkpoint belongs to another network: {name} is {tuple(whole.shape)}, now {tuple(shape)}"
+        )
