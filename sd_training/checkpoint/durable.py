@@ -28,6 +28,12 @@ def flush_folder(folder: Path) -> None:
     _flush(folder, os.O_RDONLY | os.O_DIRECTORY)
 
 
+def flush_file(path: Path) -> None:
+    """Makes a file durable, and as accessible as its folder is, but to nobody more (see `flush_tree`)."""
+    path.chmod(stat.S_IMODE(path.parent.stat().st_mode) & _FOLDER_MODE & _NOT_EXECUTABLE)
+    _flush(path, os.O_RDONLY)
+
+
 def flush_tree(folder: Path) -> None:
     """Makes everything below `folder` durable, and as accessible as `folder` itself is, but to nobody more.
 

@@ -1,0 +1,138 @@
+"""Snapshots of power-function averages, the material of a later reconstruction (docs/ema.md).
+
+    RUN/ema_snapshots/step=5000/sigma_rel=0.050.safetensors
+
+holds the average of every parameter of the trained network under its name in the network's state_dict, in fp32, fp16 or
+bf16, and as metadata `format`, `step`, `gamma` and `sigma_rel`. A file is written beside its place, flushed and renamed:
+one that has its name is whole.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sd_training.checkpoint.durable import flush_file, flush_folder, remove_quietly, write_failure
+from sd_training.errors import DataError
+from sd_training.optim.power_function_ema import Profile, gamma_of, is_sigma_rel
+
+FOLDER = "ema_snapshots"
+"""Its name in a run folder."""
+FORMAT = "1"
+"""Version of the files."""
+_PATTERN = "step=*/sigma_rel=*.safetensors"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One average at one moment, on disk."""
+
+    path: Path
+    step: int
+    """Optimizer steps completed."""
+    sigma_rel: float
+
+    @property
+    def profile(self) -> Profile:
+        """How it weighs the training."""
+        return Profile(self.step, gamma_of(self.sigma_rel))
+
+
+def width_name(sigma_rel: float) -> str:
+    """`sigma_rel=0.050`: three digits, or all of them where three would not tell two widths apart."""
+    text = f"{sigma_rel:.3f}"
+    return f"sigma_rel={text if float(text) == sigma_rel else repr(float(sigma_rel))}"
+
+
+def snapshot_path(run_dir: Path, step: int, sigma_rel: float) -> Path:
+    """Where the snapshot of a track lies."""
+    return run_dir / FOLDER / f"step={step}" / f"{width_name(sigma_rel)}.safetensors"
+
+
+def write_snapshot(
+    run_dir: Path, step: int, sigma_rel: float, tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
+) -> Path:
+    """Writes one track; a snapshot of the same step and width is replaced.
+
+    Args:
+        run_dir: the run folder.
+        step: optimizer steps completed, at an update of the average.
+        sigma_rel: width of the track.
+        tensors: average by parameter name, on any device.
+        dtype: of the file. bf16 rounds by up to 1/256 of every value, fp16 by 1/2048.
+
+    Returns:
+        The file.
+
+    Raises:
+        OSError: it could not be written; names the file and free space. An older file is as it was.
+    """
+    path = snapshot_path(run_dir, step, sigma_rel)
+    partial = path.with_name(f"{path.name}.partial")
+    facts = {"format": FORMAT, "step": str(step), "gamma": repr(gamma_of(sigma_rel)), "sigma_rel": repr(sigma_rel)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({n: t.detach().to("cpu", dtype).contiguous() for n, t in tensors.items()}, partial, metadata=facts)
+        flush_file(partial)
+        os.replace(partial, path)
+        for folder in (path.parent, path.parent.parent, run_dir):
+            flush_folder(folder)
+    except (OSError, SafetensorError) as error:
+        remove_quietly(partial)
+        raise write_failure("EMA snapshot", path, error) from error
+    return path
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """What a file is, from its metadata; its tensors are not read.
+
+    Raises:
+        DataError: it is damaged, has another format, or is not what its name says.
+    """
+    try:
+        with safe_open(path, framework="pt") as stored:
+            facts = stored.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path}: is damaged ({error}); remove it, reconstructions can do without it") from error
+    if facts.get("format") != FORMAT:
+        found = facts.get("format", "none")
+        raise DataError(f"{path}: has format {found}, not {FORMAT}; it is no EMA snapshot of this version")
+    snapshot = _from_facts(path, facts)
+    if path.parent.name != f"step={snapshot.step}" or path.stem != width_name(snapshot.sigma_rel):
+        raise DataError(
+            f"{path}: holds step {snapshot.step} and sigma_rel {snapshot.sigma_rel}; give it its name back or remove it"
+        )
+    return snapshot
+
+
+def _from_facts(path: Path, facts: Mapping[str, str]) -> Snapshot:
+    try:
+        step, sigma_rel, gamma = int(facts["step"]), float(facts["sigma_rel"]), float(facts["gamma"])
+    except (KeyError, ValueError):
+        raise DataError(f"{path}: step, sigma_rel and gamma in its metadata are no numbers; remove it") from None
+    if step < 1 or not is_sigma_rel(sigma_rel):
+        raise DataError(f"{path}: step {step} or sigma_rel {sigma_rel} in its metadata cannot be; remove it")
+    if not math.isclose(gamma, gamma_of(sigma_rel), rel_tol=1e-6, abs_tol=1e-6):
+        raise DataError(f"{path}: gamma {gamma} is not that of sigma_rel {sigma_rel}; another program wrote it")
+    return Snapshot(path, step, sigma_rel)
+
+
+def find_snapshots(run_dir: Path) -> list[Snapshot]:
+    """All snapshots of a run, by step and width.
+
+    Raises:
+        DataError: there are none, or one of them cannot be used.
+    """
+    found = [read_snapshot(path) for path in (run_dir / FOLDER).glob(_PATTERN)]
+    if not found:
+        raise DataError(
+            f"{run_dir / FOLDER}: has no snapshots; they are kept when the run trains with ema.tracks, such as "
+            "ema.tracks=[0.05,0.10], and ema.snapshot_every"
+        )
+    return sorted(found, key=lambda snapshot: (snapshot.step, snapshot.sigma_rel))
