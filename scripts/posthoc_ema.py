@@ -22,7 +22,7 @@ from sd_training.cli import run_cli
 from sd_training.config.model_schema import PartConfig
 from sd_training.config.suggest import suggest
 from sd_training.errors import ConfigError
-from sd_training.optim.power_function_ema import MAX_SIGMA_REL, is_sigma_rel
+from sd_training.optim.power_function_ema import LARGE_RESIDUAL, MAX_SIGMA_REL, is_sigma_rel
 from sd_training.quiet import quiet_libraries
 
 KEYS = ("run", "sigma_rel", "step", "output")
@@ -144,8 +144,6 @@ def nearest_steps(snapshots: Sequence[Any], step: int) -> list[int]:
 
 def report(residual: float, files: int, step: int, width: float, near: Sequence[int]) -> None:
     """Says how well the snapshots make up the average, and what to do where they do not."""
-    from sd_training.export.posthoc import LARGE_RESIDUAL
-
     print(f"sigma_rel={width:g} at step {step:,}: {files} snapshots, relative residual of the profile {residual:.1e}")
     if residual <= LARGE_RESIDUAL:
         return

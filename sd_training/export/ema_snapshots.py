@@ -2,9 +2,9 @@
 
     RUN/ema_snapshots/step=5000/sigma_rel=0.050.safetensors
 
-holds the average of every parameter of the trained network under its name in the network's state_dict, in fp32, fp16 or
-bf16, and as metadata `format`, `step`, `gamma` and `sigma_rel`. A file is written beside its place, flushed and renamed:
-one that has its name is whole.
+holds the average of every parameter of the trained network under its name in the network's state_dict, in fp32, fp16
+or bf16, and as metadata `format`, `step`, `gamma` and `sigma_rel`. A file is written beside its place, flushed and
+renamed: one that has its name is whole.
 """
 
 import math

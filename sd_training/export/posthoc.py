@@ -1,6 +1,6 @@
 """An average that was never kept, from snapshots of others: which of them, and their sum put into a network."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,10 @@ from sd_training.errors import DataError
 from sd_training.export.ema_snapshots import Snapshot
 from sd_training.optim.power_function_ema import Profile, gamma_of, reconstruct
 
-LARGE_RESIDUAL = 0.02
-"""Relative residual of a profile from which a user is warned. Weights on a random walk, the worst case for an average,
-come within 1e-3 of a directly kept average below it (tests/unit/optim/test_power_function_ema.py)."""
 _NEGLIGIBLE = 1e-10
 """Snapshots with a smaller weight are not read: the weights sum to 1."""
+_GROUP_VALUES = 2**24
+"""Values that are summed at once, 128 MiB; opening a file anew for every tensor takes longer than reading it."""
 _DENOISER = "denoiser."
 """Begins the denoiser's names where text encoders are trained beside it."""
 
@@ -65,7 +64,8 @@ def averaged_parameters(pipeline: Any, names: Iterable[str]) -> dict[str, nn.Par
 def snapshot_shapes(snapshot: Snapshot) -> dict[str, tuple[int, ...]]:
     """Shapes by parameter name; no weights are read."""
     with safe_open(snapshot.path, framework="pt") as stored:
-        return {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}
+        names = stored.keys()
+        return {name: tuple(stored.get_slice(name).get_shape()) for name in names}
 
 
 def check_fit(mixture: Mixture, parameters: Mapping[str, Tensor]) -> None:
@@ -87,26 +87,32 @@ def check_fit(mixture: Mixture, parameters: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def load_mixture(mixture: Mixture, parameters: Mapping[str, Tensor]) -> None:
-    """Overwrites the parameters, one after the other, by the sum of the snapshots.
+    """Overwrites the parameters by the sum of the snapshots, a group of parameters after the other.
 
-    Files are opened anew for every tensor: a mapped file counts as memory of the process once it was read, and all
+    A snapshot is closed after every group: a mapped file counts as memory of the process once it was read, and all
     snapshots together are many times the network. Sums are float64, since the weights have both signs.
 
     Raises:
         DataError: as `check_fit`; nothing is overwritten then.
     """
     check_fit(mixture, parameters)
+    for group in _groups(parameters):
+        sums = {name: torch.zeros(parameters[name].shape, dtype=torch.float64) for name in group}
+        for snapshot, weight in mixture.parts:
+            with safe_open(snapshot.path, framework="pt") as stored:
+                for name, total in sums.items():
+                    total.add_(stored.get_tensor(name), alpha=weight)
+        for name, total in sums.items():
+            parameters[name].copy_(total)
+
+
+def _groups(parameters: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Names of parameters that are summed at once: as many as stay below `_GROUP_VALUES`, at least one."""
+    group: list[str] = []
     for name, parameter in parameters.items():
-        parameter.copy_(_summed(mixture, name))
-
-
-def _summed(mixture: Mixture, name: str) -> Tensor:
-    total: Tensor | None = None
-    for snapshot, weight in mixture.parts:
-        with safe_open(snapshot.path, framework="pt") as stored:
-            part = stored.get_tensor(name)
-        if total is None:
-            total = torch.zeros(part.shape, dtype=torch.float64)
-        total.add_(part, alpha=weight)
-    assert total is not None
-    return total
+        if group and sum(parameters[other].numel() for other in group) + parameter.numel() > _GROUP_VALUES:
+            yield group
+            group = []
+        group.append(name)
+    if group:
+        yield group

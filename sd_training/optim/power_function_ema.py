@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 
 MAX_SIGMA_REL = 12**-0.5
 """0.2887: γ = 0, the plain mean of the whole training. Wider would mean more weight on the beginning."""
+LARGE_RESIDUAL = 0.02
+"""Relative residual above which a reconstruction is rough. Below it, averages of weights on a random walk came within
+1e-3 of those that were kept directly (tests/unit/optim/test_power_function_ema.py)."""
 _CUT_OFF = 1e-14
 """Directions of the Gram matrix with a smaller share than this are rounding errors (of float64)."""
 
