@@ -69,6 +69,14 @@ def test_a_full_disk_leaves_the_old_snapshot(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
+def test_nothing_is_left_beside_a_name_that_is_taken(tmp_path: Path) -> None:
+    path = snapshot_path(tmp_path, 20, 0.05)
+    path.mkdir(parents=True)
+    with pytest.raises(OSError, match="could not be written to"):
+        write_snapshot(tmp_path, 20, 0.05, tensors())
+    assert list(path.parent.iterdir()) == [path]
+
+
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
