@@ -8,6 +8,7 @@ import pytorch_lightning as pl
 from sd_training.build.models import Trained
 from sd_training.build.plan import Plan
 from sd_training.callbacks.ema import Ema
+from sd_training.callbacks.ema_snapshots import EmaSnapshots
 from sd_training.callbacks.finite_guard import FiniteGuard
 from sd_training.callbacks.metrics import Metrics
 from sd_training.callbacks.pictures import PictureJob, Pictures
@@ -50,6 +51,7 @@ def build_callbacks(plan: Plan, trained: Trained, data: TrainingData) -> list[pl
     callbacks: list[pl.Callback | None] = [
         RunRecord(plan.run_dir, resolved_yaml(config), facts),
         ema,
+        EmaSnapshots(plan.run_dir, config.ema, ema) if ema is not None and config.ema.tracks else None,
         FiniteGuard(plan.run_dir / "incidents.jsonl", config.logging.every, data.positions_of),
         metrics,
         *_picture_callbacks(plan, trained, ema, stopwatch),

@@ -16,7 +16,9 @@ from sd_training.config.schema import EmaConfig
 from sd_training.distributed.placement import Placement
 from sd_training.distributed.saves import AVERAGES
 from sd_training.errors import CheckpointError
+from sd_training.export.ema_snapshots import width_name
 from sd_training.optim.evaluation_weights import evaluation_weights
+from sd_training.optim.power_function_ema import decay, gamma_of
 from sd_training.training.base_module import TrainedModule
 
 PART = "ema"
@@ -34,18 +36,23 @@ class Ema(OptimizerStepCallback):
     """Keeps the average; `averaged_weights` lends it to previews and exports.
 
     Args:
-        config: decay, interval and warm-up.
+        config: decay, interval and warm-up, and the widths of further averages (tracks).
         initial: weights by parameter name to start from; null starts from the network's own.
     """
 
     def __init__(self, config: EmaConfig, initial: Mapping[str, Tensor] | None = None) -> None:
         self.config = config
         self._initial = initial
-        self.shares: dict[str, Tensor] = {}
-        """Parameter of the network → this process's share of its average, fp32 on the CPU."""
+        self.averages: dict[str, dict[str, Tensor]] = {}
+        """Part of a checkpoint → parameter of the network → this process's share of its average, fp32 on the CPU."""
         self._now: dict[str, Tensor] = {}
-        self._due_decay: float | None = None
+        self._due_step: int | None = None
         self._copied: torch.cuda.Event | None = None
+
+    @property
+    def shares(self) -> dict[str, Tensor]:
+        """The average that previews and exports use, as in `averages`."""
+        return self.averages[PART]
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, object]
@@ -53,44 +60,57 @@ class Ema(OptimizerStepCallback):
         """Continue from a checkpoint's average, which is kept beside the raw weights that training resumes from."""
         averages = checkpoint[AVERAGES]
         assert isinstance(averages, Mapping) and isinstance(pl_module, TrainedModule)
-        if PART not in averages:
-            raise CheckpointError(
-                "model.use_ema: true, but the checkpoint has no average; resume with false, or take another "
-                "experiment.name and start from the exported pipeline (model.pretrained)"
-            )
-        self._begin(trainer, pl_module, averages[PART], prefix="network.")
+        for part in self._parts():
+            if part not in averages:
+                option = "model.use_ema: true" if part == PART else f"ema.tracks: {part}"
+                raise CheckpointError(
+                    f"{option}, but the checkpoint has no such average; resume without it, or take another "
+                    "experiment.name and start from the exported pipeline (model.pretrained)"
+                )
+            self._begin(trainer, pl_module, part, averages[part], prefix="network.")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the average from `ema.path` or the initial weights, unless it goes on from a checkpoint."""
         super().on_train_start(trainer, pl_module)
         assert isinstance(pl_module, TrainedModule)
-        if not self.shares:
-            self._begin(trainer, pl_module, self._initial)
+        for part in self._parts():
+            if part not in self.averages:
+                self._begin(trainer, pl_module, part, self._initial if part == PART else None)
         self._initial = None
 
+    def _parts(self) -> dict[str, float | None]:
+        """Part of a checkpoint → width of the track; the average itself has none."""
+        return {PART: None} | {track_part(sigma_rel): sigma_rel for sigma_rel in self.config.tracks}
+
     def _begin(
-        self, trainer: pl.Trainer, module: TrainedModule, source: Mapping[str, Tensor] | None, prefix: str = ""
+        self,
+        trainer: pl.Trainer,
+        module: TrainedModule,
+        part: str,
+        source: Mapping[str, Tensor] | None,
+        prefix: str = "",
     ) -> None:
         """Take this process's shares of whole tensors, or of the weights as they are."""
-        placement, parameters = _placement(trainer), averaged_parameters(module)
+        placement, parameters = placement_of(trainer), averaged_parameters(module)
         missing = [] if source is None else [name for name in parameters if prefix + name not in source]
         if missing:
             raise CheckpointError(
                 f"the EMA weights do not fit the network: {len(missing)} names are missing, e.g. {missing[0]}"
             )
+        shares = self.averages.setdefault(part, {})
         for name, parameter in parameters.items():
             own = placement.share(parameter) if source is None else placement.take(parameter, source[prefix + name])
-            self.shares[name] = own.detach().to("cpu", torch.float32, copy=True).contiguous()
+            shares[name] = own.detach().to("cpu", torch.float32, copy=True).contiguous()
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Average every `update_every` optimizer steps."""
         if step % self.config.update_every:
             return
         self.finish_update()
-        placement = _placement(trainer)
+        placement = placement_of(trainer)
         kept_here = {name: p for name, p in averaged_parameters(module).items() if self.shares[name].numel()}
         shares = {name: placement.share(parameter) for name, parameter in kept_here.items()}
-        self._due_decay = decay_at(step, self.config)
+        self._due_step = step
         if any(share.is_cuda for share in shares.values()):
             self._stage(shares)
         else:
@@ -109,20 +129,26 @@ class Ema(OptimizerStepCallback):
     @torch.no_grad()
     def finish_update(self) -> None:
         """average ← decay · average + (1 - decay) · weights, of what was staged; called before the average is read."""
-        if self._due_decay is None:
+        if self._due_step is None:
             return
         if self._copied is not None:
             self._copied.synchronize()
-        averages = [self.shares[name] for name in self._now]
-        weights = [weight.to(torch.float32) for weight in self._now.values()]
-        torch._foreach_lerp_(averages, weights, 1.0 - self._due_decay)
-        self._due_decay = None
+        weights = [weight.to("cpu", torch.float32) for weight in self._now.values()]
+        for part, sigma_rel in self._parts().items():
+            averages = [self.averages[part][name] for name in self._now]
+            torch._foreach_lerp_(averages, weights, 1.0 - self._decay(sigma_rel, self._due_step))
+        self._due_step = None
+
+    def _decay(self, sigma_rel: float | None, step: int) -> float:
+        if sigma_rel is None:
+            return decay_at(step, self.config)
+        return decay(step, gamma_of(sigma_rel), self.config.update_every)
 
     @torch.no_grad()
     def measures(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> dict[str, float]:
         """Collective: the decay per optimizer step, and ‖average − weights‖ over all parameters, at the last update."""
         self.finish_update()
-        placement, total = _placement(trainer), torch.zeros((), dtype=torch.float64)
+        placement, total = placement_of(trainer), torch.zeros((), dtype=torch.float64)
         for name, parameter in averaged_parameters(module).items():
             if name in self._now:
                 difference = self.shares[name] - self._now[name]
@@ -140,7 +166,7 @@ class Ema(OptimizerStepCallback):
         Collective.
         """
         self.finish_update()
-        placement, parameters = _placement(module.trainer), averaged_parameters(module)
+        placement, parameters = placement_of(module.trainer), averaged_parameters(module)
         kept = {name: placement.keep(parameter) for name, parameter in parameters.items()}
         try:
             for name, parameter in parameters.items():
@@ -155,7 +181,14 @@ class Ema(OptimizerStepCallback):
     ) -> None:
         """Hands the shares to the save, which puts them together tensor by tensor."""
         self.finish_update()
-        checkpoint[AVERAGES] = {PART: {f"network.{name}": share for name, share in self.shares.items()}}
+        checkpoint[AVERAGES] = {
+            part: {f"network.{name}": share for name, share in shares.items()} for part, shares in self.averages.items()
+        }
+
+
+def track_part(sigma_rel: float) -> str:
+    """Name of a track in a checkpoint."""
+    return f"{PART}-{width_name(sigma_rel)}"
 
 
 def averaged_parameters(module: TrainedModule) -> dict[str, nn.Parameter]:
@@ -163,7 +196,7 @@ def averaged_parameters(module: TrainedModule) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.network.named_parameters() if p.requires_grad}
 
 
-def _placement(trainer: pl.Trainer) -> Placement:
+def placement_of(trainer: pl.Trainer) -> Placement:
     placement: Placement = trainer.strategy.placement  # type: ignore[attr-defined]
     return placement
 
@@ -188,7 +221,7 @@ def export_weights(module: TrainedModule, ema: Ema | None) -> Iterator[None]:
 def whole_weights(trainer: pl.Trainer, module: TrainedModule, ema: Ema | None) -> dict[str, Tensor]:
     """Collective: what is exported, put together on the CPU of the first process, by name in the network; empty on the
     others."""
-    placement, weights = _placement(trainer), {}
+    placement, weights = placement_of(trainer), {}
     if ema is not None:
         ema.finish_update()
     for name, parameter in module.network.named_parameters():

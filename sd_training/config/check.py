@@ -60,6 +60,7 @@ def check(config: Config) -> list[str]:
         _ignored,
         _trained_text,
         _bf16_weights,
+        _tracks,
         _previews,
         _processes,
         parallel_problems,
@@ -210,6 +211,16 @@ def _bf16_weights(config: Config) -> Iterator[str]:
         yield "model.bf16_weights: true needs model.mixed_precision=bf16 and optimizer.stochastic_rounding=true"
     elif has_rounding and not config.model.bf16_weights:
         yield "optimizer.stochastic_rounding: is only read with model.bf16_weights=true; fp32 weights need no rounding"
+
+
+def _tracks(config: Config) -> Iterator[str]:
+    ema = config.ema
+    if ema.tracks and not config.model.use_ema:
+        yield f"ema.tracks: {ema.tracks} needs model.use_ema=true"
+    if len(set(ema.tracks)) < len(ema.tracks):
+        yield f"ema.tracks: {ema.tracks} names a width twice"
+    if ema.tracks and ema.snapshot_every % ema.update_every:
+        yield f"ema.snapshot_every: {ema.snapshot_every} is no multiple of ema.update_every={ema.update_every}"
 
 
 def _previews(config: Config) -> Iterator[str]:

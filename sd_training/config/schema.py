@@ -106,7 +106,7 @@ class ExperimentConfig:
 
 @dataclass(config=SCHEMA, kw_only=True)
 class EmaConfig:
-    """Average of the trained weights, kept in fp32 on the CPU of the first process."""
+    """Averages of the trained weights, kept in fp32 on the CPUs, each process its share."""
 
     decay: BelowOne = 0.9999
     """Decay per optimizer step. Half-life = ln 2 / -ln(decay) optimizer steps."""
@@ -116,6 +116,13 @@ class EmaConfig:
     """Ramp min(decay, (1 + n) / (10 + n)) over optimizer steps n, so that early averages forget the initial weights."""
     path: str | None = None
     """Start the average from these weights: a pipeline folder, or the part's own folder."""
+    tracks: list[Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=0.2886)]] = Field(
+        default_factory=list, json_schema_extra={"allowed": "a list of numbers above 0 and at most 0.2886"}
+    )
+    """Widths of further averages [share of the training so far], such as [0.05, 0.10]; from their snapshots
+    `scripts/posthoc_ema.py` rebuilds an average of any width after the training (docs/ema.md)."""
+    snapshot_every: PositiveInt = 1000
+    """Interval between snapshots of the tracks [optimizer steps]; a multiple of `update_every`."""
 
 
 @dataclass(config=SCHEMA, kw_only=True)

@@ -12,6 +12,7 @@ from sd_training.callbacks.ema import Ema, decay_at, export_weights
 from sd_training.config.schema import EmaConfig, OptimizerConfig
 from sd_training.distributed.placement import Replicas
 from sd_training.errors import CheckpointError
+from sd_training.optim.power_function_ema import gamma_of
 from sd_training.training.base_module import Optimization, TrainedModule
 
 
@@ -106,7 +107,7 @@ def test_state_round_trip_continues_the_average() -> None:
 
 def test_a_checkpoint_without_an_average_is_refused() -> None:
     module = module_with(1.0)
-    with pytest.raises(CheckpointError, match=r"model\.use_ema: true, but the checkpoint has no average"):
+    with pytest.raises(CheckpointError, match=r"model\.use_ema: true, but the checkpoint has no such average"):
         Ema(EmaConfig()).on_load_checkpoint(module._trainer, module, {"averages": {}})  # type: ignore[arg-type]
 
 
@@ -123,3 +124,26 @@ def test_average_of_another_network_is_refused(tmp_path: Path) -> None:
     ema, module = Ema(EmaConfig(), initial={"other": torch.zeros(1)}), module_with(1.0)
     with pytest.raises(CheckpointError, match="do not fit the network"):
         ema.on_train_start(module._trainer, module)  # type: ignore[arg-type]
+
+
+def test_a_track_follows_its_power_function_beside_the_average() -> None:
+    ema, module = Ema(EmaConfig(tracks=[0.1], update_every=2)), module_with(0.0)
+    ema.on_train_start(module._trainer, module)  # type: ignore[arg-type]
+    exponent = gamma_of(0.1) + 1
+    expected = 0.0
+    for step in range(1, 13):
+        set_weight(module, float(step))
+        ema.on_optimizer_step(module._trainer, module, step)  # type: ignore[arg-type]
+        if step % 2 == 0:
+            beta = (1 - 2 / step) ** exponent
+            expected = beta * expected + (1 - beta) * step
+    track = ema.averages["ema-sigma_rel=0.100"]["weight"]
+    torch.testing.assert_close(track, torch.full((1, 2), expected))
+    assert not torch.equal(track, ema.shares["weight"])
+
+
+def test_a_track_that_the_checkpoint_lacks_is_named() -> None:
+    module = module_with(1.0)
+    stored = {"averages": {"ema": {"network.weight": torch.zeros(1, 2), "network.bias": torch.zeros(1)}}}
+    with pytest.raises(CheckpointError, match=r"ema\.tracks: ema-sigma_rel=0\.100, but the checkpoint has no such"):
+        Ema(EmaConfig(tracks=[0.1])).on_load_checkpoint(module._trainer, module, stored)  # type: ignore[arg-type]
