@@ -49,7 +49,7 @@ def write_shard(path: Path, samples: Iterable[Mapping[str, Any]]) -> Path:
     return path
 
 
-def caption_samples(count: int, first: int = 0, **size: int) -> list[dict[str, Any]]:
+def caption_samples(count: int, first: int = 0, **size: Any) -> list[dict[str, Any]]:
     """`count` good samples with image, caption and metadata."""
     return [
         {

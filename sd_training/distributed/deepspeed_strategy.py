@@ -1,6 +1,7 @@
 """DeepSpeed's ZeRO through Lightning, on GPUs and, for debugging, on CPUs over gloo.
 
-DeepSpeed accumulates, clips, scales the loss (fp16) and skips non-finite steps itself. What is changed here: inputs
+DeepSpeed accumulates, clips, scales the loss (fp16) and skips non-finite steps itself. What is changed here: the loss
+is divided by the micro-batches once, not by Lightning and by DeepSpeed (gradients were k times too small), inputs
 keep their type (Lightning would round timesteps to bf16), layers run under autocast as with every other strategy,
 tables of positions stay fp32, and the checks that insist on CUDA do not apply to CPUs.
 """
@@ -166,6 +167,10 @@ class ZeroPrecision(DeepSpeedPrecision):
     def convert_input(self, data: Any) -> Any:
         """As they are; layers cast under autocast."""
         return data
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *arguments: Any, **options: Any) -> None:
+        """Lightning has divided the loss by the number of micro-batches already; DeepSpeed would do it again."""
+        super().backward(tensor, model, optimizer, *arguments, scale_wrt_gas=False, **options)
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: Any, closure: Any, **options: Any

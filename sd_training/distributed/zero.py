@@ -177,7 +177,7 @@ class ZeroParameters(Zero):
 
     def _show(self, parameter: nn.Parameter, whole: Tensor) -> None:
         """The cut copy that the network computes with; the masters stay."""
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero import GatheredParameters
 
         with GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
             if distributed.get_rank() == 0:

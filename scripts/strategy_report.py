@@ -1,0 +1,247 @@
+"""Does the result of a run depend on how it is spread? Trains a tiny model with real data under every strategy, on CPU
+processes over gloo, and prints one table (docs/scaling.md).
+
+    python scripts/strategy_report.py [steps=20] [folder=build/strategies]
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from sd_training.quiet import quiet_libraries
+
+quiet_libraries()
+
+import csv
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from sd_training.checkpoint.tensor_files import read_state
+from sd_training.cli import run_cli
+from sd_training.errors import UserError
+
+GLOBAL_BATCH = 8
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A row of the table."""
+
+    name: str
+    processes: int
+    options: tuple[str, ...] = ()
+    sharing: int = 1
+    """Processes that draw the same samples."""
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples per process and step."""
+        return GLOBAL_BATCH * self.sharing // self.processes
+
+
+ENGINES = (
+    Engine("single", 1),
+    Engine("ddp ×2", 2, ("distributed.strategy=ddp",)),
+    Engine("fsdp ×2", 2, ("distributed.strategy=fsdp",)),
+    Engine("tensor ×2", 2, ("distributed.mesh.tensor=2",), sharing=2),
+    Engine("deepspeed_1 ×2", 2, ("distributed.strategy=deepspeed_1",)),
+    Engine("deepspeed_2 ×2", 2, ("distributed.strategy=deepspeed_2",)),
+    Engine("deepspeed_2 + offload ×2", 2, ("distributed.strategy=deepspeed_2", "distributed.offload_optimizer=true")),
+    Engine("deepspeed_3 ×2", 2, ("distributed.strategy=deepspeed_3",)),
+    Engine("hsdp 2 × 2", 4, ("distributed.mesh.data=2", "distributed.mesh.fsdp=2")),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What an engine did, against one process; differences of weights relative to the largest weight of the network."""
+
+    engine: str
+    loss: float
+    """Largest relative difference of a step's loss."""
+    weights: float
+    ema: float
+    accumulation: float
+    """Of the average after twice as many micro-batches of half the size, with the same engine."""
+    resume: float
+    """Of weights, average and optimizer state after a resume, with the same engine; 0 is the same bits."""
+    moves: float
+    """Of the average after one process went on from this engine's checkpoint, and this engine from one process's."""
+    export: float
+    """Of the exported weights to the average in the checkpoint; 0 is the same bits."""
+    mib: tuple[float, float, float]
+    """Weights, optimizer state and average of the fullest process."""
+
+
+def make_models(folder: Path) -> None:
+    """A tiny transformer pipeline and shards of pictures; those of the tests."""
+    from tests.family_makers import save_pipeline
+    from tests.makers import caption_shards
+
+    save_pipeline("flux", folder / "pipeline")
+    caption_shards(folder / "shards")
+
+
+def arguments(folder: Path, name: str, engine: Engine, steps: int, *, accumulation: int = 1) -> list[str]:
+    """Options of a run of `steps` optimizer steps that saves in the middle and at the end."""
+    return [
+        f"experiment.log_dir={folder / 'runs'}",
+        f"experiment.name={name}",
+        f"experiment.num_examples_to_see={GLOBAL_BATCH * steps}",
+        f"experiment.save_every={steps // 2}",
+        f"model.pretrained={folder / 'pipeline'}",
+        "model.mixed_precision=no",
+        "model.use_ema=true",
+        "optimizer.params.learning_rate=0.001",
+        "lr_scheduler.params.warmup_length=3",
+        f"dataset.params.path={folder / 'shards'}",
+        "dataset.params.resolution=32",
+        f"system.batch_size={engine.micro_batch // accumulation}",
+        f"system.gradient_accumulation={accumulation}",
+        "system.workers=0",
+        "trainer.accelerator=cpu",
+        "logging.every=1",
+        "logging.progress_bar=false",
+        *engine.options,
+    ]
+
+
+def run_jobs(folder: Path, jobs: list[dict[str, object]], processes: int) -> None:
+    """All jobs in the same processes.
+
+    Raises:
+        UserError: one of them failed; the log says why.
+    """
+    listing, log = folder / f"jobs_{processes}.json", folder / f"log_{processes}.txt"
+    listing.write_text(json.dumps(jobs))
+    alone = [sys.executable, "-m", "scripts.strategy_runs"]
+    several = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = alone if processes == 1 else [*several, "-m", "scripts.strategy_runs"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with log.open("a") as stream:
+        ended = subprocess.run(
+            [*command, str(listing)], cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT
+        )
+    if ended.returncode:
+        tail = "\n".join(log.read_text().splitlines()[-30:])
+        raise UserError(f"a run with {processes} processes failed; see {log}\n{tail}")
+
+
+def slug(engine: Engine) -> str:
+    """Folder name of an engine's runs."""
+    return "".join(c if c.isalnum() else "_" for c in engine.name)
+
+
+def engine_jobs(folder: Path, engine: Engine, steps: int) -> list[dict[str, object]]:
+    """Whole, accumulated, resumed, and gone on from one process's checkpoint."""
+    name, runs, drop = slug(engine), folder / "runs", f"step={steps}"
+    jobs: list[dict[str, object]] = [
+        {"argv": arguments(folder, name, engine, steps)},
+        {"argv": arguments(folder, f"{name}_accumulated", engine, steps, accumulation=2)},
+    ]
+    for target, source in ((f"{name}_resumed", name), (f"{name}_from_single", "single")):
+        argv = arguments(folder, target, engine, steps)
+        jobs.append({"copy": str(runs / source), "to": str(runs / target), "drop": drop, "argv": argv})
+    return jobs
+
+
+def make_runs(folder: Path, engines: Iterable[Engine], steps: int) -> None:
+    """Every run that the table compares. `engines` begin with `single`."""
+    single, *others = engines
+    run_jobs(folder, engine_jobs(folder, single, steps), 1)
+    for processes in sorted({engine.processes for engine in others}):
+        jobs = [j for e in others if e.processes == processes for j in engine_jobs(folder, e, steps)]
+        run_jobs(folder, jobs, processes)
+    back: list[dict[str, object]] = []
+    for engine in others:
+        target, runs = f"{slug(engine)}_to_single", folder / "runs"
+        argv = arguments(folder, target, single, steps)
+        back.append({"copy": str(runs / slug(engine)), "to": str(runs / target), "drop": f"step={steps}", "argv": argv})
+    run_jobs(folder, back, 1)
+
+
+def tensors(run: Path, step: int, *parts: str) -> dict[str, Tensor]:
+    """Tensors of a checkpoint by part and name."""
+    stored = read_state(run / "checkpoints" / f"step={step}")[1]
+    return {f"{part}/{name}": t.float() for part in parts for name, t in stored[part].items()}
+
+
+def distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+    """Largest difference, relative to the largest number."""
+    if left.keys() != right.keys():
+        raise UserError(f"tensors differ in name: {sorted(left.keys() ^ right.keys())[:3]}")
+    largest = max(float(t.abs().max()) for t in right.values())
+    return max(float((left[name] - right[name]).abs().max()) for name in right) / largest
+
+
+def losses(run: Path) -> list[float]:
+    """Loss of every optimizer step."""
+    with (run / "metrics.csv").open(newline="") as stream:
+        return [float(row["loss"]) for row in csv.DictReader(stream)]
+
+
+def compare(folder: Path, engine: Engine, steps: int) -> Row:
+    """One row of the table."""
+    runs = folder / "runs"
+    own, single, name = runs / slug(engine), runs / "single", slug(engine)
+    pairs = zip(losses(own), losses(single), strict=True)
+    state = ("weights", "ema", "optimizer")
+    moved = [runs / f"{name}_from_single"] + ([runs / f"{name}_to_single"] if engine.processes > 1 else [])
+    exported = load_file(own / "current_pipeline" / "transformer" / "diffusion_pytorch_model.safetensors")
+    average = {key.rpartition("network.")[2]: t for key, t in tensors(own, steps, "ema").items()}
+    sizes = [json.loads(path.read_text()) for path in own.glob("bytes_*.json")]
+    return Row(
+        engine=engine.name,
+        loss=max(abs(a - b) / abs(b) for a, b in pairs),
+        weights=distance(tensors(own, steps, "weights"), tensors(single, steps, "weights")),
+        ema=distance(tensors(own, steps, "ema"), tensors(single, steps, "ema")),
+        accumulation=distance(tensors(runs / f"{name}_accumulated", steps, "ema"), tensors(own, steps, "ema")),
+        resume=distance(tensors(runs / f"{name}_resumed", steps, *state), tensors(own, steps, *state)),
+        moves=max(distance(tensors(run, steps, "ema"), tensors(single, steps, "ema")) for run in moved),
+        export=distance({key: exported[key] for key in average}, average),
+        mib=tuple(max(size[kind] for size in sizes) / 2**20 for kind in ("weights", "optimizer", "ema")),
+    )
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Markdown."""
+    heads = ("engine", "loss", "weights", "average", "accumulation", "resume", "moved", "export", "MiB per process")
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for row in rows:
+        numbers = (row.loss, row.weights, row.ema, row.accumulation, row.resume, row.moves, row.export)
+        cells = [f"{number:.1e}" if number else "0" for number in numbers]
+        lines.append(f"| {row.engine} | {' | '.join(cells)} | {' + '.join(f'{m:.3f}' for m in row.mib)} |")
+    return "\n".join(lines)
+
+
+def report(folder: Path, steps: int) -> list[Row]:
+    """Makes models, runs and rows; what an earlier report left in the folder is removed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    make_models(folder)
+    make_runs(folder, ENGINES, steps)
+    return [compare(folder, engine, steps) for engine in ENGINES]
+
+
+def main() -> None:
+    """Parse, run, print."""
+    given = dict(word.partition("=")[::2] for word in sys.argv[1:])
+    if unknown := given.keys() - {"steps", "folder"}:
+        raise UserError(f"{sorted(unknown)[0]}: is no option; options are steps=20 and folder=build/strategies")
+    steps = int(given.get("steps", "20"))
+    if steps < 4 or steps % 2:
+        raise UserError(f"steps: is {steps}; an even number of at least 4 is needed, because a run saves in its middle")
+    print(table(report(Path(given.get("folder", ROOT / "build" / "strategies")).resolve(), steps)))
+
+
+if __name__ == "__main__":
+    run_cli(main)
