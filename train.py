@@ -3,7 +3,8 @@
     python train.py config=configs/x.yaml [config options as a.b.c=value …] [--dry-run]
     torchrun --nproc_per_node 8 -m train config=configs/x.yaml
 
-The same command again resumes the run. Every option is described in docs/config.md.
+The same command again resumes the run, also after SIGTERM or SIGUSR1: then it has saved and ended with status 75.
+Every option is described in docs/config.md.
 """
 
 import sys
@@ -13,6 +14,7 @@ from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
 from sd_training.quiet import quiet_libraries
 from sd_training.rank_log import get_logger
+from sd_training.stop_signals import StopSignals
 
 log = get_logger("sd_training.train")
 
@@ -23,6 +25,8 @@ def main() -> None:
     if not argv or "-h" in argv or "--help" in argv:
         print(__doc__.strip())
         return
+    signals = StopSignals()
+    signals.expect_warning()
     dry_run = "--dry-run" in argv
     unknown = [word for word in argv if word.startswith("-") and word != "--dry-run"]
     if unknown:
@@ -49,8 +53,11 @@ def main() -> None:
     from sd_training.build.run import build_run
 
     log.info(plan.batch.sentence())
-    run = build_run(plan)
+    run = build_run(plan, signals)
     run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.resume_from)
+    if run.exit_status:
+        log.info(f"stopped after {run.trainer.global_step:,} optimizer steps and saved; the same command goes on")
+        signals.leave(run.exit_status)
     log.info(f"done: {plan.run_dir / 'current_pipeline'}")
 
 

@@ -15,7 +15,7 @@ PACKAGE = "sd_training"
 LAYERS = {
     # Layer 0 has a floor: these modules are for everybody, config included.
     **dict.fromkeys(("errors", "types"), -2),
-    **dict.fromkeys(("rank_log", "cli", "quiet"), -1),
+    **dict.fromkeys(("rank_log", "cli", "quiet", "stop_signals"), -1),
     "config": 0,
     **dict.fromkeys(("data", "diffusion", "optim", "checkpoint"), 1),
     "models": 2,

@@ -12,6 +12,7 @@ from sd_training.callbacks.ema_snapshots import EmaSnapshots
 from sd_training.callbacks.finite_guard import FiniteGuard
 from sd_training.callbacks.metrics import Metrics
 from sd_training.callbacks.pictures import PictureJob, Pictures
+from sd_training.callbacks.preemption import Preemption
 from sd_training.callbacks.progress_bar import ProgressBar
 from sd_training.callbacks.run_record import RunRecord
 from sd_training.callbacks.saves import Saves
@@ -25,8 +26,8 @@ from sd_training.rank_log import get_logger
 log = get_logger(__name__)
 
 
-def build_callbacks(plan: Plan, trained: Trained, data: TrainingData) -> list[pl.Callback]:
-    """In the order they act after an optimizer step: average, guard, log, draw, save, show."""
+def build_callbacks(plan: Plan, trained: Trained, data: TrainingData, preemption: Preemption) -> list[pl.Callback]:
+    """In the order they act after an optimizer step: stop, average, guard, log, draw, save, show."""
     config, batch = plan.config, plan.batch
     stopwatch = Stopwatch()
     ema = _ema(plan, trained) if config.model.use_ema else None
@@ -49,6 +50,7 @@ def build_callbacks(plan: Plan, trained: Trained, data: TrainingData) -> list[pl
         stopwatch,
     )
     callbacks: list[pl.Callback | None] = [
+        preemption,
         RunRecord(plan.run_dir, resolved_yaml(config), facts),
         ema,
         EmaSnapshots(plan.run_dir, config.ema, ema) if ema is not None and config.ema.tracks else None,

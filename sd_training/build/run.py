@@ -15,6 +15,7 @@ from sd_training.build.loggers import build_loggers
 from sd_training.build.models import build_model
 from sd_training.build.plan import Plan
 from sd_training.build.strategy import make_strategy, precision_plugins
+from sd_training.callbacks.preemption import Preemption
 from sd_training.checkpoint.seal import ever_finished, sealed, step_of, sweep
 from sd_training.data.captions import Dropout
 from sd_training.data.datamodule import TrainingData
@@ -23,6 +24,7 @@ from sd_training.errors import ConfigError
 from sd_training.export.pipeline import recover_exports
 from sd_training.models.family import Family
 from sd_training.rank_log import get_logger, is_main_process
+from sd_training.stop_signals import StopSignals
 from sd_training.training.base_module import TrainedModule
 from sd_training.types import LatentGrid
 
@@ -44,10 +46,26 @@ class Run:
     data: TrainingData
     resume_from: Path | None
     """Folder of checkpoints, when there is one to resume from."""
+    preemption: Preemption
+
+    @property
+    def exit_status(self) -> int:
+        """After the fit: 0, or what the process ends with because a signal stopped it (see `stop_signals`).
+
+        Lightning's own launcher kills the process that started the others when one of those does not end with 0.
+        """
+        environment = getattr(self.trainer.strategy, "cluster_environment", None)
+        if isinstance(environment, LightningEnvironment) and not self.trainer.is_global_zero:
+            return 0
+        return self.preemption.status
 
 
-def build_run(plan: Plan) -> Run:
+def build_run(plan: Plan, signals: StopSignals | None = None) -> Run:
     """Every object of the run.
+
+    Args:
+        plan: what to build.
+        signals: notes of signals, when the program has taken some since its start.
 
     Raises:
         ConfigError: a part cannot be loaded, parts do not fit, or the run folder is taken.
@@ -56,9 +74,11 @@ def build_run(plan: Plan) -> Run:
     resume_from = _prepare_run_dir(plan)
     trained = build_model(plan)
     data = make_data(plan, trained.family, trained.latent_grid)
-    trainer = _trainer(plan, build_callbacks(plan, trained, data), make_strategy(plan, trained.cuts))
-    _without_signal_broadcast(trainer)
-    return Run(trainer, trained.module, data, resume_from)
+    preemption = Preemption(signals or StopSignals())
+    callbacks = build_callbacks(plan, trained, data, preemption)
+    trainer = _trainer(plan, callbacks, make_strategy(plan, trained.cuts))
+    _without_signal_handling(trainer)
+    return Run(trainer, trained.module, data, resume_from, preemption)
 
 
 def make_data(plan: Plan, family: Family | None, grid: LatentGrid) -> TrainingData:
@@ -156,9 +176,14 @@ def _trainer(plan: Plan, callbacks: list[pl.Callback], strategy: Strategy) -> pl
     )
 
 
-def _without_signal_broadcast(trainer: pl.Trainer) -> None:
-    """Lightning 2.6 broadcasts a signal flag before every micro-batch and reads it on the host, which waits for all the
-    work in flight; that is the host synchronisation this trainer promises not to have."""
-    loop = trainer.fit_loop.epoch_loop
+def _without_signal_handling(trainer: pl.Trainer) -> None:
+    """Signals are `callbacks/preemption.py`'s business.
+
+    Lightning 2.6's handler of SIGTERM broadcasts inside the handler, so a signal to one rank makes it wait for the
+    others for ever; and before every micro-batch it broadcasts a flag and reads it on the host, which waits for all the
+    work in flight. It has no option for either.
+    """
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     if hasattr(loop, "_broadcast_sigterm_tensor"):
         loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]

@@ -36,5 +36,8 @@ class OptimizerStepCallback(pl.Callback):
 
     @staticmethod
     def is_due(trainer: pl.Trainer, step: int, every: int) -> bool:
-        """Whether something done every `every` optimizer steps, and at the end of the run, is due now; 0 is never."""
-        return every > 0 and (step % every == 0 or step == trainer.max_steps)
+        """Whether something done every `every` optimizer steps, and at the end of the run, is due now; 0 is never.
+
+        A run that was asked to stop ends with this step.
+        """
+        return every > 0 and (step % every == 0 or step == trainer.max_steps or trainer.should_stop)

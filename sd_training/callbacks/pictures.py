@@ -85,8 +85,8 @@ class Pictures(OptimizerStepCallback):
         return f"Pictures.{self.job.name}"
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        """Draw when due."""
-        if not self.is_due(trainer, step, self.job.every):
+        """Draw when due; a run that was asked to stop has no time for it."""
+        if trainer.should_stop or not self.is_due(trainer, step, self.job.every):
             return
         folder = self.samples_dir / f"step_{step}" / self.job.name
         with self.stopwatch.paused():

@@ -21,7 +21,7 @@ _EXPORTED = "exported_step"
 
 
 class Saves(OptimizerStepCallback):
-    """Every `every` optimizer steps and at the end of the run.
+    """Every `every` optimizer steps, at the end of the run, and when it is asked to stop.
 
     Args:
         run_dir: the run folder.

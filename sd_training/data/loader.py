@@ -1,7 +1,6 @@
 """The loader of a run: micro-batches of one rank, from any optimizer step on."""
 
 import os
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from sd_training.data.collate import Delivery, collate
 from sd_training.data.dataset import TrainingSamples, Visit
 from sd_training.data.order import slots
 from sd_training.data.run_order import RunOrder
-from sd_training.data.worker_server import worker_context
+from sd_training.data.worker_server import obey_only, worker_context
 from sd_training.errors import DataError
 from sd_training.rank_log import get_logger
 from sd_training.types import PixelBatch
@@ -95,19 +94,17 @@ class TrainingLoader:
             collate_fn=collate,
             pin_memory=torch.cuda.is_available(),
             prefetch_factor=PREFETCHED if self.workers else None,
-            worker_init_fn=partial(_start_worker, dict(os.environ)) if self.workers else None,
+            worker_init_fn=partial(_start_worker, dict(os.environ), os.getpid()) if self.workers else None,
             multiprocessing_context=worker_context() if self.workers else None,
             generator=torch.Generator(),  # else torch's global generator is moved; nothing here draws from either
         )
 
 
-def _start_worker(environment: dict[str, str], _: int) -> None:
-    """One thread, and no signal handlers of the training process: Ctrl-C and preemption are its business.
+def _start_worker(environment: dict[str, str], parent: int, _: int) -> None:
+    """One thread, and no signals but those of the training process: Ctrl-C and preemption are its business.
 
     The server that this process was forked from may have an older environment, without the keys of remote storage.
     """
     os.environ.update(environment)
     torch.set_num_threads(1)
-    for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    obey_only(parent)

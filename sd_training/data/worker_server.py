@@ -4,13 +4,18 @@ A child of the training process would keep a copy of its memory alive: weights, 
 at the next step, so every page of them would exist twice (measured: resuming a UNet of 860 million parameters on a CPU
 took 10 GiB more, and was killed). It would also inherit the locks of the threads that CUDA, NCCL and remote storage
 run, in whatever state they are.
+
+SLURM and a terminal send their signals to every process of a run. The server, and the loader processes after it, are
+started with these blocked: they must go on until the training process has saved.
 """
 
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
@@ -19,13 +24,20 @@ _ROOT = Path(__file__).resolve().parents[2]
 _PRELOADED = ["sd_training.data.worker_imports"]
 """Imported once by the server, so that its children start at once."""
 
+BLOCKED = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
+"""Signals that reach the training process only."""
+
+_LOOK_EVERY_S = 1.0
+
 
 def worker_context() -> BaseContext:
     """How loader processes are started; starts the server unless it runs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    with _importable():
-        forkserver.ensure_running()
+    with _importable(), _signals_blocked({signal.SIGUSR1}):
+        resource_tracker.ensure_running()  # blocks SIGINT and SIGTERM for itself, and unblocks them afterwards
+        with _signals_blocked(BLOCKED):
+            forkserver.ensure_running()
     return context
 
 
@@ -41,3 +53,39 @@ def _importable() -> Iterator[None]:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
+
+
+@contextmanager
+def _signals_blocked(numbers: set[signal.Signals]) -> Iterator[None]:
+    """A process started inside never gets these signals; this one gets them afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def obey_only(pid: int) -> None:
+    """In a loader process: ends it when the process `pid` says so by SIGTERM, or is gone; nobody else's SIGTERM does.
+
+    torch ends a loader process that hangs by SIGTERM, and notices a lost parent by the parent's id, which is the
+    server's here. The sender of a signal is only known to who waits for it.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+
+    def wait() -> None:
+        while _is_alive(pid):
+            received = signal.sigtimedwait({signal.SIGTERM}, _LOOK_EVERY_S)
+            if received is not None and received.si_pid == pid:
+                break
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True, name="sigterm").start()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,187 @@
+"""A run that is asked to stop: all ranks stop after the same step, saved, and the same command goes on to the bit."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import pytorch_lightning as pl
+
+from sd_training.callbacks.preemption import STEP_FILE_VARIABLE
+from sd_training.stop_signals import INTERRUPTED, STOPPED
+from tests.integration.record_ids import read_ids
+from tests.integration.test_training import assert_same_tensors
+from tests.integration.training import ROOT, checkpoint_tensors, losses, metrics, options, train, train_in_processes
+
+ONE = [sys.executable, "-m", "tests.integration.watched_train"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
+TORCHRUN += ["--rdzv_endpoint", "localhost:0", "-m", "tests.integration.watched_train"]
+LIMIT_S = 100
+
+
+class Started:
+    """A run in processes of its own, started and signalled as a user or a cluster does."""
+
+    def __init__(self, command: list[str], argv: list[str], folder: Path, hold: str | None = None) -> None:
+        folder.mkdir(exist_ok=True)
+        self.held = folder / "held"
+        self.held.unlink(missing_ok=True)
+        watch = {"WATCH_DIR": str(folder), "PYTHONPATH": str(ROOT), STEP_FILE_VARIABLE: str(folder / "step")}
+        watch |= {"WATCH_HOLD": hold} if hold else {}
+        self.process = subprocess.Popen(
+            [*command, *argv],
+            cwd=ROOT,
+            env={**os.environ, **watch},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_until_held(self) -> int:
+        """Process id of the rank that waits."""
+        end_s = time.monotonic() + LIMIT_S
+        while not (self.held.exists() and self.held.read_text()):
+            assert self.process.poll() is None and time.monotonic() < end_s, self.said()
+            time.sleep(0.02)
+        return int(self.held.read_text())
+
+    def said(self) -> str:
+        """Its output; kills what still runs."""
+        try:
+            return self.process.communicate(timeout=LIMIT_S)[0]
+        finally:
+            self.process.kill()
+
+
+@pytest.fixture
+def argv(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> list[str]:
+    """One process, 8 steps of 8 images, read by a loader process; nothing is saved before the end."""
+    return options(tmp_path / "run", pipeline_dir, shards_dir, experiment__save_every=100, system__workers=1)
+
+
+def saved_steps(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def test_one_process(argv: list[str], tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
+    run = Started(ONE, argv, tmp_path / "watched", "3:all")
+    run.wait_until_held()
+    while run.process.poll() is None:  # again and again, also while it saves; to the loader processes as well
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            os.killpg(run.process.pid, number)
+        time.sleep(0.05)
+    said = run.said()
+    assert run.process.returncode == STOPPED, said
+    assert "Traceback" not in said and "stopped after 4 optimizer steps" in said
+    assert saved_steps(tmp_path / "run") == ["step=4"]
+    assert (tmp_path / "watched/step").read_text() == "4\n"
+    again = Started(ONE, argv, tmp_path / "watched")
+    assert again.process.wait(LIMIT_S) == 0, again.said()
+    whole = tmp_path / "whole"
+    train(options(whole, pipeline_dir, shards_dir, experiment__save_every=100))
+    assert_same_tensors(checkpoint_tensors(tmp_path / "run", 8), checkpoint_tensors(whole, 8))
+    assert losses(tmp_path / "run") == losses(whole)
+    assert [len(pairs) for pairs in read_ids(tmp_path / "watched").values()] == [8] * 8
+
+
+def test_ctrl_c_saves_and_a_second_one_kills(argv: list[str], tmp_path: Path) -> None:
+    run = Started(ONE, argv, tmp_path / "watched", "1:all")
+    os.kill(run.wait_until_held(), signal.SIGINT)
+    assert run.process.wait(LIMIT_S) == INTERRUPTED, run.said()
+    assert saved_steps(tmp_path / "run") == ["step=2"]
+    assert not (tmp_path / "watched/step").exists()  # nothing is to be started again
+    stuck = Started(ONE, argv, tmp_path / "watched", "3:all:forever")
+    pid = stuck.wait_until_held()
+    os.kill(pid, signal.SIGINT)
+    time.sleep(0.5)
+    assert stuck.process.poll() is None
+    os.kill(pid, signal.SIGINT)
+    assert stuck.process.wait(10) == -signal.SIGINT, stuck.said()
+    stuck.said()  # ends when the last process that writes to it has ended: no loader process is left behind
+
+
+@pytest.fixture(scope="module")
+def whole_of_two(tmp_path_factory: pytest.TempPathFactory, pipeline_dir: Path, shards_dir: Path) -> Path:
+    """An uninterrupted run of two processes."""
+    run_dir = tmp_path_factory.mktemp("two") / "run"
+    train_in_processes(options(run_dir, pipeline_dir, shards_dir, system__batch_size=4), 2)
+    return run_dir
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_stops_both_after_the_same_step(
+    rank: int, tmp_path: Path, whole_of_two: Path, pipeline_dir: Path, shards_dir: Path
+) -> None:
+    changes = {"system__batch_size": 4, "experiment__save_every": 100}
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir, **changes)
+    own = ["trainer.devices=2", "trainer.accelerator=cpu"]
+    command, more = (ONE, own) if rank == 0 else (TORCHRUN, [])  # started by Lightning, and by torchrun
+    run = Started(command, [*argv, *more], tmp_path / "watched", f"3:{rank}")
+    os.kill(run.wait_until_held(), signal.SIGTERM)
+    said = run.said()
+    assert "stopped after 5 optimizer steps" in said, said
+    if command is ONE:
+        assert run.process.returncode == STOPPED, said
+    else:  # torchrun has a status of its own, and says that of its processes
+        assert said.count(f"(exitcode: {STOPPED})") == 1 and run.process.returncode == 1, said
+        assert "SIGKILL" not in said
+    assert saved_steps(tmp_path / "run") == ["step=5"]
+    assert [len(pairs) for pairs in read_ids(tmp_path / "watched").values()] == [8] * 5
+    again = Started(command, [*argv, *more], tmp_path / "watched")
+    assert "done: " in again.said() and again.process.returncode == 0
+    assert_same_tensors(checkpoint_tensors(tmp_path / "run", 8), checkpoint_tensors(whole_of_two, 8))
+    assert losses(tmp_path / "run") == losses(whole_of_two)
+    assert [len(pairs) for pairs in read_ids(tmp_path / "watched").values()] == [8] * 8
+
+
+class SignalItself(pl.Callback):
+    """Sends this process a signal during the step after `step`, and notes who handles signals then."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.handlers: set[object] = set()
+        self.before_training: object = None
+
+    def on_fit_start(self, *_: object) -> None:
+        self.before_training = signal.getsignal(signal.SIGTERM)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
+        self.handlers = {signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+@pytest.fixture
+def handlers_of_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers_of_before")
+def test_what_is_due_at_a_stop(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
+    """Metrics of the steps so far and a save, but no pictures; and no handler of Lightning's."""
+    pictures = {"sampling__every": 3, "sampling__prompts": "[a]", "sampling__num_inference_steps": 1}
+    changes = {"experiment__save_every": 100, "logging__every": 100, **pictures}
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir, **changes)
+    before = signal.getsignal(signal.SIGTERM)
+    watch = SignalItself(2)
+    run = train(argv, watch)
+    assert watch.before_training == before  # nothing is there to save: SIGTERM ends the process
+    assert watch.handlers == {run.preemption.signals._note}
+    assert signal.getsignal(signal.SIGTERM) == run.preemption.signals._note  # also on the way out
+    assert (run.exit_status, run.trainer.global_step, saved_steps(tmp_path / "run")) == (STOPPED, 3, ["step=3"])
+    assert [row["optimizer_step"] for row in metrics(tmp_path / "run")] == ["3"]
+    assert not (tmp_path / "run/samples").exists()
+    signal.signal(signal.SIGTERM, before)
+    end = SignalItself(7)  # the last step: nothing to stop any more
+    run = train(argv, end)
+    assert (run.exit_status, run.trainer.global_step) == (0, 8)
+    assert (tmp_path / "run/samples/step_8").exists()
+    assert run.preemption._group is None  # one process alone communicates nothing

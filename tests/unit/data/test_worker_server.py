@@ -1,0 +1,25 @@
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import torch
+
+from sd_training.config.batch_plan import BatchPlan
+from tests.unit.data.making import training_data
+
+
+def test_a_loader_process_obeys_the_training_process_only(shards_dir: Path) -> None:
+    before = set(torch.multiprocessing.active_children())
+    plan = BatchPlan(micro_batch=8, accumulation=1, processes=1, num_examples=80)
+    iterator = iter(training_data(shards_dir, plan, workers=1).loader(0, lambda: 0))
+    next(iterator)
+    (worker,) = set(torch.multiprocessing.active_children()) - before
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # as SLURM does, to all processes
+        subprocess.run(["kill", f"-{int(number)}", str(worker.pid)], check=True)
+    for _ in range(9):
+        next(iterator)
+    assert worker.is_alive() and worker.pid is not None
+    os.kill(worker.pid, signal.SIGTERM)
+    worker.join(10)
+    assert worker.exitcode == 0

@@ -1,0 +1,65 @@
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from sd_training.stop_signals import INTERRUPTED, STOPPED, StopSignals
+
+ALL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def handlers_of_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in ALL}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_is_noted_however_often_it_comes(number: signal.Signals) -> None:
+    signals = StopSignals()
+    signals.listen()
+    assert signals.status == 0
+    for _ in range(3):
+        os.kill(os.getpid(), number)
+    assert signals.status == STOPPED
+
+
+def test_ctrl_c_is_stronger_whichever_came_first() -> None:
+    for order in ((signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)):
+        signals = StopSignals()
+        signals.listen()
+        for number in order:
+            os.kill(os.getpid(), number)
+        assert signals.status == INTERRUPTED
+
+
+def test_handlers_return_unless_a_signal_came() -> None:
+    before = [signal.getsignal(number) for number in ALL]
+    signals = StopSignals()
+    signals.expect_warning()
+    assert [signal.getsignal(number) for number in ALL] == [before[0], signals._note, before[2]]
+    signals.listen()
+    assert [signal.getsignal(number) for number in ALL] == [signals._note] * 3
+    signals.restore()
+    assert [signal.getsignal(number) for number in ALL] == before
+    signals.listen()
+    os.kill(os.getpid(), signal.SIGTERM)
+    signals.restore()
+    assert [signal.getsignal(number) for number in ALL] == [signals._note] * 3
+
+
+def test_an_ignored_ctrl_c_stays_ignored() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    StopSignals().listen()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_nothing_changes_the_status_on_the_way_out() -> None:
+    """Ignored, not handled: when the interpreter is taken down it puts back the default of its own handlers."""
+    with pytest.raises(SystemExit) as ended:
+        StopSignals().leave(STOPPED)
+    assert ended.value.code == STOPPED
+    assert [signal.getsignal(number) for number in ALL] == [signal.SIG_IGN] * 3
