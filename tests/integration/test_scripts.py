@@ -306,29 +306,3 @@ def test_imagenet_prompts() -> None:
         "999": "a toilet tissue",
     }
     assert {i: prompts[i] for i in known} == {i: f"a photo of {name}" for i, name in known.items()}
-
-
-def test_batch_file(tmp_path: Path) -> None:
-    """Runs the batch file with stand-ins for SLURM's programs that say how they were called."""
-    batch = ROOT / "batch_files/multinode-template.sbatch"
-    assert run("bash", "-n", batch, cwd=tmp_path).returncode == 0
-    (tmp_path / "bin").mkdir()
-    for name, body in {
-        "scontrol": 'echo "$3" | tr , "\\n"',
-        "srun": 'echo "$MASTER_ADDR $MASTER_PORT $*"; exit 7',
-    }.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
-    ports = []
-    for job in ("100000", "100001"):
-        slurm = {"JOB_ID": job, "JOB_NODELIST": "n7,n8", "NTASKS": "16", "JOB_NUM_NODES": "2", "CPUS_PER_TASK": "6"}
-        slurm["SUBMIT_DIR"] = str(tmp_path)
-        path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-        environment = {"PATH": path, "RUN_CONFIG": "a.yaml", **{f"SLURM_{k}": v for k, v in slurm.items()}}
-        ended = run("bash", batch, cwd=tmp_path, env=environment)
-        assert ended.returncode == 7  # the job fails when the run fails
-        address, port, *command = ended.stdout.splitlines()[-1].split()
-        ports.append(int(port))
-        assert address == "n7" and "--kill-on-bad-exit=1" in command
-        assert command[-4:] == [f"{tmp_path}/.venv/bin/python", "-u", "train.py", "config=a.yaml"]
-    assert ports[0] != ports[1] and all(1024 < port < 32768 for port in ports)

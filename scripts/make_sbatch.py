@@ -1,0 +1,166 @@
+"""Write a SLURM batch file for a run.
+
+    python scripts/make_sbatch.py config=configs/x.yaml nodes=16 gpus_per_node=8 time=24:00:00 partition=gpu \\
+        [account=…] [qos=…] [efa=true] [container=image.sif] [out=x.sbatch] [a.b.c=value …]
+
+Options of the run (with a dot, as on the command line of train.py) are checked, quoted and put into the file. Without
+out= it is printed, so that `… | sbatch` works. See docs/slurm.md.
+"""
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from sd_training.cli import run_cli
+from sd_training.config.load import load_config
+from sd_training.config.suggest import suggest
+from sd_training.errors import ConfigError
+
+TEMPLATES = Path(__file__).resolve().parents[1] / "batch_files"
+
+DIRECTIVES = {
+    "name": "job-name",
+    "nodes": "nodes",
+    "gpus_per_node": "gpus-per-node",
+    "cpus_per_gpu": "cpus-per-task",
+    "time": "time",
+    "partition": "partition",
+    "account": "account",
+    "qos": "qos",
+    "save_s": "signal",
+}
+"""Option → line `#SBATCH --…=`; `save_s` is the time kept for the last save, before the time limit [s]."""
+
+VARIABLES = {
+    "python": "RUN_PYTHON",
+    "project_dir": "RUN_PROJECT_DIR",
+    "container": "RUN_CONTAINER",
+    "mounts": "RUN_MOUNTS",
+}
+"""Option → line `RUN_…=`."""
+
+OPTIONS = ("config", *DIRECTIVES, *VARIABLES, "efa", "out")
+
+_WHOLE_NUMBERS = ("nodes", "gpus_per_node", "cpus_per_gpu", "save_s")
+_TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
+_PLAIN = re.compile(r"[A-Za-z0-9_.,@+-]+")
+"""What may stand in a #SBATCH line, which no shell reads."""
+
+
+def read_options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The options of this script by name, and the overrides of the run.
+
+    Raises:
+        ConfigError: every option that is unknown, given twice, or has a value that cannot be used.
+    """
+    given: dict[str, str] = {}
+    overrides: list[str] = []
+    problems: list[str] = []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if equals and "." in name:
+            overrides.append(word)
+        elif not equals or name not in OPTIONS:
+            near = suggest(name, OPTIONS)
+            hint = f"did you mean {near}?" if near else f"options are {', '.join(OPTIONS)}, and a.b.c=value"
+            problems.append(f"{word}: is no option of make_sbatch; {hint}")
+        elif name in given:
+            problems.append(f"{name}: is given twice")
+        else:
+            given[name] = value
+            problems += _problems_of(name, value)
+    problems += _problems_between(given)
+    if problems:
+        raise ConfigError(problems)
+    return given, overrides
+
+
+def _problems_of(name: str, value: str) -> list[str]:
+    if name in _WHOLE_NUMBERS and not re.fullmatch(r"[1-9]\d*", value, re.ASCII):
+        return [f"{name}: {value!r} is no whole number of at least 1"]
+    if name == "time" and not _TIME.fullmatch(value):
+        return [f"time: {value!r} is no time of SLURM; give minutes, hours:minutes:seconds or days-hours"]
+    if name in DIRECTIVES and name != "time" and not _PLAIN.fullmatch(value):
+        return [f"{name}: {value!r} may hold letters, digits and _ . , @ + - only"]
+    if name == "efa" and value not in ("true", "false"):
+        return [f"efa: {value!r} is neither true nor false"]
+    return [f"{name}: is empty"] if not value else []
+
+
+def _problems_between(given: dict[str, str]) -> list[str]:
+    problems = [] if "config" in given else ["config: is missing; name the run's YAML file, config=configs/x.yaml"]
+    if "mounts" in given and "container" not in given:
+        problems.append("mounts: is for a container; give container=image as well")
+    return problems
+
+
+def batch_file(given: dict[str, str], overrides: Sequence[str]) -> str:
+    """The text of the batch file.
+
+    Args:
+        given: options of this script, checked.
+        overrides: options of the run, as `a.b.c=value`.
+    """
+    base = "container" if "container" in given else "efa" if given.get("efa") == "true" else "template"
+    text = _template(base)
+    if base == "container" and given.get("efa") == "true":
+        text = text.replace(_section(text, "run"), _section(_template("efa"), "Elastic") + _section(text, "run"))
+    for name, directive in DIRECTIVES.items():
+        if name in given:
+            text = _with_directive(text, directive, f"USR1@{given[name]}" if name == "save_s" else given[name])
+    if "gpus_per_node" in given:  # one process per GPU
+        text = _with_directive(text, "ntasks-per-node", given["gpus_per_node"])
+    for name, variable in VARIABLES.items():
+        if name in given:
+            text = _with_variable(text, variable, shlex.quote(given[name]))
+    text = _with_variable(text, "RUN_CONFIG", shlex.quote(given["config"]))
+    return _with_variable(text, "RUN_OVERRIDES", f"({' '.join(map(shlex.quote, overrides))})")
+
+
+def _template(name: str) -> str:
+    return (TEMPLATES / f"multinode-{name}.sbatch").read_text(encoding="utf-8")
+
+
+def _section(text: str, title: str) -> str:
+    """From the line `# ---- title …` to the next one of that kind."""
+    start = text.index(f"# ---- {title}")
+    return text[start : text.index("\n# ---- ", start) + 1]
+
+
+def _with_directive(text: str, directive: str, value: str) -> str:
+    """The line `#SBATCH --directive=`, which may be commented out or missing, with this value."""
+    line = f"#SBATCH --{directive}={value}"
+    if not re.search(rf"^##?SBATCH --{directive}=", text, re.MULTILINE):
+        return text.replace("#SBATCH --requeue\n", f"#SBATCH --requeue\n{line}\n", 1)
+    return re.sub(rf"^##?SBATCH --{directive}=.*$", lambda _: line, text, count=1, flags=re.MULTILINE)
+
+
+def _with_variable(text: str, variable: str, value: str) -> str:
+    return re.sub(rf"^{variable}=.*$", lambda _: f"{variable}={value}", text, count=1, flags=re.MULTILINE)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Check, write, say how to start it."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if not words or "-h" in words or "--help" in words:
+        print((__doc__ or "").strip())
+        return
+    given, overrides = read_options(words)
+    load_config([f"config={given['config']}", *overrides])
+    text = batch_file(given, overrides)
+    if "out" not in given:
+        print(text, end="")
+        return
+    try:
+        Path(given["out"]).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"out: {given['out']} cannot be written: {error.strerror}") from error
+    print(f"sbatch {shlex.quote(given['out'])}")
+
+
+if __name__ == "__main__":
+    run_cli(main)

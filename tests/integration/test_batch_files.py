@@ -1,0 +1,222 @@
+"""The batch files, run by bash with stand-ins for SLURM's programs that write down how they were called."""
+
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import make_sbatch
+from sd_training.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+BATCH_FILES = sorted((ROOT / "batch_files").glob("*.sbatch"))
+TEMPLATE = ROOT / "batch_files/multinode-template.sbatch"
+CONFIG = ["config=configs/finetune_config.yaml", "model.pretrained=m", "experiment.num_examples_to_see=6400"]
+CONFIG += ["dataset.params.path=d"]
+
+STAND_INS = {
+    "scontrol": r"""case "$2" in
+hostnames) echo "$3" | tr , '\n' ;;
+node) echo "NodeName=$3 NodeAddr=127.0.0.2 NodeHostName=x" ;;
+*) echo "$*" >> "$CALLS/scontrol" ;;
+esac""",
+    "srun": r"""printf '%s\0' "$@" > "$CALLS/srun"
+env > "$CALLS/environment"
+[ -z "$STEP" ] || echo "$STEP" > "$SD_TRAINING_STEP_FILE"
+exit "$STATUS" """,
+}
+
+
+class Job:
+    """A job that is started again and again."""
+
+    def __init__(self, folder: Path, job_id: int = 100) -> None:
+        self.folder, self.job_id, self.num_starts = folder, job_id, 0
+        (folder / "bin").mkdir()
+        for name, body in STAND_INS.items():
+            (folder / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
+            (folder / "bin" / name).chmod(0o755)
+
+    def start(self, batch: Path, status: int = 0, step: int | None = None, **environment: str) -> str:
+        """Runs the file with an srun that ends with `status` and leaves `step`; its output."""
+        slurm = {"JOB_ID": str(self.job_id), "JOB_NODELIST": "n7,n8", "NTASKS": "16", "JOB_NUM_NODES": "2"}
+        slurm |= {"RESTART_COUNT": str(self.num_starts)} if self.num_starts else {}
+        self.num_starts += 1
+        slurm |= {"CPUS_PER_TASK": "6", "SUBMIT_DIR": str(self.folder)}
+        variables = {f"SLURM_{name}": value for name, value in slurm.items()} | environment
+        variables |= {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "CALLS": str(self.folder)}
+        variables |= {"STATUS": str(status), "STEP": "" if step is None else str(step)}
+        done = subprocess.run(["bash", batch], cwd=self.folder, env=variables, capture_output=True, text=True)
+        self.status = done.returncode
+        return done.stdout + done.stderr
+
+    def srun(self) -> list[str]:
+        """The words after srun."""
+        return (self.folder / "srun").read_text().split("\0")[:-1]
+
+    def variable(self, name: str) -> str:
+        """What the processes of the run would see."""
+        lines = (self.folder / "environment").read_text().splitlines()
+        return next(line.partition("=")[2] for line in lines if line.startswith(f"{name}="))
+
+    def requeued(self) -> int:
+        path = self.folder / "scontrol"
+        return path.read_text().splitlines().count(f"requeue {self.job_id}") if path.exists() else 0
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+def sections(path: Path) -> dict[str, str]:
+    first, *others = path.read_text(encoding="utf-8").split("\n# ---- ")
+    return {text.partition(" -")[0]: text for text in others} | {"directives": first[first.index("#SBATCH") :]}
+
+
+def test_what_the_files_share_is_the_same_in_all() -> None:
+    assert len(BATCH_FILES) == 3
+    template = sections(TEMPLATE)
+    for path in BATCH_FILES:
+        theirs = sections(path)
+        for name in set(template) - {"edit these"}:
+            assert theirs[name] == template[name], f"{path.name}: {name}"
+
+
+@pytest.mark.parametrize("batch", BATCH_FILES, ids=lambda path: path.stem)
+def test_every_file_works_alone(batch: Path, job: Job) -> None:
+    job.start(batch, status=7, RUN_CONFIG="a b.yaml", RUN_CONTAINER="i.sif")
+    assert job.status == 7 and job.requeued() == 0  # the job fails when the run fails
+    words = job.srun()
+    assert words[:2] == ["--kill-on-bad-exit=1", "--cpus-per-task=6"]
+    assert words[-3:] == ["-u", "train.py", "config=a b.yaml"]
+    assert job.variable("MASTER_ADDR") == "127.0.0.2" and job.variable("OMP_NUM_THREADS") == "1"
+    if "efa" in batch.name:
+        assert job.variable("FI_PROVIDER") == "efa"
+
+
+def test_a_stopped_job_goes_back_into_the_queue_while_it_makes_progress(job: Job) -> None:
+    for start, step in enumerate((40, 80, 81), start=1):
+        assert f"saved after {step} optimizer steps" in job.start(TEMPLATE, 75, step)
+        assert (job.status, job.requeued()) == (75, start)
+    for step in (81, 80, None):
+        assert "no progress" in job.start(TEMPLATE, 75, step)
+        assert (job.status, job.requeued()) == (75, 3)
+    for status in (0, 1, 2, 130, 137, 143):
+        job.start(TEMPLATE, status, 1000 + status)
+        assert (job.status, job.requeued()) == (status, 3)
+    job.num_starts = 0  # another job, long after, with the same number
+    job.start(TEMPLATE, 75, 10)
+    assert job.requeued() == 4
+
+
+def test_two_jobs_on_a_node_and_a_port_that_is_still_taken(job: Job, tmp_path: Path) -> None:
+    def port() -> int:
+        job.start(TEMPLATE)
+        return int(job.variable("MASTER_PORT"))
+
+    first = port()
+    assert 1024 < first < 32768 and port() == first
+    listeners = [socket.create_server(address) for address in (("127.0.0.1", first), ("127.0.0.2", first + 1))]
+    with open(f"/tmp/sd_training_port_{first + 2}.lock", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)  # as another job of this kind holds it
+        assert port() == first + 3
+    for listener in listeners:
+        listener.close()
+    job.job_id = 101
+    assert port() not in range(first, first + 4)
+
+
+def test_containers(job: Job) -> None:
+    batch = ROOT / "batch_files/multinode-container.sbatch"
+    job.start(batch, RUN_CONTAINER="my image.sif", RUN_MOUNTS="/data,/runs")
+    launch = ["apptainer", "exec", "--nv", "--pwd", str(job.folder), "--bind", f"{job.folder},/data,/runs"]
+    assert job.srun()[2:] == [*launch, "my image.sif", "python", "-u", "train.py", job.srun()[-1]]
+    job.start(batch, RUN_CONTAINER="/images/a.sqsh")
+    assert job.srun()[2:5] == [
+        "--container-image=/images/a.sqsh",
+        f"--container-workdir={job.folder}",
+        f"--container-mounts={job.folder}:{job.folder}",
+    ]
+    assert "name an image" in job.start(batch) and job.status == 2
+
+
+NASTY = [
+    "plain",
+    "two words",
+    "it's",
+    'say "x"',
+    "$HOME $(touch gone)",
+    "`touch gone`",
+    "a\\b",
+    "*",
+    "{000..999}.tar",
+    "&;|",
+]
+
+
+@pytest.mark.parametrize("more", [[], ["efa=true"], ["container=$(touch gone) i.sif"]], ids=str)
+def test_written_values_reach_the_trainer_as_they_were_given(more: list[str], job: Job) -> None:
+    overrides = [*CONFIG[1:], *(f"dataset.params.path={value}" for value in NASTY)]
+    given, taken = make_sbatch.read_options([CONFIG[0], *overrides, "nodes=16", "gpus_per_node=4", *more])
+    batch = job.folder / "job.sbatch"
+    batch.write_text(make_sbatch.batch_file(given, taken))
+    said = job.start(batch)
+    assert job.srun()[-len(overrides) - 1 :] == [CONFIG[0], *overrides], said
+    assert not list(job.folder.glob("gone"))
+    if "efa=true" not in more and more:
+        assert "$(touch gone) i.sif" in job.srun()
+
+
+def test_directives_are_written_once_each() -> None:
+    options = (
+        "nodes=16 gpus_per_node=4 cpus_per_gpu=12 time=2-00:00:00 partition=gpu account=me qos=high save_s=90 name=a.b"
+    )
+    text = make_sbatch.batch_file(
+        *make_sbatch.read_options([CONFIG[0], *options.split(), "efa=true", "container=i.sif"])
+    )
+    lines = [line for line in text.splitlines() if line.startswith(("#SBATCH --", "##SBATCH"))]
+    expected = (
+        "nodes=16 ntasks-per-node=4 gpus-per-node=4 cpus-per-task=12 time=2-00:00:00 partition=gpu account=me qos=high"
+    )
+    for directive in [*expected.split(), "signal=USR1@90", "job-name=a.b"]:
+        assert lines.count(f"#SBATCH --{directive}") == 1, directive
+    assert len({line.partition("=")[0] for line in lines}) == len(lines) == 14
+    assert "FI_PROVIDER=efa" in text and "apptainer" in text
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("node=16", "did you mean nodes?"),
+        ("partitoin=gpu", "did you mean partition?"),
+        ("--efa", "did you mean efa?"),
+        ("frobnicate=1", "options are config, name, nodes"),
+        ("nodes=0", "nodes: '0' is no whole number"),
+        ("nodes=２", "is no whole number"),
+        ("time=tomorrow", "is no time of SLURM"),
+        ("partition=a b", "may hold letters"),
+        ("account=$(x)", "may hold letters"),
+        ("name=a\n#SBATCH --nodes=99", "may hold letters"),
+        ("efa=yes", "neither true nor false"),
+        ("container=", "container: is empty"),
+        ("mounts=/data", "mounts: is for a container"),
+        ("config=b.yaml", "config: is given twice"),
+    ],
+)
+def test_wrong_options(option: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
+        make_sbatch.read_options([CONFIG[0], option])
+
+
+def test_the_script_checks_the_run_as_well(tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/make_sbatch.py", *CONFIG, f"out={tmp_path}/a b.sbatch"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == f"sbatch '{tmp_path}/a b.sbatch'\n", done.stderr
+    assert "config=" not in (tmp_path / "a b.sbatch").read_text().split("RUN_CONFIG=")[1].splitlines()[0]
+    done = subprocess.run([*command, "dataset.params.resolutoin=3"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "dataset.params.resolution" in done.stderr and "Traceback" not in done.stderr
