@@ -1,6 +1,7 @@
 # make env         the environment in .venv, from requirements.txt
 # make quickstart  train a tiny text-to-image model from scratch on real digits and look at what it draws
 # make test        lint, format check, types, tests
+# make slurm       Debian's SLURM for the tests that start one, where it can be installed (a part of make test)
 # make format      rewrite the sources in the project's format
 # make docs        rewrite docs/config.md from the schema
 # make clean       remove the environment and caches; runs and data stay
@@ -16,7 +17,7 @@ export OMP_NUM_THREADS := 1
 # The environment is installed without bytecode; where nobody may write it, every process compiles torch again: 10 s.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: env test quickstart format docs clean
+.PHONY: env test slurm quickstart format docs clean
 
 env: $(STAMP)
 
@@ -29,11 +30,19 @@ $(STAMP): requirements.txt
 	$(BIN)/python -m pip install --quiet --no-compile -r requirements.txt
 	cp requirements.txt $@
 
-test: env
+test: env slurm
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+slurm:
+	@if command -v slurmctld >/dev/null || [ -x /usr/sbin/slurmctld ]; then :; \
+	elif [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
+		echo "SLURM is not installed, and only root can do it, by apt-get: its tests will be skipped"; \
+	elif apt-get update -qq >/dev/null && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
+		--no-install-recommends slurmctld slurmd slurm-client munge >/dev/null; then :; \
+	else echo "SLURM could not be installed by apt-get: its tests will be skipped"; fi
 
 quickstart: env
 	$(BIN)/python scripts/quickstart.py
