@@ -7,6 +7,7 @@ import pytorch_lightning as pl
 
 from sd_training.build.models import Trained
 from sd_training.build.plan import Plan
+from sd_training.callbacks.compile_watch import CompileWatch
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.ema_snapshots import EmaSnapshots
 from sd_training.callbacks.finite_guard import FiniteGuard
@@ -56,6 +57,7 @@ def build_callbacks(plan: Plan, trained: Trained, data: TrainingData, preemption
         EmaSnapshots(plan.run_dir, config.ema, ema) if ema is not None and config.ema.tracks else None,
         FiniteGuard(plan.run_dir / "incidents.jsonl", config.logging.every, data.positions_of),
         metrics,
+        CompileWatch(config.logging.every) if config.trainer.compile else None,
         *_picture_callbacks(plan, trained, ema, stopwatch),
         saves,
         ProgressBar(metrics, data.images_before, batch.num_steps) if config.logging.progress_bar else None,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sd_training.build.network import prepare_network
 from sd_training.build.plan import Plan
 from sd_training.config.check_parallel import is_deepspeed
 from sd_training.data.sizes import training_sizes
@@ -19,6 +20,7 @@ from sd_training.models.encoders import Encoders
 from sd_training.models.families import load_family
 from sd_training.models.family import Family, downscale_factor, latent_grid, size_problems
 from sd_training.models.load import load_network
+from sd_training.models.memory_format import use_channels_last, wants_channels_last
 from sd_training.optim.lr_schedules import lr_schedule
 from sd_training.training.autoencoder_module import AutoencoderModule
 from sd_training.training.base_module import PART, Optimization, TrainedModule
@@ -74,13 +76,13 @@ def _diffusion(plan: Plan) -> Trained:
         for network in family.trained_networks(model.train_text_encoder).values():
             for parameter in network.parameters():  # tables of positions are buffers, and stay as they are
                 parameter.data = parameter.data.to(torch.bfloat16)
-    if model.gradient_checkpointing:
-        family.denoiser.enable_gradient_checkpointing()
     if model.xformers:
         use_fast_attention(family.denoiser, torch.device(plan.launch.accelerator))
+    prepare_network(family, plan)
     vae_precision = model.vae_precision or ("bf16" if plan.precision == "bf16" else "fp32")
     text_precision = model.text_encoder_precision or plan.precision
     encoders = Encoders(family, vae_precision, text_precision, model.train_text_encoder)
+    encoders.save_memory(is_sliced=model.vae_slicing, is_tiled=model.vae_tiling)
     module = DiffusionModule(
         encoders, objective_of(family), optimization(plan), has_gradient_scaler=plan.precision == "fp16"
     )
@@ -139,6 +141,8 @@ def _autoencoder(plan: Plan) -> Trained:
         raise ConfigError(problems)
     if config.model.gradient_checkpointing:
         vae.enable_gradient_checkpointing()
+    if wants_channels_last(config.trainer.channels_last, plan.launch.accelerator):
+        use_channels_last(vae)
     module = AutoencoderModule(
         vae, config.objective.kl_weight, optimization(plan), has_gradient_scaler=plan.precision == "fp16"
     )

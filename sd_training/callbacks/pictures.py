@@ -24,6 +24,7 @@ from sd_training.callbacks.stopwatch import Stopwatch
 from sd_training.config.schema import SamplingConfig
 from sd_training.export.draw import draw_images
 from sd_training.export.pictures import picture_grid
+from sd_training.models.compilation import without_compiling
 from sd_training.models.encoders import autocast
 from sd_training.training.base_module import TrainedModule
 
@@ -102,7 +103,7 @@ class Pictures(OptimizerStepCallback):
         share = self._share(trainer.strategy)
         if not share:
             return
-        with torch.no_grad(), autocast(module.device, self.precision):
+        with torch.no_grad(), autocast(module.device, self.precision), without_compiling():
             images = draw_images(
                 self.pipeline(),
                 [self.job.prompts[i][1] for i in share],

@@ -38,6 +38,10 @@ _IGNORED = {
         *(key for key in options() if key.startswith("conditioning.")),
         "experiment.eval_caption_file",
         "model.train_text_encoder",
+        "model.gradient_checkpointing_every",
+        "model.vae_slicing",
+        "model.vae_tiling",
+        "trainer.compile",
     ),
     "unet": ("objective.kl_weight",),
 }
@@ -61,6 +65,7 @@ def check(config: Config) -> list[str]:
         _trained_text,
         _bf16_weights,
         _tracks,
+        _recomputation,
         _previews,
         _processes,
         parallel_problems,
@@ -223,6 +228,11 @@ def _tracks(config: Config) -> Iterator[str]:
         yield f"ema.snapshot_every: {ema.snapshot_every} is no multiple of ema.update_every={ema.update_every}"
 
 
+def _recomputation(config: Config) -> Iterator[str]:
+    if config.model.train == "vae" and config.model.gradient_checkpointing == "selective":
+        yield "model.gradient_checkpointing: selective is for denoisers only; use true with model.train=vae"
+
+
 def _previews(config: Config) -> Iterator[str]:
     if config.model.train == "unet" and config.sampling.every > 0 and not config.sampling.prompts:
         yield f"sampling.prompts: is empty, but sampling.every={config.sampling.every} asks for previews; give one"
@@ -265,6 +275,8 @@ def _unread(config: Config) -> Iterator[str]:
         for key in options():
             if key.startswith("ema.") and not _is_default(config, key):
                 yield f"{key}: is not used, because model.use_ema is false"
+    if config.model.gradient_checkpointing_every > 1 and not config.model.gradient_checkpointing:
+        yield "model.gradient_checkpointing_every: is not used, because model.gradient_checkpointing is false"
     if config.experiment.eval_tar and config.experiment.eval_caption_file is None:
         yield "experiment.eval_tar: is not used, because experiment.eval_caption_file is not set"
     if config.model.pretrained is not None and config.model.text_encoders:

@@ -64,5 +64,7 @@ def _sharding_problems(config: Config) -> Iterator[str]:
         yield f"model.mixed_precision: fp16 needs a loss scale that {name} does not share; use bf16, or deepspeed_2"
     if config.model.train == "vae":
         yield f"model.train: vae is small and is trained with single or ddp, not with {name}"
+    if config.trainer.channels_last is True and is_fsdp(config.distributed) and config.model.train == "unet":
+        yield f"trainer.channels_last: true, but {name} cuts contiguous weights only; use auto, which leaves them so"
     if config.trainer.compile == "full":
         yield f"trainer.compile: full does not see through {name}; use blocks"

@@ -44,6 +44,14 @@ class Encoders:
         """All encoders."""
         return [self.family.vae, *self.family.text_encoders().values()]
 
+    def save_memory(self, *, is_sliced: bool, is_tiled: bool) -> None:
+        """Encodes (and, for previews, decodes) one picture at a time, and large ones in overlapping tiles. Neither is
+        stored with the autoencoder."""
+        if is_sliced:
+            self.family.vae.enable_slicing()
+        if is_tiled:
+            self.family.vae.enable_tiling()
+
     def to(self, device: torch.device) -> "Encoders":
         """Puts the encoders on `device`; the frozen ones are no children of the trained module, so nothing else
         does."""

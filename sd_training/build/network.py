@@ -1,0 +1,34 @@
+"""How the denoiser is run: layout, recomputation, compilation."""
+
+from sd_training.build.plan import Plan
+from sd_training.config.check_parallel import is_fsdp
+from sd_training.data.sizes import training_sizes
+from sd_training.models.compilation import compile_blocks, compile_whole, require_compiler
+from sd_training.models.family import Family
+from sd_training.models.memory_format import use_channels_last, wants_channels_last
+from sd_training.models.recompute import recompute_activations
+
+
+def prepare_network(family: Family, plan: Plan) -> None:
+    """Changes the networks of `family` in place, before anything wraps or shards them.
+
+    Raises:
+        ConfigError: `trainer.compile` without a compiler.
+    """
+    config, blocks = plan.config, family.blocks()
+    if wants_channels_last(config.trainer.channels_last, plan.launch.accelerator):
+        use_channels_last(family.vae)
+        # Transformers have no convolutions to speak of; FSDP2 cuts contiguous weights only.
+        if family.denoiser_part == "unet" and not is_fsdp(config.distributed):
+            use_channels_last(family.denoiser)
+    recomputation = config.model.gradient_checkpointing
+    if recomputation:
+        every = config.model.gradient_checkpointing_every
+        recompute_activations(blocks, every=every, is_selective=recomputation == "selective")
+    if config.trainer.compile:
+        require_compiler(plan.launch.accelerator)
+        num_sizes = len(training_sizes(config.dataset.params).sizes)
+        if config.trainer.compile == "full":
+            compile_whole(family.denoiser, num_sizes=num_sizes)
+        else:
+            compile_blocks(blocks, num_sizes=num_sizes)
