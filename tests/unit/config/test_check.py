@@ -118,10 +118,16 @@ def test_autoencoder_training_needs_the_autoencoder_only() -> None:
         "objective.snr_gamma": "5",
         "objective.prediction_type": "epsilon",
         "conditioning.dropout_prob": "0",
+        "model.vae_slicing": "true",
+        "model.vae_tiling": "true",
+        "model.gradient_checkpointing_every": "2",
+        "trainer.compile": "blocks",
     }.items():
         [problem] = report(base | {"model.vae.target": "AutoencoderKL", key: value})
         assert problem.startswith(f"{key}: is ")
         assert "model.train=vae" in problem
+    [problem] = report(base | {"model.vae.target": "AutoencoderKL", "model.gradient_checkpointing": "selective"})
+    assert problem.startswith("model.gradient_checkpointing: selective is for denoisers only")
 
 
 def test_class_prompts_inline_and_from_a_file(tmp_path: Path) -> None:

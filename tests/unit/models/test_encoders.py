@@ -34,3 +34,25 @@ def test_an_overflow_in_fp16_is_found_and_said(gain: float, caplog: pytest.LogCa
     overflowed = gain > 1
     assert encoders.vae_precision == ("bf16" if overflowed else "fp16")
     assert ("overflows in fp16; it runs in bf16 instead" in caplog.text) == overflowed
+
+
+def test_one_picture_at_a_time_gives_the_same_latents() -> None:
+    encoders = Encoders(family_with(1.0))
+    pixels, noise = torch.rand(3, 3, 16, 16) * 2 - 1, torch.randn(3, 4, 8, 8)
+    expected, batches = encoders.encode_pixels(pixels, noise), []
+    hook = encoders.family.vae.encoder.register_forward_hook(lambda _, given, __: batches.append(len(given[0])))
+    encoders.save_memory(is_sliced=True, is_tiled=False)
+    torch.testing.assert_close(encoders.encode_pixels(pixels, noise), expected, rtol=0, atol=1e-6)
+    hook.remove()
+    assert batches == [1, 1, 1]
+
+
+def test_large_pictures_are_encoded_in_tiles() -> None:
+    encoders = Encoders(family_with(1.0))
+    pixels, noise = torch.rand(1, 3, 40, 32) * 2 - 1, torch.randn(1, 4, 20, 16)
+    expected, sizes = encoders.encode_pixels(pixels, noise), []
+    encoders.family.vae.encoder.register_forward_hook(lambda _, given, __: sizes.append(max(given[0].shape[2:])))
+    encoders.save_memory(is_sliced=False, is_tiled=True)
+    tiled = encoders.encode_pixels(pixels, noise)
+    assert tiled.shape == expected.shape and len(sizes) > 1 and max(sizes) == 16
+    assert 0 < (tiled - expected).abs().mean() < 0.2 * expected.std()

@@ -1,0 +1,112 @@
+"""Whole runs with recomputation, compilation, channels last and sliced encoding."""
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from diffusers import DiffusionPipeline
+
+import sd_training.models.mmdit_pipeline  # noqa: F401 - makes its class known to diffusers
+from sd_training.build import network
+from sd_training.config.load import load_config
+from sd_training.errors import ConfigError
+from tests.family_makers import save_pipeline
+from tests.integration.training import (
+    CrashAfter,
+    Interrupted,
+    checkpoint_tensors,
+    losses,
+    metrics,
+    options,
+    prepare,
+    train,
+)
+
+
+@pytest.fixture(scope="module")
+def mmdit_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pipeline("mmdit_rope", tmp_path_factory.mktemp("mmdit") / "pipeline")
+
+
+@pytest.fixture
+def quick_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiles without generating C++, which takes minutes."""
+    torch._dynamo.reset()
+    for name in ("compile_blocks", "compile_whole"):
+        monkeypatch.setattr(network, name, functools.partial(getattr(network, name), backend="aot_eager"))
+
+
+class Forget(pl.Callback):
+    """Loses all graphs before a micro-batch."""
+
+    def __init__(self, micro_batch: int) -> None:
+        self.micro_batch = micro_batch
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.micro_batch:
+            torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("quick_backend")
+def test_a_compiled_run_draws_saves_and_says_how_many_graphs(
+    mmdit_dir: Path, shards_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    previews = {"sampling__every": 2, "sampling__prompts": '["a red picture","b","c"]', "sampling__batch_size": 3}
+    changes = {"sampling__num_inference_steps": 2, "experiment__num_examples_to_see": 32, **previews}
+    train(options(tmp_path / "plain", mmdit_dir, shards_dir, **changes))
+    compiled = {"trainer__compile": True, "model__gradient_checkpointing": "selective"}
+    with caplog.at_level(logging.INFO):
+        train(options(tmp_path / "run", mmdit_dir, shards_dir, **changes, **compiled))
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
+    assert "trainer.compile: 2 graphs for 1 size(s) of pictures after 1 steps" in caplog.text
+    assert "although no new size" not in caplog.text
+    DiffusionPipeline.from_pretrained(tmp_path / "run/current_pipeline", local_files_only=True, low_cpu_mem_usage=False)
+    assert (tmp_path / "run/samples/step_4/previews_grid.png").is_file()
+    assert checkpoint_tensors(tmp_path / "run", 4).keys() == checkpoint_tensors(tmp_path / "plain", 4).keys()
+
+
+@pytest.mark.usefixtures("quick_backend")
+def test_graphs_without_a_new_size_are_told(
+    mmdit_dir: Path, shards_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    argv = options(tmp_path / "run", mmdit_dir, shards_dir, trainer__compile="full", experiment__num_examples_to_see=32)
+    train(argv, Forget(2))
+    assert "1 graphs for 1 size(s) of pictures after 1 steps" in caplog.text
+    assert "1 new graph(s) by step 3 although no new size of pictures came (2 for 1 size(s))" in caplog.text
+    assert caplog.text.count("although") == 1
+
+
+def test_without_a_compiler_the_run_does_not_start(
+    pipeline_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"trainer.compile: needs a C"):
+        prepare(options(tmp_path / "run", pipeline_dir, shards_dir, trainer__compile=True))
+
+
+def test_channels_last_and_recomputation_resume_exactly(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
+    changes = {"trainer__channels_last": True, "model__gradient_checkpointing": True, "model__vae_slicing": True}
+    changes |= {"experiment__num_examples_to_see": 32, "model__gradient_checkpointing_every": 2}
+    whole, cut = (options(tmp_path / name, pipeline_dir, shards_dir, **changes) for name in ("whole", "cut"))
+    run = train(whole)
+    laid_out = [p for p in run.module.network.parameters() if p.dim() == 4 and p.shape[2] > 1]
+    assert laid_out and all(p.is_contiguous(memory_format=torch.channels_last) for p in laid_out)
+    with pytest.raises(Interrupted):
+        train(cut, CrashAfter(3))
+    train(cut)
+    first, second = (checkpoint_tensors(tmp_path / name, 4) for name in ("whole", "cut"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    train(options(tmp_path / "plain", pipeline_dir, shards_dir, experiment__num_examples_to_see=32))
+    assert losses(tmp_path / "whole") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
+    assert len(metrics(tmp_path / "whole")) == 4
+
+
+def test_channels_last_is_refused_where_weights_are_cut(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir, distributed__strategy="fsdp")
+    load_config(argv)
+    with pytest.raises(ConfigError, match=r"trainer.channels_last: true, but fsdp cuts contiguous weights only"):
+        load_config([*argv, "trainer.channels_last=true"])
