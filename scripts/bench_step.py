@@ -2,8 +2,9 @@
 
     python scripts/bench_step.py                      # quickstart UNet, batch 64
     python scripts/bench_step.py --model sd2 --batch 32 --resolution 512 --precision bf16
+    python scripts/bench_step.py --variants compiled channels_last recompute   # against it without
 
-All three train the same network from the same weights on the same batches in memory, with AdamW; the loop and this
+All train the same network from the same weights on the same batches in memory, with AdamW; the loop and this
 trainer also keep an EMA on the CPU. They take turns of a few steps, and a ratio is that of neighbouring turns, so that
 a busy machine slows all of them alike.
 """
@@ -15,8 +16,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -29,7 +32,7 @@ import torch
 from pytorch_lightning.strategies import Strategy
 from torch import nn
 
-from scripts.bench_subjects import Subject, make_subject, plain_objective
+from scripts.bench_subjects import VARIANTS, Subject, make_subject, plain_objective, variant_of
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.finite_guard import FiniteGuard
 from sd_training.callbacks.metrics import Metrics
@@ -44,7 +47,6 @@ from sd_training.config.schema import (
 from sd_training.diffusion.objective import Objective
 from sd_training.distributed.strategies import SingleProcess
 from sd_training.models.encoders import Encoders, autocast
-from sd_training.models.stable_diffusion import StableDiffusion
 from sd_training.optim.lr_schedules import lr_schedule
 from sd_training.training.base_module import Optimization
 from sd_training.training.diffusion_module import DiffusionModule
@@ -62,6 +64,8 @@ class Turns:
         self.steps = steps
         self.device = device
         self.seconds: dict[str, list[float]] = {name: [] for name in names}
+        self.step_bytes: dict[str, int] = {}
+        """CUDA: the most that a step takes on top of what stays between steps, activations above all."""
         self._changed = threading.Condition()
 
     def take(self, name: str) -> None:
@@ -92,11 +96,13 @@ class TurnLoader:
         for _ in range(self.num_turns):
             self.turns.take(self.name)
             synchronize(self.turns.device)
+            stays_bytes = memory_bytes(self.turns.device)
             start_s = time.perf_counter()
             for step in range(self.turns.steps):
                 yield self.batches[step % len(self.batches)]
             synchronize(self.turns.device)
             self.turns.seconds[self.name].append((time.perf_counter() - start_s) / self.turns.steps)
+            self.turns.step_bytes[self.name] = peak_bytes(self.turns.device) - stays_bytes
             self.turns.pass_on()
         self.turns.take(self.name)
         yield self.batches[0]
@@ -106,6 +112,19 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device, before a clock is read."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Allocated now; the peak counts from here. 0 without CUDA."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most allocated since `memory_bytes`. 0 without CUDA."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 class BareModule(pl.LightningModule):
@@ -173,13 +192,12 @@ def bare_lightning(subject: Subject, loader: TurnLoader) -> None:
     lightning_trainer(subject, [], len(loader)).fit(module, train_dataloaders=loader)
 
 
-def this_trainer(subject: Subject, loader: TurnLoader) -> None:
+def this_trainer(subject: Subject, loader: TurnLoader, variant: str = "") -> None:
     """sd_training's module with EMA, guard and metrics."""
     batch = len(subject.batches[0].pixels)
     constant = LRScheduleConfig(params=LRScheduleParams(warmup_length=0))
     schedule = lr_schedule(constant, num_steps=len(loader), global_batch=batch)
-    family = subject.encoders.family
-    own = StableDiffusion({**family.parts, "unet": copy.deepcopy(subject.unet)}, family.schedulers)
+    own = variant_of(subject, variant)
     encoders = Encoders(own, subject.encoders.vae_precision, subject.encoders.text_encoder_precision)
     module = DiffusionModule(
         encoders, plain_objective(subject), Optimization(OptimizerConfig(), LEARNING_RATE, schedule)
@@ -192,13 +210,19 @@ def this_trainer(subject: Subject, loader: TurnLoader) -> None:
         trainer.fit(module, train_dataloaders=loader)
 
 
-def compete(subject: Subject, num_turns: int, steps: int) -> dict[str, list[float]]:
-    """Seconds per step of every turn after the first, by contestant."""
-    contestants: dict[str, Callable[[Subject, TurnLoader], None]] = {
-        "hand-written loop": by_hand,
-        "bare Lightning": bare_lightning,
-        "sd_training": this_trainer,
-    }
+Contestants: TypeAlias = Mapping[str, Callable[[Subject, TurnLoader], None]]
+
+
+def contestants_for(variants: list[str]) -> Contestants:
+    """Loops against this trainer; or this trainer against itself with variants. The first is what others are compared
+    with."""
+    if variants:
+        return {"sd_training": this_trainer} | {name: partial(this_trainer, variant=name) for name in variants}
+    return {"hand-written loop": by_hand, "bare Lightning": bare_lightning, "sd_training": this_trainer}
+
+
+def compete(contestants: Contestants, subject: Subject, num_turns: int, steps: int) -> Turns:
+    """Every contestant in turn; the first turn, in which kernels are chosen and compiled, is not kept."""
     turns = Turns(list(contestants), steps, subject.device)
 
     def run(name: str) -> None:
@@ -213,7 +237,15 @@ def compete(subject: Subject, num_turns: int, steps: int) -> dict[str, list[floa
         thread.start()
     for thread in threads:
         thread.join()
-    return {name: values[1:] for name, values in turns.seconds.items()}
+    turns.seconds = {name: values[1:] for name, values in turns.seconds.items()}
+    return turns
+
+
+def known_variant(text: str) -> str:
+    """An argument of `--variants`."""
+    if unknown := set(text.split("+")) - set(VARIANTS):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: unknown; there are {', '.join(VARIANTS)}")
+    return text
 
 
 def main() -> None:
@@ -225,21 +257,27 @@ def main() -> None:
     parser.add_argument("--precision", choices=("no", "bf16"), default="no")
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps of a turn")
     parser.add_argument("--turns", type=int, default=20, help="turns of each contestant")
+    parser.add_argument(
+        "--variants", nargs="+", default=[], type=known_variant, help=f"{', '.join(VARIANTS)}, or several joined by +"
+    )
     arguments = parser.parse_args()
     subject = make_subject(arguments.model, arguments.batch, arguments.resolution, arguments.precision)
-    seconds = compete(subject, arguments.turns, arguments.steps)
+    contestants = contestants_for(arguments.variants)
+    turns = compete(contestants, subject, arguments.turns, arguments.steps)
+    reference = next(iter(contestants))
     size = sum(p.numel() for p in subject.unet.parameters()) / 1e6
     print(
         f"{arguments.model} UNet, {size:.2f} M parameters, batch {arguments.batch}, {arguments.resolution} px, "
         f"{subject.device}, precision {arguments.precision}, torch {torch.__version__}, "
         f"{torch.get_num_threads()} thread(s)"
     )
-    for name, values in seconds.items():
-        ratios = [hand / own for hand, own in zip(seconds["hand-written loop"], values, strict=True)]
+    for name, values in turns.seconds.items():
+        ratios = [first / own for first, own in zip(turns.seconds[reference], values, strict=True)]
         middle = statistics.median(values)
+        memory = f"  memory of a step {turns.step_bytes[name] / 2**30:.2f} GiB" if subject.device.type == "cuda" else ""
         print(
             f"{name:18s} {middle * 1e3:8.2f} ms/step  {arguments.batch / middle:9.1f} images/s  "
-            f"speed ratio to the hand-written loop {statistics.median(ratios):.3f}"
+            f"speed ratio to the {reference} {statistics.median(ratios):.3f}{memory}"
         )
 
 

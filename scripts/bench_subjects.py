@@ -1,5 +1,6 @@
 """What `bench_step.py` trains: networks of random weights, and batches in memory."""
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +12,17 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from sd_training.config.schema import ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.diffusion.objective import Objective, make_objective
+from sd_training.models.compilation import compile_blocks, compile_whole
 from sd_training.models.encoders import Encoders
+from sd_training.models.memory_format import use_channels_last
+from sd_training.models.recompute import recompute_activations
 from sd_training.models.schedulers import load_schedulers
 from sd_training.models.stable_diffusion import StableDiffusion
 from sd_training.types import PixelBatch
 
 SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "num_train_timesteps": 1000}
+VARIANTS = ("compiled", "compiled_full", "channels_last", "recompute", "selective")
+"""Ways to run the denoiser that can be compared."""
 
 
 @dataclass(frozen=True)
@@ -90,3 +96,21 @@ def random_batch(batch: int, resolution: int, side: int, tokens: int) -> PixelBa
         **dict.fromkeys(("original_size", "crop_top_left", "target_size"), torch.zeros(batch, 2, dtype=torch.int64)),
         **dict.fromkeys(("positions", "sample_ids"), torch.arange(batch)),
     )
+
+
+def variant_of(subject: Subject, variant: str) -> StableDiffusion:
+    """A family of its own, its denoiser prepared as `variant` says: VARIANTS joined by "+", or "" for none."""
+    family = subject.encoders.family
+    vae = copy.deepcopy(family.vae)
+    own = StableDiffusion({**family.parts, "unet": copy.deepcopy(subject.unet), "vae": vae}, family.schedulers)
+    wanted = variant.split("+")
+    if "channels_last" in wanted:
+        use_channels_last(own.denoiser)
+        use_channels_last(vae)
+    if "recompute" in wanted or "selective" in wanted:
+        recompute_activations(own.blocks(), is_selective="selective" in wanted)
+    if "compiled" in wanted:
+        compile_blocks(own.blocks(), num_sizes=1)
+    if "compiled_full" in wanted:
+        compile_whole(own.denoiser, num_sizes=1)
+    return own
