@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from sd_training.models.family import Family
-from sd_training.types import NoisedBatch
+from sd_training.types import Conditioning, NoisedBatch
 
 
 def parameter_counts(networks: Mapping[str, nn.Module]) -> dict[str, int]:
@@ -23,9 +23,17 @@ def forward_flops(family: Family, height: int, width: int) -> int:
         height, width: [pixels].
     """
     device = torch.device("meta")
-    latents = torch.zeros(1, *family.latent_grid().shape(height, width), device=device)
-    one = torch.zeros(1, device=device)
-    noised = NoisedBatch(latents, one, latents, one, one, one)
+    noised, conditioning = blank_batch(family, height, width, 1, device)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        family.predict(family.denoiser, noised, family.blank_conditioning(1, device))
+        family.predict(family.denoiser, noised, conditioning)
     return int(counter.get_total_flops())
+
+
+def blank_batch(
+    family: Family, height: int, width: int, count: int, device: torch.device
+) -> tuple[NoisedBatch, Conditioning]:
+    """What the denoiser is given for `count` pictures of this size [pixels]; of the right shapes, without meaning."""
+    latents = torch.zeros(count, *family.latent_grid().shape(height, width), device=device)
+    per_sample = torch.zeros(count, device=device)
+    noised = NoisedBatch(latents, per_sample, latents, per_sample, per_sample, per_sample)
+    return noised, family.blank_conditioning(count, device)
