@@ -1,6 +1,7 @@
 """Train a latent text-to-image diffusion model.
 
     python train.py config=configs/x.yaml [config options as a.b.c=value …] [--dry-run]
+    python train.py config=configs/x.yaml --fit gpu_gib=80 [gpus=8]
     torchrun --nproc_per_node 8 -m train config=configs/x.yaml
 
 The same command again resumes the run, also after SIGTERM or SIGUSR1: then it has saved and ended with status 75.
@@ -10,6 +11,7 @@ Every option is described in docs/config.md.
 import sys
 
 from sd_training.cli import run_cli
+from sd_training.config.fit_target import take_target
 from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
 from sd_training.quiet import quiet_libraries
@@ -27,11 +29,15 @@ def main() -> None:
         return
     signals = StopSignals()
     signals.expect_warning()
-    dry_run = "--dry-run" in argv
-    unknown = [word for word in argv if word.startswith("-") and word != "--dry-run"]
+    dry_run, fit = "--dry-run" in argv, "--fit" in argv
+    words = [word for word in argv if word not in ("--dry-run", "--fit")]
+    unknown = [word for word in words if word.startswith("-")]
     if unknown:
-        raise ConfigError([f"{word}: is no option; options are --dry-run and a.b.c=value" for word in unknown])
-    config = load_config([word for word in argv if word != "--dry-run"])
+        raise ConfigError([f"{word}: is no option; options are --dry-run, --fit and a.b.c=value" for word in unknown])
+    target = None
+    if fit:
+        target, words = take_target(words)
+    config = load_config(words)
     if config.wandb.api_key:
         # wandb writes the command line into its run file. Further processes are started with it, and need no key.
         sys.argv = [word.replace(config.wandb.api_key, "<redacted>") for word in sys.argv]
@@ -41,6 +47,11 @@ def main() -> None:
     from sd_training.build.plan import make_plan
     from sd_training.data.worker_server import worker_context
 
+    if target is not None:
+        from sd_training.build.fit_memory import propose
+
+        print(propose(config, target))
+        return
     plan = make_plan(config)
     if config.system.workers and not dry_run:
         worker_context()  # the server imports its libraries while the model is loaded

@@ -162,9 +162,7 @@ def _offloaded(memory: Memory, stage: int, part: int, options: DistributedConfig
     arXiv:2101.06840, section 3); from stage 2 on the device keeps no others."""
     if options.offload_optimizer:
         moved = memory.optimizer + FP32_BYTES * part
-        memory = replace(
-            memory, optimizer=0, gradients=0 if stage >= 2 else memory.gradients, cpu_offloaded=moved
-        )
+        memory = replace(memory, optimizer=0, gradients=0 if stage >= 2 else memory.gradients, cpu_offloaded=moved)
     if options.offload_parameters:
         memory = replace(memory, weights=0, cpu_offloaded=memory.cpu_offloaded + memory.weights)
     return memory

@@ -10,6 +10,7 @@ from torch import Tensor
 from sd_training.build.network import prepare_network
 from sd_training.build.plan import Plan
 from sd_training.config.check_parallel import is_deepspeed
+from sd_training.config.model_schema import ModelConfig
 from sd_training.data.sizes import training_sizes
 from sd_training.diffusion.objective import Objective, make_objective, shift_of
 from sd_training.distributed.strategies import Cuts
@@ -79,9 +80,8 @@ def _diffusion(plan: Plan) -> Trained:
     if model.xformers:
         use_fast_attention(family.denoiser, torch.device(plan.launch.accelerator))
     prepare_network(family, plan)
-    vae_precision = model.vae_precision or ("bf16" if plan.precision == "bf16" else "fp32")
     text_precision = model.text_encoder_precision or plan.precision
-    encoders = Encoders(family, vae_precision, text_precision, model.train_text_encoder)
+    encoders = Encoders(family, vae_precision(model, plan.precision), text_precision, model.train_text_encoder)
     encoders.save_memory(is_sliced=model.vae_slicing, is_tiled=model.vae_tiling)
     module = DiffusionModule(
         encoders, objective_of(family), optimization(plan), has_gradient_scaler=plan.precision == "fp16"
@@ -109,6 +109,11 @@ def _with_weights(family: Family, module: DiffusionModule, weights: Mapping[str,
         own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
         copies[part] = copy_with_weights(network, own)
     return family.with_parts(copies)
+
+
+def vae_precision(model: ModelConfig, precision: str) -> str:
+    """Autocast type of the frozen autoencoder in a run of this precision: some overflow in fp16."""
+    return model.vae_precision or ("bf16" if precision == "bf16" else "fp32")
 
 
 def _check_preview_steps(plan: Plan, family: Family) -> None:

@@ -5,6 +5,7 @@ is counted once. torch's own `MemTracker` finds the same bytes, but takes a minu
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -164,20 +165,19 @@ class Graph:
         backward pass of one recomputed block, when all that this block saves is there again.
         """
         recomputed = frozenset(range(0, self.num_blocks, every)) if recompute else frozenset()
-        kept, again = [], []
+        kept, extra = Counter[str](), {block: Counter[str]() for block in recomputed}
+        every_fixed = 0
         for one in self.saved:
-            is_kept = one.saved_in - recomputed or one.input_of & recomputed
+            own = {"fixed": one.fixed_bytes, "sample": one.sample_bytes}
             is_product = recompute == "selective" and one.product_of & recomputed
-            if is_kept or is_product:
-                kept.append(one)
-            elif one.saved_in:
-                again.append(one)
-        at_the_end = (_total([*kept, *again])[0], _total(kept)[1])
-        return Activations((at_the_end, *(_total([*kept, *(a for a in again if b in a.saved_in)]) for b in recomputed)))
-
-
-def _total(saved: Sequence[Saved]) -> tuple[int, int]:
-    return sum(one.fixed_bytes for one in saved), sum(one.sample_bytes for one in saved)
+            if one.saved_in - recomputed or one.input_of & recomputed or is_product:
+                kept.update(own)
+            else:
+                for block in one.saved_in:
+                    extra[block].update(own)
+            every_fixed += one.fixed_bytes if one.saved_in else 0
+        at_work = ((kept["fixed"] + more["fixed"], kept["sample"] + more["sample"]) for more in extra.values())
+        return Activations(((every_fixed, kept["sample"]), *at_work))
 
 
 def graph_of(networks: Sequence[nn.Module], blocks: Sequence[nn.Module], forward: Callable[[int], object]) -> Graph:
@@ -202,7 +202,14 @@ def _saved(of_two: _Storage, of_three: _Storage) -> Saved:
     return Saved(3 * two - 2 * three, three - two, *marks)
 
 
-def family_graph(family: Family, size: tuple[int, int], *, precision: str, is_text_trained: bool = False) -> Graph:
+def family_graph(
+    family: Family,
+    size: tuple[int, int],
+    *,
+    precision: str,
+    is_text_trained: bool = False,
+    has_bf16_weights: bool = False,
+) -> Graph:
     """The graph of a family's training step, without its loss.
 
     Args:
@@ -210,10 +217,14 @@ def family_graph(family: Family, size: tuple[int, int], *, precision: str, is_te
         size: height and width [pixels].
         precision: no, bf16 or fp16.
         is_text_trained: count the text encoders too.
+        has_bf16_weights: the trained weights are narrow already, so that autocast does not copy them.
     """
     with FakeTensorMode(), cuda_autocast(precision):
         fake = fake_family(family, is_text_trained)
         networks = [network.train() for network in fake.trained_networks(is_text_trained).values()]
+        if has_bf16_weights:
+            for parameter in (p for network in networks for p in network.parameters()):
+                parameter.data = parameter.data.to(torch.bfloat16)
         return graph_of(networks, fake.blocks(), lambda samples: run_family(fake, size, samples, is_text_trained))
 
 

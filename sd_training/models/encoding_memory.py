@@ -22,7 +22,7 @@ def encoding_bytes_per_sample(vae: AutoencoderKL, size: tuple[int, int], precisi
 
 def _peak_bytes(vae: AutoencoderKL, size: tuple[int, int], precision: str, samples: int) -> int:
     with FakeTensorMode(), cuda_autocast(precision), torch.no_grad():
-        fake = fake_copy(vae).requires_grad_(False).eval()
+        fake = fake_copy(vae).eval()
         # Slices and tiles are told to MemTracker by its caller: it follows one call of each layer only.
         fake.disable_slicing()
         fake.disable_tiling()

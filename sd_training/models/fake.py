@@ -13,8 +13,26 @@ from torch.utils._pytree import tree_map
 DEVICE = torch.device("cpu")
 """Of the fake tensors: PyTorch built for the CPU cannot even pretend to index CUDA tensors."""
 FP32_ON_CUDA = frozenset(
-    "layer_norm group_norm rms_norm pow rsqrt reciprocal exp log softplus softmax log_softmax sum cumsum prod "
-    "linalg_vector_norm upsample_nearest2d upsample_bilinear2d upsample_bicubic2d".split()
+    {
+        "layer_norm",
+        "group_norm",
+        "rms_norm",
+        "pow",
+        "rsqrt",
+        "reciprocal",
+        "exp",
+        "log",
+        "softplus",
+        "softmax",
+        "log_softmax",
+        "sum",
+        "cumsum",
+        "prod",
+        "linalg_vector_norm",
+        "upsample_nearest2d",
+        "upsample_bilinear2d",
+        "upsample_bicubic2d",
+    }
 )
 """What CUDA's autocast does in fp32 and the CPU's does not (AT_FORALL_FP32 in ATen/autocast_mode.h); denoisers and
 autoencoders call no other of that list."""
