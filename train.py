@@ -34,6 +34,8 @@ def main() -> None:
     unknown = [word for word in words if word.startswith("-")]
     if unknown:
         raise ConfigError([f"{word}: is no option; options are --dry-run, --fit and a.b.c=value" for word in unknown])
+    if dry_run and fit:
+        raise ConfigError("--fit: looks for a way to run, --dry-run describes the one given; give one of them")
     target = None
     if fit:
         target, words = take_target(words)
