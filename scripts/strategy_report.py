@@ -22,9 +22,14 @@ quiet_libraries()
 
 import csv
 
+import numpy as np
+import torch
+import webdataset
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
+from scripts.tiny_parts import flux
 from sd_training.checkpoint.tensor_files import read_state
 from sd_training.cli import run_cli
 from sd_training.errors import UserError
@@ -83,12 +88,17 @@ class Row:
 
 
 def make_models(folder: Path) -> None:
-    """A tiny transformer pipeline and shards of pictures; those of the tests."""
-    from tests.family_makers import save_pipeline
-    from tests.makers import caption_shards
-
-    save_pipeline("flux", folder / "pipeline")
-    caption_shards(folder / "shards")
+    """A tiny transformer pipeline and shards of pictures."""
+    torch.manual_seed(0)
+    flux().save_pretrained(folder / "pipeline")
+    (folder / "shards").mkdir()
+    chance = np.random.default_rng(0)
+    for shard in range(2):
+        with webdataset.TarWriter(str(folder / "shards" / f"{shard:03d}.tar")) as sink:
+            for i in range(16):
+                pixels = chance.integers(0, 255, (4, 4, 3), dtype=np.uint8)
+                picture = Image.fromarray(pixels).resize((40, 32), Image.Resampling.BICUBIC)
+                sink.write({"__key__": f"{i:06d}", "png": picture, "txt": f"picture {i}"})
 
 
 def arguments(folder: Path, name: str, engine: Engine, steps: int, *, accumulation: int = 1) -> list[str]:
@@ -141,25 +151,26 @@ def slug(engine: Engine) -> str:
     return "".join(c if c.isalnum() else "_" for c in engine.name)
 
 
-def engine_jobs(folder: Path, engine: Engine, steps: int) -> list[dict[str, object]]:
-    """Whole, accumulated, resumed, and gone on from one process's checkpoint."""
+def engine_jobs(folder: Path, engine: Engine, steps: int, is_quick: bool) -> list[dict[str, object]]:
+    """Whole, accumulated, resumed, and gone on from one process's checkpoint. The quick form accumulates in all runs
+    but those of one process, so that the comparison with it is one of both."""
     name, runs, drop = slug(engine), folder / "runs", f"step={steps}"
-    jobs: list[dict[str, object]] = [
-        {"argv": arguments(folder, name, engine, steps)},
-        {"argv": arguments(folder, f"{name}_accumulated", engine, steps, accumulation=2)},
-    ]
+    usual = 2 if is_quick and engine.processes > 1 else 1
+    jobs: list[dict[str, object]] = [{"argv": arguments(folder, name, engine, steps, accumulation=usual)}]
+    if usual == 1:
+        jobs.append({"argv": arguments(folder, f"{name}_accumulated", engine, steps, accumulation=2)})
     for target, source in ((f"{name}_resumed", name), (f"{name}_from_single", "single")):
-        argv = arguments(folder, target, engine, steps)
+        argv = arguments(folder, target, engine, steps, accumulation=usual)
         jobs.append({"copy": str(runs / source), "to": str(runs / target), "drop": drop, "argv": argv})
     return jobs
 
 
-def make_runs(folder: Path, engines: Iterable[Engine], steps: int) -> None:
+def make_runs(folder: Path, engines: Iterable[Engine], steps: int, is_quick: bool) -> None:
     """Every run that the table compares. `engines` begin with `single`."""
     single, *others = engines
-    run_jobs(folder, engine_jobs(folder, single, steps), 1)
+    run_jobs(folder, engine_jobs(folder, single, steps, is_quick), 1)
     for processes in sorted({engine.processes for engine in others}):
-        jobs = [j for e in others if e.processes == processes for j in engine_jobs(folder, e, steps)]
+        jobs = [j for e in others if e.processes == processes for j in engine_jobs(folder, e, steps, is_quick)]
         run_jobs(folder, jobs, processes)
     back: list[dict[str, object]] = []
     for engine in others:
@@ -193,6 +204,8 @@ def compare(folder: Path, engine: Engine, steps: int) -> Row:
     """One row of the table."""
     runs = folder / "runs"
     own, single, name = runs / slug(engine), runs / "single", slug(engine)
+    other = runs / f"{name}_accumulated"
+    reference = own if other.exists() else single
     pairs = zip(losses(own), losses(single), strict=True)
     state = ("weights", "ema", "optimizer")
     moved = [runs / f"{name}_from_single"] + ([runs / f"{name}_to_single"] if engine.processes > 1 else [])
@@ -204,7 +217,9 @@ def compare(folder: Path, engine: Engine, steps: int) -> Row:
         loss=max(abs(a - b) / abs(b) for a, b in pairs),
         weights=distance(tensors(own, steps, "weights"), tensors(single, steps, "weights")),
         ema=distance(tensors(own, steps, "ema"), tensors(single, steps, "ema")),
-        accumulation=distance(tensors(runs / f"{name}_accumulated", steps, "ema"), tensors(own, steps, "ema")),
+        accumulation=distance(
+            tensors(other if other.exists() else own, steps, "ema"), tensors(reference, steps, "ema")
+        ),
         resume=distance(tensors(runs / f"{name}_resumed", steps, *state), tensors(own, steps, *state)),
         moves=max(distance(tensors(run, steps, "ema"), tensors(single, steps, "ema")) for run in moved),
         export=distance({key: exported[key] for key in average}, average),
@@ -223,12 +238,12 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-def report(folder: Path, steps: int) -> list[Row]:
+def report(folder: Path, steps: int, is_quick: bool = False) -> list[Row]:
     """Makes models, runs and rows; what an earlier report left in the folder is removed."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     make_models(folder)
-    make_runs(folder, ENGINES, steps)
+    make_runs(folder, ENGINES, steps, is_quick)
     return [compare(folder, engine, steps) for engine in ENGINES]
 
 

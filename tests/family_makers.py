@@ -6,42 +6,12 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
-from transformers import (
-    T5Config,
-    T5EncoderModel,
-    T5Tokenizer,
-)
+from diffusers import DDIMScheduler, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 
+from scripts.tiny_parts import CHANNELS, T5_WIDTH, WIDTH, clip, flux, t5, t5_tokenizer, tiny_tokenizer, tiny_vae, vae
 from sd_training.models.mmdit_pipeline import MMDiTRopePipeline
 from sd_training.models.mmdit_rope import MMDiTRope
 from tests import makers
-
-WIDTH, T5_WIDTH, CHANNELS = 16, 32, 8
-
-
-def clip(vocabulary_size: int, *, has_projection: bool) -> Any:
-    """Two layers, so that the penultimate states are not the embeddings."""
-    return makers.tiny_text_encoder(vocabulary_size, WIDTH, layers=2, has_projection=has_projection)
-
-
-def t5_tokenizer() -> T5Tokenizer:
-    """Knows single characters."""
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
-    pieces += [(chr(code), -3.0) for code in range(33, 127)]
-    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512)
-
-
-def t5(vocabulary_size: int) -> T5EncoderModel:
-    """One layer."""
-    return T5EncoderModel(
-        T5Config(vocab_size=vocabulary_size, d_model=T5_WIDTH, d_ff=32, d_kv=8, num_layers=1, num_heads=2)
-    )
-
-
-def vae(latent_channels: int) -> AutoencoderKL:
-    """With a shift, as SD3's and FLUX's."""
-    return makers.tiny_vae(latent_channels, scaling_factor=1.5, shift_factor=0.06)
 
 
 def discrete(**settings: Any) -> DDIMScheduler:
@@ -51,13 +21,13 @@ def discrete(**settings: Any) -> DDIMScheduler:
 
 
 def sdxl() -> DiffusionPipeline:
-    words = makers.tiny_tokenizer()
+    words = tiny_tokenizer()
     return diffusers.StableDiffusionXLPipeline(
-        vae=makers.tiny_vae(),
+        vae=tiny_vae(),
         text_encoder=clip(len(words), has_projection=False),
         tokenizer=words,
         text_encoder_2=clip(len(words), has_projection=True),
-        tokenizer_2=makers.tiny_tokenizer(),
+        tokenizer_2=tiny_tokenizer(),
         unet=diffusers.UNet2DConditionModel(
             **{
                 **makers.UNET_PARAMS,
@@ -73,13 +43,13 @@ def sdxl() -> DiffusionPipeline:
 
 
 def sd3(*, has_t5: bool = True) -> DiffusionPipeline:
-    words, pieces = makers.tiny_tokenizer(), t5_tokenizer()
+    words, pieces = tiny_tokenizer(), t5_tokenizer()
     return diffusers.StableDiffusion3Pipeline(
         vae=vae(CHANNELS),
         text_encoder=clip(len(words), has_projection=True),
         tokenizer=words,
         text_encoder_2=clip(len(words), has_projection=True),
-        tokenizer_2=makers.tiny_tokenizer(),
+        tokenizer_2=tiny_tokenizer(),
         text_encoder_3=t5(len(pieces)) if has_t5 else None,
         tokenizer_3=pieces if has_t5 else None,
         transformer=diffusers.SD3Transformer2DModel(
@@ -102,7 +72,7 @@ def sd3(*, has_t5: bool = True) -> DiffusionPipeline:
 def pixart() -> DiffusionPipeline:
     pieces = t5_tokenizer()
     return diffusers.PixArtSigmaPipeline(
-        vae=makers.tiny_vae(),
+        vae=tiny_vae(),
         text_encoder=t5(len(pieces)),
         tokenizer=pieces,
         transformer=diffusers.PixArtTransformer2DModel(
@@ -121,32 +91,8 @@ def pixart() -> DiffusionPipeline:
     )
 
 
-def flux() -> DiffusionPipeline:
-    words, pieces = makers.tiny_tokenizer(), t5_tokenizer()
-    return diffusers.FluxPipeline(
-        vae=vae(CHANNELS),
-        text_encoder=clip(len(words), has_projection=False),
-        tokenizer=words,
-        text_encoder_2=t5(len(pieces)),
-        tokenizer_2=pieces,
-        transformer=diffusers.FluxTransformer2DModel(
-            patch_size=1,
-            in_channels=4 * CHANNELS,
-            num_layers=1,
-            num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=T5_WIDTH,
-            pooled_projection_dim=WIDTH,
-            axes_dims_rope=(4, 4, 8),
-            guidance_embeds=True,
-        ),
-        scheduler=FlowMatchEulerDiscreteScheduler(),
-    )
-
-
 def mmdit_rope() -> DiffusionPipeline:
-    words, pieces = makers.tiny_tokenizer(), t5_tokenizer()
+    words, pieces = tiny_tokenizer(), t5_tokenizer()
     return MMDiTRopePipeline(
         vae=vae(CHANNELS),
         transformer=MMDiTRope(

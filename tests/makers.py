@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 import webdataset
-from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 from sklearn.datasets import load_sample_images
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+from scripts.tiny_parts import tiny_text_encoder, tiny_tokenizer, tiny_vae
 
 COLOURS = ["red", "green", "blue"]
 
@@ -67,48 +68,6 @@ def caption_shards(folder: Path, shards: int = 2, per_shard: int = 16) -> Path:
     for i in range(shards):
         write_shard(folder / f"{i:03d}.tar", caption_samples(per_shard, first=i * per_shard))
     return folder
-
-
-def tiny_tokenizer() -> CLIPTokenizer:
-    """A CLIP tokenizer that knows single characters and the words of this module; 16 tokens at most."""
-    characters = [chr(c) for c in range(33, 127)]
-    alphabet = characters + [f"{c}</w>" for c in characters]
-    vocabulary = {token: i for i, token in enumerate(["<|startoftext|>", "<|endoftext|>", *alphabet])}
-    return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=16)
-
-
-def tiny_text_encoder(
-    vocabulary_size: int, width: int = 16, layers: int = 1, *, has_projection: bool = False
-) -> CLIPTextModel | CLIPTextModelWithProjection:
-    """A CLIP text encoder; its projection, where it has one, is as wide as its states."""
-    return (CLIPTextModelWithProjection if has_projection else CLIPTextModel)(
-        CLIPTextConfig(
-            vocab_size=vocabulary_size,
-            hidden_size=width,
-            intermediate_size=2 * width,
-            projection_dim=width,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            max_position_embeddings=16,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=1,
-        )
-    )
-
-
-def tiny_vae(latent_channels: int = 4, scaling_factor: float = 0.7, shift_factor: float | None = None) -> AutoencoderKL:
-    """Downscales by 2."""
-    return AutoencoderKL(
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=latent_channels,
-        norm_num_groups=4,
-        sample_size=16,
-        scaling_factor=scaling_factor,
-        shift_factor=shift_factor,
-    )
 
 
 UNET_PARAMS: dict[str, Any] = {

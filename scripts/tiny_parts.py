@@ -1,0 +1,106 @@
+"""Tiny networks and tokenizers with random weights, for reports and tests; nothing is downloaded."""
+
+import diffusers
+from diffusers import AutoencoderKL, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
+
+WIDTH, T5_WIDTH, CHANNELS = 16, 32, 8
+
+
+def tiny_tokenizer() -> CLIPTokenizer:
+    """A CLIP tokenizer that knows single characters and the words of this module; 16 tokens at most."""
+    characters = [chr(c) for c in range(33, 127)]
+    alphabet = characters + [f"{c}</w>" for c in characters]
+    vocabulary = {token: i for i, token in enumerate(["<|startoftext|>", "<|endoftext|>", *alphabet])}
+    return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=16)
+
+
+def tiny_text_encoder(
+    vocabulary_size: int, width: int = 16, layers: int = 1, *, has_projection: bool = False
+) -> CLIPTextModel | CLIPTextModelWithProjection:
+    """A CLIP text encoder; its projection, where it has one, is as wide as its states."""
+    return (CLIPTextModelWithProjection if has_projection else CLIPTextModel)(
+        CLIPTextConfig(
+            vocab_size=vocabulary_size,
+            hidden_size=width,
+            intermediate_size=2 * width,
+            projection_dim=width,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            max_position_embeddings=16,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=1,
+        )
+    )
+
+
+def tiny_vae(latent_channels: int = 4, scaling_factor: float = 0.7, shift_factor: float | None = None) -> AutoencoderKL:
+    """Downscales by 2."""
+    return AutoencoderKL(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=latent_channels,
+        norm_num_groups=4,
+        sample_size=16,
+        scaling_factor=scaling_factor,
+        shift_factor=shift_factor,
+    )
+
+
+def clip(vocabulary_size: int, *, has_projection: bool) -> CLIPTextModel | CLIPTextModelWithProjection:
+    """Two layers, so that the penultimate states are not the embeddings."""
+    return tiny_text_encoder(vocabulary_size, WIDTH, layers=2, has_projection=has_projection)
+
+
+def t5_tokenizer() -> T5Tokenizer:
+    """Knows single characters."""
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
+    pieces += [(chr(code), -3.0) for code in range(33, 127)]
+    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512)
+
+
+def t5(vocabulary_size: int) -> T5EncoderModel:
+    """One layer."""
+    return T5EncoderModel(
+        T5Config(vocab_size=vocabulary_size, d_model=T5_WIDTH, d_ff=32, d_kv=8, num_layers=1, num_heads=2)
+    )
+
+
+def vae(latent_channels: int) -> AutoencoderKL:
+    """With a shift, as SD3's and FLUX's."""
+    return tiny_vae(latent_channels, scaling_factor=1.5, shift_factor=0.06)
+
+
+def flux() -> DiffusionPipeline:
+    """A FLUX pipeline with one block of each kind."""
+    words, pieces = tiny_tokenizer(), t5_tokenizer()
+    return diffusers.FluxPipeline(
+        vae=vae(CHANNELS),
+        text_encoder=clip(len(words), has_projection=False),
+        tokenizer=words,
+        text_encoder_2=t5(len(pieces)),
+        tokenizer_2=pieces,
+        transformer=diffusers.FluxTransformer2DModel(
+            patch_size=1,
+            in_channels=4 * CHANNELS,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=T5_WIDTH,
+            pooled_projection_dim=WIDTH,
+            axes_dims_rope=(4, 4, 8),
+            guidance_embeds=True,
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+    )

@@ -1,0 +1,74 @@
+"""Every strategy trains, averages, saves, resumes and exports what one process does."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.strategy_report import ENGINES, Row, report
+from tests.family_makers import save_pipeline
+from tests.integration.training import ROOT
+
+NAMES = [engine.name for engine in ENGINES]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
+    """Four steps with each; all but one process accumulate two micro-batches."""
+    folder = tmp_path_factory.mktemp("strategies")
+    return {row.engine: row for row in report(folder / "report", 4, is_quick=True)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_result_does_not_depend_on_the_strategy(rows: dict[str, Row], name: str) -> None:
+    row = rows[name]
+    assert max(row.loss, row.weights, row.ema, row.accumulation) <= 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_resumed_run_goes_on_to_the_bit(rows: dict[str, Row], name: str) -> None:
+    # DeepSpeed's Adam for CPUs multiplies powers of beta step by step, and takes them anew after a resume.
+    assert rows[name].resume <= (1e-6 if "offload" in name else 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpoints_move_between_strategies(rows: dict[str, Row], name: str) -> None:
+    assert rows[name].moves <= 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_exported_pipeline_is_the_average(rows: dict[str, Row], name: str) -> None:
+    assert rows[name].export == 0
+
+
+def test_memory_is_cut_as_the_strategy_says(rows: dict[str, Row]) -> None:
+    weights, optimizer, average = rows["single"].mib
+    shares = {
+        name: tuple(m / whole for m, whole in zip(rows[name].mib, rows["single"].mib, strict=True)) for name in NAMES
+    }
+    assert optimizer == pytest.approx(2 * weights, rel=0.01) and average == pytest.approx(weights)
+    assert shares["ddp ×2"] == pytest.approx((1, 1, 0.5), rel=0.05)
+    for name in ("fsdp ×2", "hsdp 2 × 2"):
+        assert shares[name] == pytest.approx((0.5, 0.5, 0.5), rel=0.05)
+    assert shares["tensor ×2"] < (0.9, 0.9, 0.9)  # FLUX's blocks of one stream are whole
+    for name in ("deepspeed_1 ×2", "deepspeed_2 ×2"):  # half of the moments, and half of the masters
+        assert shares[name] == pytest.approx((1, 0.75, 0.5), rel=0.05)
+    assert shares["deepspeed_3 ×2"] == pytest.approx((0.5, 0.75, 0.5), rel=0.05)
+
+
+@pytest.mark.parametrize("axes", [["tensor=2"], ["fsdp=2"]])
+def test_cut_blocks_have_the_gradients_of_whole_ones(tmp_path: Path, axes: list[str]) -> None:
+    families = ["sd3", "pixart", "flux", "mmdit_rope"] + (["sdxl"] if axes == ["fsdp=2"] else [])
+    folders = [str(save_pipeline(name, tmp_path / name)) for name in families]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    words = ["-m", "tests.integration.cut_gradients", *axes, *folders]
+    done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = {
+        line.split()[0]: [float(w) for w in line.split()[1:]]
+        for line in done.stdout.splitlines()
+        if "e-" in line or "e+" in line
+    }
+    assert set(found) == set(families)
+    assert all(max(numbers) < 1e-5 for numbers in found.values()), found
