@@ -38,11 +38,12 @@ def make_strategy(plan: Plan, cuts: Cuts) -> Strategy:
 
 def _ddp(plan: Plan, backend: str) -> Strategy:
     """Gradients live in the communication buckets (no copy), accumulation communicates on the last micro-batch only
-    (Lightning's `no_sync`), and every parameter is used in every step."""
+    (Lightning's `no_sync`), and every parameter is used once in every step (static graph; PyTorch cannot learn it from a
+    first micro-batch that does not communicate)."""
     return ReplicatedProcesses(
         process_group_backend=backend,
         gradient_as_bucket_view=True,
-        find_unused_parameters=False,
+        static_graph=plan.batch.accumulation == 1,
         broadcast_buffers=False,
     )
 

@@ -4,14 +4,17 @@ Lightning's `WeightAveraging` averages the whole LightningModule on its device a
 trained network is averaged, off the device, once per optimizer step, and nothing is gathered for it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, distributed, nn
 
 from sd_training.callbacks.every_step import OptimizerStepCallback
+from sd_training.callbacks.weight_staging import WeightStaging
 from sd_training.config.schema import EmaConfig
 from sd_training.distributed.placement import Placement
 from sd_training.distributed.saves import AVERAGES
@@ -45,9 +48,9 @@ class Ema(OptimizerStepCallback):
         self._initial = initial
         self.averages: dict[str, dict[str, Tensor]] = {}
         """Part of a checkpoint → parameter of the network → this process's share of its average, fp32 on the CPU."""
-        self._now: dict[str, Tensor] = {}
-        self._due_step: int | None = None
-        self._copied: torch.cuda.Event | None = None
+        self.staging: WeightStaging | None = None
+        """Takes weights off a device in the background; on CPUs they are averaged where they are."""
+        self._now: Mapping[str, Tensor] = {}
 
     @property
     def shares(self) -> dict[str, Tensor]:
@@ -110,34 +113,33 @@ class Ema(OptimizerStepCallback):
         placement = placement_of(trainer)
         kept_here = {name: p for name, p in averaged_parameters(module).items() if self.shares[name].numel()}
         shares = {name: placement.share(parameter) for name, parameter in kept_here.items()}
-        self._due_step = step
         if any(share.is_cuda for share in shares.values()):
-            self._stage(shares)
-        else:
+            self.staging = self.staging or WeightStaging()
+        if self.staging is None:
             self._now = shares
-            self.finish_update()
+            self._average(step, list(shares))
+            return
+        self.staging.copy(shares)
+        self._now = self.staging.copies
+        self.staging.run(partial(self._average, step))
 
-    def _stage(self, shares: Mapping[str, Tensor]) -> None:
-        """Start copying to pinned memory; the copy is averaged at the next update, so nothing waits."""
-        for name, share in shares.items():
-            if name not in self._now:
-                self._now[name] = torch.empty(share.shape, dtype=share.dtype, pin_memory=True)
-            self._now[name].copy_(share, non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record()
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        """The weights must not change under a copy that is on its way."""
+        if self.staging is not None:
+            self.staging.before_weights_change()
 
     @torch.no_grad()
-    def finish_update(self) -> None:
-        """average ← decay · average + (1 - decay) · weights, of what was staged; called before the average is read."""
-        if self._due_step is None:
-            return
-        if self._copied is not None:
-            self._copied.synchronize()
-        weights = [weight.to("cpu", torch.float32) for weight in self._now.values()]
+    def _average(self, step: int, names: Sequence[str]) -> None:
+        """average ← decay · average + (1 - decay) · weights."""
+        weights = [self._now[name].to("cpu", torch.float32) for name in names]
         for part, sigma_rel in self._parts().items():
-            averages = [self.averages[part][name] for name in self._now]
-            torch._foreach_lerp_(averages, weights, 1.0 - self._decay(sigma_rel, self._due_step))
-        self._due_step = None
+            averages = [self.averages[part][name] for name in names]
+            torch._foreach_lerp_(averages, weights, 1.0 - self._decay(sigma_rel, step))
+
+    def finish_update(self) -> None:
+        """Wait for an update in the background; called before the average is read."""
+        if self.staging is not None:
+            self.staging.wait()
 
     def _decay(self, sigma_rel: float | None, step: int) -> float:
         if sigma_rel is None:

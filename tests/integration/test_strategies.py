@@ -1,5 +1,6 @@
 """Every strategy trains, averages, saves, resumes and exports what one process does."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from scripts.strategy_report import ENGINES, Row, report
 from tests.family_makers import save_pipeline
-from tests.integration.training import ROOT
+from tests.integration.training import ROOT, options, train_in_processes
 
 NAMES = [engine.name for engine in ENGINES]
 
@@ -72,3 +73,26 @@ def test_cut_blocks_have_the_gradients_of_whole_ones(tmp_path: Path, axes: list[
     }
     assert set(found) == set(families)
     assert all(max(numbers) < 1e-5 for numbers in found.values()), found
+
+
+def test_accumulation_under_ddp_communicates_once_per_optimizer_step(
+    pipeline_dir: Path, shards_dir: Path, tmp_path: Path
+) -> None:
+    reductions = {}
+    for accumulation in (1, 4):
+        argv = options(
+            tmp_path / f"ddp_{accumulation}",
+            pipeline_dir,
+            shards_dir,
+            distributed__strategy="ddp",
+            system__batch_size=4 // accumulation,
+            system__gradient_accumulation=accumulation,
+            experiment__save_every=100,
+            logging__every=100,
+        )
+        printed = train_in_processes(argv, 2, "tests.integration.count_collectives")
+        told = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
+        reductions[accumulation] = told["counts"]["gloo:all_reduce"]
+        assert told["steps"] == 8
+    # One for the gradients and one for the notes of signals, per step; a few at the start, fewer with accumulation.
+    assert 16 <= reductions[4] <= reductions[1] <= 24, reductions

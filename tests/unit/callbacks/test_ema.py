@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from sd_training.callbacks.ema import Ema, decay_at, export_weights
+from sd_training.callbacks.weight_staging import WeightStaging
 from sd_training.config.schema import EmaConfig, OptimizerConfig
 from sd_training.distributed.placement import Replicas
 from sd_training.errors import CheckpointError
@@ -49,10 +50,12 @@ def set_weight(module: TrainedModule, value: float) -> None:
         module.network.weight.fill_(value)
 
 
+@pytest.mark.parametrize("is_staged", [False, True])
 @pytest.mark.parametrize("every", [1, 3])
-def test_average_equals_the_recurrence_in_float64(every: int) -> None:
+def test_average_equals_the_recurrence_in_float64(every: int, is_staged: bool) -> None:
     config = EmaConfig(decay=0.9, update_every=every, warmup=False)
     ema, module = Ema(config), module_with(0.0)
+    ema.staging = WeightStaging() if is_staged else None  # as on a device: the weights go on changing meanwhile
     ema.on_train_start(module._trainer, module)  # type: ignore[arg-type]
     expected = 0.0
     for step in range(1, 13):
@@ -60,6 +63,7 @@ def test_average_equals_the_recurrence_in_float64(every: int) -> None:
         ema.on_optimizer_step(module._trainer, module, step)  # type: ignore[arg-type]
         if step % every == 0:
             expected = 0.9**every * expected + (1 - 0.9**every) * step
+    ema.finish_update()
     torch.testing.assert_close(ema.shares["weight"], torch.full((1, 2), expected))
 
 

@@ -1,0 +1,41 @@
+"""Copies that are averaged in threads, while the weights change."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from sd_training.callbacks.weight_staging import WeightStaging
+
+
+@pytest.mark.parametrize("threads", [1, 3, 8])
+def test_every_copy_is_averaged_once_as_it_was(threads: int) -> None:
+    staging, weights = WeightStaging(), {str(i): torch.full((i + 1,), float(i)) for i in range(5)}
+    staging.num_threads = threads
+    sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+
+    def add(names: Sequence[str]) -> None:
+        for name in names:
+            sums[name] += staging.copies[name]
+
+    for turn in range(1, 4):
+        staging.copy(weights)
+        for weight in weights.values():
+            weight.add_(1)
+        staging.run(add)
+        staging.wait()
+        expected = [sum(i + earlier for earlier in range(turn)) for i in range(5)]
+        assert [float(total[0]) for total in sums.values()] == expected
+
+
+def test_an_error_of_a_thread_comes_up() -> None:
+    staging = WeightStaging()
+
+    def broken(names: Sequence[str]) -> None:
+        raise ValueError("broken")
+
+    staging.copy({"a": torch.zeros(1)})
+    staging.run(broken)
+    with pytest.raises(ValueError, match="broken"):
+        staging.wait()
+    staging.wait()  # once is enough
