@@ -140,7 +140,7 @@ def memory_table(memory: Memory, config: Config, layout: Layout, picture: tuple[
         [
             f"device memory per process, without activations: {size_text(memory.standing)} = {standing}",
             f"memory per process with {layout.strategy}, batch_size {config.system.batch_size} at {height} × {width} "
-            "pixels on a GPU; an estimate, see docs/memory_estimate.md",
+            "pixels on a GPU; an estimate, see docs/memory.md",
             *(f"  {name:<26}{size_text(count):>12}" for name, count in rows.items()),
         ]
     )

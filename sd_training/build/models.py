@@ -9,7 +9,6 @@ from torch import Tensor
 
 from sd_training.build.network import prepare_network
 from sd_training.build.plan import Plan
-from sd_training.config.check_parallel import is_deepspeed
 from sd_training.config.model_schema import ModelConfig
 from sd_training.data.sizes import training_sizes
 from sd_training.diffusion.objective import Objective, make_objective, shift_of
@@ -58,10 +57,9 @@ def optimization(plan: Plan) -> Optimization:
     peak = config.lr_scheduler.params.learning_rate
     schedule = lr_schedule(config.lr_scheduler, num_steps=plan.batch.num_steps, global_batch=plan.batch.global_batch)
     peak = config.optimizer.params.learning_rate if peak is None else peak
-    is_offloaded = config.distributed.offload_optimizer or (
-        config.distributed.offload_parameters and is_deepspeed(config.distributed)
+    return Optimization(
+        config.optimizer, peak, schedule, seed=config.experiment.seed, is_offloaded=config.distributed.offload_optimizer
     )
-    return Optimization(config.optimizer, peak, schedule, seed=config.experiment.seed, is_offloaded=is_offloaded)
 
 
 def _diffusion(plan: Plan) -> Trained:

@@ -38,8 +38,8 @@ def make_strategy(plan: Plan, cuts: Cuts) -> Strategy:
 
 def _ddp(plan: Plan, backend: str) -> Strategy:
     """Gradients live in the communication buckets (no copy), accumulation communicates on the last micro-batch only
-    (Lightning's `no_sync`), and every parameter is used once in every step (static graph; PyTorch cannot learn it from a
-    first micro-batch that does not communicate)."""
+    (Lightning's `no_sync`), and every parameter is used once in every step (static graph; PyTorch cannot learn it from
+    first micro-batch without communication)."""
     return ReplicatedProcesses(
         process_group_backend=backend,
         gradient_as_bucket_view=True,

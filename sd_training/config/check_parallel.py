@@ -68,3 +68,16 @@ def _sharding_problems(config: Config) -> Iterator[str]:
         yield f"trainer.channels_last: true, but {name} cuts contiguous weights only; use auto, which leaves them so"
     if config.trainer.compile == "full":
         yield f"trainer.compile: full does not see through {name}; use blocks"
+    if config.trainer.compile and config.distributed.mesh.tensor != 1:
+        yield "trainer.compile: is not known to work with distributed.mesh.tensor; set it to false"
+    if is_deepspeed(config.distributed):
+        yield from _deepspeed_problems(config, name)
+
+
+def _deepspeed_problems(config: Config, name: str) -> Iterator[str]:
+    if config.trainer.compile in (True, "blocks"):
+        yield f"trainer.compile: is not known to work with {name}; set it to false, or use fsdp"
+    if config.model.train_text_encoder:
+        yield f"model.train_text_encoder: {name} trains the denoiser only; use ddp or fsdp"
+    if config.distributed.offload_optimizer and config.optimizer.name != "adamw":
+        yield f"optimizer.name: {config.optimizer.name} cannot be offloaded; use adamw"

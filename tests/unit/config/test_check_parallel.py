@@ -1,0 +1,63 @@
+"""What no engine can do is said before a run starts."""
+
+import pytest
+
+from sd_training.config.load import load_config
+from sd_training.errors import ConfigError
+
+BASE = [
+    "experiment.log_dir=runs",
+    "experiment.name=first",
+    "experiment.num_examples_to_see=100000",
+    "dataset.params.path=data.tar",
+    "model.pretrained=someone/pipeline",
+]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["distributed.strategy=fsdp", "distributed.offload_parameters=true", "distributed.reshard_after_forward=false"],
+        ["distributed.mesh={data: -1, fsdp: 8, tensor: 1}"],
+        ["distributed.strategy=deepspeed_2", "distributed.offload_optimizer=true", "model.mixed_precision=fp16"],
+        ["distributed.strategy=deepspeed_3", "distributed.offload_parameters=true", "optimizer.name=lion"],
+        ["distributed.strategy=hsdp", "trainer.compile=true", "model.gradient_checkpointing=selective"],
+        ["distributed.strategy=ddp", "optimizer.name=muon", "trainer.compile=full"],
+    ],
+)
+def test_what_works_together(words: list[str]) -> None:
+    load_config([*BASE, *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "start"),
+    [
+        (["distributed.mesh.fsdp=8", "distributed.strategy=ddp"], "distributed.strategy: ddp, but distributed.mesh"),
+        (["distributed.mesh={data: -1, fsdp: -1}"], "distributed.mesh: more than one axis is -1"),
+        (["distributed.mesh.fsdp=0"], "distributed.mesh.fsdp: is 0"),
+        (["distributed.offload_optimizer=true"], "distributed.offload_optimizer: only DeepSpeed"),
+        (["distributed.offload_parameters=true"], "distributed.offload_parameters: only fsdp"),
+        (["distributed.deepspeed_config=x.json"], "distributed.deepspeed_config: is read by deepspeed only"),
+        (["distributed.reshard_after_forward=false"], "distributed.reshard_after_forward: is read by fsdp"),
+        (["distributed.strategy=fsdp", "optimizer.name=muon"], "optimizer.name: muon needs whole tensors"),
+        (["distributed.mesh.tensor=2", "optimizer.name=prodigy"], "optimizer.name: prodigy needs whole tensors"),
+        (["distributed.strategy=fsdp", "model.mixed_precision=fp16"], "model.mixed_precision: fp16 needs a loss scale"),
+        (
+            ["distributed.strategy=fsdp", "model.bf16_weights=true", "optimizer.stochastic_rounding=true"],
+            "model.bf16_weights: fsdp keeps fp32",
+        ),
+        (["distributed.strategy=deepspeed_1", "model.train=vae"], "model.train: vae is small"),
+        (["distributed.strategy=fsdp", "trainer.compile=full"], "trainer.compile: full does not see through fsdp"),
+        (["distributed.mesh.tensor=2", "trainer.compile=true"], "trainer.compile: is not known to work"),
+        (["distributed.strategy=deepspeed_2", "trainer.compile=true"], "trainer.compile: is not known to work"),
+        (["distributed.strategy=deepspeed_2", "model.train_text_encoder=true"], "model.train_text_encoder: deepspeed"),
+        (
+            ["distributed.strategy=deepspeed_2", "distributed.offload_optimizer=true", "optimizer.name=lion"],
+            "optimizer.name: lion cannot be offloaded",
+        ),
+    ],
+)
+def test_what_does_not(words: list[str], start: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config([*BASE, *words])
+    assert any(problem.startswith(start) for problem in error.value.problems), error.value.problems

@@ -1,0 +1,57 @@
+"""DeepSpeed's own configuration beside this trainer's options."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sd_training.distributed.deepspeed_strategy import deepspeed_options
+from sd_training.errors import ConfigError
+
+
+def options(path: Path | None, stage: int = 2, **offload: bool) -> dict[str, Any]:
+    offload = {"offload_optimizer": False, "offload_parameters": False, **offload}
+    return deepspeed_options(stage, path=None if path is None else str(path), **offload)
+
+
+def test_a_file_adds_and_auto_counts_as_absent(tmp_path: Path) -> None:
+    path = tmp_path / "deepspeed.json"
+    given = {
+        "train_batch_size": "auto",
+        "zero_optimization": {"stage": "auto", "reduce_bucket_size": 5, "offload_optimizer": {"device": "nvme"}},
+        "wall_clock_breakdown": True,
+    }
+    path.write_text(json.dumps(given))
+    assert options(path, offload_optimizer=True) == {
+        "zero_optimization": {"reduce_bucket_size": 5, "offload_optimizer": {"device": "nvme"}, "stage": 2},
+        "wall_clock_breakdown": True,
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+def test_offload_without_a_file() -> None:
+    zero = options(None, 3, offload_optimizer=True, offload_parameters=True)["zero_optimization"]
+    assert zero["stage"] == 3
+    assert zero["offload_optimizer"]["device"] == zero["offload_param"]["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"optimizer": {"type": "Adam"}}, "'optimizer', which optimizer.name decides"),
+        ({"fp16": {"enabled": True}}, "'fp16', which model.mixed_precision decides"),
+        ({"zero_optimization": {"stage": 3}}, "has ZeRO stage 3, but distributed.strategy is deepspeed_2"),
+        ([1], "is no JSON object"),
+    ],
+)
+def test_a_file_that_contradicts(tmp_path: Path, given: Any, problem: str) -> None:
+    path = tmp_path / "deepspeed.json"
+    path.write_text(json.dumps(given))
+    with pytest.raises(ConfigError, match=problem):
+        options(path)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"distributed\.deepspeed_config: .*missing\.json cannot be read"):
+        options(tmp_path / "missing.json")
