@@ -39,15 +39,15 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
     "fp32": ("model.mixed_precision=no",),
     "bf16": (),
     "fp16": ("model.mixed_precision=fp16",),
-    "bf16, channels first": ("trainer.channels_last=false",),
-    "bf16, compiled blocks": ("trainer.compile=blocks",),
-    "bf16, xformers": ("model.xformers=true",),
-    "bf16, recomputation": ("model.gradient_checkpointing=true",),
-    "bf16, no EMA": ("model.use_ema=false",),
-    "bf16, fsdp": ("distributed.strategy=fsdp",),
-    "bf16, deepspeed_2": ("distributed.strategy=deepspeed_2",),
-    "bf16, deepspeed_2 + offload": ("distributed.strategy=deepspeed_2", "distributed.offload_optimizer=true"),
-    "fp16, deepspeed_2 + offload": (
+    "bf16 + channels first": ("trainer.channels_last=false",),
+    "bf16 + compiled blocks": ("trainer.compile=blocks",),
+    "bf16 + xformers": ("model.xformers=true",),
+    "bf16 + recomputation": ("model.gradient_checkpointing=true",),
+    "bf16 + no EMA": ("model.use_ema=false",),
+    "bf16 + fsdp": ("distributed.strategy=fsdp",),
+    "bf16 + deepspeed_2": ("distributed.strategy=deepspeed_2",),
+    "bf16 + deepspeed_2 + offload": ("distributed.strategy=deepspeed_2", "distributed.offload_optimizer=true"),
+    "fp16 + deepspeed_2 + offload": (
         "model.mixed_precision=fp16",
         "distributed.strategy=deepspeed_2",
         "distributed.offload_optimizer=true",
@@ -150,8 +150,7 @@ def rows_of(run: Path) -> list[dict[str, str]]:
 def measure(folder: Path, number: int, options: tuple[str, ...], size: Size, rows: int) -> str:
     """Starts a run, waits for its rows, ends it; what to print of it."""
     name, log = f"variant_{number}", folder / f"variant_{number}.log"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", "-m", "train"]
-    words = [*command, *arguments(folder, name, size), *options]
+    words = [sys.executable, "train.py", *arguments(folder, name, size), *options]
     run, deadline_s = folder / "runs" / name, time.monotonic() + _TIMEOUT_S
     with log.open("w") as stream:
         process = subprocess.Popen(words, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)

@@ -16,6 +16,7 @@ from sd_training.build.memory import FP32_BYTES
 from sd_training.build.models import optimization
 from sd_training.build.plan import Plan
 from sd_training.build.run import make_data
+from sd_training.build.strategy import zero_options
 from sd_training.config.dump import resolved_yaml
 from sd_training.config.mesh import find_layout
 from sd_training.config.schema import Config
@@ -52,7 +53,18 @@ def describe(plan: Plan) -> str:
         _learning_rate(plan),
         data.report().text(),
     ]
+    _check_layout(plan, family)
     return "\n\n".join(sections)
+
+
+def _check_layout(plan: Plan, family: Family | None) -> None:
+    """What a real run finds out when it is set up: can these blocks be shared, can DeepSpeed's options be used? Last,
+    because a plan tells the blocks how many heads they have left."""
+    if plan.layout.mesh.tensor > 1 and family is not None:
+        for block in family.blocks():
+            family.tensor_plan(block, plan.layout.mesh.tensor)
+    if plan.layout.strategy.startswith("deepspeed"):
+        zero_options(plan)
 
 
 def _parameters(counts: dict[str, int], trained: set[str]) -> str:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sd_training.config.batch_plan import BatchPlan
-from sd_training.config.check_parallel import is_deepspeed
 from sd_training.config.mesh import Layout, find_layout
 from sd_training.config.schema import Config
 from sd_training.distributed.launch import Launch, find_launch
@@ -42,7 +41,7 @@ def make_plan(config: Config) -> Plan:
         sharing=layout.mesh.tensor,
     )
     precision = config.model.mixed_precision
-    if precision == "fp16" and launch.accelerator == "cpu" and not is_deepspeed(config.distributed):
+    if precision == "fp16" and launch.accelerator == "cpu":
         log.info("model.mixed_precision: a CPU cannot train in fp16, so bf16 is used here")
         precision = "bf16"
     run_dir = Path(config.experiment.log_dir).expanduser() / config.experiment.name

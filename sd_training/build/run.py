@@ -1,6 +1,5 @@
 """A whole run: folder, model, data, callbacks, trainer."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -143,12 +142,13 @@ def _plugins(plan: Plan) -> list[Any]:
     """Precision and launcher; the launcher is named because Lightning would guess SLURM inside salloc."""
     plugins: list[Any] = precision_plugins(plan)
     if plan.launch.processes > 1:
-        if "LOCAL_WORLD_SIZE" in os.environ:
-            plugins.append(TorchElasticEnvironment())
-        elif "SLURM_PROCID" in os.environ:
-            plugins.append(SLURMEnvironment(auto_requeue=False))
-        else:
-            plugins.append(LightningEnvironment())
+        match plan.launch.launcher:
+            case "torchrun":
+                plugins.append(TorchElasticEnvironment())
+            case "slurm":
+                plugins.append(SLURMEnvironment(auto_requeue=False))
+            case "own":
+                plugins.append(LightningEnvironment())
     return plugins
 
 

@@ -31,9 +31,11 @@ def make_strategy(plan: Plan, cuts: Cuts) -> Strategy:
             options = CutOptions(
                 _LOW_PRECISION[plan.precision], config.reshard_after_forward, offload=config.offload_parameters
             )
+            if options.offload and backend == "nccl":  # blocks in CPU memory are put together by gloo
+                backend = "cpu:gloo,cuda:nccl"
             return CutProcesses(plan.layout.mesh, cuts, options, backend)
-        case zero:
-            return _deepspeed(plan, int(zero[-1]), backend)
+        case _:
+            return _deepspeed(plan, backend)
 
 
 def _ddp(plan: Plan, backend: str) -> Strategy:
@@ -48,13 +50,17 @@ def _ddp(plan: Plan, backend: str) -> Strategy:
     )
 
 
-def _deepspeed(plan: Plan, stage: int, backend: str) -> Strategy:
-    """Imported here because it takes seconds."""
-    from sd_training.distributed.deepspeed_strategy import ZeroProcesses, deepspeed_options
+def zero_options(plan: Plan) -> dict[str, Any]:
+    """DeepSpeed's configuration for a run.
+
+    Raises:
+        ConfigError: the file of `distributed.deepspeed_config` cannot be used.
+    """
+    from sd_training.distributed.deepspeed_strategy import deepspeed_options  # takes seconds
 
     config = plan.config
     options = deepspeed_options(
-        stage,
+        int(plan.layout.strategy[-1]),
         offload_optimizer=config.distributed.offload_optimizer,
         offload_parameters=config.distributed.offload_parameters,
         path=config.distributed.deepspeed_config,
@@ -62,7 +68,13 @@ def _deepspeed(plan: Plan, stage: int, backend: str) -> Strategy:
     options["train_micro_batch_size_per_gpu"] = config.system.batch_size
     if plan.precision == "bf16":
         options["bf16"] = {"enabled": True, "check_grad_overflow": True}  # or a non-finite step would be taken
-    return ZeroProcesses(options, config.optimizer.max_grad_norm, backend)
+    return options
+
+
+def _deepspeed(plan: Plan, backend: str) -> Strategy:
+    from sd_training.distributed.deepspeed_strategy import ZeroProcesses
+
+    return ZeroProcesses(zero_options(plan), plan.config.optimizer.max_grad_norm, backend)
 
 
 def precision_plugins(plan: Plan) -> list[Any]:

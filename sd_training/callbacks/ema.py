@@ -148,7 +148,8 @@ class Ema(OptimizerStepCallback):
 
     @torch.no_grad()
     def measures(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> dict[str, float]:
-        """Collective: the decay per optimizer step, and ‖average − weights‖ over all parameters, at the last update."""
+        """Collective: the decay per optimizer step, and ‖average − weights‖ over all parameters (on a device, of the
+        weights at the last update); 0 before the first update."""
         self.finish_update()
         placement, total = placement_of(trainer), torch.zeros((), dtype=torch.float64)
         for name, parameter in averaged_parameters(module).items():
@@ -156,7 +157,7 @@ class Ema(OptimizerStepCallback):
                 difference = self.shares[name] - self._now[name]
                 total += difference.double().square().sum() / placement.copies(parameter)
         if trainer.world_size > 1:
-            total = total.to(module.device)
+            total = total.to(trainer.strategy.root_device)
             distributed.all_reduce(total)
         decay = decay_at(step, self.config) ** (1 / self.config.update_every)
         return {"ema_decay": decay, "ema_distance": float(total.sqrt())}
@@ -175,6 +176,7 @@ class Ema(OptimizerStepCallback):
                 placement.lend(parameter, self.shares[name])
             yield
         finally:
+            placement.settle()
             for name, parameter in parameters.items():
                 placement.give_back(parameter, kept[name])
 
@@ -217,6 +219,7 @@ def export_weights(module: TrainedModule, ema: Ema | None) -> Iterator[None]:
             with evaluation_weights(module.trainer.optimizers[0]):
                 yield
     finally:
+        placement_of(module.trainer).settle()
         module.network.train(was_training)
 
 

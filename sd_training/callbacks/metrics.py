@@ -89,8 +89,9 @@ class Metrics(OptimizerStepCallback):
         if self.ema is not None:
             metrics |= self.ema.measures(trainer, module, step)
         metrics["images_per_s"] = images / elapsed_s
-        if module.device.type == "cuda":
-            metrics["device_memory_gib"] = torch.cuda.max_memory_allocated(module.device) / 2**30
+        device = trainer.strategy.root_device
+        if device.type == "cuda":
+            metrics["device_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
         metrics["images_seen"] = float(images_seen)
         self.latest = metrics
         module.reset_logged()

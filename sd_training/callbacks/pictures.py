@@ -103,7 +103,7 @@ class Pictures(OptimizerStepCallback):
         share = self._share(trainer.strategy)
         if not share:
             return
-        with torch.no_grad(), autocast(module.device, self.precision), without_compiling():
+        with torch.no_grad(), autocast(trainer.strategy.root_device, self.precision), without_compiling():
             images = draw_images(
                 self.pipeline(),
                 [self.job.prompts[i][1] for i in share],

@@ -77,6 +77,13 @@ def _sharding_problems(config: Config) -> Iterator[str]:
 def _deepspeed_problems(config: Config, name: str) -> Iterator[str]:
     if config.trainer.compile in (True, "blocks"):
         yield f"trainer.compile: is not known to work with {name}; set it to false, or use fsdp"
+    if config.trainer.channels_last is True:
+        yield f"trainer.channels_last: {name} wants weights as they are usually laid out; use auto or false"
+    if config.distributed.strategy == "deepspeed_3" and config.model.gradient_checkpointing == "selective":
+        yield (
+            "model.gradient_checkpointing: selective gives wrong gradients with deepspeed_3, whose linear layers "
+            "change in place what it keeps; use true"
+        )
     if config.model.train_text_encoder:
         yield f"model.train_text_encoder: {name} trains the denoiser only; use ddp or fsdp"
     if config.distributed.offload_optimizer and config.optimizer.name != "adamw":

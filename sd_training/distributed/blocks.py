@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sd_training.distributed.placement import Placement, StateOf
@@ -17,8 +18,14 @@ class Blocks(Placement):
 
     is_network_whole = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
         self.optimizer = optimizer
+        self._cut_modules = [module for module in modules if isinstance(module, FSDPModule)]
+
+    def settle(self) -> None:
+        """Weights that were gathered for drawing are given back; the next step would compute with them."""
+        for module in self._cut_modules:
+            module.reshard()
 
     def share(self, parameter: nn.Parameter) -> Tensor:
         """The local block."""

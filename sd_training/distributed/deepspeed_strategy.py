@@ -34,6 +34,8 @@ _DECIDED = {
     "fp16": "model.mixed_precision",
     "bf16": "model.mixed_precision",
     "torch_autocast": "model.mixed_precision",
+    "amp": "model.mixed_precision",
+    "zero_allow_untested_optimizer": "optimizer.name",
 }
 """DeepSpeed's key → this trainer's option for the same."""
 
@@ -52,6 +54,8 @@ def deepspeed_options(
     """
     options = _read(path) if path is not None else {}
     zero: dict[str, Any] = options.setdefault("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise ConfigError(f"distributed.deepspeed_config: {path} has a zero_optimization that is no JSON object")
     problems = [
         f"distributed.deepspeed_config: {path} has {key!r}, which {option} decides; remove it from the file"
         for key, option in _DECIDED.items()
@@ -62,6 +66,14 @@ def deepspeed_options(
             f"distributed.deepspeed_config: {path} has ZeRO stage {zero['stage']}, but distributed.strategy is "
             f"deepspeed_{stage}"
         )
+    problems += [
+        f"distributed.deepspeed_config: {path} has zero_optimization.{key}; say distributed.{option}=true as well"
+        for key, option, is_wanted in (
+            ("offload_optimizer", "offload_optimizer", offload_optimizer),
+            ("offload_param", "offload_parameters", offload_parameters),
+        )
+        if key in zero and not is_wanted
+    ]
     if problems:
         raise ConfigError(problems)
     zero["stage"] = stage
@@ -70,7 +82,19 @@ def deepspeed_options(
     if offload_parameters:
         zero.setdefault("offload_param", {"device": "cpu", "pin_memory": torch.cuda.is_available()})
     options["zero_allow_untested_optimizer"] = True
+    _check_zero_options(zero, path)
     return options
+
+
+def _check_zero_options(zero: dict[str, Any], path: str | None) -> None:
+    """DeepSpeed's own rules, before the run starts."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    try:
+        DeepSpeedZeroConfig(**zero)
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"distributed.deepspeed_config: {path}: zero_optimization is not valid: {reason}") from error
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -154,8 +178,10 @@ class ZeroProcesses(WholeCheckpoints, DeepSpeedStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """As `WholeCheckpoints`, with the scale of the loss."""
         super().load_optimizer_state_dict(checkpoint)
-        for key, value in checkpoint.get(_LOSS_SCALE, {}).items():
-            setattr(self.deepspeed_engine.optimizer.loss_scaler, key, value)
+        scaler = getattr(self.deepspeed_engine.optimizer, "loss_scaler", None)
+        if getattr(scaler, "dynamic", False):  # a run that went on in bf16 has no scale
+            for key, value in checkpoint.get(_LOSS_SCALE, {}).items():
+                setattr(scaler, key, value)
 
 
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from typing import Literal
 from urllib.parse import urlsplit
 
 import torch
@@ -23,6 +24,8 @@ class Launch:
     """Processes per machine."""
     num_nodes: int
     """Machines."""
+    launcher: Literal["own", "torchrun", "slurm"] = "own"
+    """Who starts the processes."""
 
     @property
     def processes(self) -> int:
@@ -43,15 +46,16 @@ def _accelerator(config: TrainerConfig) -> str:
     return wanted
 
 
-def _from_launcher() -> tuple[int, int] | None:
-    """(processes per machine, machines) as torchrun or srun set them, or null when started alone."""
+def _from_launcher() -> tuple[int, int, Literal["torchrun", "slurm"]] | None:
+    """(processes per machine, machines, who) as torchrun or srun set them, or null when started alone; a job of one
+    task starts its processes itself."""
     env = os.environ
     if "LOCAL_WORLD_SIZE" in env and "WORLD_SIZE" in env:
         local = int(env["LOCAL_WORLD_SIZE"])
-        return local, int(env["WORLD_SIZE"]) // local
+        return local, int(env["WORLD_SIZE"]) // local, "torchrun"
     if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
         nodes = int(env.get("SLURM_NNODES", "1"))
-        return int(env["SLURM_NTASKS"]) // nodes, nodes
+        return int(env["SLURM_NTASKS"]) // nodes, nodes, "slurm"
     return None
 
 
@@ -64,14 +68,14 @@ def find_launch(config: TrainerConfig) -> Launch:
     accelerator = _accelerator(config)
     launched = _from_launcher()
     if launched is not None:
-        devices, num_nodes = launched
+        devices, num_nodes, launcher = launched
         if config.devices not in ("auto", devices):
             raise ConfigError(
                 f"trainer.devices: {config.devices}, but the launcher started {devices} processes per machine"
             )
         if config.num_nodes not in (None, num_nodes):
             raise ConfigError(f"trainer.num_nodes: {config.num_nodes}, but the launcher runs on {num_nodes} machines")
-        return Launch(accelerator, devices, num_nodes)
+        return Launch(accelerator, devices, num_nodes, launcher)
     if (config.num_nodes or 1) > 1:
         raise ConfigError(
             f"trainer.num_nodes: {config.num_nodes} machines need a launcher; start with torchrun or srun (see README)"

@@ -52,6 +52,9 @@ class Placement(ABC):
     def give_back(self, parameter: nn.Parameter, kept: Tensor | None) -> None:
         """Collective: the network computes with its own weights again, to the bit."""
 
+    def settle(self) -> None:  # noqa: B027 - most engines leave nothing open
+        """Ends what forward passes without a backward pass left open, such as gathered weights."""
+
     @abstractmethod
     def load(self, parameter: nn.Parameter, whole: Tensor) -> None:
         """Collective: training goes on from these weights."""

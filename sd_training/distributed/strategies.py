@@ -99,6 +99,7 @@ class CutProcesses(WholeCheckpoints, ModelParallelStrategy):
         shared = mesh["data", "fsdp"] if self.mesh.data > 1 else mesh["fsdp"]
         for module in [*self.cuts.blocks, *self.cuts.roots]:
             fully_shard(module, mesh=shared, **self._policies())
+            _keep_recording(module)
 
     def _policies(self) -> dict[str, Any]:
         """Inputs keep their type: timesteps in bf16 would be rounded."""
@@ -118,8 +119,18 @@ class CutProcesses(WholeCheckpoints, ModelParallelStrategy):
 
     def make_placement(self) -> Blocks:
         """Blocks of DTensors."""
-        return Blocks(self.optimizers[0])
+        return Blocks(self.optimizers[0], self.lightning_module.modules())
 
 
 def _trained(strategy: Any) -> list[nn.Parameter]:
     return [p for p in strategy.lightning_module.parameters() if p.requires_grad]
+
+
+def _keep_recording(module: nn.Module) -> None:
+    """transformers looks up by class which states a text encoder can return, and FSDP2 has given it another class."""
+    recorded = getattr(module, "_can_record_outputs", None)
+    if recorded is None:
+        return
+    from transformers.utils import output_capturing
+
+    output_capturing._CAN_RECORD_REGISTRY[module] = recorded

@@ -149,7 +149,8 @@ class TrainedModule(pl.LightningModule):
         """
         if getattr(self.trainer.strategy, "does_clip", False):
             return
-        self.grad_norm = clip_gradients(self.network.parameters(), self.optimization.config.max_grad_norm)
+        trained = [parameter for _, parameter in self.named_trained()]
+        self.grad_norm = clip_gradients(trained, self.optimization.config.max_grad_norm)
         if not self.has_gradient_scaler:
             self.was_step_skipped = (~torch.isfinite(self.grad_norm)).float()
             optimizer.found_inf = self.was_step_skipped

@@ -55,8 +55,9 @@ class DiffusionModule(TrainedModule):
 
     def on_fit_start(self) -> None:
         """Bring what is no child module to the device."""
-        self.encoders.to(self.device)
-        self.objective = self.objective.to(self.device)
+        device = self.trainer.strategy.root_device  # the module's own is the CPU where FSDP2 offloads weights
+        self.encoders.to(device)
+        self.objective = self.objective.to(device)
 
     def training_step(self, batch: PixelBatch, batch_index: int) -> Tensor:
         """Mean loss of a micro-batch (Rombach et al. 2022, arXiv:2112.10752, eq. 3)."""

@@ -9,7 +9,7 @@ import pytest
 
 from scripts.strategy_report import ENGINES, Row, report
 from tests.family_makers import save_pipeline
-from tests.integration.training import ROOT, options, train_in_processes
+from tests.integration.training import ROOT, losses, options, train, train_in_processes
 
 NAMES = [engine.name for engine in ENGINES]
 
@@ -96,3 +96,32 @@ def test_accumulation_under_ddp_communicates_once_per_optimizer_step(
         assert told["steps"] == 8
     # One for the gradients and one for the notes of signals, per step; a few at the start, fewer with accumulation.
     assert 16 <= reductions[4] <= reductions[1] <= 24, reductions
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        # Blocks that stay whole after drawing hold the average, not the weights.
+        (
+            "stable_diffusion",
+            {
+                "distributed__reshard_after_forward": False,
+                "sampling__every": 2,
+                "sampling__prompts": "[a red picture]",
+                "sampling__num_inference_steps": 2,
+            },
+        ),
+        # transformers tells by the class what a text encoder returns, and FSDP2 changes the class.
+        ("sdxl", {"model__train_text_encoder": True}),
+    ],
+    ids=["previews", "text"],
+)
+def test_fsdp_with_other_parts_of_a_run(
+    shards_dir: Path, tmp_path: Path, family: str, changes: dict[str, object]
+) -> None:
+    changes |= {"experiment__num_examples_to_see": 32, "system__batch_size": 4, "distributed__strategy": "fsdp"}
+    pipeline = save_pipeline(family, tmp_path / "pipeline")
+    train_in_processes(options(tmp_path / "fsdp", pipeline, shards_dir, **changes), 2)
+    changes |= {"distributed__strategy": "auto", "system__batch_size": 8, "distributed__reshard_after_forward": True}
+    train(options(tmp_path / "single", pipeline, shards_dir, **changes))
+    assert losses(tmp_path / "fsdp") == pytest.approx(losses(tmp_path / "single"), rel=1e-5)

@@ -50,6 +50,14 @@ def test_what_works_together(words: list[str]) -> None:
         (["distributed.strategy=fsdp", "trainer.compile=full"], "trainer.compile: full does not see through fsdp"),
         (["distributed.mesh.tensor=2", "trainer.compile=true"], "trainer.compile: is not known to work"),
         (["distributed.strategy=deepspeed_2", "trainer.compile=true"], "trainer.compile: is not known to work"),
+        (
+            ["distributed.strategy=deepspeed_2", "trainer.channels_last=true"],
+            "trainer.channels_last: deepspeed_2 wants",
+        ),
+        (
+            ["distributed.strategy=deepspeed_3", "model.gradient_checkpointing=selective"],
+            "model.gradient_checkpointing: selective gives wrong gradients",
+        ),
         (["distributed.strategy=deepspeed_2", "model.train_text_encoder=true"], "model.train_text_encoder: deepspeed"),
         (
             ["distributed.strategy=deepspeed_2", "distributed.offload_optimizer=true", "optimizer.name=lion"],

@@ -43,6 +43,9 @@ def test_offload_without_a_file() -> None:
         ({"fp16": {"enabled": True}}, "'fp16', which model.mixed_precision decides"),
         ({"zero_optimization": {"stage": 3}}, "has ZeRO stage 3, but distributed.strategy is deepspeed_2"),
         ([1], "is no JSON object"),
+        ({"zero_optimization": [1]}, "zero_optimization that is no JSON object"),
+        ({"zero_optimization": {"offload_optimizr": {}}}, "zero_optimization is not valid: .*offload_optimizr"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "say distributed.offload_optimizer=true"),
     ],
 )
 def test_a_file_that_contradicts(tmp_path: Path, given: Any, problem: str) -> None:
