@@ -194,6 +194,7 @@ def main() -> None:
     if not is_tiny and not torch.cuda.is_available():
         raise UserError("no GPU is visible here; size=tiny runs the same on the CPU, with a tiny network")
     size = Size(32, int(given.get("batch", "8"))) if is_tiny else Size(512, int(given.get("batch", "64")))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a run that is under way is ended
     folder = Path(given.get("folder", ROOT / "build" / "gpu_check")).resolve()
     if not (folder / "pipeline" / "model_index.json").exists():
         make_pipeline(folder / "pipeline", is_tiny)
