@@ -18,7 +18,6 @@ from sd_training.build.plan import Plan
 from sd_training.build.run import make_data
 from sd_training.build.strategy import zero_options
 from sd_training.config.dump import resolved_yaml
-from sd_training.config.mesh import find_layout
 from sd_training.config.schema import Config
 from sd_training.data.sizes import training_sizes
 from sd_training.errors import ConfigError
@@ -108,8 +107,7 @@ def _ema_bytes(counts: dict[str, int], trained: set[str]) -> int:
 
 def _memory(plan: Plan, networks: dict[str, Any], family: Family | None) -> str:
     """Per process, for the strategy of the run."""
-    config, launch = plan.config, plan.launch
-    layout = find_layout(config.distributed, launch.processes, launch.devices)
+    config, layout = plan.config, plan.layout
     workload = measure(config, networks, family, plan.precision)
     return memory_table(run_memory(workload, config, layout), config, layout, workload.picture)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
@@ -13,7 +13,7 @@ from sd_training.build.callbacks import build_callbacks
 from sd_training.build.loggers import build_loggers
 from sd_training.build.models import build_model
 from sd_training.build.plan import Plan
-from sd_training.build.strategy import make_strategy, precision_plugins
+from sd_training.build.strategy import LIGHTNING_PRECISION, make_strategy, precision_plugins
 from sd_training.callbacks.preemption import Preemption
 from sd_training.checkpoint.seal import ever_finished, sealed, step_of, sweep
 from sd_training.data.captions import Dropout
@@ -28,12 +28,6 @@ from sd_training.training.base_module import TrainedModule
 from sd_training.types import LatentGrid
 
 log = get_logger(__name__)
-
-_LIGHTNING_PRECISION: dict[str, Literal["32-true", "bf16-mixed", "16-mixed"]] = {
-    "no": "32-true",
-    "bf16": "bf16-mixed",
-    "fp16": "16-mixed",
-}
 
 
 @dataclass(frozen=True)
@@ -160,7 +154,7 @@ def _trainer(plan: Plan, callbacks: list[pl.Callback], strategy: Strategy) -> pl
         devices=plan.launch.devices,
         num_nodes=plan.launch.num_nodes,
         strategy=strategy,
-        precision=None if has_precision else _LIGHTNING_PRECISION[plan.precision],
+        precision=None if has_precision else LIGHTNING_PRECISION[plan.precision],
         max_steps=plan.batch.num_steps,
         accumulate_grad_batches=plan.batch.accumulation,
         callbacks=callbacks,

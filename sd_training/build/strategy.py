@@ -1,6 +1,6 @@
 """Lightning's strategy and precision for a run, from layout and options."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pytorch_lightning.strategies import Strategy
@@ -8,8 +8,14 @@ from pytorch_lightning.strategies import Strategy
 from sd_training.build.plan import Plan
 from sd_training.distributed.launch import process_group_backend, set_rendezvous
 from sd_training.distributed.strategies import CutOptions, CutProcesses, Cuts, ReplicatedProcesses, SingleProcess
+from sd_training.models.encoders import AUTOCAST_DTYPE
 
-_LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None}
+LIGHTNING_PRECISION: dict[str, Literal["32-true", "bf16-mixed", "16-mixed"]] = {
+    "no": "32-true",
+    "bf16": "bf16-mixed",
+    "fp16": "16-mixed",
+}
+"""This trainer's word for a precision → Lightning's."""
 
 
 def make_strategy(plan: Plan, cuts: Cuts) -> Strategy:
@@ -29,7 +35,7 @@ def make_strategy(plan: Plan, cuts: Cuts) -> Strategy:
             return _ddp(plan, backend)
         case "fsdp" | "hsdp":
             options = CutOptions(
-                _LOW_PRECISION[plan.precision], config.reshard_after_forward, offload=config.offload_parameters
+                AUTOCAST_DTYPE[plan.precision], config.reshard_after_forward, offload=config.offload_parameters
             )
             if options.offload and backend == "nccl":  # blocks in CPU memory are put together by gloo
                 backend = "cpu:gloo,cuda:nccl"
@@ -83,4 +89,4 @@ def precision_plugins(plan: Plan) -> list[Any]:
         return []
     from sd_training.distributed.deepspeed_strategy import ZeroPrecision
 
-    return [ZeroPrecision({"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[plan.precision])]  # type: ignore[arg-type]
+    return [ZeroPrecision(LIGHTNING_PRECISION[plan.precision])]

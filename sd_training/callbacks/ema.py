@@ -201,6 +201,7 @@ def averaged_parameters(module: TrainedModule) -> dict[str, nn.Parameter]:
 
 
 def placement_of(trainer: pl.Trainer) -> Placement:
+    """Where the strategy keeps weights and optimizer state."""
     placement: Placement = trainer.strategy.placement  # type: ignore[attr-defined]
     return placement
 

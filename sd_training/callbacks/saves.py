@@ -7,7 +7,7 @@ from typing import Any
 import pytorch_lightning as pl
 from torch import Tensor
 
-from sd_training.callbacks.ema import Ema, export_weights, whole_weights
+from sd_training.callbacks.ema import Ema, export_weights, placement_of, whole_weights
 from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.callbacks.stopwatch import Stopwatch
 from sd_training.checkpoint.seal import rotate
@@ -86,14 +86,13 @@ class Saves(OptimizerStepCallback):
         return int(text) if text.isdigit() else -1
 
     def _export(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        strategy: Any = trainer.strategy
-        if strategy.placement.is_network_whole:
+        if placement_of(trainer).is_network_whole:
             with export_weights(module, self.ema):
                 self._write(trainer, step, self.exported(None))
         else:
             weights = whole_weights(trainer, module, self.ema)
             self._write(trainer, step, self.exported(weights) if trainer.is_global_zero else None)
-        strategy.barrier("pipeline exported")
+        trainer.strategy.barrier("pipeline exported")
 
     def _write(self, trainer: pl.Trainer, step: int, exported: Any) -> None:
         """The first process writes."""

@@ -96,10 +96,6 @@ class Blocks(Placement):
         axes = zip(own.device_mesh.shape, own.placements, strict=True)
         return distributed.get_world_size() // math.prod(size for size, how in axes if how.is_shard())
 
-    def groups(self) -> list[dict[str, Any]]:
-        """As the optimizer has them."""
-        return self.optimizer.param_groups
-
 
 def _dtensor(parameter: nn.Parameter) -> DTensor:
     assert isinstance(parameter, DTensor), "a trained parameter was not cut"

@@ -21,6 +21,8 @@ _OF_THIS_RUN = {"params", "fused", "foreach", "capturable", "differentiable"}
 class Placement(ABC):
     """How parameters lie over the processes. Methods marked collective are called by all of them, in the same order."""
 
+    optimizer: torch.optim.Optimizer
+    """What updates the shares; inside the engine, where there is one."""
     is_network_whole: ClassVar[bool]
     """Whether the network itself holds whole weights as training updates them, so that it can be exported as it is."""
 
@@ -73,9 +75,9 @@ class Placement(ABC):
         """How many processes have the same share."""
         return 1
 
-    @abstractmethod
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups of parameters, with what it keeps per group."""
+        return self.optimizer.param_groups
 
 
 class Replicas(Placement):
@@ -147,10 +149,6 @@ class Replicas(Placement):
             for group, stored in zip(packed["param_groups"], groups, strict=True):
                 group.update({key: stored[key] for key in stored.keys() & group.keys() - _OF_THIS_RUN})
         self.optimizer.load_state_dict(packed)
-
-    def groups(self) -> list[dict[str, Any]]:
-        """As the optimizer has them."""
-        return self.optimizer.param_groups
 
 
 def deal(sizes: list[int], count: int) -> list[int]:

@@ -100,11 +100,6 @@ class Zero(Placement):
         is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
         return value.to(self.zero.device if is_fused else "cpu", copy=True)
 
-    def groups(self) -> list[dict[str, Any]]:
-        """As DeepSpeed has them."""
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        return groups
-
 
 class ZeroOptimizer(Zero):
     """Stages 1 and 2: the network has every weight; masters and optimizer state are cut."""

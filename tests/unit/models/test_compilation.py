@@ -4,7 +4,6 @@ Most of it runs without a C++ compiler (`aot_eager`): how often is compiled, and
 """
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +39,6 @@ ONE_LEVEL = {
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> None:
     torch._dynamo.reset()
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("families")
-
-
-@pytest.fixture(scope="module")
-def process_group(root: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(root / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def tiny(name: str, root: Path) -> Family:

@@ -1,7 +1,6 @@
 """Recomputation changes memory and nothing else."""
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,18 +16,6 @@ from tests.family_makers import PIPELINES
 from tests.unit.models.denoiser_steps import activation_bytes, load_tiny, loss_and_gradients, loss_of
 
 MODES = {"whole": False, "selective": True}
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("families")
-
-
-@pytest.fixture(scope="module")
-def process_group(root: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(root / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def assert_same(family: Family, plain: Family) -> None:
