@@ -6,6 +6,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,16 @@ def pipeline_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shards_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two shards of 16 captioned JPEGs with metadata; read-only by convention."""
     return makers.caption_shards(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(autouse=True)
+def environment_of_before() -> Iterator[None]:
+    """What a test leaves in the environment would reach every later run: W&B, for one, says there which process serves
+    it, and runs of other tests would share that process and its list of runs in progress."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)

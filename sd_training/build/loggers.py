@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 
@@ -18,8 +19,6 @@ def build_loggers(plan: Plan) -> list[Logger]:
     mode = ("online" if key else "disabled") if wandb.mode == "auto" else wandb.mode
     if mode == "disabled":
         return loggers
-    if wandb.api_key:
-        os.environ["WANDB_API_KEY"] = wandb.api_key
     experiment = plan.config.experiment
     logger = WandbLogger(
         name=experiment.name,
@@ -30,8 +29,18 @@ def build_loggers(plan: Plan) -> list[Logger]:
         id=_wandb_id(plan.run_dir),
         resume="allow",
         config=to_plain(plan.config),
+        **_login(wandb.api_key),
     )
     return [*loggers, logger]
+
+
+def _login(api_key: str | None) -> dict[str, Any]:
+    """A key of the configuration is told to W&B alone: the environment would tell every process started from here."""
+    if api_key is None:
+        return {}
+    from wandb import Settings  # W&B is optional, and takes a second to import
+
+    return {"settings": Settings(api_key=api_key)}
 
 
 def _wandb_id(run_dir: Path) -> str:

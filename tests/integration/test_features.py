@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import shutil
 import tarfile
 from pathlib import Path
@@ -197,6 +198,7 @@ def test_the_wandb_key_is_written_nowhere(
     printed = capfd.readouterr()
     assert secret not in printed.out + printed.err
     assert (run_dir / "wandb").is_dir()
+    assert secret not in os.environ.values()  # nor told to every process started from here
     for path in run_dir.rglob("*"):
         if path.is_file():
             assert secret.encode() not in path.read_bytes(), path

@@ -40,6 +40,9 @@ class Started:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            # Where the tests themselves are started in the background of a script, Ctrl-C is ignored, and so it would
+            # be here.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def wait_until_held(self) -> int:
