@@ -1,0 +1,216 @@
+"""Static gates: no code of the project can run what a file, an archive, a model repository or a user's text contains.
+
+Everything is read with `ast`; each rule is also shown snippets that break it. docs/security.md says why each is there.
+"""
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.test_layers import FILES, IDS, ROOT
+
+CONVERTER = "scripts/convert_checkpoint.py"
+"""The one place where a foreign pickle is opened: with `weights_only=True`, in a process without rights."""
+PICKLED_MESSAGES = {
+    "sd_training/callbacks/saves.py": "one whole number, between the run's own processes",
+    "sd_training/distributed/saves.py": "texts and paths, between the run's own processes",
+}
+"""Files that use collectives which pickle, and what travels there; all others use `distributed/messages.py`."""
+
+IMPORTERS = {"sd_training/optim/optimizers.py": "module names of its own table of optional packages"}
+"""Files that import modules whose names are no literals, and where the names come from."""
+
+UNPICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle"}
+FORBIDDEN_CALLS = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "os.system",
+    "os.popen",
+    "os.execl",
+    "os.execv",
+    "os.execvp",
+    "os.spawnl",
+    "os.spawnv",
+    "subprocess.getoutput",
+    "subprocess.getstatusoutput",
+    "tempfile.mktemp",
+    "runpy.run_path",
+    "code.interact",
+    "pandas.read_pickle",
+    "pd.read_pickle",
+    "torch.hub.load",
+    "torch.jit.load",
+    "torch.package.PackageImporter",
+    "DataFrame.query",
+}
+YAML_LOADERS = {"load", "load_all", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all"}
+OBJECT_COLLECTIVES = {
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+}
+OFF_UNLESS_FALSE = ("shell", "allow_pickle", "trust_remote_code")
+COMMANDS = {"/bin/sh", "sh", "bash", "/bin/bash"}
+SHELL_BY_PERMISSION = "sd_training/data/pipe_files.py"
+"""Runs `pipe:` entries, which `dataset.params.allow_pipe=true` on the command line allows."""
+
+
+def problems(source: str, path: str = "sd_training/data/index.py") -> list[str]:
+    """What a file of the project may not do, with the line."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        names: Iterator[str] = iter(())
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = _imports(node)
+        elif isinstance(node, ast.Call):
+            names = _calls(node, path)
+        elif isinstance(node, ast.Constant) and node.value in COMMANDS and path != SHELL_BY_PERMISSION:
+            names = iter([f"the shell {node.value!r}"])
+        found += [f"line {getattr(node, 'lineno', 0)}: {name}" for name in names]
+    return found
+
+
+def _imports(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+    yield from (f"import {name}" for name in names if name.split(".")[0] in UNPICKLING)
+    if isinstance(node, ast.ImportFrom):  # `from os import system` would hide the call
+        full = [f"{node.module}.{alias.name}" for alias in node.names]
+        yield from (f"import of {name}" for name in full if name in FORBIDDEN_CALLS)
+        yield from (f"import of {name}" for name in full if name in {"torch.load", "numpy.load", "builtins.eval"})
+        yield from (f"import of {name}" for name in full if name.rpartition(".")[2] in OBJECT_COLLECTIVES)
+
+
+def _calls(call: ast.Call, path: str) -> Iterator[str]:
+    called = ast.unparse(call.func)
+    holder, _, method = called.rpartition(".")
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    if called in FORBIDDEN_CALLS or (method == "read_pickle"):
+        yield called
+    if holder in ("yaml", "ruamel.yaml") and method in YAML_LOADERS:
+        yield called
+    if called == "torch.load" and not (path == CONVERTER and given.get("weights_only") == "True"):
+        yield f"torch.load outside of {CONVERTER}, or without weights_only=True"
+    if holder in ("np", "numpy") and method == "load" and given.get("allow_pickle") != "False":
+        yield "np.load without allow_pickle=False"
+    if method in ("extractall", "extract") and holder:
+        yield f"{method} of an archive"
+    if method == "import_module" and path not in IMPORTERS and not all(isinstance(a, ast.Constant) for a in call.args):
+        yield "import of a module whose name is no literal"
+    yield from (f"{name}={given[name]}" for name in OFF_UNLESS_FALSE if given.get(name, "False") != "False")
+    yield from _settings(called, given)
+    yield from _messages(call, path)
+
+
+def _settings(called: str, given: Mapping[str | None, str]) -> Iterator[str]:
+    """Loaders of model repositories take safetensors, and are told so where they could take something else."""
+    if called.endswith(".from_pretrained") and given.get("use_safetensors", "True") != "True":
+        yield "from_pretrained without use_safetensors=True"
+    if given.get("weights_only", "True") not in ("True", "None", "weights_only"):
+        yield f"weights_only={given['weights_only']}"
+    if "custom_pipeline" in given:
+        yield "custom_pipeline"
+
+
+def _messages(call: ast.Call, path: str) -> Iterator[str]:
+    """Collectives that pickle: torch's object collectives, and `Strategy.broadcast`, which is one of them."""
+    called = ast.unparse(call.func)
+    holder, _, method = called.rpartition(".")
+    is_strategy = method == "broadcast" and holder.split(".")[-1] in ("self", "strategy")
+    if (method in OBJECT_COLLECTIVES or is_strategy) and path not in PICKLED_MESSAGES:
+        yield f"{called} pickles"
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_nothing_unsafe(path: Path) -> None:
+    assert problems(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import os, cloudpickle as c",
+        "import joblib",
+        "def f():\n    import marshal",
+        "from os import system",
+        "importlib.import_module(name)",
+        "from torch import load",
+        "from numpy import load",
+        "eval(text)",
+        "exec(text)",
+        "compile(text, 'x', 'exec')",
+        "__import__(name)",
+        "yaml.load(text, Loader=yaml.SafeLoader)",
+        "yaml.full_load(text)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "torch.load(path, weights_only=True)",
+        "torch.hub.load(repo, name)",
+        "pd.read_pickle(path)",
+        "frame.read_pickle(path)",
+        "subprocess.run(text, shell=True)",
+        "subprocess.run(text, shell=flag)",
+        "subprocess.run(['bash', '-c', text])",
+        "subprocess.getoutput(text)",
+        "archive.extractall(folder)",
+        "archive.extract(member)",
+        "tarfile.open(path).extractall()",
+        "np.load(path, allow_pickle=True)",
+        "np.load(path)",
+        "numpy.load(path, mmap_mode='r')",
+        "os.system(text)",
+        "os.popen(text)",
+        "tempfile.mktemp()",
+        "cls.from_pretrained(x, trust_remote_code=True)",
+        "cls.from_pretrained(x, trust_remote_code=flag)",
+        "cls.from_pretrained(x, use_safetensors=False)",
+        "cls.from_pretrained(x, custom_pipeline='y')",
+        "trainer.fit(m, weights_only=False)",
+        "distributed.all_gather_object(found, mine)",
+        "dist.broadcast_object_list(found)",
+        "from torch.distributed import all_gather_object",
+        "self.broadcast(value)",
+        "trainer.strategy.broadcast(value)",
+    ],
+)
+def test_what_a_gate_is_for_is_found(source: str) -> None:
+    assert problems(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "model.eval()",
+        "re.compile(text)",
+        "torch.compile(module)",
+        "yaml.safe_load(text)",
+        "run(words)",
+        "np.load(path, allow_pickle=False)",
+        "distributed.broadcast(tensor, src=0)",
+        "cls.from_pretrained(x, trust_remote_code=False, use_safetensors=True)",
+        "subprocess.run(['git', 'describe'])",
+        "importlib.import_module('transformers.optimization')",
+    ],
+)
+def test_what_is_allowed_passes(source: str) -> None:
+    assert problems(source) == []
+
+
+def test_the_converter_may_open_a_pickle_without_rights_only() -> None:
+    assert problems("torch.load(path, weights_only=True)", CONVERTER) == []
+    assert problems("torch.load(path, weights_only=flag)", CONVERTER)
+    assert problems("torch.load(path)", CONVERTER)
+
+
+@pytest.mark.parametrize("path", PICKLED_MESSAGES)
+def test_an_exception_holds_for_its_file_only(path: str) -> None:
+    assert problems("self.broadcast(value)", path) == []
+    assert problems("self.broadcast(value)")
