@@ -1,10 +1,15 @@
-"""Errors that are the user's to fix: they are printed as text, without a traceback, and exit with status 2."""
+"""Errors that are the user's to fix: they are printed as text, without a traceback, and exit with a status of their
+own."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 
 class UserError(Exception):
     """Something outside the program is wrong. The message names the option or file, the value and the remedy."""
+
+    exit_status: ClassVar[int] = 2
+    """What a command ends with."""
 
 
 class ConfigError(UserError):
@@ -25,3 +30,15 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """Checkpoints exist but none of them verifies, or one belongs to another run."""
+
+
+class SaveError(UserError):
+    """Saves fail, and going on would train for nothing. Older checkpoints are intact. EX_IOERR of sysexits.h."""
+
+    exit_status = 74
+
+
+class TakenOverError(UserError):
+    """Another start of the same run writes in its folder now; this one must not. EX_UNAVAILABLE of sysexits.h."""
+
+    exit_status = 69

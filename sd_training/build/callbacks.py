@@ -44,7 +44,7 @@ def build_callbacks(plan: Plan, trained: Trained, data: TrainingData, preemption
     saves = Saves(
         plan.run_dir,
         config.experiment.save_every,
-        config.checkpoint.keep,
+        config.checkpoint,
         config.experiment.save_only_most_recent,
         trained.exported,
         ema,

@@ -1,6 +1,7 @@
 """Where metrics and pictures go beside `metrics.csv`."""
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,39 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from sd_training.build.plan import Plan
 from sd_training.config.dump import to_plain
-from sd_training.rank_log import is_main_process
+from sd_training.rank_log import get_logger, is_main_process
+
+log = get_logger(__name__)
+
+
+class TensorBoard(TensorBoardLogger):
+    """A full disk costs rows, not the run. The thread that writes ends with its first error, and every later call
+    repeats it, so that the next row begins with a new file."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """As Lightning's."""
+        self._guarded(lambda: super(TensorBoard, self).log_metrics(dict(metrics), step))
+
+    def save(self) -> None:
+        """As Lightning's."""
+        self._guarded(super().save)
+
+    def finalize(self, status: str) -> None:
+        """As Lightning's."""
+        self._guarded(lambda: super(TensorBoard, self).finalize(status))
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:  # Lightning hides the cause behind a ValueError
+            log.error(f"TensorBoard's files could not be written: {error.__cause__ or error}")
+            self._experiment = None
 
 
 def build_loggers(plan: Plan) -> list[Logger]:
     """TensorBoard always; W&B when a key or a mode asks for it."""
     wandb = plan.config.wandb
-    loggers: list[Logger] = [TensorBoardLogger(plan.run_dir, name="", version="tensorboard")]
+    loggers: list[Logger] = [TensorBoard(plan.run_dir, name="", version="tensorboard")]
     key = wandb.api_key or os.environ.get("WANDB_API_KEY")
     mode = ("online" if key else "disabled") if wandb.mode == "auto" else wandb.mode
     if mode == "disabled":

@@ -1,14 +1,19 @@
 """Snapshots of the tracks of an average, from which other widths are rebuilt after the training (docs/ema.md)."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytorch_lightning as pl
+from torch import Tensor
 
 from sd_training.callbacks.ema import Ema, averaged_parameters, placement_of, track_part
 from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.config.schema import EmaConfig
 from sd_training.export.ema_snapshots import write_snapshot
+from sd_training.rank_log import get_logger
 from sd_training.training.base_module import TrainedModule
+
+log = get_logger(__name__)
 
 
 class EmaSnapshots(OptimizerStepCallback):
@@ -40,5 +45,12 @@ class EmaSnapshots(OptimizerStepCallback):
                 if is_writer:
                     whole[name] = tensor.detach().to("cpu", copy=True)
             if is_writer:
-                write_snapshot(self.run_dir, step, sigma_rel, whole)
+                self._write(step, sigma_rel, whole)
         trainer.strategy.barrier("snapshots written")
+
+    def _write(self, step: int, sigma_rel: float, whole: Mapping[str, Tensor]) -> None:
+        """One that cannot be written is missing later; the run goes on."""
+        try:
+            write_snapshot(self.run_dir, step, sigma_rel, whole)
+        except OSError as error:
+            log.error(str(error))

@@ -3,7 +3,6 @@
 The only moment when the host waits for the device.
 """
 
-import csv
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.every_step import OptimizerStepCallback
+from sd_training.callbacks.metric_rows import MetricRows
 from sd_training.callbacks.stopwatch import Stopwatch
 from sd_training.training.base_module import TrainedModule
 
@@ -50,7 +50,7 @@ class Metrics(OptimizerStepCallback):
         ema: Ema | None,
         stopwatch: Stopwatch,
     ) -> None:
-        self.csv_path = csv_path
+        self.rows = MetricRows(csv_path, COLUMNS)
         self.every = every
         self.images_before = images_before
         self.ema = ema
@@ -64,18 +64,7 @@ class Metrics(OptimizerStepCallback):
         self._window_start = trainer.global_step
         self.stopwatch.lap_s()
         if trainer.is_global_zero:
-            self._keep_rows_until(trainer.global_step)
-
-    def _keep_rows_until(self, step: int) -> None:
-        rows = []
-        if self.csv_path.exists():
-            with self.csv_path.open(newline="") as stream:
-                rows = [row for row in csv.DictReader(stream) if int(row["optimizer_step"]) <= step]
-        self.csv_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.csv_path.open("w", newline="") as stream:
-            writer = csv.DictWriter(stream, COLUMNS, extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(rows)
+            self.rows.keep_until(trainer.global_step)
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Reduce, write, start a new window."""
@@ -118,5 +107,4 @@ class Metrics(OptimizerStepCallback):
     def _write(self, step: int, metrics: dict[str, float]) -> None:
         row = {name: f"{value:.8g}" for name, value in metrics.items()}
         row |= {"optimizer_step": str(step), "images_seen": str(int(metrics["images_seen"]))}
-        with self.csv_path.open("a", newline="") as stream:
-            csv.DictWriter(stream, COLUMNS, extrasaction="ignore").writerow(row)
+        self.rows.add(row)

@@ -6,7 +6,8 @@ training is the same with and without them.
 
 import shutil
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,10 @@ from sd_training.export.draw import draw_images
 from sd_training.export.pictures import picture_grid
 from sd_training.models.compilation import without_compiling
 from sd_training.models.encoders import autocast
+from sd_training.rank_log import get_logger
 from sd_training.training.base_module import TrainedModule
+
+log = get_logger(__name__)
 
 _GRID_COLUMNS = 8
 _GRID_PICTURES = 64
@@ -91,18 +95,22 @@ class Pictures(OptimizerStepCallback):
             return
         folder = self.samples_dir / f"step_{step}" / self.job.name
         with self.stopwatch.paused():
-            folder.mkdir(parents=True, exist_ok=True)
             with export_weights(module, self.ema):
-                self._draw_share(trainer, module, folder)
+                images = self._draw_share(trainer)
+            with _unwritten_told(self.job.name, step):
+                folder.mkdir(parents=True, exist_ok=True)
+                for i, image in images.items():
+                    image.save(folder / f"{self.job.prompts[i][0]}.png")
             trainer.strategy.barrier("pictures drawn")
             if trainer.is_global_zero:
-                self._publish(trainer, folder, step)
+                with _unwritten_told(self.job.name, step):
+                    self._publish(trainer, folder, step)
 
-    def _draw_share(self, trainer: pl.Trainer, module: TrainedModule, folder: Path) -> None:
-        """This rank's pictures. The seed belongs to the prompt's place in the list, not to the rank."""
+    def _draw_share(self, trainer: pl.Trainer) -> dict[int, Image.Image]:
+        """This rank's pictures by number of the prompt, which the seed belongs to, not to the rank."""
         share = self._share(trainer.strategy)
         if not share:
-            return
+            return {}
         with torch.no_grad(), autocast(trainer.strategy.root_device, self.precision), without_compiling():
             images = draw_images(
                 self.pipeline(),
@@ -114,8 +122,7 @@ class Pictures(OptimizerStepCallback):
                 guidance_scale=self.sampling.guidance_scale,
                 batch_size=self.sampling.batch_size,
             )
-            for i, image in zip(share, images, strict=True):
-                image.save(folder / f"{self.job.prompts[i][0]}.png")
+        return dict(zip(share, images, strict=True))
 
     def _share(self, strategy: Any) -> list[int]:
         """Numbers of the prompts that this rank draws. Where a forward pass is collective, all ranks draw equally many:
@@ -137,6 +144,15 @@ class Pictures(OptimizerStepCallback):
                 for path in sorted(folder.iterdir()):
                     tar.add(path, arcname=path.name)
             shutil.rmtree(folder)
+
+
+@contextmanager
+def _unwritten_told(name: str, step: int) -> Iterator[None]:
+    """Pictures that cannot be written are lost, and the run goes on."""
+    try:
+        yield
+    except OSError as error:
+        log.error(f"pictures {name!r} of step {step:,} could not be written: {error}")
 
 
 def _log_picture(trainer: pl.Trainer, tag: str, picture: Image.Image, step: int) -> None:

@@ -9,8 +9,11 @@ from torch import Tensor
 
 from sd_training.callbacks.ema import Ema, export_weights, placement_of, whole_weights
 from sd_training.callbacks.every_step import OptimizerStepCallback
+from sd_training.callbacks.failed_saves import FailedSaves
 from sd_training.callbacks.stopwatch import Stopwatch
 from sd_training.checkpoint.seal import rotate
+from sd_training.config.schema import CheckpointConfig
+from sd_training.distributed.peers import Peers
 from sd_training.export.pipeline import export_pipeline, keep_export
 from sd_training.rank_log import get_logger
 from sd_training.training.base_module import TrainedModule
@@ -26,7 +29,7 @@ class Saves(OptimizerStepCallback):
     Args:
         run_dir: the run folder.
         every: optimizer steps between saves.
-        keep: checkpoints kept, at least two.
+        config: what is kept, and how many saves may fail.
         only_most_recent: replace `current_pipeline/`; else keep `pipelines/step_N/` and point at the newest.
         exported: makes what is exported, a pipeline or the autoencoder, around the live networks or, from whole
             weights by their name in the trained network, around a copy.
@@ -38,7 +41,7 @@ class Saves(OptimizerStepCallback):
         self,
         run_dir: Path,
         every: int,
-        keep: int,
+        config: CheckpointConfig,
         only_most_recent: bool,
         exported: Callable[[Mapping[str, Tensor] | None], Any],
         ema: Ema | None,
@@ -46,23 +49,45 @@ class Saves(OptimizerStepCallback):
     ) -> None:
         self.run_dir = run_dir
         self.every = every
-        self.keep = keep
+        self.config = config
         self.only_most_recent = only_most_recent
         self.exported = exported
         self.ema = ema
         self.stopwatch = stopwatch
+        self.failures = FailedSaves(run_dir, config.max_failed_saves)
         self._loaded_step: int | None = None
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Save when due; every rank takes part."""
         if not self.is_due(trainer, step, self.every):
             return
+        is_last = step == trainer.max_steps or trainer.should_stop
         with self.stopwatch.paused():
-            checkpoint = self.run_dir / "checkpoints" / f"step={step}"
-            trainer.save_checkpoint(checkpoint)
-            if trainer.is_global_zero:
-                rotate(checkpoint.parent, self.keep, trusted=[checkpoint])
-            self._export(trainer, module, step)
+            try:
+                self._save(trainer, module, step)
+            except OSError as error:
+                self.failures.failed(step, error, is_last=is_last)
+            else:
+                self.failures.succeeded()
+
+    def _save(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+        """Collective: checkpoint, rotation, export.
+
+        Raises:
+            OSError: something could not be written; what was there before is intact.
+        """
+        checkpoint = self.run_dir / "checkpoints" / f"step={step}"
+        trainer.save_checkpoint(checkpoint)
+        if trainer.is_global_zero:
+            self._rotate(checkpoint)
+        self._export(trainer, module, step)
+
+    def _rotate(self, newest: Path) -> None:
+        """What cannot be deleted now is deleted after a later save."""
+        try:
+            rotate(newest.parent, self.config.keep, trusted=[newest])
+        except OSError as error:
+            log.warning(f"older checkpoints could not be deleted: {error}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A process that was killed between a checkpoint and its export left an older pipeline; export it now."""
@@ -75,9 +100,13 @@ class Saves(OptimizerStepCallback):
 
     def _export_what_was_left_out(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         left_out, self._loaded_step = self._loaded_step, None
-        if left_out is not None and trainer.strategy.broadcast(self._exported_step()) < left_out:
-            assert isinstance(module, TrainedModule)
+        if left_out is None or trainer.strategy.broadcast(self._exported_step()) >= left_out:
+            return
+        assert isinstance(module, TrainedModule)
+        try:
             self._export(trainer, module, left_out)
+        except OSError as error:
+            self.failures.failed(left_out, error, is_last=trainer.global_step >= trainer.max_steps)
 
     def _exported_step(self) -> int:
         """-1 where nothing says so."""
@@ -86,18 +115,16 @@ class Saves(OptimizerStepCallback):
         return int(text) if text.isdigit() else -1
 
     def _export(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+        """Collective; the first process writes, and all get its error."""
+        peers: Peers = trainer.strategy.peers  # type: ignore[attr-defined]
         if placement_of(trainer).is_network_whole:
             with export_weights(module, self.ema):
-                self._write(trainer, step, self.exported(None))
+                peers.on_first(lambda: self._write(step, self.exported(None)))
         else:
             weights = whole_weights(trainer, module, self.ema)
-            self._write(trainer, step, self.exported(weights) if trainer.is_global_zero else None)
-        trainer.strategy.barrier("pipeline exported")
+            peers.on_first(lambda: self._write(step, self.exported(weights)))
 
-    def _write(self, trainer: pl.Trainer, step: int, exported: Any) -> None:
-        """The first process writes."""
-        if not trainer.is_global_zero:
-            return
+    def _write(self, step: int, exported: Any) -> None:
         current = self.run_dir / "current_pipeline"
         if self.only_most_recent:
             export_pipeline(exported, current)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -9,6 +10,9 @@ from pathlib import Path
 
 _FOLDER_MODE = 0o775  # before the umask; never writable for everybody
 _NOT_EXECUTABLE = 0o666
+_SYSTEM_ERROR = re.compile(r"\bos error (\d+)|\bcode: (\d+)")
+_SLACK_BYTES = 2**20
+"""Asked for beside what files hold: folders, manifests, the rest of last blocks."""
 
 
 def files_below(folder: Path) -> Iterator[Path]:
@@ -78,6 +82,37 @@ def remove_quietly(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def system_error(error: Exception) -> OSError | None:
+    """The error of the system inside one of safetensors or tokenizers, which tell it in their text only; None for
+    others."""
+    found = _SYSTEM_ERROR.search(str(error))
+    return None if found is None else OSError(int(found[1] or found[2]), str(error))
+
+
+def free_bytes(folder: Path) -> int:
+    """Space that this user may fill on the file system that holds, or will hold, `folder` [bytes].
+
+    Raises:
+        OSError: the system does not say.
+    """
+    return shutil.disk_usage(next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))).free
+
+
+def require_free(folder: Path, needed_bytes: int) -> None:
+    """To be called before `needed_bytes` are written to `folder`, so that a full disk costs no writing.
+
+    Raises:
+        OSError: ENOSPC, naming both figures. A file system that does not tell its free space passes.
+    """
+    try:
+        free = free_bytes(folder)
+    except OSError:
+        return
+    if needed_bytes + _SLACK_BYTES > free:
+        wanted = f"{needed_bytes + _SLACK_BYTES:,} bytes are needed, {free:,} are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {wanted}; nothing was written")
+
+
 def write_failure(what: str, folder: Path, error: BaseException) -> OSError:
     """The error to raise when `what` could not be written: names the folder, the cause and the free space [GiB]."""
     number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
@@ -86,9 +121,8 @@ def write_failure(what: str, folder: Path, error: BaseException) -> OSError:
 
 
 def _free_space(folder: Path) -> str:
-    existing = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
     try:
-        return f"{shutil.disk_usage(existing).free / 2**30:.2f} GiB are free there"
+        return f"{free_bytes(folder) / 2**30:.2f} GiB are free there"
     except OSError as error:
         return f"free space unknown ({error})"
 

@@ -21,6 +21,7 @@ from sd_training.checkpoint.durable import (
     make_empty_folder,
     remove,
     remove_quietly,
+    require_free,
     write_failure,
 )
 from sd_training.errors import CheckpointError
@@ -85,14 +86,23 @@ def write_sealed(root: Path, step: int, write: Callable[[Path], None], info: Map
     return root / folder_name(step)
 
 
-def begin(root: Path, step: int) -> Path | None:
+def begin(root: Path, step: int, needed_bytes: int = 0) -> Path | None:
     """An empty folder to write a checkpoint into, for `finish`; None when `step=N` is there and verifies.
 
     The pieces of `write_sealed`, for a checkpoint that several processes write; one of them calls these functions.
+
+    Args:
+        root: the run's folder of checkpoints; made when missing.
+        step: optimizer steps completed.
+        needed_bytes: what will be written.
+
+    Raises:
+        OSError: it cannot be made, or there is less space than that.
     """
     final = root / folder_name(step)
     if _is_sealed_already(final):
         return None
+    require_free(root, needed_bytes)
     partial = _partial(root, step)
     make_empty_folder(partial)
     return partial

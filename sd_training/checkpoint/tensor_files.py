@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sd_training.checkpoint import codec
+from sd_training.checkpoint.durable import system_error
 from sd_training.errors import CheckpointError
 
 _STATE = "state.json"
@@ -59,7 +60,7 @@ def write_tensors(folder: Path, part: str, tensors: Mapping[str, Tensor], writer
     try:
         save_file(_storable(tensors), folder / _file_name(part, writer, writers))
     except SafetensorError as error:  # the library's I/O errors are no OSErrors
-        raise OSError(errno.EIO, str(error)) from error
+        raise system_error(error) or OSError(errno.EIO, str(error)) from error
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
+from sd_training.config.checkpoint_schema import CheckpointConfig
 from sd_training.config.data_schema import DatasetConfig, DatasetParams
 from sd_training.config.model_schema import ModelConfig, PartConfig
 from sd_training.config.objective_schema import ObjectiveConfig
@@ -26,6 +27,7 @@ from sd_training.config.value_types import (
 
 # These options are read through this module as well.
 __all__ = [
+    "CheckpointConfig",
     "DatasetConfig",
     "DatasetParams",
     "DistributedConfig",
@@ -140,14 +142,6 @@ class ConditioningConfig:
     """sdxl: share of samples that are not told the image's original size."""
     crop_dropout_prob: Probability = 0.0
     """sdxl: share of samples that are not told where the image was cut."""
-
-
-@dataclass(config=SCHEMA, kw_only=True)
-class CheckpointConfig:
-    """Resumable state beside the exported pipeline."""
-
-    keep: Annotated[int, BeforeValidator(no_bool), Field(ge=2)] = 2
-    """Newest checkpoints kept; at least two, so that a damaged newest one never loses the run [count]."""
 
 
 @dataclass(config=SCHEMA, kw_only=True)

@@ -75,6 +75,11 @@ class Placement(ABC):
         """How many processes have the same share."""
         return 1
 
+    def state_bytes(self) -> int:
+        """This process's part of the optimizer's state in a checkpoint [bytes]."""
+        state: Mapping[Any, Mapping[str, Any]] = self.optimizer.state
+        return sum(bytes_here(values.values()) // self.copies(parameter) for parameter, values in state.items())
+
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups of parameters, with what it keeps per group."""
         return self.optimizer.param_groups
@@ -137,6 +142,10 @@ class Replicas(Placement):
         """Whatever the optimizer keeps."""
         return dict(self.optimizer.state.get(parameter, {}))
 
+    def state_bytes(self) -> int:
+        """Every process has all of it; files are dealt out."""
+        return sum(bytes_here(values.values()) for values in self.optimizer.state.values()) // self._world_size
+
     def load_optimizer(
         self, parameters: Iterable[nn.Parameter], state_of: StateOf, groups: Sequence[Mapping[str, Any]]
     ) -> None:
@@ -149,6 +158,12 @@ class Replicas(Placement):
             for group, stored in zip(packed["param_groups"], groups, strict=True):
                 group.update({key: stored[key] for key in stored.keys() & group.keys() - _OF_THIS_RUN})
         self.optimizer.load_state_dict(packed)
+
+
+def bytes_here(values: Iterable[Any]) -> int:
+    """Bytes of this process's part of those values that are tensors."""
+    tensors = (value.to_local() if hasattr(value, "to_local") else value for value in values)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def deal(sizes: list[int], count: int) -> list[int]:

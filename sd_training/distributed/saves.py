@@ -5,18 +5,20 @@ Lightning saves on the first process only, in as many formats as it has strategi
 the strategy or the number of processes that made it, so any other can go on from it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
-from sd_training.checkpoint import codec, seal
-from sd_training.checkpoint.tensor_files import StoredTensors, read_state, write_state, write_tensors
-from sd_training.distributed.placement import Placement
+from sd_training.checkpoint import codec
+from sd_training.checkpoint.tensor_files import StoredTensors, read_state
+from sd_training.distributed.peers import Peers
+from sd_training.distributed.placement import Placement, bytes_here
 from sd_training.distributed.resume import choose_checkpoint
+from sd_training.distributed.sealing import Sealing
 from sd_training.errors import CheckpointError
 from sd_training.rank_log import get_logger
 
@@ -25,7 +27,6 @@ log = get_logger(__name__)
 AVERAGES = "averages"
 """Key of a checkpoint on its way to and from callbacks: part → parameter → share (saving), whole tensor (loading)."""
 _WEIGHTS, _OPTIMIZER = "weights", "optimizer"
-_Result = TypeVar("_Result")
 
 
 class WholeCheckpoints:
@@ -46,8 +47,8 @@ class WholeCheckpoints:
     world_size: int
     lightning_module: pl.LightningModule
     optimizers: list[torch.optim.Optimizer]
-    broadcast: Any
     _placement: Placement | None = None
+    _peers: Peers | None = None
 
     @property
     def placement(self) -> Placement:
@@ -95,46 +96,53 @@ class WholeCheckpoints:
     ) -> None:
         """Collective: seals `checkpoint`, with weights, optimizer state and averages, as the folder `step=N`.
 
+        Args:
+            checkpoint: what Lightning and the callbacks keep.
+            filepath: `…/step=N`.
+            storage_options: JSON for the manifest (`seal.read_info`).
+
         Raises:
             OSError: a process could not write; names folder and free space. Older checkpoints are intact.
         """
-        folder = Path(filepath)
-        root, step = folder.parent, seal.step_of(folder)
-        partial = self._on_first(lambda: seal.begin(root, step), root, step)
-        if partial is None:
-            return
         state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         averages: Mapping[str, Mapping[str, Tensor]] = state.pop(AVERAGES, {})
-        described, failure = self._write_shares(partial, averages)
-        self._raise_first_failure(failure, root, step)
-        state |= {_OPTIMIZER: described, AVERAGES: sorted(averages)}
-
-        def finish() -> Path:
-            write_state(partial, state)
-            return seal.finish(partial, {})
-
-        self._on_first(finish, root, step)
-
-    def _write_shares(
-        self, partial: Path, averages: Mapping[str, Mapping[str, Tensor]]
-    ) -> tuple[dict[str, Any], OSError | None]:
-        """Writes what this process keeps of each part. Returns how the optimizer's state is made of its tensors, and
-        why this process could not write; it takes part in everything until the end even so."""
+        sealing = Sealing(Path(filepath), self.peers)
+        if not sealing.begin(self._bytes_here(averages)):
+            return
         described: dict[str, Any] = {}
-        failure: OSError | None = None
-        parts: dict[str, Iterator[tuple[str, Tensor]]] = {
+        for part, tensors in self._parts(averages, described).items():
+            sealing.write(part, self._dealt(tensors))
+        sealing.finish(state | {_OPTIMIZER: described, AVERAGES: sorted(averages)}, storage_options or {})
+
+    @property
+    def peers(self) -> Peers:
+        """The processes of the run; the first use is collective."""
+        if self._peers is None:
+            self._peers = Peers(self.global_rank, self.world_size)
+        return self._peers
+
+    def _parts(
+        self, averages: Mapping[str, Mapping[str, Tensor]], described: dict[str, Any]
+    ) -> dict[str, Iterator[tuple[str, Tensor]]]:
+        """Collective streams of whole tensors; fills `described` with how the optimizer's state is made of them."""
+        return {
             _WEIGHTS: self._weights(),
             _OPTIMIZER: self._optimizer_tensors(described),
+            **{part: self._average(shares) for part, shares in averages.items()},
         }
-        parts |= {part: self._average(shares) for part, shares in averages.items()}
-        for part, tensors in parts.items():
-            kept = self._dealt(tensors)
-            try:
-                if failure is None:
-                    write_tensors(partial, part, kept, self.global_rank, self.world_size)
-            except OSError as error:
-                failure = error
-        return described, failure
+
+    def _bytes_here(self, averages: Mapping[str, Mapping[str, Tensor]]) -> int:
+        """What this process adds to a checkpoint [bytes]; all processes together give its size."""
+        placement, trained = self.placement, self._trained()
+        weights = sum(bytes_here([placement.share(p)]) // placement.copies(p) for p in trained.values())
+        shares = sum(
+            bytes_here([share]) // placement.copies(trained[name])
+            for average in averages.values()
+            for name, share in average.items()
+        )
+        own = nn.Module.state_dict(self.lightning_module, keep_vars=True)
+        unchanged = sum(value.numel() * value.element_size() for name, value in own.items() if name not in trained)
+        return weights + placement.state_bytes() + shares + (unchanged if self.global_rank == 0 else 0)
 
     def _dealt(self, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """This process's share of a stream of whole tensors: each goes to the process that has least so far."""
@@ -222,37 +230,6 @@ class WholeCheckpoints:
             return state
 
         self.placement.load_optimizer(self._trained().values(), state_of, described["groups"])
-
-    def _on_first(self, act: Callable[[], _Result], root: Path, step: int) -> _Result:
-        """The first process acts; all get its result, or its error."""
-        result: Any = None
-        failure: BaseException | None = None
-        if self.global_rank == 0:
-            try:
-                result = act()
-            except OSError as error:
-                failure = seal.abandoned(root, step, error)
-            except Exception as error:
-                seal.abandon(root, step)
-                failure = error
-        result, message = self.broadcast((result, None if failure is None else str(failure)))
-        if failure is not None:
-            raise failure
-        if message is not None:
-            raise OSError(message)
-        answer: _Result = result
-        return answer
-
-    def _raise_first_failure(self, failure: OSError | None, root: Path, step: int) -> None:
-        """All processes fail when one does."""
-        messages: list[str | None] = [None if failure is None else str(failure)]
-        if self.world_size > 1:
-            messages = [None] * self.world_size
-            distributed.all_gather_object(messages, None if failure is None else str(failure))
-        first = next((message for message in messages if message is not None), None)
-        if first is not None:
-            error = failure or OSError(first)
-            raise seal.abandoned(root, step, error) if self.global_rank == 0 else error
 
 
 def _check_shape(name: str, whole: Tensor, parameter: nn.Parameter) -> None:

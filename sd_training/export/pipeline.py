@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusers import DiffusionPipeline, ModelMixin
-from safetensors import SafetensorError
+from torch import nn
 
 from sd_training.checkpoint.durable import (
     flush_folder,
@@ -21,6 +21,8 @@ from sd_training.checkpoint.durable import (
     make_empty_folder,
     remove,
     remove_quietly,
+    require_free,
+    system_error,
     write_failure,
 )
 from sd_training.export.compare import differences, without_progress_bars
@@ -34,7 +36,7 @@ KEPT = "pipelines"
 """Folder of the exports that are kept, `step_N`, in a run folder."""
 
 
-class ExportError(RuntimeError):
+class ExportError(OSError):
     """The exported folder does not give back what was in memory. The export before it is still in place."""
 
 
@@ -50,9 +52,10 @@ def export_pipeline(pipeline: DiffusionPipeline | ModelMixin, destination: Path)
         OSError: it could not be written; names folder and free space. `destination` is as it was.
         ExportError: the folder does not load as what was written. `destination` is as it was.
     """
-    recover_export(destination)
     partial = _beside(destination, "partial")
     try:
+        recover_export(destination)
+        require_free(destination.parent, _bytes(pipeline))
         make_empty_folder(partial)
         _save(pipeline, partial)
         problems = differences(pipeline, partial)
@@ -61,7 +64,7 @@ def export_pipeline(pipeline: DiffusionPipeline | ModelMixin, destination: Path)
         _replace(destination, lambda: os.rename(partial, destination))
     except OSError as error:
         remove_quietly(partial)
-        raise write_failure("pipeline", destination, error) from error
+        raise error if isinstance(error, ExportError) else write_failure("pipeline", destination, error) from error
     except BaseException:
         remove_quietly(partial)
         raise
@@ -115,9 +118,16 @@ def _save(pipeline: Any, folder: Path) -> None:
     try:
         with without_progress_bars():
             pipeline.save_pretrained(folder, safe_serialization=True)
-    except SafetensorError as error:  # the library's I/O errors are no OSErrors
-        raise OSError(str(error)) from error
+    except Exception as error:  # I/O errors of safetensors and tokenizers are no OSErrors
+        raise (system_error(error) or error) from None
     flush_tree(folder)
+
+
+def _bytes(pipeline: Any) -> int:
+    """Weights of all parts; the rest of a pipeline is small."""
+    parts = pipeline.components.values() if isinstance(pipeline, DiffusionPipeline) else [pipeline]
+    modules = (part for part in parts if isinstance(part, nn.Module))
+    return sum(t.numel() * t.element_size() for module in modules for t in module.state_dict(keep_vars=True).values())
 
 
 def _replace(destination: Path, put_in_place: Callable[[], None]) -> None:

@@ -1,0 +1,19 @@
+"""Options of the checkpoints that a run resumes from."""
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+from pydantic.dataclasses import dataclass
+
+from sd_training.config.value_types import SCHEMA, PositiveInt, no_bool
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class CheckpointConfig:
+    """Resumable state beside the exported pipeline (docs/checkpoints.md)."""
+
+    keep: Annotated[int, BeforeValidator(no_bool), Field(ge=2)] = 2
+    """Newest checkpoints kept; at least two, so that a damaged newest one never loses the run [count]."""
+    max_failed_saves: PositiveInt = 3
+    """A save that fails (full disk, quota, read-only folder) is told and tried again when the next one is due; so many
+    in a row end the run with status 74 [count]. The last save of a run must succeed."""

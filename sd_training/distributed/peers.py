@@ -1,0 +1,95 @@
+"""What the processes of a run tell each other while they save: over gloo, as JSON, on a group of their own.
+
+No device takes part and nothing is unpickled; a thread that saves in the background may use its group while training
+uses the others.
+"""
+
+import errno
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+
+from sd_training.errors import TakenOverError
+
+_Result = TypeVar("_Result")
+_TIMEOUT = timedelta(hours=2)
+"""A process waits so long for another one that writes slowly."""
+
+
+class Peers:
+    """All processes of the run.
+
+    Args:
+        rank: number of this process.
+        count: how many there are; making the group is collective where there are several.
+    """
+
+    def __init__(self, rank: int, count: int) -> None:
+        self.rank = rank
+        self.count = count
+        self._group = distributed.new_group(backend="gloo", timeout=_TIMEOUT) if count > 1 else None
+
+    def tell(self, value: Any) -> list[Any]:
+        """Collective: what every process said, by rank.
+
+        Args:
+            value: JSON.
+        """
+        if self._group is None:
+            return [value]
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
+        distributed.all_gather(sizes, torch.tensor([text.numel()]), group=self._group)
+        longest = int(torch.cat(sizes).max())
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.count)]
+        padded = torch.cat([text, text.new_zeros(longest - text.numel())])
+        distributed.all_gather(texts, padded, group=self._group)
+        return [json.loads(bytes(t[: int(size)].tolist())) for t, size in zip(texts, sizes, strict=True)]
+
+    def raise_first(self, failure: Exception | None) -> None:
+        """Collective: all processes fail when one does, with the same kind of error.
+
+        Args:
+            failure: what went wrong here.
+
+        Raises:
+            OSError: some process could not write.
+            TakenOverError: another start of the run has taken over.
+            Exception: this process's own failure of another kind; RuntimeError with its text on the others.
+        """
+        told = [one for one in self.tell(None if failure is None else _described(failure)) if one is not None]
+        if not told:
+            return
+        # One process alone must not go on after a full disk while another one ends with a worse error.
+        worst = next((one for one in told if "errno" not in one), told[0])
+        is_own = failure is not None and isinstance(failure, OSError) == ("errno" in worst)
+        raise failure if failure is not None and is_own else _error(worst)
+
+    def on_first(self, act: Callable[[], _Result]) -> _Result:
+        """Collective: the first process acts; all get its result, which must be JSON, or its error as above."""
+        result: Any = None
+        failure: Exception | None = None
+        if self.rank == 0:
+            try:
+                result = act()
+            except Exception as error:
+                failure = error
+        self.raise_first(failure)
+        answer: _Result = self.tell(result)[0]
+        return answer
+
+
+def _described(failure: Exception) -> dict[str, Any]:
+    if isinstance(failure, OSError):
+        return {"errno": failure.errno or errno.EIO, "text": failure.strerror or str(failure)}
+    return {"taken over": isinstance(failure, TakenOverError), "text": str(failure)}
+
+
+def _error(described: dict[str, Any]) -> Exception:
+    if "errno" in described:
+        return OSError(described["errno"], described["text"])
+    return (TakenOverError if described["taken over"] else RuntimeError)(described["text"])

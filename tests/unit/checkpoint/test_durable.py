@@ -1,0 +1,38 @@
+"""Errors of the disk: found before writing, and inside the texts of other libraries' errors."""
+
+import errno
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+
+from sd_training.checkpoint import durable, seal
+from sd_training.checkpoint.durable import require_free, system_error
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("Error while serializing: I/O error: No space left on device (os error 28)", errno.ENOSPC),
+        ('Error: IoError(Os { code: 27, kind: FileTooLarge, message: "File too large" })', errno.EFBIG),
+        ("InvalidHeaderDeserialization", None),
+    ],
+)
+def test_the_systems_error_is_found(text: str, number: int | None) -> None:
+    found = system_error(SafetensorError(text))
+    assert (None if found is None else found.errno) == number
+
+
+def test_too_little_space_is_found_before_writing(tmp_path: Path) -> None:
+    folder = tmp_path / "not" / "yet"
+    require_free(folder, 10)
+    with pytest.raises(OSError, match=r"1,152,921,504,607,895,552 bytes are needed, [\d,]+ are free") as error:
+        require_free(folder, 2**60)
+    assert error.value.errno == errno.ENOSPC
+    assert durable.write_failure("x", folder, error.value).errno == errno.ENOSPC
+
+
+def test_a_checkpoint_that_does_not_fit_writes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="nothing was written"):
+        seal.begin(tmp_path / "checkpoints", 1, needed_bytes=2**60)
+    assert list(tmp_path.iterdir()) == []

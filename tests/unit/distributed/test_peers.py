@@ -1,0 +1,59 @@
+"""What the processes of a run tell each other; two real ones are in tests/integration/test_failed_saves.py."""
+
+import errno
+from collections.abc import Callable
+
+import pytest
+
+from sd_training.distributed.peers import Peers
+from sd_training.errors import TakenOverError
+
+
+class Told(Peers):
+    """This process is the second of three; the others say what they are given."""
+
+    def __init__(self, others: list[object]) -> None:
+        super().__init__(1, 1)
+        self.others = others
+
+    def tell(self, value: object) -> list[object]:
+        first, last = self.others
+        return [first, value, last]
+
+
+FULL = {"errno": errno.ENOSPC, "text": "full"}
+DEFECT = {"taken over": False, "text": "a defect"}
+
+
+def test_one_process_alone() -> None:
+    peers = Peers(0, 1)
+    assert peers.tell({"a": [1, None]}) == [{"a": [1, None]}]
+    assert peers.on_first(lambda: 3) == 3
+    peers.raise_first(None)
+    with pytest.raises(ZeroDivisionError):
+        peers.on_first(lambda: 1 // 0)
+
+
+@pytest.mark.parametrize(
+    ("others", "own", "expected", "text"),
+    [
+        ([FULL, None], None, OSError, "full"),
+        ([None, FULL], OSError(errno.EIO, "mine"), OSError, "mine"),
+        ([FULL, DEFECT], None, RuntimeError, "a defect"),
+        ([None, DEFECT], OSError(errno.EIO, "mine"), RuntimeError, "a defect"),
+        ([FULL, None], TypeError("mine"), TypeError, "mine"),
+        ([{"taken over": True, "text": "gone"}, None], None, TakenOverError, "gone"),
+    ],
+)
+def test_the_same_kind_of_error_everywhere(
+    others: list[object], own: Exception | None, expected: type[Exception], text: str
+) -> None:
+    with pytest.raises(expected, match=text) as error:
+        Told(others).raise_first(own)
+    if expected is OSError and own is None:
+        assert error.value.errno == errno.ENOSPC  # type: ignore[attr-defined]
+
+
+def test_others_do_not_act() -> None:
+    act: Callable[[], None] = lambda: pytest.fail("only the first process acts")  # noqa: E731
+    assert Peers(1, 1).on_first(act) is None
