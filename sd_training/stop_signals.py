@@ -1,45 +1,77 @@
-"""Signals that ask a run to stop. The handlers only take a note; `callbacks/preemption.py` acts on it.
+"""Signals that ask something of a run. The handlers only take a note; `callbacks/preemption.py` acts on it.
 
 SIGTERM   preemption, torchrun, `kill`: save and end with status 75
 SIGUSR1   SLURM's warning before the time limit: the same
+SIGUSR2   save now and go on
 SIGINT    Ctrl-C: save and end with status 130; the second one kills at once
+
+`system.stop_signals` and `system.save_signals` choose other ones.
 """
 
 import os
 import signal
 import threading
+import time
+from collections.abc import Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
-STOPPED = 75
-"""Exit status: stopped by a signal, saved, start me again. EX_TEMPFAIL of sysexits.h, which nothing else here uses."""
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells give it: a person stopped the run, nothing should start it again."""
+from sd_training.exit_status import INTERRUPTED, STOPPED
 
-_TO_BE_STARTED_AGAIN = (signal.SIGTERM, signal.SIGUSR1)
+SignalName = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGCONT", "SIGXCPU"]
+"""Signals that may be given a meaning. SIGCONT comes first at a preemption by SLURM; SIGXCPU is LSF's warning."""
+STOP_SIGNALS: tuple[SignalName, ...] = ("SIGTERM", "SIGUSR1")
+SAVE_SIGNALS: tuple[SignalName, ...] = ("SIGUSR2",)
+FOR_THE_TRAINING_PROCESS = {
+    *(signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCONT, signal.SIGXCPU),
+    signal.SIGINT,
+}
+"""SLURM and a terminal send them to every process of a run; its loader processes must not hear them."""
+
+_ONLY_WITH_A_STEP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Before the first step there is nothing to save, so they end the process."""
+_MAY_BE_IGNORED = (signal.SIGINT, signal.SIGHUP)
+"""Ignored where a shell started the run in the background, or with nohup."""
 
 
 class StopSignals:
     """What this process was asked to do. Handlers are Python's, so the main thread runs them between two bytecodes."""
 
     def __init__(self) -> None:
+        self.started_s = time.monotonic()
+        """When the program began [s of `time.monotonic`]."""
         self.status = 0
         """0, or the exit status that the strongest signal so far asks for: `STOPPED` or `INTERRUPTED`."""
+        self.num_saves_asked = 0
+        """Signals so far that asked for a save."""
+        self._stop = _numbers(STOP_SIGNALS)
+        self._save = _numbers(SAVE_SIGNALS)
+        self._is_expecting = False
         self._before: dict[int, Any] = {}
+
+    def choose(self, stop: Sequence[SignalName], save: Sequence[SignalName]) -> None:
+        """Other signals than the default ones; those that now mean nothing get their handler of before."""
+        self._stop, self._save = _numbers(stop), _numbers(save)
+        for number in set(self._before) - {*self._stop, *self._save, signal.SIGINT}:
+            signal.signal(number, self._before.pop(number))
+        if self._is_expecting:
+            self.expect_warning()
 
     def expect_warning(self) -> None:
         """From the start of the program on, the warning before the time limit is noted and kills nothing.
 
         SIGTERM and Ctrl-C still end a process that has nothing to save yet.
         """
-        self._handle(signal.SIGUSR1)
+        self._is_expecting = True
+        for number in (*self._stop, *self._save):
+            if number not in _ONLY_WITH_A_STEP:
+                self._handle(number)
 
     def listen(self) -> None:
         """From the first optimizer step on, every signal is noted."""
-        for number in _TO_BE_STARTED_AGAIN:
-            self._handle(number)
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background of a shell
-            self._handle(signal.SIGINT)
+        for number in (*self._stop, *self._save, signal.SIGINT):
+            if number not in _MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN:
+                self._handle(number)
 
     def restore(self) -> None:
         """The handlers of before, unless a signal came: then another one must not break the way out."""
@@ -52,7 +84,7 @@ class StopSignals:
     def leave(self, status: int) -> NoReturn:
         """Ends the process with `status`. A launcher that ends all processes when the first one has ended sends
         SIGTERM, which must not change the status of the others on their last metres."""
-        for number in (*_TO_BE_STARTED_AGAIN, signal.SIGINT):
+        for number in (*self._stop, *self._save, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         raise SystemExit(status)
 
@@ -62,10 +94,16 @@ class StopSignals:
             self._before.setdefault(number, signal.SIG_DFL if before is None else before)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        if number != signal.SIGINT:
+        if number in self._save:
+            self.num_saves_asked += 1
+        elif number != signal.SIGINT:
             self.status = max(self.status, STOPPED)
         elif self.status == INTERRUPTED:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         else:
             self.status = INTERRUPTED
+
+
+def _numbers(names: Sequence[SignalName]) -> tuple[signal.Signals, ...]:
+    return tuple(signal.Signals[name] for name in names)

@@ -14,7 +14,7 @@ PACKAGE = "sd_training"
 
 LAYERS = {
     # Layer 0 has a floor: these modules are for everybody, config included.
-    **dict.fromkeys(("errors", "types"), -2),
+    **dict.fromkeys(("errors", "exit_status", "types"), -2),
     **dict.fromkeys(("rank_log", "cli", "quiet", "stop_signals"), -1),
     "config": 0,
     **dict.fromkeys(("data", "diffusion", "optim", "checkpoint"), 1),

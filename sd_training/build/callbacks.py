@@ -49,6 +49,7 @@ def build_callbacks(plan: Plan, trained: Trained, data: TrainingData, preemption
         trained.exported,
         ema,
         stopwatch,
+        preemption.times,
     )
     callbacks: list[pl.Callback | None] = [
         preemption,

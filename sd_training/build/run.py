@@ -1,5 +1,6 @@
 """A whole run: folder, model, data, callbacks, trainer."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from sd_training.build.loggers import build_loggers
 from sd_training.build.models import build_model
 from sd_training.build.plan import Plan
 from sd_training.build.strategy import LIGHTNING_PRECISION, make_strategy, precision_plugins
+from sd_training.callbacks.deadlines import Deadlines
 from sd_training.callbacks.preemption import Preemption
+from sd_training.callbacks.save_times import SaveTimes
 from sd_training.checkpoint.seal import ever_finished, sealed, step_of, sweep
 from sd_training.data.captions import Dropout
 from sd_training.data.datamodule import TrainingData
@@ -67,11 +70,18 @@ def build_run(plan: Plan, signals: StopSignals | None = None) -> Run:
     resume_from = _prepare_run_dir(plan)
     trained = build_model(plan)
     data = make_data(plan, trained.family, trained.latent_grid)
-    preemption = Preemption(signals or StopSignals())
+    preemption = _preemption(plan, signals or StopSignals())
     callbacks = build_callbacks(plan, trained, data, preemption)
     trainer = _trainer(plan, callbacks, make_strategy(plan, trained.cuts))
     _without_signal_handling(trainer)
     return Run(trainer, trained.module, data, resume_from, preemption)
+
+
+def _preemption(plan: Plan, signals: StopSignals) -> Preemption:
+    config = plan.config
+    signals.choose(config.system.stop_signals, config.system.save_signals)
+    deadlines = Deadlines(config.experiment.max_hours, signals.started_s, os.environ)
+    return Preemption(signals, deadlines, SaveTimes(), config.checkpoint.save_every_minutes)
 
 
 def make_data(plan: Plan, family: Family | None, grid: LatentGrid) -> TrainingData:

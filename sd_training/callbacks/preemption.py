@@ -1,15 +1,20 @@
-"""Stops a run that was asked to: all ranks after the same optimizer step, saved, with an exit status that says so."""
+"""Stops a run that was asked to, and has it save when asked: all ranks after the same optimizer step."""
 
 import os
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, distributed
 
+from sd_training.callbacks.deadlines import Deadlines
 from sd_training.callbacks.every_step import OptimizerStepCallback
+from sd_training.callbacks.save_times import SaveTimes
+from sd_training.exit_status import STOPPED
 from sd_training.rank_log import get_logger
-from sd_training.stop_signals import STOPPED, StopSignals
+from sd_training.stop_signals import StopSignals
 from sd_training.training.base_module import TrainedModule
 
 log = get_logger(__name__)
@@ -18,23 +23,47 @@ STEP_FILE_VARIABLE = "SD_TRAINING_STEP_FILE"
 """Environment variable of a file that gets the number of the saved step, for a launcher that checks for progress."""
 
 
+@dataclass(frozen=True)
+class Wishes:
+    """What one rank asks for; of all ranks the largest of each counts."""
+
+    status: int = 0
+    """0, or the exit status that a signal asks for."""
+    is_time_up: bool = False
+    """A time limit is near."""
+    is_save_due: bool = False
+    """To save and go on."""
+
+
 class Preemption(OptimizerStepCallback):
     """Sets `trainer.should_stop`; whatever is due at the end of a run is then due at this step, saves included.
 
     The first of the callbacks, so that the others of the same step see it. A signal to one rank stops all: after each
-    optimizer step the ranks begin a reduction of their notes over gloo, and look at its result one step later, when it
-    has long arrived. No device takes part, and one process alone communicates nothing.
+    optimizer step the ranks begin a reduction of their wishes over gloo, and look at its result one step later, when it
+    has long arrived. No device takes part, and one process alone communicates nothing. Clocks are read on rank 0.
 
     Args:
         signals: notes of this process.
+        deadlines: when it must have ended.
+        times: tells `Saves` that a save is due, and is told how long one takes.
+        save_every_minutes: longest time between two saves; null: steps alone decide.
     """
 
-    def __init__(self, signals: StopSignals) -> None:
+    def __init__(
+        self, signals: StopSignals, deadlines: Deadlines, times: SaveTimes, save_every_minutes: float | None
+    ) -> None:
         self.signals = signals
+        self.deadlines = deadlines
+        self.times = times
+        self.save_every_minutes = save_every_minutes
         self.status = 0
         """0, or the exit status that all ranks agreed on."""
+        self._num_saves_seen = 0
+        self._last_end_s: float | None = None
+        self._longest_step_s = 0.0
         self._group: distributed.ProcessGroup | None = None
-        self._notes: Tensor | None = None
+        self._wishes: Tensor | None = None
+        self._asked_after = 0
         self._reduction: distributed.Work | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -46,15 +75,18 @@ class Preemption(OptimizerStepCallback):
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Agree; the last step needs no stopping."""
-        status = self._agreed()
+        self._measure_step()
+        agreed = self._agreed(trainer, step)
+        self.times.is_asked = agreed.is_save_due
         if step == trainer.max_steps:
             return
-        if status:
-            self.status = status
+        if agreed.status or agreed.is_time_up:
+            self.status = agreed.status or STOPPED
             trainer.should_stop = True
-            log.info(f"a signal asks this run to stop: saving after optimizer step {step:,}")
+            why = "a signal asks this run to stop" if agreed.status else "the time limit is near"
+            log.info(f"{why}: saving after optimizer step {step:,}")
         elif self._group is not None:
-            self._begin_reduction()
+            self._begin_reduction(trainer, step)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Everything is saved: tell a launcher how far the run got."""
@@ -66,18 +98,41 @@ class Preemption(OptimizerStepCallback):
         """Signals mean what they meant before."""
         self.signals.restore()
 
-    def _begin_reduction(self) -> None:
-        self._notes = torch.tensor([self.signals.status])
+    def _measure_step(self) -> None:
+        """The time since the step before, with whatever was drawn or saved in between; the first compiles."""
+        now_s = time.monotonic()
+        if self._last_end_s is not None:
+            self._longest_step_s = max(self._longest_step_s, now_s - self._last_end_s)
+        self._last_end_s = now_s
+
+    def _own(self, trainer: pl.Trainer) -> Wishes:
+        """What this rank asks for now; a signal that asks for a save asks once."""
+        asked = self.signals.num_saves_asked
+        is_save_due, self._num_saves_seen = asked > self._num_saves_seen, asked
+        if not trainer.is_global_zero:
+            return Wishes(self.signals.status, False, is_save_due)
+        if self.save_every_minutes is not None:
+            is_save_due |= self.times.since_last_s >= 60 * self.save_every_minutes
+        is_time_up = self.deadlines.is_near(self.times.longest_s, self._longest_step_s)
+        return Wishes(self.signals.status, is_time_up, is_save_due)
+
+    def _begin_reduction(self, trainer: pl.Trainer, step: int) -> None:
+        own = self._own(trainer)
+        # A save that is asked for is made later in this step, so the clock asks again: see `_agreed`.
+        self._asked_after = step
+        self._wishes = torch.tensor([own.status, int(own.is_time_up), int(own.is_save_due)])
         self._reduction = distributed.all_reduce(
-            self._notes, op=distributed.ReduceOp.MAX, group=self._group, async_op=True
+            self._wishes, op=distributed.ReduceOp.MAX, group=self._group, async_op=True
         )
 
-    def _agreed(self) -> int:
-        """The strongest note of all ranks at the step before; of this process now where it is alone."""
+    def _agreed(self, trainer: pl.Trainer, step: int) -> Wishes:
+        """The wishes of all ranks at the step before; of this process now where it is alone."""
         if self._group is None:
-            return self.signals.status
-        if self._reduction is None or self._notes is None:
-            return 0
+            return self._own(trainer)
+        if self._reduction is None or self._wishes is None:
+            return Wishes()
         self._reduction.wait()
         self._reduction = None
-        return int(self._notes)
+        status, is_time_up, is_save_due = self._wishes.tolist()
+        # Every rank knows of a save since the wish was made, which is what was wished for.
+        return Wishes(status, bool(is_time_up), bool(is_save_due) and self.times.last_step < self._asked_after)

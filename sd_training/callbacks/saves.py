@@ -10,6 +10,7 @@ from torch import Tensor
 from sd_training.callbacks.ema import Ema, export_weights, placement_of, whole_weights
 from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.callbacks.failed_saves import FailedSaves
+from sd_training.callbacks.save_times import SaveTimes
 from sd_training.callbacks.stopwatch import Stopwatch
 from sd_training.checkpoint.seal import rotate
 from sd_training.config.schema import CheckpointConfig
@@ -35,6 +36,7 @@ class Saves(OptimizerStepCallback):
             weights by their name in the trained network, around a copy.
         ema: the average to export, if there is one.
         stopwatch: stands still while saving.
+        times: says when a save is asked for, and is told of each.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Saves(OptimizerStepCallback):
         exported: Callable[[Mapping[str, Tensor] | None], Any],
         ema: Ema | None,
         stopwatch: Stopwatch,
+        times: SaveTimes,
     ) -> None:
         self.run_dir = run_dir
         self.every = every
@@ -55,14 +58,15 @@ class Saves(OptimizerStepCallback):
         self.ema = ema
         self.stopwatch = stopwatch
         self.failures = FailedSaves(run_dir, config.max_failed_saves)
+        self.times = times
         self._loaded_step: int | None = None
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Save when due; every rank takes part."""
-        if not self.is_due(trainer, step, self.every):
+        if not (self.is_due(trainer, step, self.every) or self.times.is_asked):
             return
         is_last = step == trainer.max_steps or trainer.should_stop
-        with self.stopwatch.paused():
+        with self.stopwatch.paused(), self.times.saving(step):
             try:
                 self._save(trainer, module, step)
             except OSError as error:

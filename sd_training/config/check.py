@@ -9,6 +9,7 @@ from typing import Any
 from sd_training.config.check_data import check_data, never_drawn
 from sd_training.config.check_objective import objective_problems
 from sd_training.config.check_parallel import parallel_problems
+from sd_training.config.check_watch import watch_problems
 from sd_training.config.fields import options
 from sd_training.config.model_schema import (
     FAMILY_PARTS,
@@ -69,6 +70,7 @@ def check(config: Config) -> list[str]:
         _previews,
         _processes,
         parallel_problems,
+        watch_problems,
     )
     return [problem for rule in rules for problem in rule(config)]
 

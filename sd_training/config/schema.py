@@ -4,9 +4,10 @@ Pydantic checks types and bounds and reports every problem at once. Keys of the 
 meanings and defaults. `docs/config.md` is generated from this file. Rules between fields live in `check.py`.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field
+from pydantic.config import JsonDict
 from pydantic.dataclasses import dataclass
 
 from sd_training.config.checkpoint_schema import CheckpointConfig
@@ -20,10 +21,14 @@ from sd_training.config.value_types import (
     BelowOne,
     Count,
     Int,
+    Positive,
     PositiveInt,
     Probability,
     no_bool,
 )
+from sd_training.stop_signals import SAVE_SIGNALS, STOP_SIGNALS, SignalName
+
+_SIGNALS: JsonDict = {"allowed": f"a list of {', '.join(get_args(SignalName))}"}
 
 # These options are read through this module as well.
 __all__ = [
@@ -66,6 +71,10 @@ class SystemConfig:
     processes."""
     workers: Count = 6
     """Loader processes per training process; 0 reads in the training process. SLURM: equal to cpus-per-task."""
+    stop_signals: list[SignalName] = Field(default_factory=lambda: list(STOP_SIGNALS), json_schema_extra=_SIGNALS)
+    """Signals after which the run saves and ends with status 75. Ctrl-C (SIGINT) always does, with status 130."""
+    save_signals: list[SignalName] = Field(default_factory=lambda: list(SAVE_SIGNALS), json_schema_extra=_SIGNALS)
+    """Signals after which the run saves and goes on."""
     dist_backend: Literal["nccl", "gloo", "mpi"] | None = None
     """As `distributed.dist_backend`; kept for sd-training files, must not contradict it."""
     dist_url: str | None = None
@@ -92,6 +101,9 @@ class ExperimentConfig:
     `current_pipeline` points at the newest."""
     save_every: PositiveInt = 2000
     """Interval between saves [optimizer steps]."""
+    max_hours: Positive | None = None
+    """Save and end with status 75 before a start of the run has taken this long [hours]; null: no limit. The end of a
+    SLURM job is kept to in any case."""
     requeue: bool = True
     """The same command again resumes from the newest checkpoint that verifies. False: an existing run folder is an
     error."""

@@ -19,13 +19,12 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
+from sd_training.stop_signals import FOR_THE_TRAINING_PROCESS
+
 _ROOT = Path(__file__).resolve().parents[2]
 
 _PRELOADED = ["sd_training.data.worker_imports"]
 """Imported once by the server, so that its children start at once."""
-
-BLOCKED = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
-"""Signals that reach the training process only."""
 
 _LOOK_EVERY_S = 1.0
 
@@ -34,9 +33,9 @@ def worker_context() -> BaseContext:
     """How loader processes are started; starts the server unless it runs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    with _importable(), _signals_blocked({signal.SIGUSR1}):
+    with _importable(), _signals_blocked(FOR_THE_TRAINING_PROCESS - {signal.SIGINT, signal.SIGTERM}):
         resource_tracker.ensure_running()  # blocks SIGINT and SIGTERM for itself, and unblocks them afterwards
-        with _signals_blocked(BLOCKED):
+        with _signals_blocked(FOR_THE_TRAINING_PROCESS):
             forkserver.ensure_running()
     return context
 
@@ -71,7 +70,7 @@ def obey_only(pid: int) -> None:
     torch ends a loader process that hangs by SIGTERM, and notices a lost parent by the parent's id, which is the
     server's here. The sender of a signal is only known to who waits for it.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+    signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_TRAINING_PROCESS)
 
     def wait() -> None:
         while _is_alive(pid):

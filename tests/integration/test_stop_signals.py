@@ -135,8 +135,10 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_step(
         assert "SIGKILL" not in said
     assert saved_steps(tmp_path / "run") == ["step=5"]
     assert [len(pairs) for pairs in read_ids(tmp_path / "watched").values()] == [8] * 5
-    again = Started(command, [*argv, *more], tmp_path / "watched")
+    again = Started(command, [*argv, *more], tmp_path / "watched", f"5:{rank}")
+    os.kill(again.wait_until_held(), signal.SIGUSR2)  # the one rank asks for a save, both save
     assert "done: " in again.said() and again.process.returncode == 0
+    assert saved_steps(tmp_path / "run") == ["step=7", "step=8"]
     assert_same_tensors(checkpoint_tensors(tmp_path / "run", 8), checkpoint_tensors(whole_of_two, 8))
     assert losses(tmp_path / "run") == losses(whole_of_two)
     assert [len(pairs) for pairs in read_ids(tmp_path / "watched").values()] == [8] * 8

@@ -44,7 +44,8 @@ class Hold(pl.Callback):
         (self.folder / "held").write_text(str(os.getpid()))
         print(f"rank {trainer.global_rank} waits for a signal after {trainer.global_step} optimizer steps", flush=True)
         end_s = time.monotonic() + HOLDS_S
-        while (self.is_for_ever or not preemption.signals.status) and time.monotonic() < end_s:
+        signals = preemption.signals
+        while (self.is_for_ever or not (signals.status or signals.num_saves_asked)) and time.monotonic() < end_s:
             time.sleep(0.02)
 
 

@@ -7,11 +7,12 @@ import pytest
 from sd_training.stop_signals import INTERRUPTED, STOPPED, StopSignals
 
 ALL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+OTHERS = (signal.SIGUSR2, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
 def handlers_of_before() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in ALL}
+    before = {number: signal.getsignal(number) for number in (*ALL, *OTHERS)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -63,3 +64,35 @@ def test_nothing_changes_the_status_on_the_way_out() -> None:
         StopSignals().leave(STOPPED)
     assert ended.value.code == STOPPED
     assert [signal.getsignal(number) for number in ALL] == [signal.SIG_IGN] * 3
+
+
+def test_a_save_is_asked_for_and_nothing_stops() -> None:
+    signals = StopSignals()
+    signals.expect_warning()
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGUSR2)
+    assert (signals.status, signals.num_saves_asked) == (0, 2)
+
+
+def test_other_signals_can_be_chosen() -> None:
+    before = {number: signal.getsignal(number) for number in (*ALL, *OTHERS)}
+    signals = StopSignals()
+    signals.expect_warning()
+    signals.choose(["SIGUSR2", "SIGHUP"], ["SIGTERM"])
+    expecting = {number: signal.getsignal(number) for number in before}
+    assert expecting == before | {signal.SIGUSR2: signals._note}  # SIGHUP ends what has nothing to save
+    signals.listen()
+    assert signal.getsignal(signal.SIGUSR1) == before[signal.SIGUSR1]
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert (signals.status, signals.num_saves_asked) == (0, 1)
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert signals.status == STOPPED
+
+
+def test_an_ignored_hangup_stays_ignored() -> None:
+    """As after nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signals = StopSignals()
+    signals.choose(["SIGHUP"], [])
+    signals.listen()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from sd_training.config.batch_plan import BatchPlan
+from sd_training.stop_signals import FOR_THE_TRAINING_PROCESS
 from tests.unit.data.making import training_data
 
 
@@ -15,7 +16,7 @@ def test_a_loader_process_obeys_the_training_process_only(shards_dir: Path) -> N
     iterator = iter(training_data(shards_dir, plan, workers=1).loader(0, lambda: 0))
     next(iterator)
     (worker,) = set(torch.multiprocessing.active_children()) - before
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # as SLURM does, to all processes
+    for number in FOR_THE_TRAINING_PROCESS:  # as SLURM does, to all processes
         subprocess.run(["kill", f"-{int(number)}", str(worker.pid)], check=True)
     for _ in range(9):
         next(iterator)
