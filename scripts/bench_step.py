@@ -34,10 +34,11 @@ from torch import nn
 
 from scripts.bench_subjects import VARIANTS, Subject, make_subject, plain_objective, variant_of
 from sd_training.callbacks.ema import Ema
-from sd_training.callbacks.finite_guard import FiniteGuard
 from sd_training.callbacks.metrics import Metrics
+from sd_training.callbacks.numeric_guard import NumericGuard
 from sd_training.callbacks.stopwatch import Stopwatch
 from sd_training.cli import run_cli
+from sd_training.config.numerics_schema import NumericsConfig
 from sd_training.config.schema import (
     EmaConfig,
     LRScheduleConfig,
@@ -205,7 +206,7 @@ def this_trainer(subject: Subject, loader: TurnLoader, variant: str = "") -> Non
     with tempfile.TemporaryDirectory() as folder:
         ema = Ema(EmaConfig(decay=EMA_DECAY, warmup=False))
         metrics = Metrics(Path(folder) / "metrics.csv", 10, lambda step: step * batch, ema, Stopwatch())
-        guard = FiniteGuard(Path(folder) / "incidents.jsonl", 10, lambda step: range(step * batch, (step + 1) * batch))
+        guard = NumericGuard(NumericsConfig(), 10, Path(folder), lambda sample: ("", str(sample)))
         trainer = lightning_trainer(subject, [ema, guard, metrics], len(loader), SingleProcess(subject.device))
         trainer.fit(module, train_dataloaders=loader)
 

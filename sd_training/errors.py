@@ -42,3 +42,16 @@ class TakenOverError(UserError):
     """Another start of the same run writes in its folder now; this one must not. EX_UNAVAILABLE of sysexits.h."""
 
     exit_status = 69
+
+
+class NumericError(UserError):
+    """The run makes no progress any more: non-finite steps or loss spikes, and no rollback left. Starting it again does
+    not help."""
+
+    exit_status = 86
+
+
+class IntegrityError(UserError):
+    """Weights that must be equal on several processes are not: memory, a device or the communication is at fault."""
+
+    exit_status = 89

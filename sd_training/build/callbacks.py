@@ -1,5 +1,6 @@
 """The callbacks of a run."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from sd_training.build.plan import Plan
 from sd_training.callbacks.compile_watch import CompileWatch
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.ema_snapshots import EmaSnapshots
-from sd_training.callbacks.finite_guard import FiniteGuard
 from sd_training.callbacks.metrics import Metrics
+from sd_training.callbacks.numeric_guard import NumericGuard
 from sd_training.callbacks.pictures import PictureJob, Pictures
 from sd_training.callbacks.preemption import Preemption
 from sd_training.callbacks.progress_bar import ProgressBar
@@ -56,7 +57,7 @@ def build_callbacks(plan: Plan, trained: Trained, data: TrainingData, preemption
         RunRecord(plan.run_dir, resolved_yaml(config), facts),
         ema,
         EmaSnapshots(plan.run_dir, config.ema, ema) if ema is not None and config.ema.tracks else None,
-        FiniteGuard(plan.run_dir / "incidents.jsonl", config.logging.every, data.positions_of),
+        _numeric_guard(plan, data, ema),
         metrics,
         CompileWatch(config.logging.every) if config.trainer.compile else None,
         *_picture_callbacks(plan, trained, ema, stopwatch),
@@ -64,6 +65,23 @@ def build_callbacks(plan: Plan, trained: Trained, data: TrainingData, preemption
         ProgressBar(metrics, data.images_before, batch.num_steps) if config.logging.progress_bar else None,
     ]
     return [callback for callback in callbacks if callback is not None]
+
+
+def _numeric_guard(plan: Plan, data: TrainingData, ema: Ema | None) -> NumericGuard:
+    """With what `scripts/replay_step.py` needs to find a step's samples and draws again."""
+    config, batch = plan.config, plan.batch
+
+    def facts() -> dict[str, Any]:
+        return {
+            "seed": config.experiment.seed,
+            "purposes_of_draws": data.draws.purposes(),
+            "batch_plan": asdict(batch),
+            "strategy": plan.layout.strategy,
+            "precision": plan.precision,
+            "data_fingerprint": data.fingerprint(),
+        }
+
+    return NumericGuard(config.numerics, config.logging.every, plan.run_dir, data.name_of, facts, ema)
 
 
 def _ema(plan: Plan, trained: Trained) -> Ema:

@@ -13,6 +13,7 @@ from pydantic.dataclasses import dataclass
 from sd_training.config.checkpoint_schema import CheckpointConfig
 from sd_training.config.data_schema import DatasetConfig, DatasetParams
 from sd_training.config.model_schema import ModelConfig, PartConfig
+from sd_training.config.numerics_schema import NumericsConfig
 from sd_training.config.objective_schema import ObjectiveConfig
 from sd_training.config.optimizer_schema import LRScheduleConfig, LRScheduleParams, OptimizerConfig, OptimizerParams
 from sd_training.config.parallel_schema import DistributedConfig, TrainerConfig
@@ -39,6 +40,7 @@ __all__ = [
     "LRScheduleConfig",
     "LRScheduleParams",
     "ModelConfig",
+    "NumericsConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
     "OptimizerParams",
@@ -212,6 +214,8 @@ class Config:
     """Text conditioning."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Resumable state."""
+    numerics: NumericsConfig = Field(default_factory=NumericsConfig)
+    """Numbers that went wrong."""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Preview pictures."""
     logging: LoggingConfig = Field(default_factory=LoggingConfig)

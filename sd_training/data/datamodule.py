@@ -125,6 +125,15 @@ class TrainingData(pl.LightningDataModule):
         first = step * order.positions_per_step
         return range(first, first + order.samples_before(step + 1) - order.samples_before(step))
 
+    def name_of(self, sample_id: int) -> tuple[str, str]:
+        """Location of the shard and key of a batch's sample, as the data has them; hostile text."""
+        datasets = self._open().datasets
+        for dataset in datasets:
+            if sample_id < len(dataset.index):
+                return dataset.index.name(sample_id)
+            sample_id -= len(dataset.index)
+        raise ValueError(f"sample id {sample_id} beyond the end of all data sets")
+
     def report(self) -> DataReport:
         """What the data set is; usable without a trainer.
 

@@ -42,6 +42,8 @@ class WholeCheckpoints:
     does_clip = False
     ranks_per_share = 1
     """Processes that draw the same samples."""
+    num_replicas = 1
+    """Copies of all weights that are updated alike, from the same averaged gradients."""
 
     global_rank: int
     world_size: int
@@ -193,7 +195,15 @@ class WholeCheckpoints:
         """
         chosen = choose_checkpoint(Path(checkpoint_path))
         log.info(f"resuming from {chosen}")
-        checkpoint, stored = read_state(chosen)
+        return self.open_checkpoint(chosen)
+
+    def open_checkpoint(self, folder: Path) -> dict[str, Any]:
+        """What `load_model_state_dict`, `load_optimizer_state_dict` and the averages go on from.
+
+        Raises:
+            CheckpointError: it is of another format.
+        """
+        checkpoint, stored = read_state(folder)
         checkpoint["state_dict"] = stored.get(_WEIGHTS, StoredTensors([]))
         checkpoint["optimizer_states"] = [(checkpoint.pop(_OPTIMIZER), stored.get(_OPTIMIZER, StoredTensors([])))]
         checkpoint[AVERAGES] = {part: stored[part] for part in checkpoint[AVERAGES] if part in stored}

@@ -57,6 +57,11 @@ class SingleProcess(WholeCheckpoints, SingleDeviceStrategy):
 class ReplicatedProcesses(WholeCheckpoints, DDPStrategy):
     """DDP (Li et al. 2020, arXiv:2006.15704): every process has every weight and averages gradients."""
 
+    @property
+    def num_replicas(self) -> int:  # type: ignore[override]
+        """Every process."""
+        return self.world_size
+
     def make_placement(self) -> Replicas:
         """Averages and files are dealt out."""
         return Replicas(_trained(self), self.optimizers[0], self.world_size)
@@ -78,6 +83,7 @@ class CutProcesses(WholeCheckpoints, ModelParallelStrategy):
         super().__init__(process_group_backend=backend, save_distributed_checkpoint=False)
         self.mesh, self.cuts, self.options = mesh, cuts, options
         self.ranks_per_share = mesh.tensor
+        self.num_replicas = mesh.data
 
     def setup_environment(self) -> None:
         """Lightning knows two axes; here are three."""

@@ -32,23 +32,37 @@ class AutoencoderModule(TrainedModule):
 
     def training_step(self, batch: PixelBatch, batch_index: int) -> Tensor:
         """Mean loss of a micro-batch."""
+        l1, kl, latents = self._errors(batch)
+        losses = l1 + self.kl_weight * kl
+        loss = losses.mean()
+        self._measure(latents.detach())
+        self.remember(loss=loss, l1=l1.mean(), kl=kl.mean())
+        self.remember_samples(batch, loss, losses, None)
+        return loss
+
+    def sample_losses(self, batch: PixelBatch) -> Tensor:
+        """[B] loss of each sample."""
+        l1, kl, _ = self._errors(batch)
+        return l1 + self.kl_weight * kl
+
+    def _errors(self, batch: PixelBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """[B] L1, [B] KL per pixel value, and the latents."""
         pixels = self._pixels(batch)
         posterior = self.network.encode(pixels).latent_dist
         latents = posterior.mean + posterior.std * batch.posterior_noise
         reconstruction = self.network.decode(latents).sample
-        l1 = (reconstruction.float() - pixels).abs().mean()
+        l1 = (reconstruction.float() - pixels).abs().mean(dim=(1, 2, 3))
         # kl() sums over a sample's latents; per pixel value it keeps its meaning at any resolution.
-        kl = posterior.kl().float().mean() / pixels[0].numel()
-        loss = l1 + self.kl_weight * kl
-        self._measure(latents.detach())
-        self.remember(loss=loss, l1=l1, kl=kl)
-        return loss
+        return l1, posterior.kl().float() / pixels[0].numel(), latents
 
     def _measure(self, latents: Tensor) -> None:
-        """Follow mean and mean square of the latents, as they change with the weights."""
+        """Follow mean and mean square of the latents, as they change with the weights.
+
+        A batch whose latents are not finite is left out: its step is skipped, and the average would never recover.
+        """
         latents = latents.float()
         now = torch.stack((latents.mean(), latents.square().mean(), latents.new_ones(())))
-        self.latent_moments.lerp_(now, 1.0 - _STATISTICS_DECAY)
+        self.latent_moments.lerp_(torch.where(now.isfinite().all(), now, self.latent_moments), 1.0 - _STATISTICS_DECAY)
 
     @torch.no_grad()
     def scaling_factor(self) -> float:

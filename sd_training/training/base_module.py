@@ -16,6 +16,7 @@ from sd_training.errors import CheckpointError
 from sd_training.optim.clipping import clip_gradients
 from sd_training.optim.lr_schedules import LRSchedule
 from sd_training.optim.optimizers import make_optimizer
+from sd_training.training.seen import SeenMicroBatch
 from sd_training.types import PixelBatch
 
 PART = "denoiser"
@@ -56,6 +57,8 @@ class TrainedModule(pl.LightningModule):
         self.has_gradient_scaler = has_gradient_scaler
         self.reset_logged()
         self.was_step_skipped: Tensor | None = None
+        self.seen: SeenMicroBatch | None = None
+        """The latest micro-batch."""
         self._has_dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in network.modules())
 
     def reset_logged(self) -> None:
@@ -70,6 +73,17 @@ class TrainedModule(pl.LightningModule):
             value = value.detach().float()
             self.logged_sums[name] = self.logged_sums[name] + value if name in self.logged_sums else value
         self.logged_micro_batches += 1
+
+    def remember_samples(self, batch: PixelBatch, loss: Tensor, losses: Tensor, timesteps: Tensor | None) -> None:
+        """Keep what an incident tells of the micro-batch, on the device.
+
+        Args:
+            batch: as the loader delivered it.
+            loss: [] what is minimised.
+            losses: [B] of each sample.
+            timesteps: [B], where there are any.
+        """
+        self.seen = SeenMicroBatch(loss.detach(), losses.detach(), batch.positions, batch.sample_ids, timesteps)
 
     def on_train_batch_start(self, batch: PixelBatch, batch_index: int) -> None:
         """Dropout layers alone use torch's global generator: key it by rank and step, so that resume is exact."""

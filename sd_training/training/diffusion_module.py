@@ -9,7 +9,7 @@ from sd_training.diffusion.objective import Objective
 from sd_training.diffusion.uncertainty import LevelUncertainty
 from sd_training.models.encoders import Encoders
 from sd_training.training.base_module import PART, Optimization, TrainedModule
-from sd_training.types import PixelBatch
+from sd_training.types import NoisedBatch, PixelBatch
 
 
 class DiffusionModule(TrainedModule):
@@ -61,12 +61,18 @@ class DiffusionModule(TrainedModule):
 
     def training_step(self, batch: PixelBatch, batch_index: int) -> Tensor:
         """Mean loss of a micro-batch (Rombach et al. 2022, arXiv:2112.10752, eq. 3)."""
+        losses, noised = self.sample_losses(batch, self.trainer.global_step)
+        loss = losses.mean()
+        self.remember(loss=loss)
+        self.remember_samples(batch, loss, losses, noised.timesteps)
+        return loss
+
+    def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, NoisedBatch]:
+        """[B] loss of each sample after `step` optimizer steps, and what the denoiser was asked."""
         family = self.encoders.family
         latents = self.encoders.encode_pixels(self._pixels(batch), batch.posterior_noise)
         conditioning = self.encoders.encode_text(batch)
-        noised = self.objective.draw(latents, batch, step=self.trainer.global_step)
+        noised = self.objective.draw(latents, batch, step=step)
         prediction = family.predict(family.denoiser, noised, conditioning)
         uncertainty = None if self.uncertainty is None else self.uncertainty(noised.signal, noised.sigma)
-        loss = self.objective.loss(prediction, noised, uncertainty).mean()
-        self.remember(loss=loss)
-        return loss
+        return self.objective.loss(prediction, noised, uncertainty), noised

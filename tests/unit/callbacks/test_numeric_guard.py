@@ -1,0 +1,130 @@
+"""Non-finite gradients: the step is skipped and described, and a run that makes no progress goes back, then stops."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from sd_training.build.run import Run
+from sd_training.callbacks.numeric_guard import NumericGuard
+from sd_training.errors import NumericError
+from tests.integration.training import CrashAfter, Interrupted, checkpoint_tensors, options, train
+
+SHORT = {"experiment__num_examples_to_see": 160, "numerics__max_skipped_in_a_row": 3}
+GOING_BACK = {**SHORT, "logging__every": 4, "experiment__save_every": 5}
+BAD = {7, 8, 9}
+
+
+class Poison(pl.Callback):
+    """Puts a NaN into the gradient of chosen optimizer steps."""
+
+    def __init__(self, steps: set[int]) -> None:
+        self.steps = steps
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step in self.steps:
+            next(pl_module.network.parameters()).grad.view(-1)[0] = float("nan")
+
+
+class PoisonBatch(Poison):
+    """Puts a NaN into the noise of the third sample of chosen optimizer steps."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step in self.steps:
+            batch.noise[2, 0, 0, 0] = float("nan")
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        pass
+
+
+class Watch(pl.Callback):
+    """The weights after each optimizer step, and one of Adam's counters."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, torch.Tensor] = {}
+        self.counters: dict[int, int] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        parameters = [p.detach().flatten() for p in pl_module.network.parameters()]
+        self.weights[trainer.global_step] = torch.cat(parameters)
+        state = trainer.optimizers[0].state[next(pl_module.network.parameters())]
+        self.counters[trainer.global_step] = int(state.get("step", 0))
+
+
+def incidents(run_dir: Path) -> dict[str, dict[str, Any]]:
+    return {path.name: json.loads(path.read_text()) for path in (run_dir / "incidents").glob("*.json")}
+
+
+def test_a_poisoned_step_is_skipped_and_described(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
+    run_dir, watch = tmp_path / "run", Watch()
+    changes = {"system__batch_size": 4, "system__gradient_accumulation": 2, "logging__every": 3}
+    run = train(options(run_dir, pipeline_dir, shards_dir, **changes), PoisonBatch({3}), watch)
+    assert run.trainer.global_step == 8
+    assert torch.equal(watch.weights[4], watch.weights[3]) and not torch.equal(watch.weights[5], watch.weights[4])
+    assert (watch.counters[4], watch.counters[8]) == (3, 7)
+    assert all(torch.isfinite(t).all() for t in checkpoint_tensors(run_dir, 8).values() if t.is_floating_point())
+    assert list(incidents(run_dir)) == ["step=3.skipped.json"]
+    told = incidents(run_dir)["step=3.skipped.json"]
+    assert (told["optimizer_step"], told["first_position"], told["last_position"]) == (3, 24, 31)
+    assert told["ranks_with_non_finite_loss"] == [0] and told["losses_by_rank"] == {"0": ["nan", "nan"]}
+    assert (told["seed"], told["batch_plan"]["accumulation"]) == (0, 2) and "noise" in told["purposes_of_draws"]
+    assert told["versions"]["torch"] == torch.__version__
+    first, second, *others = told["samples"]
+    assert {first["position"], second["position"]} == {26, 30}  # the third of each micro-batch
+    assert first["loss"] == "nan" and all(isinstance(sample["loss"], float) for sample in others)
+    names = [run.data.name_of(sample["sample_id"]) for sample in told["samples"]]
+    assert names == [(sample["shard"], sample["key"]) for sample in told["samples"]]
+    assert all(0 <= sample["timestep"] < 1000 for sample in told["samples"])
+
+
+@pytest.fixture(scope="module")
+def gone_back(
+    tmp_path_factory: pytest.TempPathFactory, pipeline_dir: Path, shards_dir: Path
+) -> tuple[Path, Run, Watch]:
+    """A run of 20 steps that goes back once."""
+    run_dir, watch = tmp_path_factory.mktemp("gone_back") / "run", Watch()
+    return run_dir, train(options(run_dir, pipeline_dir, shards_dir, **GOING_BACK), Poison(BAD), watch), watch
+
+
+def test_many_skipped_steps_in_a_row_lead_back(gone_back: tuple[Path, Run, Watch]) -> None:
+    run_dir, run, watch = gone_back
+    (guard,) = [c for c in run.trainer.callbacks if isinstance(c, NumericGuard)]  # type: ignore[attr-defined]
+    assert [tuple(done) for done in guard.rollbacks] == [(12, 5, 7, "skipped")]
+    assert torch.equal(watch.weights[10], watch.weights[7]) and not torch.equal(watch.weights[7], watch.weights[5])
+    # The last of the callbacks sees the weights that were gone back to.
+    assert torch.equal(watch.weights[12], watch.weights[5]) and watch.counters[12] == 5
+    assert run.trainer.global_step == 20
+    told = incidents(run_dir)
+    assert set(told) == {*(f"step={step}.skipped.json" for step in BAD), "step=9.rollback.json"}
+    assert (told["step=9.rollback.json"]["at"], told["step=9.rollback.json"]["to"]) == (12, 5)
+
+
+@pytest.mark.parametrize("crash_after", [11, 13])
+def test_an_interrupted_run_goes_back_alike(
+    crash_after: int, tmp_path: Path, gone_back: tuple[Path, Run, Watch], pipeline_dir: Path, shards_dir: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    argv = options(run_dir, pipeline_dir, shards_dir, **GOING_BACK)
+    with pytest.raises(Interrupted):
+        train(argv, Poison(BAD), CrashAfter(crash_after))
+    train(argv, Poison(BAD))
+    whole, cut = checkpoint_tensors(gone_back[0], 20), checkpoint_tensors(run_dir, 20)
+    assert set(whole) == set(cut) and all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert incidents(run_dir).keys() == incidents(gone_back[0]).keys()
+
+
+def test_a_run_that_goes_back_too_often_ends(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
+    changes = {"numerics__max_rollbacks": 1, "experiment__save_every": 3, **SHORT}
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir, **changes)
+    with pytest.raises(NumericError, match=r"max_rollbacks=1 .*step=12\.skipped\.json") as raised:
+        train(argv, Poison({4, 5, 6, 10, 11, 12}))
+    assert raised.value.exit_status == 86
+
+
+def test_a_run_without_an_older_checkpoint_ends(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir, **SHORT)
+    with pytest.raises(NumericError, match="no checkpoint from before the first"):
+        train(argv, Poison(set(range(20))))
