@@ -1,7 +1,18 @@
 """Tiny networks and tokenizers with random weights, for reports and tests; nothing is downloaded."""
 
+from pathlib import Path
+from typing import Any
+
 import diffusers
-from diffusers import AutoencoderKL, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+import torch
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    StableDiffusionPipeline,
+    UNet2DConditionModel,
+)
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -55,6 +66,50 @@ def tiny_vae(latent_channels: int = 4, scaling_factor: float = 0.7, shift_factor
         scaling_factor=scaling_factor,
         shift_factor=shift_factor,
     )
+
+
+UNET_PARAMS: dict[str, Any] = {
+    "sample_size": 8,
+    "in_channels": 4,
+    "out_channels": 4,
+    "block_out_channels": [8, 16],
+    "layers_per_block": 1,
+    "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+    "cross_attention_dim": 16,
+    "attention_head_dim": 4,
+    "norm_num_groups": 4,
+}
+
+
+def tiny_pipeline(seed: int = 0, **scheduler: Any) -> StableDiffusionPipeline:
+    """A Stable Diffusion pipeline of random weights; 16 x 16 pixel pictures."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokenizer = tiny_tokenizer()
+        return StableDiffusionPipeline(
+            vae=tiny_vae(),
+            text_encoder=tiny_text_encoder(len(tokenizer)),
+            tokenizer=tokenizer,
+            unet=UNet2DConditionModel(**UNET_PARAMS),
+            scheduler=DDIMScheduler(
+                beta_start=0.00085,
+                beta_end=0.012,
+                beta_schedule="scaled_linear",
+                clip_sample=False,
+                steps_offset=1,
+                **scheduler,
+            ),
+            safety_checker=None,
+            feature_extractor=None,
+            requires_safety_checker=False,
+        )
+
+
+def save_tiny_pipeline(folder: Path, seed: int = 0, **scheduler: Any) -> Path:
+    """`tiny_pipeline` as a diffusers folder."""
+    tiny_pipeline(seed, **scheduler).save_pretrained(folder)
+    return folder
 
 
 def clip(vocabulary_size: int, *, has_projection: bool) -> CLIPTextModel | CLIPTextModelWithProjection:

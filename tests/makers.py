@@ -7,13 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import webdataset
-from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from scripts.tiny_parts import tiny_text_encoder, tiny_tokenizer, tiny_vae
+from scripts.tiny_parts import (
+    UNET_PARAMS,
+    save_tiny_pipeline,
+    tiny_pipeline,
+    tiny_text_encoder,
+    tiny_tokenizer,
+    tiny_vae,
+)
+
+__all__ = ["UNET_PARAMS", "save_tiny_pipeline", "tiny_pipeline", "tiny_text_encoder", "tiny_tokenizer", "tiny_vae"]
+"""Parts that scripts are made of, too; what else is here belongs to tests alone."""
 
 COLOURS = ["red", "green", "blue"]
 
@@ -67,48 +75,4 @@ def caption_shards(folder: Path, shards: int = 2, per_shard: int = 16) -> Path:
     """A folder with `shards` numbered shards; returns the folder."""
     for i in range(shards):
         write_shard(folder / f"{i:03d}.tar", caption_samples(per_shard, first=i * per_shard))
-    return folder
-
-
-UNET_PARAMS: dict[str, Any] = {
-    "sample_size": 8,
-    "in_channels": 4,
-    "out_channels": 4,
-    "block_out_channels": [8, 16],
-    "layers_per_block": 1,
-    "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
-    "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
-    "cross_attention_dim": 16,
-    "attention_head_dim": 4,
-    "norm_num_groups": 4,
-}
-
-
-def tiny_pipeline(seed: int = 0, **scheduler: Any) -> StableDiffusionPipeline:
-    """A Stable Diffusion pipeline of random weights; 16 x 16 pixel pictures."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        tokenizer = tiny_tokenizer()
-        return StableDiffusionPipeline(
-            vae=tiny_vae(),
-            text_encoder=tiny_text_encoder(len(tokenizer)),
-            tokenizer=tokenizer,
-            unet=UNet2DConditionModel(**UNET_PARAMS),
-            scheduler=DDIMScheduler(
-                beta_start=0.00085,
-                beta_end=0.012,
-                beta_schedule="scaled_linear",
-                clip_sample=False,
-                steps_offset=1,
-                **scheduler,
-            ),
-            safety_checker=None,
-            feature_extractor=None,
-            requires_safety_checker=False,
-        )
-
-
-def save_tiny_pipeline(folder: Path, seed: int = 0, **scheduler: Any) -> Path:
-    """`tiny_pipeline` as a diffusers folder."""
-    tiny_pipeline(seed, **scheduler).save_pretrained(folder)
     return folder

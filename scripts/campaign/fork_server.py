@@ -1,0 +1,223 @@
+"""Starts runs in a second instead of ten: a process that has imported torch, Lightning, diffusers and the trainer once
+forks a child for every run. It has no threads of its own and no process group, so a child is as good as a new process.
+
+Started by `ForkServer`, which speaks JSON lines with it: python -m scripts.campaign.fork_server
+"""
+
+import atexit
+import functools
+import gc
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+_LOOK_EVERY_S = 0.005
+
+
+class Child:
+    """A process of a run. It leads a session of its own, so that whatever it leaves behind can be found."""
+
+    def __init__(self, server: "ForkServer", pid: int, log: Path) -> None:
+        self.pid = pid
+        self.log = log
+        """What it prints."""
+        self._server = server
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """None while it runs, then its exit status; below zero the signal that killed it."""
+        if self._status is None:
+            self._status = self._server.ask({"do": "poll", "pid": self.pid})["status"]
+        return self._status
+
+    def wait(self, limit_s: float) -> int | None:
+        """Its exit status, None when it did not end in time."""
+        end_s = time.monotonic() + limit_s
+        while self.poll() is None and time.monotonic() < end_s:
+            time.sleep(_LOOK_EVERY_S)
+        return self.poll()
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal, unless it has ended. Its id is not given away before `poll` has seen its end."""
+        if self._status is None:
+            os.kill(self.pid, number)
+
+    def left_behind(self) -> list[int]:
+        """Processes of its session that still run."""
+        return [pid for pid in _processes() if pid != self.pid and _session_of(pid) == self.pid]
+
+
+class ForkServer:
+    """The process to fork from."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "scripts.campaign.fork_server"],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._children: list[Child] = []
+
+    def close(self) -> None:
+        """Ends it and what still runs."""
+        for child in self._children:
+            for pid in [*child.left_behind(), *([child.pid] if child.poll() is None else [])]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._process.communicate()
+
+    def start(self, target: str, words: list[str], log: Path, environment: Mapping[str, str] | None = None) -> Child:
+        """Calls a function in a new process.
+
+        Args:
+            target: `module:function`; it is called with `words`.
+            log: file that gets what it prints, at its end.
+            environment: variables beside those of this process.
+        """
+        job = {"target": target, "words": words, "log": str(log), "environment": dict(environment or {})}
+        child = Child(self, self.ask({"do": "start", **job})["pid"], log)
+        self._children.append(child)
+        return child
+
+    def call(self, target: str, words: list[str], log: Path) -> None:
+        """The same, to its end.
+
+        Raises:
+            RuntimeError: it failed; with what it printed.
+        """
+        if self.start(target, words, log).wait(300) != 0:
+            raise RuntimeError(f"{target} failed:\n{log.read_text()}")
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        """One line there, one line back."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+@functools.cache
+def shared_server() -> ForkServer:
+    """One for all parts, until this program ends."""
+    server = ForkServer()
+    atexit.register(server.close)
+    return server
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _session_of(pid: int) -> int | None:
+    """The session of a process that runs; a dead one that nobody waits for is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[3])
+
+
+_IMPORTED = (
+    "train",
+    "sd_training.build.run",
+    "scripts.campaign.watched_run",
+    "scripts.campaign.lightning_run",
+    "scripts.tiny_parts",
+    "tensorboard.summary",
+    "torch.utils.tensorboard",
+    "PIL.JpegImagePlugin",
+    "PIL.PngImagePlugin",
+)
+
+
+def _import_everything() -> None:
+    """What a run imports; a child would spend its time on it."""
+    from sd_training.quiet import quiet_libraries
+
+    quiet_libraries()
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    from diffusers import StableDiffusionPipeline  # noqa: F401 - diffusers imports a class when it is asked for
+
+    assert threading.active_count() == 1, threading.enumerate()
+    gc.collect()
+    gc.freeze()  # collecting garbage in a child would copy all of it
+
+
+def _become_child(job: Mapping[str, Any], reply: int) -> Callable[[], None]:
+    """In the child: nothing of the server's is left. What it returns is to be called after the server's loop has been
+    left, so that the process ends as any other does."""
+    os.setsid()
+    os.close(reply)
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.environ.update(job["environment"])
+    module, _, function = job["target"].partition(":")
+    return lambda: getattr(importlib.import_module(module), function)(job["words"])
+
+
+def _status(pid: int) -> int | None:
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def _serve() -> Callable[[], None] | None:
+    """Until the other side closes; in a child, what is to be done there."""
+    reply = os.dup(1)
+    os.dup2(2, 1)  # what libraries print is no reply
+    _import_everything()
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["do"] == "poll":
+            answer = {"status": _status(request["pid"])}
+        else:
+            pid = os.fork()
+            if pid == 0:
+                return _become_child(request, reply)
+            answer = {"pid": pid}
+        os.write(reply, (json.dumps(answer) + "\n").encode())
+    return None
+
+
+def _end(status: int) -> NoReturn:
+    """As the interpreter ends a process: its threads, then what is registered for the end. Only the memory is not taken
+    apart object by object, which takes seconds because it is shared with the server until it is touched."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
+
+
+def _status_of(todo: Callable[[], None]) -> int:
+    try:
+        todo()
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    todo = _serve()
+    if todo is not None:
+        _end(_status_of(todo))

@@ -1,0 +1,204 @@
+"""The run that the parts of the campaign break: a tiny pipeline on a few pictures, and what is compared of it."""
+
+import csv
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.campaign.fork_server import Child, ForkServer
+
+GLOBAL_BATCH = 8
+_TRAIN = "scripts.campaign.watched_run:train"
+
+
+def make_parts(words: list[str]) -> None:
+    """In a child of the fork server: a tiny pipeline and shards in the folder that is the one word."""
+    import numpy as np
+    import torch
+    import webdataset
+    from PIL import Image
+
+    from scripts.tiny_parts import save_tiny_pipeline
+
+    torch.set_num_threads(1)
+    folder = Path(words[0])
+    save_tiny_pipeline(folder / "pipeline")
+    (folder / "shards").mkdir()
+    chance = np.random.default_rng(0)
+    for shard in range(2):
+        with webdataset.TarWriter(str(folder / "shards" / f"{shard:03d}.tar")) as sink:
+            for i in range(16):
+                pixels = chance.integers(0, 255, (4, 4, 3), dtype=np.uint8)
+                picture = Image.fromarray(pixels).resize((40, 32), Image.Resampling.BICUBIC)
+                sink.write({"__key__": f"{shard * 16 + i:06d}", "png": picture, "txt": f"picture {i}"})
+
+
+@dataclass(frozen=True)
+class TinyRun:
+    """A run folder and how it is started.
+
+    Attributes:
+        parts: folder of the pipeline and the shards.
+        home: the run's own folder: its run folder, marks, logs.
+        steps: optimizer steps.
+        save_every: optimizer steps between saves.
+        temporary: its TMPDIR.
+        more: further options.
+    """
+
+    parts: Path
+    home: Path
+    steps: int
+    save_every: int
+    temporary: Path
+    more: tuple[str, ...] = ()
+
+    @property
+    def run_dir(self) -> Path:
+        """What the trainer writes to."""
+        return self.home / "run"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where its checkpoints are."""
+        return self.run_dir / "checkpoints"
+
+    def start(self, server: ForkServer, ranks: int = 1, more: Iterable[str] = ()) -> list[Child]:
+        """Its processes, as torchrun would start them; also those that go on with it."""
+        for folder in (self.home, self.temporary):
+            folder.mkdir(parents=True, exist_ok=True)
+        words = [*self.words(ranks), *self.more, *more]
+        log, shared = self.home / "log.txt", self._environment()
+        if ranks == 1:
+            return [server.start(_TRAIN, words, log, shared)]
+        shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        each = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        return [server.start(_TRAIN, words, log, {**shared, **own}) for own in each]
+
+    def words(self, ranks: int) -> list[str]:
+        """Options."""
+        return [
+            f"experiment.log_dir={self.home}",
+            "experiment.name=run",
+            f"experiment.num_examples_to_see={GLOBAL_BATCH * self.steps}",
+            f"experiment.save_every={self.save_every}",
+            f"model.pretrained={self.parts / 'pipeline'}",
+            "model.mixed_precision=no",
+            "model.use_ema=true",
+            "optimizer.params.learning_rate=0.001",
+            "lr_scheduler.params.warmup_length=3",
+            f"dataset.params.path={self.parts / 'shards'}",
+            "dataset.params.resolution=16",
+            "dataset.params.crop=random",
+            "dataset.params.flip_prob=0.5",
+            f"system.batch_size={GLOBAL_BATCH // ranks}",
+            "system.workers=0",
+            "trainer.accelerator=cpu",
+            "logging.every=1",
+            "logging.progress_bar=false",
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        places = {"TMPDIR": self.temporary, "WATCH_DIR": self.home, "XDG_CACHE_HOME": self.parts / "cache"}
+        return {name: str(place) for name, place in places.items()}
+
+    def marks(self, rank: int = 0) -> list[dict[str, Any]]:
+        """What `watched_run.py` wrote, of all starts."""
+        path = self.home / f"marks_{rank}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def losses(self) -> list[str]:
+        """As they stand in the metrics, with the step before each."""
+        with (self.run_dir / "metrics.csv").open(newline="") as stream:
+            return [f"{row['optimizer_step']}: {row['loss']}" for row in csv.DictReader(stream)]
+
+    def digest(self, step: int | None = None) -> str:
+        """Of weights, averages and optimizer state after a step, the last one unless named."""
+        return digest_of(self.checkpoints / f"step={step or self.steps}")
+
+    def files(self) -> set[str]:
+        """Every file and folder of the run and below its TMPDIR. Event files are named after process and second."""
+        below = [path.relative_to(self.run_dir).as_posix() for path in self.run_dir.rglob("*")]
+        temporary = [f"TMPDIR/{path.relative_to(self.temporary)}" for path in self.temporary.rglob("*")]
+        return {name for name in below if "events.out.tfevents" not in name} | set(temporary)
+
+    def remove(self) -> None:
+        """All of it."""
+        for folder in (self.home, self.temporary):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_tiny_parts(server: ForkServer, folder: Path) -> Path:
+    """`make_parts`, in a child; returns the folder."""
+    folder.mkdir(parents=True)
+    server.call("scripts.campaign.tiny_run:make_parts", [str(folder)], folder / "log.txt")
+    return folder
+
+
+def run_to_end(server: ForkServer, run: TinyRun, ranks: int = 1, limit_s: float = 120) -> None:
+    """Starts it once and waits.
+
+    Raises:
+        RuntimeError: it did not end well.
+    """
+    statuses = [child.wait(limit_s) for child in run.start(server, ranks)]
+    if statuses != [0] * ranks:
+        raise RuntimeError(f"a run that nothing was done to ended with {statuses}:\n{tail(run.home / 'log.txt')}")
+
+
+def stop_all(children: Sequence[Child], limit_s: float = 30) -> int:
+    """What torchrun does when one process has ended badly: SIGTERM to the others, and SIGKILL when that did not help.
+    Returns how many had to be killed."""
+    killed = 0
+    for child in children:
+        if child.poll() is None:
+            child.send(signal.SIGTERM)
+    for child in children:
+        if child.wait(limit_s) is None:
+            child.send(signal.SIGKILL)
+            child.wait(limit_s)
+            killed += 1
+    return killed
+
+
+def tail(log: Path) -> str:
+    """The last lines."""
+    return "\n".join(log.read_text().splitlines()[-20:])
+
+
+def digest_of(checkpoint: Path) -> str:
+    """SHA-256 over name, type, shape and bytes of every tensor of a checkpoint, whichever process wrote it."""
+    import torch
+
+    from sd_training.checkpoint.tensor_files import read_state
+
+    digest = hashlib.sha256()
+    stored: Mapping[str, Mapping[str, Any]] = read_state(checkpoint)[1]
+    for part in sorted(stored):
+        for name in sorted(stored[part]):
+            tensor = stored[part][name]
+            digest.update(f"{part}/{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def other_file_system(folder: Path) -> Path | None:
+    """A folder that is in memory, where `folder` is not; null where the system has none."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or not os.access(memory, os.W_OK) or memory.stat().st_dev == folder.stat().st_dev:
+        return None
+    return memory / f"campaign_{os.getpid()}"
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port

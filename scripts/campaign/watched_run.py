@@ -1,0 +1,107 @@
+"""A run of the trainer that writes down, line by line, what it does and when; started by `fork_server.py`.
+
+`marks_RANK.jsonl` in the folder of WATCH_DIR gets, each with `at_s` [s] of the system's monotonic clock:
+{"do": "step", "step": 3, "samples": [[position, sample id, digest of its draws], …]}  a micro-batch of that step begins
+{"do": "save", "step": 4}     a save begins
+{"do": "saved", "step": 4}    its checkpoint is sealed
+{"do": "save done", "step": 4}  the export and the rotation after it are done, too
+"""
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+import train as program
+from sd_training.build import run as building
+from sd_training.build.plan import Plan
+from sd_training.callbacks.saves import Saves
+from sd_training.cli import run_cli
+from sd_training.stop_signals import StopSignals
+from sd_training.types import PixelBatch
+
+
+class Marks:
+    """Appends lines to this rank's file; a line is one write, so that a kill leaves no half of one.
+
+    Args:
+        folder: of the file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        name = f"marks_{os.environ.get('RANK', '0')}.jsonl"
+        self._file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def write(self, do: str, step: int, **more: Any) -> None:
+        """One line."""
+        line = json.dumps({"do": do, "step": step, "at_s": time.monotonic(), **more})
+        os.write(self._file, f"{line}\n".encode())
+
+
+class Watch(pl.Callback):
+    """Notes every micro-batch."""
+
+    def __init__(self, marks: Marks) -> None:
+        self.marks = marks
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: PixelBatch, batch_idx: int) -> None:
+        """Which samples with which draws."""
+        positions, ids = batch.positions.tolist(), batch.sample_ids.tolist()
+        draws = [_digest(batch, i) for i in range(len(positions))]
+        self.marks.write("step", trainer.global_step, samples=list(zip(positions, ids, draws, strict=True)))
+
+
+def _digest(batch: PixelBatch, index: int) -> str:
+    """Of one sample's random numbers."""
+    draws = (batch.noise, batch.posterior_noise, batch.timestep_draw)
+    return hashlib.sha256(b"".join(draw[index].numpy().tobytes() for draw in draws)).hexdigest()[:16]
+
+
+def watch_saves(marks: Marks, saves: type[Any], method: str) -> None:
+    """Marks around every save: `method` of `saves` is what saves when it is due."""
+    save, when_due = pl.Trainer.save_checkpoint, getattr(saves, method)
+    begun: list[int] = []
+
+    def marked_save(trainer: pl.Trainer, *arguments: Any, **named: Any) -> None:
+        begun.append(trainer.global_step)
+        marks.write("save", trainer.global_step)
+        save(trainer, *arguments, **named)
+        marks.write("saved", trainer.global_step)
+
+    def marked_when_due(self: Any, *arguments: Any, **named: Any) -> None:
+        when_due(self, *arguments, **named)
+        while begun:
+            marks.write("save done", begun.pop())
+
+    pl.Trainer.save_checkpoint = marked_save  # type: ignore[method-assign,assignment]
+    setattr(saves, method, marked_when_due)
+
+
+def begin() -> Marks:
+    """What a child of the fork server does first: its own folder for temporary files, one thread."""
+    tempfile.tempdir = None
+    torch.set_num_threads(1)
+    return Marks(Path(os.environ["WATCH_DIR"]))
+
+
+def train(words: list[str]) -> None:
+    """`python train.py` with these words."""
+    marks, build_run = begin(), building.build_run
+    watch_saves(marks, Saves, "on_optimizer_step")
+
+    def build_watched(plan: Plan, signals: StopSignals) -> building.Run:
+        run = build_run(plan, signals)
+        callbacks: list[pl.Callback] = run.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks.append(Watch(marks))
+        return run
+
+    building.build_run = build_watched  # type: ignore[assignment]
+    sys.argv = ["train.py", *words]
+    run_cli(program.main)

@@ -1,0 +1,122 @@
+"""Breaks runs in every way that is promised to do no harm, and prints what came of it (docs/reliability.md).
+
+    python scripts/fault_campaign.py [--quick|--full] [out=build/campaign] [only=kills,signals]
+
+--quick takes minutes and is a part of the tests; --full takes an hour and writes its table into docs/reliability.md.
+The exit status is 1 when a promise was not kept.
+"""
+
+import datetime
+import importlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from scripts.campaign.row import Row
+from sd_training.cli import run_cli
+from sd_training.errors import UserError
+
+PARTS = ("kills",)
+"""Modules of scripts/campaign/ with `run(folder, is_quick) -> list[Row]`, in the order of the table."""
+REPORT = ROOT / "docs" / "reliability.md"
+_BEGIN, _END = "<!-- fault campaign: begin -->", "<!-- fault campaign: end -->"
+
+
+def run_part(name: str, folder: Path, is_quick: bool) -> list[Row]:
+    """Rows of one part; what an earlier one left in its folder is removed. A part that cannot even run has not shown
+    what it should."""
+    shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / name).mkdir(parents=True)
+    start_s = time.monotonic()
+    try:
+        part = importlib.import_module(f"scripts.campaign.{name}")
+        rows: list[Row] = part.run(folder / name, is_quick)
+    except Exception as error:  # the other parts are still worth running
+        sys.excepthook(type(error), error, error.__traceback__)
+        rows = [Row(name, "can be tried", 0, f"the part itself failed: {error!r:.200}".replace("\n", " "), False)]
+    print(f"{name}: {time.monotonic() - start_s:.0f} s", file=sys.stderr, flush=True)
+    return rows
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Markdown."""
+    lines = ["| fault | promise | trials | figure | kept |", "|---|---|---|---|---|"]
+    for row in rows:
+        cells = (row.fault, row.promise, f"{row.trials:,}", row.figure, "yes" if row.is_kept else "**no**")
+        lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def circumstances(words: Iterable[str], seconds: float) -> str:
+    """When, of what, with what, on what, how."""
+    import diffusers
+    import pytorch_lightning
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    versions = (
+        f"torch {torch.__version__}, Lightning {pytorch_lightning.__version__}, diffusers {diffusers.__version__}"
+    )
+    return (
+        f"{datetime.date.today()}, commit {commit.stdout.strip() or 'unknown'}, Python {platform.python_version()}, "
+        f"{versions}, Linux {platform.release()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB; "
+        f"`python scripts/fault_campaign.py {' '.join(words)}` took {seconds / 60:.0f} minutes."
+    )
+
+
+def write_report(text: str, path: Path = REPORT) -> None:
+    """Between the markers of the page."""
+    before, begin, rest = path.read_text(encoding="utf-8").partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not begin or not end:
+        raise UserError(f"{path}: the lines {_BEGIN} and {_END} are missing; the table goes between them")
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def parse(words: list[str]) -> tuple[bool, Path, list[str]]:
+    """Whether it is quick, the folder, the parts.
+
+    Raises:
+        UserError: a word that means nothing.
+    """
+    given = dict(word.partition("=")[::2] for word in words if not word.startswith("-"))
+    unknown = [word for word in words if word.startswith("-") and word not in ("--quick", "--full")]
+    unknown += sorted(given.keys() - {"out", "only"})
+    if unknown:
+        raise UserError(f"{unknown[0]}: is no option; options are --quick, --full, out=FOLDER and only=PART,PART")
+    if "--quick" in words and "--full" in words:
+        raise UserError("--quick and --full: give one of them")
+    names = given.get("only", ",".join(PARTS)).split(",")
+    if wrong := [name for name in names if name not in PARTS]:
+        raise UserError(f"only={wrong[0]}: is no part; parts are {', '.join(PARTS)}")
+    folder = Path(given.get("out", ROOT / "build" / "campaign")).resolve()
+    return "--full" not in words, folder, [name for name in PARTS if name in names]
+
+
+def main() -> None:
+    """Run the parts, print the table, write the report."""
+    words = sys.argv[1:]
+    if "-h" in words or "--help" in words:
+        print(__doc__.strip())
+        return
+    is_quick, folder, names = parse(words)
+    start_s = time.monotonic()
+    rows = [row for name in names for row in run_part(name, folder, is_quick)]
+    report = f"{table(rows)}\n\n{circumstances(words, time.monotonic() - start_s)}"
+    print(report)
+    if not is_quick and len(names) == len(PARTS):
+        write_report(report)
+    raise SystemExit(0 if all(row.is_kept for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    run_cli(main)
