@@ -19,7 +19,10 @@ PICKLED_MESSAGES = {
 }
 """Files that use collectives which pickle, and what travels there; all others use `distributed/messages.py`."""
 
-IMPORTERS = {"sd_training/optim/optimizers.py": "module names of its own table of optional packages"}
+IMPORTERS = {
+    "sd_training/optim/optimizers.py": "module names of its own table of optional packages",
+    "scripts/campaign/fork_server.py": "module names of its own list",
+}
 """Files that import modules whose names are no literals, and where the names come from."""
 
 UNPICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle"}

@@ -22,7 +22,8 @@ LAYERS = {
     **dict.fromkeys(("training", "distributed", "export"), 3),
     "callbacks": 4,
     "build": 5,
-    **dict.fromkeys(("train", "scripts"), 6),
+    "train": 6,
+    "scripts": 7,  # some start the program itself
 }
 WITHOUT_TORCH = ("sd_training/config/", "sd_training/checkpoint/seal.py")
 HEAVY = {"torch", "pytorch_lightning", "diffusers", "transformers", "torchvision"}
