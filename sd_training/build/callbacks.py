@@ -19,6 +19,7 @@ from sd_training.callbacks.progress_bar import ProgressBar
 from sd_training.callbacks.run_record import RunRecord
 from sd_training.callbacks.saves import Saves
 from sd_training.callbacks.stopwatch import Stopwatch
+from sd_training.checkpoint.writer import Fence
 from sd_training.config.dump import resolved_yaml
 from sd_training.data.datamodule import TrainingData
 from sd_training.export.pictures import read_captions
@@ -28,7 +29,9 @@ from sd_training.rank_log import get_logger
 log = get_logger(__name__)
 
 
-def build_callbacks(plan: Plan, trained: Trained, data: TrainingData, preemption: Preemption) -> list[pl.Callback]:
+def build_callbacks(
+    plan: Plan, trained: Trained, data: TrainingData, preemption: Preemption, fence: Fence
+) -> list[pl.Callback]:
     """In the order they act after an optimizer step: stop, average, guard, log, draw, save, show."""
     config, batch = plan.config, plan.batch
     stopwatch = Stopwatch()
@@ -51,6 +54,7 @@ def build_callbacks(plan: Plan, trained: Trained, data: TrainingData, preemption
         ema,
         stopwatch,
         preemption.times,
+        fence,
     )
     callbacks: list[pl.Callback | None] = [
         preemption,

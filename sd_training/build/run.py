@@ -19,10 +19,12 @@ from sd_training.callbacks.deadlines import Deadlines
 from sd_training.callbacks.preemption import Preemption
 from sd_training.callbacks.save_times import SaveTimes
 from sd_training.checkpoint.seal import ever_finished, sealed, step_of, sweep
+from sd_training.checkpoint.writer import UNFENCED, Fence, take
 from sd_training.data.captions import Dropout
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.dataset import DrawSettings
-from sd_training.errors import ConfigError
+from sd_training.distributed.saves import WholeCheckpoints
+from sd_training.errors import ConfigError, SaveError
 from sd_training.export.pipeline import recover_exports
 from sd_training.models.family import Family
 from sd_training.rank_log import get_logger, is_main_process
@@ -67,12 +69,16 @@ def build_run(plan: Plan, signals: StopSignals | None = None) -> Run:
         ConfigError: a part cannot be loaded, parts do not fit, or the run folder is taken.
         DataError: the data set cannot be used.
     """
-    resume_from = _prepare_run_dir(plan)
+    fence = _own_run_dir(plan)
+    resume_from = _resumed(plan)
     trained = build_model(plan)
     data = make_data(plan, trained.family, trained.latent_grid)
     preemption = _preemption(plan, signals or StopSignals())
-    callbacks = build_callbacks(plan, trained, data, preemption)
-    trainer = _trainer(plan, callbacks, make_strategy(plan, trained.cuts))
+    callbacks = build_callbacks(plan, trained, data, preemption, fence)
+    strategy = make_strategy(plan, trained.cuts)
+    assert isinstance(strategy, WholeCheckpoints)
+    strategy.fence = fence
+    trainer = _trainer(plan, callbacks, strategy)
     _without_signal_handling(trainer)
     return Run(trainer, trained.module, data, resume_from, preemption)
 
@@ -118,28 +124,39 @@ def _draws(plan: Plan, family: Family | None, grid: LatentGrid) -> DrawSettings:
     )
 
 
-def _prepare_run_dir(plan: Plan) -> Path | None:
-    """Make the run folder, tidy what a killed run left, and say what there is to resume from."""
+def _own_run_dir(plan: Plan) -> Fence:
+    """The first process makes the run folder, takes it over and tidies what a killed run left."""
     checkpoints, current = plan.run_dir / "checkpoints", plan.run_dir / "current_pipeline"
-    found, has_saves = sealed(checkpoints), ever_finished(checkpoints)
-    if not plan.config.experiment.requeue and (has_saves or current.exists()):
+    if not plan.config.experiment.requeue and (ever_finished(checkpoints) or current.exists()):
         raise ConfigError(
             f"experiment.requeue: false, but {plan.run_dir} already holds a run; choose another experiment.name, "
             "remove the folder, or set experiment.requeue=true to continue it"
         )
-    if is_main_process():
-        try:
-            plan.run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"experiment.log_dir: {plan.run_dir} cannot be made: {error.strerror}") from error
+    if not is_main_process():
+        return UNFENCED
+    try:
+        plan.run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"experiment.log_dir: {plan.run_dir} cannot be made: {error.strerror}") from error
+    try:
+        fence = take(plan.run_dir)
         sweep(checkpoints)
         recover_exports(plan.run_dir)
+    except OSError as error:
+        raise SaveError(f"experiment.log_dir: {plan.run_dir} cannot be written: {error}") from error
+    return fence
+
+
+def _resumed(plan: Plan) -> Path | None:
+    """The folder of checkpoints, when there is something to resume from."""
+    checkpoints = plan.run_dir / "checkpoints"
+    found = sealed(checkpoints)
     if found and step_of(found[-1]) >= plan.batch.num_steps:
         log.info(
             f"{plan.run_dir} has already done {step_of(found[-1]):,} of {plan.batch.num_steps:,} optimizer steps; "
             "raise experiment.num_examples_to_see to go on"
         )
-    return checkpoints if has_saves else None
+    return checkpoints if ever_finished(checkpoints) else None
 
 
 def _plugins(plan: Plan) -> list[Any]:

@@ -13,6 +13,7 @@ from sd_training.callbacks.failed_saves import FailedSaves
 from sd_training.callbacks.save_times import SaveTimes
 from sd_training.callbacks.stopwatch import Stopwatch
 from sd_training.checkpoint.seal import rotate
+from sd_training.checkpoint.writer import Fence
 from sd_training.config.schema import CheckpointConfig
 from sd_training.distributed.peers import Peers
 from sd_training.export.pipeline import export_pipeline, keep_export
@@ -37,6 +38,7 @@ class Saves(OptimizerStepCallback):
         ema: the average to export, if there is one.
         stopwatch: stands still while saving.
         times: says when a save is asked for, and is told of each.
+        fence: of this start of the run; the first process asks it.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Saves(OptimizerStepCallback):
         ema: Ema | None,
         stopwatch: Stopwatch,
         times: SaveTimes,
+        fence: Fence,
     ) -> None:
         self.run_dir = run_dir
         self.every = every
@@ -57,6 +60,7 @@ class Saves(OptimizerStepCallback):
         self.exported = exported
         self.ema = ema
         self.stopwatch = stopwatch
+        self.fence = fence
         self.failures = FailedSaves(run_dir, config.max_failed_saves)
         self.times = times
         self._loaded_step: int | None = None
@@ -79,17 +83,17 @@ class Saves(OptimizerStepCallback):
 
         Raises:
             OSError: something could not be written; what was there before is intact.
+            TakenOverError: another start has the run.
         """
         checkpoint = self.run_dir / "checkpoints" / f"step={step}"
         trainer.save_checkpoint(checkpoint)
-        if trainer.is_global_zero:
-            self._rotate(checkpoint)
+        peers_of(trainer).on_first(lambda: self._rotate(checkpoint))
         self._export(trainer, module, step)
 
     def _rotate(self, newest: Path) -> None:
         """What cannot be deleted now is deleted after a later save."""
         try:
-            rotate(newest.parent, self.config.keep, trusted=[newest])
+            rotate(newest.parent, self.config.keep, trusted=[newest], fence=self.fence)
         except OSError as error:
             log.warning(f"older checkpoints could not be deleted: {error}")
 
@@ -101,6 +105,14 @@ class Saves(OptimizerStepCallback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Training does not start when there is nothing left to train."""
         self._export_what_was_left_out(trainer, pl_module)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Another start may have the folder."""
+        self.fence.release()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """The run ends."""
+        self.fence.release()
 
     def _export_what_was_left_out(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         left_out, self._loaded_step = self._loaded_step, None
@@ -120,7 +132,7 @@ class Saves(OptimizerStepCallback):
 
     def _export(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Collective; the first process writes, and all get its error."""
-        peers: Peers = trainer.strategy.peers  # type: ignore[attr-defined]
+        peers = peers_of(trainer)
         if placement_of(trainer).is_network_whole:
             with export_weights(module, self.ema):
                 peers.on_first(lambda: self._write(step, self.exported(None)))
@@ -131,9 +143,9 @@ class Saves(OptimizerStepCallback):
     def _write(self, step: int, exported: Any) -> None:
         current = self.run_dir / "current_pipeline"
         if self.only_most_recent:
-            export_pipeline(exported, current)
+            export_pipeline(exported, current, self.fence)
         else:
-            keep_export(exported, self.run_dir, step)
+            keep_export(exported, self.run_dir, step, self.fence)
         (self.run_dir / _EXPORTED).write_text(f"{step}\n", encoding="utf-8")
         log.info(f"saved step {step}: {self.run_dir / 'checkpoints' / f'step={step}'} and {current}")
 
@@ -153,3 +165,9 @@ class Saves(OptimizerStepCallback):
             # Saved inside on_train_batch_end, where Lightning has not yet counted the batch as completed.
             counts["completed"] = micro_batches - 1
         progress["is_last_batch"] = False
+
+
+def peers_of(trainer: pl.Trainer) -> Peers:
+    """The processes that save together."""
+    peers: Peers = trainer.strategy.peers  # type: ignore[attr-defined]
+    return peers

@@ -1,8 +1,11 @@
 """Sealed checkpoint folders: write, verify, find the newest good one, rotate. Needs no torch.
 
 A folder `step=N` exists only after every file in it was flushed to disk and read back equal to `MANIFEST.json`; a
-process killed at any moment leaves at most a `step=N.partial` or `step=N.deleting` behind, which `sweep` removes.
-One process of a run calls these functions.
+process killed at any moment leaves at most a `step=N.partial-…` or `step=N.deleting` behind, which `sweep` removes.
+One process of a run calls these functions; the fence is asked before anything is published or deleted.
+
+Files are hashed after they were written, not while: the sums must be compared with what the disk holds in any case, so
+files are read again whatever was summed before, and the first of the two readings comes from the system's memory.
 """
 
 import errno
@@ -24,6 +27,7 @@ from sd_training.checkpoint.durable import (
     require_free,
     write_failure,
 )
+from sd_training.checkpoint.writer import UNFENCED, Fence
 from sd_training.errors import CheckpointError
 from sd_training.rank_log import get_logger
 
@@ -35,7 +39,7 @@ MIN_KEPT = 2
 _PARTIAL = ".partial"
 _SEALED_NAME = re.compile(r"step=(\d+)", re.ASCII)
 _DAMAGED_NAME = re.compile(r"step=\d+\.damaged(-\d+)?", re.ASCII)
-_LEFTOVER_NAME = re.compile(r"step=\d+\.(partial|deleting)", re.ASCII)
+_LEFTOVER_NAME = re.compile(r"step=\d+\.(partial|deleting)(-\d+)?", re.ASCII)
 
 
 def folder_name(step: int) -> str:
@@ -86,7 +90,7 @@ def write_sealed(root: Path, step: int, write: Callable[[Path], None], info: Map
     return root / folder_name(step)
 
 
-def begin(root: Path, step: int, needed_bytes: int = 0) -> Path | None:
+def begin(root: Path, step: int, needed_bytes: int = 0, fence: Fence = UNFENCED) -> Path | None:
     """An empty folder to write a checkpoint into, for `finish`; None when `step=N` is there and verifies.
 
     The pieces of `write_sealed`, for a checkpoint that several processes write; one of them calls these functions.
@@ -95,40 +99,45 @@ def begin(root: Path, step: int, needed_bytes: int = 0) -> Path | None:
         root: the run's folder of checkpoints; made when missing.
         step: optimizer steps completed.
         needed_bytes: what will be written.
+        fence: of this start of the run, here and in the functions below.
 
     Raises:
         OSError: it cannot be made, or there is less space than that.
+        TakenOverError: another start has the run.
     """
+    fence.check()
     final = root / folder_name(step)
     if _is_sealed_already(final):
         return None
     require_free(root, needed_bytes)
-    partial = _partial(root, step)
+    partial = root / f"{folder_name(step)}{_PARTIAL}{fence.suffix}"
     make_empty_folder(partial)
     return partial
 
 
-def finish(partial: Path, info: Mapping[str, Any]) -> Path:
+def finish(partial: Path, info: Mapping[str, Any], fence: Fence = UNFENCED) -> Path:
     """Seals what was written into the folder that `begin` gave; returns the checkpoint.
 
     Raises:
         OSError: not read back as it was written.
+        TakenOverError: another start has the run.
     """
-    final = partial.with_name(partial.name.removesuffix(_PARTIAL))
+    final = partial.with_name(partial.name.partition(_PARTIAL)[0])
     _seal(partial, step_of(final), info)
+    fence.check()
     os.rename(partial, final)
     flush_folder(final.parent)
     return final
 
 
-def abandon(root: Path, step: int) -> None:
+def abandon(root: Path, step: int, fence: Fence = UNFENCED) -> None:
     """Removes what was written since `begin`."""
-    remove_quietly(_partial(root, step))
+    remove_quietly(root / f"{folder_name(step)}{_PARTIAL}{fence.suffix}")
 
 
-def abandoned(root: Path, step: int, error: OSError) -> OSError:
+def abandoned(root: Path, step: int, error: OSError, fence: Fence = UNFENCED) -> OSError:
     """`abandon`, and the error to raise: it names the folder, the cause and the free space."""
-    abandon(root, step)
+    abandon(root, step, fence)
     return write_failure(f"checkpoint {folder_name(step)}", root, error)
 
 
@@ -198,7 +207,7 @@ def newest_verified(root: Path) -> Path | None:
     return None
 
 
-def rotate(root: Path, keep: int, trusted: Collection[Path] = ()) -> list[Path]:
+def rotate(root: Path, keep: int, trusted: Collection[Path] = (), fence: Fence = UNFENCED) -> list[Path]:
     """Deletes checkpoints older than the `keep` newest verified ones.
 
     Args:
@@ -214,6 +223,7 @@ def rotate(root: Path, keep: int, trusted: Collection[Path] = ()) -> list[Path]:
         if good < max(keep, MIN_KEPT):
             good += folder in trusted or not verify(folder)
         elif not verify(folder, contents=False):
+            fence.check()
             discard(folder)
             deleted.append(folder)
     return deleted
@@ -234,12 +244,12 @@ def sweep(root: Path) -> list[Path]:
     leftovers = _folders(root, _LEFTOVER_NAME)
     for folder in leftovers:
         log.info("removing %s, left by a process that was stopped", folder)
-        remove_quietly(folder)
+        doomed = folder.with_name(f"{folder.name.partition('.')[0]}.deleting")
+        if folder != doomed:  # a process that is about to publish it after all finds it gone at once
+            remove_quietly(doomed)
+            os.rename(folder, doomed)
+        remove_quietly(doomed)
     return leftovers
-
-
-def _partial(root: Path, step: int) -> Path:
-    return root / f"{folder_name(step)}{_PARTIAL}"
 
 
 def _is_sealed_already(final: Path) -> bool:

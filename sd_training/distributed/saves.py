@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sd_training.checkpoint import codec
 from sd_training.checkpoint.tensor_files import StoredTensors, read_state
+from sd_training.checkpoint.writer import UNFENCED
 from sd_training.distributed.peers import Peers
 from sd_training.distributed.placement import Placement, bytes_here
 from sd_training.distributed.resume import choose_checkpoint
@@ -44,6 +45,8 @@ class WholeCheckpoints:
     """Processes that draw the same samples."""
     num_replicas = 1
     """Copies of all weights that are updated alike, from the same averaged gradients."""
+    fence = UNFENCED
+    """Of this start of the run, on the first process."""
 
     global_rank: int
     world_size: int
@@ -108,7 +111,7 @@ class WholeCheckpoints:
         """
         state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         averages: Mapping[str, Mapping[str, Tensor]] = state.pop(AVERAGES, {})
-        sealing = Sealing(Path(filepath), self.peers)
+        sealing = Sealing(Path(filepath), self.peers, self.fence)
         if not sealing.begin(self._bytes_here(averages)):
             return
         described: dict[str, Any] = {}

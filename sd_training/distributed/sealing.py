@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sd_training.checkpoint import seal
 from sd_training.checkpoint.tensor_files import write_state, write_tensors
+from sd_training.checkpoint.writer import Fence
 from sd_training.distributed.peers import Peers
 
 
@@ -17,10 +18,12 @@ class Sealing:
     Args:
         folder: the checkpoint, `step=N`.
         peers: the processes that write it.
+        fence: of this start of the run; the first process asks it.
     """
 
-    def __init__(self, folder: Path, peers: Peers) -> None:
+    def __init__(self, folder: Path, peers: Peers, fence: Fence) -> None:
         self.root, self.step, self.peers = folder.parent, seal.step_of(folder), peers
+        self.fence = fence
         self._partial = Path()
         self._failure: OSError | None = None
 
@@ -32,11 +35,12 @@ class Sealing:
 
         Raises:
             OSError: it cannot be made, or too little space is free; names both figures.
+            TakenOverError: another start has the run.
         """
         needed_bytes = sum(self.peers.tell(bytes_here))
 
         def make() -> str | None:
-            partial = seal.begin(self.root, self.step, needed_bytes)
+            partial = seal.begin(self.root, self.step, needed_bytes, self.fence)
             return None if partial is None else str(partial)
 
         made = self._on_first(make)
@@ -61,12 +65,13 @@ class Sealing:
 
         Raises:
             OSError: some process could not write; names folder and free space.
+            TakenOverError: another start has the run.
         """
         self._agree(self._failure)
 
         def seal_it() -> None:
             write_state(self._partial, state)
-            seal.finish(self._partial, info)
+            seal.finish(self._partial, info, self.fence)
 
         self._on_first(seal_it)
 
@@ -77,9 +82,9 @@ class Sealing:
             try:
                 return act()
             except OSError as error:
-                raise seal.abandoned(self.root, self.step, error) from error
+                raise seal.abandoned(self.root, self.step, error, self.fence) from error
             except BaseException:
-                seal.abandon(self.root, self.step)
+                seal.abandon(self.root, self.step, self.fence)
                 raise
 
         return self.peers.on_first(tidy)
@@ -89,8 +94,10 @@ class Sealing:
         try:
             self.peers.raise_first(failure)
         except OSError as error:
-            raise (seal.abandoned(self.root, self.step, error) if self.peers.rank == 0 else error) from error
+            raise (
+                seal.abandoned(self.root, self.step, error, self.fence) if self.peers.rank == 0 else error
+            ) from error
         except BaseException:
             if self.peers.rank == 0:
-                seal.abandon(self.root, self.step)
+                seal.abandon(self.root, self.step, self.fence)
             raise

@@ -1,6 +1,6 @@
 """Trained parts as a folder that diffusers loads: written beside the old one, reloaded, compared, then put in place.
 
-    current_pipeline.partial   being written or checked
+    current_pipeline.partial-7 being written or checked, by start 7 of the run
     current_pipeline           the newest good export; with `keep_export` a link to pipelines/step_N
     current_pipeline.old       the one before, for the moment between two renames
 
@@ -25,6 +25,7 @@ from sd_training.checkpoint.durable import (
     system_error,
     write_failure,
 )
+from sd_training.checkpoint.writer import UNFENCED, Fence
 from sd_training.export.compare import differences, without_progress_bars
 from sd_training.rank_log import get_logger
 
@@ -40,20 +41,23 @@ class ExportError(OSError):
     """The exported folder does not give back what was in memory. The export before it is still in place."""
 
 
-def export_pipeline(pipeline: DiffusionPipeline | ModelMixin, destination: Path) -> None:
+def export_pipeline(pipeline: DiffusionPipeline | ModelMixin, destination: Path, fence: Fence = UNFENCED) -> None:
     """Replaces `destination` by `pipeline` in diffusers' layout, once the new folder was reloaded and compared.
 
     Args:
         pipeline: a whole pipeline, or one model such as an autoencoder; on any device. A part is copied to the CPU
             for the comparison, one part at a time.
         destination: folder to replace; a link there is replaced, not followed.
+        fence: of this start of the run.
 
     Raises:
         OSError: it could not be written; names folder and free space. `destination` is as it was.
         ExportError: the folder does not load as what was written. `destination` is as it was.
+        TakenOverError: another start has the run. `destination` is as it was.
     """
-    partial = _beside(destination, "partial")
+    partial = _partial(destination, fence)
     try:
+        fence.check()
         recover_export(destination)
         require_free(destination.parent, _bytes(pipeline))
         make_empty_folder(partial)
@@ -61,6 +65,7 @@ def export_pipeline(pipeline: DiffusionPipeline | ModelMixin, destination: Path)
         problems = differences(pipeline, partial)
         if problems:
             raise ExportError(f"the pipeline written to {partial} is not the one in memory: {'; '.join(problems)}")
+        fence.check()
         _replace(destination, lambda: os.rename(partial, destination))
     except OSError as error:
         remove_quietly(partial)
@@ -70,17 +75,18 @@ def export_pipeline(pipeline: DiffusionPipeline | ModelMixin, destination: Path)
         raise
 
 
-def keep_export(pipeline: DiffusionPipeline | ModelMixin, run_dir: Path, step: int) -> Path:
+def keep_export(pipeline: DiffusionPipeline | ModelMixin, run_dir: Path, step: int, fence: Fence = UNFENCED) -> Path:
     """Exports to `run_dir/pipelines/step_N` and points the link `run_dir/current_pipeline` at it.
 
     Returns:
         The new folder. Errors as in `export_pipeline`.
     """
     kept = run_dir / KEPT / f"step_{step}"
-    export_pipeline(pipeline, kept)
+    export_pipeline(pipeline, kept, fence)
     current = run_dir / CURRENT
     recover_export(current)
-    link = _beside(current, "partial")
+    link = _partial(current, fence)
+    remove(link)
     link.symlink_to(Path(KEPT) / kept.name)  # relative, so that the run folder can be moved
     if current.is_symlink():
         os.replace(link, current)  # one step: there is no moment without a pipeline
@@ -91,23 +97,30 @@ def keep_export(pipeline: DiffusionPipeline | ModelMixin, run_dir: Path, step: i
 
 
 def recover_export(destination: Path) -> None:
-    """Puts the former export back if a process was killed between two renames, and removes half-written ones."""
-    old, partial = _beside(destination, "old"), _beside(destination, "partial")
+    """Puts the former export back if a process was killed between two renames."""
+    old = _beside(destination, "old")
     if os.path.lexists(old) and not os.path.lexists(destination):
         log.info("putting %s back in place: a process was stopped while it was replaced", destination)
         os.rename(old, destination)
         flush_folder(destination.parent)
-    for leftover in (old, partial):
-        remove(leftover)
+    remove(old)
 
 
 def recover_exports(run_dir: Path) -> None:
-    """`recover_export` for everything that `export_pipeline` and `keep_export` write in a run folder."""
-    recover_export(run_dir / CURRENT)
+    """Tidies everything that `export_pipeline` and `keep_export` write in a run folder; half-written ones are removed.
+
+    To be called once, at the start of a run.
+    """
     kept = run_dir / KEPT
-    names = {path.name.removesuffix(".old").removesuffix(".partial") for path in kept.glob("step_*")}
-    for name in sorted(names):
+    for partial in [*run_dir.glob(f"{CURRENT}.partial*"), *kept.glob("step_*.partial*")]:
+        remove(partial)
+    recover_export(run_dir / CURRENT)
+    for name in sorted({path.name.removesuffix(".old") for path in kept.glob("step_*")}):
         recover_export(kept / name)
+
+
+def _partial(destination: Path, fence: Fence) -> Path:
+    return _beside(destination, f"partial{fence.suffix}")
 
 
 def _beside(destination: Path, suffix: str) -> Path:
@@ -136,6 +149,11 @@ def _replace(destination: Path, put_in_place: Callable[[], None]) -> None:
     if os.path.lexists(destination):
         os.rename(destination, old)
         flush_folder(destination.parent)
-    put_in_place()
+    try:
+        put_in_place()
+    except OSError:
+        if os.path.lexists(old) and not os.path.lexists(destination):
+            os.rename(old, destination)
+        raise
     flush_folder(destination.parent)
     remove(old)

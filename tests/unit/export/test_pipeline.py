@@ -17,7 +17,7 @@ import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline
 
 from sd_training.export.compare import bit_differences, differences
-from sd_training.export.pipeline import ExportError, export_pipeline, keep_export, recover_export, recover_exports
+from sd_training.export.pipeline import ExportError, export_pipeline, keep_export, recover_exports
 from tests import makers
 from tests.unit.kill import killed_after
 
@@ -172,18 +172,18 @@ def test_recovery_of_every_state_a_kill_can_leave(tmp_path: Path) -> None:
 
     current = tmp_path / "current_pipeline"
     folder("current_pipeline.partial", "half written")
-    recover_export(current)  # killed in the very first export
+    recover_exports(tmp_path)  # killed in the very first export
     assert names(tmp_path) == []
     folder("current_pipeline.old", "old")
     folder("current_pipeline.partial", "new")
-    recover_export(current)  # killed between the two renames
+    recover_exports(tmp_path)  # killed between the two renames
     assert names(tmp_path) == ["current_pipeline"] and (current / "content").read_text() == "old"
     folder("current_pipeline.old", "old")
-    recover_export(current)  # killed while the old one was deleted
+    recover_exports(tmp_path)  # killed while the old one was deleted
     assert names(tmp_path) == ["current_pipeline"]
     folder("kept", "kept")
     (tmp_path / "current_pipeline.partial").symlink_to("kept")
-    recover_export(current)  # killed before the link was put in place
+    recover_exports(tmp_path)  # killed before the link was put in place
     assert names(tmp_path) == ["current_pipeline", "kept"]
 
 

@@ -1,0 +1,34 @@
+"""A run whose folder another start has taken: it ends at its next save, and publishes and deletes nothing."""
+
+from pathlib import Path
+
+import pytest
+import pytorch_lightning as pl
+
+from sd_training.callbacks.every_step import OptimizerStepCallback
+from sd_training.errors import TakenOverError
+from sd_training.training.base_module import TrainedModule
+from tests.integration.training import options, train
+from tests.unit.checkpoint.test_writer import elsewhere
+
+
+class TakenOverAfter(OptimizerStepCallback):
+    """Another machine starts the run again."""
+
+    def __init__(self, run_dir: Path, step: int) -> None:
+        self.run_dir, self.step = run_dir, step
+
+    def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+        if step == self.step:
+            elsewhere(self.run_dir)
+
+
+def test_a_run_that_was_taken_over_ends(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    argv = options(run_dir, pipeline_dir, shards_dir)
+    with pytest.raises(TakenOverError, match="has taken this run over from start 1"):
+        train(argv, TakenOverAfter(run_dir, 5))
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step=2", "step=4"]
+    assert (run_dir / "exported_step").read_text() == "4\n" and not list(run_dir.glob("*.partial*"))
+    assert train(argv).trainer.global_step == 8
+    assert [path.name for path in (run_dir / "writers").iterdir()] == ["3.json"]
