@@ -55,6 +55,7 @@ def build_callbacks(
         stopwatch,
         preemption.times,
         fence,
+        metrics.take_mean_loss,
     )
     callbacks: list[pl.Callback | None] = [
         preemption,

@@ -3,6 +3,7 @@
 The only moment when the host waits for the device.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,6 +58,7 @@ class Metrics(OptimizerStepCallback):
         self.stopwatch = stopwatch
         self.latest: dict[str, float] = {}
         self._window_start = 0
+        self._loss_sum, self._loss_steps = 0.0, 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Drop rows that a killed run wrote after the checkpoint it resumes from."""
@@ -74,6 +76,8 @@ class Metrics(OptimizerStepCallback):
         elapsed_s = self.stopwatch.lap_s()
         images_seen = self.images_before(step)
         images = images_seen - self.images_before(self._window_start)
+        self._loss_sum += metrics["loss"] * (step - self._window_start)
+        self._loss_steps += step - self._window_start
         self._window_start = step
         if self.ema is not None:
             metrics |= self.ema.measures(trainer, module, step)
@@ -88,6 +92,13 @@ class Metrics(OptimizerStepCallback):
             self._write(step, metrics)
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step)
+
+    def take_mean_loss(self) -> float | None:
+        """Mean over the optimizer steps since it was taken last, in whole windows, the same on every rank; None when
+        there is none or it is not finite."""
+        mean = self._loss_sum / self._loss_steps if self._loss_steps else math.nan
+        self._loss_sum, self._loss_steps = 0.0, 0
+        return mean if math.isfinite(mean) else None
 
     def _reduced(self, trainer: pl.Trainer, module: TrainedModule) -> dict[str, float]:
         """Means over the window's micro-batches and over ranks; the gradient norm is the last step's."""

@@ -1,10 +1,11 @@
-"""Saves: a sealed checkpoint to resume from, then the pipeline folder that diffusers loads, then rotation."""
+"""Saves: a sealed checkpoint to resume from, then rotation, then the pipeline folder that diffusers loads."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from torch import Tensor
 
 from sd_training.callbacks.ema import Ema, export_weights, placement_of, whole_weights
@@ -12,6 +13,7 @@ from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.callbacks.failed_saves import FailedSaves
 from sd_training.callbacks.save_times import SaveTimes
 from sd_training.callbacks.stopwatch import Stopwatch
+from sd_training.checkpoint.kinds import info_of, protected
 from sd_training.checkpoint.seal import rotate
 from sd_training.checkpoint.writer import Fence
 from sd_training.config.schema import CheckpointConfig
@@ -26,7 +28,9 @@ _EXPORTED = "exported_step"
 
 
 class Saves(OptimizerStepCallback):
-    """Every `every` optimizer steps, at the end of the run, and when it is asked to stop.
+    """Every `every` optimizer steps, at milestones, at the end of the run, when it is asked to stop, and, where one
+    process trains alone, when it dies of an exception. Several processes cannot save then: each would have to know that
+    all the others still can.
 
     Args:
         run_dir: the run folder.
@@ -39,6 +43,7 @@ class Saves(OptimizerStepCallback):
         stopwatch: stands still while saving.
         times: says when a save is asked for, and is told of each.
         fence: of this start of the run; the first process asks it.
+        take_mean_loss: gives the mean loss since it was asked last.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class Saves(OptimizerStepCallback):
         stopwatch: Stopwatch,
         times: SaveTimes,
         fence: Fence,
+        take_mean_loss: Callable[[], float | None],
     ) -> None:
         self.run_dir = run_dir
         self.every = every
@@ -61,13 +67,16 @@ class Saves(OptimizerStepCallback):
         self.ema = ema
         self.stopwatch = stopwatch
         self.fence = fence
+        self.take_mean_loss = take_mean_loss
         self.failures = FailedSaves(run_dir, config.max_failed_saves)
         self.times = times
         self._loaded_step: int | None = None
+        self._is_between_steps = False
+        """Whether weights, optimizer and averages all are as after the last optimizer step."""
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Save when due; every rank takes part."""
-        if not (self.is_due(trainer, step, self.every) or self.times.is_asked):
+        if not (self.is_due(trainer, step, self.every) or self._is_milestone(step) or self.times.is_asked):
             return
         is_last = step == trainer.max_steps or trainer.should_stop
         with self.stopwatch.paused(), self.times.saving(step):
@@ -85,17 +94,51 @@ class Saves(OptimizerStepCallback):
             OSError: something could not be written; what was there before is intact.
             TakenOverError: another start has the run.
         """
-        checkpoint = self.run_dir / "checkpoints" / f"step={step}"
-        trainer.save_checkpoint(checkpoint)
+        checkpoint = self._checkpoint(trainer, step)
         peers_of(trainer).on_first(lambda: self._rotate(checkpoint))
         self._export(trainer, module, step)
 
+    def _checkpoint(self, trainer: pl.Trainer, step: int) -> Path:
+        folder = self.run_dir / "checkpoints" / f"step={step}"
+        info = info_of(is_milestone=self._is_milestone(step), mean_loss=self.take_mean_loss())
+        trainer.save_checkpoint(folder, storage_options=info)
+        return folder
+
+    def _is_milestone(self, step: int) -> bool:
+        every = self.config.milestone_every
+        return every > 0 and step % every == 0
+
     def _rotate(self, newest: Path) -> None:
         """What cannot be deleted now is deleted after a later save."""
+        root = newest.parent
         try:
-            rotate(newest.parent, self.config.keep, trusted=[newest], fence=self.fence)
+            rotate(root, self.config.keep, [newest], protected(root, self.config.keep_best), self.fence)
         except OSError as error:
             log.warning(f"older checkpoints could not be deleted: {error}")
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        """From here on until all callbacks have seen the step, nothing fits together."""
+        self._is_between_steps = False
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Averages and guards have seen the step before this callback."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._is_between_steps = True
+
+    def _save_what_is_left(self, trainer: pl.Trainer, exception: BaseException) -> None:
+        """Optimizer steps since the last save, before the exception ends the run; without an export."""
+        is_defect = isinstance(exception, Exception) and trainer.world_size == 1
+        if not (is_defect and self._is_between_steps and trainer.global_step):
+            return
+        try:
+            if trainer.strategy.root_device.type == "cuda":
+                torch.cuda.synchronize()  # fails when the device is lost
+            folder = self._checkpoint(trainer, trainer.global_step)
+            log.error(f"{type(exception).__name__} after {trainer.global_step:,} optimizer steps; saved {folder}")
+        except Exception as error:
+            log.error(f"the steps since the last save are lost: {error}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A process that was killed between a checkpoint and its export left an older pipeline; export it now."""
@@ -112,6 +155,7 @@ class Saves(OptimizerStepCallback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """The run ends."""
+        self._save_what_is_left(trainer, exception)
         self.fence.release()
 
     def _export_what_was_left_out(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -15,18 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from sd_training.checkpoint import manifest
-from sd_training.checkpoint.durable import (
-    files_below,
-    flush_folder,
-    flush_tree,
-    forget_cached,
-    make_empty_folder,
-    remove,
-    remove_quietly,
-    require_free,
-    write_failure,
-)
+from sd_training.checkpoint import durable, manifest
 from sd_training.checkpoint.writer import UNFENCED, Fence
 from sd_training.errors import CheckpointError
 from sd_training.rank_log import get_logger
@@ -109,9 +98,9 @@ def begin(root: Path, step: int, needed_bytes: int = 0, fence: Fence = UNFENCED)
     final = root / folder_name(step)
     if _is_sealed_already(final):
         return None
-    require_free(root, needed_bytes)
+    durable.require_free(root, needed_bytes)
     partial = root / f"{folder_name(step)}{_PARTIAL}{fence.suffix}"
-    make_empty_folder(partial)
+    durable.make_empty_folder(partial)
     return partial
 
 
@@ -126,19 +115,19 @@ def finish(partial: Path, info: Mapping[str, Any], fence: Fence = UNFENCED) -> P
     _seal(partial, step_of(final), info)
     fence.check()
     os.rename(partial, final)
-    flush_folder(final.parent)
+    durable.flush_folder(final.parent)
     return final
 
 
 def abandon(root: Path, step: int, fence: Fence = UNFENCED) -> None:
     """Removes what was written since `begin`."""
-    remove_quietly(root / f"{folder_name(step)}{_PARTIAL}{fence.suffix}")
+    durable.remove_quietly(root / f"{folder_name(step)}{_PARTIAL}{fence.suffix}")
 
 
 def abandoned(root: Path, step: int, error: OSError, fence: Fence = UNFENCED) -> OSError:
     """`abandon`, and the error to raise: it names the folder, the cause and the free space."""
     abandon(root, step, fence)
-    return write_failure(f"checkpoint {folder_name(step)}", root, error)
+    return durable.write_failure(f"checkpoint {folder_name(step)}", root, error)
 
 
 def verify(folder: Path, *, contents: bool = True) -> list[str]:
@@ -207,13 +196,21 @@ def newest_verified(root: Path) -> Path | None:
     return None
 
 
-def rotate(root: Path, keep: int, trusted: Collection[Path] = (), fence: Fence = UNFENCED) -> list[Path]:
+def rotate(
+    root: Path,
+    keep: int,
+    trusted: Collection[Path] = (),
+    protected: Collection[Path] = (),
+    fence: Fence = UNFENCED,
+) -> list[Path]:
     """Deletes checkpoints older than the `keep` newest verified ones.
 
     Args:
         root: the run's folder of checkpoints.
         keep: verified checkpoints to leave [count]; fewer than 2 count as 2. Damaged ones do not count.
         trusted: checkpoints that were verified a moment ago and are not read again.
+        protected: older ones that are left as well (`kinds`).
+        fence: of this start of the run.
 
     Returns:
         What was deleted. An older one that is itself damaged is left for a person to look at.
@@ -222,7 +219,7 @@ def rotate(root: Path, keep: int, trusted: Collection[Path] = (), fence: Fence =
     for folder in reversed(sealed(root)):
         if good < max(keep, MIN_KEPT):
             good += folder in trusted or not verify(folder)
-        elif not verify(folder, contents=False):
+        elif folder not in protected and not verify(folder, contents=False):
             fence.check()
             discard(folder)
             deleted.append(folder)
@@ -234,9 +231,9 @@ def discard(folder: Path) -> None:
     if not folder.exists():
         return
     doomed = folder.with_name(f"{folder.name}.deleting")
-    remove(doomed)
+    durable.remove(doomed)
     os.rename(folder, doomed)
-    remove(doomed)
+    durable.remove(doomed)
 
 
 def sweep(root: Path) -> list[Path]:
@@ -246,9 +243,9 @@ def sweep(root: Path) -> list[Path]:
         log.info("removing %s, left by a process that was stopped", folder)
         doomed = folder.with_name(f"{folder.name.partition('.')[0]}.deleting")
         if folder != doomed:  # a process that is about to publish it after all finds it gone at once
-            remove_quietly(doomed)
+            durable.remove_quietly(doomed)
             os.rename(folder, doomed)
-        remove_quietly(doomed)
+        durable.remove_quietly(doomed)
     return leftovers
 
 
@@ -262,12 +259,12 @@ def _is_sealed_already(final: Path) -> bool:
 
 
 def _seal(partial: Path, step: int, info: Mapping[str, Any]) -> None:
-    flush_tree(partial)
+    durable.flush_tree(partial)
     text = manifest.to_text(manifest.record(partial, step, info))
     (partial / manifest.NAME).write_text(text, encoding="utf-8")
-    flush_tree(partial)
-    for path in files_below(partial):
-        forget_cached(path)
+    durable.flush_tree(partial)
+    for path in durable.files_below(partial):
+        durable.forget_cached(path)
     problems = verify(partial)
     if problems:
         raise OSError(errno.EIO, f"not read back as it was written: {'; '.join(problems)}")

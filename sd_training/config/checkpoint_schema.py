@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from sd_training.config.value_types import SCHEMA, Positive, PositiveInt, no_bool
+from sd_training.config.value_types import SCHEMA, Count, Positive, PositiveInt, no_bool
 
 
 @dataclass(config=SCHEMA, kw_only=True)
@@ -16,6 +16,11 @@ class CheckpointConfig:
     """Newest checkpoints kept; at least two, so that a damaged newest one never loses the run [count]."""
     save_every_minutes: Positive | None = None
     """Save as well when the last save is this long ago [minutes]; null: only every `experiment.save_every` steps."""
+    milestone_every: Count = 0
+    """Save every so many optimizer steps as well, and never delete these checkpoints; 0: none."""
+    keep_best: Count = 0
+    """Keep so many checkpoints with the lowest mean training loss since the save before, beside the newest ones; 0:
+    none. It is never a reason to save [count]."""
     max_failed_saves: PositiveInt = 3
     """A save that fails (full disk, quota, read-only folder) is told and tried again when the next one is due; so many
     in a row end the run with status 74 [count]. The last save of a run must succeed."""

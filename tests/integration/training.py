@@ -18,8 +18,8 @@ from sd_training.config.load import load_config
 ROOT = Path(__file__).parents[2]
 
 
-class Interrupted(Exception):
-    """Stands for a crash at a chosen moment."""
+class Interrupted(BaseException):
+    """Stands for a crash at a chosen moment; no exception that a run saves before it dies of."""
 
 
 class CrashAfter(pl.Callback):

@@ -1,0 +1,83 @@
+"""Milestones, best ones, and what is saved when a run dies of an exception."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from sd_training.callbacks.every_step import OptimizerStepCallback
+from sd_training.checkpoint import seal
+from sd_training.errors import DataError
+from sd_training.training.base_module import TrainedModule
+from tests.integration.training import checkpoint_tensors, losses, options, prepare, train
+
+
+def names(run_dir: Path) -> list[str]:
+    return [folder.name for folder in seal.sealed(run_dir / "checkpoints")]
+
+
+def test_milestones_and_the_best_stay(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
+    changes = {"checkpoint__milestone_every": 3, "checkpoint__keep_best": 1, "experiment__save_every": 1}
+    train(options(tmp_path / "run", pipeline_dir, shards_dir, **changes))
+    run_losses = losses(tmp_path / "run")
+    best = run_losses.index(min(run_losses)) + 1
+    assert names(tmp_path / "run") == [f"step={step}" for step in sorted({3, 6, 7, 8, best})]
+    stored = seal.read_info(tmp_path / "run" / "checkpoints" / "step=3")
+    assert stored == {"is_milestone": True, "mean_loss": pytest.approx(run_losses[2])}
+
+
+class FailsAt(pl.Callback):
+    """Raises in the first part of a step, or between the optimizer and the averages."""
+
+    def __init__(self, hook: str, step: int, error: BaseException) -> None:
+        setattr(self, hook, self._fail)
+        self.step, self.error = step, error
+
+    def _fail(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    ("hook", "error", "saved"),
+    [
+        ("on_train_batch_start", RuntimeError("a defect"), "step=5"),
+        ("on_train_batch_start", DataError("bad data"), "step=5"),
+        ("on_before_backward", RuntimeError("a defect"), "step=5"),
+        ("on_train_batch_start", KeyboardInterrupt(), None),
+    ],
+)
+def test_an_exception_between_two_steps_loses_none(
+    pipeline_dir: Path, shards_dir: Path, tmp_path: Path, hook: str, error: BaseException, saved: str | None
+) -> None:
+    run_dir = tmp_path / "run"
+    argv = options(run_dir, pipeline_dir, shards_dir, experiment__save_every=100, system__gradient_accumulation=2)
+    argv.append("system.batch_size=4")
+    run = prepare(argv)
+    run.trainer.callbacks.insert(0, FailsAt(hook, 5, error))  # type: ignore[attr-defined]
+    with pytest.raises((type(error), SystemExit)):
+        run.trainer.fit(run.module, datamodule=run.data)
+    assert names(run_dir) == ([] if saved is None else [saved])
+    if error.args == ("a defect",) and hook == "on_train_batch_start":
+        whole = [*options(tmp_path / "whole", pipeline_dir, shards_dir, experiment__save_every=100), *argv[-2:]]
+        train(whole), train(argv)
+        one, other = (checkpoint_tensors(tmp_path / name, 8) for name in ("whole", "run"))
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+class FailsAfterTheOptimizer(OptimizerStepCallback):
+    """Weights are a step ahead of the average."""
+
+    def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+        if step == 5:
+            raise RuntimeError("a defect")
+
+
+def test_a_torn_state_is_not_saved(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
+    run = prepare(options(tmp_path / "run", pipeline_dir, shards_dir, experiment__save_every=100))
+    run.trainer.callbacks.insert(0, FailsAfterTheOptimizer())  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="a defect"):
+        run.trainer.fit(run.module, datamodule=run.data)
+    assert names(tmp_path / "run") == []

@@ -1,0 +1,54 @@
+"""Milestones and the best ones stay; what is rotated is decided by the manifests."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sd_training.checkpoint import kinds, seal
+
+
+def save(root: Path, step: int, mean_loss: float | None = None, *, is_milestone: bool = False) -> Path:
+    info = kinds.info_of(is_milestone=is_milestone, mean_loss=mean_loss)
+    return seal.write_sealed(root, step, lambda folder: (folder / "w").write_bytes(b"w") and None, info)
+
+
+def rotated(root: Path, num_best: int) -> list[str]:
+    seal.rotate(root, 2, protected=kinds.protected(root, num_best))
+    return [folder.name for folder in seal.sealed(root)]
+
+
+@pytest.mark.parametrize(
+    ("num_best", "left"),
+    [
+        (0, ["step=2", "step=6", "step=7"]),
+        (1, ["step=2", "step=3", "step=6", "step=7"]),
+        (3, ["step=1", "step=2", "step=3", "step=6", "step=7"]),  # step 7 is one of the three
+    ],
+)
+def test_what_is_left(tmp_path: Path, num_best: int, left: list[str]) -> None:
+    for step, loss in enumerate([0.4, 0.9, 0.1, 0.8, None, 0.7, 0.3], start=1):
+        save(tmp_path, step, loss, is_milestone=step == 2)
+    assert rotated(tmp_path, num_best) == left
+
+
+def test_without_facts_nothing_is_protected(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        seal.write_sealed(tmp_path, step, lambda folder: (folder / "w").write_bytes(b"w") and None, {})
+    assert kinds.protected(tmp_path, 2) == []
+
+
+def test_a_damaged_manifest_is_left_alone(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, 1.0)
+    os.truncate(tmp_path / "step=1" / "MANIFEST.json", 5)
+    assert rotated(tmp_path, 0) == ["step=1", "step=3", "step=4"]
+
+
+def test_the_one_resumed_from_stays_until_two_newer_ones_verify(tmp_path: Path) -> None:
+    resumed, damaged = save(tmp_path, 1), save(tmp_path, 2)
+    (damaged / "w").write_bytes(b"x")
+    save(tmp_path, 3)
+    assert "step=1" in rotated(tmp_path, 0)
+    save(tmp_path, 4)
+    assert rotated(tmp_path, 0) == ["step=3", "step=4"] and not resumed.exists()
