@@ -4,19 +4,25 @@
     python train.py config=configs/x.yaml --fit gpu_gib=80 [gpus=8]
     torchrun --nproc_per_node 8 -m train config=configs/x.yaml
 
-The same command again resumes the run, also after SIGTERM or SIGUSR1: then it has saved and ended with status 75.
+The same command again resumes the run, also after SIGTERM or SIGUSR1: then it has saved and ended with status 75
+(docs/watch.md lists the others).
 Every option is described in docs/config.md.
 """
 
 import sys
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 from sd_training.cli import run_cli
 from sd_training.config.fit_target import take_target
 from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
 from sd_training.quiet import quiet_libraries
-from sd_training.rank_log import get_logger
+from sd_training.rank_log import get_logger, is_main_process
 from sd_training.stop_signals import StopSignals
+
+if TYPE_CHECKING:
+    from sd_training.build.plan import Plan
 
 log = get_logger("sd_training.train")
 
@@ -62,12 +68,20 @@ def main() -> None:
 
         print(describe(plan))
         return
-
-    from sd_training.build.run import build_run
-
     log.info(plan.batch.sentence())
-    run = build_run(plan, signals)
-    run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.resume_from)
+    train(plan, signals)
+
+
+def train(plan: "Plan", signals: StopSignals) -> None:
+    """Builds and fits, watched; all processes of the run end together."""
+    from sd_training.build.run import build_run, make_watch
+    from sd_training.watch.ending import ended_together
+
+    watch, is_child = make_watch(plan), plan.launch.launcher == "own" and not is_main_process()
+    together = ended_together(watch.first_end, is_child=is_child) if plan.launch.processes > 1 else nullcontext()
+    with together, watch.running():
+        run = build_run(plan, signals, watch)
+        run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.resume_from)
     if run.exit_status:
         log.info(f"stopped after {run.trainer.global_step:,} optimizer steps and saved; the same command goes on")
         signals.leave(run.exit_status)

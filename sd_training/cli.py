@@ -1,9 +1,15 @@
 """How every command of the project ends: a user's mistake is a sentence on stderr and a status, never a traceback."""
 
+import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 
 from sd_training.errors import UserError
+from sd_training.rank_log import is_main_process
+
+_FIRST_SAYS_IT_S = 3.0
 
 
 def run_cli(main: Callable[[], None]) -> None:
@@ -16,9 +22,23 @@ def run_cli(main: Callable[[], None]) -> None:
     try:
         main()
     except UserError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+        if not is_main_process():
+            _leave_it_to_the_first(error.exit_status)
+        print_error(error)
         raise SystemExit(error.exit_status) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def print_error(error: UserError) -> None:
+    """Each line of it, as "error: ..."."""
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr, flush=True)
+
+
+def _leave_it_to_the_first(status: int) -> None:
+    """A mistake that all processes of a run make is told by the first one: when that has ended, its launcher ends the
+    others by SIGTERM. Who is still there after a while has a mistake of its own to tell."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
+    time.sleep(_FIRST_SAYS_IT_S)

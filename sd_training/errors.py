@@ -4,11 +4,13 @@ own."""
 from collections.abc import Sequence
 from typing import ClassVar
 
+from sd_training import exit_status
+
 
 class UserError(Exception):
     """Something outside the program is wrong. The message names the option or file, the value and the remedy."""
 
-    exit_status: ClassVar[int] = 2
+    exit_status: ClassVar[int] = exit_status.MISTAKE
     """What a command ends with."""
 
 
@@ -28,30 +30,42 @@ class DataError(UserError):
     """The data set cannot be used: a missing or damaged shard, nothing left after filters, too many bad samples."""
 
 
+class BadSamplesError(DataError):
+    """More samples could not be used than the options allow."""
+
+    exit_status = exit_status.BAD_DATA
+
+
 class CheckpointError(UserError):
     """Checkpoints exist but none of them verifies, or one belongs to another run."""
 
 
-class SaveError(UserError):
-    """Saves fail, and going on would train for nothing. Older checkpoints are intact. EX_IOERR of sysexits.h."""
+class DamagedCheckpointsError(CheckpointError):
+    """Checkpoints exist, and none of them is whole."""
 
-    exit_status = 74
+    exit_status = exit_status.INTEGRITY
+
+
+class SaveError(UserError):
+    """Saves fail, and going on would train for nothing. Older checkpoints are intact."""
+
+    exit_status = exit_status.UNWRITABLE
 
 
 class TakenOverError(UserError):
-    """Another start of the same run writes in its folder now; this one must not. EX_UNAVAILABLE of sysexits.h."""
+    """Another start of the same run writes in its folder now; this one must not."""
 
-    exit_status = 69
+    exit_status = exit_status.TAKEN_OVER
 
 
 class NumericError(UserError):
     """The run makes no progress any more: non-finite steps or loss spikes, and no rollback left. Starting it again does
     not help."""
 
-    exit_status = 86
+    exit_status = exit_status.NUMERIC
 
 
 class IntegrityError(UserError):
     """Weights that must be equal on several processes are not: memory, a device or the communication is at fault."""
 
-    exit_status = 89
+    exit_status = exit_status.INTEGRITY

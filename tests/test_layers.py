@@ -14,10 +14,10 @@ PACKAGE = "sd_training"
 
 LAYERS = {
     # Layer 0 has a floor: these modules are for everybody, config included.
-    **dict.fromkeys(("errors", "exit_status", "types"), -2),
-    **dict.fromkeys(("rank_log", "cli", "quiet", "stop_signals"), -1),
+    **dict.fromkeys(("errors", "exit_status", "types", "rank_log"), -2),
+    **dict.fromkeys(("cli", "quiet", "stop_signals"), -1),
     "config": 0,
-    **dict.fromkeys(("data", "diffusion", "optim", "checkpoint"), 1),
+    **dict.fromkeys(("data", "diffusion", "optim", "checkpoint", "watch"), 1),
     "models": 2,
     **dict.fromkeys(("training", "distributed", "export"), 3),
     "callbacks": 4,

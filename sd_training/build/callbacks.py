@@ -11,6 +11,7 @@ from sd_training.build.plan import Plan
 from sd_training.callbacks.compile_watch import CompileWatch
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.ema_snapshots import EmaSnapshots
+from sd_training.callbacks.hang_marks import HangMarks
 from sd_training.callbacks.metrics import Metrics
 from sd_training.callbacks.numeric_guard import NumericGuard
 from sd_training.callbacks.pictures import PictureJob, Pictures
@@ -25,16 +26,22 @@ from sd_training.data.datamodule import TrainingData
 from sd_training.export.pictures import read_captions
 from sd_training.models.load import load_weights
 from sd_training.rank_log import get_logger
+from sd_training.watch.hang_watch import HangWatch
 
 log = get_logger(__name__)
 
 
 def build_callbacks(
-    plan: Plan, trained: Trained, data: TrainingData, preemption: Preemption, fence: Fence
+    plan: Plan,
+    trained: Trained,
+    data: TrainingData,
+    preemption: Preemption,
+    fence: Fence,
+    watch: HangWatch,
 ) -> list[pl.Callback]:
     """In the order they act after an optimizer step: stop, average, guard, log, draw, save, show."""
     config, batch = plan.config, plan.batch
-    stopwatch = Stopwatch()
+    stopwatch = Stopwatch(watch)
     ema = _ema(plan, trained) if config.model.use_ema else None
     metrics = Metrics(plan.run_dir / "metrics.csv", config.logging.every, data.images_before, ema, stopwatch)
 
@@ -68,6 +75,7 @@ def build_callbacks(
         *_picture_callbacks(plan, trained, ema, stopwatch),
         saves,
         ProgressBar(metrics, data.images_before, batch.num_steps) if config.logging.progress_bar else None,
+        HangMarks(watch),
     ]
     return [callback for callback in callbacks if callback is not None]
 

@@ -20,17 +20,21 @@ from sd_training.callbacks.preemption import Preemption
 from sd_training.callbacks.save_times import SaveTimes
 from sd_training.checkpoint.seal import ever_finished, sealed, step_of, sweep
 from sd_training.checkpoint.writer import UNFENCED, Fence, take
+from sd_training.config.watch_schema import SECTIONS
 from sd_training.data.captions import Dropout
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.dataset import DrawSettings
 from sd_training.distributed.saves import WholeCheckpoints
 from sd_training.errors import ConfigError, SaveError
+from sd_training.exit_status import HANG
 from sd_training.export.pipeline import recover_exports
 from sd_training.models.family import Family
-from sd_training.rank_log import get_logger, is_main_process
+from sd_training.rank_log import get_logger, global_rank, is_main_process
 from sd_training.stop_signals import StopSignals
 from sd_training.training.base_module import TrainedModule
 from sd_training.types import LatentGrid
+from sd_training.watch.first_end import FirstEnd
+from sd_training.watch.hang_watch import HangWatch
 
 log = get_logger(__name__)
 
@@ -58,12 +62,13 @@ class Run:
         return self.preemption.status
 
 
-def build_run(plan: Plan, signals: StopSignals | None = None) -> Run:
+def build_run(plan: Plan, signals: StopSignals | None = None, watch: HangWatch | None = None) -> Run:
     """Every object of the run.
 
     Args:
         plan: what to build.
         signals: notes of signals, when the program has taken some since its start.
+        watch: counts how long a process does one thing; null: nobody does.
 
     Raises:
         ConfigError: a part cannot be loaded, parts do not fit, or the run folder is taken.
@@ -74,7 +79,7 @@ def build_run(plan: Plan, signals: StopSignals | None = None) -> Run:
     trained = build_model(plan)
     data = make_data(plan, trained.family, trained.latent_grid)
     preemption = _preemption(plan, signals or StopSignals())
-    callbacks = build_callbacks(plan, trained, data, preemption, fence)
+    callbacks = build_callbacks(plan, trained, data, preemption, fence, watch or HangWatch({}, plan.run_dir))
     strategy = make_strategy(plan, trained.cuts)
     assert isinstance(strategy, WholeCheckpoints)
     strategy.fence = fence
@@ -83,11 +88,22 @@ def build_run(plan: Plan, signals: StopSignals | None = None) -> Run:
     return Run(trainer, trained.module, data, resume_from, preemption)
 
 
+def make_watch(plan: Plan) -> HangWatch:
+    """The hang watch of this process, which does not count yet."""
+    config, rank = plan.config.watch, global_rank()
+    limits_s = {section: getattr(config, f"{section}_s") for section in SECTIONS}
+    # Lightning's launcher kills the first process, with a status of its own, when a child ends with another one than 0.
+    is_child = plan.launch.launcher == "own" and rank > 0
+    return HangWatch(limits_s, plan.run_dir, rank, status=0 if is_child else HANG)
+
+
 def _preemption(plan: Plan, signals: StopSignals) -> Preemption:
     config = plan.config
     signals.choose(config.system.stop_signals, config.system.save_signals)
     deadlines = Deadlines(config.experiment.max_hours, signals.started_s, os.environ)
-    return Preemption(signals, deadlines, SaveTimes(), config.checkpoint.save_every_minutes)
+    return Preemption(
+        signals, deadlines, SaveTimes(), config.checkpoint.save_every_minutes, config.watch.collective_timeout_s
+    )
 
 
 def make_data(plan: Plan, family: Family | None, grid: LatentGrid) -> TrainingData:
@@ -140,6 +156,7 @@ def _own_run_dir(plan: Plan) -> Fence:
         raise ConfigError(f"experiment.log_dir: {plan.run_dir} cannot be made: {error.strerror}") from error
     try:
         fence = take(plan.run_dir)
+        FirstEnd(plan.run_dir, 0).clear()
         sweep(checkpoints)
         recover_exports(plan.run_dir)
     except OSError as error:

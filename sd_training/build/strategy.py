@@ -1,5 +1,6 @@
 """Lightning's strategy and precision for a run, from layout and options."""
 
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -39,9 +40,13 @@ def make_strategy(plan: Plan, cuts: Cuts) -> Strategy:
             )
             if options.offload and backend == "nccl":  # blocks in CPU memory are put together by gloo
                 backend = "cpu:gloo,cuda:nccl"
-            return CutProcesses(plan.layout.mesh, cuts, options, backend)
+            return CutProcesses(plan.layout.mesh, cuts, options, backend, _timeout(plan))
         case _:
             return _deepspeed(plan, backend)
+
+
+def _timeout(plan: Plan) -> timedelta:
+    return timedelta(seconds=plan.config.watch.collective_timeout_s)
 
 
 def _ddp(plan: Plan, backend: str) -> Strategy:
@@ -50,6 +55,7 @@ def _ddp(plan: Plan, backend: str) -> Strategy:
     first micro-batch without communication)."""
     return ReplicatedProcesses(
         process_group_backend=backend,
+        timeout=_timeout(plan),
         gradient_as_bucket_view=True,
         static_graph=plan.batch.accumulation == 1,
         broadcast_buffers=False,
@@ -80,7 +86,7 @@ def zero_options(plan: Plan) -> dict[str, Any]:
 def _deepspeed(plan: Plan, backend: str) -> Strategy:
     from sd_training.distributed.deepspeed_strategy import ZeroProcesses
 
-    return ZeroProcesses(zero_options(plan), plan.config.optimizer.max_grad_norm, backend)
+    return ZeroProcesses(zero_options(plan), plan.config.optimizer.max_grad_norm, backend, _timeout(plan))
 
 
 def precision_plugins(plan: Plan) -> list[Any]:

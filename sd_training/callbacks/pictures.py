@@ -94,7 +94,7 @@ class Pictures(OptimizerStepCallback):
         if trainer.should_stop or not self.is_due(trainer, step, self.job.every):
             return
         folder = self.samples_dir / f"step_{step}" / self.job.name
-        with self.stopwatch.paused():
+        with self.stopwatch.paused("validate"):
             with export_weights(module, self.ema):
                 images = self._draw_share(trainer)
             with _unwritten_told(self.job.name, step):

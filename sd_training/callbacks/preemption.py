@@ -3,6 +3,7 @@
 import os
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import pytorch_lightning as pl
@@ -47,15 +48,22 @@ class Preemption(OptimizerStepCallback):
         deadlines: when it must have ended.
         times: tells `Saves` that a save is due, and is told how long one takes.
         save_every_minutes: longest time between two saves; null: steps alone decide.
+        timeout_s: how long the ranks wait for each other.
     """
 
     def __init__(
-        self, signals: StopSignals, deadlines: Deadlines, times: SaveTimes, save_every_minutes: float | None
+        self,
+        signals: StopSignals,
+        deadlines: Deadlines,
+        times: SaveTimes,
+        save_every_minutes: float | None,
+        timeout_s: float,
     ) -> None:
         self.signals = signals
         self.deadlines = deadlines
         self.times = times
         self.save_every_minutes = save_every_minutes
+        self.timeout = timedelta(seconds=timeout_s)
         self.status = 0
         """0, or the exit status that all ranks agreed on."""
         self._num_saves_seen = 0
@@ -70,7 +78,7 @@ class Preemption(OptimizerStepCallback):
         """Collective: makes the group."""
         super().on_train_start(trainer, pl_module)
         if trainer.world_size > 1:
-            self._group = distributed.new_group(backend="gloo")
+            self._group = distributed.new_group(backend="gloo", timeout=self.timeout)
         self.signals.listen()
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:

@@ -79,7 +79,7 @@ class Saves(OptimizerStepCallback):
         if not (self.is_due(trainer, step, self.every) or self._is_milestone(step) or self.times.is_asked):
             return
         is_last = step == trainer.max_steps or trainer.should_stop
-        with self.stopwatch.paused(), self.times.saving(step):
+        with self.stopwatch.paused("save"), self.times.saving(step):
             try:
                 self._save(trainer, module, step)
             except OSError as error:

@@ -1,23 +1,38 @@
-"""Time spent training, without the time spent saving and drawing."""
+"""Time spent training, without the time spent saving and drawing, which the hang watch is told of."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from sd_training.watch.hang_watch import HangWatch
+
 
 class Stopwatch:
-    """Runs from its making; stands still inside `paused`."""
+    """Runs from its making; stands still inside `paused`.
 
-    def __init__(self) -> None:
+    Args:
+        watch: told what is done meanwhile; null: nobody is.
+    """
+
+    def __init__(self, watch: HangWatch | None = None) -> None:
+        self.watch = watch
         self._start_s = time.perf_counter()
         self._paused_s = 0.0
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """The time inside does not count."""
+    def paused(self, section: str) -> Iterator[None]:
+        """The time inside does not count.
+
+        Args:
+            section: of the hang watch, `save` or `validate`.
+        """
         began_s = time.perf_counter()
         try:
-            yield
+            if self.watch is None:
+                yield
+            else:
+                with self.watch.inside(section):
+                    yield
         finally:
             self._paused_s += time.perf_counter() - began_s
 

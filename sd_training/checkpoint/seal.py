@@ -17,7 +17,7 @@ from typing import Any
 
 from sd_training.checkpoint import durable, manifest
 from sd_training.checkpoint.writer import UNFENCED, Fence
-from sd_training.errors import CheckpointError
+from sd_training.errors import CheckpointError, DamagedCheckpointsError
 from sd_training.rank_log import get_logger
 
 log = get_logger(__name__)
@@ -192,7 +192,7 @@ def newest_verified(root: Path) -> Path | None:
         damaged[folder] = problems
     set_aside = _folders(root, _DAMAGED_NAME)
     if damaged or set_aside:
-        raise CheckpointError(_nothing_usable(root, damaged, set_aside))
+        raise DamagedCheckpointsError(_nothing_usable(root, damaged, set_aside))
     return None
 
 

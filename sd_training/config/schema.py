@@ -27,6 +27,7 @@ from sd_training.config.value_types import (
     Probability,
     no_bool,
 )
+from sd_training.config.watch_schema import WatchConfig
 from sd_training.stop_signals import SAVE_SIGNALS, STOP_SIGNALS, SignalName
 
 _SIGNALS: JsonDict = {"allowed": f"a list of {', '.join(get_args(SignalName))}"}
@@ -220,5 +221,7 @@ class Config:
     """Preview pictures."""
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     """Metrics."""
+    watch: WatchConfig = Field(default_factory=WatchConfig)
+    """Hangs."""
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     """Devices."""

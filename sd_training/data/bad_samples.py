@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from sd_training.data.problems import Problems, SkippedSample
-from sd_training.errors import DataError
+from sd_training.errors import BadSamplesError
 from sd_training.rank_log import get_logger
 
 log = get_logger(__name__)
@@ -80,7 +80,7 @@ class BadSampleLog:
             skipped: what could not; several of a visit when a replacement was bad, too.
 
         Raises:
-            DataError: too many samples read by this process were bad.
+            BadSamplesError: too many samples read by this process were bad.
         """
         self.num_read += sum(were_good) + len(skipped)
         longest = 0
@@ -126,7 +126,7 @@ class BadSampleLog:
                 )
 
     def _stop(self, what: str) -> None:
-        raise DataError(f"{what}: {self.problems.text()}{self._named_in('all are')}")
+        raise BadSamplesError(f"{what}: {self.problems.text()}{self._named_in('all are')}")
 
     def _named_in(self, which: str) -> str:
         return f"; {which} named in {self.path}" if self.path and self._can_write else ""

@@ -9,6 +9,7 @@ tables of positions stay fp32, and the checks that insist on CUDA do not apply t
 import json
 import os
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +121,14 @@ class ZeroProcesses(WholeCheckpoints, DeepSpeedStrategy):
         options: as `deepspeed_options` gives them.
         max_grad_norm: gradients are clipped to this norm; None leaves them.
         backend: communication library.
+        timeout: how long processes wait for each other.
     """
 
     does_clip = True
 
-    def __init__(self, options: dict[str, Any], max_grad_norm: float | None, backend: str) -> None:
+    def __init__(self, options: dict[str, Any], max_grad_norm: float | None, backend: str, timeout: timedelta) -> None:
         options = options | {"gradient_clipping": max_grad_norm or 0.0}
-        super().__init__(config=options, process_group_backend=backend)
+        super().__init__(config=options, process_group_backend=backend, timeout=timeout)
         self.has_collective_forward = self.zero_stage_3
         self._loss_scale: dict[str, Any] | None = None
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -75,12 +76,15 @@ class CutProcesses(WholeCheckpoints, ModelParallelStrategy):
         cuts: what is cut.
         options: how it is kept.
         backend: communication library.
+        timeout: how long processes wait for each other; null: as long as torch likes.
     """
 
     has_collective_forward = True
 
-    def __init__(self, mesh: Mesh, cuts: Cuts, options: CutOptions, backend: str) -> None:
-        super().__init__(process_group_backend=backend, save_distributed_checkpoint=False)
+    def __init__(
+        self, mesh: Mesh, cuts: Cuts, options: CutOptions, backend: str, timeout: timedelta | None = None
+    ) -> None:
+        super().__init__(process_group_backend=backend, save_distributed_checkpoint=False, timeout=timeout)
         self.mesh, self.cuts, self.options = mesh, cuts, options
         self.ranks_per_share = mesh.tensor
         self.num_replicas = mesh.data

@@ -23,6 +23,7 @@ from sd_training.build import run as building
 from sd_training.build.plan import Plan
 from sd_training.callbacks.preemption import Preemption
 from sd_training.cli import run_cli
+from sd_training.watch.hang_watch import HangWatch
 from tests.integration.record_ids import RecordIds
 
 HOLDS_S = 120
@@ -54,8 +55,8 @@ def main() -> None:
     folder = Path(os.environ["WATCH_DIR"])
     build_run = building.build_run
 
-    def build_watched(plan: Plan, signals: StopSignals) -> building.Run:
-        run = build_run(plan, signals)
+    def build_watched(plan: Plan, signals: StopSignals, watch: HangWatch) -> building.Run:
+        run = build_run(plan, signals, watch)
         run.trainer.callbacks.append(RecordIds(folder))  # type: ignore[attr-defined]
         if "WATCH_HOLD" in os.environ:
             run.trainer.callbacks.append(Hold(folder, os.environ["WATCH_HOLD"]))  # type: ignore[attr-defined]

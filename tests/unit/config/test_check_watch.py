@@ -26,3 +26,10 @@ def test_a_signal_means_one_thing(pipeline_dir: Path) -> None:
 def test_a_name_that_is_none_is_refused(name: str, pipeline_dir: Path) -> None:
     (problem,) = problems(pipeline_dir, f"system.stop_signals=[{name}]")
     assert problem.startswith("system.stop_signals.0: is ") and "SIGUSR1" in problem
+
+
+def test_the_watch_speaks_before_the_network(pipeline_dir: Path) -> None:
+    assert problems(pipeline_dir, "watch.save_s=3000", "watch.collective_timeout_s=3001") == []
+    assert problems(pipeline_dir, "watch.save_s=null", "watch.collective_timeout_s=1801") == []
+    (problem,) = problems(pipeline_dir, "watch.save_s=3000", "watch.collective_timeout_s=3000")
+    assert problem.startswith("watch.collective_timeout_s: 3000 is not above watch.save_s=3000")

@@ -1,0 +1,45 @@
+"""How one of several processes ends: the first one says why, all have its status, nobody adds a traceback."""
+
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sd_training.cli import print_error
+from sd_training.errors import UserError
+from sd_training.watch.first_end import FirstEnd
+
+DEFECT = 1
+"""Python's status after an exception."""
+_OTHER_S = 10.0
+"""A process that fails because another one does learns of it within this time."""
+
+
+@contextmanager
+def ended_together(first_end: FirstEnd, *, is_child: bool) -> Iterator[None]:
+    """Around everything that several processes do together.
+
+    Args:
+        first_end: note of the process that ends first.
+        is_child: started by the first process, which is killed at once when a child ends with another status than 0.
+
+    Raises:
+        SystemExit: another process ended first, or this is a child; what there is to say has been said.
+    """
+    try:
+        yield
+    except Exception as error:
+        is_mistake = isinstance(error, UserError)
+        status = error.exit_status if isinstance(error, UserError) else DEFECT
+        other = None if is_mistake else first_end.wait_for_another(_OTHER_S)
+        if other is None and not first_end.claim(status, f"{type(error).__name__}: {error}"):
+            other = first_end.of_another()
+        if other is not None:
+            raise SystemExit(0 if is_child else other.status) from None
+        if not is_child:
+            raise
+        if isinstance(error, UserError):
+            print_error(error)
+        else:
+            traceback.print_exception(error, file=sys.stderr)
+        raise SystemExit(0) from None

@@ -1,0 +1,88 @@
+"""Which process of a run ended first, and why: the others end with its status and have nothing to add.
+
+When one process fails, those that wait for it fail as well, with errors of the network that hide the cause, or wait for
+ever. So the first one leaves a note in the run folder.
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_OF_A_START = (
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+)
+"""Variables that all processes of one start of a run have in common."""
+
+
+@dataclass(frozen=True)
+class End:
+    """Why a process ended."""
+
+    rank: int
+    status: int
+    text: str
+    start: str
+    """Which start of the run it was."""
+
+
+class FirstEnd:
+    """The file `first_end.json` of a run folder.
+
+    Args:
+        run_dir: the run folder.
+        rank: of this process.
+        environment: of this process; the launcher may still add to it.
+    """
+
+    def __init__(self, run_dir: Path, rank: int, environment: Mapping[str, str] = os.environ) -> None:
+        self.path = run_dir / "first_end.json"
+        self.rank = rank
+        self.environment = environment
+
+    def clear(self) -> None:
+        """By the first process, at its start."""
+        self.path.unlink(missing_ok=True)
+
+    def claim(self, status: int, text: str) -> bool:
+        """Whether this process is the first; then it is written down. A folder that cannot be written stops nobody."""
+        partial = self.path.with_name(f".{self.path.name}.{self.rank}")
+        try:
+            partial.write_text(json.dumps(asdict(End(self.rank, status, text, self._start()))), encoding="utf-8")
+            if self._current() is None:
+                self.clear()  # a note of an earlier start
+            try:
+                os.link(partial, self.path)  # whole at once, and by one process only
+            finally:
+                partial.unlink()
+        except OSError:
+            return self.of_another() is None
+        return True
+
+    def of_another(self) -> End | None:
+        """The first end of this start of the run, if it was another process's."""
+        end = self._current()
+        return end if end is not None and end.rank != self.rank else None
+
+    def wait_for_another(self, limit_s: float) -> End | None:
+        """The same, for a process that failed because of another one, which may be about to write it down."""
+        end_s = time.monotonic() + limit_s
+        while (end := self.of_another()) is None and time.monotonic() < end_s:
+            time.sleep(0.1)
+        return end
+
+    def _current(self) -> End | None:
+        end = self._stored()
+        return end if end is not None and end.start == self._start() else None
+
+    def _stored(self) -> End | None:
+        try:
+            return End(**json.loads(self.path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def _start(self) -> str:
+        return " ".join(self.environment.get(name, "") for name in _OF_A_START)

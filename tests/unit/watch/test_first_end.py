@@ -1,0 +1,86 @@
+from pathlib import Path
+
+import pytest
+
+from sd_training.errors import BadSamplesError
+from sd_training.watch.ending import DEFECT, ended_together
+from sd_training.watch.first_end import FirstEnd
+
+START = {"MASTER_PORT": "15001", "SLURM_RESTART_COUNT": "0"}
+
+
+def ends(folder: Path, start: dict[str, str] = START) -> tuple[FirstEnd, FirstEnd]:
+    return FirstEnd(folder, 0, start), FirstEnd(folder, 1, start)
+
+
+def test_one_process_is_the_first(tmp_path: Path) -> None:
+    first, second = ends(tmp_path)
+    assert first.of_another() is None
+    assert first.claim(88, "why") and not second.claim(2, "something else")
+    end = second.of_another()
+    assert end is not None and (end.rank, end.status, end.text) == (0, 88, "why")
+    assert first.of_another() is None and second.wait_for_another(0) == end
+    first.clear()
+    assert second.wait_for_another(0.2) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_note_of_an_earlier_start_says_nothing(tmp_path: Path) -> None:
+    assert ends(tmp_path)[0].claim(88, "before")
+    _, again = ends(tmp_path, START | {"SLURM_RESTART_COUNT": "1"})
+    assert again.of_another() is None and again.claim(86, "now")
+    end = ends(tmp_path, START | {"SLURM_RESTART_COUNT": "1"})[0].of_another()
+    assert end is not None and end.status == 86
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"rank": 1}', "[]"])
+def test_a_file_that_is_none_says_nothing(text: str, tmp_path: Path) -> None:
+    first, _ = ends(tmp_path)
+    first.path.write_text(text)
+    assert first.of_another() is None and first.claim(2, "why")
+
+
+def test_a_folder_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+    assert FirstEnd(tmp_path / "missing", 0, START).claim(2, "why")
+
+
+def test_a_mistake_is_told_by_the_first_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = ends(tmp_path)
+    with pytest.raises(BadSamplesError), ended_together(first, is_child=False):
+        raise BadSamplesError("too many")
+    with pytest.raises(SystemExit) as ended, ended_together(second, is_child=False):
+        raise BadSamplesError("too many here as well")
+    assert ended.value.code == 88 and capsys.readouterr().err == ""
+
+
+def test_who_fails_because_of_another_adds_no_traceback(tmp_path: Path) -> None:
+    first, second = ends(tmp_path)
+    second.claim(88, "too many")
+    with pytest.raises(SystemExit) as ended, ended_together(first, is_child=False):
+        raise RuntimeError("connection closed by peer")
+    assert ended.value.code == 88
+
+
+def test_a_child_says_it_itself_and_ends_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = ends(tmp_path)
+    with pytest.raises(SystemExit) as ended, ended_together(second, is_child=True):
+        raise BadSamplesError("too many")
+    assert ended.value.code == 0 and capsys.readouterr().err == "error: too many\n"
+    with pytest.raises(SystemExit) as ended, ended_together(first, is_child=False):
+        raise RuntimeError("connection closed by peer")
+    assert ended.value.code == 88
+
+
+def test_a_defect_keeps_its_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sd_training.watch.ending._OTHER_S", 0.0)
+    first, second = ends(tmp_path)
+    with pytest.raises(SystemExit), ended_together(second, is_child=True):
+        raise ZeroDivisionError
+    assert "Traceback" in capsys.readouterr().err
+    end = first.of_another()
+    assert end is not None and end.status == DEFECT
+    first.clear()
+    with pytest.raises(ZeroDivisionError), ended_together(first, is_child=False):
+        raise ZeroDivisionError

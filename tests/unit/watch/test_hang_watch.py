@@ -1,0 +1,127 @@
+"""The watch ends its process, so each case runs in processes of its own; they import no torch."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sd_training.exit_status import HANG
+from sd_training.watch.hang_watch import PEERS_S, HangWatch
+
+ROOT = Path(__file__).parents[3]
+HEAD = """
+import ctypes, sys, time
+from pathlib import Path
+from sd_training.watch.hang_watch import HangWatch
+watch = HangWatch({limits}, Path(sys.argv[1]), int(sys.argv[2]))
+watch.local_peers = [int(pid) for pid in sys.argv[3:]]
+def stay_here(seconds):
+    time.sleep(seconds)
+with watch.running():
+    print("running", flush=True)
+"""
+
+
+class Ranks:
+    """Processes that are watched."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.all: list[subprocess.Popen[str]] = []
+
+    def start(self, limits: dict[str, float], act: str, *peers: int) -> "subprocess.Popen[str]":
+        code = HEAD.replace("{limits}", repr(limits)) + f"    {act}\n"
+        rank = str(len(self.all))
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(self.folder), rank, *map(str, peers)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.all.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "running\n"
+        return process
+
+    def stacks(self, rank: int) -> str:
+        return (self.folder / "hangs" / f"rank-{rank}.txt").read_text()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    processes = Ranks(tmp_path)
+    yield processes
+    for process in processes.all:
+        process.kill()
+        process.communicate()
+
+
+def test_a_hang_is_told_with_stacks_by_all(ranks: Ranks) -> None:
+    """One stays too long, one waits where it may, one has been stopped."""
+    waiting = ranks.start({}, "stay_here(60)")
+    stopped = ranks.start({}, "stay_here(60)")
+    stopped.send_signal(signal.SIGSTOP)
+    began_s = time.monotonic()
+    stuck = ranks.start({"data": 0.5}, "watch.enter('data', 12); stay_here(60)", waiting.pid, stopped.pid)
+    said = stuck.communicate(timeout=30)[1]
+    assert time.monotonic() - began_s < 0.5 + PEERS_S + 5
+    assert "rank 2 stayed more than watch.data_s=0.5 s in section data after optimizer step 12" in said
+    assert "in stay_here" in said
+    for rank, process in enumerate(ranks.all):
+        assert process.wait(10) == HANG
+        assert "in stay_here" in ranks.stacks(rank) and "rank 2 stayed more than" in ranks.stacks(rank)
+
+
+def test_no_false_alarm(ranks: Ranks) -> None:
+    """Sections that are short but many, one without a limit, a process that was stopped as a whole and goes on."""
+    act = """
+    for step in range(40):
+        watch.enter("step", step)
+        with watch.inside("save"):
+            time.sleep(0.02)
+        watch.enter("data", step)
+        time.sleep(0.01)
+    watch.enter("validate", 40)
+    time.sleep(1)
+    watch.enter("step", 41)
+    time.sleep(0.3)"""
+    process = ranks.start({"start": 0.8, "step": 0.8, "save": 0.8, "data": 0.8}, act)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1.2)
+    process.send_signal(signal.SIGCONT)
+    said = process.communicate(timeout=30)[1]
+    assert (process.returncode, said) == (0, "")
+    assert list(ranks.folder.iterdir()) == []
+
+
+def test_a_section_inside_another_has_its_own_limit(ranks: Ranks) -> None:
+    process = ranks.start({"save": 0.4}, "\n    with watch.inside('save'): stay_here(60)")
+    assert "in section save" in process.communicate(timeout=30)[1]
+    assert process.returncode == HANG
+
+
+def test_the_first_section_is_the_start(ranks: Ranks) -> None:
+    process = ranks.start({"start": 0.4}, "stay_here(60)")
+    assert "in section start after optimizer step 0" in process.communicate(timeout=30)[1]
+
+
+def test_stacks_are_written_while_pythons_lock_is_held(ranks: Ranks) -> None:
+    act = "watch.enter('step', 3); time.sleep(0.6); ctypes.PyDLL(None).sleep(8)"
+    process = ranks.start({"step": 1.0}, act)
+    said = process.communicate(timeout=30)[1]
+    assert "Timeout (0:00:06)!" in said and "<string>" in said
+
+
+def test_a_peer_that_failed_is_followed(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that waits for it for ever ends with its status, without stacks."""
+    code = "\n    import sd_training.watch.hang_watch as h; h.OWN_END_S = 0.5; stay_here(60)"
+    process = ranks.start({"step": 60}, code)
+    assert HangWatch({}, ranks.folder, rank=7).first_end.claim(88, "too many bad samples")
+    assert process.wait(20) == 88
+    assert not (ranks.folder / "hangs").exists()
