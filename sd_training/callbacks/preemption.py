@@ -21,7 +21,7 @@ from sd_training.training.base_module import TrainedModule
 log = get_logger(__name__)
 
 STEP_FILE_VARIABLE = "SD_TRAINING_STEP_FILE"
-"""Environment variable of a file that gets the number of the saved step, for a launcher that checks for progress."""
+"""Environment variable of a file that gets the newest saved step, for a launcher that checks for progress."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Preemption(OptimizerStepCallback):
         self.status = 0
         """0, or the exit status that all ranks agreed on."""
         self._num_saves_seen = 0
+        self._told_step = -1
         self._last_end_s: float | None = None
         self._longest_step_s = 0.0
         self._group: distributed.ProcessGroup | None = None
@@ -84,6 +85,7 @@ class Preemption(OptimizerStepCallback):
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Agree; the last step needs no stopping."""
         self._measure_step()
+        self._tell_launcher(trainer)
         agreed = self._agreed(trainer, step)
         self.times.is_asked = agreed.is_save_due
         if step == trainer.max_steps:
@@ -97,14 +99,19 @@ class Preemption(OptimizerStepCallback):
             self._begin_reduction(trainer, step)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Everything is saved: tell a launcher how far the run got."""
-        path = os.environ.get(STEP_FILE_VARIABLE)
-        if self.status == STOPPED and trainer.is_global_zero and path:
-            Path(path).write_text(f"{trainer.global_step}\n", encoding="utf-8")
+        """Everything is saved."""
+        self._tell_launcher(trainer)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Signals mean what they meant before."""
         self.signals.restore()
+
+    def _tell_launcher(self, trainer: pl.Trainer) -> None:
+        """How far the run has saved; also for the start after one that was killed."""
+        path, saved_step = os.environ.get(STEP_FILE_VARIABLE), self.times.last_step
+        if path and trainer.is_global_zero and saved_step > self._told_step:
+            Path(path).write_text(f"{saved_step}\n", encoding="utf-8")
+            self._told_step = saved_step
 
     def _measure_step(self) -> None:
         """The time since the step before, with whatever was drawn or saved in between; the first compiles."""

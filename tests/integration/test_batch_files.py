@@ -100,18 +100,29 @@ def test_every_file_works_alone(batch: Path, job: Job) -> None:
 
 
 def test_a_stopped_job_goes_back_into_the_queue_while_it_makes_progress(job: Job) -> None:
-    for start, step in enumerate((40, 80, 81), start=1):
-        assert f"saved after {step} optimizer steps" in job.start(TEMPLATE, 75, step)
-        assert (job.status, job.requeued()) == (75, start)
-    for step in (81, 80, None):
-        assert "no progress" in job.start(TEMPLATE, 75, step)
-        assert (job.status, job.requeued()) == (75, 3)
-    for status in (0, 1, 2, 130, 137, 143):
-        job.start(TEMPLATE, status, 1000 + status)
+    for start, (status, step) in enumerate(((75, 40), (87, 80), (75, 81)), start=1):
+        assert f"status {status}, saved after {step} optimizer steps" in job.start(TEMPLATE, status, step)
+        assert (job.status, job.requeued()) == (status, start)
+    for status in (0, 1, 2, 69, 74, 86, 88, 89, 130, 137, 143):
+        job.start(TEMPLATE, status, 81)
         assert (job.status, job.requeued()) == (status, 3)
     job.num_starts = 0  # another job, long after, with the same number
     job.start(TEMPLATE, 75, 10)
     assert job.requeued() == 4
+
+
+def test_a_job_that_makes_no_progress_is_started_again_three_times(job: Job) -> None:
+    job.start(TEMPLATE, 75, 10)
+    for start, (status, step) in enumerate(((87, None), (75, 10), (87, 9)), start=2):
+        job.start(TEMPLATE, status, step)
+        assert job.requeued() == start
+    job.start(TEMPLATE, 75, 11)  # progress: three more
+    for _ in range(3):
+        job.start(TEMPLATE, 87, None)
+    assert job.requeued() == 8
+    for status in (75, 87):
+        assert "no progress beyond 11 saved optimizer steps" in job.start(TEMPLATE, status, None)
+        assert (job.status, job.requeued()) == (status, 8)
 
 
 def test_two_jobs_on_a_node_and_a_port_that_is_still_taken(job: Job, tmp_path: Path) -> None:
