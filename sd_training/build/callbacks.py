@@ -17,6 +17,7 @@ from sd_training.callbacks.numeric_guard import NumericGuard
 from sd_training.callbacks.pictures import PictureJob, Pictures
 from sd_training.callbacks.preemption import Preemption
 from sd_training.callbacks.progress_bar import ProgressBar
+from sd_training.callbacks.replica_digest import ReplicaDigest
 from sd_training.callbacks.run_record import RunRecord
 from sd_training.callbacks.saves import Saves
 from sd_training.callbacks.stopwatch import Stopwatch
@@ -64,12 +65,14 @@ def build_callbacks(
         fence,
         metrics.take_mean_loss,
     )
+    guard = _numeric_guard(plan, data, ema)
     callbacks: list[pl.Callback | None] = [
         preemption,
         RunRecord(plan.run_dir, resolved_yaml(config), facts),
         ema,
         EmaSnapshots(plan.run_dir, config.ema, ema) if ema is not None and config.ema.tracks else None,
-        _numeric_guard(plan, data, ema),
+        guard,
+        ReplicaDigest(config.numerics.digest_every, guard.incidents),
         metrics,
         CompileWatch(config.logging.every) if config.trainer.compile else None,
         *_picture_callbacks(plan, trained, ema, stopwatch),
