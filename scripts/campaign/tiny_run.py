@@ -115,6 +115,15 @@ class TinyRun:
         path = self.home / f"marks_{rank}.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
+    def samples(self, ranks: int) -> dict[int, list[Any]]:
+        """Optimizer step → [position, sample id, digest of its draws] of all ranks, in the global order; a step that
+        was done twice has twice as many."""
+        steps: dict[int, list[Any]] = {}
+        for mark in (mark for rank in range(ranks) for mark in self.marks(rank)):
+            if mark["do"] == "step":
+                steps.setdefault(mark["step"], []).extend(mark["samples"])
+        return {step: sorted(samples) for step, samples in steps.items()}
+
     def losses(self) -> list[str]:
         """As they stand in the metrics, with the step before each."""
         with (self.run_dir / "metrics.csv").open(newline="") as stream:

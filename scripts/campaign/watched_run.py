@@ -10,6 +10,7 @@
 import hashlib
 import json
 import os
+import runpy
 import sys
 import tempfile
 import time
@@ -19,11 +20,9 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-import train as program
 from sd_training.build import run as building
 from sd_training.build.plan import Plan
 from sd_training.callbacks.saves import Saves
-from sd_training.cli import run_cli
 from sd_training.stop_signals import StopSignals
 from sd_training.types import PixelBatch
 
@@ -104,4 +103,4 @@ def train(words: list[str]) -> None:
 
     building.build_run = build_watched  # type: ignore[assignment]
     sys.argv = ["train.py", *words]
-    run_cli(program.main)
+    runpy.run_module("train", run_name="__main__")
