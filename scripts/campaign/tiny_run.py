@@ -75,7 +75,7 @@ class TinyRun:
         for folder in (self.home, self.temporary):
             folder.mkdir(parents=True, exist_ok=True)
         words = [*self.words(ranks), *self.more, *more]
-        log, shared = self.home / "log.txt", self._environment()
+        log, shared = self.home / "log.txt", self.environment()
         if ranks == 1:
             return [server.start(_TRAIN, words, log, shared)]
         shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
@@ -106,7 +106,8 @@ class TinyRun:
             "logging.progress_bar=false",
         ]
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
+        """Variables of its processes."""
         places = {"TMPDIR": self.temporary, "WATCH_DIR": self.home, "XDG_CACHE_HOME": self.parts / "cache"}
         return {name: str(place) for name, place in places.items()}
 

@@ -1,10 +1,12 @@
 """A run of the trainer that writes down, line by line, what it does and when; started by `fork_server.py`.
 
-`marks_RANK.jsonl` in the folder of WATCH_DIR gets, each with `at_s` [s] of the system's monotonic clock:
+`marks_RANK.jsonl` in the folder of WATCH_DIR gets, each with `at_s` [s] of the system's monotonic clock, with the
+process as `pid` and with how often SLURM has started this job before as `start`:
 {"do": "step", "step": 3, "samples": [[position, sample id, digest of its draws], …]}  a micro-batch of that step begins
 {"do": "save", "step": 4}     a save begins
 {"do": "saved", "step": 4}    its checkpoint is sealed
 {"do": "save done", "step": 4}  the export and the rotation after it are done, too
+With WATCH_STEP_S every micro-batch takes so much longer [s].
 """
 
 import hashlib
@@ -35,12 +37,13 @@ class Marks:
     """
 
     def __init__(self, folder: Path) -> None:
-        name = f"marks_{os.environ.get('RANK', '0')}.jsonl"
-        self._file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+        self.who = {"start": int(os.environ.get("SLURM_RESTART_COUNT", "0")), "pid": os.getpid()}
+        self._file = os.open(folder / f"marks_{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def write(self, do: str, step: int, **more: Any) -> None:
         """One line."""
-        line = json.dumps({"do": do, "step": step, "at_s": time.monotonic(), **more})
+        line = json.dumps({"do": do, "step": step, "at_s": time.monotonic(), **self.who, **more})
         os.write(self._file, f"{line}\n".encode())
 
 
@@ -55,6 +58,7 @@ class Watch(pl.Callback):
         positions, ids = batch.positions.tolist(), batch.sample_ids.tolist()
         draws = [_digest(batch, i) for i in range(len(positions))]
         self.marks.write("step", trainer.global_step, samples=list(zip(positions, ids, draws, strict=True)))
+        time.sleep(float(os.environ.get("WATCH_STEP_S", "0")))
 
 
 def _digest(batch: PixelBatch, index: int) -> str:
@@ -104,3 +108,7 @@ def train(words: list[str]) -> None:
     building.build_run = build_watched  # type: ignore[assignment]
     sys.argv = ["train.py", *words]
     runpy.run_module("train", run_name="__main__")
+
+
+if __name__ == "__main__":
+    train(sys.argv[1:])

@@ -1,13 +1,10 @@
-"""`python -m train` that also writes which samples each rank saw in each micro-batch; started by torchrun in tests."""
+"""Which samples each rank saw in each micro-batch."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-
-from tests.integration.training import train
 
 
 class RecordIds(pl.Callback):
@@ -30,7 +27,3 @@ def read_ids(folder: Path) -> dict[int, list[tuple[int, int]]]:
             step, positions, ids = json.loads(line)
             steps.setdefault(step, []).extend(zip(positions, ids, strict=True))
     return {step: sorted(pairs) for step, pairs in steps.items()}
-
-
-if __name__ == "__main__":
-    train(sys.argv[2:], RecordIds(Path(sys.argv[1])))

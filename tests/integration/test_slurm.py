@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from scripts.slurm_cluster import Cluster, missing_packages, slurm_cluster
 from tests.integration.record_ids import read_ids
-from tests.integration.slurm_cluster import Cluster, missing_packages, slurm_cluster
 from tests.integration.test_training import assert_same_tensors
 from tests.integration.training import (
     ROOT,

@@ -52,7 +52,14 @@ OverTimeLimit=3
 GresTypes=gpu
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={n1} CPUs=8 RealMemory=1000 Gres=gpu:1
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={n2} CPUs=8 RealMemory=1000 Gres=gpu:1
-PartitionName=short Nodes=n1,n2 Default=YES State=UP
+# A node that says nothing for so long is down, and its job goes back into the queue.
+SlurmdTimeout=10
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+# The signal that a job asks for before its time limit is also sent when its seconds of grace begin.
+SlurmctldParameters=preempt_send_user_signal
+PartitionName=short Nodes=n1,n2 Default=YES State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=n1,n2 State=UP PriorityTier=10
 """
 
 
@@ -85,6 +92,7 @@ class Cluster:
         self.root = root
         self.environment = {**os.environ, "SLURM_CONF": str(root / "slurm.conf")}
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
 
     def command(self, *words: object, **environment: str) -> str:
         """Output of sbatch, squeue, scontrol …; fails with what it said."""
@@ -115,12 +123,21 @@ class Cluster:
         self._run_munge()
         self._run("slurmctld", "-D", "-i")
         for node in NODES:
-            self._run("slurmd", "-D", "-N", node)
+            self.start_node(node)
         self._wait_until_idle()
+
+    def start_node(self, node: str) -> None:
+        """Its daemon."""
+        self._nodes[node] = self._run("slurmd", "-D", "-N", node)
+
+    def fail_node(self, node: str) -> None:
+        """kill −9 of its daemon: to the controller the machine is gone, but what runs on it goes on."""
+        self._nodes[node].kill()
+        self._nodes[node].wait()
 
     def stop(self) -> None:
         """Ends the jobs, then the daemons in the opposite order."""
-        subprocess.run(["scancel", "--partition=short"], env=self.environment, capture_output=True, timeout=30)
+        subprocess.run(["scancel", "--user=root"], env=self.environment, capture_output=True, timeout=30)
         for daemon in reversed(self._daemons):
             daemon.send_signal(signal.SIGTERM)
             try:
@@ -147,13 +164,13 @@ class Cluster:
         self._run("munged", "--foreground", "--force", *options)
         _wait(lambda: (self.root / "munge.socket").exists(), "munged did not start", self.root)
 
-    def _run(self, program: str, *options: str) -> None:
+    def _run(self, program: str, *options: str) -> subprocess.Popen[bytes]:
         path = _program(program)
         assert path is not None
         with (self.root / f"{program}.out").open("ab") as out:
-            self._daemons.append(
-                subprocess.Popen([path, *options], env=self.environment, stdout=out, stderr=subprocess.STDOUT)
-            )
+            daemon = subprocess.Popen([path, *options], env=self.environment, stdout=out, stderr=subprocess.STDOUT)
+        self._daemons.append(daemon)
+        return daemon
 
     def _wait_until_idle(self) -> None:
         def is_up() -> bool:
