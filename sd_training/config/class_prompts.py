@@ -1,5 +1,6 @@
 """Class index → prompts, for `ClassificationWebDataset`."""
 
+import errno
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,10 @@ from sd_training.config.data_schema import SourceParams
 
 Written = Mapping[str | int, str | list[str]] | str
 """Inline, or the path of a JSON file."""
+_MAX_BYTES = 256 * 2**20
+"""Largest file of prompts [bytes]."""
+_MAX_DIGITS = 20
+"""Longer numbers are names."""
 
 
 def prompts_of(params: SourceParams) -> Written | None:
@@ -26,14 +31,24 @@ def read_class_prompts(params: SourceParams) -> tuple[dict[str, list[str]], list
     written: Any = prompts_of(params)
     if isinstance(written, str):
         try:
-            written = json.loads(Path(written).expanduser().read_text(encoding="utf-8"))
-        except OSError as error:
-            return {}, [f"{option}: cannot read {written!r}: {error.strerror}"]
-        except (ValueError, RecursionError) as error:
+            written = json.loads(_read(Path(written).expanduser()))
+        except RecursionError:
+            return {}, [f"{option}: {written!r} is not readable as JSON: nested too deeply"]
+        except (OSError, RuntimeError) as error:  # RuntimeError: `~nobody`
+            return {}, [f"{option}: cannot read {written!r}: {getattr(error, 'strerror', None) or error}"]
+        except ValueError as error:
             return {}, [f"{option}: {written!r} is not readable as JSON: {error}"]
     if not isinstance(written, dict) or not written:
         return {}, [f"{option}: must be a mapping of class to prompt, with at least one class"]
     return _read_mapping(option, written)
+
+
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise OSError(errno.EFBIG, f"larger than {_MAX_BYTES:,} bytes")
+    return content
 
 
 def _read_mapping(option: str, written: dict[Any, Any]) -> tuple[dict[str, list[str]], list[str]]:
@@ -41,7 +56,7 @@ def _read_mapping(option: str, written: dict[Any, Any]) -> tuple[dict[str, list[
     problems: list[str] = []
     for key, value in written.items():
         name = str(key).strip()
-        name = str(int(name)) if name.isascii() and name.isdigit() else name
+        name = str(int(name)) if name.isascii() and name.isdigit() and len(name) < _MAX_DIGITS else name
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
             problems.append(f"{option}.{key}: must be a prompt or a list of at least one prompt")

@@ -148,7 +148,8 @@ class SourceParams:
     class_mapping: dict[str | int, str | list[str]] | str | None = None
     """Another name of `idx_to_prompt`."""
     allow_pipe: bool = False
-    """Run `pipe:` entries of `path` as shell commands. Only for commands you trust."""
+    """Run `pipe:` entries of `path` as shell commands. Only for commands you trust, and only on the command line: a
+    configuration file cannot set it to true."""
 
 
 @dataclass(config=SCHEMA, kw_only=True)

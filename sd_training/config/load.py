@@ -9,6 +9,7 @@ from sd_training.config.check import check, warnings
 from sd_training.config.fields import accepts, options
 from sd_training.config.fit import fit
 from sd_training.config.interpolation import resolve
+from sd_training.config.permissions import not_permitted
 from sd_training.config.problems import Problem, is_below, mentions, wrong_values
 from sd_training.config.schema import Config
 from sd_training.config.sources import gather
@@ -37,6 +38,7 @@ def load_config(argv: Sequence[str]) -> Config:
     resolved = resolve(sources.tree)
     fitted = fit(resolved.values, sources.origins, resolved.sources)
     problems = sources.problems + resolved.problems + fitted.problems
+    problems += not_permitted(fitted.values, sources.origins)
     already = [problem.key for problem in problems if problem.is_option]
     if sources.complete:
         problems += [missing for missing in fitted.missing if not is_below(missing.key, already)]

@@ -1,5 +1,6 @@
 """The command line read into one tree: YAML files merged left to right, then dot overrides."""
 
+import errno
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -11,11 +12,14 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from sd_training.config.expansion import expansion_problem
 from sd_training.config.fields import SECRETS, accepts, accepts_as_typed, defaults, options
 from sd_training.config.problems import Problem
 
 COMMAND_LINE = "command line"
 
+_MAX_FILE_BYTES = 32 * 2**20
+"""Largest configuration file [bytes]."""
 _MAX_NODES = 500_000
 """YAML nodes after alias expansion; a class list of a thousand classes with eighty prompts each fits."""
 _KEY = re.compile(r"[^\s<>!=.\[\]]+(\.[^\s<>!=.\[\]]+|\[\d+\])*")
@@ -49,7 +53,18 @@ def gather(argv: Sequence[str]) -> Sources:
     sources.problems += _given_twice(overrides)
     for item in overrides:
         _apply_override(sources, item)
+    _refuse_multiplying(sources)
     return sources
+
+
+def _refuse_multiplying(sources: Sources) -> None:
+    try:
+        problem = expansion_problem(sources.tree)
+    except RecursionError:
+        problem = "nested too deeply"
+    if problem:
+        sources.problems.append(Problem("configuration", problem, is_option=False))
+        sources.complete, sources.tree = False, OmegaConf.create({})
 
 
 def _given_twice(overrides: Sequence[str]) -> list[Problem]:
@@ -64,8 +79,7 @@ def _given_twice(overrides: Sequence[str]) -> list[Problem]:
 
 def _merge_file(sources: Sources, name: str) -> None:
     try:
-        text = Path(name).read_text(encoding="utf-8")
-        values, lines = _parse_file(name, text)
+        values, lines = _parse_file(name, _read(name))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a UTF-8 text"
         values, lines = _file_problem(name, f"cannot read this file: {reason}"), {}
@@ -78,6 +92,15 @@ def _merge_file(sources: Sources, name: str) -> None:
     assert isinstance(merged, DictConfig), "two mappings merge to a mapping"
     sources.tree = merged
     sources.origins |= {key: f"{name}, line {line}" for key, line in lines.items()}
+
+
+def _read(name: str) -> str:
+    """The text of a file, or of a pipe, as `config=<(…)` gives one."""
+    with Path(name).open("rb") as file:
+        content = file.read(_MAX_FILE_BYTES + 1)
+    if len(content) > _MAX_FILE_BYTES:
+        raise OSError(errno.EFBIG, f"larger than {_MAX_FILE_BYTES:,} bytes")
+    return content.decode("utf-8")
 
 
 def _parse_file(name: str, text: str) -> tuple[dict[Any, Any] | Problem, dict[str, int]]:
@@ -135,7 +158,9 @@ def _apply_override(sources: Sources, item: str) -> None:
         sources.problems += _refuse_resolvers(wrapped)
         OmegaConf.update(sources.tree, key, wrapped[key], merge=True)
         sources.origins[key] = COMMAND_LINE
-    except OmegaConfBaseException as error:
+    except RecursionError:
+        sources.problems.append(Problem(f"{item[:60]}…", "cannot be set: nested too deeply", is_option=False))
+    except (OmegaConfBaseException, ValueError) as error:
         sources.problems.append(Problem(item, f"cannot be set: {_first_line(error)}", is_option=False))
 
 
@@ -157,7 +182,7 @@ def parse_value(key: str, text: str) -> Any:
         return text
     try:
         value = _plain(OmegaConf.from_dotlist([f"value={text}"]))["value"]
-    except (yaml.YAMLError, OmegaConfBaseException):
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError):  # ValueError: a number of 5,000 digits, no UTF-8
         return text
     option = options().get(key)
     if option is None or value is None or isinstance(value, (str, list)):
@@ -178,26 +203,28 @@ def _refuse_resolvers(values: dict[Any, Any]) -> list[Problem]:
             value, dotted = holder[key], f"{path}.{key}" if path else str(key)
             if isinstance(value, (dict, list)):
                 visit(value, dotted)
-            elif isinstance(value, str) and (name := _resolver_in(value)):
+            elif isinstance(value, str) and (refused := _refused_in(value)):
                 holder[key] = "???"
-                text = f"${{{name}:…}} is not allowed: only ${{another.option}} is read, nothing from outside the files"
+                text = f"{refused} is not allowed: only ${{another.option}} is read, nothing from outside the files"
                 problems.append(Problem(dotted, text))
 
     visit(values, "")
     return problems
 
 
-def _resolver_in(text: str) -> str | None:
-    """Name of the first resolver in `${name:…}`, at any depth."""
+def _refused_in(text: str) -> str | None:
+    """The first `${name:…}` at any depth, else an interpolation inside another one: what it names is not to be told."""
     opened: list[int] = []
+    is_nested = False
     for token in re.finditer(r"\$\{|\}|:", text):
         if token[0] == "${":
+            is_nested |= bool(opened)
             opened.append(token.end())
         elif opened and token[0] == ":":
-            return text[opened[-1] : token.start()].strip()
+            return f"${{{text[opened[-1] : token.start()].strip()}:…}}"
         elif opened:
             opened.pop()
-    return None
+    return "${…${…}…}" if is_nested else None
 
 
 def _plain(tree: Any) -> Any:

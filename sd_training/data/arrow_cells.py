@@ -5,6 +5,9 @@ import pyarrow as pa
 
 from sd_training.errors import ConfigError, DataError
 
+MAX_TEXT_BYTES = 1 << 20
+"""Longest caption or metadata text of a row, as an average over the rows that are read at once [bytes]."""
+
 
 def is_metadata(kind: pa.DataType) -> bool:
     """Whether values of this type can be metadata or captions."""
@@ -44,6 +47,17 @@ def plain(column: pa.Array) -> pa.Array:
         texts = column.cast(pa.large_binary()).to_pylist()
         return pa.array([None if text is None else text.decode("utf-8", "replace") for text in texts], kind)
     return column
+
+
+def without_long_texts(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, list[str]]:
+    """The batch with the columns nulled that hold more than `MAX_TEXT_BYTES` per row, and their names: as Python
+    objects a few bytes of a packed file would fill the memory."""
+    most = MAX_TEXT_BYTES * max(1, batch.num_rows)
+    long = [name for name, column in zip(batch.schema.names, batch.columns, strict=True) if column.nbytes > most]
+    for name in long:
+        place = batch.schema.get_field_index(name)
+        batch = batch.set_column(place, name, pa.nulls(batch.num_rows, batch.column(place).type))
+    return batch, long
 
 
 def check_caption(table: str, field: pa.Field) -> None:

@@ -13,9 +13,12 @@ from sd_training.data.caption_choice import captions_in
 from sd_training.data.image_decode import image_size
 from sd_training.data.index_columns import MAX_FIELDS, Scalar, metadata_columns, storable
 from sd_training.data.problems import Problems, SkippedSample
+from sd_training.errors import DataError
 
 ROWS_AT_ONCE = 4096
 """Rows that are Python objects at the same time while a large unit is indexed."""
+MAX_UNIT_BYTES = 2 << 30
+"""Captions and metadata of one unit [bytes]. While it is indexed, they are in memory up to four times."""
 _THREADS = 8
 _HEADER_BUFFER = 4096
 """Bytes read at once where an image's size is looked up; the sizes of most files are in the first block."""
@@ -89,6 +92,7 @@ class SampleColumns:
     def __init__(self, location: str, problems: Problems) -> None:
         self.location, self.problems = location, problems
         self._parts: list[pa.Table] = [pa.table(_standard([]))]
+        self._num_bytes = 0
         self._fields: dict[str, None] = {}
         self._left_out: set[str] = set()
 
@@ -99,6 +103,12 @@ class SampleColumns:
                 self.name(sample.key, "image size cannot be told")
         rows = self._limited([sample.metadata for sample in samples])
         self._parts.append(pa.table(_standard(samples) | metadata_columns(rows)[0]))
+        self._num_bytes += self._parts[-1].nbytes
+        if self._num_bytes > MAX_UNIT_BYTES:
+            raise DataError(
+                f"'{self.location}' has more than {MAX_UNIT_BYTES:,} bytes of captions and metadata; split it into "
+                "several files"
+            )
 
     def name(self, key: str, reason: str) -> None:
         """Names a problem of the unit."""

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sd_training.data.arrow_cells import check_caption, image_cells, is_metadata, plain, plain_type
+from sd_training.data.arrow_cells import check_caption, image_cells, is_metadata, plain, plain_type, without_long_texts
 from sd_training.data.byte_files import Access, FileState, LocalFile, file_state, open_bytes, seekable
 from sd_training.data.column_names import IMAGE_COLUMNS, PATH_COLUMNS, Columns, pick_columns
 from sd_training.data.file_reader import FileReader, checked_path, folder_of, join
@@ -34,6 +34,8 @@ from sd_training.errors import DataError
 
 ROWS_AT_ONCE = 64
 """Rows that are Python objects at the same time."""
+MAX_GROUP_BYTES = 4 << 30
+"""Larger row groups are refused [bytes, unpacked, as the file says]."""
 MAX_OPEN_GROUPS = 64
 """Unpacked row groups kept open per process."""
 
@@ -111,6 +113,7 @@ class _ParquetScan:
         metadata = [field.name for field in schema if field.name != self.image and is_metadata(plain_type(field.type))]
         read = list(dict.fromkeys([*metadata, self.caption, self.image]))
         for group in range(self.table.num_row_groups):
+            self._check_size(group)
             self.offset = 0
             for batch in _batches(self.table, group, read):
                 found = list(self._batch(batch))
@@ -120,9 +123,20 @@ class _ParquetScan:
         groups = pa.array(self.groups, pa.int32())
         return columns | {"block": groups, "at:group": groups, "at:image_offset": pa.array(self.offsets, pa.int64())}
 
+    def _check_size(self, group: int) -> None:
+        size = self.table.metadata.row_group(group).total_byte_size
+        if size > MAX_GROUP_BYTES:
+            raise DataError(
+                f"row group {group} of '{shown(self.location)}' unpacks to {size:,} bytes, at most {MAX_GROUP_BYTES:,} "
+                "are read at once; write the table with smaller row groups (pyarrow: row_group_size=1000)"
+            )
+
     def _batch(self, batch: pa.RecordBatch) -> Iterator[FileSample]:
         cells = image_cells(shown(self.location), self.image, batch.column(self.image))
-        rows = batch.drop_columns([self.image]).to_pylist() if batch.num_columns > 1 else [{}] * batch.num_rows
+        rest, long = without_long_texts(batch.drop_columns([self.image]))
+        for name in long:
+            self._problem(f"texts have too many bytes: column {name}")
+        rows = rest.to_pylist() if rest.num_columns else [{}] * batch.num_rows
         paths = [self._path(path, self.row + i) if content is None else None for i, (content, path) in enumerate(cells)]
         infos = iter(measure([join(self.base, path) for path in paths if path is not None], self.access))
         for (content, _), path, values in zip(cells, paths, rows, strict=True):

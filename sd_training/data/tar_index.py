@@ -8,21 +8,34 @@ import tarfile
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any, BinaryIO
 
 from sd_training.data.byte_files import ByteFile, seekable
 from sd_training.data.image_decode import image_size
-from sd_training.data.index_columns import Scalar, read_metadata, storable
+from sd_training.data.index_columns import MAX_FIELDS, Scalar, read_metadata, storable
 from sd_training.data.problems import Problems, SkippedSample
 from sd_training.data.tar_groups import IMAGE_EXTENSIONS, Groups, IgnoredMembers
+from sd_training.errors import DataError
 
 MAX_TEXT_BYTES = 1 << 20
-"""Larger class and metadata members are refused."""
+"""Larger caption, class and metadata members are refused."""
+MAX_NAME_CHARACTERS = 4096
+"""Members with longer names are ignored."""
+MAX_MEMBERS = 10_000_000
+"""Members of one shard [count]. While it is indexed, each takes about 0.5 KB of memory besides its metadata."""
+_MAX_HEADER_BYTES = 1 << 20
+"""Longest extension of a member's header: a long name, or pax records."""
+_MAX_GLOBAL_RECORDS = 1_000
+"""Pax records that hold for all members of a shard [count]; tarfile copies them for each."""
 _BLOCK = 512
 _PADDING_READ = 1 << 20
 """Bytes read at once where only zeros are expected."""
 _TOO_WIDE = 2**31
 _HEADER_BUFFER = 4096
 """Bytes read at once where an image's size is looked up; the sizes of most files are in the first block."""
+
+MAX_MEMBER_BYTES = 1 << 28
+"""Larger images are not read, neither for their size nor in training."""
 
 Span = tuple[int, int]
 """Offset and length of a member's content [bytes]."""
@@ -67,6 +80,23 @@ def scan_tar(location: str, file: ByteFile, known: Mapping[str | int, Mapping[st
     return TarScan(_Scanner(location, file, problems, known or {}).run(), problems)
 
 
+class _Headers:
+    """What tarfile reads headers from. It takes lengths from the file, and reads what they say into memory.
+
+    Args:
+        file: the shard.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.seek, self.tell, self._file = file.seek, file.tell, file
+
+    def read(self, length: int) -> bytes:
+        """Up to `length` bytes. Raises tarfile.ReadError where no header is so long."""
+        if not 0 <= length <= _MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {length:,} bytes")
+        return self._file.read(length)
+
+
 class _Scanner:
     def __init__(
         self, location: str, file: ByteFile, problems: Problems, known: Mapping[str | int, Mapping[str, Scalar]]
@@ -74,7 +104,8 @@ class _Scanner:
         self.location, self.file, self.problems, self.known = location, file, problems, known
         self.samples: dict[str, TarSample] = {}
         self.groups = Groups()
-        self.first_of_part = 0
+        self.first_of_part = self.num_members = 0
+        self.fields: set[str] = set()
         self.ignored = IgnoredMembers()
 
     def run(self) -> list[TarSample]:
@@ -83,9 +114,11 @@ class _Scanner:
         try:
             while start is not None:
                 start = self._part(start)
-        except tarfile.TarError as error:
+        except (OSError, DataError):
+            raise
+        except Exception as error:  # tarfile lets many kinds through on damaged headers, RecursionError among them
             kind = "shard is truncated or damaged" if self.samples else "shard is not an uncompressed tar file"
-            self._problem("", f"{kind}: {error}")
+            self._problem("", f"{kind}: {error or type(error).__name__}")
             self._drop_partial()
         for sample in self.samples.values():
             self._describe(sample)
@@ -96,7 +129,8 @@ class _Scanner:
         """Reads one of the tar files that the shard is made of (`cat a.tar b.tar`); returns where the next begins."""
         self.first_of_part = len(self.samples)
         try:
-            tar = tarfile.open(fileobj=seekable(self.file, start), mode="r:")  # noqa: SIM115  # closed below
+            headers: Any = _Headers(seekable(self.file, start))
+            tar = tarfile.open(fileobj=headers, mode="r:")  # noqa: SIM115  # closed below
         except tarfile.ReadError:
             if start == 0:
                 raise
@@ -112,6 +146,9 @@ class _Scanner:
         while (member := tar.next()) is not None:
             if member.size < 0 or tar.offset <= end:  # a header that points backwards would be read for ever
                 raise tarfile.ReadError(f"invalid size at byte {member.offset}")
+            self.num_members += 1
+            if self.num_members > MAX_MEMBERS or len(tar.pax_headers) > _MAX_GLOBAL_RECORDS:
+                raise tarfile.ReadError(f"too many members or global headers at byte {member.offset}")
             end = tar.offset
             tar.members = []  # type: ignore[attr-defined]  # tarfile remembers every header; a large shard has many
             yield member
@@ -119,7 +156,9 @@ class _Scanner:
     def _place(self, member: tarfile.TarInfo, start: int) -> None:
         """Files the member under its sample, if its name and type are safe and its extension is one of ours."""
         if member.isdir():
-            return
+            return None
+        if len(member.name) > MAX_NAME_CHARACTERS:
+            return self._problem(member.name[:MAX_NAME_CHARACTERS], "member with a long name ignored")
         key, extension = _split_name(member.name)
         if not (member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not member.issparse()):
             return self._problem(member.name, "link, device or sparse member ignored")
@@ -178,16 +217,19 @@ class _Scanner:
         if "cls" in sample.spans:
             sample.cls = self._text(sample.spans["cls"]).strip()
         if (known := known_of(self.known, sample.key)) is not None:
-            sample.metadata = dict(known)
+            sample.metadata = self._limited(dict(known))
         elif "metadata" in sample.spans:
             try:
-                sample.metadata = read_metadata(self._text(sample.spans["metadata"]))
+                sample.metadata = self._limited(read_metadata(self._text(sample.spans["metadata"])))
             except (ValueError, RecursionError):
                 self._problem(sample.key, "metadata is not a JSON object")
         if "image" in sample.spans:
+            if (length := sample.spans["image"][1]) > MAX_MEMBER_BYTES:
+                return self._problem(sample.key, f"image has too many bytes: {length:,}")
             sample.size = _known_size(known or {}) or self._image_size(sample.spans["image"])
             if not sample.size[0]:
                 self._problem(sample.key, "image size cannot be told")
+        return None
 
     def _name_ignored(self) -> None:
         """Names what looks like samples of their own and is none: `1.0.jpg` has the extension `0.jpg`."""
@@ -197,6 +239,15 @@ class _Scanner:
         for name, extension in self.ignored.images(with_image):
             self._problem(name, f"image ignored: its extension is {extension}; keys have no dots")
         return None
+
+    def _limited(self, metadata: dict[str, Scalar]) -> dict[str, Scalar]:
+        """Without the fields beyond one more than `MAX_FIELDS` of the shard: they are left out later, and named."""
+        kept = {}
+        for name, value in metadata.items():
+            if name in self.fields or len(self.fields) <= MAX_FIELDS:
+                self.fields.add(name)
+                kept[name] = value
+        return kept
 
     def _image_size(self, span: Span) -> tuple[int, int]:
         offset, length = span

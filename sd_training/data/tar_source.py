@@ -18,13 +18,11 @@ from sd_training.data.locations import shown
 from sd_training.data.problems import BadSample, Problems, SkippedSample
 from sd_training.data.read_ahead import ReadAhead
 from sd_training.data.source import Unit, UnitScan
-from sd_training.data.tar_index import TarSample, known_of, scan_tar
+from sd_training.data.tar_index import MAX_MEMBER_BYTES, TarSample, known_of, scan_tar
 from sd_training.errors import DataError
 
 MAX_OPEN_SHARDS = 64
 """Files kept open per process."""
-MAX_MEMBER_BYTES = 1 << 28
-"""Larger members are skipped without reading them."""
 _STATES_AT_ONCE = 16
 _SIDECAR = "\n"
 """Between the versions of a shard and of the table beside it."""

@@ -1,0 +1,116 @@
+"""Configuration files from elsewhere: nothing runs, nothing multiplies, and no permission is given by a file."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from sd_training.config import expansion, sources
+from sd_training.config.load import load_config
+from sd_training.errors import ConfigError
+from tests.unit.config.test_load import BASE, only, write
+
+PARAMS = "model.unet.params"
+
+
+def in_params(text: str) -> str:
+    return f"model: {{unet: {{params: {{{text}}}}}}}\n"
+
+
+def doubled(levels: int, both: str) -> str:
+    """Each value names the one before twice."""
+    names = [both.replace("@", f"${{{PARAMS}.v{i}}}") for i in range(levels)]
+    return in_params("v0: x, " + ", ".join(f"v{i + 1}: {name}" for i, name in enumerate(names)))
+
+
+@pytest.mark.parametrize("both", ["'@@'", "{a: '@', b: '@'}", "['@', '@']"])
+def test_values_that_multiply_are_refused_before_they_are_resolved(both: str, tmp_path: Path) -> None:
+    started = time.monotonic()
+    assert "interpolations multiply" in only(f"config={write(tmp_path / 'a.yaml', doubled(60, both))}", *BASE)
+    assert time.monotonic() - started < 5
+    load_config([f"config={write(tmp_path / 'b.yaml', doubled(5, both))}", *BASE])
+
+
+def test_text_that_multiplies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expansion, "MAX_CHARACTERS", 100_000)
+    argv = [*BASE, f"{PARAMS}.a={'x' * 20_000}"]
+    load_config([*argv, f"{PARAMS}.b=${{{PARAMS}.a}}"])
+    assert "characters long" in only(*argv, *(f"{PARAMS}.b{i}=${{{PARAMS}.a}}" for i in range(4)))
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (f"{PARAMS}.x=" + "[" * 3000 + "]" * 3000, "nested too deeply"),
+        (f"{PARAMS}.{'a.' * 2000}b=1", "nested too deeply"),
+        ("experiment.project=a${model.${experiment.name}}", "${…${…}…} is not allowed"),
+    ],
+)
+def test_nested_overrides_are_problems(override: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected.replace("$", r"\$").replace("{", r"\{").replace("}", r"\}")):
+        load_config([*BASE, override])
+
+
+@pytest.mark.parametrize("value", ["1" * 5000, "2024-99-99", "\udc80", "!!python/object/apply:os.mkdir [canary]"])
+def test_a_value_that_yaml_cannot_read_is_text(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config([*BASE, f"experiment.project={value}"]).experiment.project == value
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tag", ["python/object/apply:os.mkdir [canary]", "python/name:os.mkdir ''", "python/tuple []"])
+def test_tags_make_no_objects(tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "not readable as YAML" in only(f"config={write(tmp_path / 'a.yaml', in_params(f'x: !!{tag}'))}")
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("target", ["os.system", "builtins.eval", "torch.load", "diffusers.models.x", "__main__.x"])
+def test_a_dotted_target_is_no_class(target: str) -> None:
+    from sd_training.models.registry import ALLOWED, class_of
+
+    for part in ALLOWED:
+        with pytest.raises(ConfigError, match="is not allowed; use one of"):
+            class_of(part, target)
+    assert "unknown option" in only(*BASE, f"model.unet._target_={target}")
+
+
+def test_a_file_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_MAX_FILE_BYTES", 100)
+    load_config([f"config={write(tmp_path / 'a.yaml', '#' * 100)}", *BASE])
+    assert "larger than 100 bytes" in only(f"config={write(tmp_path / 'b.yaml', '#' * 101)}")
+    assert "larger than 100 bytes" in only("config=/dev/zero")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dataset: {params: {allow_pipe: true}}",
+        "dataset: {params: {allow_pipe: 'yes'}}",
+        "dataset: {params: '${model.unet.params}'}\nmodel: {unet: {params: {allow_pipe: true}}}",
+        "dataset: {mix: [{params: {path: 'pipe:true', allow_pipe: true}}]}",
+    ],
+)
+def test_a_file_cannot_permit_shell_commands(text: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", text)
+    with pytest.raises(ConfigError, match=r"allow_pipe: is true \(.*line \d+\); this permission is given on"):
+        load_config([f"config={file}", *BASE])
+
+
+def test_the_command_line_permits_shell_commands(tmp_path: Path) -> None:
+    permit = "dataset.params.allow_pipe=true"
+    assert load_config([*BASE, permit]).dataset.params.allow_pipe
+    file = write(tmp_path / "a.yaml", "dataset: {params: {allow_pipe: true}}")
+    assert load_config([f"config={file}", *BASE, permit]).dataset.params.allow_pipe
+    mix = write(tmp_path / "b.yaml", "dataset: {mix: [{params: {path: 'pipe:true'}}]}")
+    loaded = load_config([f"config={mix}", *BASE, "dataset.mix[0].params.allow_pipe=true"])
+    assert loaded.dataset.mix[0].params.allow_pipe and not loaded.dataset.params.allow_pipe
+
+
+def test_prompt_files_are_read_within_bounds(tmp_path: Path) -> None:
+    argv = [*BASE, "dataset.type=ClassificationWebDataset"]
+    for text in ('{"' + "9" * 5000 + '": "x"}', '{"1": "x"}'):
+        load_config([*argv, f"dataset.params.idx_to_prompt={write(tmp_path / 'p.json', text)}"])
+    deep = write(tmp_path / "d.json", "[" * 100_000)
+    for path in (deep, "~nobody-of-this-name/p.json"):
+        assert "idx_to_prompt: " in only(*argv, f"dataset.params.idx_to_prompt={path}")
