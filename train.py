@@ -46,9 +46,6 @@ def main() -> None:
     if fit:
         target, words = take_target(words)
     config = load_config(words)
-    if config.wandb.api_key:
-        # wandb writes the command line into its run file. Further processes are started with it, and need no key.
-        sys.argv = [word.replace(config.wandb.api_key, "<redacted>") for word in sys.argv]
 
     quiet_libraries()
     # torch and its friends take seconds to import; a mistake in the config is reported before that.

@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 from sd_training.errors import UserError
 from sd_training.rank_log import is_main_process
+from sd_training.redaction import for_terminal, hide_in_tracebacks
 
+_OTHERS_CANNOT_WRITE = 0o002
 _FIRST_SAYS_IT_S = 3.0
 
 
@@ -19,6 +21,8 @@ def run_cli(main: Callable[[], None]) -> None:
         SystemExit: the status of a `UserError` (each of its lines printed as "error: ..."), 130 after Ctrl-C;
             other exceptions are defects of the program and keep their traceback.
     """
+    os.umask(os.umask(0o077) | _OTHERS_CANNOT_WRITE)
+    hide_in_tracebacks()
     try:
         main()
     except UserError as error:
@@ -34,7 +38,7 @@ def run_cli(main: Callable[[], None]) -> None:
 def print_error(error: UserError) -> None:
     """Each line of it, as "error: ..."."""
     for line in str(error).splitlines():
-        print(f"error: {line}", file=sys.stderr, flush=True)
+        print(f"error: {for_terminal(line)}", file=sys.stderr, flush=True)
 
 
 def _leave_it_to_the_first(status: int) -> None:

@@ -4,6 +4,8 @@ import logging
 import os
 import sys
 
+from sd_training.redaction import for_terminal
+
 
 def global_rank() -> int:
     """Rank of this process by the launcher's variables (torchrun, SLURM); 0 when started alone."""
@@ -25,12 +27,19 @@ class _MainProcessOnly(logging.Filter):
         return record.levelno >= logging.ERROR or is_main_process()
 
 
+class _WithoutSecrets(logging.Formatter):
+    """What is logged may come from outside: names of samples, messages of libraries."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return for_terminal(super().format(record))
+
+
 def get_logger(name: str) -> logging.Logger:
     """Logger of a module. The handler is put on the package's root logger once."""
     root = logging.getLogger("sd_training")
     if not root.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(_WithoutSecrets("%(message)s"))
         handler.addFilter(_MainProcessOnly())
         root.addHandler(handler)
         root.setLevel(logging.INFO)

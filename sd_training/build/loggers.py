@@ -1,6 +1,7 @@
 """Where metrics and pictures go beside `metrics.csv`."""
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 from sd_training.build.plan import Plan
 from sd_training.config.dump import to_plain
 from sd_training.rank_log import get_logger, is_main_process
+from sd_training.redaction import redacted
 
 log = get_logger(__name__)
 
@@ -38,6 +40,18 @@ class TensorBoard(TensorBoardLogger):
             self._experiment = None
 
 
+class _PrivateWandb(WandbLogger):
+    """W&B writes the command line into its files, so it gets to see one without secrets. By the time it is asked for,
+    further processes, which need the real one, have been started."""
+
+    @property
+    def experiment(self) -> Any:
+        """As the base class's."""
+        if self._experiment is None:
+            sys.argv = [redacted(word) for word in sys.argv]
+        return super().experiment
+
+
 def build_loggers(plan: Plan) -> list[Logger]:
     """TensorBoard always; W&B when a key or a mode asks for it."""
     wandb = plan.config.wandb
@@ -47,7 +61,7 @@ def build_loggers(plan: Plan) -> list[Logger]:
     if mode == "disabled":
         return loggers
     experiment = plan.config.experiment
-    logger = WandbLogger(
+    logger = _PrivateWandb(
         name=experiment.name,
         project=experiment.project,
         entity=wandb.entity,

@@ -13,6 +13,7 @@ from typing import Any
 import pytorch_lightning as pl
 
 from sd_training.rank_log import get_logger
+from sd_training.redaction import redacted
 
 log = get_logger(__name__)
 
@@ -40,12 +41,6 @@ def git_revision(folder: Path) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def redacted(word: str) -> str:
-    """A word of the command line without the value of an option that holds a secret."""
-    name, separator, _ = word.partition("=")
-    return f"{name}=<redacted>" if separator and name.endswith("api_key") else word
 
 
 class RunRecord(pl.Callback):

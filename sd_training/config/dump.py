@@ -6,27 +6,18 @@ from typing import Any
 import yaml
 
 from sd_training.config.schema import Config
-
-_HIDDEN = "(hidden)"
+from sd_training.redaction import note_secret, redacted_values
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """Plain containers of a configuration; `wandb.api_key` is null, and its text is hidden wherever else it stands."""
+    """Plain containers of a configuration; `wandb.api_key` is null, and other secrets are hidden (`redaction`)."""
     plain: dict[str, Any] = asdict(config)
-    secret = plain["wandb"]["api_key"]
+    note_secret(plain["wandb"]["api_key"])
     plain["wandb"]["api_key"] = None
-    hidden: dict[str, Any] = _hide(plain, secret) if secret else plain
+    hidden: dict[str, Any] = redacted_values(plain)
     return hidden
 
 
 def resolved_yaml(config: Config) -> str:
-    """YAML that `load_config` reads back to the same configuration, except for the key of W&B."""
+    """YAML that `load_config` reads back to the same configuration, except for W&B's key and what URLs hide."""
     return str(yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True, width=120))
-
-
-def _hide(value: Any, secret: str) -> Any:
-    if isinstance(value, dict):
-        return {_hide(key, secret): _hide(item, secret) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_hide(item, secret) for item in value]
-    return value.replace(secret, _HIDDEN) if isinstance(value, str) else value

@@ -15,6 +15,7 @@ from sd_training.config.schema import Config
 from sd_training.config.sources import gather
 from sd_training.errors import ConfigError
 from sd_training.rank_log import get_logger
+from sd_training.redaction import note_secret
 
 log = get_logger(__name__)
 
@@ -50,6 +51,7 @@ def load_config(argv: Sequence[str]) -> Config:
         raise ConfigError(_unique([*map(str, problems), *rules]))
     if rules := check(config):
         raise ConfigError(rules)
+    note_secret(config.wandb.api_key)
     for warning in warnings(config):
         log.warning(warning)
     return config

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from sd_training.data.problems import Problems, SkippedSample
+from sd_training.data.problems import Problems, SkippedSample, printable
 from sd_training.errors import BadSamplesError
 from sd_training.rank_log import get_logger
 
@@ -97,7 +97,8 @@ class BadSampleLog:
     def _count_one(self, problem: SkippedSample) -> None:
         if not self._counted:
             where = self._named_in("it and all later ones are")
-            log.warning("a sample was skipped: %s %s: %s%s", problem.shard, problem.key, problem.reason, where)
+            named = (printable(part) for part in (problem.shard, problem.key, problem.reason))
+            log.warning("a sample was skipped: %s %s: %s%s", *named, where)
         if (problem.shard, problem.key) in self._counted:
             return
         self._counted.add((problem.shard, problem.key))

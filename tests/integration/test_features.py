@@ -202,7 +202,7 @@ def test_the_wandb_key_is_written_nowhere(
     for path in run_dir.rglob("*"):
         if path.is_file():
             assert secret.encode() not in path.read_bytes(), path
-    assert json.loads((run_dir / "run.json").read_text())["starts"][0]["command"][-1] == "wandb.api_key=<redacted>"
+    assert json.loads((run_dir / "run.json").read_text())["starts"][0]["command"][-1] == "wandb.api_key=(hidden)"
 
 
 def test_a_taken_folder_is_refused_without_requeue(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
