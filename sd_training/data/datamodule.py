@@ -23,6 +23,7 @@ from sd_training.data.order import OrderSettings, SampleOrder
 from sd_training.data.report import DataReport, make_report
 from sd_training.data.run_order import RunOrder
 from sd_training.data.sizes import training_sizes
+from sd_training.data.worker_deaths import WorkerDeaths
 from sd_training.errors import CheckpointError, ConfigError
 from sd_training.rank_log import get_logger
 
@@ -61,6 +62,7 @@ class TrainingData(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         self.dataset, self.plan, self.workers = dataset, plan, workers
+        self.run_dir = run_dir
         self.draws, self.tokenizers, self.captions_needed = draws, dict(tokenizers), captions_needed
         self.table: BucketTable = training_sizes(dataset.params)
         params = dataset.params
@@ -105,7 +107,8 @@ class TrainingData(pl.LightningDataModule):
         # Loader processes are forked; the tokenizers package would warn about its threads in every one of them.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         order = self._open().order
-        return TrainingLoader(self.samples(), order, self.plan, rank, self.workers, first_step, self.bad_samples)
+        samples, bad, deaths = self.samples(), self.bad_samples, WorkerDeaths(self.run_dir)
+        return TrainingLoader(samples, order, self.plan, rank, self.workers, first_step, bad, deaths)
 
     def samples(self) -> TrainingSamples:
         """The samples by visit."""
