@@ -9,6 +9,7 @@ The same command again resumes the run, also after SIGTERM or SIGUSR1: then it h
 Every option is described in docs/config.md.
 """
 
+import os
 import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
@@ -81,8 +82,13 @@ def train(plan: "Plan", signals: StopSignals) -> None:
         run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.resume_from)
     if run.exit_status:
         log.info(f"stopped after {run.trainer.global_step:,} optimizer steps and saved; the same command goes on")
+    else:
+        log.info(f"done: {plan.run_dir / 'current_pipeline'}")
+    if run.is_logger_left:
+        sys.stdout.flush()
+        os._exit(run.exit_status)  # a logger that hangs would keep Python from ending
+    if run.exit_status:
         signals.leave(run.exit_status)
-    log.info(f"done: {plan.run_dir / 'current_pipeline'}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ CONVERTER = "scripts/convert_checkpoint.py"
 """The one place where a foreign pickle is opened: with `weights_only=True`, in a process without rights."""
 WITHOUT_RIGHTS = {
     CONVERTER: "legacy checkpoints of others",
-    "scripts/campaign/lightning_run.py": "checkpoints that Lightning wrote a moment ago, in the baseline of the campaign",
+    "scripts/campaign/lightning_run.py": "what Lightning wrote a moment ago, in the campaign's baseline",
 }
 """Files that may call torch.load, always with `weights_only=True`, and what they read."""
 PICKLED_MESSAGES = {

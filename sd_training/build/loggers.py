@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
 from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from sd_training.build.plan import Plan
+from sd_training.callbacks.background_logger import TAKING_LEAVE_S, BackgroundLogger
 from sd_training.config.dump import to_plain
 from sd_training.rank_log import get_logger, is_main_process
 from sd_training.redaction import redacted
@@ -53,35 +56,66 @@ class _PrivateWandb(WandbLogger):
 
 
 def build_loggers(plan: Plan) -> list[Logger]:
-    """TensorBoard always; W&B when a key or a mode asks for it."""
+    """TensorBoard always; W&B when a key or a mode asks for it. Both in threads of their own."""
     wandb = plan.config.wandb
-    loggers: list[Logger] = [TensorBoard(plan.run_dir, name="", version="tensorboard")]
+    loggers: list[Logger] = [
+        BackgroundLogger(
+            "TensorBoard",
+            lambda: TensorBoard(plan.run_dir, name="", version="tensorboard"),
+            _picture_for_tensorboard,
+        )
+    ]
     key = wandb.api_key or os.environ.get("WANDB_API_KEY")
     mode = ("online" if key else "disabled") if wandb.mode == "auto" else wandb.mode
     if mode == "disabled":
         return loggers
+    identifier = _wandb_id(plan.run_dir)
+    return [
+        *loggers,
+        BackgroundLogger(
+            "W&B", lambda: _wandb(plan, identifier, is_offline=mode == "offline"), _picture_for_wandb, _finish_wandb
+        ),
+    ]
+
+
+def _wandb(plan: Plan, identifier: str, *, is_offline: bool) -> Logger:
+    """The run is begun at once, so that a server that refuses it is told of at the start."""
+    from wandb import Settings  # W&B is optional, and takes a second to import
+
+    # A key of the configuration is told to W&B alone: the environment would tell every process started from here.
+    settings: dict[str, Any] = {"finish_timeout": TAKING_LEAVE_S * 0.8}
+    if plan.config.wandb.api_key is not None:
+        settings["api_key"] = plan.config.wandb.api_key
     experiment = plan.config.experiment
     logger = _PrivateWandb(
         name=experiment.name,
         project=experiment.project,
-        entity=wandb.entity,
+        entity=plan.config.wandb.entity,
         save_dir=plan.run_dir,
-        offline=mode == "offline",
-        id=_wandb_id(plan.run_dir),
+        offline=is_offline,
+        id=identifier,
         resume="allow",
         config=to_plain(plan.config),
-        **_login(wandb.api_key),
+        settings=Settings(**settings),
     )
-    return [*loggers, logger]
+    _ = logger.experiment
+    return logger
 
 
-def _login(api_key: str | None) -> dict[str, Any]:
-    """A key of the configuration is told to W&B alone: the environment would tell every process started from here."""
-    if api_key is None:
-        return {}
-    from wandb import Settings  # W&B is optional, and takes a second to import
+def _finish_wandb(logger: Logger) -> None:
+    """Here, not when Python ends, where nothing would limit it."""
+    assert isinstance(logger, WandbLogger)
+    logger.experiment.finish()
 
-    return {"settings": Settings(api_key=api_key)}
+
+def _picture_for_tensorboard(logger: Logger, tag: str, picture: Image.Image, step: int) -> None:
+    assert isinstance(logger, TensorBoardLogger)
+    logger.experiment.add_image(tag, np.asarray(picture), step, dataformats="HWC")
+
+
+def _picture_for_wandb(logger: Logger, tag: str, picture: Image.Image, step: int) -> None:
+    assert isinstance(logger, WandbLogger)
+    logger.log_image(tag, [picture], step=step)
 
 
 def _wandb_id(run_dir: Path) -> str:

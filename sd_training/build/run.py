@@ -15,6 +15,7 @@ from sd_training.build.loggers import build_loggers
 from sd_training.build.models import build_model
 from sd_training.build.plan import Plan
 from sd_training.build.strategy import LIGHTNING_PRECISION, make_strategy, precision_plugins
+from sd_training.callbacks.background_logger import BackgroundLogger
 from sd_training.callbacks.deadlines import Deadlines
 from sd_training.callbacks.preemption import Preemption
 from sd_training.callbacks.save_times import SaveTimes
@@ -60,6 +61,11 @@ class Run:
         if isinstance(environment, LightningEnvironment) and not self.trainer.is_global_zero:
             return 0
         return self.preemption.status
+
+    @property
+    def is_logger_left(self) -> bool:
+        """After the fit: whether a logger is still busy and nobody is to wait for it."""
+        return any(isinstance(logger, BackgroundLogger) and logger.is_left for logger in self.trainer.loggers)
 
 
 def build_run(plan: Plan, signals: StopSignals | None = None, watch: HangWatch | None = None) -> Run:

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytorch_lightning as pl
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
-from pytorch_lightning.loggers import TensorBoardLogger, WandbLogger
 
+from sd_training.callbacks.background_logger import BackgroundLogger
 from sd_training.callbacks.ema import Ema, export_weights
 from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.callbacks.stopwatch import Stopwatch
@@ -158,7 +157,5 @@ def _unwritten_told(name: str, step: int) -> Iterator[None]:
 def _log_picture(trainer: pl.Trainer, tag: str, picture: Image.Image, step: int) -> None:
     """To every logger that shows pictures."""
     for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_image(tag, np.asarray(picture), step, dataformats="HWC")
-        elif isinstance(logger, WandbLogger):
-            logger.log_image(tag, [picture], step=step)
+        if isinstance(logger, BackgroundLogger):
+            logger.log_picture(tag, picture, step)
