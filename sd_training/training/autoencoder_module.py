@@ -40,10 +40,10 @@ class AutoencoderModule(TrainedModule):
         self.remember_samples(batch, loss, losses, None)
         return loss
 
-    def sample_losses(self, batch: PixelBatch) -> Tensor:
-        """[B] loss of each sample."""
+    def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, None]:
+        """As `TrainedModule.sample_losses`; nothing depends on the step."""
         l1, kl, _ = self._errors(batch)
-        return l1 + self.kl_weight * kl
+        return l1 + self.kl_weight * kl, None
 
     def _errors(self, batch: PixelBatch) -> tuple[Tensor, Tensor, Tensor]:
         """[B] L1, [B] KL per pixel value, and the latents."""

@@ -91,6 +91,14 @@ class TrainedModule(pl.LightningModule):
             strategy: Any = self.trainer.strategy
             torch.manual_seed(batch_index * strategy.data_ranks + strategy.data_rank)
 
+    def bring_companions(self, device: torch.device) -> None:
+        """Put what the training step uses, but is no child module, on `device`."""
+
+    def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, Tensor | None]:
+        """[B] loss of each sample after `step` optimizer steps, and [B] what the denoiser was told of the noise level,
+        where there is a denoiser. With gradients; nothing is remembered."""
+        raise NotImplementedError
+
     def configure_model(self) -> None:
         """Lets strategies that cut weights do so, before the optimizer is made."""
         cut = getattr(self.trainer.strategy, "cut", None)

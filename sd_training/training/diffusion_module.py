@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sd_training.diffusion.objective import Objective
 from sd_training.diffusion.uncertainty import LevelUncertainty
 from sd_training.models.encoders import Encoders
 from sd_training.training.base_module import PART, Optimization, TrainedModule
-from sd_training.types import NoisedBatch, PixelBatch
+from sd_training.types import PixelBatch
 
 
 class DiffusionModule(TrainedModule):
@@ -54,25 +55,28 @@ class DiffusionModule(TrainedModule):
         }
 
     def on_fit_start(self) -> None:
-        """Bring what is no child module to the device."""
-        device = self.trainer.strategy.root_device  # the module's own is the CPU where FSDP2 offloads weights
+        """The module's own device is the CPU where FSDP2 offloads weights."""
+        self.bring_companions(self.trainer.strategy.root_device)
+
+    def bring_companions(self, device: torch.device) -> None:
+        """Encoders, and the tables of the objective."""
         self.encoders.to(device)
         self.objective = self.objective.to(device)
 
     def training_step(self, batch: PixelBatch, batch_index: int) -> Tensor:
         """Mean loss of a micro-batch (Rombach et al. 2022, arXiv:2112.10752, eq. 3)."""
-        losses, noised = self.sample_losses(batch, self.trainer.global_step)
+        losses, timesteps = self.sample_losses(batch, self.trainer.global_step)
         loss = losses.mean()
         self.remember(loss=loss)
-        self.remember_samples(batch, loss, losses, noised.timesteps)
+        self.remember_samples(batch, loss, losses, timesteps)
         return loss
 
-    def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, NoisedBatch]:
-        """[B] loss of each sample after `step` optimizer steps, and what the denoiser was asked."""
+    def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, Tensor]:
+        """As `TrainedModule.sample_losses`."""
         family = self.encoders.family
         latents = self.encoders.encode_pixels(self._pixels(batch), batch.posterior_noise)
         conditioning = self.encoders.encode_text(batch)
         noised = self.objective.draw(latents, batch, step=step)
         prediction = family.predict(family.denoiser, noised, conditioning)
         uncertainty = None if self.uncertainty is None else self.uncertainty(noised.signal, noised.sigma)
-        return self.objective.loss(prediction, noised, uncertainty), noised
+        return self.objective.loss(prediction, noised, uncertainty), noised.timesteps

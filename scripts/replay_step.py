@@ -1,0 +1,244 @@
+"""Runs the very step that an incident tells of again, on one device: same samples, draws and micro-batches.
+
+    python scripts/replay_step.py RUN/incidents/step=N.skipped.json [device=cpu]
+
+Start it in the folder that the run was started in, so that paths mean the same. It takes the weights of the checkpoint
+after N optimizer steps, or of the newest one before, and says which. It prints the loss of every sample, where the
+first value arises that is not finite, and the norm of the gradient by block. The run folder is only read.
+"""
+
+import json
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from sd_training.quiet import quiet_libraries
+
+quiet_libraries()
+
+import torch
+
+from scripts.first_non_finite import FirstNonFinite
+from sd_training.build.models import Trained, build_model
+from sd_training.build.plan import Plan, make_plan
+from sd_training.build.run import make_data
+from sd_training.checkpoint.seal import sealed, step_of, verify
+from sd_training.checkpoint.tensor_files import read_state
+from sd_training.cli import run_cli
+from sd_training.config.batch_plan import BatchPlan
+from sd_training.config.load import load_config
+from sd_training.data.collate import collate
+from sd_training.data.datamodule import TrainingData
+from sd_training.data.problems import printable
+from sd_training.errors import DataError, UserError
+from sd_training.models.encoders import autocast
+from sd_training.types import PixelBatch
+
+SHOWN = 40
+"""Samples printed."""
+_ON_ONE_DEVICE = (
+    "distributed.strategy=single",
+    "distributed.mesh.data=1",
+    "distributed.mesh.fsdp=1",
+    "distributed.mesh.tensor=1",
+    "distributed.offload_optimizer=false",
+    "distributed.offload_parameters=false",
+    "distributed.deepspeed_config=null",
+    "trainer.devices=1",
+    "trainer.num_nodes=1",
+    "trainer.compile=false",
+    "system.workers=0",
+)
+
+
+@dataclass(frozen=True)
+class Incident:
+    """What of the file is needed to run the step again."""
+
+    run_dir: Path
+    step: int
+    batch: BatchPlan
+    losses: dict[int, float]
+    """Position → loss as it was recorded."""
+
+
+@dataclass(frozen=True)
+class ReplayedSample:
+    """A sample of the step."""
+
+    rank: int
+    micro_batch: int
+    position: int
+    name: tuple[str, str]
+    loss: float
+    timestep: float | None
+
+
+def read_incident(path: Path) -> Incident:
+    """The file, which may be damaged.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        recorded = {int(sample["position"]): float(sample["loss"]) for sample in told.get("samples", ())}
+        return Incident(
+            path.resolve().parents[1], int(told["optimizer_step"]), BatchPlan(**told["batch_plan"]), recorded
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: is no file of a run's incidents/ folder: {error}") from error
+
+
+def plan_of(incident: Incident, device: str) -> Plan:
+    """The run's own config, on one device, with the run's batch arithmetic."""
+    config = incident.run_dir / "config.yaml"
+    if not config.is_file():
+        raise UserError(f"{config}: is missing; the incident must lie in the incidents/ folder of its run")
+    words = [f"config={config}", *_ON_ONE_DEVICE, f"trainer.accelerator={device}"]
+    return replace(make_plan(load_config(words)), batch=incident.batch, run_dir=incident.run_dir)
+
+
+def checkpoint_before(incident: Incident) -> Path | None:
+    """The newest checkpoint that verifies and that the step could have come from."""
+    rollbacks = []
+    for path in (incident.run_dir / "incidents").glob("step=*.rollback.json"):
+        told = json.loads(path.read_text(encoding="utf-8"))
+        rollbacks.append((int(told["to"]), int(told["at"])))
+    for folder in reversed(sealed(incident.run_dir / "checkpoints")):
+        step = step_of(folder)
+        is_left_behind = any(to < step < at <= incident.step for to, at in rollbacks)
+        if step <= incident.step and not is_left_behind and not verify(folder):
+            return folder
+    return None
+
+
+def load_weights(incident: Incident, trained: Trained) -> bool:
+    """Loads and says what was loaded; whether it is what the step began with."""
+    folder = checkpoint_before(incident)
+    if folder is None:
+        print(f"weights: those that the run began with; the step was after {incident.step:,} optimizer steps")
+        return incident.step == 0
+    trained.module.load_state_dict(dict(read_state(folder)[1]["weights"]))
+    behind = incident.step - step_of(folder)
+    print(f"weights: {folder}" + (f", {behind:,} optimizer steps older than the step's own" if behind else ""))
+    return behind == 0
+
+
+def micro_batches(incident: Incident, data: TrainingData) -> Iterator[tuple[int, int, PixelBatch]]:
+    """Rank, micro-batch and batch of all that made the step.
+
+    Raises:
+        DataError: samples cannot be read any more.
+    """
+    for rank in range(incident.batch.processes):
+        loader = data.loader(rank, lambda: incident.step)
+        for micro, visits in enumerate(islice(loader.visits(incident.step), incident.batch.accumulation)):
+            delivery = collate([loader.dataset[visit] for visit in visits])
+            if delivery.batch is None:
+                raise DataError(str(delivery.failure))
+            yield rank, micro, delivery.batch
+
+
+def replay(incident: Incident, plan: Plan, trained: Trained, data: TrainingData) -> list[ReplayedSample]:
+    """Forward and backward of the whole step; gradients are left in the module, and the first non-finite value of
+    every micro-batch that has one is printed."""
+    module, device = trained.module, torch.device(plan.launch.accelerator)
+    module.to(device)
+    module.bring_companions(device)
+    watch = FirstNonFinite(_watched(trained))
+    samples, batch_plan = list[ReplayedSample](), incident.batch
+    for rank, micro, batch in micro_batches(incident, data):
+        watch.begin(batch)
+        # Dropout layers alone use torch's generator (see `TrainedModule.on_train_batch_start`).
+        index = incident.step * batch_plan.accumulation + micro
+        torch.manual_seed(index * batch_plan.processes + rank)
+        with autocast(device, plan.precision):
+            losses, timesteps = module.sample_losses(batch.to(device), incident.step)
+        (losses.mean() / (batch_plan.accumulation * batch_plan.processes)).backward()
+        times = [None] * len(losses) if timesteps is None else timesteps.tolist()
+        for position, sample, loss, time in zip(
+            batch.positions.tolist(), batch.sample_ids.tolist(), losses.tolist(), times, strict=True
+        ):
+            samples.append(ReplayedSample(rank, micro, position, data.name_of(sample), loss, time))
+        for line in watch.findings():
+            print(f"rank {rank}, micro-batch {micro}: {line}")
+    if not watch.has_found:
+        print("no value of the step is infinite or not a number")
+    return samples
+
+
+def _watched(trained: Trained) -> dict[str, Any]:
+    networks = {} if trained.family is None else trained.family.networks()
+    return networks or {"vae": trained.module.network}
+
+
+def gradient_norms(trained: Trained) -> dict[str, float]:
+    """Block, or outermost part outside of the blocks → Euclidean norm of its gradient."""
+    blocks = set() if trained.family is None else {id(block) for block in trained.family.blocks()}
+    network = trained.module.network
+    prefixes = [name for name, module in network.named_modules() if id(module) in blocks]
+    squares: dict[str, float] = defaultdict(float)
+    for name, parameter in network.named_parameters():
+        if parameter.grad is not None:
+            inside = next((p for p in prefixes if name.startswith(f"{p}.")), name.partition(".")[0])
+            squares[inside] += float(parameter.grad.double().square().sum())
+    return {name: math.sqrt(square) for name, square in squares.items()}
+
+
+def print_samples(samples: list[ReplayedSample], incident: Incident, is_exact: bool) -> None:
+    """Those that are not finite first, then by loss."""
+    ordered = sorted(samples, key=lambda s: (math.isfinite(s.loss), -s.loss if math.isfinite(s.loss) else 0.0))
+    print(f"\nloss per sample, {min(SHOWN, len(ordered))} of {len(ordered)}:")
+    print("       loss  recorded  timestep  position  rank  micro  sample")
+    for sample in ordered[:SHOWN]:
+        recorded = incident.losses.get(sample.position)
+        columns = f"{sample.loss:11.5g} {_number(recorded)} {_number(sample.timestep)} {sample.position:9d}"
+        name = printable(" ".join(sample.name))
+        print(f"{columns}  {sample.rank:4d}  {sample.micro_batch:5d}  {name}")
+    if is_exact and incident.losses:
+        pairs = [(s.loss, incident.losses[s.position]) for s in samples if s.position in incident.losses]
+        finite = [abs(a - b) / max(abs(b), 1e-12) for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
+        unlike = sum(math.isfinite(a) != math.isfinite(b) for a, b in pairs)
+        print(f"against the record: differences up to {max(finite, default=0.0):.1e}, {unlike} finite in one only")
+
+
+def _number(value: float | None) -> str:
+    return "        -" if value is None else f"{value:9.4g}"
+
+
+def main() -> None:
+    """Parse, build, replay, print."""
+    words = sys.argv[1:]
+    if not words or "-h" in words or "--help" in words:
+        print((__doc__ or "").strip())
+        return
+    options = dict(word.partition("=")[::2] for word in words if not word.endswith(".json"))
+    paths = [word for word in words if word.endswith(".json")]
+    if unknown := options.keys() - {"device"}:
+        raise UserError(f"{sorted(unknown)[0]}: is no option; give the file of an incident, and device=cpu or cuda")
+    if len(paths) != 1:
+        raise UserError("give one file of a run's incidents/ folder")
+    incident = read_incident(Path(paths[0]))
+    plan = plan_of(incident, options.get("device", "cpu"))
+    trained = build_model(plan)
+    data = make_data(plan, trained.family, trained.latent_grid)
+    print(f"optimizer step {incident.step:,} of {incident.run_dir}, {incident.batch.global_batch} samples")
+    is_exact = load_weights(incident, trained)
+    samples = replay(incident, plan, trained, data)
+    print_samples(samples, incident, is_exact)
+    print("\nnorm of the gradient by block:")
+    for name, norm in gradient_norms(trained).items():
+        print(f"{norm:11.5g}  {name}")
+
+
+if __name__ == "__main__":
+    run_cli(main)

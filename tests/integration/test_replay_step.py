@@ -1,0 +1,101 @@
+"""A step that went wrong can be run again: the same samples and losses, and where it went wrong."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import replay_step
+from sd_training.errors import NumericError, UserError
+from tests.integration.training import options, train
+from tests.unit.callbacks.test_numeric_guard import Poison
+
+
+@pytest.fixture(scope="module")
+def exploded(tmp_path_factory: pytest.TempPathFactory, pipeline_dir: Path, shards_dir: Path) -> Path:
+    """A run of two accumulated micro-batches whose weights grow until nothing is finite."""
+    run_dir = tmp_path_factory.mktemp("exploded") / "run"
+    changes = {
+        "optimizer__params__learning_rate": 1e15,
+        "lr_scheduler__params__warmup_length": 0,
+        "system__batch_size": 4,
+        "system__gradient_accumulation": 2,
+        "experiment__save_every": 1,
+        "checkpoint__keep": 20,
+        "numerics__max_skipped_in_a_row": 2,
+        "numerics__max_rollbacks": 0,
+    }
+    with pytest.raises(NumericError):
+        train(options(run_dir, pipeline_dir, shards_dir, **changes))
+    return run_dir
+
+
+def replayed(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(sys, "argv", ["replay_step.py", str(path), "device=cpu"])
+    capsys.readouterr()
+    replay_step.main()
+    return capsys.readouterr().out
+
+
+def test_the_step_is_run_again(
+    exploded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = min((exploded / "incidents").glob("*.skipped.json"))
+    told = json.loads(path.read_text())
+    before = sorted(exploded.rglob("*"))
+    printed = replayed(path, capsys, monkeypatch)
+    assert sorted(exploded.rglob("*")) == before
+    assert f"checkpoints/step={told['optimizer_step']}\n" in printed
+    assert ", 0 finite in one only" in printed
+    assert re.search(
+        r"rank 0, micro-batch 1: first output that is not finite: unet\.\S+ \(Linear\), from inputs", printed
+    )
+    for sample in told["samples"]:
+        (line,) = [line for line in printed.splitlines() if line.endswith(f"{sample['shard']} {sample['key']}")]
+        assert line.split()[3:6] == [str(sample[key]) for key in ("position", "rank", "micro_batch")]
+    assert re.search(r"(nan|inf)  \S*blocks?\.\d", printed)
+
+
+def test_finite_losses_are_those_of_the_run(
+    tmp_path: Path,
+    pipeline_dir: Path,
+    shards_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changes = {"system__batch_size": 4, "system__gradient_accumulation": 2, "experiment__save_every": 4}
+    train(options(tmp_path / "run", pipeline_dir, shards_dir, **changes), Poison({4}))
+    printed = replayed(tmp_path / "run" / "incidents" / "step=4.skipped.json", capsys, monkeypatch)
+    found = re.search(r"differences up to (\S+), 0 finite in one only", printed)
+    assert found is not None and float(found[1]) < 1e-5
+    # The gradient was poisoned from outside; the step itself is sound.
+    assert "no value of the step is infinite" in printed
+    norms = re.findall(r"^ +(\S+)  \S*blocks\.\d", printed, re.MULTILINE)
+    assert len(norms) > 5 and all(0 < float(norm) < 100 for norm in norms)
+
+
+def test_an_older_checkpoint_is_said_to_be_older(
+    exploded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = max((exploded / "incidents").glob("*.skipped.json"))
+    step = json.loads(path.read_text())["optimizer_step"]
+    (exploded / "checkpoints" / f"step={step}").rename(exploded / "away")
+    try:
+        printed = replayed(path, capsys, monkeypatch)
+    finally:
+        (exploded / "away").rename(exploded / "checkpoints" / f"step={step}")
+    assert f"step={step - 1}, 1 optimizer steps older than the step's own" in printed
+    assert "against the record" not in printed
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"optimizer_step": 1}', '{"optimizer_step": 1, "batch_plan": {"a": 1}}']
+)
+def test_a_file_that_is_no_incident_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "incidents").mkdir()
+    path = tmp_path / "incidents" / "step=1.skipped.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match="is no file of a run's incidents"):
+        replay_step.read_incident(path)
