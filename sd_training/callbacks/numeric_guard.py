@@ -143,8 +143,10 @@ class NumericGuard(OptimizerStepCallback):
             f"{_WORDS[trouble.kind]} since optimizer step {trouble.first_step:,}: went back to the weights of "
             f"{target.name} and goes on with optimizer step {step:,}"
         )
-        # So that a resume goes on from here, and not from a checkpoint that was left behind.
-        trainer.save_checkpoint(self.checkpoints / folder_name(step))
+        try:  # so that a resume goes on from here, and not from a checkpoint that was left behind
+            trainer.save_checkpoint(self.checkpoints / folder_name(step))
+        except OSError as error:
+            log.error(f"the run goes on, but a resume would go back once more: {error}")
 
     def _hopeless(self, trouble: Trouble, why: str) -> str:
         files = self.incidents.path(trouble.last_step, trouble.kind)

@@ -1,0 +1,25 @@
+"""The measured spread of the latents, from which the exported scaling factor follows."""
+
+import torch
+
+from scripts.tiny_parts import tiny_vae
+from sd_training.config.schema import LRScheduleConfig, OptimizerConfig
+from sd_training.optim.lr_schedules import lr_schedule
+from sd_training.training.autoencoder_module import AutoencoderModule
+from sd_training.training.base_module import Optimization
+
+
+def test_latents_that_are_not_finite_are_left_out() -> None:
+    schedule = lr_schedule(LRScheduleConfig(), num_steps=10, global_batch=2)
+    module = AutoencoderModule(tiny_vae(), 1e-6, Optimization(OptimizerConfig(), 1e-4, schedule))
+    latents = 4 * torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    module._measure(latents)
+    before = module.scaling_factor()
+    assert abs(before - 1 / latents.std()) < 0.01
+    for bad in (float("nan"), float("inf")):
+        poisoned = latents.clone()
+        poisoned[0, 0, 0, 0] = bad
+        module._measure(poisoned)
+        assert module.scaling_factor() == before
+    module._measure(2 * latents)
+    assert module.scaling_factor() < before
