@@ -175,7 +175,11 @@ class Cluster:
     def _wait_until_idle(self) -> None:
         def is_up() -> bool:
             done = subprocess.run(
-                ["sinfo", "-h", "-N", "-o", "%T"], env=self.environment, capture_output=True, text=True, timeout=30
+                ["sinfo", "-h", "-N", "-p", "short", "-o", "%T"],
+                env=self.environment,
+                capture_output=True,
+                text=True,
+                timeout=30,
             )
             return done.stdout.split() == ["idle"] * len(NODES)
 

@@ -88,14 +88,14 @@ class Killing:
             started_at_s = time.monotonic()
             children = tiny.start(self.server, self.ranks)
             if not (left and self._strike(tiny, children, started_at_s)):
-                _check_end(tiny, children, self.reference, self.tally)
+                check_end(tiny, children, self.reference, self.tally)
                 return
             self.tally.kills += 1
             self.tally.in_saves += _is_inside_save(tiny)
             if stop_all(children) or any(child.left_behind() for child in children):
                 self.tally.problems.append(f"{tiny.home}: a process went on after the kill")
             self.pace.learn(tiny, started_at_s)
-            _check_after_kill(tiny, self.reference, self.tally)
+            check_after_kill(tiny, self.reference, self.tally)
 
     def _strike(self, tiny: TinyRun, children: list[Child], started_at_s: float) -> bool:
         """Kills one process, at a random moment of one of its next saves or of its life. False: it ended before."""
@@ -181,7 +181,7 @@ def _is_inside_save(tiny: TinyRun) -> bool:
     return bool(marks) and marks[-1]["do"] in ("save", "saved")
 
 
-def _check_after_kill(tiny: TinyRun, reference: Reference, tally: Tally) -> None:
+def check_after_kill(tiny: TinyRun, reference: Reference, tally: Tally) -> None:
     """What could be gone on from, on a copy: looking sets damaged ones aside."""
     marks = tiny.marks()
     acknowledged = max((mark["step"] for mark in marks if mark["do"] == "saved"), default=0)
@@ -213,7 +213,7 @@ def _newest(checkpoints: Path) -> int | str:
     return 0 if newest is None else step_of(newest)
 
 
-def _check_end(tiny: TinyRun, children: list[Child], reference: Reference, tally: Tally) -> None:
+def check_end(tiny: TinyRun, children: list[Child], reference: Reference, tally: Tally) -> None:
     statuses = [child.wait(_LIMIT_S) for child in children]
     if any(statuses) or stop_all(children):
         tally.problems.append(f"{tiny.home}: ended with {statuses}\n{tail(tiny.home / 'log.txt')}")

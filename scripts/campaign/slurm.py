@@ -17,14 +17,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.campaign.fork_server import ROOT, ForkServer, shared_server
+from scripts.campaign.fork_server import ROOT, shared_server
 from scripts.campaign.row import Row
 from scripts.campaign.tiny_run import GLOBAL_BATCH, TinyRun, make_tiny_parts, run_to_end
 from scripts.slurm_cluster import Cluster, missing_packages, slurm_cluster
 
-RANKS, REQUEUES, SAVE_EVERY = 2, 10, 5
+RANKS, REQUEUES, STEPS, SAVE_EVERY = 2, 10, 60, 5
 _BATCH_FILE = ROOT / "batch_files" / "multinode-template.sbatch"
 _LIMIT_S = 300
+_STEP_S = 0.3
+"""What every step is made longer by, so that it can be met in the middle."""
 _PROMISE = "no step lost, none done twice, the same bits at the end"
 
 
@@ -35,8 +37,8 @@ class Job:
     cluster: Cluster
     tiny: TinyRun
     nodes: int
-    step_s: float
-    """What every step is made longer by."""
+    hold: int | None = None
+    """Step at which the first start waits for `let_go`."""
     number: str = ""
     problems: list[str] = field(default_factory=list)
 
@@ -46,7 +48,9 @@ class Job:
         for folder in (home, self.tiny.temporary):
             folder.mkdir(parents=True)
         python = home / "python"
-        variables = self.tiny.environment() | {"PYTHONPATH": str(ROOT), "WATCH_STEP_S": str(self.step_s)}
+        variables = self.tiny.environment() | {"PYTHONPATH": str(ROOT), "WATCH_STEP_S": str(_STEP_S)}
+        if self.hold is not None:
+            variables["WATCH_HOLD"] = f"{self.hold}:{home / 'go'}"
         exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
         command = shlex.join([sys.executable, "-u", "-m", "scripts.campaign.watched_run", *self.tiny.words(RANKS)])
         python.write_text(f"#!/bin/bash\nexport {exports}\ncd {shlex.quote(str(ROOT))}\nexec {command}\n")
@@ -56,6 +60,10 @@ class Job:
         words += [f"--output={home}/job.log", f"--chdir={home}", str(_BATCH_FILE)]
         settings = {"RUN_PYTHON": str(python), "RUN_PROJECT_DIR": str(home)}
         self.number = self.cluster.command(*words, **settings).strip()
+
+    def let_go(self) -> None:
+        """The first start goes on."""
+        (self.tiny.home / "go").touch()
 
     def state(self) -> str:
         """As SLURM says it."""
@@ -116,24 +124,18 @@ def run(folder: Path, is_quick: bool) -> list[Row]:
         return [Row("SLURM", _PROMISE, 0, f"not tried: needs {', '.join(missing)}", False)]
     server = shared_server()
     parts = make_tiny_parts(server, folder / "parts")
-    short = _whole(server, folder / "short", parts, 60)
-    long = _whole(server, folder / "long", parts, 300)
+    whole = _tiny(folder / "whole", parts)
+    run_to_end(server, whole, RANKS, _LIMIT_S)
     with slurm_cluster(folder / "c") as cluster:
         return [
-            _requeues(Job(cluster, _tiny(folder / "requeues", parts, 60), 2, 0.3), short),
-            _preemption(Job(cluster, _tiny(folder / "preemption", parts, 60), 2, 0.3), short),
-            _node_failure(Job(cluster, _tiny(folder / "node", parts, 300), 1, 0.3), long),
+            _requeues(Job(cluster, _tiny(folder / "requeues", parts), 2), whole),
+            _preemption(Job(cluster, _tiny(folder / "preemption", parts), 2), whole),
+            _node_failure(Job(cluster, _tiny(folder / "node", parts), 1, hold=2 * SAVE_EVERY - 2), whole),
         ]
 
 
-def _tiny(home: Path, parts: Path, steps: int) -> TinyRun:
-    return TinyRun(parts, home, steps, SAVE_EVERY, home / "tmp")
-
-
-def _whole(server: ForkServer, home: Path, parts: Path, steps: int) -> TinyRun:
-    tiny = _tiny(home, parts, steps)
-    run_to_end(server, tiny, RANKS, _LIMIT_S)
-    return tiny
+def _tiny(home: Path, parts: Path) -> TinyRun:
+    return TinyRun(parts, home, STEPS, SAVE_EVERY, home / "tmp")
 
 
 def _row(job: Job, fault: str, trials: int, figure: str, promise: str = _PROMISE) -> Row:
@@ -147,7 +149,7 @@ def _requeues(job: Job, whole: TinyRun) -> Row:
     job.submit()
     for start in range(REQUEUES):
         job.wait_for_steps(start, 2)
-        time.sleep(chance.uniform(0, 2 * job.step_s))
+        time.sleep(chance.uniform(0, 2 * _STEP_S))
         job.cluster.command("scancel", "--signal=USR1", job.number)
         job.wait(lambda start=start: job.starts() > start, f"requeue {start + 1}")  # type: ignore[misc]
     job.check_end(whole)
@@ -174,29 +176,35 @@ def _preemption(job: Job, whole: TinyRun) -> Row:
 def _node_failure(job: Job, whole: TinyRun) -> Row:
     """kill −9 of the node's slurmd: the job starts on the other node while the old processes still train."""
     job.submit()
-    job.wait_for_steps(0, 8)
+    job.wait_for_steps(0, SAVE_EVERY + 2)
     job.cluster.fail_node(job.cluster.job(job.number)["NodeList"])
     job.wait_for_steps(1, 1)
-    began = [next(m for m in job.tiny.marks(rank) if m["start"] == 1) for rank in range(RANKS)]
-    at_s, resumed = min(mark["at_s"] for mark in began), int(began[0]["step"])
-    done = max(m["step"] for m in job.tiny.marks() if m["start"] == 0 and m["at_s"] < at_s)
-    is_zombie = bool(_alive(job.tiny, 0))
+    is_zombie = len(_alive(job.tiny, 0)) == RANKS
+    job.let_go()
     job.check_end(whole)
-    published = sum(m["do"] == "saved" and m["start"] == 0 and m["at_s"] > at_s for m in job.tiny.marks())
+    began = next(mark for mark in job.tiny.marks() if mark["start"] == 1)
+    old = [mark for mark in job.tiny.marks() if mark["start"] == 0]
+    again = max(mark["step"] for mark in old if mark["at_s"] < began["at_s"]) - began["step"]
+    published = sum(mark["do"] == "saved" and mark["at_s"] > began["at_s"] for mark in old)
     if not is_zombie:
         job.problems.append("the old processes had ended before the new ones began: nothing was shown")
     if published:
         job.problems.append(f"the old processes sealed {published} checkpoints after the new ones had begun")
-    if zombies := _alive(job.tiny, 0):
-        job.problems.append("the old processes still run at the end")
-    for pid in zombies:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    figure = (
-        f"{done - resumed} steps done again; {published} checkpoints sealed by the old processes after the new start"
-    )
+    _end_zombies(job)
+    figure = f"{again} steps done again; {published} checkpoints sealed by the old processes afterwards"
     promise = "goes on elsewhere from the newest checkpoint; what still runs on the lost node can write nothing"
     return _row(job, "a SLURM node is lost, its processes go on", 1, figure, promise)
+
+
+def _end_zombies(job: Job) -> None:
+    """They should end by themselves at their next save."""
+    end_s = time.monotonic() + 60
+    while _alive(job.tiny, 0) and time.monotonic() < end_s:
+        time.sleep(0.5)
+    for pid in _alive(job.tiny, 0):
+        job.problems.append(f"the old process {pid} still runs at the end")
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _alive(tiny: TinyRun, start: int) -> list[int]:

@@ -6,7 +6,8 @@ process as `pid` and with how often SLURM has started this job before as `start`
 {"do": "save", "step": 4}     a save begins
 {"do": "saved", "step": 4}    its checkpoint is sealed
 {"do": "save done", "step": 4}  the export and the rotation after it are done, too
-With WATCH_STEP_S every micro-batch takes so much longer [s].
+With WATCH_STEP_S every micro-batch takes so much longer [s]. With WATCH_HOLD=STEP:FILE the first start of a job waits
+before that step until there is such a file.
 """
 
 import hashlib
@@ -27,6 +28,9 @@ from sd_training.build.plan import Plan
 from sd_training.callbacks.saves import Saves
 from sd_training.stop_signals import StopSignals
 from sd_training.types import PixelBatch
+
+_HOLDS_S = 300
+"""A trial that went wrong ends after this."""
 
 
 class Marks:
@@ -59,6 +63,11 @@ class Watch(pl.Callback):
         draws = [_digest(batch, i) for i in range(len(positions))]
         self.marks.write("step", trainer.global_step, samples=list(zip(positions, ids, draws, strict=True)))
         time.sleep(float(os.environ.get("WATCH_STEP_S", "0")))
+        step, _, file = os.environ.get("WATCH_HOLD", "").partition(":")
+        if file and self.marks.who["start"] == 0 and trainer.global_step == int(step):
+            end_s = time.monotonic() + _HOLDS_S
+            while not Path(file).exists() and time.monotonic() < end_s:
+                time.sleep(0.02)
 
 
 def _digest(batch: PixelBatch, index: int) -> str:

@@ -1,11 +1,18 @@
 """The short form of the fault campaign, part by part: every promise is kept."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts import fault_campaign
+from scripts.campaign import kills
 from scripts.campaign.row import Row
+from scripts.campaign.tiny_run import TinyRun, digest_of
+from sd_training.checkpoint.seal import write_sealed
+from sd_training.checkpoint.tensor_files import write_state, write_tensors
 from sd_training.errors import UserError
 
 
@@ -44,3 +51,89 @@ def test_the_report_goes_between_its_markers(tmp_path: Path) -> None:
 def test_the_table_shows_what_was_not_kept() -> None:
     assert "**no**" in fault_campaign.table([Row("a | b", "nothing breaks", 1200, "it broke", False)])
     assert "| 1,200 |" in fault_campaign.table([Row("a | b", "nothing breaks", 1200, "it held", True)])
+
+
+class TestKills:
+    """What is found after a kill, shown a run in which it is wrong."""
+
+    @pytest.fixture
+    def tiny(self, tmp_path: Path) -> TinyRun:
+        """Steps 2 and 4 are saved, and step 4 was the last that happened."""
+        tiny = TinyRun(tmp_path, tmp_path / "home", kills.STEPS, 2, tmp_path / "tmp")
+        for step in (2, 4):
+            save(tiny, step, float(step))
+        marks = [json.dumps({"do": do, "step": step}) for step in (2, 4) for do in ("save", "saved", "save done")]
+        (tiny.home / "marks_0.jsonl").write_text("\n".join(marks) + "\n")
+        return tiny
+
+    @pytest.fixture
+    def tally(self) -> kills.Tally:
+        return kills.Tally()
+
+    @pytest.fixture
+    def reference(self, tiny: TinyRun) -> kills.Reference:
+        return kills.Reference(tiny, {step: tiny.digest(step) for step in (2, 4)}, [], set())
+
+    def test_nothing(self, tiny: TinyRun, reference: kills.Reference, tally: kills.Tally) -> None:
+        kills.check_after_kill(tiny, reference, tally)
+        assert (tally.problems, tally.most_lost) == ([], 0)
+        assert not (tiny.home / "copy").exists()
+
+    def test_a_checkpoint_that_was_saved_is_gone(
+        self, tiny: TinyRun, reference: kills.Reference, tally: kills.Tally
+    ) -> None:
+        shutil.rmtree(tiny.checkpoints / "step=4")
+        kills.check_after_kill(tiny, reference, tally)
+        assert "step 4 was saved, now the newest is 2" in tally.problems[0]
+
+    def test_none_can_be_used(self, tiny: TinyRun, reference: kills.Reference, tally: kills.Tally) -> None:
+        for path in tiny.checkpoints.glob("*/weights.safetensors"):
+            path.write_bytes(path.read_bytes()[:-1])
+        kills.check_after_kill(tiny, reference, tally)
+        assert "none of them can be used" in tally.problems[0]
+
+    def test_other_bits(self, tiny: TinyRun, reference: kills.Reference, tally: kills.Tally) -> None:
+        shutil.rmtree(tiny.checkpoints / "step=4")
+        save(tiny, 4, 4.5)
+        kills.check_after_kill(tiny, reference, tally)
+        assert "other bits" in tally.problems[0]
+
+    def test_steps_lost(self, tiny: TinyRun, reference: kills.Reference, tally: kills.Tally) -> None:
+        with (tiny.home / "marks_0.jsonl").open("a") as stream:
+            stream.write(json.dumps({"do": "step", "step": 7}) + "\n")
+        kills.check_after_kill(tiny, reference, tally)
+        assert (tally.problems, tally.most_lost) == ([], 3)
+
+    def test_what_is_left_behind_is_found(self, tiny: TinyRun) -> None:
+        before = tiny.files()
+        tiny.temporary.mkdir()
+        for path in (tiny.checkpoints / "step=6.partial", tiny.temporary / "tmpabc"):
+            path.write_bytes(b"left")
+        assert tiny.files() - before == {"checkpoints/step=6.partial", "TMPDIR/tmpabc"}
+
+
+def save(tiny: TinyRun, step: int, value: float) -> None:
+    """A checkpoint of one number."""
+
+    def write(folder: Path) -> None:
+        write_tensors(folder, "weights", {"w": torch.tensor([value])}, 0, 1)
+        write_state(folder, {})
+
+    write_sealed(tiny.checkpoints, step, write, {})
+
+
+def test_a_digest_depends_on_everything(tmp_path: Path) -> None:
+    tensors = [
+        {"w": torch.zeros(2)},
+        {"w": torch.tensor([0.0, -0.0])},
+        {"v": torch.zeros(2)},
+        {"w": torch.zeros(1, 2)},
+        {"w": torch.zeros(2, dtype=torch.int32)},
+    ]
+    digests = set()
+    for number, each in enumerate(tensors):
+        (tmp_path / str(number)).mkdir()
+        write_tensors(tmp_path / str(number), "weights", each, 0, 1)
+        write_state(tmp_path / str(number), {})
+        digests.add(digest_of(tmp_path / str(number)))
+    assert len(digests) == len(tensors)
