@@ -4,6 +4,7 @@ import csv
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -135,9 +136,11 @@ class TinyRun:
         return digest_of(self.checkpoints / f"step={step or self.steps}")
 
     def files(self) -> set[str]:
-        """Every file and folder of the run and below its TMPDIR. Event files are named after process and second."""
+        """Every file and folder of the run and below its TMPDIR. Event files are named after process and second, and
+        `writers/` has one file that is named after the number of starts."""
         below = [path.relative_to(self.run_dir).as_posix() for path in self.run_dir.rglob("*")]
         temporary = [f"TMPDIR/{path.relative_to(self.temporary)}" for path in self.temporary.rglob("*")]
+        below = [re.sub(r"^writers/\d+\.json$", "writers/N.json", name) for name in below]
         return {name for name in below if "events.out.tfevents" not in name} | set(temporary)
 
     def remove(self) -> None:
