@@ -44,7 +44,7 @@ def build_callbacks(
     config, batch = plan.config, plan.batch
     stopwatch = Stopwatch(watch)
     ema = _ema(plan, trained) if config.model.use_ema else None
-    metrics = Metrics(plan.run_dir / "metrics.csv", config.logging.every, data.images_before, ema, stopwatch)
+    metrics = Metrics(plan.run_dir / "metrics.csv", config.logging.every, data.images_before, ema, stopwatch, fence)
 
     def facts() -> dict[str, Any]:
         return {

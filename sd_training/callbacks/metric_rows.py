@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from sd_training.checkpoint.writer import UNFENCED, Fence
+from sd_training.errors import TakenOverError
 from sd_training.rank_log import get_logger
 
 log = get_logger(__name__)
@@ -20,11 +22,13 @@ class MetricRows:
     Args:
         path: the file.
         columns: names of the columns; the first one counts optimizer steps.
+        fence: of this start of the run: rows are the owner's, too.
     """
 
-    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+    def __init__(self, path: Path, columns: Sequence[str], fence: Fence = UNFENCED) -> None:
         self.path = path
         self.columns = columns
+        self.fence = fence
         self._waiting: list[dict[str, str]] = []
 
     def keep_until(self, step: int) -> None:
@@ -42,7 +46,10 @@ class MetricRows:
         """Appends a row, and those that could not be written before it."""
         self._waiting = [*self._waiting, dict(row)][-_MAX_WAITING:]
         try:
+            self.fence.check()
             self._append(self._text(self._waiting, has_header=False))
+        except TakenOverError:
+            return  # the next save ends this process, on all ranks
         except OSError as error:
             if len(self._waiting) == 1:
                 log.error(f"{self.path} cannot be written ({error.strerror}); its rows wait in memory")

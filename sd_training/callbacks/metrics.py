@@ -15,6 +15,7 @@ from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.callbacks.metric_rows import MetricRows
 from sd_training.callbacks.stopwatch import Stopwatch
+from sd_training.checkpoint.writer import UNFENCED, Fence
 from sd_training.training.base_module import TrainedModule
 
 COLUMNS = (
@@ -41,6 +42,7 @@ class Metrics(OptimizerStepCallback):
         images_before: how many images the steps before a step take.
         ema: the average, if there is one.
         stopwatch: shared with the callbacks that save and draw, so that images/s is the speed of training.
+        fence: of this start of the run.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class Metrics(OptimizerStepCallback):
         images_before: Callable[[int], int],
         ema: Ema | None,
         stopwatch: Stopwatch,
+        fence: Fence = UNFENCED,
     ) -> None:
-        self.rows = MetricRows(csv_path, COLUMNS)
+        self.rows = MetricRows(csv_path, COLUMNS, fence)
         self.every = every
         self.images_before = images_before
         self.ema = ema

@@ -8,7 +8,7 @@ import pytorch_lightning as pl
 from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.errors import TakenOverError
 from sd_training.training.base_module import TrainedModule
-from tests.integration.training import options, train
+from tests.integration.training import metrics, options, train
 from tests.unit.checkpoint.test_writer import elsewhere
 
 
@@ -29,6 +29,7 @@ def test_a_run_that_was_taken_over_ends(pipeline_dir: Path, shards_dir: Path, tm
     with pytest.raises(TakenOverError, match="has taken this run over from start 1"):
         train(argv, TakenOverAfter(run_dir, 5))
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step=2", "step=4"]
+    assert [row["optimizer_step"] for row in metrics(run_dir)] == ["1", "2", "3", "4", "5"]
     assert (run_dir / "exported_step").read_text() == "4\n" and not list(run_dir.glob("*.partial*"))
     assert train(argv).trainer.global_step == 8
     assert [path.name for path in (run_dir / "writers").iterdir()] == ["3.json"]
