@@ -152,6 +152,6 @@ def _autoencoder(plan: Plan) -> Trained:
 
     def exported(weights: Mapping[str, Tensor] | None) -> Any:
         vae.register_to_config(scaling_factor=module.scaling_factor())
-        return vae
+        return vae if weights is None else copy_with_weights(vae, weights)
 
     return Trained(module, latent_grid(vae), None, exported, Cuts([vae]))

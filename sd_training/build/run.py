@@ -88,7 +88,7 @@ def build_run(plan: Plan, signals: StopSignals | None = None, watch: HangWatch |
     callbacks = build_callbacks(plan, trained, data, preemption, fence, watch or HangWatch({}, plan.run_dir))
     strategy = make_strategy(plan, trained.cuts)
     assert isinstance(strategy, WholeCheckpoints)
-    strategy.fence = fence
+    strategy.fence, strategy.is_written_later = fence, plan.config.checkpoint.asynchronous
     trainer = _trainer(plan, callbacks, strategy)
     _without_signal_handling(trainer)
     return Run(trainer, trained.module, data, resume_from, preemption)

@@ -1,6 +1,7 @@
 """Saves: a sealed checkpoint to resume from, then rotation, then the pipeline folder that diffusers loads."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
+from sd_training.callbacks.background import Background
 from sd_training.callbacks.ema import Ema, export_weights, placement_of, whole_weights
 from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.callbacks.failed_saves import FailedSaves
@@ -18,11 +20,13 @@ from sd_training.checkpoint.seal import rotate
 from sd_training.checkpoint.writer import Fence
 from sd_training.config.schema import CheckpointConfig
 from sd_training.distributed.peers import Peers
+from sd_training.distributed.saves import WholeCheckpoints
 from sd_training.export.pipeline import export_pipeline, keep_export
 from sd_training.rank_log import get_logger
 from sd_training.training.base_module import TrainedModule
 
 log = get_logger(__name__)
+_PATIENCE_S = 600.0
 _EXPORTED = "exported_step"
 """File in the run folder: the optimizer step that `current_pipeline` is of."""
 
@@ -71,6 +75,9 @@ class Saves(OptimizerStepCallback):
         self.failures = FailedSaves(run_dir, config.max_failed_saves)
         self.times = times
         self._loaded_step: int | None = None
+        self.background = Background()
+        self._begun_step = 0
+        """Optimizer steps of the save in the background."""
         self._is_between_steps = False
         """Whether weights, optimizer and averages all are as after the last optimizer step."""
 
@@ -80,12 +87,22 @@ class Saves(OptimizerStepCallback):
             return
         is_last = step == trainer.max_steps or trainer.should_stop
         with self.stopwatch.paused("save"), self.times.saving(step):
-            try:
-                self._save(trainer, module, step)
-            except OSError as error:
-                self.failures.failed(step, error, is_last=is_last)
-            else:
-                self.failures.succeeded()
+            self._settle(is_last=False)
+            with self._failures_told(step, is_last=is_last):
+                if self.config.asynchronous:
+                    self._begin(trainer, module, step)
+                else:
+                    self._save(trainer, module, step)
+            if is_last:
+                self._settle(is_last=True)
+
+    @contextmanager
+    def _failures_told(self, step: int, *, is_last: bool) -> Iterator[None]:
+        """The same on all ranks."""
+        try:
+            yield
+        except OSError as error:
+            self.failures.failed(step, error, is_last=is_last)
 
     def _save(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Collective: checkpoint, rotation, export.
@@ -97,6 +114,38 @@ class Saves(OptimizerStepCallback):
         checkpoint = self._checkpoint(trainer, step)
         peers_of(trainer).on_first(lambda: self._rotate(checkpoint))
         self._export(trainer, module, step)
+        self.failures.succeeded()
+
+    def _begin(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+        """Collective: copies what `_save` would write, and has it written in the background; `_settle` ends it."""
+        checkpoint = self._checkpoint(trainer, step)
+        write, peers = _strategy(trainer).take_unwritten(), peers_of(trainer)
+        weights = self._copied_weights(trainer, module)
+        exported = self.exported(weights) if trainer.is_global_zero else None
+
+        def finish() -> None:
+            write()
+            peers.on_first(lambda: self._rotate(checkpoint))
+            peers.on_first(lambda: self._write(step, exported))
+
+        self._begun_step = step
+        self.background.start(finish)
+
+    def _settle(self, *, is_last: bool) -> None:
+        """Collective: waits for the save in the background, and tells how it ended."""
+        if self.background.is_busy:
+            with self._failures_told(self._begun_step, is_last=is_last):
+                self.background.wait()
+                self.failures.succeeded()
+
+    def _copied_weights(self, trainer: pl.Trainer, module: TrainedModule) -> dict[str, Tensor]:
+        """Collective: what `_export` would export, on the CPU of the first process."""
+        if not placement_of(trainer).is_network_whole:
+            return whole_weights(trainer, module, self.ema)
+        with export_weights(module, self.ema):
+            if not trainer.is_global_zero:
+                return {}
+            return {name: p.detach().to("cpu", copy=True) for name, p in module.network.named_parameters()}
 
     def _checkpoint(self, trainer: pl.Trainer, step: int) -> Path:
         folder = self.run_dir / "checkpoints" / f"step={step}"
@@ -136,6 +185,7 @@ class Saves(OptimizerStepCallback):
             if trainer.strategy.root_device.type == "cuda":
                 torch.cuda.synchronize()  # fails when the device is lost
             folder = self._checkpoint(trainer, trainer.global_step)
+            _strategy(trainer).take_unwritten()()
             log.error(f"{type(exception).__name__} after {trainer.global_step:,} optimizer steps; saved {folder}")
         except Exception as error:
             log.error(f"the steps since the last save are lost: {error}")
@@ -154,7 +204,11 @@ class Saves(OptimizerStepCallback):
         self.fence.release()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """The run ends."""
+        """The run ends. A save in the background is waited for, unless another process is missing in it."""
+        try:
+            self.background.wait(_PATIENCE_S)
+        except Exception as error:
+            log.error(f"save of step {self._begun_step:,} failed: {error}")
         self._save_what_is_left(trainer, exception)
         self.fence.release()
 
@@ -163,10 +217,8 @@ class Saves(OptimizerStepCallback):
         if left_out is None or trainer.strategy.broadcast(self._exported_step()) >= left_out:
             return
         assert isinstance(module, TrainedModule)
-        try:
+        with self._failures_told(left_out, is_last=trainer.global_step >= trainer.max_steps):
             self._export(trainer, module, left_out)
-        except OSError as error:
-            self.failures.failed(left_out, error, is_last=trainer.global_step >= trainer.max_steps)
 
     def _exported_step(self) -> int:
         """-1 where nothing says so."""
@@ -213,5 +265,10 @@ class Saves(OptimizerStepCallback):
 
 def peers_of(trainer: pl.Trainer) -> Peers:
     """The processes that save together."""
-    peers: Peers = trainer.strategy.peers  # type: ignore[attr-defined]
-    return peers
+    return _strategy(trainer).peers
+
+
+def _strategy(trainer: pl.Trainer) -> WholeCheckpoints:
+    strategy = trainer.strategy
+    assert isinstance(strategy, WholeCheckpoints)
+    return strategy

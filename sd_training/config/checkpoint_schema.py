@@ -24,3 +24,7 @@ class CheckpointConfig:
     max_failed_saves: PositiveInt = 3
     """A save that fails (full disk, quota, read-only folder) is told and tried again when the next one is due; so many
     in a row end the run with status 74 [count]. The last save of a run must succeed."""
+    asynchronous: bool = False
+    """Copy what is saved to CPU memory after the optimizer step, and write, hash, flush and export it in the background
+    while training goes on. The same bytes. One save at a time: the next one and the end of the run wait for it. Memory
+    beside the training: each process its part of a checkpoint, the first one the exported network as well."""

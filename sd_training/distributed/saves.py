@@ -5,7 +5,9 @@ Lightning saves on the first process only, in as many formats as it has strategi
 the strategy or the number of processes that made it, so any other can go on from it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +50,17 @@ class WholeCheckpoints:
     fence = UNFENCED
     """Of this start of the run, on the first process."""
 
+    is_written_later = False
+    """Whether `save_checkpoint` only copies, and `take_unwritten` gives what writes: as much memory on the CPU as this
+    process's part of a checkpoint takes on disk."""
+
     global_rank: int
     world_size: int
     lightning_module: pl.LightningModule
     optimizers: list[torch.optim.Optimizer]
     _placement: Placement | None = None
     _peers: Peers | None = None
+    _unwritten: Callable[[], None] | None = None
 
     @property
     def placement(self) -> Placement:
@@ -115,9 +122,21 @@ class WholeCheckpoints:
         if not sealing.begin(self._bytes_here(averages)):
             return
         described: dict[str, Any] = {}
-        for part, tensors in self._parts(averages, described).items():
-            sealing.write(part, self._dealt(tensors))
-        sealing.finish(state | {_OPTIMIZER: described, AVERAGES: sorted(averages)}, storage_options or {})
+        state |= {_OPTIMIZER: described, AVERAGES: sorted(averages)}
+        parts = self._parts(averages, described)
+        if not self.is_written_later:
+            for part, tensors in parts.items():
+                sealing.write(part, self._dealt(tensors))
+            sealing.finish(state, storage_options or {})
+            return
+        copies = {part: self._dealt(tensors, is_copied=True) for part, tensors in parts.items()}
+        self._unwritten = partial(_write, sealing, copies, deepcopy(state), storage_options or {})
+
+    def take_unwritten(self) -> Callable[[], None]:
+        """What the last save left to do, where `is_written_later`: collective, and of no use of the training's tensors,
+        so that a thread may do it. Nothing else may use `peers` meanwhile. Errors as in `save_checkpoint`."""
+        unwritten, self._unwritten = self._unwritten, None
+        return unwritten or (lambda: None)
 
     @property
     def peers(self) -> Peers:
@@ -149,14 +168,19 @@ class WholeCheckpoints:
         unchanged = sum(value.numel() * value.element_size() for name, value in own.items() if name not in trained)
         return weights + placement.state_bytes() + shares + (unchanged if self.global_rank == 0 else 0)
 
-    def _dealt(self, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """This process's share of a stream of whole tensors: each goes to the process that has least so far."""
+    def _dealt(self, tensors: Iterator[tuple[str, Tensor]], *, is_copied: bool = False) -> dict[str, Tensor]:
+        """This process's share of a stream of whole tensors: each goes to the process that has least so far.
+
+        Args:
+            tensors: by name.
+            is_copied: on the CPU, and nobody else's memory.
+        """
         loads, kept = [0] * self.world_size, {}
         for name, tensor in tensors:
             writer = loads.index(min(loads))
             loads[writer] += tensor.numel() * tensor.element_size()
             if writer == self.global_rank:
-                kept[name] = tensor if self.world_size == 1 else tensor.detach().to("cpu", copy=True)
+                kept[name] = tensor if self.world_size == 1 and not is_copied else tensor.detach().to("cpu", copy=True)
         return kept
 
     def _trained(self) -> dict[str, nn.Parameter]:
@@ -243,6 +267,15 @@ class WholeCheckpoints:
             return state
 
         self.placement.load_optimizer(self._trained().values(), state_of, described["groups"])
+
+
+def _write(
+    sealing: Sealing, copies: dict[str, dict[str, Tensor]], state: Mapping[str, Any], info: Mapping[str, Any]
+) -> None:
+    """Memory is given back part by part."""
+    for part in list(copies):
+        sealing.write(part, copies.pop(part))
+    sealing.finish(state, info)
 
 
 def _check_shape(name: str, whole: Tensor, parameter: nn.Parameter) -> None:

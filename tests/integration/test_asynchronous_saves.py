@@ -1,0 +1,96 @@
+"""Saves in the background: the same bytes, failures told, nothing in flight at the end."""
+
+import hashlib
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from sd_training.callbacks.every_step import OptimizerStepCallback
+from sd_training.checkpoint import seal
+from sd_training.errors import SaveError
+from sd_training.training.base_module import TrainedModule
+from tests.integration.failing_saves import FullDisk
+from tests.integration.test_failed_saves import incidents, no_limit_afterwards, train_with  # noqa: F401 - a fixture
+from tests.integration.training import checkpoint_tensors, options, train
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+class SlowToWrite(OptimizerStepCallback):
+    """Weights and average are changed by the next steps before the background has read its copies."""
+
+    def __init__(self) -> None:
+        self.was_busy = False
+        self.gate = threading.Event()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        strategy: Any = trainer.strategy
+        take = strategy.take_unwritten
+
+        def slow() -> Any:
+            write = take()
+            self.gate.clear()
+            return lambda: (self.gate.wait(60), write())
+
+        strategy.take_unwritten = slow
+
+    def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+        saves: Any = next(c for c in trainer.callbacks if type(c).__name__ == "Saves")  # type: ignore[attr-defined]
+        self.was_busy |= saves.background.is_busy
+        if step % 4 == 3 or step == trainer.max_steps:
+            self.gate.set()
+
+
+class FullAfterASave(FullDisk):
+    """The disk becomes full once the save before is done."""
+
+    def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+        saves: Any = next(c for c in trainer.callbacks if type(c).__name__ == "Saves")  # type: ignore[attr-defined]
+        if saves.background._thread is not None:
+            saves.background._thread.join()
+        super().on_optimizer_step(trainer, module, step)
+
+
+def files(folder: Path) -> dict[str, str]:
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in paths}
+
+
+def test_the_same_bytes_as_without(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
+    changes = {"experiment__save_every": 4, "checkpoint__keep": 3}
+    train(options(tmp_path / "one", pipeline_dir, shards_dir, **changes))
+
+    class Opened(SlowToWrite):
+        """Lets the last save through, which the run waits for."""
+
+        def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 7:
+                threading.Timer(1, self.gate.set).start()
+
+    slow = Opened()
+    train(options(tmp_path / "other", pipeline_dir, shards_dir, checkpoint__asynchronous=True, **changes), slow)
+    assert slow.was_busy
+    for step in (4, 8):
+        one, other = (checkpoint_tensors(tmp_path / name, step) for name in ("one", "other"))
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        assert seal.verify(tmp_path / "other" / "checkpoints" / f"step={step}") == []
+    one, other = (files(tmp_path / name / "current_pipeline") for name in ("one", "other"))
+    assert one == other
+    assert (tmp_path / "other" / "exported_step").read_text() == "8\n"
+
+
+def test_a_failure_in_the_background_is_told_at_the_next_save(
+    pipeline_dir: Path, shards_dir: Path, tmp_path: Path
+) -> None:
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir, checkpoint__asynchronous=True)
+    train_with(FullAfterASave(4, 5), argv)
+    assert [incident["optimizer_step"] for incident in incidents(tmp_path / "run")] == [4]
+    assert [folder.name for folder in seal.sealed(tmp_path / "run" / "checkpoints")] == ["step=6", "step=8"]
+    assert not list((tmp_path / "run").rglob("*.partial*"))
+    with pytest.raises(SaveError, match="the last save of this run"):
+        train_with(FullDisk(10, 10), [*argv, "experiment.num_examples_to_see=80"])
