@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from sd_training.errors import UserError
 from sd_training.rank_log import is_main_process
@@ -37,8 +38,9 @@ def run_cli(main: Callable[[], None]) -> None:
 
 def print_error(error: UserError) -> None:
     """Each line of it, as "error: ..."."""
-    for line in str(error).splitlines():
-        print(f"error: {for_terminal(line)}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # the log may lie on the disk that is full
+        for line in str(error).splitlines():
+            print(f"error: {for_terminal(line)}", file=sys.stderr, flush=True)
 
 
 def _leave_it_to_the_first(status: int) -> None:

@@ -25,6 +25,8 @@ STEPS, SAVE_EVERY = 12, 2
 _STEP_S = 0.15
 _LIMIT_S = 120
 _TMPFS_MIB = 48
+_MAX_FILE_BYTES = 100_000
+"""Less than the weights, more than a log."""
 _GOES_ON = "older saves intact, the temporary removed, an alarm; the run goes on and saves when it can again"
 _ENDS = "the run ends with status 74 and says why; older saves intact"
 
@@ -114,7 +116,7 @@ def _never_ends(server: ForkServer, parts: Path, home: Path) -> list[str]:
     tiny = SlowRun(parts, home, STEPS, SAVE_EVERY, home / "tmp")
     (child,) = tiny.start(server, more=["checkpoint.max_failed_saves=2"])
     _wait(child, (tiny.run_dir / "exported_step").exists)
-    _limit(child.pid, 2000)
+    _limit(child.pid, _MAX_FILE_BYTES)
     status = child.wait(_LIMIT_S)
     text, newest = (home / "log.txt").read_text(), seal.newest_verified(tiny.checkpoints)
     is_clear = "error: 2 saves in a row failed (checkpoint.max_failed_saves)" in text and "Traceback" not in text
@@ -169,7 +171,7 @@ def _fill(tiny: SlowRun, child: Child, stack: ExitStack) -> None:
 
 
 def _limit_files(tiny: SlowRun, child: Child, stack: ExitStack) -> None:
-    _limit(child.pid, 2000)
+    _limit(child.pid, _MAX_FILE_BYTES)
     stack.callback(_limit, child.pid, resource.RLIM_INFINITY)
 
 
@@ -187,6 +189,6 @@ def _read_only(tiny: SlowRun, child: Child, stack: ExitStack) -> None:
 
 FAULTS = (
     Fault(f"a disk of {_TMPFS_MIB} MiB becomes full", (errno.ENOSPC,), _small_disk, _fill),
-    Fault("files may not grow beyond 2,000 bytes (RLIMIT_FSIZE)", (errno.EFBIG,), _nothing, _limit_files),
+    Fault("files may not grow beyond 100 kB (RLIMIT_FSIZE)", (errno.EFBIG,), _nothing, _limit_files),
     Fault("the folder of checkpoints becomes read-only", (errno.EROFS, errno.EACCES), _nothing, _read_only),
 )
