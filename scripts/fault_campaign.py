@@ -42,7 +42,7 @@ def run_part(name: str, folder: Path, is_quick: bool) -> list[Row]:
     except Exception as error:  # the other parts are still worth running
         sys.excepthook(type(error), error, error.__traceback__)
         rows = [Row(name, "can be tried", 0, f"the part itself failed: {error!r:.200}".replace("\n", " "), False)]
-    print(f"{name}: {time.monotonic() - start_s:.0f} s", file=sys.stderr, flush=True)
+    print(f"{name}: {time.monotonic() - start_s:.0f} s\n{table(rows)}", file=sys.stderr, flush=True)
     return rows
 
 

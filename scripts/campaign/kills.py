@@ -8,6 +8,7 @@ import itertools
 import random
 import shutil
 import signal
+import statistics
 import sys
 import time
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from scripts.campaign.row import Row
 from scripts.campaign.tiny_run import TinyRun, digest_of, make_tiny_parts, other_file_system, run_to_end, stop_all, tail
 
 STEPS, SAVE_EVERY = 12, 2
+STAGES = {"save": "the checkpoint was being written", "saved": "the pipeline was"}
+"""Stages of a save by the mark that begins them."""
 _KILLS_PER_RUN = 8
 _LIMIT_S = 120
 _PROMISE = "a checkpoint to go on from, at most one save interval lost, the same bits at the end, nothing left behind"
@@ -40,7 +43,8 @@ class Tally:
     """What was seen."""
 
     kills: int = 0
-    in_saves: int = 0
+    inside: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STAGES, 0))
+    """Kills by the stage of a save that they fell into."""
     runs: int = 0
     most_lost: int = 0
     leaked_bytes: int = 0
@@ -53,17 +57,18 @@ class Pace:
     """How long things take here and now, so that random moments fall where they are meant to."""
 
     def __init__(self, run: TinyRun) -> None:
-        self.start_s, self.save_s, self.step_s = 1.5, 0.3, 0.1
+        self.start_s, self.step_s = 1.5, 0.1
+        self.stage_s = dict.fromkeys(STAGES, 0.1)
         self.learn(run, None)
 
     def learn(self, run: TinyRun, started_at_s: float | None) -> None:
         """From the marks of the latest start."""
         marks = [mark for mark in run.marks() if mark["at_s"] > (started_at_s or 0)]
         steps = [mark["at_s"] for mark in marks if mark["do"] == "step"]
-        ends = {mark["step"]: mark["at_s"] for mark in marks if mark["do"] == "save done"}
-        saves = [ends[mark["step"]] - mark["at_s"] for mark in marks if mark["do"] == "save" and mark["step"] in ends]
-        if saves:
-            self.save_s = sorted(saves)[len(saves) // 2]
+        for stage in STAGES:
+            pairs = [pair for pair in itertools.pairwise(marks) if pair[0]["do"] == stage]
+            if pairs:
+                self.stage_s[stage] = statistics.median(after["at_s"] - mark["at_s"] for mark, after in pairs)
         if steps and started_at_s is not None:
             self.start_s = steps[0] - started_at_s
         if len(steps) > 1:
@@ -91,20 +96,23 @@ class Killing:
                 check_end(tiny, children, self.reference, self.tally)
                 return
             self.tally.kills += 1
-            self.tally.in_saves += _is_inside_save(tiny)
+            self._note_stage(tiny)
             if stop_all(children) or any(child.left_behind() for child in children):
                 self.tally.problems.append(f"{tiny.home}: a process went on after the kill")
             self.pace.learn(tiny, started_at_s)
             check_after_kill(tiny, self.reference, self.tally)
 
     def _strike(self, tiny: TinyRun, children: list[Child], started_at_s: float) -> bool:
-        """Kills one process, at a random moment of one of its next saves or of its life. False: it ended before."""
-        if self.tally.in_saves * 2 <= self.tally.kills:
-            if not self._wait_for_a_save(tiny, children):
+        """Kills one process, at a random moment of a stage of a save or of its life. False: it ended before."""
+        inside = self.tally.inside
+        if sum(inside.values()) * 2 <= self.tally.kills:
+            stage = min(STAGES, key=lambda stage: inside[stage])
+            if not self._wait_for(stage, tiny, children):
                 return False
-            time.sleep(self.chance.uniform(0, self.pace.save_s))
+            time.sleep(self.chance.uniform(0, self.pace.stage_s[stage]))
         else:
-            life_s = self.pace.start_s + 3 * (self.pace.save_s + SAVE_EVERY * self.pace.step_s)
+            interval_s = sum(self.pace.stage_s.values()) + SAVE_EVERY * self.pace.step_s
+            life_s = self.pace.start_s + 3 * interval_s
             time.sleep(max(0.0, started_at_s + self.chance.uniform(0, life_s) - time.monotonic()))
         if any(child.poll() is not None for child in children):
             return False
@@ -113,14 +121,19 @@ class Killing:
         victim.wait(_LIMIT_S)
         return True
 
-    def _wait_for_a_save(self, tiny: TinyRun, children: list[Child]) -> bool:
-        """The next one, or the one after it. False: the run ended."""
-        wanted = _count_saves(tiny) + self.chance.choice((1, 2))
-        while _count_saves(tiny) < wanted:
+    def _wait_for(self, stage: str, tiny: TinyRun, children: list[Child]) -> bool:
+        """The next time, or the time after it. False: the run ended."""
+        wanted = _count(stage, tiny) + self.chance.choice((1, 2))
+        while _count(stage, tiny) < wanted:
             if any(child.poll() is not None for child in children):
                 return False
             time.sleep(0.002)
         return True
+
+    def _note_stage(self, tiny: TinyRun) -> None:
+        marks = tiny.marks()
+        if marks and marks[-1]["do"] in STAGES:
+            self.tally.inside[marks[-1]["do"]] += 1
 
 
 def run(folder: Path, is_quick: bool) -> list[Row]:
@@ -162,7 +175,8 @@ def _row(server: ForkServer, folder: Path, parts: Path, ranks: int, kills: int) 
         print(f"kills, {ranks} processes: {problem}", file=sys.stderr)
     who = "the process" if ranks == 1 else f"one of {ranks} ranks"
     is_kept = not tally.problems and tally.most_lost <= SAVE_EVERY
-    return Row(f"kill −9 of {who}, {tally.in_saves} inside a save", _PROMISE, tally.kills, _figure(tally), is_kept)
+    inside = ", ".join(f"{count} while {STAGES[stage]}" for stage, count in tally.inside.items())
+    return Row(f"kill −9 of {who}: {inside}", _PROMISE, tally.kills, _figure(tally), is_kept)
 
 
 def _figure(tally: Tally) -> str:
@@ -172,13 +186,8 @@ def _figure(tally: Tally) -> str:
     )
 
 
-def _count_saves(tiny: TinyRun) -> int:
-    return sum(mark["do"] == "save" for mark in tiny.marks())
-
-
-def _is_inside_save(tiny: TinyRun) -> bool:
-    marks = tiny.marks()
-    return bool(marks) and marks[-1]["do"] in ("save", "saved")
+def _count(do: str, tiny: TinyRun) -> int:
+    return sum(mark["do"] == do for mark in tiny.marks())
 
 
 def check_after_kill(tiny: TinyRun, reference: Reference, tally: Tally) -> None:
