@@ -53,8 +53,15 @@ class Child:
         if self._status is None:
             os.kill(self.pid, number)
 
-    def left_behind(self) -> list[int]:
-        """Processes of its session that still run."""
+    def left_behind(self, grace_s: float = 10) -> list[int]:
+        """Processes of its session that still run, so long after its end: loader processes look every second whether
+        the process that they work for is there."""
+        end_s = time.monotonic() + grace_s
+        while (found := self._others()) and time.monotonic() < end_s:
+            time.sleep(0.1)
+        return found
+
+    def _others(self) -> list[int]:
         return [pid for pid in _processes() if pid != self.pid and _session_of(pid) == self.pid]
 
 
@@ -76,7 +83,7 @@ class ForkServer:
     def close(self) -> None:
         """Ends it and what still runs."""
         for child in self._children:
-            for pid in [*child.left_behind(), *([child.pid] if child.poll() is None else [])]:
+            for pid in [*child.left_behind(0), *([child.pid] if child.poll() is None else [])]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         self._process.communicate()

@@ -50,6 +50,8 @@ class Tally:
     leaked_bytes: int = 0
     elsewhere: int = 0
     """Kills of runs whose TMPDIR is on another file system."""
+    with_loaders: int = 0
+    """Kills of runs with a loader process for each rank."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -164,9 +166,11 @@ def _row(server: ForkServer, folder: Path, parts: Path, ranks: int, kills: int) 
         before, problems = tally.kills, len(tally.problems)
         home = folder / f"kills_{ranks}" / str(tally.runs)
         temporary = home / "tmp" if memory is None or tally.runs % 2 else memory
-        tiny = TinyRun(parts, home, STEPS, SAVE_EVERY, temporary)
+        has_loader = tally.runs % 4 == 3
+        tiny = TinyRun(parts, home, STEPS, SAVE_EVERY, temporary, (f"system.workers={int(has_loader)}",))
         killing.until_it_ends(tiny, min(_KILLS_PER_RUN, kills - before))
         tally.elsewhere += (tally.kills - before) * (temporary == memory)
+        tally.with_loaders += (tally.kills - before) * has_loader
         if len(tally.problems) == problems:
             tiny.remove()
     if memory is not None:
@@ -182,7 +186,8 @@ def _row(server: ForkServer, folder: Path, parts: Path, ranks: int, kills: int) 
 def _figure(tally: Tally) -> str:
     return (
         f"{len(tally.problems)} problems in {tally.runs} runs; most steps lost {tally.most_lost} of {SAVE_EVERY}; "
-        f"{tally.leaked_bytes} bytes left behind; {tally.elsewhere} with TMPDIR on another file system"
+        f"{tally.leaked_bytes} bytes left behind; {tally.elsewhere} with TMPDIR on another file system, "
+        f"{tally.with_loaders} with loader processes"
     )
 
 
