@@ -53,9 +53,9 @@ class Child:
         if self._status is None:
             os.kill(self.pid, number)
 
-    def left_behind(self, grace_s: float = 10) -> list[int]:
-        """Processes of its session that still run, so long after its end: loader processes look every second whether
-        the process that they work for is there."""
+    def left_behind(self, grace_s: float = 60) -> list[int]:
+        """Processes of its session that still run, so long after its end. Loader processes look every second whether
+        the process that they work for is there; the server that forks them first imports what it was told to."""
         end_s = time.monotonic() + grace_s
         while (found := self._others()) and time.monotonic() < end_s:
             time.sleep(0.1)
