@@ -206,7 +206,7 @@ def this_trainer(subject: Subject, loader: TurnLoader, variant: str = "") -> Non
     with tempfile.TemporaryDirectory() as folder:
         ema = Ema(EmaConfig(decay=EMA_DECAY, warmup=False))
         metrics = Metrics(Path(folder) / "metrics.csv", 10, lambda step: step * batch, ema, Stopwatch())
-        guard = NumericGuard(NumericsConfig(), 10, Path(folder), lambda sample: ("", str(sample)))
+        guard = NumericGuard(NumericsConfig(), 10, Path(folder), lambda sample: ("", str(sample)), Stopwatch())
         trainer = lightning_trainer(subject, [ema, guard, metrics], len(loader), SingleProcess(subject.device))
         trainer.fit(module, train_dataloaders=loader)
 

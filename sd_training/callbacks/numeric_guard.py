@@ -16,6 +16,7 @@ from sd_training.callbacks.incidents import FOLDER, Incidents
 from sd_training.callbacks.rollback import Rollback, older_checkpoint, restore
 from sd_training.callbacks.step_judge import SKIPPED, Finding, StepJudge, Trouble
 from sd_training.callbacks.step_window import SampleReport, StepReport, StepWindow
+from sd_training.callbacks.stopwatch import Stopwatch
 from sd_training.checkpoint.seal import folder_name
 from sd_training.config.numerics_schema import NumericsConfig
 from sd_training.errors import NumericError
@@ -45,6 +46,7 @@ class NumericGuard(OptimizerStepCallback):
         every: optimizer steps between looks.
         run_dir: the run folder, with `checkpoints/` and `incidents/`.
         name_of: names samples in incidents.
+        stopwatch: stands still while going back.
         facts: gives further entries of every incident.
         ema: goes back as well.
     """
@@ -55,10 +57,12 @@ class NumericGuard(OptimizerStepCallback):
         every: int,
         run_dir: Path,
         name_of: NameOf,
+        stopwatch: Stopwatch,
         facts: Callable[[], Mapping[str, Any]] = dict,
         ema: Ema | None = None,
     ) -> None:
         self.config, self.every, self.name_of, self.ema = config, every, name_of, ema
+        self.stopwatch = stopwatch
         self.checkpoints = run_dir / "checkpoints"
         self.incidents = Incidents(run_dir / FOLDER, facts)
         self.judge = StepJudge(config)
@@ -80,7 +84,8 @@ class NumericGuard(OptimizerStepCallback):
             return
         self._look(trainer, module)
         if self.judge.trouble is not None and step % self.every == 0:
-            self._go_back(trainer, module, step, self.judge.trouble)
+            with self.stopwatch.paused("save"):
+                self._go_back(trainer, module, step, self.judge.trouble)
 
     def _look(self, trainer: pl.Trainer, module: TrainedModule) -> None:
         """Collective: judges the steps since the last look, and describes those that were wrong."""
