@@ -64,7 +64,7 @@ class Run:
 
     @property
     def is_logger_left(self) -> bool:
-        """After the fit: whether a logger is still busy and nobody is to wait for it."""
+        """After the fit: whether a logger failed or is still busy, and nobody is to wait for it."""
         return any(isinstance(logger, BackgroundLogger) and logger.is_left for logger in self.trainer.loggers)
 
 

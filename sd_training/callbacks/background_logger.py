@@ -49,7 +49,7 @@ class BackgroundLogger(Logger):
         self._is_behind = False
         self._thread: threading.Thread | None = None
         self.is_left = False
-        """Whether the run ended while it was still busy; it may want to keep the process from ending."""
+        """Whether it failed, or the run ended while it was busy; then it may keep the process from ending."""
 
     @property
     def name(self) -> str:
@@ -113,7 +113,7 @@ class BackgroundLogger(Logger):
             self._close(logger)
         # Whatever a logger raises, and SystemExit of one that thinks it is alone, is not the run's business.
         except BaseException as error:
-            self._has_failed = True
+            self._has_failed = self.is_left = True
             self._warn(f"failed and is left out from now on ({type(error).__name__}: {_first_line(error)})")
 
     def _warn(self, what: str) -> None:
