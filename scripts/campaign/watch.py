@@ -1,0 +1,259 @@
+"""Runs that hang, lose their loader processes or their loggers: what is found, how soon, and what is left of it."""
+
+import csv
+import io
+import shutil
+import signal
+import socket
+import statistics
+import tarfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.campaign.faulty_run import KILLS_AT
+from scripts.campaign.fork_server import Child, ForkServer, shared_server
+from scripts.campaign.row import Row
+from scripts.campaign.tiny_run import TinyRun, make_tiny_parts, stop_all, tail
+from sd_training.exit_status import BAD_DATA, HANG, MISTAKE
+
+RANKS = 2
+LIMIT_S = 8.0
+"""Of the sections data and step in these runs; the rest is left as it is."""
+FOUND_S = 5.0
+"""Beyond the limit: until all processes have ended."""
+_WAIT_S = 240.0
+_HANGS = {
+    "stop": "a rank is stopped (SIGSTOP)",
+    "collective": "a collective that one rank leaves out",
+    "decode": "a loader process stuck in decoding",
+}
+_LIMITS = (f"watch.data_s={LIMIT_S}", f"watch.step_s={LIMIT_S}")
+
+
+@dataclass
+class Trial:
+    """A run of two ranks with a fault."""
+
+    kind: str
+    tiny: TinyRun
+    children: list[Child]
+    began_s: float = 0.0
+    took_s: float = 0.0
+
+    statuses: Sequence[int | None] = ()
+
+    def look(self) -> bool:
+        """Notes when the fault begins and when all have ended; whether that is so."""
+        marks = [(self.tiny.home / f"at_step_3.{rank}").exists() for rank in range(RANKS)]
+        if not self.began_s and (all(marks) or (any(marks) and self.kind == "decode")):
+            self.began_s = time.monotonic()
+            if self.kind == "stop":
+                self.children[1].send(signal.SIGSTOP)
+        self.statuses = [child.poll() for child in self.children]
+        self.took_s = time.monotonic() - (self.began_s or time.monotonic())
+        return None not in self.statuses
+
+    def problem(self) -> str:
+        """What is not as promised; empty: nothing."""
+        stop_all(self.children, 1)
+        if self.statuses != [HANG] * RANKS:
+            return f"{self.kind}: statuses {self.statuses}\n{tail(self.tiny.home / 'log.txt')}"
+        stacks = [(self.tiny.run_dir / "hangs" / f"rank-{rank}.txt") for rank in range(RANKS)]
+        if not all(path.is_file() and "Thread" in path.read_text() for path in stacks):
+            return f"{self.kind}: stacks of {[path.name for path in stacks if path.is_file()]} only"
+        return f"found after {self.took_s:.1f} s" if self.took_s > LIMIT_S + FOUND_S else ""
+
+
+def start(
+    server: ForkServer, tiny: TinyRun, kind: str, ranks: int, more: Mapping[str, str] | None = None
+) -> list[Child]:
+    """Its processes, as torchrun would start them."""
+    for folder in (tiny.home, tiny.temporary):
+        folder.mkdir(parents=True, exist_ok=True)
+    words, log = [*tiny.words(ranks), *tiny.more], tiny.home / "log.txt"
+    shared = {**tiny.environment(), "FAULT": kind, **(more or {})}
+    if ranks > 1:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    each = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {} for rank in range(ranks)]
+    return [server.start("scripts.campaign.faulty_run:train", words, log, {**shared, **own}) for own in each]
+
+
+def hangs(server: ForkServer, parts: Path, folder: Path, rounds: int) -> list[Row]:
+    """One row for each kind."""
+    took_s: dict[str, list[float]] = {kind: [] for kind in _HANGS}
+    problems: dict[str, list[str]] = {kind: [] for kind in _HANGS}
+    for number in range(rounds):
+        trials = [_begin(server, parts, folder / f"{kind}_{number}", kind) for kind in _HANGS]
+        waiting, end_s = list(trials), time.monotonic() + _WAIT_S
+        while waiting and time.monotonic() < end_s:
+            waiting = [trial for trial in waiting if not trial.look()]
+            time.sleep(0.02)
+        for trial in trials:
+            problem = trial.problem()
+            took_s[trial.kind].append(trial.took_s)
+            problems[trial.kind] += [problem] if problem else []
+            shutil.rmtree(trial.tiny.home, ignore_errors=True)
+    return [
+        Row(
+            what,
+            f"found within its limit ({LIMIT_S:g} s) + {FOUND_S:g} s, stacks of both ranks, status {HANG} on both",
+            rounds,
+            f"ended after {max(took_s[kind]):.1f} s at most; {len(problems[kind])} problems" + _listed(problems[kind]),
+            not problems[kind],
+        )
+        for kind, what in _HANGS.items()
+    ]
+
+
+def _begin(server: ForkServer, parts: Path, home: Path, kind: str) -> Trial:
+    workers = 1 if kind == "decode" else 0
+    tiny = TinyRun(parts, home, 400, 1000, home / "tmp", (*_LIMITS, f"system.workers={workers}"))
+    return Trial(kind, tiny, start(server, tiny, kind, RANKS))
+
+
+def deaths(server: ForkServer, parts: Path, folder: Path, rounds: int) -> Row:
+    """Both loader processes, three times in a run."""
+    more = ("system.workers=2", *_LIMITS)
+    clean = TinyRun(parts, folder / "undisturbed", 12, 1000, folder / "tmp", _LIMITS)
+    problems = (
+        [] if _statuses(start(server, clean, "", 1)) == [0] else [f"a clean run:\n{tail(clean.home / 'log.txt')}"]
+    )
+    for number in range(rounds):
+        tiny = TinyRun(parts, folder / f"killed_{number}", 12, 1000, folder / "tmp", more)
+        statuses, log = _statuses(start(server, tiny, "worker", 1)), tiny.home / "log.txt"
+        said = log.read_text().count("was killed by SIGKILL")
+        if statuses != [0] or said != len(KILLS_AT):
+            problems.append(f"statuses {statuses}, {said} deaths said\n{tail(log)}")
+        elif tiny.losses() != clean.losses() or tiny.digest() != clean.digest():
+            problems.append("other losses or other weights than the run that nothing was done to")
+    return Row(
+        "loader processes killed (kill -9)",
+        "replaced at the same micro-batch, the run's bits are those of an undisturbed one",
+        rounds * len(KILLS_AT),
+        f"{len(problems)} runs of {rounds} with lost, repeated or other samples{_listed(problems)}",
+        not problems,
+    )
+
+
+def bad_data(server: ForkServer, parts: Path, folder: Path) -> Row:
+    """Two ranks on images that are cut off (found while training), and on files that are no images (at the start)."""
+    problems = []
+    for name, num_bytes, status in (("cut", 60, BAD_DATA), ("empty", 0, MISTAKE)):
+        bad = folder / f"parts_{name}"
+        shutil.copytree(parts, bad, ignore=shutil.ignore_patterns("cache"))
+        for shard in (bad / "shards").iterdir():
+            _cut_images(shard, num_bytes)
+        tiny = TinyRun(bad, folder / f"bad_{name}", 12, 1000, folder / "tmp")
+        statuses, said = _statuses(start(server, tiny, "", RANKS)), (tiny.home / "log.txt").read_text()
+        if statuses != [status] * RANKS or said.count("error: ") != 1 or "Traceback" in said:
+            problems.append(f"{name}: statuses {statuses}\n{tail(tiny.home / 'log.txt')}")
+    return Row(
+        "data that cannot be used, on two ranks",
+        f"one sentence, no traceback, status {BAD_DATA} (too many bad samples) or {MISTAKE} (none is good) on both",
+        2,
+        f"{len(problems)} with another end{_listed(problems)}",
+        not problems,
+    )
+
+
+def _cut_images(shard: Path, num_bytes: int) -> None:
+    with tarfile.open(shard) as tar:
+        members = [(member.name, (tar.extractfile(member) or io.BytesIO()).read()) for member in tar]
+    with tarfile.open(shard, "w") as tar:
+        for name, data in members:
+            kept = data[:num_bytes] if name.endswith("png") else data
+            entry = tarfile.TarInfo(name)
+            entry.size = len(kept)
+            tar.addfile(entry, io.BytesIO(kept))
+
+
+def outage(server: ForkServer, parts: Path, folder: Path, steps: int) -> Row:
+    """W&B at a server that takes every connection and never answers."""
+    speeds, problems = [], []
+    with silent_server() as port:
+        key = {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": "0" * 40}
+        for number, more in enumerate(({}, key)):
+            tiny = TinyRun(parts, folder / f"outage_{number}", steps, 1000, folder / "tmp")
+            statuses = _statuses(start(server, tiny, "outage", 1, more))
+            said = "the logger W&B" in (tiny.home / "log.txt").read_text()
+            if statuses != [0] or said != bool(more) or len(tiny.losses()) != steps:
+                problems.append(f"statuses {statuses}\n{tail(tiny.home / 'log.txt')}")
+                continue
+            speeds.append(_median_speed(tiny))
+    slower = f"{speeds[0] / speeds[1] - 1:+.1%} time per step (median of {steps})" if len(speeds) == 2 else "no speeds"
+    return Row(
+        "W&B at a server that never answers",
+        "the run ends well, with every row of metrics.csv, and its steps are no slower",
+        1,
+        f"{len(problems)} failures; {slower}{_listed(problems)}",
+        not problems,
+    )
+
+
+def clean(server: ForkServer, parts: Path, folder: Path, steps: int) -> Row:
+    """Two ranks, a loader process each, saves: nothing hangs."""
+    more = ("system.workers=1", *_LIMITS, "watch.save_s=20", "checkpoint.save_every_minutes=0.02")
+    tiny = TinyRun(parts, folder / "clean", steps, 1000, folder / "tmp", more)
+    began_s = time.monotonic()
+    statuses = _statuses(start(server, tiny, "", RANKS), 3600)
+    alarms = int((tiny.run_dir / "hangs").exists()) + int((tiny.run_dir / "first_end.json").exists())
+    problems = [] if statuses == [0] * RANKS and not alarms else [f"{statuses}\n{tail(tiny.home / 'log.txt')}"]
+    return Row(
+        "nothing",
+        f"no alarm with limits of {LIMIT_S:g} s",
+        1,
+        f"{alarms} alarms in {steps:,} steps, {time.monotonic() - began_s:.0f} s{_listed(problems)}",
+        not problems,
+    )
+
+
+@contextmanager
+def silent_server() -> Iterator[int]:
+    """Port of a server on this machine that accepts and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken: list[socket.socket] = []
+
+        def accept() -> None:
+            while True:
+                try:
+                    taken.append(server.accept()[0])
+                except OSError:  # closed
+                    return
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield server.getsockname()[1]
+        for connection in taken:
+            connection.close()
+
+
+def _median_speed(tiny: TinyRun) -> float:
+    with (tiny.run_dir / "metrics.csv").open(newline="") as stream:
+        return statistics.median(float(row["images_per_s"]) for row in csv.DictReader(stream))
+
+
+def _statuses(children: Sequence[Child], limit_s: float = _WAIT_S) -> list[int | None]:
+    statuses = [child.wait(limit_s) for child in children]
+    stop_all(children, 1)
+    return statuses
+
+
+def _listed(problems: Sequence[str]) -> str:
+    return "".join(f"; {problem}" for problem in problems[:3])
+
+
+def run(folder: Path, is_quick: bool) -> list[Row]:
+    """All rows."""
+    server = shared_server()
+    parts = make_tiny_parts(server, folder / "parts")
+    rows = hangs(server, parts, folder, 1 if is_quick else 5)
+    rows.append(deaths(server, parts, folder, 1 if is_quick else 7))
+    rows.append(bad_data(server, parts, folder))
+    rows.append(outage(server, parts, folder, 60 if is_quick else 2000))
+    rows.append(clean(server, parts, folder, 50 if is_quick else 20_000))
+    return rows
