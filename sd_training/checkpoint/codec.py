@@ -131,6 +131,12 @@ def _untag(tag: str, value: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
 def _laid_out(tensor: Tensor, stride: list[int] | None) -> Tensor:
     if stride is None:
         return tensor
+    dense = sorted((step, size) for step, size in zip(stride, tensor.shape, strict=True) if size > 1)
+    expected = 1
+    for step, size in dense:  # a stride that leaves gaps would take any amount of memory
+        if step != expected:
+            raise ValueError(f"not a checkpoint's state: stride {str(stride)[:80]} of a tensor {tuple(tensor.shape)}")
+        expected *= size
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 

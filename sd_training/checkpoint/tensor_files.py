@@ -94,7 +94,7 @@ def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, StoredTensors]]:
             parts.setdefault(_part_of(name), []).append(folder / name)
         stored = {part: StoredTensors(paths) for part, paths in parts.items()}
         state: dict[str, Any] = codec.join(document["checkpoint"], dict(stored.pop("state", {})))
-    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {folder} is of another format: {error}") from error
     return state, stored
 

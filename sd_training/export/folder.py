@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 import sd_training.models.mmdit_pipeline  # noqa: F401 - makes its class known to diffusers
 from sd_training.errors import DataError
+from sd_training.models.stored_settings import folder_settings_problems
 
 _LIBRARIES = ("diffusers", "transformers", "stable_diffusion", "sd_training.models.mmdit_rope")
 """Where parts may come from; "stable_diffusion" is diffusers' own module of the safety checker."""
@@ -32,7 +33,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     except OSError:
         raise DataError(f"{folder}: is not a diffusers pipeline, it has no model_index.json") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{folder}/model_index.json: is not JSON ({error})") from None
     if not isinstance(index, dict) or not isinstance(index.get("_class_name"), str):
         raise DataError(f"{folder}/model_index.json: `_class_name` must name a pipeline class of diffusers")
@@ -58,6 +59,7 @@ def folder_problems(folder: Path) -> list[str]:
 
 
 def _part_problems(part: Path, library: str) -> Iterator[str]:
+    yield from folder_settings_problems(part)
     if library not in _LIBRARIES:
         yield f"{part}: comes from {library!r}; only parts of {', '.join(_LIBRARIES)} are loaded"
     elif not part.is_dir():
@@ -79,7 +81,10 @@ def _weight_problems(part: Path) -> Iterator[str]:
         except (SafetensorError, OSError) as error:
             yield f"{part / name}: is damaged ({error})"
     for index in part.glob("*.safetensors.index.json"):
-        missing = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) - weights
+        try:
+            missing = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) - weights
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue  # which is a problem of its own
         yield from (f"{part / name}: is missing although {index.name} lists it" for name in sorted(missing))
 
 
@@ -106,7 +111,7 @@ def load_pipeline(folder: Path, dtype: torch.dtype | None = None) -> DiffusionPi
             str(folder), local_files_only=True, use_safetensors=True, **options
         )
         return pipeline
-    except (OSError, ValueError, TypeError, RuntimeError, AttributeError, SafetensorError) as error:
+    except Exception as error:  # hostile and damaged files make diffusers raise many kinds
         raise DataError(f"{folder}: diffusers cannot load it ({' '.join(str(error).split())})") from error
 
 

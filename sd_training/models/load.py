@@ -5,7 +5,7 @@ Weights come from safetensors only, classes from the registry only, and no code 
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sd_training.config.model_schema import ModelConfig, PartConfig
 from sd_training.errors import ConfigError
 from sd_training.models.registry import check_params, class_of
+from sd_training.models.stored_settings import folder_settings_problems, refused_settings
 
 # diffusers reads this before it would download and import Python files that a repository carries.
 os.environ["DIFFUSERS_DISABLE_REMOTE_CODE"] = "1"
@@ -68,16 +69,47 @@ def _from_pretrained(part: str, cls: Any, config: PartConfig, **kwargs: Any) -> 
     """`cls.from_pretrained`, with every way it can fail turned into a sentence that names the option."""
     assert config.pretrained is not None
     subfolder = subfolder_of(part, config)
+    _refuse_unsafe(part, cls, config, subfolder)
+    if cls is transformers.AutoTokenizer:
+        kwargs["trust_remote_code"] = False  # None would ask at the terminal, where one process of many waits for ever
     try:
         return cls.from_pretrained(
             config.pretrained, **{"subfolder": subfolder} if subfolder else {}, revision=config.revision, **kwargs
         )
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+    except Exception as error:  # hostile and damaged files make the libraries raise many kinds
         where = f"{config.pretrained!r}" + (f", folder {subfolder!r}" if subfolder else "")
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"model.{part}.pretrained: {where} cannot be loaded as {cls.__name__}: {first_line}"
+            f"model.{part}.pretrained: {where} cannot be loaded as {cls.__name__}: {_first_line(error)}"
         ) from error
+
+
+def _refuse_unsafe(part: str, cls: Any, config: PartConfig, subfolder: str | None) -> None:
+    """Settings and indices that a library would follow to other code or other files.
+
+    Of a hub id the settings are looked at; which files its index may name, the hub's client and the flag for
+    safetensors decide.
+    """
+    assert config.pretrained is not None
+    folder = Path(config.pretrained, subfolder or "")
+    problems = folder_settings_problems(folder) if folder.is_dir() else []
+    if not folder.is_dir() and issubclass(cls, PreTrainedModel):
+        settings = _settings(part, cls.config_class.get_config_dict, config, subfolder)[0]
+        problems = list(refused_settings(settings, f"{config.pretrained}/{subfolder or ''}"))
+    if problems:
+        raise ConfigError([f"model.{part}.pretrained: {problem}" for problem in problems])
+
+
+def _settings(part: str, read: Callable[..., Any], config: PartConfig, subfolder: str | None, **kwargs: Any) -> Any:
+    """What a library's `read` gives of a stored config, with every way it can fail turned into a sentence."""
+    try:
+        folder = {"subfolder": subfolder} if subfolder else {}
+        return read(config.pretrained, revision=config.revision, **folder, **kwargs)
+    except Exception as error:
+        raise ConfigError(f"model.{part}.pretrained: {config.pretrained!r}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def stable_seed(seed: int, purpose: str) -> int:
@@ -119,12 +151,16 @@ def _on_meta(part: str, cls: Any, config: PartConfig) -> Any:
         if issubclass(cls, PreTrainedModel):
             return cls(_from_pretrained(part, cls.config_class, config))
         subfolder = subfolder_of(part, config)
-        try:
-            folder = {"subfolder": subfolder} if subfolder else {}
-            stored = cls.load_config(config.pretrained, revision=config.revision, **folder)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model.{part}.pretrained: {str(error).strip().splitlines()[0]}") from error
-        return cls.from_config(stored)
+        _refuse_unsafe(part, cls, config, subfolder)
+        return _from_settings(part, cls, _settings(part, cls.load_config, config, subfolder))
+
+
+def _from_settings(part: str, cls: Any, stored: Any, **params: Any) -> Any:
+    try:
+        return cls.from_config(stored, **params)
+    except Exception as error:
+        text = f"{cls.__name__} cannot be made from its stored settings: {_first_line(error)}"
+        raise ConfigError(f"model.{part}.pretrained: {text}") from error
 
 
 def load_network(model: ModelConfig, part: str, *, seed: int, meta: bool = False, default: str | None = None) -> Any:
@@ -188,20 +224,13 @@ def load_noise_scheduler(model: ModelConfig, part: str) -> Any:
     if config.pretrained is None:
         return _construct(part, cls, config.params)
     subfolder = subfolder_of(part, config)
-    try:
-        stored, _ = cls.load_config(
-            config.pretrained,
-            return_unused_kwargs=True,
-            revision=config.revision,
-            **{"subfolder": subfolder} if subfolder else {},
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.{part}.pretrained: {str(error).strip().splitlines()[0]}") from error
+    _refuse_unsafe(part, cls, config, subfolder)
+    stored, _ = _settings(part, cls.load_config, config, subfolder, return_unused_kwargs=True)
     if config.target is None:
         cls = class_of(part, stored.get("_class_name"))
     if problems := check_params(part, cls, config.params):
         raise ConfigError(problems)
-    return cls.from_config(stored, **config.params)
+    return _from_settings(part, cls, stored, **config.params)
 
 
 def load_weights(path: str, part: str, option: str, default: str | None = None) -> dict[str, torch.Tensor]:
