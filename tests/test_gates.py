@@ -18,13 +18,6 @@ WITHOUT_RIGHTS = {
     "scripts/campaign/lightning_run.py": "what Lightning wrote a moment ago, in the campaign's baseline",
 }
 """Files that may call torch.load, always with `weights_only=True`, and what they read."""
-PICKLED_MESSAGES = {
-    "sd_training/callbacks/rollback.py": "one whole number, between the run's own processes",
-    "sd_training/callbacks/saves.py": "one whole number, between the run's own processes",
-    "sd_training/distributed/saves.py": "texts and paths, between the run's own processes",
-}
-"""Files that use collectives which pickle, and what travels there; all others use `distributed/messages.py`."""
-
 IMPORTERS = {
     "sd_training/optim/optimizers.py": "module names of its own table of optional packages",
     "scripts/campaign/fork_server.py": "module names of its own list",
@@ -115,7 +108,7 @@ def _calls(call: ast.Call, path: str) -> Iterator[str]:
         yield "import of a module whose name is no literal"
     yield from (f"{name}={given[name]}" for name in OFF_UNLESS_FALSE if given.get(name, "False") != "False")
     yield from _settings(called, given)
-    yield from _messages(call, path)
+    yield from _messages(call)
 
 
 def _settings(called: str, given: Mapping[str | None, str]) -> Iterator[str]:
@@ -128,12 +121,12 @@ def _settings(called: str, given: Mapping[str | None, str]) -> Iterator[str]:
         yield "custom_pipeline"
 
 
-def _messages(call: ast.Call, path: str) -> Iterator[str]:
+def _messages(call: ast.Call) -> Iterator[str]:
     """Collectives that pickle: torch's object collectives, and `Strategy.broadcast`, which is one of them."""
     called = ast.unparse(call.func)
     holder, _, method = called.rpartition(".")
     is_strategy = method == "broadcast" and holder.split(".")[-1] in ("self", "strategy")
-    if (method in OBJECT_COLLECTIVES or is_strategy) and path not in PICKLED_MESSAGES:
+    if method in OBJECT_COLLECTIVES or is_strategy:
         yield f"{called} pickles"
 
 
@@ -218,9 +211,3 @@ def test_the_converter_may_open_a_pickle_without_rights_only() -> None:
     assert problems("torch.load(path, weights_only=True)", CONVERTER) == []
     assert problems("torch.load(path, weights_only=flag)", CONVERTER)
     assert problems("torch.load(path)", CONVERTER)
-
-
-@pytest.mark.parametrize("path", PICKLED_MESSAGES)
-def test_an_exception_holds_for_its_file_only(path: str) -> None:
-    assert problems("self.broadcast(value)", path) == []
-    assert problems("self.broadcast(value)")

@@ -34,8 +34,8 @@ def older_checkpoint(trainer: pl.Trainer, root: Path, before: int, done: Sequenc
 
     Those that a rollback has already left behind are not taken.
     """
-    step = _newest(root, before, done) if trainer.is_global_zero else None
-    step = trainer.strategy.broadcast(step)
+    strategy: Any = trainer.strategy
+    step = strategy.peers.on_first(lambda: _newest(root, before, done))
     return None if step is None else root / folder_name(step)
 
 

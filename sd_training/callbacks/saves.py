@@ -214,7 +214,7 @@ class Saves(OptimizerStepCallback):
 
     def _export_what_was_left_out(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         left_out, self._loaded_step = self._loaded_step, None
-        if left_out is None or trainer.strategy.broadcast(self._exported_step()) >= left_out:
+        if left_out is None or peers_of(trainer).on_first(self._exported_step) >= left_out:
             return
         assert isinstance(module, TrainedModule)
         with self._failures_told(left_out, is_last=trainer.global_step >= trainer.max_steps):

@@ -13,9 +13,11 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
-from sd_training.errors import TakenOverError
+from sd_training.errors import CheckpointError, DamagedCheckpointsError, TakenOverError
 
 _Result = TypeVar("_Result")
+_KINDS = {kind.__name__: kind for kind in (CheckpointError, DamagedCheckpointsError, TakenOverError)}
+"""Errors of one process that are the same error on the others."""
 _TIMEOUT = timedelta(hours=2)
 """A process waits so long for another one that writes slowly."""
 
@@ -58,7 +60,7 @@ class Peers:
 
         Raises:
             OSError: some process could not write.
-            TakenOverError: another start of the run has taken over.
+            UserError: one of `_KINDS`, on some process.
             Exception: this process's own failure of another kind; RuntimeError with its text on the others.
         """
         told = [one for one in self.tell(None if failure is None else _described(failure)) if one is not None]
@@ -86,10 +88,10 @@ class Peers:
 def _described(failure: Exception) -> dict[str, Any]:
     if isinstance(failure, OSError):
         return {"errno": failure.errno or errno.EIO, "text": failure.strerror or str(failure)}
-    return {"taken over": isinstance(failure, TakenOverError), "text": str(failure)}
+    return {"kind": type(failure).__name__, "text": str(failure)}
 
 
 def _error(described: dict[str, Any]) -> Exception:
     if "errno" in described:
         return OSError(described["errno"], described["text"])
-    return (TakenOverError if described["taken over"] else RuntimeError)(described["text"])
+    return _KINDS.get(described["kind"], RuntimeError)(described["text"])

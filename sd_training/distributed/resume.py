@@ -3,18 +3,17 @@
 from pathlib import Path
 
 from sd_training.checkpoint.seal import folder_name, newest_verified, step_of
-from sd_training.distributed.messages import from_first
+from sd_training.distributed.peers import Peers
 from sd_training.errors import CheckpointError
 
 
-def choose_checkpoint(root: Path) -> Path:
+def choose_checkpoint(root: Path, peers: Peers) -> Path:
     """Collective: the newest verified checkpoint below `root`, the same on every process.
 
     Raises:
-        CheckpointError: none of them verifies.
+        CheckpointError: none of them verifies; with the same words on every process.
     """
-    unusable = f"{root}: no checkpoint verifies; the first process says why"
-    return root / folder_name(from_first(lambda: _choose(root), lambda _: CheckpointError(unusable)))
+    return root / folder_name(peers.on_first(lambda: _choose(root)))
 
 
 def _choose(root: Path) -> int:

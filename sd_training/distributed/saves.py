@@ -220,7 +220,7 @@ class WholeCheckpoints:
         Raises:
             CheckpointError: none of them verifies, or it is of another format.
         """
-        chosen = choose_checkpoint(Path(checkpoint_path))
+        chosen = choose_checkpoint(Path(checkpoint_path), self.peers)
         log.info(f"resuming from {chosen}")
         return self.open_checkpoint(chosen)
 

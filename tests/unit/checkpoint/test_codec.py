@@ -140,4 +140,4 @@ def test_foreign_json_is_refused(value: Any) -> None:
 @pytest.mark.parametrize("stride", [[1, 10**9], [0, 0], [2, 1], [-1, 2], [3], ["x", 1], {"a": 1}, 5])
 def test_a_stride_with_gaps_takes_no_memory(stride: object) -> None:
     with pytest.raises((ValueError, TypeError)):
-        codec.join({"$tensor": "a", "stride": stride}, {"a": torch.zeros(2, 3)})
+        join({"$tensor": "a", "stride": stride}, {"a": torch.zeros(2, 3)})

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from sd_training.distributed.peers import Peers
-from sd_training.errors import TakenOverError
+from sd_training.errors import CheckpointError, DamagedCheckpointsError, TakenOverError
 
 
 class Told(Peers):
@@ -22,7 +22,7 @@ class Told(Peers):
 
 
 FULL = {"errno": errno.ENOSPC, "text": "full"}
-DEFECT = {"taken over": False, "text": "a defect"}
+DEFECT = {"kind": "ZeroDivisionError", "text": "a defect"}
 
 
 def test_one_process_alone() -> None:
@@ -42,7 +42,9 @@ def test_one_process_alone() -> None:
         ([FULL, DEFECT], None, RuntimeError, "a defect"),
         ([None, DEFECT], OSError(errno.EIO, "mine"), RuntimeError, "a defect"),
         ([FULL, None], TypeError("mine"), TypeError, "mine"),
-        ([{"taken over": True, "text": "gone"}, None], None, TakenOverError, "gone"),
+        ([{"kind": "TakenOverError", "text": "gone"}, None], None, TakenOverError, "gone"),
+        ([{"kind": "CheckpointError", "text": "other"}, None], None, CheckpointError, "other"),
+        ([{"kind": "DamagedCheckpointsError", "text": "bad"}, None], None, DamagedCheckpointsError, "bad"),
     ],
 )
 def test_the_same_kind_of_error_everywhere(
