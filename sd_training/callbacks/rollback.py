@@ -35,11 +35,12 @@ def older_checkpoint(trainer: pl.Trainer, root: Path, before: int, done: Sequenc
     Those that a rollback has already left behind are not taken.
     """
     strategy: Any = trainer.strategy
-    step = strategy.peers.on_first(lambda: _newest(root, before, done))
+    step = strategy.peers.on_first(lambda: newest_before(root, before, done))
     return None if step is None else root / folder_name(step)
 
 
-def _newest(root: Path, before: int, done: Sequence[Rollback]) -> int | None:
+def newest_before(root: Path, before: int, done: Sequence[Rollback]) -> int | None:
+    """As `older_checkpoint`, on the process that looks."""
     for folder in reversed(sealed(root)):
         step = step_of(folder)
         is_left_behind = any(rollback.to < step < rollback.at for rollback in done)

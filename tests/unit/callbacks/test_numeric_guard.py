@@ -9,6 +9,7 @@ import pytorch_lightning as pl
 import torch
 
 from sd_training.build.run import Run
+from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.numeric_guard import NumericGuard
 from sd_training.errors import NumericError
 from tests.integration.training import CrashAfter, Interrupted, checkpoint_tensors, options, train
@@ -41,15 +42,18 @@ class PoisonBatch(Poison):
 
 
 class Watch(pl.Callback):
-    """The weights after each optimizer step, and one of Adam's counters."""
+    """Weights and average after each optimizer step, and one of Adam's counters."""
 
     def __init__(self) -> None:
         self.weights: dict[int, torch.Tensor] = {}
+        self.averages: dict[int, torch.Tensor] = {}
         self.counters: dict[int, int] = {}
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         parameters = [p.detach().flatten() for p in pl_module.network.parameters()]
         self.weights[trainer.global_step] = torch.cat(parameters)
+        (ema,) = [callback for callback in trainer.callbacks if isinstance(callback, Ema)]  # type: ignore[attr-defined]
+        self.averages[trainer.global_step] = torch.cat([share.flatten() for share in ema.shares.values()])
         state = trainer.optimizers[0].state[next(pl_module.network.parameters())]
         self.counters[trainer.global_step] = int(state.get("step", 0))
 
@@ -96,6 +100,8 @@ def test_many_skipped_steps_in_a_row_lead_back(gone_back: tuple[Path, Run, Watch
     assert torch.equal(watch.weights[10], watch.weights[7]) and not torch.equal(watch.weights[7], watch.weights[5])
     # The last of the callbacks sees the weights that were gone back to.
     assert torch.equal(watch.weights[12], watch.weights[5]) and watch.counters[12] == 5
+    assert torch.equal(watch.averages[12], watch.averages[5])
+    assert not torch.equal(watch.averages[11], watch.averages[5])
     assert run.trainer.global_step == 20
     told = incidents(run_dir)
     assert set(told) == {*(f"step={step}.skipped.json" for step in BAD), "step=9.rollback.json"}
