@@ -4,6 +4,7 @@
 # make slurm       Debian's SLURM for the tests that start one, where it can be installed (a part of make test)
 # make format      rewrite the sources in the project's format
 # make docs        rewrite docs/config.md from the schema
+# make audit     known weaknesses of the pinned packages (needs the network)
 # make clean       remove the environment and caches; runs and data stay
 
 # Python 3.11 or 3.12 for the pinned versions: make PYTHON=python3.12 env
@@ -17,7 +18,7 @@ export OMP_NUM_THREADS := 1
 # The environment is installed without bytecode; where nobody may write it, every process compiles torch again: 10 s.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: env test slurm quickstart format docs clean
+.PHONY: env test slurm quickstart format docs audit clean
 
 env: $(STAMP)
 
@@ -54,6 +55,12 @@ format: env
 docs: env
 	$(BIN)/python scripts/config_docs.py
 
+# In an environment of its own: an auditor that brought packages into the one it audits would change it.
+audit:
+	$(PYTHON) -m venv $(VENV)-audit
+	$(VENV)-audit/bin/python -m pip install --quiet --no-compile pip-audit
+	$(VENV)-audit/bin/pip-audit --requirement requirements.txt --no-deps --disable-pip
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-audit .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
