@@ -24,9 +24,7 @@ import pytorch_lightning as pl
 import torch
 
 from sd_training.build import run as building
-from sd_training.build.plan import Plan
 from sd_training.callbacks.saves import Saves
-from sd_training.stop_signals import StopSignals
 from sd_training.types import PixelBatch
 
 _HOLDS_S = 300
@@ -108,8 +106,8 @@ def train(words: list[str]) -> None:
     marks, build_run = begin(), building.build_run
     watch_saves(marks, Saves, "on_optimizer_step")
 
-    def build_watched(plan: Plan, signals: StopSignals) -> building.Run:
-        run = build_run(plan, signals)
+    def build_watched(*given: Any) -> building.Run:
+        run = build_run(*given)
         callbacks: list[pl.Callback] = run.trainer.callbacks  # type: ignore[attr-defined]
         callbacks.append(Watch(marks))
         return run
