@@ -116,6 +116,7 @@ def test_an_interrupted_run_goes_back_alike(
     argv = options(run_dir, pipeline_dir, shards_dir, **GOING_BACK)
     with pytest.raises(Interrupted):
         train(argv, Poison(BAD), CrashAfter(crash_after))
+    assert (run_dir / "checkpoints" / "step=12").is_dir() == (crash_after > 12)  # saved when it had gone back
     train(argv, Poison(BAD))
     whole, cut = checkpoint_tensors(gone_back[0], 20), checkpoint_tensors(run_dir, 20)
     assert set(whole) == set(cut) and all(torch.equal(whole[name], cut[name]) for name in whole)
