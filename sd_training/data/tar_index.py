@@ -256,13 +256,17 @@ class _Scanner:
     def _check_caption(self, sample: TarSample) -> None:
         """A caption in another encoding would train on wrong letters, so it is none."""
         offset, length = sample.spans["caption"]
-        content = b"" if length > MAX_TEXT_BYTES else self.file.pread(length, offset)
+        if length > MAX_TEXT_BYTES:
+            del sample.spans["caption"]
+            return self._problem(sample.key, f"caption has too many bytes: {length:,}")
+        content = self.file.pread(length, offset)
         sample.caption_crc = zlib.crc32(content)
         try:
             content.decode()
         except UnicodeDecodeError:
             self._problem(sample.key, "caption is not UTF-8 text")
             del sample.spans["caption"]
+        return None
 
     def _text(self, span: Span) -> str:
         offset, length = span

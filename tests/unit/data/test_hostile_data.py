@@ -126,6 +126,8 @@ def test_members_that_are_no_plain_files_are_ignored(tmp_path: Path, name: str, 
 def test_names_members_and_metadata_have_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tar_member("x", b"n" * 5000 + b".png\0", tarfile.GNUTYPE_LONGNAME) + tar_member("x", GOOD)
     assert "member with a long name ignored 1" in scan(tmp_path, tar_member("a.png", GOOD), long).problems.text()
+    text = scan(tmp_path, tar_member("a.png", GOOD), tar_member("a.txt", b"x" * (tar_index.MAX_TEXT_BYTES + 1)))
+    assert "caption has too many bytes 1" in text.problems.text() and "caption" not in text.samples[0].spans
     many = [
         tar_member(f"{i}.png", GOOD) + tar_member(f"{i}.json", json.dumps({f"{i} {j}": j for j in range(900)}).encode())
         for i in range(5)
