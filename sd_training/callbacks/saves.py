@@ -191,7 +191,8 @@ class Saves(OptimizerStepCallback):
             log.error(f"the steps since the last save are lost: {error}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A process that was killed between a checkpoint and its export left an older pipeline; export it now."""
+        """A process that was killed between a checkpoint and its export left an older pipeline, and perhaps older
+        checkpoints to delete: do both now."""
         super().on_train_start(trainer, pl_module)
         self._export_what_was_left_out(trainer, pl_module)
 
@@ -218,6 +219,8 @@ class Saves(OptimizerStepCallback):
             return
         assert isinstance(module, TrainedModule)
         with self._failures_told(left_out, is_last=trainer.global_step >= trainer.max_steps):
+            resumed_from = self.run_dir / "checkpoints" / f"step={left_out}"
+            peers_of(trainer).on_first(lambda: self._rotate(resumed_from))
             self._export(trainer, module, left_out)
 
     def _exported_step(self) -> int:

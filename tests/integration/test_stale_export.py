@@ -56,3 +56,25 @@ def test_an_older_checkpoint_does_not_replace_a_newer_pipeline(
     train(argv)
     assert len(exports) == 1  # that of step 4, done again
     assert weights(tmp_path / "run") == newest
+
+
+def test_the_same_command_deletes_what_was_left_to_delete(
+    pipeline_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the last checkpoint and the rotation: nothing is left to train."""
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=48)
+    rotate, done = saves.rotate, []
+
+    def killed_at_the_third(*arguments: object) -> None:
+        done.append(arguments)
+        if len(done) == 3:
+            raise Interrupted
+        rotate(*arguments)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(saves, "rotate", killed_at_the_third)
+        train(argv)
+    kept = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in kept.iterdir()) == ["step=2", "step=4", "step=6"]
+    train(argv)
+    assert sorted(path.name for path in kept.iterdir()) == ["step=4", "step=6"]
