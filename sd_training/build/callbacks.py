@@ -65,7 +65,7 @@ def build_callbacks(
         fence,
         metrics.take_mean_loss,
     )
-    guard = _numeric_guard(plan, data, stopwatch, ema)
+    guard = _numeric_guard(plan, data, stopwatch, saves, ema)
     callbacks: list[pl.Callback | None] = [
         preemption,
         RunRecord(plan.run_dir, resolved_yaml(config), facts),
@@ -83,7 +83,7 @@ def build_callbacks(
     return [callback for callback in callbacks if callback is not None]
 
 
-def _numeric_guard(plan: Plan, data: TrainingData, stopwatch: Stopwatch, ema: Ema | None) -> NumericGuard:
+def _numeric_guard(plan: Plan, data: TrainingData, stopwatch: Stopwatch, saves: Saves, ema: Ema | None) -> NumericGuard:
     """With what `scripts/replay_step.py` needs to find a step's samples and draws again."""
     config, batch = plan.config, plan.batch
 
@@ -97,7 +97,8 @@ def _numeric_guard(plan: Plan, data: TrainingData, stopwatch: Stopwatch, ema: Em
             "data_fingerprint": data.fingerprint(),
         }
 
-    return NumericGuard(config.numerics, config.logging.every, plan.run_dir, data.name_of, stopwatch, facts, ema)
+    every = config.logging.every
+    return NumericGuard(config.numerics, every, plan.run_dir, data.name_of, stopwatch, facts, ema, saves)
 
 
 def _ema(plan: Plan, trained: Trained) -> Ema:

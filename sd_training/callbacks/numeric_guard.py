@@ -14,10 +14,10 @@ from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.callbacks.incidents import FOLDER, Incidents
 from sd_training.callbacks.rollback import Rollback, older_checkpoint, restore
+from sd_training.callbacks.saves import Saves
 from sd_training.callbacks.step_judge import SKIPPED, Finding, StepJudge, Trouble
 from sd_training.callbacks.step_window import SampleReport, StepReport, StepWindow
 from sd_training.callbacks.stopwatch import Stopwatch
-from sd_training.checkpoint.seal import folder_name
 from sd_training.config.numerics_schema import NumericsConfig
 from sd_training.errors import NumericError
 from sd_training.rank_log import get_logger
@@ -49,6 +49,7 @@ class NumericGuard(OptimizerStepCallback):
         stopwatch: stands still while going back.
         facts: gives further entries of every incident.
         ema: goes back as well.
+        saves: writes a checkpoint after going back; null where nothing is ever saved.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class NumericGuard(OptimizerStepCallback):
         stopwatch: Stopwatch,
         facts: Callable[[], Mapping[str, Any]] = dict,
         ema: Ema | None = None,
+        saves: Saves | None = None,
     ) -> None:
         self.config, self.every, self.name_of, self.ema = config, every, name_of, ema
-        self.stopwatch = stopwatch
+        self.stopwatch, self.saves = stopwatch, saves
         self.checkpoints = run_dir / "checkpoints"
         self.incidents = Incidents(run_dir / FOLDER, facts)
         self.judge = StepJudge(config)
@@ -134,6 +136,8 @@ class NumericGuard(OptimizerStepCallback):
             raise NumericError(
                 self._hopeless(trouble, f"numerics.max_rollbacks={self.config.max_rollbacks} is reached")
             )
+        if self.saves is not None:
+            self.saves.settle()  # what is written in the background may be what to go back to
         target = older_checkpoint(trainer, self.checkpoints, trouble.first_step, self.rollbacks)
         if target is None:
             why = f"{self.checkpoints} has no checkpoint from before the first of them (checkpoint.keep keeps more)"
@@ -149,7 +153,8 @@ class NumericGuard(OptimizerStepCallback):
             f"{target.name} and goes on with optimizer step {step:,}"
         )
         try:  # so that a resume goes on from here, and not from a checkpoint that was left behind
-            trainer.save_checkpoint(self.checkpoints / folder_name(step))
+            if self.saves is not None:
+                self.saves.write_checkpoint(trainer, step)
         except OSError as error:
             log.error(f"the run goes on, but a resume would go back once more: {error}")
 

@@ -87,14 +87,14 @@ class Saves(OptimizerStepCallback):
             return
         is_last = step == trainer.max_steps or trainer.should_stop
         with self.stopwatch.paused("save"), self.times.saving(step):
-            self._settle(is_last=False)
+            self.settle(is_last=False)
             with self._failures_told(step, is_last=is_last):
                 if self.config.asynchronous:
                     self._begin(trainer, module, step)
                 else:
                     self._save(trainer, module, step)
             if is_last:
-                self._settle(is_last=True)
+                self.settle(is_last=True)
 
     @contextmanager
     def _failures_told(self, step: int, *, is_last: bool) -> Iterator[None]:
@@ -117,7 +117,7 @@ class Saves(OptimizerStepCallback):
         self.failures.succeeded()
 
     def _begin(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        """Collective: copies what `_save` would write, and has it written in the background; `_settle` ends it."""
+        """Collective: copies what `_save` would write, and has it written in the background; `settle` ends it."""
         checkpoint = self._checkpoint(trainer, step)
         write, peers = _strategy(trainer).take_unwritten(), peers_of(trainer)
         weights = self._copied_weights(trainer, module)
@@ -131,8 +131,12 @@ class Saves(OptimizerStepCallback):
         self._begun_step = step
         self.background.start(finish)
 
-    def _settle(self, *, is_last: bool) -> None:
-        """Collective: waits for the save in the background, and tells how it ended."""
+    def settle(self, *, is_last: bool = False) -> None:
+        """Collective: waits for the save in the background, and tells how it ended.
+
+        Raises:
+            SaveError: too many failed, or the last one.
+        """
         if self.background.is_busy:
             with self._failures_told(self._begun_step, is_last=is_last):
                 self.background.wait()
@@ -146,6 +150,16 @@ class Saves(OptimizerStepCallback):
             if not trainer.is_global_zero:
                 return {}
             return {name: p.detach().to("cpu", copy=True) for name, p in module.network.named_parameters()}
+
+    def write_checkpoint(self, trainer: pl.Trainer, step: int) -> None:
+        """Collective: one beside those that are due, without an export, written when this returns.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        self.settle()
+        self._checkpoint(trainer, step)
+        _strategy(trainer).take_unwritten()()
 
     def _checkpoint(self, trainer: pl.Trainer, step: int) -> Path:
         folder = self.run_dir / "checkpoints" / f"step={step}"

@@ -108,12 +108,17 @@ def test_many_skipped_steps_in_a_row_lead_back(gone_back: tuple[Path, Run, Watch
     assert (told["step=9.rollback.json"]["at"], told["step=9.rollback.json"]["to"]) == (12, 5)
 
 
-@pytest.mark.parametrize("crash_after", [11, 13])
+@pytest.mark.parametrize(("crash_after", "is_asynchronous"), [(11, False), (13, False), (13, True)])
 def test_an_interrupted_run_goes_back_alike(
-    crash_after: int, tmp_path: Path, gone_back: tuple[Path, Run, Watch], pipeline_dir: Path, shards_dir: Path
+    crash_after: int,
+    is_asynchronous: bool,
+    tmp_path: Path,
+    gone_back: tuple[Path, Run, Watch],
+    pipeline_dir: Path,
+    shards_dir: Path,
 ) -> None:
     run_dir = tmp_path / "run"
-    argv = options(run_dir, pipeline_dir, shards_dir, **GOING_BACK)
+    argv = options(run_dir, pipeline_dir, shards_dir, checkpoint__asynchronous=is_asynchronous, **GOING_BACK)
     with pytest.raises(Interrupted):
         train(argv, Poison(BAD), CrashAfter(crash_after))
     assert (run_dir / "checkpoints" / "step=12").is_dir() == (crash_after > 12)  # saved when it had gone back
