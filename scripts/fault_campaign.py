@@ -2,7 +2,8 @@
 
     python scripts/fault_campaign.py [--quick|--full] [out=build/campaign] [only=kills,signals]
 
---quick takes minutes and is a part of the tests; --full takes an hour and writes its table into docs/reliability.md.
+--quick takes minutes and is a part of the tests; --full takes hours and writes its tables into docs/reliability.md,
+each part as soon as it has ended.
 The exit status is 1 when a promise was not kept.
 """
 
@@ -27,7 +28,6 @@ from sd_training.errors import UserError
 PARTS = ("kills", "signals", "damage", "disk", "zombie", "numerics", "watch", "elastic", "fuzz", "secrets", "slurm")
 """Modules of scripts/campaign/ with `run(folder, is_quick) -> list[Row]`, in the order of the table."""
 REPORT = ROOT / "docs" / "reliability.md"
-_BEGIN, _END = "<!-- fault campaign: begin -->", "<!-- fault campaign: end -->"
 
 
 def run_part(name: str, folder: Path, is_quick: bool) -> list[Row]:
@@ -55,7 +55,7 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-def circumstances(words: Iterable[str], seconds: float) -> str:
+def circumstances(part: str, is_quick: bool, seconds: float) -> str:
     """When, of what, with what, on what, how."""
     import diffusers
     import pytorch_lightning
@@ -69,16 +69,22 @@ def circumstances(words: Iterable[str], seconds: float) -> str:
     return (
         f"{datetime.date.today()}, commit {commit.stdout.strip() or 'unknown'}, Python {platform.python_version()}, "
         f"{versions}, Linux {platform.release()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB; "
-        f"`python scripts/fault_campaign.py {' '.join(words)}` took {seconds / 60:.0f} minutes."
+        f"`python scripts/fault_campaign.py --{'quick' if is_quick else 'full'} only={part}` took "
+        f"{seconds / 60:.1f} minutes."
     )
 
 
-def write_report(text: str, path: Path = REPORT) -> None:
-    """Between the markers of the page."""
-    before, begin, rest = path.read_text(encoding="utf-8").partition(_BEGIN)
-    _, end, after = rest.partition(_END)
+def write_report(part: str, text: str, path: Path = REPORT) -> None:
+    """Between the part's markers on the page.
+
+    Raises:
+        UserError: they are missing.
+    """
+    first, last = f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
+    before, begin, rest = path.read_text(encoding="utf-8").partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise UserError(f"{path}: the lines {_BEGIN} and {_END} are missing; the table goes between them")
+        raise UserError(f"{path}: the lines {first} and {last} are missing; the table goes between them")
     path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
@@ -109,13 +115,16 @@ def main() -> None:
         print(__doc__.strip())
         return
     is_quick, folder, names = parse(words)
-    start_s = time.monotonic()
-    rows = [row for name in names for row in run_part(name, folder, is_quick)]
-    report = f"{table(rows)}\n\n{circumstances(words, time.monotonic() - start_s)}"
-    print(report)
-    if not is_quick and len(names) == len(PARTS):
-        write_report(report)
-    raise SystemExit(0 if all(row.is_kept for row in rows) else 1)
+    is_kept = True
+    for name in names:
+        start_s = time.monotonic()
+        rows = run_part(name, folder, is_quick)
+        report = f"{table(rows)}\n\n{circumstances(name, is_quick, time.monotonic() - start_s)}"
+        print(f"{report}\n", flush=True)
+        is_kept = is_kept and all(row.is_kept for row in rows)
+        if not is_quick:
+            write_report(name, report)
+    raise SystemExit(0 if is_kept else 1)
 
 
 if __name__ == "__main__":

@@ -37,15 +37,19 @@ def test_words() -> None:
             fault_campaign.parse(words)
 
 
-def test_the_report_goes_between_its_markers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", fault_campaign.PARTS)
+def test_the_report_goes_between_the_markers_of_its_part(part: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(fault_campaign.REPORT.read_text(encoding="utf-8"), encoding="utf-8")
-    for text in ("first", "second"):
-        fault_campaign.write_report(text, page)
-    assert "second" in page.read_text(encoding="utf-8") and "first\n" not in page.read_text(encoding="utf-8")
+    before = fault_campaign.REPORT.read_text(encoding="utf-8")
+    page.write_text(before, encoding="utf-8")
+    for text in ("a first text", "a second text"):
+        fault_campaign.write_report(part, text, page)
+    after = page.read_text(encoding="utf-8")
+    assert "a second text" in after and "a first text" not in after
+    assert all(f"<!-- {other}: begin -->" in after for other in fault_campaign.PARTS)
     page.write_text("nothing here", encoding="utf-8")
     with pytest.raises(UserError, match="are missing"):
-        fault_campaign.write_report("third", page)
+        fault_campaign.write_report(part, "third", page)
 
 
 def test_the_table_shows_what_was_not_kept() -> None:
