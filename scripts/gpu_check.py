@@ -5,6 +5,7 @@ A run is ended as soon as it has logged enough; images/s are those of its log wi
 
 import csv
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -152,6 +153,7 @@ def measure(folder: Path, number: int, options: tuple[str, ...], size: Size, row
     name, log = f"variant_{number}", folder / f"variant_{number}.log"
     words = [sys.executable, "train.py", *arguments(folder, name, size), *options]
     run, deadline_s = folder / "runs" / name, time.monotonic() + _TIMEOUT_S
+    shutil.rmtree(run, ignore_errors=True)  # rows of an earlier call are not this one's
     with log.open("w") as stream:
         process = subprocess.Popen(words, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -195,7 +197,7 @@ def main() -> None:
         raise UserError("no GPU is visible here; size=tiny runs the same on the CPU, with a tiny network")
     size = Size(32, int(given.get("batch", "8"))) if is_tiny else Size(512, int(given.get("batch", "64")))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a run that is under way is ended
-    folder = Path(given.get("folder", ROOT / "build" / "gpu_check")).resolve()
+    folder = Path(given.get("folder", ROOT / "build" / "gpu_check")).resolve() / f"{size.resolution}px"
     if not (folder / "pipeline" / "model_index.json").exists():
         make_pipeline(folder / "pipeline", is_tiny)
     if not (folder / "shards").exists():

@@ -10,13 +10,15 @@ out= it is printed, so that `… | sbatch` works. See docs/slurm.md.
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sd_training.cli import run_cli
 from sd_training.config.load import load_config
+from sd_training.config.mesh import find_layout
+from sd_training.config.schema import Config
 from sd_training.config.suggest import suggest
 from sd_training.errors import ConfigError
 
@@ -121,6 +123,43 @@ def batch_file(given: dict[str, str], overrides: Sequence[str]) -> str:
     return _with_variable(text, "RUN_OVERRIDES", f"({' '.join(map(shlex.quote, overrides))})")
 
 
+def problems_with_run(text: str, config: Config) -> Iterator[str]:
+    """What the run's options say against the nodes and GPUs of the batch file."""
+    nodes, gpus = (int(_directive(text, name)) for name in ("nodes", "gpus-per-node"))
+    try:
+        find_layout(config.distributed, nodes * gpus, gpus)
+    except ConfigError as error:
+        yield from error.problems
+    if config.trainer.devices not in ("auto", gpus):
+        yield f"trainer.devices: is {config.trainer.devices}, but gpus_per_node is {gpus}"
+    if config.trainer.num_nodes not in (None, nodes):
+        yield f"trainer.num_nodes: is {config.trainer.num_nodes}, but nodes is {nodes}"
+
+
+def problems_of_times(text: str) -> Iterator[str]:
+    """SLURM's signal must come while the job runs."""
+    limit_s, save_s = seconds(_directive(text, "time")), int(_directive(text, "signal").rpartition("@")[2])
+    if save_s >= limit_s:
+        yield f"save_s: is {save_s} s, but the whole job has {limit_s} s; raise time or lower save_s"
+
+
+def seconds(time: str) -> int:
+    """Of a time of SLURM: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+    days, dash, rest = time.rpartition("-")
+    numbers = [int(part) for part in rest.split(":")]
+    if not dash and len(numbers) < 3:
+        numbers = [0, *numbers]
+    hours, minutes, whole_seconds = (*numbers, 0, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + whole_seconds
+
+
+def _directive(text: str, name: str) -> str:
+    """What stands behind `#SBATCH --name=`."""
+    found = re.search(rf"^#SBATCH --{name}=(\S+)", text, re.MULTILINE)
+    assert found is not None, name  # the templates have it
+    return found[1]
+
+
 def _template(name: str) -> str:
     return (TEMPLATES / f"multinode-{name}.sbatch").read_text(encoding="utf-8")
 
@@ -150,8 +189,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         print((__doc__ or "").strip())
         return
     given, overrides = read_options(words)
-    load_config([f"config={given['config']}", *overrides])
+    config = load_config([f"config={given['config']}", *overrides])
     text = batch_file(given, overrides)
+    if problems := [*problems_with_run(text, config), *problems_of_times(text)]:
+        raise ConfigError(problems)
     if "out" not in given:
         print(text, end="")
         return

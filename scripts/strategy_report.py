@@ -76,7 +76,7 @@ class Row:
     weights: float
     ema: float
     accumulation: float
-    """Of the average after twice as many micro-batches of half the size, with the same engine."""
+    """Of the average, the losses and the learning rates with twice as many micro-batches of half the size."""
     resume: float
     """Of weights, average and optimizer state after a resume, with the same engine; 0 is the same bits."""
     moves: float
@@ -194,10 +194,13 @@ def distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
     return max(float((left[name] - right[name]).abs().max()) for name in right) / largest
 
 
-def losses(run: Path) -> list[float]:
-    """Loss of every optimizer step."""
-    with (run / "metrics.csv").open(newline="") as stream:
-        return [float(row["loss"]) for row in csv.DictReader(stream)]
+def difference(run: Path, other: Path, column: str) -> float:
+    """Largest relative difference of a column of metrics.csv over the optimizer steps."""
+    found = []
+    for folder in (run, other):
+        with (folder / "metrics.csv").open(newline="") as stream:
+            found.append([float(row[column]) for row in csv.DictReader(stream)])
+    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(*found, strict=True))
 
 
 def compare(folder: Path, engine: Engine, steps: int) -> Row:
@@ -206,7 +209,7 @@ def compare(folder: Path, engine: Engine, steps: int) -> Row:
     own, single, name = runs / slug(engine), runs / "single", slug(engine)
     other = runs / f"{name}_accumulated"
     reference = own if other.exists() else single
-    pairs = zip(losses(own), losses(single), strict=True)
+    accumulated = other if other.exists() else own
     state = ("weights", "ema", "optimizer")
     moved = [runs / f"{name}_from_single"] + ([runs / f"{name}_to_single"] if engine.processes > 1 else [])
     exported = load_file(own / "current_pipeline" / "transformer" / "diffusion_pytorch_model.safetensors")
@@ -214,11 +217,12 @@ def compare(folder: Path, engine: Engine, steps: int) -> Row:
     sizes = [json.loads(path.read_text()) for path in own.glob("bytes_*.json")]
     return Row(
         engine=engine.name,
-        loss=max(abs(a - b) / abs(b) for a, b in pairs),
+        loss=difference(own, single, "loss"),
         weights=distance(tensors(own, steps, "weights"), tensors(single, steps, "weights")),
         ema=distance(tensors(own, steps, "ema"), tensors(single, steps, "ema")),
-        accumulation=distance(
-            tensors(other if other.exists() else own, steps, "ema"), tensors(reference, steps, "ema")
+        accumulation=max(
+            distance(tensors(accumulated, steps, "ema"), tensors(reference, steps, "ema")),
+            *(difference(accumulated, reference, column) for column in ("loss", "learning_rate")),
         ),
         resume=distance(tensors(runs / f"{name}_resumed", steps, *state), tensors(own, steps, *state)),
         moves=max(distance(tensors(run, steps, "ema"), tensors(single, steps, "ema")) for run in moved),

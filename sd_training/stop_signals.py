@@ -74,8 +74,9 @@ class StopSignals:
                 self._handle(number)
 
     def restore(self) -> None:
-        """The handlers of before, unless a signal came: then another one must not break the way out."""
-        if self.status:
+        """The handlers of before, unless a signal came: then another one must not break the way out. A program that
+        takes notes since its start does so to its end: all is saved, and a late warning must not change its status."""
+        if self.status or self._is_expecting:
             return
         for number, handler in self._before.items():
             signal.signal(number, handler)

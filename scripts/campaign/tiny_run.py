@@ -5,10 +5,12 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -214,6 +216,8 @@ def other_file_system(folder: Path) -> Path | None:
 
 
 def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
+    """One that no outgoing connection is given before the run listens on it: Linux takes those from 32768 on."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

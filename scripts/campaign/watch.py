@@ -180,7 +180,7 @@ def outage(server: ForkServer, parts: Path, folder: Path, steps: int) -> Row:
     """W&B at a server that takes every connection and never answers."""
     speeds, problems = [], []
     with silent_server() as port:
-        key = {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": "0" * 40}
+        key = {"WANDB_MODE": "online", "WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": "0" * 40}
         for number, more in enumerate(({}, key)):
             tiny = TinyRun(parts, folder / f"outage_{number}", steps, 1000, folder / "tmp")
             statuses = _statuses(start(server, tiny, "outage", 1, more))

@@ -20,6 +20,7 @@ from sd_training.build.strategy import zero_options
 from sd_training.config.dump import resolved_yaml
 from sd_training.config.schema import Config
 from sd_training.data.sizes import training_sizes
+from sd_training.distributed.launch import process_group_backend
 from sd_training.errors import ConfigError
 from sd_training.models.cost import forward_flops, parameter_counts
 from sd_training.models.family import Family, downscale_factor, latent_grid, size_problems
@@ -59,9 +60,10 @@ def describe(plan: Plan) -> str:
 def _check_layout(plan: Plan, family: Family | None) -> None:
     """What a real run finds out when it is set up: can these blocks be shared, can DeepSpeed's options be used? Last,
     because a plan tells the blocks how many heads they have left."""
-    if plan.layout.mesh.tensor > 1 and family is not None:
-        for block in family.blocks():
-            family.tensor_plan(block, plan.layout.mesh.tensor)
+    if family is not None:
+        family.check_tensor_axis(plan.layout.mesh.tensor)
+    if plan.launch.processes > 1:
+        process_group_backend(plan.config.distributed, plan.launch.accelerator)
     if plan.layout.strategy.startswith("deepspeed"):
         zero_options(plan)
 

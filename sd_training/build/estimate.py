@@ -8,6 +8,7 @@ from sd_training.build.models import vae_precision
 from sd_training.config.mesh import Layout
 from sd_training.config.schema import Config
 from sd_training.data.sizes import training_sizes
+from sd_training.errors import ConfigError
 from sd_training.models.activations import Graph, family_graph, vae_graph
 from sd_training.models.cost import parameter_counts
 from sd_training.models.encoding_memory import encoding_bytes_per_sample
@@ -91,7 +92,7 @@ def model_size(config: Config, networks: dict[str, Any], family: Family | None, 
     return ModelSize(
         trained=sum(counts[name] for name in trained),
         in_blocks=sum(p.numel() for block in blocks for p in block),
-        block_matrices=sum(p.numel() for block in blocks for p in block if p.ndim == 2),
+        block_matrices=_shared_matrices(family) if family else 0,
         largest_block=max((sum(p.numel() for p in block) for block in blocks), default=0),
         frozen=sum(count for name, count in counts.items() if name not in trained),
         weight_bytes=2 if config.model.bf16_weights else 4,
@@ -99,6 +100,17 @@ def model_size(config: Config, networks: dict[str, Any], family: Family | None, 
         state_bytes=STATE_BYTES[config.optimizer.name],
         has_ema=config.model.use_ema,
     )
+
+
+def _shared_matrices(family: Family) -> int:
+    """Elements of the matrices that the family's plan deals out over the tensor axis; 0 without a plan."""
+    try:
+        # A plan for one process leaves the blocks as they are.
+        plans = [(block, family.tensor_plan(block, 1)) for block in family.blocks()]
+    except ConfigError:
+        return 0
+    shared = [block.get_submodule(name).parameters(recurse=False) for block, plan in plans for name in plan]
+    return sum(p.numel() for parameters in shared for p in parameters if p.ndim == 2)
 
 
 def run_memory(workload: Workload, config: Config, layout: Layout) -> Memory:

@@ -63,7 +63,10 @@ def propose(config: Config, target: FitTarget) -> str:
     fitting = [one for one in every if one.memory.device <= target.gpu_gib * USABLE_SHARE * 2**30]
     if not fitting:
         raise ConfigError(_least(min(every, key=lambda one: one.memory.device), config, target, gpus))
-    return _report(_best(fitting), config, target, gpus, workload.picture)
+    layout = find_layout(fitting[0].config.distributed, gpus, _gpus_per_machine(config, gpus))
+    if family is not None:
+        family.check_tensor_axis(layout.mesh.tensor)
+    return _report(_best(fitting), config, target, gpus, layout.mesh.data_ranks, workload.picture)
 
 
 def _num_gpus(config: Config, target: FitTarget) -> int:
@@ -121,11 +124,14 @@ def _best(fitting: list[Proposal]) -> list[Proposal]:
     return list(found.values())[:SHOWN]
 
 
-def _report(best: list[Proposal], config: Config, target: FitTarget, gpus: int, picture: tuple[int, int]) -> str:
+def _report(
+    best: list[Proposal], config: Config, target: FitTarget, gpus: int, shares: int, picture: tuple[int, int]
+) -> str:
     per_process = config.system.batch_size * config.system.gradient_accumulation
+    processes = f"{gpus} GPUs" if shares == gpus else f"{shares} groups of {gpus // shares} GPUs that share samples,"
     lines = [
         f"an estimate, not a measurement: what fits {USABLE_SHARE:.0%} of {target.gpu_gib:g} GiB at {picture[0]} × "
-        f"{picture[1]} pixels; global batch {per_process * gpus:,} = {per_process:,} × {gpus} GPUs as configured",
+        f"{picture[1]} pixels; global batch {per_process * shares:,} = {per_process:,} × {processes} as configured",
         f"{'micro-batch':>11}  {'accumulation':>12}  {'recomputation':>13}  {'strategy':<22}"
         f"{'GPU GiB':>8}{'CPU GiB':>9}",
         *(_row(one) for one in best),

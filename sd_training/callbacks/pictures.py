@@ -121,7 +121,7 @@ class Pictures(OptimizerStepCallback):
                 guidance_scale=self.sampling.guidance_scale,
                 batch_size=self.sampling.batch_size,
             )
-        return dict(zip(share, images, strict=True))
+            return dict(zip(share, images, strict=True))  # drawn while they are taken
 
     def _share(self, strategy: Any) -> list[int]:
         """Numbers of the prompts that this rank draws. Where a forward pass is collective, all ranks draw equally many:

@@ -52,11 +52,21 @@ def _from_launcher() -> tuple[int, int, Literal["torchrun", "slurm"]] | None:
     env = os.environ
     if "LOCAL_WORLD_SIZE" in env and "WORLD_SIZE" in env:
         local = int(env["LOCAL_WORLD_SIZE"])
-        return local, int(env["WORLD_SIZE"]) // local, "torchrun"
+        return local, _quotient(int(env["WORLD_SIZE"]), local, "LOCAL_WORLD_SIZE"), "torchrun"
     if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
         nodes = int(env.get("SLURM_NNODES", "1"))
-        return int(env["SLURM_NTASKS"]) // nodes, nodes, "slurm"
+        return _quotient(int(env["SLURM_NTASKS"]), nodes, "SLURM_NNODES"), nodes, "slurm"
     return None
+
+
+def _quotient(processes: int, each: int, name: str) -> int:
+    """How many times `each` makes all processes."""
+    if processes % each:
+        raise ConfigError(
+            f"{name}: the launcher started {processes} processes, which {each} does not divide; start the same number "
+            "on every machine (srun --ntasks-per-node, torchrun --nproc_per_node)"
+        )
+    return processes // each
 
 
 def find_launch(config: TrainerConfig) -> Launch:
@@ -88,7 +98,13 @@ def find_launch(config: TrainerConfig) -> Launch:
 
 
 def process_group_backend(config: DistributedConfig, accelerator: str) -> str:
-    """The communication library; `nccl` without CUDA becomes `gloo`, said in one line."""
+    """The communication library; `nccl` without CUDA becomes `gloo`, said in one line.
+
+    Raises:
+        ConfigError: this PyTorch was built without it.
+    """
+    if config.dist_backend == "mpi" and not torch.distributed.is_mpi_available():
+        raise ConfigError("distributed.dist_backend: mpi, but this PyTorch was built without it; use nccl or gloo")
     if config.dist_backend == "nccl" and accelerator != "cuda":
         log.info("distributed.dist_backend: nccl needs CUDA, so gloo is used here")
         return "gloo"

@@ -115,7 +115,8 @@ class CutProcesses(WholeCheckpoints, ModelParallelStrategy):
         """Inputs keep their type: timesteps in bf16 would be rounded."""
         low = self.options.low_precision
         precision = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        offload = CPUOffloadPolicy() if self.options.offload else OffloadPolicy()
+        # Only CUDA knows pinned memory.
+        offload = CPUOffloadPolicy(torch.cuda.is_available()) if self.options.offload else OffloadPolicy()
         return {
             "mp_policy": precision,
             "offload_policy": offload,

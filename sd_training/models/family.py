@@ -114,6 +114,15 @@ class Family(ABC):
             "distributed.mesh.fsdp"
         )
 
+    def check_tensor_axis(self, size: int) -> None:
+        """Whether `size` processes can share the blocks, which are told what is left to them and of no use afterwards.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        for block in self.blocks() if size > 1 else ():
+            self.tensor_plan(block, size)
+
     def with_parts(self, parts: Mapping[str, Any]) -> "Family":
         """The same family with some parts replaced."""
         other = copy(self)

@@ -231,3 +231,26 @@ def test_the_script_checks_the_run_as_well(tmp_path: Path) -> None:
     assert "config=" not in (tmp_path / "a b.sbatch").read_text().split("RUN_CONFIG=")[1].splitlines()[0]
     done = subprocess.run([*command, "dataset.params.resolutoin=3"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "dataset.params.resolution" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("gpus_per_node=8 distributed.mesh.fsdp=3", "distributed.mesh"),
+        ("distributed.strategy=single", "distributed.strategy: single, but 16 processes"),
+        ("trainer.devices=4", "trainer.devices: is 4, but gpus_per_node is 8"),
+        ("nodes=3 trainer.num_nodes=4", "trainer.num_nodes: is 4, but nodes is 3"),
+        ("time=5 save_s=900", "save_s: is 900 s, but the whole job has 300 s"),
+    ],
+)
+def test_a_run_that_does_not_fit_its_batch_file(words: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_sbatch.main([*CONFIG, *words.split()])
+
+
+@pytest.mark.parametrize(
+    ("time", "expected_s"),
+    [("5", 300), ("5:30", 330), ("1:00:00", 3600), ("1-2", 93600), ("1-2:03", 93780), ("2-0:0:9", 172809)],
+)
+def test_times_of_slurm(time: str, expected_s: int) -> None:
+    assert make_sbatch.seconds(time) == expected_s

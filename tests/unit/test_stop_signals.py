@@ -40,14 +40,23 @@ def test_ctrl_c_is_stronger_whichever_came_first() -> None:
 def test_handlers_return_unless_a_signal_came() -> None:
     before = [signal.getsignal(number) for number in ALL]
     signals = StopSignals()
-    signals.expect_warning()
-    assert [signal.getsignal(number) for number in ALL] == [before[0], signals._note, before[2]]
     signals.listen()
     assert [signal.getsignal(number) for number in ALL] == [signals._note] * 3
     signals.restore()
     assert [signal.getsignal(number) for number in ALL] == before
     signals.listen()
     os.kill(os.getpid(), signal.SIGTERM)
+    signals.restore()
+    assert [signal.getsignal(number) for number in ALL] == [signals._note] * 3
+
+
+def test_a_program_takes_notes_to_its_end() -> None:
+    """A warning of SLURM's that comes when everything is saved must not kill the process on its way out."""
+    before = [signal.getsignal(number) for number in ALL]
+    signals = StopSignals()
+    signals.expect_warning()
+    assert [signal.getsignal(number) for number in ALL] == [before[0], signals._note, before[2]]
+    signals.listen()
     signals.restore()
     assert [signal.getsignal(number) for number in ALL] == [signals._note] * 3
 

@@ -1,0 +1,58 @@
+"""How many processes a launcher started, and what cannot be."""
+
+import pytest
+
+from sd_training.config.schema import DistributedConfig, TrainerConfig
+from sd_training.distributed.launch import find_launch, process_group_backend
+from sd_training.errors import ConfigError
+
+_VARIABLES = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_NNODES")
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Without a launcher."""
+    for name in _VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, (1, 1, "own")),
+        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "6"}, (2, 3, "torchrun")),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "6", "SLURM_NNODES": "2"}, (3, 2, "slurm")),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, (1, 1, "own")),
+    ],
+)
+def test_who_started_how_many(
+    variables: dict[str, str], expected: tuple[int, int, str], environment: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    launch = find_launch(TrainerConfig(accelerator="cpu"))
+    assert (launch.devices, launch.num_nodes, launch.launcher) == expected
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "3"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "3", "SLURM_NNODES": "2"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "3"},
+    ],
+)
+def test_machines_with_different_numbers_of_processes(
+    variables: dict[str, str], environment: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    with pytest.raises(ConfigError, match="does not divide; start the same number on every machine"):
+        find_launch(TrainerConfig(accelerator="cpu"))
+
+
+def test_a_backend_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"distributed\.dist_backend: mpi, but this PyTorch"):
+        process_group_backend(DistributedConfig(dist_backend="mpi"), "cpu")
+    assert process_group_backend(DistributedConfig(dist_backend="nccl"), "cpu") == "gloo"
