@@ -12,6 +12,7 @@ started with these blocked: they must go on until the training process has saved
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
+from sd_training.errors import ConfigError
 from sd_training.stop_signals import FOR_THE_TRAINING_PROCESS
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +38,7 @@ def worker_context() -> BaseContext:
     with _importable(), _signals_blocked(FOR_THE_TRAINING_PROCESS - {signal.SIGINT, signal.SIGTERM}):
         resource_tracker.ensure_running()  # blocks SIGINT and SIGTERM for itself, and unblocks them afterwards
         with _signals_blocked(FOR_THE_TRAINING_PROCESS):
-            forkserver.ensure_running()
+            _start()
     return context
 
 
@@ -88,3 +90,20 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def _start() -> None:
+    """The server listens on a socket in the folder for temporary files.
+
+    Raises:
+        ConfigError: that folder's name leaves no room in the 108 characters that Linux has for a socket's.
+    """
+    try:
+        forkserver.ensure_running()
+    except OSError as error:
+        if "too long" not in str(error):
+            raise
+        folder = tempfile.gettempdir()
+        raise ConfigError(
+            f"TMPDIR: {folder} is too long for a socket in it; use a folder of at most 60 characters"
+        ) from error

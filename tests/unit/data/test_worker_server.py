@@ -1,6 +1,7 @@
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -24,3 +25,17 @@ def test_a_loader_process_obeys_the_training_process_only(shards_dir: Path) -> N
     os.kill(worker.pid, signal.SIGTERM)
     worker.join(10)
     assert worker.exitcode == 0
+
+
+def test_a_folder_for_temporary_files_that_is_too_long_for_a_socket(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    code = """
+from sd_training.cli import run_cli
+from sd_training.data.worker_server import worker_context
+run_cli(worker_context)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.startswith(f"error: TMPDIR: {folder} is too long"), done.stderr
