@@ -87,7 +87,8 @@ def train(plan: "Plan", signals: StopSignals) -> None:
     if run.is_logger_left:
         sys.stdout.flush()
         os._exit(run.exit_status)  # a logger that hangs would keep Python from ending
-    signals.leave(run.exit_status)
+    if run.exit_status:
+        signals.leave(run.exit_status)
 
 
 if __name__ == "__main__":

@@ -74,12 +74,16 @@ class StopSignals:
                 self._handle(number)
 
     def restore(self) -> None:
-        """The handlers of before, unless a signal came: then another one must not break the way out. A program that
-        takes notes since its start does so to its end: all is saved, and a late warning must not change its status."""
-        if self.status or self._is_expecting:
+        """The handlers of before, unless a signal came: then another one must not break the way out.
+
+        A warning that the program notes since its start is noted to its end: all is saved, and a late one must not
+        change its status. SIGTERM ends the process again; a launcher may have to.
+        """
+        if self.status:
             return
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if number in _ONLY_WITH_A_STEP or not self._is_expecting:
+                signal.signal(number, handler)
         self._before.clear()
 
     def leave(self, status: int) -> NoReturn:

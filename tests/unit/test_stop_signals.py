@@ -58,7 +58,7 @@ def test_a_program_takes_notes_to_its_end() -> None:
     assert [signal.getsignal(number) for number in ALL] == [before[0], signals._note, before[2]]
     signals.listen()
     signals.restore()
-    assert [signal.getsignal(number) for number in ALL] == [signals._note] * 3
+    assert [signal.getsignal(number) for number in ALL] == [before[0], signals._note, before[2]]
 
 
 def test_an_ignored_ctrl_c_stays_ignored() -> None:
