@@ -76,14 +76,15 @@ class StopSignals:
     def restore(self) -> None:
         """The handlers of before, unless a signal came: then another one must not break the way out.
 
-        A warning that the program notes since its start is noted to its end: all is saved, and a late one must not
-        change its status. SIGTERM ends the process again; a launcher may have to.
+        A warning that the program notes since its start means nothing any more, as all is saved. It is ignored and not
+        noted: the interpreter, when it is taken down, puts the deadly default in the place of every handler of its own
+        (`_PySignal_Fini` of CPython). SIGTERM ends the process again; a launcher may have to.
         """
         if self.status:
             return
         for number, handler in self._before.items():
-            if number in _ONLY_WITH_A_STEP or not self._is_expecting:
-                signal.signal(number, handler)
+            is_warning = self._is_expecting and number not in _ONLY_WITH_A_STEP
+            signal.signal(number, signal.SIG_IGN if is_warning else handler)
         self._before.clear()
 
     def leave(self, status: int) -> NoReturn:

@@ -6,6 +6,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,17 @@ def environment_of_before() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def handlers_of_before() -> Iterator[None]:
+    """A run that was asked to stop goes on noting signals to its end; the processes of later tests would inherit it."""
+    numbers = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
+from sd_training.callbacks.gathered import gathered
 from sd_training.watch.hang_watch import HangWatch
 
 
@@ -26,9 +27,9 @@ class HangMarks(pl.Callback):
         """Collective: the watch learns who is on this machine."""
         self._first_step = trainer.global_step
         if trainer.world_size > 1:
-            own = torch.tensor([zlib.crc32(platform.node().encode()), os.getpid()], device=trainer.strategy.root_device)
-            everyone = trainer.strategy.all_gather(own).tolist()
-            self.watch.local_peers = [pid for node, pid in everyone if node == int(own[0]) and pid != os.getpid()]
+            own_node = zlib.crc32(platform.node().encode())
+            everyone = gathered(trainer, torch.tensor([own_node, os.getpid()])).tolist()
+            self.watch.local_peers = [pid for node, pid in everyone if node == own_node and pid != os.getpid()]
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """The micro-batch is there."""

@@ -18,6 +18,7 @@ from sd_training.callbacks.saves import Saves
 from sd_training.callbacks.step_judge import SKIPPED, Finding, StepJudge, Trouble
 from sd_training.callbacks.step_window import SampleReport, StepReport, StepWindow
 from sd_training.callbacks.stopwatch import Stopwatch
+from sd_training.checkpoint.seal import step_of
 from sd_training.config.numerics_schema import NumericsConfig
 from sd_training.errors import NumericError
 from sd_training.rank_log import get_logger
@@ -143,7 +144,7 @@ class NumericGuard(OptimizerStepCallback):
             why = f"{self.checkpoints} has no checkpoint from before the first of them (checkpoint.keep keeps more)"
             raise NumericError(self._hopeless(trouble, why))
         restore(trainer, module, target, self.ema)
-        done = Rollback(step, int(target.name.removeprefix("step=")), trouble.first_step, trouble.kind)
+        done = Rollback(step, step_of(target), trouble.first_step, trouble.kind)
         self.rollbacks.append(done)
         self.judge.forget()
         if trainer.is_global_zero:

@@ -10,20 +10,18 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import pytorch_lightning as pl
-import torch
-from torch import distributed
 
 from sd_training.callbacks.every_step import OptimizerStepCallback
+from sd_training.callbacks.gathered import gathered
 from sd_training.callbacks.incidents import Incidents
 from sd_training.data.problems import printable
 from sd_training.distributed.digest import bit_digest
+from sd_training.distributed.peers import Peers
 from sd_training.errors import IntegrityError
 from sd_training.rank_log import get_logger
 from sd_training.training.base_module import TrainedModule
 
 log = get_logger(__name__)
-
-_HOST_BYTES = 64
 
 
 class ReplicaDigest(OptimizerStepCallback):
@@ -68,11 +66,7 @@ class ReplicaDigest(OptimizerStepCallback):
         replicas = _num_replicas(trainer)
         if replicas == 1:
             return
-        strategy: Any = trainer.strategy
-        own = bit_digest(p for _, p in module.named_trained() if p.requires_grad).to(strategy.root_device)
-        everyone = [torch.empty_like(own) for _ in range(trainer.world_size)]
-        distributed.all_gather(everyone, own)
-        digests = torch.stack(everyone).tolist()
+        digests = gathered(trainer, bit_digest(p for _, p in module.named_trained() if p.requires_grad)).tolist()
         # Processes that hold the same block of the weights are as far apart as a replica has processes.
         ranks, has_majority = odd_ranks(digests, trainer.world_size // replicas)
         if ranks:
@@ -82,7 +76,8 @@ class ReplicaDigest(OptimizerStepCallback):
     def _stop(
         self, trainer: pl.Trainer, digests: Sequence[int], ranks: list[int], has_majority: bool, step: int
     ) -> NoReturn:
-        hosts = _host_names(trainer)
+        # Processes of their own: those of the saves may be at work in the background.
+        hosts = Peers(trainer.global_rank, trainer.world_size).tell(socket.gethostname())
         path = self.incidents.path(step, "replicas")
         if trainer.is_global_zero:
             each = [
@@ -122,13 +117,3 @@ def odd_ranks(digests: Sequence[int], distance: int) -> tuple[list[int], bool]:
 def _num_replicas(trainer: pl.Trainer) -> int:
     count: int = getattr(trainer.strategy, "num_replicas", 1)
     return count
-
-
-def _host_names(trainer: pl.Trainer) -> list[str]:
-    """Collective: the machine of every rank; as bytes, because objects would travel pickled."""
-    name = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
-    strategy: Any = trainer.strategy
-    own = torch.tensor(list(name), dtype=torch.uint8, device=strategy.root_device)
-    everyone = [torch.empty_like(own) for _ in range(trainer.world_size)]
-    distributed.all_gather(everyone, own)
-    return [bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in everyone]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytorch_lightning as pl
 
 from sd_training.callbacks.ema import Ema
+from sd_training.callbacks.saves import peers_of
 from sd_training.checkpoint.seal import folder_name, sealed, step_of, verify
 from sd_training.training.base_module import TrainedModule
 
@@ -34,8 +35,7 @@ def older_checkpoint(trainer: pl.Trainer, root: Path, before: int, done: Sequenc
 
     Those that a rollback has already left behind are not taken.
     """
-    strategy: Any = trainer.strategy
-    step = strategy.peers.on_first(lambda: newest_before(root, before, done))
+    step = peers_of(trainer).on_first(lambda: newest_before(root, before, done))
     return None if step is None else root / folder_name(step)
 
 

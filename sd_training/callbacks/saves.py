@@ -16,7 +16,7 @@ from sd_training.callbacks.failed_saves import FailedSaves
 from sd_training.callbacks.save_times import SaveTimes
 from sd_training.callbacks.stopwatch import Stopwatch
 from sd_training.checkpoint.kinds import info_of, protected
-from sd_training.checkpoint.seal import rotate
+from sd_training.checkpoint.seal import folder_name, rotate
 from sd_training.checkpoint.writer import Fence
 from sd_training.config.schema import CheckpointConfig
 from sd_training.distributed.peers import Peers
@@ -162,10 +162,13 @@ class Saves(OptimizerStepCallback):
         _strategy(trainer).take_unwritten()()
 
     def _checkpoint(self, trainer: pl.Trainer, step: int) -> Path:
-        folder = self.run_dir / "checkpoints" / f"step={step}"
+        folder = self._folder(step)
         info = info_of(is_milestone=self._is_milestone(step), mean_loss=self.take_mean_loss())
         trainer.save_checkpoint(folder, storage_options=info)
         return folder
+
+    def _folder(self, step: int) -> Path:
+        return self.run_dir / "checkpoints" / folder_name(step)
 
     def _is_milestone(self, step: int) -> bool:
         every = self.config.milestone_every
@@ -233,8 +236,7 @@ class Saves(OptimizerStepCallback):
             return
         assert isinstance(module, TrainedModule)
         with self._failures_told(left_out, is_last=trainer.global_step >= trainer.max_steps):
-            resumed_from = self.run_dir / "checkpoints" / f"step={left_out}"
-            peers_of(trainer).on_first(lambda: self._rotate(resumed_from))
+            peers_of(trainer).on_first(lambda: self._rotate(self._folder(left_out)))
             self._export(trainer, module, left_out)
 
     def _exported_step(self) -> int:
@@ -260,7 +262,7 @@ class Saves(OptimizerStepCallback):
         else:
             keep_export(exported, self.run_dir, step, self.fence)
         (self.run_dir / _EXPORTED).write_text(f"{step}\n", encoding="utf-8")
-        log.info(f"saved step {step}: {self.run_dir / 'checkpoints' / f'step={step}'} and {current}")
+        log.info(f"saved step {step}: {self._folder(step)} and {current}")
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

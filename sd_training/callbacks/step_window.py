@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytorch_lightning as pl
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
+from sd_training.callbacks.gathered import gathered
 from sd_training.training.seen import SeenMicroBatch
 
 
@@ -87,7 +88,7 @@ class StepWindow:
         losses = torch.stack([m.loss.float() for step in steps for m in step.micro_batches])
         flags = [losses.new_zeros(()) if s.flag is None else s.flag.to(losses.device).float() for s in steps]
         rows = torch.cat([torch.stack(flags)[:, None], losses.view(len(steps), -1)], dim=1)
-        by_rank = [rank.tolist() for rank in _gather(trainer, rows)]
+        by_rank = gathered(trainer, rows).tolist()
         return [
             StepReport(step.step, [rows[i][1:] for rows in by_rank], any(rows[i][0] for rows in by_rank))
             for i, step in enumerate(steps)
@@ -101,23 +102,12 @@ class StepWindow:
             columns = (seen.positions, seen.sample_ids, seen.sample_losses, times)
             rows.append(torch.stack([column.cpu().double() for column in columns], dim=1))
         sharing: int = getattr(trainer.strategy, "ranks_per_share", 1)
-        gathered = _gather(trainer, torch.stack(rows))
+        everyone = gathered(trainer, torch.stack(rows)).tolist()
         reports = [
             SampleReport(rank, micro, int(position), int(sample), loss, None if time < 0 else time)
-            for rank, micro_batches in enumerate(gathered)
+            for rank, micro_batches in enumerate(everyone)
             if rank % sharing == 0
-            for micro, samples in enumerate(micro_batches.tolist())
+            for micro, samples in enumerate(micro_batches)
             for position, sample, loss, time in samples
         ]
         return sorted(reports, key=lambda r: (math.isfinite(r.loss), -r.loss if math.isfinite(r.loss) else 0.0))
-
-
-def _gather(trainer: pl.Trainer, tensor: Tensor) -> list[Tensor]:
-    """Collective: the tensor of every rank, on the CPU."""
-    if trainer.world_size == 1:
-        return [tensor.cpu()]
-    strategy: Any = trainer.strategy
-    own = tensor.to(strategy.root_device).contiguous()
-    everyone = [torch.empty_like(own) for _ in range(trainer.world_size)]
-    distributed.all_gather(everyone, own)
-    return [one.cpu() for one in everyone]

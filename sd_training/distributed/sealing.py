@@ -1,6 +1,7 @@
 """One checkpoint on its way to disk: the files of each process, what all processes say of them, the seal."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,28 +76,29 @@ class Sealing:
 
         self._on_first(seal_it)
 
-    def _on_first(self, act: Any) -> Any:
+    def _on_first(self, act: Callable[[], Any]) -> Any:
         """The first process acts, and tidies up when it fails."""
 
-        def tidy() -> Any:
-            try:
+        def tidied() -> Any:
+            with self._tidied():
                 return act()
-            except OSError as error:
-                raise seal.abandoned(self.root, self.step, error, self.fence) from error
-            except BaseException:
-                seal.abandon(self.root, self.step, self.fence)
-                raise
 
-        return self.peers.on_first(tidy)
+        return self.peers.on_first(tidied)
 
     def _agree(self, failure: OSError | None) -> None:
         """All fail when one does; the first one tidies up."""
-        try:
+        with self._tidied():
             self.peers.raise_first(failure)
+
+    @contextmanager
+    def _tidied(self) -> Iterator[None]:
+        """Where the first process fails, what was written is removed, and the error names folder and free space."""
+        try:
+            yield
         except OSError as error:
-            raise (
-                seal.abandoned(self.root, self.step, error, self.fence) if self.peers.rank == 0 else error
-            ) from error
+            if self.peers.rank == 0:
+                raise seal.abandoned(self.root, self.step, error, self.fence) from error
+            raise
         except BaseException:
             if self.peers.rank == 0:
                 seal.abandon(self.root, self.step, self.fence)
