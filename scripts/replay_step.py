@@ -35,6 +35,7 @@ from sd_training.checkpoint.tensor_files import read_state
 from sd_training.cli import run_cli
 from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.load import load_config
+from sd_training.config.one_device import ON_ONE_DEVICE
 from sd_training.data.collate import collate
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.problems import printable
@@ -44,19 +45,6 @@ from sd_training.types import PixelBatch
 
 SHOWN = 40
 """Samples printed."""
-_ON_ONE_DEVICE = (
-    "distributed.strategy=single",
-    "distributed.mesh.data=1",
-    "distributed.mesh.fsdp=1",
-    "distributed.mesh.tensor=1",
-    "distributed.offload_optimizer=false",
-    "distributed.offload_parameters=false",
-    "distributed.deepspeed_config=null",
-    "trainer.devices=1",
-    "trainer.num_nodes=1",
-    "trainer.compile=false",
-    "system.workers=0",
-)
 
 
 @dataclass(frozen=True)
@@ -103,7 +91,7 @@ def plan_of(incident: Incident, device: str) -> Plan:
     config = incident.run_dir / "config.yaml"
     if not config.is_file():
         raise UserError(f"{config}: is missing; the incident must lie in the incidents/ folder of its run")
-    words = [f"config={config}", *_ON_ONE_DEVICE, f"trainer.accelerator={device}"]
+    words = [f"config={config}", *ON_ONE_DEVICE, f"trainer.accelerator={device}"]
     return replace(make_plan(load_config(words)), batch=incident.batch, run_dir=incident.run_dir)
 
 

@@ -22,14 +22,12 @@ quiet_libraries()
 
 import csv
 
-import numpy as np
 import torch
-import webdataset
-from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-from scripts.tiny_parts import flux
+from scripts.tiny_options import tiny_run_options
+from scripts.tiny_parts import flux, save_picture_shards
 from sd_training.checkpoint.tensor_files import read_state
 from sd_training.cli import run_cli
 from sd_training.errors import UserError
@@ -91,36 +89,19 @@ def make_models(folder: Path) -> None:
     """A tiny transformer pipeline and shards of pictures."""
     torch.manual_seed(0)
     flux().save_pretrained(folder / "pipeline")
-    (folder / "shards").mkdir()
-    chance = np.random.default_rng(0)
-    for shard in range(2):
-        with webdataset.TarWriter(str(folder / "shards" / f"{shard:03d}.tar")) as sink:
-            for i in range(16):
-                pixels = chance.integers(0, 255, (4, 4, 3), dtype=np.uint8)
-                picture = Image.fromarray(pixels).resize((40, 32), Image.Resampling.BICUBIC)
-                sink.write({"__key__": f"{i:06d}", "png": picture, "txt": f"picture {i}"})
+    save_picture_shards(folder / "shards")
 
 
 def arguments(folder: Path, name: str, engine: Engine, steps: int, *, accumulation: int = 1) -> list[str]:
     """Options of a run of `steps` optimizer steps that saves in the middle and at the end."""
     return [
-        f"experiment.log_dir={folder / 'runs'}",
-        f"experiment.name={name}",
+        *tiny_run_options(folder, folder / "runs", name),
         f"experiment.num_examples_to_see={GLOBAL_BATCH * steps}",
         f"experiment.save_every={steps // 2}",
-        f"model.pretrained={folder / 'pipeline'}",
-        "model.mixed_precision=no",
-        "model.use_ema=true",
-        "optimizer.params.learning_rate=0.001",
-        "lr_scheduler.params.warmup_length=3",
-        f"dataset.params.path={folder / 'shards'}",
         "dataset.params.resolution=32",
         f"system.batch_size={engine.micro_batch // accumulation}",
         f"system.gradient_accumulation={accumulation}",
-        "system.workers=0",
-        "trainer.accelerator=cpu",
         "logging.every=1",
-        "logging.progress_bar=false",
         *engine.options,
     ]
 

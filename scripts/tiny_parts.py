@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import torch
+import webdataset
 from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
@@ -13,6 +15,7 @@ from diffusers import (
     StableDiffusionPipeline,
     UNet2DConditionModel,
 )
+from PIL import Image
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -159,3 +162,16 @@ def flux() -> DiffusionPipeline:
         ),
         scheduler=FlowMatchEulerDiscreteScheduler(),
     )
+
+
+def save_picture_shards(folder: Path) -> Path:
+    """Two shards of 16 captioned pictures, 40 x 32 pixels, each another one."""
+    folder.mkdir(parents=True)
+    chance = np.random.default_rng(0)
+    for shard in range(2):
+        with webdataset.TarWriter(str(folder / f"{shard:03d}.tar")) as sink:
+            for i in range(16 * shard, 16 * (shard + 1)):
+                pixels = chance.integers(0, 255, (4, 4, 3), dtype=np.uint8)
+                picture = Image.fromarray(pixels).resize((40, 32), Image.Resampling.BICUBIC)
+                sink.write({"__key__": f"{i:06d}", "png": picture, "txt": f"picture {i}"})
+    return folder

@@ -16,7 +16,7 @@ LAYERS = {
     # Layer 0 has a floor: these modules are for everybody, config included.
     **dict.fromkeys(("exit_status", "redaction"), -3),
     **dict.fromkeys(("errors", "types", "rank_log"), -2),
-    **dict.fromkeys(("cli", "quiet", "stop_signals"), -1),
+    **dict.fromkeys(("cli", "quiet", "stop_signals", "incident_log"), -1),
     "config": 0,
     **dict.fromkeys(("data", "diffusion", "optim", "checkpoint", "watch"), 1),
     "models": 2,

@@ -15,6 +15,7 @@ import numpy as np
 from scripts.campaign.numeric_runs import Fault, Outcome, run_one, write_outcome
 from scripts.campaign.row import Row
 from scripts.strategy_report import make_models
+from scripts.tiny_options import tiny_run_options
 from sd_training.callbacks.spikes import RECENT, SpikeDetector
 from sd_training.errors import UserError
 
@@ -42,22 +43,12 @@ class Job:
     def arguments(self, folder: Path) -> list[str]:
         """Of the trainer."""
         return [
-            f"experiment.log_dir={folder / 'runs'}",
-            f"experiment.name={self.name}",
+            *tiny_run_options(folder, folder / "runs", self.name),
             f"experiment.num_examples_to_see={4 * self.processes * self.steps}",
             f"experiment.save_every={self.save_every}",
-            f"model.pretrained={folder / 'pipeline'}",
-            "model.mixed_precision=no",
-            "model.use_ema=true",
-            "optimizer.params.learning_rate=0.001",
-            "lr_scheduler.params.warmup_length=3",
-            f"dataset.params.path={folder / 'shards'}",
             "dataset.params.resolution=32",
             "system.batch_size=4",
-            "system.workers=0",
-            "trainer.accelerator=cpu",
             f"logging.every={LOGGED_EVERY}",
-            "logging.progress_bar=false",
             f"numerics.digest_every={DIGEST_EVERY}",
             *self.options,
         ]

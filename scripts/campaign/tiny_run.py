@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.campaign.fork_server import Child, ForkServer
+from scripts.tiny_options import tiny_run_options
 
 GLOBAL_BATCH = 8
 _TRAIN = "scripts.campaign.watched_run:train"
@@ -23,24 +24,13 @@ _TRAIN = "scripts.campaign.watched_run:train"
 
 def make_parts(words: list[str]) -> None:
     """In a child of the fork server: a tiny pipeline and shards in the folder that is the one word."""
-    import numpy as np
     import torch
-    import webdataset
-    from PIL import Image
 
-    from scripts.tiny_parts import save_tiny_pipeline
+    from scripts.tiny_parts import save_picture_shards, save_tiny_pipeline
 
     torch.set_num_threads(1)
-    folder = Path(words[0])
-    save_tiny_pipeline(folder / "pipeline")
-    (folder / "shards").mkdir()
-    chance = np.random.default_rng(0)
-    for shard in range(2):
-        with webdataset.TarWriter(str(folder / "shards" / f"{shard:03d}.tar")) as sink:
-            for i in range(16):
-                pixels = chance.integers(0, 255, (4, 4, 3), dtype=np.uint8)
-                picture = Image.fromarray(pixels).resize((40, 32), Image.Resampling.BICUBIC)
-                sink.write({"__key__": f"{shard * 16 + i:06d}", "png": picture, "txt": f"picture {i}"})
+    save_tiny_pipeline(Path(words[0]) / "pipeline")
+    save_picture_shards(Path(words[0]) / "shards")
 
 
 @dataclass(frozen=True)
@@ -89,24 +79,14 @@ class TinyRun:
     def words(self, ranks: int) -> list[str]:
         """Options."""
         return [
-            f"experiment.log_dir={self.home}",
-            "experiment.name=run",
+            *tiny_run_options(self.parts, self.home, "run"),
             f"experiment.num_examples_to_see={GLOBAL_BATCH * self.steps}",
             f"experiment.save_every={self.save_every}",
-            f"model.pretrained={self.parts / 'pipeline'}",
-            "model.mixed_precision=no",
-            "model.use_ema=true",
-            "optimizer.params.learning_rate=0.001",
-            "lr_scheduler.params.warmup_length=3",
-            f"dataset.params.path={self.parts / 'shards'}",
             "dataset.params.resolution=16",
             "dataset.params.crop=random",
             "dataset.params.flip_prob=0.5",
             f"system.batch_size={GLOBAL_BATCH // ranks}",
-            "system.workers=0",
-            "trainer.accelerator=cpu",
             "logging.every=1",
-            "logging.progress_bar=false",
         ]
 
     def environment(self) -> dict[str, str]:

@@ -13,14 +13,18 @@ from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.ema_snapshots import EmaSnapshots
 from sd_training.callbacks.hang_marks import HangMarks
 from sd_training.callbacks.metrics import Metrics
+from sd_training.callbacks.mirroring import Mirroring
 from sd_training.callbacks.numeric_guard import NumericGuard
 from sd_training.callbacks.pictures import PictureJob, Pictures
 from sd_training.callbacks.preemption import Preemption
 from sd_training.callbacks.progress_bar import ProgressBar
+from sd_training.callbacks.rehearsal import Rehearsal
 from sd_training.callbacks.replica_digest import ReplicaDigest
 from sd_training.callbacks.run_record import RunRecord
 from sd_training.callbacks.saves import Saves
+from sd_training.callbacks.second_run import SecondRun
 from sd_training.callbacks.stopwatch import Stopwatch
+from sd_training.checkpoint.mirror import Mirror
 from sd_training.checkpoint.writer import Fence
 from sd_training.config.dump import resolved_yaml
 from sd_training.data.datamodule import TrainingData
@@ -39,8 +43,9 @@ def build_callbacks(
     preemption: Preemption,
     fence: Fence,
     watch: HangWatch,
+    mirror: Mirror | None = None,
 ) -> list[pl.Callback]:
-    """In the order they act after an optimizer step: stop, average, guard, log, draw, save, show."""
+    """In the order they act after an optimizer step: stop, average, guard, log, draw, save, copy, rehearse, show."""
     config, batch = plan.config, plan.batch
     stopwatch = Stopwatch(watch)
     ema = _ema(plan, trained) if config.model.use_ema else None
@@ -77,6 +82,8 @@ def build_callbacks(
         CompileWatch(config.logging.every) if config.trainer.compile else None,
         *_picture_callbacks(plan, trained, ema, stopwatch),
         saves,
+        None if mirror is None else Mirroring(plan.run_dir, mirror, saves, stopwatch),
+        _rehearsal(plan, saves, stopwatch, preemption) if config.checkpoint.rehearse else None,
         ProgressBar(metrics, data.images_before, batch.num_steps) if config.logging.progress_bar else None,
         HangMarks(watch),
     ]
@@ -99,6 +106,19 @@ def _numeric_guard(plan: Plan, data: TrainingData, stopwatch: Stopwatch, saves: 
 
     every = config.logging.every
     return NumericGuard(config.numerics, every, plan.run_dir, data.name_of, stopwatch, facts, ema, saves)
+
+
+def _rehearsal(plan: Plan, saves: Saves, stopwatch: Stopwatch, preemption: Preemption) -> Rehearsal:
+    watch = plan.config.watch
+    limit_s = 0.8 * min(watch.save_s or watch.collective_timeout_s, watch.collective_timeout_s)
+    second = SecondRun(
+        plan.run_dir, plan.launch.accelerator, plan.batch, limit_s, lambda: bool(preemption.signals.status)
+    )
+    # Several processes add in another order, FSDP has its own way to lower precision, and a GPU picks its kernels by
+    # their speed; one process on a CPU does the same to the bit.
+    is_exact = plan.launch.processes == 1 and plan.launch.accelerator == "cpu"
+    alike = 0.0 if is_exact else 1e-5 if plan.precision == "no" else 1e-2
+    return Rehearsal(second, saves, stopwatch, alike)
 
 
 def _ema(plan: Plan, trained: Trained) -> Ema:

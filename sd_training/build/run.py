@@ -19,6 +19,7 @@ from sd_training.callbacks.background_logger import BackgroundLogger
 from sd_training.callbacks.deadlines import Deadlines
 from sd_training.callbacks.preemption import Preemption
 from sd_training.callbacks.save_times import SaveTimes
+from sd_training.checkpoint.mirror import Mirror
 from sd_training.checkpoint.seal import ever_finished, sealed, step_of, sweep
 from sd_training.checkpoint.writer import UNFENCED, Fence, take
 from sd_training.config.watch_schema import SECTIONS
@@ -80,12 +81,14 @@ def build_run(plan: Plan, signals: StopSignals | None = None, watch: HangWatch |
         ConfigError: a part cannot be loaded, parts do not fit, or the run folder is taken.
         DataError: the data set cannot be used.
     """
-    fence = _own_run_dir(plan)
-    resume_from = _resumed(plan)
+    mirror = _mirror(plan)
+    fence = _own_run_dir(plan, mirror)
+    resume_from = _resumed(plan, mirror)
     trained = build_model(plan)
     data = make_data(plan, trained.family, trained.latent_grid)
     preemption = _preemption(plan, signals or StopSignals())
-    callbacks = build_callbacks(plan, trained, data, preemption, fence, watch or HangWatch({}, plan.run_dir))
+    watch = watch or HangWatch({}, plan.run_dir)
+    callbacks = build_callbacks(plan, trained, data, preemption, fence, watch, mirror)
     strategy = make_strategy(plan, trained.cuts)
     assert isinstance(strategy, WholeCheckpoints)
     strategy.fence, strategy.is_written_later = fence, plan.config.checkpoint.asynchronous
@@ -146,10 +149,29 @@ def _draws(plan: Plan, family: Family | None, grid: LatentGrid) -> DrawSettings:
     )
 
 
-def _own_run_dir(plan: Plan) -> Fence:
-    """The first process makes the run folder, takes it over and tidies what a killed run left."""
+def _mirror(plan: Plan) -> Mirror | None:
+    url = plan.config.checkpoint.mirror
+    return None if url is None else Mirror(url, plan.config.experiment.name)
+
+
+def _is_in(mirror: Mirror | None) -> bool:
+    """Whether the run has a copy to go on from; every process asks for itself.
+
+    Raises:
+        ConfigError: it cannot be asked; going on without it could lose what was trained elsewhere.
+    """
+    try:
+        return mirror is not None and bool(mirror.steps())
+    except OSError as error:
+        raise ConfigError(f"{error}; set checkpoint.mirror=null to go on from what this machine has") from error
+
+
+def _own_run_dir(plan: Plan, mirror: Mirror | None) -> Fence:
+    """The first process makes the run folder, takes it over, tidies what a killed run left, and fetches what the mirror
+    has beyond it."""
     checkpoints, current = plan.run_dir / "checkpoints", plan.run_dir / "current_pipeline"
-    if not plan.config.experiment.requeue and (ever_finished(checkpoints) or current.exists()):
+    holds_a_run = ever_finished(checkpoints) or current.exists() or _is_in(mirror)
+    if not plan.config.experiment.requeue and holds_a_run:
         raise ConfigError(
             f"experiment.requeue: false, but {plan.run_dir} already holds a run; choose another experiment.name, "
             "remove the folder, or set experiment.requeue=true to continue it"
@@ -165,12 +187,14 @@ def _own_run_dir(plan: Plan) -> Fence:
         FirstEnd(plan.run_dir, 0).clear()
         sweep(checkpoints)
         recover_exports(plan.run_dir)
+        if mirror is not None:
+            mirror.restore(checkpoints, fence)
     except OSError as error:
         raise SaveError(f"experiment.log_dir: {plan.run_dir} cannot be written: {error}") from error
     return fence
 
 
-def _resumed(plan: Plan) -> Path | None:
+def _resumed(plan: Plan, mirror: Mirror | None) -> Path | None:
     """The folder of checkpoints, when there is something to resume from."""
     checkpoints = plan.run_dir / "checkpoints"
     found = sealed(checkpoints)
@@ -179,7 +203,8 @@ def _resumed(plan: Plan) -> Path | None:
             f"{plan.run_dir} has already done {step_of(found[-1]):,} of {plan.batch.num_steps:,} optimizer steps; "
             "raise experiment.num_examples_to_see to go on"
         )
-    return checkpoints if ever_finished(checkpoints) else None
+    # The first process may still be fetching; all load after it.
+    return checkpoints if ever_finished(checkpoints) or _is_in(mirror) else None
 
 
 def _plugins(plan: Plan) -> list[Any]:

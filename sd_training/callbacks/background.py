@@ -16,6 +16,11 @@ class Background:
         """Whether there is work that nobody has waited for."""
         return self._thread is not None
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the work is still under way."""
+        return self._thread is not None and self._thread.is_alive()
+
     def start(self, act: Callable[[], None]) -> None:
         """Begins; the work before must have been waited for."""
         assert self._thread is None, "one at a time"

@@ -1,11 +1,10 @@
 """What happens when a save fails: it is told, the run goes on, and too many in a row end it."""
 
-import json
-import time
 from pathlib import Path
 
 from sd_training.checkpoint.durable import free_bytes
 from sd_training.errors import SaveError
+from sd_training.incident_log import note_incident
 from sd_training.rank_log import get_logger, is_main_process
 
 log = get_logger(__name__)
@@ -42,28 +41,13 @@ class FailedSaves:
         self.in_a_row += 1
         if is_main_process():
             log.error(f"save of step {step:,} failed ({self.in_a_row} in a row): {error}")
-            self._record(step, error)
+            facts = {"cause": str(error), "free_bytes": _free(self.run_dir), "failed_in_a_row": self.in_a_row}
+            note_incident(self.run_dir, "save failed", step, **facts)
         kept = f"older checkpoints in {self.run_dir / 'checkpoints'} are intact; the same command goes on from them"
         if is_last:
             raise SaveError(f"the last save of this run, of step {step:,}, failed: {error}; {kept}")
         if self.in_a_row >= self.most:
             raise SaveError(f"{self.in_a_row} saves in a row failed (checkpoint.max_failed_saves): {error}; {kept}")
-
-    def _record(self, step: int, error: OSError) -> None:
-        """One line, if there is space for a line."""
-        incident = {
-            "kind": "save failed",
-            "optimizer_step": step,
-            "unix_s": int(time.time()),
-            "cause": str(error),
-            "free_bytes": _free(self.run_dir),
-            "failed_in_a_row": self.in_a_row,
-        }
-        try:
-            with (self.run_dir / "incidents.jsonl").open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(incident) + "\n")
-        except OSError as second:
-            log.error(f"it could not be written to incidents.jsonl either: {second.strerror}")
 
 
 def _free(folder: Path) -> int | None:

@@ -119,6 +119,7 @@ class Metrics(OptimizerStepCallback):
         return metrics
 
     def _write(self, step: int, metrics: dict[str, float]) -> None:
-        row = {name: f"{value:.8g}" for name, value in metrics.items()}
+        # Nine digits tell every two numbers of fp32 apart, so a resumed run can be compared by its rows.
+        row = {name: f"{value:.9g}" for name, value in metrics.items()}
         row |= {"optimizer_step": str(step), "images_seen": str(int(metrics["images_seen"]))}
         self.rows.add(row)

@@ -16,7 +16,8 @@ from sd_training.callbacks.failed_saves import FailedSaves
 from sd_training.callbacks.save_times import SaveTimes
 from sd_training.callbacks.stopwatch import Stopwatch
 from sd_training.checkpoint.kinds import info_of, protected
-from sd_training.checkpoint.seal import folder_name, rotate
+from sd_training.checkpoint.rotation import rotate
+from sd_training.checkpoint.seal import folder_name
 from sd_training.checkpoint.writer import Fence
 from sd_training.config.schema import CheckpointConfig
 from sd_training.distributed.peers import Peers

@@ -11,7 +11,7 @@ files are read again whatever was summed before, and the first of the two readin
 import errno
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,6 @@ from sd_training.errors import CheckpointError, DamagedCheckpointsError
 from sd_training.rank_log import get_logger
 
 log = get_logger(__name__)
-
-MIN_KEPT = 2
-"""`rotate` never leaves fewer verified checkpoints: the newest may turn out damaged [count]."""
 
 _PARTIAL = ".partial"
 _SEALED_NAME = re.compile(r"step=(\d+)", re.ASCII)
@@ -111,12 +108,24 @@ def finish(partial: Path, info: Mapping[str, Any], fence: Fence = UNFENCED) -> P
         OSError: not read back as it was written.
         TakenOverError: another start has the run.
     """
-    final = partial.with_name(partial.name.partition(_PARTIAL)[0])
-    _seal(partial, step_of(final), info)
-    fence.check()
-    os.rename(partial, final)
-    durable.flush_folder(final.parent)
-    return final
+    _seal(partial, step_of(_final(partial)), info)
+    return _publish(partial, fence)
+
+
+def adopt(partial: Path, fence: Fence = UNFENCED) -> Path:
+    """Seals a copy of a checkpoint, its manifest included, in the folder that `begin` gave; returns the checkpoint.
+
+    Raises:
+        OSError: it is not what its manifest says.
+        TakenOverError: another start has the run.
+    """
+    durable.flush_tree(partial)
+    problems = verify(partial)
+    if not problems and manifest.read(partial).step != step_of(_final(partial)):
+        problems = [f"{manifest.NAME} belongs to another step"]
+    if problems:
+        raise OSError(errno.EIO, "; ".join(problems))
+    return _publish(partial, fence)
 
 
 def abandon(root: Path, step: int, fence: Fence = UNFENCED) -> None:
@@ -196,46 +205,6 @@ def newest_verified(root: Path) -> Path | None:
     return None
 
 
-def rotate(
-    root: Path,
-    keep: int,
-    trusted: Collection[Path] = (),
-    protected: Collection[Path] = (),
-    fence: Fence = UNFENCED,
-) -> list[Path]:
-    """Deletes checkpoints older than the `keep` newest verified ones.
-
-    Args:
-        root: the run's folder of checkpoints.
-        keep: verified checkpoints to leave [count]; fewer than 2 count as 2. Damaged ones do not count.
-        trusted: checkpoints that were verified a moment ago and are not read again.
-        protected: older ones that are left as well (`kinds`).
-        fence: of this start of the run.
-
-    Returns:
-        What was deleted. An older one that is itself damaged is left for a person to look at.
-    """
-    good, deleted = 0, []
-    for folder in reversed(sealed(root)):
-        if good < max(keep, MIN_KEPT):
-            good += folder in trusted or not verify(folder)
-        elif folder not in protected and not verify(folder, contents=False):
-            fence.check()
-            discard(folder)
-            deleted.append(folder)
-    return deleted
-
-
-def discard(folder: Path) -> None:
-    """Deletes a checkpoint. It is renamed first, so a kill half way leaves no damaged `step=N`."""
-    if not folder.exists():
-        return
-    doomed = folder.with_name(f"{folder.name}.deleting")
-    durable.remove(doomed)
-    os.rename(folder, doomed)
-    durable.remove(doomed)
-
-
 def sweep(root: Path) -> list[Path]:
     """Removes what killed processes left half written or half deleted; returns the names. Call it once at start."""
     leftovers = _folders(root, _LEFTOVER_NAME)
@@ -247,6 +216,18 @@ def sweep(root: Path) -> list[Path]:
             os.rename(folder, doomed)
         durable.remove_quietly(doomed)
     return leftovers
+
+
+def _final(partial: Path) -> Path:
+    return partial.with_name(partial.name.partition(_PARTIAL)[0])
+
+
+def _publish(partial: Path, fence: Fence) -> Path:
+    final = _final(partial)
+    fence.check()
+    os.rename(partial, final)
+    durable.flush_folder(final.parent)
+    return final
 
 
 def _is_sealed_already(final: Path) -> bool:

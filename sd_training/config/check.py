@@ -191,6 +191,9 @@ def _local_paths(config: Config) -> Iterator[str]:
         path = value_of(config, key)
         if path is not None and path.startswith(("/", "./", "../", "~")) and not Path(path).exists():
             yield f"{key}: {path!r} does not exist{' (~ is not expanded)' if path.startswith('~') else ''}"
+    mirror = config.checkpoint.mirror
+    if mirror is not None and not mirror.startswith(("s3://", "gs://", "file:///")):
+        yield f"checkpoint.mirror: {mirror!r} is no URL of a folder; write s3://…, gs://… or file:///…"
     captions = config.experiment.eval_caption_file
     if captions is not None and not Path(captions).is_file():
         yield f"experiment.eval_caption_file: {captions!r} does not exist or is no file"

@@ -75,6 +75,8 @@ def _sharding_problems(config: Config) -> Iterator[str]:
 
 
 def _deepspeed_problems(config: Config, name: str) -> Iterator[str]:
+    if config.checkpoint.rehearse:
+        yield f"checkpoint.rehearse: what {name} saves resumes under {name} only, not in one process; set it to false"
     if config.trainer.compile in (True, "blocks"):
         yield f"trainer.compile: is not known to work with {name}; set it to false, or use fsdp"
     if config.trainer.channels_last is True:

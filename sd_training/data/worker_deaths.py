@@ -4,7 +4,6 @@ What a loader process reads is a function of the position, so nothing is lost wi
 under way are asked for again.
 """
 
-import json
 import signal
 import time
 from collections import deque
@@ -13,6 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from sd_training.errors import DataError
+from sd_training.incident_log import note_incident
 from sd_training.rank_log import get_logger
 
 log = get_logger(__name__)
@@ -32,7 +32,7 @@ class WorkerDeaths:
     """
 
     def __init__(self, run_dir: Path | None) -> None:
-        self.path = None if run_dir is None else run_dir / "incidents.jsonl"
+        self.run_dir = run_dir
         self._steps = deque[int]()
 
     def explain(self, workers: Sequence[BaseProcess], step: int, error: Exception) -> None:
@@ -52,7 +52,8 @@ class WorkerDeaths:
         while self._steps and self._steps[0] <= step - WINDOW_STEPS:
             self._steps.popleft()
         self._steps.append(step)
-        self._write_down(step, how)
+        if self.run_dir is not None:
+            note_incident(self.run_dir, "loader process died", step, how=how)
         if len(self._steps) > MAX_DEATHS:
             raise DataError(
                 f"loader processes died {len(self._steps)} times within {WINDOW_STEPS:,} optimizer steps, the last "
@@ -60,16 +61,6 @@ class WorkerDeaths:
                 "or system.batch_size"
             )
         log.error(f"a loader process {how} at optimizer step {step:,}; the loader starts again there, nothing is lost")
-
-    def _write_down(self, step: int, how: str) -> None:
-        if self.path is None:
-            return
-        incident = {"kind": "loader process died", "optimizer_step": step, "how": how, "time_unix_s": int(time.time())}
-        try:
-            with self.path.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(incident) + "\n")
-        except OSError as error:
-            log.warning(f"{self.path} cannot be written: {error}")
 
 
 def _how_they_ended(workers: Sequence[BaseProcess]) -> str:

@@ -1,5 +1,7 @@
 """A process that is killed between the last checkpoint and its export."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,22 +16,30 @@ def weights(run_dir: Path) -> bytes:
     return b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))
 
 
+@contextmanager
+def killed_at(monkeypatch: pytest.MonkeyPatch, name: str, call: int) -> Iterator[None]:
+    """The run of the block ends like a killed one in a certain call of a function of `saves`; from 1 on."""
+    real: Callable[..., None] = getattr(saves, name)
+    done = []
+
+    def counted(*arguments: object) -> None:
+        done.append(arguments)
+        if len(done) == call:
+            raise Interrupted
+        real(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(saves, name, counted)
+        yield
+
+
 def test_the_same_command_exports_what_was_left_out(
     pipeline_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"experiment__num_examples_to_see": 32}
     whole, killed = (options(tmp_path / run, pipeline_dir, shards_dir, **changes) for run in ("whole", "killed"))
     train(whole)
-    export, done = saves.export_pipeline, []
-
-    def killed_at_the_second(*arguments: object) -> None:
-        done.append(arguments)
-        if len(done) == 2:
-            raise Interrupted
-        export(*arguments)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr(saves, "export_pipeline", killed_at_the_second)
+    with killed_at(monkeypatch, "export_pipeline", call=2):
         train(killed)
     assert (tmp_path / "killed" / "checkpoints" / "step=4").is_dir()
     assert weights(tmp_path / "killed") != weights(tmp_path / "whole")
@@ -63,16 +73,7 @@ def test_the_same_command_deletes_what_was_left_to_delete(
 ) -> None:
     """Killed between the last checkpoint and the rotation: nothing is left to train."""
     argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=48)
-    rotate, done = saves.rotate, []
-
-    def killed_at_the_third(*arguments: object) -> None:
-        done.append(arguments)
-        if len(done) == 3:
-            raise Interrupted
-        rotate(*arguments)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr(saves, "rotate", killed_at_the_third)
+    with killed_at(monkeypatch, "rotate", call=3):
         train(argv)
     kept = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in kept.iterdir()) == ["step=2", "step=4", "step=6"]

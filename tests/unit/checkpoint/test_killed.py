@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from sd_training.checkpoint import seal
+from sd_training.checkpoint import rotation, seal
 from sd_training.checkpoint.tensor_files import read_state, write_state, write_tensors
 from tests.unit.checkpoint.exact import assert_same
 from tests.unit.kill import killed_after
@@ -36,7 +36,7 @@ def save_for_ever(root: Path, first: int, done: Callable[[int], None]) -> None:
     for step in itertools.count(first):
         save(root, step)
         done(step)
-        seal.rotate(root, 2, trusted=[root / f"step={step}"])
+        rotation.rotate(root, 2, trusted=[root / f"step={step}"])
 
 
 def seconds_of_a_save(root: Path) -> float:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.checkpoint import kinds, seal
+from sd_training.checkpoint import kinds, rotation, seal
 
 
 def save(root: Path, step: int, mean_loss: float | None = None, *, is_milestone: bool = False) -> Path:
@@ -14,7 +14,7 @@ def save(root: Path, step: int, mean_loss: float | None = None, *, is_milestone:
 
 
 def rotated(root: Path, num_best: int) -> list[str]:
-    seal.rotate(root, 2, protected=kinds.protected(root, num_best))
+    rotation.rotate(root, 2, protected=kinds.protected(root, num_best))
     return [folder.name for folder in seal.sealed(root)]
 
 

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import resource
 import stat
 import subprocess
 import sys
@@ -12,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.checkpoint import manifest, seal
+from sd_training.checkpoint import manifest, rotation, seal
 from sd_training.errors import CheckpointError
+from tests.file_size_limit import file_size_limit
 
 CONTENT = {"weights.bin": bytes(range(256)) * 40, "state.json": b'{"a": 1}', "parts/0.bin": b"x" * 1000}
 
@@ -133,7 +133,7 @@ def test_all_damaged_is_refused_and_stays_refused(root: Path) -> None:
 def test_only_set_aside_ones_left_is_refused(root: Path) -> None:
     _, newest = write_steps(root, 1, 2)
     empty(newest / "state.json")
-    seal.discard(seal.newest_verified(root) or root)
+    rotation.discard(seal.newest_verified(root) or root)
     with pytest.raises(CheckpointError, match=r"step=2\.damaged: set aside earlier"):
         seal.newest_verified(root)
 
@@ -145,7 +145,7 @@ def test_leftovers_are_no_finished_checkpoints(root: Path) -> None:
     assert not seal.ever_finished(root)
     (root / "step=2.partial").rename(root / "step=2.damaged-2")
     assert seal.ever_finished(root)
-    seal.discard(root / "step=2.damaged-2")
+    rotation.discard(root / "step=2.damaged-2")
     write_steps(root, 3)
     assert seal.ever_finished(root)
 
@@ -173,45 +173,6 @@ def test_a_folder_under_another_step_is_refused(root: Path) -> None:
     (folder,) = write_steps(root, 1)
     folder.rename(root / "step=9")
     assert seal.verify(root / "step=9") == ["MANIFEST.json belongs to step 1"]
-
-
-def test_rotation_deletes_the_oldest_and_never_leaves_fewer_than_two(root: Path) -> None:
-    write_steps(root, 1, 2, 3, 4, 5)
-    assert [path.name for path in seal.rotate(root, 3)] == ["step=2", "step=1"]
-    assert names(root) == ["step=3", "step=4", "step=5"]
-    seal.rotate(root, 0)
-    assert names(root) == ["step=4", "step=5"]
-
-
-def test_damaged_checkpoints_do_not_count_as_kept(root: Path) -> None:
-    folders = write_steps(root, 1, 2, 3, 4)
-    flip_bit(folders[2] / "weights.bin")
-    seal.rotate(root, 2, trusted=[folders[3]])
-    assert names(root) == ["step=2", "step=3", "step=4"]
-
-
-def test_old_damaged_ones_are_not_deleted(root: Path) -> None:
-    folders = write_steps(root, 1, 2, 3)
-    empty(folders[0] / "weights.bin")
-    assert seal.rotate(root, 2) == []
-
-
-def test_discard_removes_a_folder_and_an_absent_one_is_fine(root: Path) -> None:
-    (folder,) = write_steps(root, 1)
-    seal.discard(folder)
-    seal.discard(folder)
-    assert names(root) == []
-
-
-@contextmanager
-def file_size_limit(limit: int) -> Iterator[None]:
-    """A disk that is full for this process: writing beyond `limit` bytes fails."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_leaves_the_older_ones_and_nothing_else(root: Path) -> None:

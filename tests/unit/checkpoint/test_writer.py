@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.checkpoint import seal, writer
+from sd_training.checkpoint import rotation, seal, writer
 from sd_training.errors import ConfigError, TakenOverError
 from sd_training.export.pipeline import recover_exports
 
@@ -99,7 +99,7 @@ def test_a_former_start_publishes_and_deletes_nothing(tmp_path: Path) -> None:
     for act in (
         lambda: seal.finish(half, {}, old),
         lambda: seal.begin(root, 5, fence=old),
-        lambda: seal.rotate(root, 2, fence=old),
+        lambda: rotation.rotate(root, 2, fence=old),
     ):
         with pytest.raises(TakenOverError):
             act()

@@ -1,0 +1,98 @@
+"""`checkpoint.rehearse`: a second process resumes from the first checkpoint, and its loss is compared."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from sd_training.callbacks.second_run import SecondRun
+from sd_training.config.batch_plan import BatchPlan
+from sd_training.distributed.saves import AVERAGES
+from tests.integration.training import checkpoint_tensors, options, train, train_in_processes
+
+STEPS, SAVED = 6, 2
+
+
+def rehearsed(run_dir: Path) -> dict[str, Any]:
+    outcome: dict[str, Any] = json.loads((run_dir / "rehearsal.json").read_text())
+    return outcome
+
+
+def short(run_dir: Path, pipeline_dir: Path, shards_dir: Path, **changes: object) -> list[str]:
+    changes = {"experiment__num_examples_to_see": 8 * STEPS, "checkpoint__rehearse": True} | changes
+    return options(run_dir, pipeline_dir, shards_dir, **changes)
+
+
+class ForgetsAverage(pl.Callback):
+    """A checkpoint without the average."""
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        del checkpoint[AVERAGES]
+
+
+class HiddenState(pl.Callback):
+    """Changes the weights after the save, by something that no checkpoint holds."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: object) -> None:
+        if trainer.global_step == SAVED:
+            with torch.no_grad():
+                next(module.parameters()).mul_(1.001)
+
+
+def test_the_loss_is_the_same_to_the_bit_and_the_run_as_well(
+    tmp_path: Path, pipeline_dir: Path, shards_dir: Path
+) -> None:
+    train(short(tmp_path / "run", pipeline_dir, shards_dir, system__gradient_accumulation=2, system__batch_size=4))
+    outcome = rehearsed(tmp_path / "run")
+    assert outcome["problem"] == "" and outcome["optimizer_step"] == SAVED and outcome["seconds"] > 0
+    assert outcome["loss"] == outcome["loss_resumed"] > 0
+    assert not (tmp_path / "run" / "rehearsal").exists()
+    without = {"checkpoint__rehearse": False, "system__gradient_accumulation": 2, "system__batch_size": 4}
+    train(short(tmp_path / "without", pipeline_dir, shards_dir, **without))
+    with_it, without_it = (checkpoint_tensors(tmp_path / name, STEPS) for name in ("run", "without"))
+    assert with_it.keys() == without_it.keys()
+    assert all(torch.equal(tensor, without_it[name]) for name, tensor in with_it.items())
+
+    (tmp_path / "run" / "rehearsal.json").unlink()
+    more = {"experiment__num_examples_to_see": 8 * (STEPS + 2), "system__gradient_accumulation": 2}
+    train(short(tmp_path / "run", pipeline_dir, shards_dir, system__batch_size=4, **more))
+    assert not (tmp_path / "run" / "rehearsal.json").exists()  # a run that was resumed has shown that it can be
+
+
+@pytest.mark.parametrize("fault, said", [(HiddenState, "in no checkpoint"), (ForgetsAverage, "second process ended")])
+def test_what_a_resume_would_lose_is_told(
+    fault: type[pl.Callback], said: str, tmp_path: Path, pipeline_dir: Path, shards_dir: Path
+) -> None:
+    run = train(short(tmp_path / "run", pipeline_dir, shards_dir), fault())
+    assert run.exit_status == 0 and run.trainer.global_step == STEPS
+    assert said in rehearsed(tmp_path / "run")["problem"]
+    (line,) = (tmp_path / "run" / "incidents.jsonl").read_text().splitlines()
+    assert json.loads(line)["kind"] == "rehearsal failed" and said in json.loads(line)["cause"]
+    left = tmp_path / "run" / "rehearsal"
+    assert not left.exists() or [path.name for path in left.iterdir()] == ["log.txt"]
+
+
+@pytest.mark.parametrize(
+    "changes, said", [({"limit_s": 0.1}, "took over 0.1 s"), ({"is_stopping": lambda: True}, "was asked to stop")]
+)
+def test_it_never_holds_up_a_run(
+    changes: dict[str, Any], said: str, tmp_path: Path, pipeline_dir: Path, shards_dir: Path
+) -> None:
+    train(short(tmp_path / "run", pipeline_dir, shards_dir, checkpoint__rehearse=False))
+    batch = BatchPlan(micro_batch=8, accumulation=1, processes=1, num_examples=8 * STEPS)
+    second = SecondRun(tmp_path / "run", "cpu", batch, **({"limit_s": 60.0} | changes))
+    with pytest.raises(RuntimeError, match=said):
+        second.loss_after(STEPS)
+    assert [path.name for path in second.home.iterdir()] == ["log.txt"]
+
+
+@pytest.mark.slow
+def test_one_process_resumes_what_two_have_saved(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
+    argv = short(tmp_path / "run", pipeline_dir, shards_dir, system__batch_size=4, trainer__accelerator="cpu")
+    said = train_in_processes([*argv, "checkpoint.asynchronous=true"], 2)
+    outcome = rehearsed(tmp_path / "run")
+    assert outcome["problem"] == "" and outcome["loss_resumed"] == pytest.approx(outcome["loss"], rel=1e-5)
+    assert said.count("rehearsal: resumed") == 1

@@ -1,0 +1,118 @@
+"""Copies of checkpoints: whole or not there, compared when they come back, never a reason to lose what is local."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sd_training.checkpoint import kinds, seal
+from sd_training.checkpoint.mirror import Mirror
+from sd_training.checkpoint.writer import UNFENCED, take
+from sd_training.errors import ConfigError, DamagedCheckpointsError, TakenOverError
+
+CONTENT = {"weights.bin": bytes(range(256)) * 40, "parts/0.bin": b"x" * 1000}
+
+
+def fill(folder: Path) -> None:
+    for name, content in CONTENT.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "checkpoints"
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> Mirror:
+    return Mirror(f"file://{tmp_path}/store", "run")
+
+
+def sent(mirror: Mirror, root: Path, *steps: int, milestone: int = 0) -> None:
+    for step in steps:
+        info = kinds.info_of(is_milestone=step == milestone, mean_loss=None)
+        mirror.send(seal.write_sealed(root, step, fill, info), UNFENCED)
+
+
+def copy_of(mirror: Mirror, step: int) -> Path:
+    return Path(mirror.root) / f"step={step}"
+
+
+def test_what_is_sent_comes_back_as_it_was(mirror: Mirror, root: Path) -> None:
+    assert mirror.steps() == [] and mirror.restore(root, UNFENCED) is None
+    sent(mirror, root, 2, 4)
+    assert mirror.steps() == [2, 4] and mirror.restore(root, UNFENCED) is None  # nothing that is not here
+    shutil.rmtree(root)
+    assert mirror.restore(root, UNFENCED) == root / "step=4"
+    assert seal.verify(root / "step=4") == [] and [path.name for path in root.iterdir()] == ["step=4"]
+    assert (root / "step=4" / "parts" / "0.bin").read_bytes() == CONTENT["parts/0.bin"]
+
+
+def test_a_copy_without_its_manifest_is_none(mirror: Mirror, root: Path) -> None:
+    """As a process that is killed while it sends leaves it."""
+    sent(mirror, root, 2, 4)
+    (copy_of(mirror, 4) / "MANIFEST.json").unlink()
+    assert mirror.steps() == [2]
+    sent(mirror, root, 4)
+    assert mirror.steps() == [2, 4]
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "parts/0.bin", "MANIFEST.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "grow"])
+def test_a_damaged_copy_is_not_used(name: str, damage: str, mirror: Mirror, root: Path) -> None:
+    sent(mirror, root, 2, 4)
+    path = copy_of(mirror, 4) / name
+    content = path.read_bytes()
+    changed = {"flip": bytes([content[0] ^ 1]) + content[1:], "cut": content[:-1], "grow": content + b" "}
+    path.unlink() if damage == "remove" else path.write_bytes(changed[damage])
+    shutil.rmtree(root)
+    assert mirror.restore(root, UNFENCED) == root / "step=2"
+    assert [path.name for path in root.iterdir()] == ["step=2"]
+
+
+def test_no_whole_copy_is_refused_where_nothing_else_is_left(mirror: Mirror, root: Path) -> None:
+    sent(mirror, root, 2)
+    (copy_of(mirror, 2) / "weights.bin").write_bytes(b"")
+    sent_again = seal.write_sealed(root, 1, fill, {})
+    assert (mirror.restore(root, UNFENCED) is None and sent_again.is_dir()) or (root / "step=2").is_dir()
+    shutil.rmtree(root)
+    with pytest.raises(DamagedCheckpointsError, match="none of them can be used"):
+        mirror.restore(root, UNFENCED)
+
+
+def test_a_copy_of_another_step_is_not_used(mirror: Mirror, root: Path) -> None:
+    sent(mirror, root, 2)
+    os.rename(copy_of(mirror, 2), copy_of(mirror, 9))
+    shutil.rmtree(root)
+    with pytest.raises(DamagedCheckpointsError):
+        mirror.restore(root, UNFENCED)
+
+
+def test_it_is_rotated_like_the_run_folder(mirror: Mirror, root: Path) -> None:
+    sent(mirror, root, 1, 2, 3, 4, 5, milestone=2)
+    mirror.rotate(3, 0, UNFENCED)
+    assert mirror.steps() == [2, 3, 4, 5]
+    mirror.rotate(0, 0, UNFENCED)
+    assert mirror.steps() == [2, 4, 5] and not copy_of(mirror, 1).exists()
+
+
+def test_whoever_lost_the_run_publishes_and_deletes_nothing(mirror: Mirror, root: Path) -> None:
+    sent(mirror, root, 1, 2, 3)
+    old = take(root.parent)
+    take(root.parent)
+    folder = seal.write_sealed(root, 4, fill, {})
+    for act in (lambda: mirror.send(folder, old), lambda: mirror.rotate(2, 0, old)):
+        with pytest.raises(TakenOverError):
+            act()
+    assert mirror.steps() == [1, 2, 3]
+
+
+def test_errors_name_the_option(tmp_path: Path, root: Path) -> None:
+    (tmp_path / "file").write_text("")
+    broken = Mirror(f"file://{tmp_path}/file", "run")
+    with pytest.raises(OSError, match=r"checkpoint\.mirror: .*/file/run/checkpoints"):
+        broken.send(seal.write_sealed(root, 1, fill, {}), UNFENCED)
+    with pytest.raises(ConfigError, match="pip install gcsfs"):
+        Mirror("gs://bucket", "run")
