@@ -50,7 +50,8 @@ def table(rows: Iterable[Row]) -> str:
     """Markdown."""
     lines = ["| fault | promise | trials | figure | kept |", "|---|---|---|---|---|"]
     for row in rows:
-        cells = (row.fault, row.promise, f"{row.trials:,}", row.figure, "yes" if row.is_kept else "**no**")
+        kept = "**no**" if not row.is_kept else "yes" if row.trials else "not tried"
+        cells = (row.fault, row.promise, f"{row.trials:,}", row.figure, kept)
         lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
     return "\n".join(lines)
 

@@ -35,6 +35,8 @@ from sd_training.watch.hang_watch import HangWatch
 
 log = get_logger(__name__)
 
+_MAX_REHEARSAL_S = 900.0
+
 
 def build_callbacks(
     plan: Plan,
@@ -82,7 +84,7 @@ def build_callbacks(
         CompileWatch(config.logging.every) if config.trainer.compile else None,
         *_picture_callbacks(plan, trained, ema, stopwatch),
         saves,
-        None if mirror is None else Mirroring(plan.run_dir, mirror, saves, stopwatch),
+        None if mirror is None else Mirroring(plan.run_dir, mirror, saves, stopwatch, _save_limit_s(plan)),
         _rehearsal(plan, saves, stopwatch, preemption) if config.checkpoint.rehearse else None,
         ProgressBar(metrics, data.images_before, batch.num_steps) if config.logging.progress_bar else None,
         HangMarks(watch),
@@ -109,16 +111,25 @@ def _numeric_guard(plan: Plan, data: TrainingData, stopwatch: Stopwatch, saves: 
 
 
 def _rehearsal(plan: Plan, saves: Saves, stopwatch: Stopwatch, preemption: Preemption) -> Rehearsal:
-    watch = plan.config.watch
-    limit_s = 0.8 * min(watch.save_s or watch.collective_timeout_s, watch.collective_timeout_s)
     second = SecondRun(
-        plan.run_dir, plan.launch.accelerator, plan.batch, limit_s, lambda: bool(preemption.signals.status)
+        plan.run_dir,
+        plan.launch.accelerator,
+        plan.batch,
+        min(_MAX_REHEARSAL_S, _save_limit_s(plan)),
+        preemption.must_stop_soon,
+        plan.config.dataset.params.allow_pipe,
     )
     # Several processes add in another order, FSDP has its own way to lower precision, and a GPU picks its kernels by
     # their speed; one process on a CPU does the same to the bit.
     is_exact = plan.launch.processes == 1 and plan.launch.accelerator == "cpu"
     alike = 0.0 if is_exact else 1e-5 if plan.precision == "no" else 1e-2
-    return Rehearsal(second, saves, stopwatch, alike)
+    return Rehearsal(second, saves, stopwatch, alike, preemption.forget_pause)
+
+
+def _save_limit_s(plan: Plan) -> float:
+    """Time that something beside the saves may take before the hang watch or another process gives up."""
+    watch = plan.config.watch
+    return 0.8 * min(watch.save_s or watch.collective_timeout_s, watch.collective_timeout_s)
 
 
 def _ema(plan: Plan, trained: Trained) -> Ema:

@@ -19,7 +19,9 @@ from sd_training.callbacks.background_logger import BackgroundLogger
 from sd_training.callbacks.deadlines import Deadlines
 from sd_training.callbacks.preemption import Preemption
 from sd_training.callbacks.save_times import SaveTimes
-from sd_training.checkpoint.mirror import Mirror
+from sd_training.callbacks.second_run import NAME as REHEARSAL
+from sd_training.checkpoint.durable import remove
+from sd_training.checkpoint.mirror import Mirror, MirrorError
 from sd_training.checkpoint.seal import ever_finished, sealed, step_of, sweep
 from sd_training.checkpoint.writer import UNFENCED, Fence, take
 from sd_training.config.watch_schema import SECTIONS
@@ -162,8 +164,12 @@ def _is_in(mirror: Mirror | None) -> bool:
     """
     try:
         return mirror is not None and bool(mirror.steps())
-    except OSError as error:
-        raise ConfigError(f"{error}; set checkpoint.mirror=null to go on from what this machine has") from error
+    except MirrorError as error:
+        raise _unreadable(error) from error
+
+
+def _unreadable(error: MirrorError) -> ConfigError:
+    return ConfigError(f"{error}; set checkpoint.mirror=null to go on from what this machine has")
 
 
 def _own_run_dir(plan: Plan, mirror: Mirror | None) -> Fence:
@@ -186,9 +192,12 @@ def _own_run_dir(plan: Plan, mirror: Mirror | None) -> Fence:
         fence = take(plan.run_dir)
         FirstEnd(plan.run_dir, 0).clear()
         sweep(checkpoints)
+        remove(plan.run_dir / REHEARSAL)
         recover_exports(plan.run_dir)
         if mirror is not None:
             mirror.restore(checkpoints, fence)
+    except MirrorError as error:
+        raise _unreadable(error) from error
     except OSError as error:
         raise SaveError(f"experiment.log_dir: {plan.run_dir} cannot be written: {error}") from error
     return fence

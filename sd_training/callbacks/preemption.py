@@ -113,6 +113,14 @@ class Preemption(OptimizerStepCallback):
             Path(path).write_text(f"{saved_step}\n", encoding="utf-8")
             self._told_step = saved_step
 
+    def must_stop_soon(self) -> bool:
+        """Whether this process was asked to stop, or its time is nearly up."""
+        return bool(self.signals.status) or self.deadlines.is_near(self.times.longest_s, self._longest_step_s)
+
+    def forget_pause(self) -> None:
+        """What was done since the last optimizer step does not come again."""
+        self._last_end_s = None
+
     def _measure_step(self) -> None:
         """The time since the step before, with whatever was drawn or saved in between; the first compiles."""
         now_s = time.monotonic()

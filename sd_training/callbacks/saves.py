@@ -75,6 +75,8 @@ class Saves(OptimizerStepCallback):
         self.take_mean_loss = take_mean_loss
         self.failures = FailedSaves(run_dir, config.max_failed_saves)
         self.times = times
+        self.in_use: Path | None = None
+        """A checkpoint that is being copied elsewhere; it is deleted after a later save."""
         self._loaded_step: int | None = None
         self.background = Background()
         self._begun_step = 0
@@ -179,7 +181,8 @@ class Saves(OptimizerStepCallback):
         """What cannot be deleted now is deleted after a later save."""
         root = newest.parent
         try:
-            rotate(root, self.config.keep, [newest], protected(root, self.config.keep_best), self.fence)
+            kept = [*protected(root, self.config.keep_best), *([self.in_use] if self.in_use else [])]
+            rotate(root, self.config.keep, [newest], kept, self.fence)
         except OSError as error:
             log.warning(f"older checkpoints could not be deleted: {error}")
 

@@ -1,5 +1,5 @@
-"""Resumes a checkpoint of a run in a process beside it, by the run's own `config.yaml`: one optimizer step, a save, an
-export. What happens there is what happens after a crash; only the folder is another one.
+"""Resumes a checkpoint of a run in a process beside it, by the run's own `config.yaml`: some optimizer steps, then a
+signal, a save, an export. What happens there is what happens after a crash; only the folder is another one.
 """
 
 import csv
@@ -39,7 +39,8 @@ class SecondRun:
         accelerator: Lightning's name of the device kind.
         batch: of the run; one process takes the same samples per step by accumulating more.
         limit_s: it is killed when it has not ended by then [s].
-        is_stopping: whether the run was asked to stop; then the process is killed at once.
+        is_stopping: whether the run must soon stop; then the process is killed at once.
+        allows_pipe: whether the run may read from commands, which no file can allow.
     """
 
     run_dir: Path
@@ -47,17 +48,19 @@ class SecondRun:
     batch: BatchPlan
     limit_s: float
     is_stopping: Callable[[], bool] = bool
+    allows_pipe: bool = False
 
     @property
     def home(self) -> Path:
         """Its run folder."""
         return self.run_dir / NAME
 
-    def loss_after(self, step: int) -> float:
-        """The mean loss of the optimizer step after a checkpoint, as its `metrics.csv` has it.
+    def losses_after(self, step: int, count: int) -> list[float]:
+        """The mean losses of the optimizer steps after a checkpoint, as its `metrics.csv` has them.
 
         Args:
             step: optimizer steps of a sealed checkpoint of the run.
+            count: steps to take at least.
 
         Raises:
             RuntimeError: it did not come to an end; says why. Its log is kept.
@@ -69,20 +72,19 @@ class SecondRun:
             copy_function=_link,
         )
         try:
-            self._run()
-            loss = self._loss(step + 1)
+            self._run(step + count)
+            losses = self._losses(step, count)
         except BaseException:
             for path in self.home.iterdir():
                 if path != self._log:
                     remove_quietly(path)
             raise
         remove_quietly(self.home)
-        return loss
+        return losses
 
     def words(self) -> list[str]:
-        """Its options. It stops after one optimizer step because its time is up; the length of the run stays, as the
-        learning rate follows from it."""
-        one_device: Sequence[str] = ()
+        """Its options. The length of the run stays, as the learning rate follows from it."""
+        one_device: Sequence[str] = ("trainer.devices=1", "trainer.num_nodes=1")
         if self.batch.processes * self.batch.sharing > 1:
             accumulation = self.batch.accumulation * self.batch.processes
             one_device = (*ON_ONE_DEVICE, f"system.gradient_accumulation={accumulation}")
@@ -93,7 +95,11 @@ class SecondRun:
             f"experiment.log_dir={self.run_dir}",
             f"experiment.name={NAME}",
             "experiment.requeue=true",
-            "experiment.max_hours=1e-6",
+            "experiment.max_hours=null",
+            "experiment.save_every=1000000000",
+            "checkpoint.save_every_minutes=null",
+            "checkpoint.milestone_every=0",
+            *(["dataset.params.allow_pipe=true"] if self.allows_pipe else []),
             "experiment.eval_caption_file=null",
             "sampling.every=0",
             "checkpoint.rehearse=false",
@@ -108,24 +114,29 @@ class SecondRun:
     def _log(self) -> Path:
         return self.home / "log.txt"
 
-    def _run(self) -> None:
+    def _run(self, last_step: int) -> None:
+        if "," in str(self.run_dir):
+            raise RuntimeError(f"cannot be started: config= would take the comma in {self.run_dir} for two files")
         with self._log.open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "train", *self.words()],
+                [sys.executable, str(_PROJECT / "train.py"), *self.words()],
                 env=_environment(os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            problem = self._wait(process)
+            problem = self._wait(process, last_step)
         if problem:
             raise RuntimeError(f"{problem}; see {self._log}")
 
-    def _wait(self, process: subprocess.Popen[bytes]) -> str:
-        """Empty where it ended well."""
-        end_s = time.monotonic() + self.limit_s
+    def _wait(self, process: subprocess.Popen[bytes], last_step: int) -> str:
+        """Empty where it ended well. It is asked to stop when it has taken the steps."""
+        end_s, is_asked = time.monotonic() + self.limit_s, False
         while process.poll() is None:
+            if not is_asked and last_step in self._rows():
+                process.terminate()
+                is_asked = True
             if self.is_stopping() or time.monotonic() > end_s:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -137,20 +148,26 @@ class SecondRun:
         said = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
         return f"ended with status {process.returncode}: {' '.join(said)}"
 
-    def _loss(self, step: int) -> float:
-        with (self.home / "metrics.csv").open(newline="", encoding="utf-8") as stream:
-            losses = [row["loss"] for row in csv.DictReader(stream) if row["optimizer_step"] == str(step)]
-        if not losses:
-            raise RuntimeError(f"did not take optimizer step {step:,}; see {self._log}")
-        single: float = struct.unpack("f", struct.pack("f", float(losses[-1])))[0]  # the digits are those of fp32
-        return single
+    def _losses(self, step: int, count: int) -> list[float]:
+        rows, wanted = self._rows(), range(step + 1, step + 1 + count)
+        if missing := [one for one in wanted if one not in rows]:
+            raise RuntimeError(f"did not take optimizer step {missing[0]:,}; see {self._log}")
+        # The digits are those of fp32.
+        return [struct.unpack("f", struct.pack("f", float(rows[one])))[0] for one in wanted]
+
+    def _rows(self) -> dict[int, str]:
+        """Optimizer step → loss, as far as it has come."""
+        path = self.home / "metrics.csv"
+        if not path.exists():
+            return {}
+        with path.open(newline="", encoding="utf-8") as stream:
+            rows = [row for row in csv.DictReader(stream) if (row["optimizer_step"] or "").isdigit() and row["loss"]]
+        return {int(row["optimizer_step"]): row["loss"] for row in rows}
 
 
 def _environment(own: Mapping[str, str]) -> dict[str, str]:
-    """Without what a launcher told this process; the program is found from any folder."""
-    kept = {name: value for name, value in own.items() if name not in _LAUNCHED and not name.startswith(_LAUNCHERS)}
-    path = os.pathsep.join(filter(None, (str(_PROJECT), own.get("PYTHONPATH"))))
-    return kept | {"PYTHONPATH": path}
+    """Without what a launcher told this process."""
+    return {name: value for name, value in own.items() if name not in _LAUNCHED and not name.startswith(_LAUNCHERS)}
 
 
 def _link(source: str, target: str) -> None:

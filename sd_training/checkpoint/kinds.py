@@ -3,12 +3,14 @@
 Both are facts in a checkpoint's manifest, so they outlive the run that wrote them and a change of its options.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sd_training.checkpoint.seal import read_info, sealed
 from sd_training.errors import CheckpointError
 
+_Name = TypeVar("_Name")
 _IS_MILESTONE, _MEAN_LOSS = "is_milestone", "mean_loss"
 
 
@@ -29,10 +31,14 @@ def protected(root: Path, num_best: int) -> list[Path]:
         root: the run's folder of checkpoints.
         num_best: how many, the newest ones included.
     """
-    infos = {folder: _info(folder) for folder in sealed(root)}
-    losses = {folder: info[_MEAN_LOSS] for folder, info in infos.items() if isinstance(info.get(_MEAN_LOSS), float)}
-    best = sorted(losses, key=lambda folder: losses[folder])[:num_best]
-    return [*best, *(folder for folder, info in infos.items() if info.get(_IS_MILESTONE) is True)]
+    return to_keep({folder: _info(folder) for folder in sealed(root)}, num_best)
+
+
+def to_keep(infos: Mapping[_Name, Mapping[str, Any]], num_best: int) -> list[_Name]:
+    """The same of checkpoints that are known by what their manifests say."""
+    losses = {name: info[_MEAN_LOSS] for name, info in infos.items() if isinstance(info.get(_MEAN_LOSS), float)}
+    best = sorted(losses, key=lambda name: losses[name])[:num_best]
+    return [*best, *(name for name, info in infos.items() if info.get(_IS_MILESTONE) is True)]
 
 
 def _info(folder: Path) -> dict[str, Any]:

@@ -75,7 +75,15 @@ def read(folder: Path) -> Manifest:
     path = folder / NAME
     if path.is_symlink() or path.stat().st_size > _MAX_BYTES:
         raise ValueError("not a manifest: a link, or too large")
-    raw = path.read_bytes()
+    return parse(path.read_bytes())
+
+
+def parse(raw: bytes) -> Manifest:
+    """The manifest in a file's content.
+
+    Raises:
+        ValueError: it is damaged, of another format, or names a file outside of the folder.
+    """
     try:
         manifest = _parse(json.loads(raw))
     except (KeyError, TypeError, AttributeError, UnicodeError, json.JSONDecodeError, RecursionError) as error:

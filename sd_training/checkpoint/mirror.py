@@ -9,14 +9,13 @@ folder has less: a new machine, a lost disk. What comes back is compared with it
 
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import fsspec
 
 from sd_training.checkpoint import manifest, seal
-from sd_training.checkpoint.durable import files_below, make_empty_folder, require_free
-from sd_training.checkpoint.kinds import protected
+from sd_training.checkpoint.durable import files_below
+from sd_training.checkpoint.kinds import to_keep
 from sd_training.checkpoint.rotation import MIN_KEPT
 from sd_training.checkpoint.writer import Fence
 from sd_training.errors import ConfigError, DamagedCheckpointsError, TakenOverError
@@ -26,6 +25,14 @@ log = get_logger(__name__)
 
 _Result = TypeVar("_Result")
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
+
+
+class MirrorError(OSError):
+    """The mirror cannot be asked, or does not take what it is sent."""
+
+
+class _BadCopy(Exception):
+    """What is there is not what was sent."""
 
 
 class Mirror:
@@ -54,31 +61,24 @@ class Mirror:
         """Optimizer steps of the whole copies, oldest first.
 
         Raises:
-            OSError: it cannot be asked.
+            MirrorError: it cannot be asked.
         """
-
-        def ask() -> list[int]:
-            try:
-                found = self._files.ls(self.root, detail=False)
-            except FileNotFoundError:
-                return []
-            names = [path.rstrip("/").rpartition("/")[2] for path in found]
-            steps = [int(name[5:]) for name in names if name.startswith("step=") and name[5:].isdigit()]
-            return sorted(step for step in steps if self._files.exists(self._path(step, manifest.NAME)))
-
-        return self._told(ask)
+        return [step for step in self._folders() if self._told(lambda: self._has_manifest(step))]  # noqa: B023
 
     def send(self, folder: Path, fence: Fence) -> None:
-        """Copies a sealed checkpoint, its manifest last. One that is there is sent again.
+        """Copies a sealed checkpoint, its manifest last; one that is there already is left alone.
 
         Raises:
-            OSError: it could not be sent.
+            MirrorError: it could not be sent.
             TakenOverError: another start has the run.
         """
         step = seal.step_of(folder)
 
         def copy() -> None:
-            self._remove_manifest(step)
+            if self._has_manifest(step):
+                if self._files.cat_file(self._path(step, manifest.NAME)) == (folder / manifest.NAME).read_bytes():
+                    return
+                self._files.rm_file(self._path(step, manifest.NAME))
             for path in files_below(folder):
                 name = path.relative_to(folder).as_posix()
                 if name != manifest.NAME:
@@ -88,45 +88,50 @@ class Mirror:
 
         self._told(copy)
 
-    def rotate(self, keep: int, num_best: int, fence: Fence) -> None:
-        """Deletes what the run folder would: all but the newest `keep`, milestones and the best.
+    def rotate(self, newest: int, keep: int, num_best: int, fence: Fence) -> None:
+        """Deletes what the run folder would: all but the newest `keep`, milestones and the best. Also half sent ones,
+        and copies above the newest: the run has gone back behind them.
+
+        Args:
+            newest: optimizer steps of the checkpoint that was just sent; stays.
+            keep: as `checkpoint.keep`.
+            num_best: as `checkpoint.keep_best`.
+            fence: of this start of the run.
 
         Raises:
-            OSError: it could not be asked, or something could not be deleted.
+            MirrorError: it could not be asked, or something could not be deleted.
             TakenOverError: another start has the run.
         """
-        steps = self.steps()
-        if len(steps) <= max(keep, MIN_KEPT):
-            return
-        with TemporaryDirectory() as folder:  # of the manifests alone, which say what is to stay
-            root = Path(folder)
-            for step in steps:
-                self._get_manifest(step, root / seal.folder_name(step))
-            kept = {seal.step_of(path) for path in protected(root, num_best)}
-        for step in set(steps[: -max(keep, MIN_KEPT)]) - kept:
-            fence.check()
-            self._told(lambda step=step: self._remove(step))  # type: ignore[misc]
+        whole = [step for step in self.steps() if step <= newest]
+        infos = {step: self._told(lambda step=step: self._manifest(step)).info for step in whole}  # type: ignore[misc]
+        kept = {*whole[-max(keep, MIN_KEPT) :], *to_keep(infos, num_best)}
+        for step in self._folders():
+            if step not in kept:
+                fence.check()
+                self._told(lambda step=step: self._remove(step))  # type: ignore[misc]
 
     def restore(self, root: Path, fence: Fence) -> Path | None:
-        """Fetches the newest copy, where the run's own folder of checkpoints has none as new.
+        """Fetches the newest whole copy, where the run's own folder of checkpoints has none as new that verifies.
 
         Args:
             root: the run's folder of checkpoints.
             fence: of this start of the run.
 
         Raises:
-            OSError: the mirror cannot be asked, or nothing can be written here.
+            MirrorError: the mirror cannot be asked.
+            OSError: nothing can be written here.
             DamagedCheckpointsError: there are copies, none of them is whole, and `root` holds nothing either.
         """
-        own = max(map(seal.step_of, seal.sealed(root)), default=-1)
+        own = next((seal.step_of(folder) for folder in reversed(seal.sealed(root)) if not seal.verify(folder)), -1)
         newer = [step for step in self.steps() if step > own]
         for step in reversed(newer):
+            log.info(f"{root} has nothing whole as new as {self._path(step)}: fetching it")
             try:
-                log.info(f"{root} has nothing as new as {self.root}/{seal.folder_name(step)}: fetching it")
                 return self._fetch(step, root, fence)
-            except OSError as error:
+            except _BadCopy as error:
+                log.error(f"{self._path(step)} cannot be used: {error}")
+            finally:
                 seal.abandon(root, step, fence)
-                log.error(f"the copy of step {step:,} in {self.root} cannot be used: {error}")
         if newer and own < 0:
             raise DamagedCheckpointsError(
                 f"checkpoint.mirror: {self.root} holds copies of checkpoints, but none of them can be used"
@@ -134,34 +139,35 @@ class Mirror:
         return None
 
     def _fetch(self, step: int, root: Path, fence: Fence) -> Path:
-        partial = seal.begin(root, step, 0, fence)
+        recorded = self._told(lambda: self._manifest(step))
+        if recorded.step != step:
+            raise _BadCopy(f"its manifest is that of step {recorded.step:,}")
+        partial = seal.begin(root, step, sum(file.size for file in recorded.files.values()), fence)
         if partial is None:
             return root / seal.folder_name(step)
-        self._get_manifest(step, partial)
-        try:
-            recorded = manifest.read(partial).files
-        except ValueError as error:
-            raise OSError(f"{manifest.NAME}: {error}") from error
-        require_free(root, sum(file.size for file in recorded.values()))
-        for name, file in recorded.items():
+        for name, file in recorded.files.items():
             self._told(lambda name=name, size=file.size: self._get(step, name, partial, size))  # type: ignore[misc]
+        (partial / manifest.NAME).write_text(manifest.to_text(recorded), encoding="utf-8")
+        if problems := seal.verify(partial):
+            raise _BadCopy("; ".join(problems))
         return seal.adopt(partial, fence)
+
+    def _manifest(self, step: int) -> manifest.Manifest:
+        try:
+            return manifest.parse(self._files.cat_file(self._path(step, manifest.NAME)))
+        except (ValueError, FileNotFoundError) as error:
+            raise _BadCopy(f"{manifest.NAME}: {error}") from error
 
     def _get(self, step: int, name: str, folder: Path, size: int) -> None:
         """The size is looked at first: what is there may not be what was sent."""
-        there = self._files.size(self._path(step, name))
+        try:
+            there = self._files.size(self._path(step, name))
+        except FileNotFoundError as error:
+            raise _BadCopy(f"{name} is missing") from error
         if there != size:
-            raise OSError(f"{name} has {there:,} bytes, {size:,} were sent")
+            raise _BadCopy(f"{name} has {there:,} bytes, {size:,} were sent")
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         self._files.get_file(self._path(step, name), str(folder / name))
-
-    def _get_manifest(self, step: int, folder: Path) -> None:
-        def get() -> None:
-            if not folder.exists():
-                make_empty_folder(folder)
-            self._files.get_file(self._path(step, manifest.NAME), str(folder / manifest.NAME))
-
-        self._told(get)
 
     def _put(self, path: Path, target: str) -> None:
         if self._has_folders:
@@ -171,22 +177,37 @@ class Mirror:
             raise OSError(f"{target} has {there} bytes after it was sent, {path} has {path.stat().st_size}")
 
     def _remove(self, step: int) -> None:
-        self._remove_manifest(step)
-        self._files.rm(self._path(step), recursive=True)
-
-    def _remove_manifest(self, step: int) -> None:
-        if self._files.exists(self._path(step, manifest.NAME)):
+        """The manifest first. File by file where names with `*` or `[` would be taken for patterns."""
+        if self._has_manifest(step):
             self._files.rm_file(self._path(step, manifest.NAME))
+        if self._has_folders:
+            self._files.rm(self._path(step), recursive=True)
+        else:
+            for path in self._files.find(self._path(step)):
+                self._files.rm_file(path)
+
+    def _folders(self) -> list[int]:
+        def ask() -> list[str]:
+            try:
+                return list(self._files.ls(self.root, detail=False))
+            except FileNotFoundError:
+                return []
+
+        names = [path.rstrip("/").rpartition("/")[2] for path in self._told(ask)]
+        return sorted(int(name[5:]) for name in names if name.startswith("step=") and name[5:].isdigit())
+
+    def _has_manifest(self, step: int) -> bool:
+        return bool(self._files.exists(self._path(step, manifest.NAME)))
 
     def _path(self, step: int, name: str = "") -> str:
         return f"{self.root}/{seal.folder_name(step)}/{name}".rstrip("/")
 
     def _told(self, act: Callable[[], _Result]) -> _Result:
-        """Whatever the libraries raise, as one OSError that names the mirror."""
+        """Whatever the libraries raise, as one error that names the mirror."""
         try:
             return act()
-        except TakenOverError:
+        except (TakenOverError, _BadCopy):
             raise
         except Exception as error:
-            said: Any = str(error).strip() or type(error).__name__
-            raise OSError(f"checkpoint.mirror: {self.root}: {said}") from error
+            said = str(error).strip() or type(error).__name__
+            raise MirrorError(f"checkpoint.mirror: {self.root}: {said}") from error

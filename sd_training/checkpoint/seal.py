@@ -120,6 +120,8 @@ def adopt(partial: Path, fence: Fence = UNFENCED) -> Path:
         TakenOverError: another start has the run.
     """
     durable.flush_tree(partial)
+    for path in durable.files_below(partial):
+        durable.forget_cached(path)
     problems = verify(partial)
     if not problems and manifest.read(partial).step != step_of(_final(partial)):
         problems = [f"{manifest.NAME} belongs to another step"]

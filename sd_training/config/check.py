@@ -192,7 +192,7 @@ def _local_paths(config: Config) -> Iterator[str]:
         if path is not None and path.startswith(("/", "./", "../", "~")) and not Path(path).exists():
             yield f"{key}: {path!r} does not exist{' (~ is not expanded)' if path.startswith('~') else ''}"
     mirror = config.checkpoint.mirror
-    if mirror is not None and not mirror.startswith(("s3://", "gs://", "file:///")):
+    if mirror is not None and re.match(r"(s3|gs)://[^/]|file:///", mirror) is None:
         yield f"checkpoint.mirror: {mirror!r} is no URL of a folder; write s3://…, gs://… or file:///…"
     captions = config.experiment.eval_caption_file
     if captions is not None and not Path(captions).is_file():

@@ -12,4 +12,5 @@ ON_ONE_DEVICE = (
     "trainer.num_nodes=1",
     "trainer.compile=false",
     "system.workers=0",
+    "dataset.params.workers=null",
 )

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from sd_training.cli import print_error
 from sd_training.errors import UserError
+from sd_training.redaction import redacted
 from sd_training.watch.first_end import FirstEnd
 
 DEFECT = 1
@@ -32,7 +33,7 @@ def ended_together(first_end: FirstEnd, *, is_child: bool) -> Iterator[None]:
         is_mistake = isinstance(error, UserError)
         status = error.exit_status if isinstance(error, UserError) else DEFECT
         other = None if is_mistake else first_end.wait_for_another(_OTHER_S)
-        if other is None and not first_end.claim(status, f"{type(error).__name__}: {error}"):
+        if other is None and not first_end.claim(status, redacted(f"{type(error).__name__}: {error}")):
             other = first_end.of_another()
         if other is not None:
             raise SystemExit(0 if is_child else other.status) from None

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.checkpoint import kinds, seal
-from sd_training.checkpoint.mirror import Mirror
+from sd_training.checkpoint import kinds, rotation, seal
+from sd_training.checkpoint.mirror import Mirror, MirrorError
 from sd_training.checkpoint.writer import UNFENCED, take
 from sd_training.errors import ConfigError, DamagedCheckpointsError, TakenOverError
 
@@ -92,10 +92,46 @@ def test_a_copy_of_another_step_is_not_used(mirror: Mirror, root: Path) -> None:
 
 def test_it_is_rotated_like_the_run_folder(mirror: Mirror, root: Path) -> None:
     sent(mirror, root, 1, 2, 3, 4, 5, milestone=2)
-    mirror.rotate(3, 0, UNFENCED)
-    assert mirror.steps() == [2, 3, 4, 5]
-    mirror.rotate(0, 0, UNFENCED)
+    (copy_of(mirror, 3) / "MANIFEST.json").unlink()
+    mirror.rotate(5, 4, 0, UNFENCED)
+    assert mirror.steps() == [1, 2, 4, 5] and not copy_of(mirror, 3).exists()  # a half sent one
+    mirror.rotate(5, 0, 0, UNFENCED)
     assert mirror.steps() == [2, 4, 5] and not copy_of(mirror, 1).exists()
+    mirror.rotate(4, 2, 0, UNFENCED)  # the run went back to step 3 and has done step 4 again
+    assert mirror.steps() == [2, 4]
+
+
+def test_what_is_there_is_not_sent_again(mirror: Mirror, root: Path) -> None:
+    sent(mirror, root, 2)
+    before = (copy_of(mirror, 2) / "weights.bin").stat().st_mtime_ns
+    sent(mirror, root, 2)
+    assert (copy_of(mirror, 2) / "weights.bin").stat().st_mtime_ns == before
+    rotation.discard(root / "step=2")
+    seal.write_sealed(root, 2, fill, {"other": True})
+    mirror.send(root / "step=2", UNFENCED)
+    assert (copy_of(mirror, 2) / "MANIFEST.json").read_bytes() == (root / "step=2" / "MANIFEST.json").read_bytes()
+
+
+def test_a_damaged_newest_one_here_is_replaced_by_its_copy(mirror: Mirror, root: Path) -> None:
+    sent(mirror, root, 2, 4)
+    (root / "step=4" / "weights.bin").write_bytes(b"")
+    assert mirror.restore(root, UNFENCED) == root / "step=4" and seal.verify(root / "step=4") == []
+    assert sorted(path.name for path in root.iterdir()) == ["step=2", "step=4", "step=4.damaged"]
+
+
+def test_a_mirror_that_cannot_be_asked_is_no_damaged_copy(
+    mirror: Mirror, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent(mirror, root, 2)
+    shutil.rmtree(root)
+
+    def unreachable(*_: object) -> None:
+        raise ConnectionResetError("reset")
+
+    monkeypatch.setattr(mirror._files, "get_file", unreachable)
+    with pytest.raises(MirrorError, match="reset"):
+        mirror.restore(root, UNFENCED)
+    assert list(root.iterdir()) == []
 
 
 def test_whoever_lost_the_run_publishes_and_deletes_nothing(mirror: Mirror, root: Path) -> None:
@@ -103,7 +139,7 @@ def test_whoever_lost_the_run_publishes_and_deletes_nothing(mirror: Mirror, root
     old = take(root.parent)
     take(root.parent)
     folder = seal.write_sealed(root, 4, fill, {})
-    for act in (lambda: mirror.send(folder, old), lambda: mirror.rotate(2, 0, old)):
+    for act in (lambda: mirror.send(folder, old), lambda: mirror.rotate(3, 2, 0, old)):
         with pytest.raises(TakenOverError):
             act()
     assert mirror.steps() == [1, 2, 3]
