@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from sd_training.stop_signals import FOR_THE_TRAINING_PROCESS
 from tests import makers
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that starts the tests in the background has Ctrl-C ignored, and so would every run that a test starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+_HANDLERS = {number: signal.getsignal(number) for number in FOR_THE_TRAINING_PROCESS}
 
 
 @pytest.fixture(scope="session")
@@ -43,12 +45,16 @@ def environment_of_before() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def handlers_of_before() -> Iterator[None]:
-    """A run that was asked to stop goes on noting signals to its end; the processes of later tests would inherit it."""
-    numbers = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
-    before = {number: signal.getsignal(number) for number in numbers}
+    """A run that was asked to stop, or that a test broke off, goes on noting signals. Processes that a later test forks
+    would inherit that, and not end when they are told to. Also those of runs that a fixture of wider scope made."""
+    _restore_handlers()
     yield
-    for number, handler in before.items():
-        if handler is not None and signal.getsignal(number) is not handler:
+    _restore_handlers()
+
+
+def _restore_handlers() -> None:
+    for number, handler in _HANDLERS.items():
+        if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
 
 

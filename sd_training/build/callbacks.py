@@ -11,6 +11,7 @@ from sd_training.build.plan import Plan
 from sd_training.callbacks.compile_watch import CompileWatch
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.ema_snapshots import EmaSnapshots
+from sd_training.callbacks.garbage import GarbageCollection
 from sd_training.callbacks.hang_marks import HangMarks
 from sd_training.callbacks.metrics import Metrics
 from sd_training.callbacks.mirroring import Mirroring
@@ -88,6 +89,7 @@ def build_callbacks(
         _rehearsal(plan, saves, stopwatch, preemption) if config.checkpoint.rehearse else None,
         ProgressBar(metrics, data.images_before, batch.num_steps) if config.logging.progress_bar else None,
         HangMarks(watch),
+        GarbageCollection(),
     ]
     return [callback for callback in callbacks if callback is not None]
 
