@@ -99,6 +99,7 @@ def _numeric_guard(plan: Plan, data: TrainingData, stopwatch: Stopwatch, saves: 
     config, batch = plan.config, plan.batch
 
     def facts() -> dict[str, Any]:
+        """Asked when an incident is written: the fingerprint is there once the data is."""
         return {
             "seed": config.experiment.seed,
             "purposes_of_draws": data.draws.purposes(),

@@ -176,8 +176,8 @@ def _own_run_dir(plan: Plan, mirror: Mirror | None) -> Fence:
     """The first process makes the run folder, takes it over, tidies what a killed run left, and fetches what the mirror
     has beyond it."""
     checkpoints, current = plan.run_dir / "checkpoints", plan.run_dir / "current_pipeline"
-    holds_a_run = ever_finished(checkpoints) or current.exists() or _is_in(mirror)
-    if not plan.config.experiment.requeue and holds_a_run:
+    may_go_on = plan.config.experiment.requeue
+    if not may_go_on and (ever_finished(checkpoints) or current.exists() or _is_in(mirror)):
         raise ConfigError(
             f"experiment.requeue: false, but {plan.run_dir} already holds a run; choose another experiment.name, "
             "remove the folder, or set experiment.requeue=true to continue it"

@@ -7,9 +7,9 @@ A run saves to its folder and resumes from it. The mirror gets what was sealed t
 folder has less: a new machine, a lost disk. What comes back is compared with its manifest before it gets its name.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import fsspec
 
@@ -23,7 +23,6 @@ from sd_training.rank_log import get_logger
 
 log = get_logger(__name__)
 
-_Result = TypeVar("_Result")
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 
 
@@ -63,7 +62,8 @@ class Mirror:
         Raises:
             MirrorError: it cannot be asked.
         """
-        return [step for step in self._folders() if self._told(lambda: self._has_manifest(step))]  # noqa: B023
+        with self._told():
+            return [step for step in self._folders() if self._has_manifest(step)]
 
     def send(self, folder: Path, fence: Fence) -> None:
         """Copies a sealed checkpoint, its manifest last; one that is there already is left alone.
@@ -73,20 +73,17 @@ class Mirror:
             TakenOverError: another start has the run.
         """
         step = seal.step_of(folder)
-
-        def copy() -> None:
+        own, copied = folder / manifest.NAME, self._path(step, manifest.NAME)
+        with self._told():
             if self._has_manifest(step):
-                if self._files.cat_file(self._path(step, manifest.NAME)) == (folder / manifest.NAME).read_bytes():
+                if self._files.cat_file(copied) == own.read_bytes():
                     return
-                self._files.rm_file(self._path(step, manifest.NAME))
+                self._files.rm_file(copied)
             for path in files_below(folder):
-                name = path.relative_to(folder).as_posix()
-                if name != manifest.NAME:
-                    self._put(path, self._path(step, name))
+                if path != own:
+                    self._put(path, self._path(step, path.relative_to(folder).as_posix()))
             fence.check()
-            self._put(folder / manifest.NAME, self._path(step, manifest.NAME))
-
-        self._told(copy)
+            self._put(own, copied)
 
     def rotate(self, newest: int, keep: int, num_best: int, fence: Fence) -> None:
         """Deletes what the run folder would: all but the newest `keep`, milestones and the best. Also half sent ones,
@@ -103,12 +100,13 @@ class Mirror:
             TakenOverError: another start has the run.
         """
         whole = [step for step in self.steps() if step <= newest]
-        infos = {step: self._told(lambda step=step: self._manifest(step)).info for step in whole}  # type: ignore[misc]
-        kept = {*whole[-max(keep, MIN_KEPT) :], *to_keep(infos, num_best)}
-        for step in self._folders():
-            if step not in kept:
-                fence.check()
-                self._told(lambda step=step: self._remove(step))  # type: ignore[misc]
+        with self._told():
+            infos = {step: self._manifest(step).info for step in whole}
+            kept = {*whole[-max(keep, MIN_KEPT) :], *to_keep(infos, num_best)}
+            for step in self._folders():
+                if step not in kept:
+                    fence.check()
+                    self._remove(step)
 
     def restore(self, root: Path, fence: Fence) -> Path | None:
         """Fetches the newest whole copy, where the run's own folder of checkpoints has none as new that verifies.
@@ -139,18 +137,21 @@ class Mirror:
         return None
 
     def _fetch(self, step: int, root: Path, fence: Fence) -> Path:
-        recorded = self._told(lambda: self._manifest(step))
+        with self._told():
+            recorded = self._manifest(step)
         if recorded.step != step:
             raise _BadCopy(f"its manifest is that of step {recorded.step:,}")
         partial = seal.begin(root, step, sum(file.size for file in recorded.files.values()), fence)
         if partial is None:
             return root / seal.folder_name(step)
-        for name, file in recorded.files.items():
-            self._told(lambda name=name, size=file.size: self._get(step, name, partial, size))  # type: ignore[misc]
+        with self._told():
+            for name, file in recorded.files.items():
+                self._get(step, name, partial, file.size)
         (partial / manifest.NAME).write_text(manifest.to_text(recorded), encoding="utf-8")
-        if problems := seal.verify(partial):
-            raise _BadCopy("; ".join(problems))
-        return seal.adopt(partial, fence)
+        try:
+            return seal.adopt(partial, fence)
+        except ValueError as error:
+            raise _BadCopy(str(error)) from error
 
     def _manifest(self, step: int) -> manifest.Manifest:
         try:
@@ -187,13 +188,11 @@ class Mirror:
                 self._files.rm_file(path)
 
     def _folders(self) -> list[int]:
-        def ask() -> list[str]:
-            try:
-                return list(self._files.ls(self.root, detail=False))
-            except FileNotFoundError:
-                return []
-
-        names = [path.rstrip("/").rpartition("/")[2] for path in self._told(ask)]
+        try:
+            found = self._files.ls(self.root, detail=False)
+        except FileNotFoundError:
+            return []
+        names = [path.rstrip("/").rpartition("/")[2] for path in found]
         return sorted(int(name[5:]) for name in names if name.startswith("step=") and name[5:].isdigit())
 
     def _has_manifest(self, step: int) -> bool:
@@ -202,10 +201,11 @@ class Mirror:
     def _path(self, step: int, name: str = "") -> str:
         return f"{self.root}/{seal.folder_name(step)}/{name}".rstrip("/")
 
-    def _told(self, act: Callable[[], _Result]) -> _Result:
+    @contextmanager
+    def _told(self) -> Iterator[None]:
         """Whatever the libraries raise, as one error that names the mirror."""
         try:
-            return act()
+            yield
         except (TakenOverError, _BadCopy):
             raise
         except Exception as error:

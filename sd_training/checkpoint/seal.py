@@ -116,7 +116,7 @@ def adopt(partial: Path, fence: Fence = UNFENCED) -> Path:
     """Seals a copy of a checkpoint, its manifest included, in the folder that `begin` gave; returns the checkpoint.
 
     Raises:
-        OSError: it is not what its manifest says.
+        ValueError: it is not what its manifest says.
         TakenOverError: another start has the run.
     """
     durable.flush_tree(partial)
@@ -126,7 +126,7 @@ def adopt(partial: Path, fence: Fence = UNFENCED) -> Path:
     if not problems and manifest.read(partial).step != step_of(_final(partial)):
         problems = [f"{manifest.NAME} belongs to another step"]
     if problems:
-        raise OSError(errno.EIO, "; ".join(problems))
+        raise ValueError("; ".join(problems))
     return _publish(partial, fence)
 
 

@@ -199,6 +199,7 @@ def _refuse_resolvers(values: dict[Any, Any]) -> list[Problem]:
     problems: list[Problem] = []
 
     def visit(holder: Any, path: str) -> None:
+        """All texts in `holder`, which is at the dotted `path`."""
         for key in range(len(holder)) if isinstance(holder, list) else list(holder):
             value, dotted = holder[key], f"{path}.{key}" if path else str(key)
             if isinstance(value, (dict, list)):

@@ -63,6 +63,7 @@ def _run(location: str, path: Path, access: Access) -> None:
     command = location.removeprefix(PIPE)
 
     def attempt() -> None:
+        """Runs the command once; its output is the file."""
         with path.open("wb") as output:
             done = subprocess.run((*_SHELL, command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE)
         if done.returncode != 0:

@@ -10,19 +10,7 @@ from sd_training.checkpoint import kinds, rotation, seal
 from sd_training.checkpoint.mirror import Mirror, MirrorError
 from sd_training.checkpoint.writer import UNFENCED, take
 from sd_training.errors import ConfigError, DamagedCheckpointsError, TakenOverError
-
-CONTENT = {"weights.bin": bytes(range(256)) * 40, "parts/0.bin": b"x" * 1000}
-
-
-def fill(folder: Path) -> None:
-    for name, content in CONTENT.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content)
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "run" / "checkpoints"
+from tests.unit.checkpoint.test_seal import CONTENT, fill
 
 
 @pytest.fixture

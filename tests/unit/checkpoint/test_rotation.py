@@ -2,15 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
 from sd_training.checkpoint import rotation
 from tests.unit.checkpoint.test_seal import empty, flip_bit, names, write_steps
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "checkpoints"
 
 
 def test_rotation_deletes_the_oldest_and_never_leaves_fewer_than_two(root: Path) -> None:

@@ -32,11 +32,6 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "run" / "checkpoints"
-
-
 def test_a_sealed_folder_holds_what_was_written(root: Path) -> None:
     folder = seal.write_sealed(root, 12, fill, {"world_size": 4, "nested": {"a": [1.5, None]}})
     assert names(root) == ["step=12"] and folder == root / "step=12"
