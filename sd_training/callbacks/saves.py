@@ -254,7 +254,8 @@ class Saves(OptimizerStepCallback):
         peers = peers_of(trainer)
         if placement_of(trainer).is_network_whole:
             with export_weights(module, self.ema):
-                peers.on_first(lambda: self._write(step, self.exported(None)))
+                exported = self.exported(None)  # collective: an autoencoder's scale is measured on all ranks
+                peers.on_first(lambda: self._write(step, exported))
         else:
             weights = whole_weights(trainer, module, self.ema)
             peers.on_first(lambda: self._write(step, self.exported(weights)))
