@@ -37,7 +37,8 @@ class Trained:
     family: Family | None
     """Null for autoencoder training."""
     exported: Callable[[Mapping[str, Tensor] | None], Any]
-    """What a save exports: around the live networks, or around a copy with whole weights, by name in the network."""
+    """What a save exports: around the live networks, or around a copy with whole weights, by name in the network.
+    Collective: an autoencoder's scale is measured on all ranks."""
     cuts: Cuts
     """What of it strategies may cut."""
 

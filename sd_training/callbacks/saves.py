@@ -43,7 +43,7 @@ class Saves(OptimizerStepCallback):
         config: what is kept, and how many saves may fail.
         only_most_recent: replace `current_pipeline/`; else keep `pipelines/step_N/` and point at the newest.
         exported: makes what is exported, a pipeline or the autoencoder, around the live networks or, from whole
-            weights by their name in the trained network, around a copy.
+            weights by their name in the trained network, around a copy. Collective.
         ema: the average to export, if there is one.
         stopwatch: stands still while saving.
         times: says when a save is asked for, and is told of each.
@@ -124,7 +124,7 @@ class Saves(OptimizerStepCallback):
         checkpoint = self._checkpoint(trainer, step)
         write, peers = _strategy(trainer).take_unwritten(), peers_of(trainer)
         weights = self._copied_weights(trainer, module)
-        exported = self.exported(weights) if trainer.is_global_zero else None
+        exported = self.exported(weights if trainer.is_global_zero else None)
 
         def finish() -> None:
             write()
@@ -254,11 +254,12 @@ class Saves(OptimizerStepCallback):
         peers = peers_of(trainer)
         if placement_of(trainer).is_network_whole:
             with export_weights(module, self.ema):
-                exported = self.exported(None)  # collective: an autoencoder's scale is measured on all ranks
+                exported = self.exported(None)
                 peers.on_first(lambda: self._write(step, exported))
         else:
             weights = whole_weights(trainer, module, self.ema)
-            peers.on_first(lambda: self._write(step, self.exported(weights)))
+            exported = self.exported(weights if trainer.is_global_zero else None)
+            peers.on_first(lambda: self._write(step, exported))
 
     def _write(self, step: int, exported: Any) -> None:
         current = self.run_dir / "current_pipeline"

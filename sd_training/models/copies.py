@@ -17,6 +17,8 @@ def copy_with_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> nn.M
     """
     cls: Any = next(c for c in type(network).__mro__ if not c.__name__.startswith("FSDP"))
     settings: Any = network.config
+    if issubclass(cls, ModelMixin):  # from_config leaves out what was a default once, even where it was changed since
+        settings = {name: value for name, value in settings.items() if name != "_use_default_values"}
     with torch.device("meta"):  # no memory, no random numbers
         copy: nn.Module = cls.from_config(settings) if issubclass(cls, ModelMixin) else cls(settings)
     rest = {name: _whole(value) for name, value in network.state_dict().items() if name not in weights}

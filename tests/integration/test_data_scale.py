@@ -127,13 +127,13 @@ def test_a_filter_that_keeps_a_twentieth_costs_nothing_per_image(tmp_path: Path)
         for filters in (None, {"keep": 1})
     ]
     ratios = []
-    while len(ratios) < 4 and not any(ratio < 1.1 for ratio in ratios):  # other work on the machine only adds time
+    while len(ratios) < 10 and not any(ratio < 1.1 for ratio in ratios):  # other work on the machine only adds time
         seconds: list[list[float]] = [[], []]
-        for _ in range(40):
-            for times, loader in zip(seconds, loaders, strict=True):
-                start = time.perf_counter()
-                next(loader)
-                times.append(time.perf_counter() - start)
+        for pair in range(40):
+            for which in (0, 1) if pair % 2 else (1, 0):  # neither always finds the caches as the other left them
+                start = time.thread_time()  # all is in the page cache: there is nothing to wait for but other processes
+                next(loaders[which])
+                seconds[which].append(time.thread_time() - start)
         ratios.append(statistics.median(seconds[1][5:]) / statistics.median(seconds[0][5:]))
     print(f"time per delivered image, filtered to unfiltered: {min(ratios):.3f}")
     assert min(ratios) < 1.1

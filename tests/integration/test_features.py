@@ -64,6 +64,19 @@ def test_autoencoder_trains_resumes_and_serves_as_pretrained(
     assert exported.vae.config.scaling_factor == vae.config.scaling_factor != 0.18215
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+def test_two_processes_export_an_autoencoder(
+    in_background: bool, tmp_path: Path, pipeline_dir: Path, shards_dir: Path
+) -> None:
+    """Its scale is measured by all of them: an export by the first one alone would wait for ever."""
+    changes = {"system__batch_size": 4, "experiment__num_examples_to_see": 32, "trainer__accelerator": "cpu"}
+    changes |= {"watch__save_s": 60, "checkpoint__asynchronous": in_background}
+    said = train_in_processes([*options(tmp_path / "run", pipeline_dir, shards_dir, **changes), *VAE_OPTIONS], 2)
+    assert "done: " in said
+    vae = AutoencoderKL.from_pretrained(tmp_path / "run" / "current_pipeline", local_files_only=True)
+    assert vae.config.scaling_factor != 0.18215
+
+
 @pytest.mark.parametrize("name", ["idx_to_prompt", "class_mapping"])
 def test_class_labels_become_prompts(name: str, tmp_path: Path, pipeline_dir: Path) -> None:
     samples = [{"__key__": f"{i:03d}", "png": makers.encode(makers.picture(i), "PNG"), "cls": i % 3} for i in range(24)]
