@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
 from torch import Tensor
 
 from sd_training.callbacks.background import Background
 from sd_training.callbacks.ema import Ema, export_weights, placement_of, whole_weights
 from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.callbacks.failed_saves import FailedSaves
+from sd_training.callbacks.last_save import save_what_is_left
 from sd_training.callbacks.save_times import SaveTimes
 from sd_training.callbacks.stopwatch import Stopwatch
 from sd_training.checkpoint.kinds import info_of, protected
@@ -28,14 +28,14 @@ from sd_training.training.base_module import TrainedModule
 
 log = get_logger(__name__)
 _PATIENCE_S = 600.0
+"""For a save in the background, when the run dies [s]."""
 _EXPORTED = "exported_step"
 """File in the run folder: the optimizer step that `current_pipeline` is of."""
 
 
 class Saves(OptimizerStepCallback):
-    """Every `every` optimizer steps, at milestones, at the end of the run, when it is asked to stop, and, where one
-    process trains alone, when it dies of an exception. Several processes cannot save then: each would have to know that
-    all the others still can.
+    """Every `every` optimizer steps, at milestones, at the end of the run, when it is asked to stop, and when it dies
+    of an exception that all processes meet after the same step.
 
     Args:
         run_dir: the run folder.
@@ -197,24 +197,11 @@ class Saves(OptimizerStepCallback):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._is_between_steps = True
 
-    def _save_what_is_left(self, trainer: pl.Trainer, exception: BaseException) -> None:
-        """Optimizer steps since the last save, before the exception ends the run; without an export."""
-        is_defect = isinstance(exception, Exception) and trainer.world_size == 1
-        if not (is_defect and self._is_between_steps and trainer.global_step):
-            return
-        try:
-            if trainer.strategy.root_device.type == "cuda":
-                torch.cuda.synchronize()  # fails when the device is lost
-            folder = self._checkpoint(trainer, trainer.global_step)
-            _strategy(trainer).take_unwritten()()
-            log.error(f"{type(exception).__name__} after {trainer.global_step:,} optimizer steps; saved {folder}")
-        except Exception as error:
-            log.error(f"the steps since the last save are lost: {error}")
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A process that was killed between a checkpoint and its export left an older pipeline, and perhaps older
         checkpoints to delete: do both now."""
         super().on_train_start(trainer, pl_module)
+        peers_of(trainer)  # made by all processes together; at an exception they may not be together
         self._export_what_was_left_out(trainer, pl_module)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -231,7 +218,8 @@ class Saves(OptimizerStepCallback):
             self.background.wait(_PATIENCE_S)
         except Exception as error:
             log.error(f"save of step {self._begun_step:,} failed: {error}")
-        self._save_what_is_left(trainer, exception)
+        if isinstance(exception, Exception) and self._is_between_steps:
+            save_what_is_left(trainer, exception, self._checkpoint)
         self.fence.release()
 
     def _export_what_was_left_out(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -20,6 +20,8 @@ _KINDS = {kind.__name__: kind for kind in (CheckpointError, DamagedCheckpointsEr
 """Errors of one process that are the same error on the others."""
 _TIMEOUT = timedelta(hours=2)
 """A process waits so long for another one that writes slowly."""
+_HASTE = timedelta(seconds=30)
+"""And so long for one that may be about to die as well; mostly it is not."""
 
 
 class Peers:
@@ -34,6 +36,7 @@ class Peers:
         self.rank = rank
         self.count = count
         self._group = distributed.new_group(backend="gloo", timeout=_TIMEOUT) if count > 1 else None
+        self._hasty_group = distributed.new_group(backend="gloo", timeout=_HASTE) if count > 1 else None
 
     def tell(self, value: Any) -> list[Any]:
         """Collective: what every process said, by rank.
@@ -41,16 +44,31 @@ class Peers:
         Args:
             value: JSON.
         """
-        if self._group is None:
+        return self._tell(value, self._group)
+
+    def _tell(self, value: Any, group: distributed.ProcessGroup | None) -> list[Any]:
+        if group is None:
             return [value]
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
-        distributed.all_gather(sizes, torch.tensor([text.numel()]), group=self._group)
+        distributed.all_gather(sizes, torch.tensor([text.numel()]), group=group)
         longest = int(torch.cat(sizes).max())
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.count)]
         padded = torch.cat([text, text.new_zeros(longest - text.numel())])
-        distributed.all_gather(texts, padded, group=self._group)
+        distributed.all_gather(texts, padded, group=group)
         return [json.loads(bytes(t[: int(size)].tolist())) for t, size in zip(texts, sizes, strict=True)]
+
+    def agree(self, value: Any) -> bool:
+        """Whether all processes come here within half a minute, and say the same. Of use once: a process that waited in
+        vain cannot ask again.
+
+        Args:
+            value: JSON.
+        """
+        try:
+            return all(said == value for said in self._tell(value, self._hasty_group))
+        except RuntimeError:  # it took too long, or the others have ended
+            return False
 
     def raise_first(self, failure: Exception | None) -> None:
         """Collective: all processes fail when one does, with the same kind of error.

@@ -11,7 +11,7 @@ from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.checkpoint import seal
 from sd_training.errors import DataError
 from sd_training.training.base_module import TrainedModule
-from tests.integration.training import checkpoint_tensors, losses, options, prepare, train
+from tests.integration.training import checkpoint_tensors, losses, options, prepare, train, train_in_processes
 
 
 def names(run_dir: Path) -> list[str]:
@@ -81,3 +81,21 @@ def test_a_torn_state_is_not_saved(pipeline_dir: Path, shards_dir: Path, tmp_pat
     with pytest.raises(RuntimeError, match="a defect"):
         run.trainer.fit(run.module, datamodule=run.data)
     assert names(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize(("ranks", "saved"), [("0,1", ["step=5"]), ("1", [])], ids=["all", "one"])
+def test_two_processes_save_at_an_exception_of_both(
+    pipeline_dir: Path, shards_dir: Path, tmp_path: Path, ranks: str, saved: list[str]
+) -> None:
+    changes = {"experiment__save_every": 100, "system__batch_size": 4, "trainer__accelerator": "cpu"}
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir, **changes)
+    said = train_in_processes([ranks, *argv], 2, "tests.integration.dying_run", status=1)
+    assert "RuntimeError: a defect" in said
+    assert names(tmp_path / "run") == saved
+    if saved:
+        train_in_processes(argv, 2)
+        train_in_processes([*argv, "experiment.name=whole"], 2)
+        one, other = (checkpoint_tensors(tmp_path / name, 8) for name in ("whole", "run"))
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    else:
+        assert "the steps since the last save are lost" in said

@@ -44,7 +44,10 @@ def test_offload_without_a_file() -> None:
         ({"zero_optimization": {"stage": 3}}, "has ZeRO stage 3, but distributed.strategy is deepspeed_2"),
         ([1], "is no JSON object"),
         ({"zero_optimization": [1]}, "zero_optimization that is no JSON object"),
-        ({"zero_optimization": {"offload_optimizr": {}}}, "zero_optimization is not valid: .*offload_optimizr"),
+        ({"zero_optimization": {"offload_optimizr": {}}}, "DeepSpeed refuses it: .*offload_optimizr"),
+        ({"activation_checkpointing": 3}, "DeepSpeed refuses it"),
+        ({"comms_logger": {"enabled": "perhaps"}}, "DeepSpeed refuses it: .*enabled"),
+        ({"checkpoint": {"tag_validation": "X"}}, "DeepSpeed refuses it: .*tag_validation"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "say distributed.offload_optimizer=true"),
     ],
 )
