@@ -35,7 +35,7 @@ test: env slurm
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	SLURM_TEST_LOGS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 slurm:
 	@if command -v slurmctld >/dev/null || [ -x /usr/sbin/slurmctld ]; then :; \

@@ -58,13 +58,14 @@ def main() -> None:
 
         print(propose(config, target))
         return
-    plan = make_plan(config)
+    plan = make_plan(config, is_described=dry_run)
     if config.system.workers and not dry_run:
         worker_context()  # the server imports its libraries while the model is loaded
     if dry_run:
         from sd_training.build.dry_run import describe
 
-        print(describe(plan))
+        if is_main_process():
+            print(describe(plan))
         return
     log.info(plan.batch.sentence())
     train(plan, signals)

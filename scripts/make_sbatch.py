@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sd_training.cli import run_cli
+from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.load import load_config
 from sd_training.config.mesh import find_layout
 from sd_training.config.schema import Config
@@ -126,14 +127,32 @@ def batch_file(given: dict[str, str], overrides: Sequence[str]) -> str:
 def problems_with_run(text: str, config: Config) -> Iterator[str]:
     """What the run's options say against the nodes and GPUs of the batch file."""
     nodes, gpus = (int(_directive(text, name)) for name in ("nodes", "gpus-per-node"))
-    try:
-        find_layout(config.distributed, nodes * gpus, gpus)
-    except ConfigError as error:
-        yield from error.problems
+    yield from _problems_with_batch(config, nodes, gpus)
+    ds_config = config.distributed.deepspeed_config
+    if ds_config is not None and not Path(ds_config).expanduser().is_file():
+        yield f"distributed.deepspeed_config: {ds_config} is no file"
+    cores = int(_directive(text, "cpus-per-task"))
+    if config.system.workers >= cores:
+        yield (
+            f"system.workers: {config.system.workers} loader processes and the one that trains want more than the "
+            f"{cores} cores of cpus_per_gpu; give at most {cores - 1}"
+        )
+    if config.wandb.api_key:
+        yield "wandb.api_key: would stand in the batch file for all to read; set WANDB_API_KEY when you submit it"
     if config.trainer.devices not in ("auto", gpus):
         yield f"trainer.devices: is {config.trainer.devices}, but gpus_per_node is {gpus}"
     if config.trainer.num_nodes not in (None, nodes):
         yield f"trainer.num_nodes: is {config.trainer.num_nodes}, but nodes is {nodes}"
+
+
+def _problems_with_batch(config: Config, nodes: int, gpus: int) -> Iterator[str]:
+    """Processes that make no mesh, or take more samples per step than the run has."""
+    try:
+        layout = find_layout(config.distributed, nodes * gpus, gpus)
+        system, examples = config.system, config.experiment.num_examples_to_see
+        _ = BatchPlan(system.batch_size, system.gradient_accumulation, layout.mesh.data_ranks, examples).num_steps
+    except ConfigError as error:
+        yield from error.problems
 
 
 def problems_of_times(text: str) -> Iterator[str]:

@@ -122,9 +122,9 @@ def _rehearsal(plan: Plan, saves: Saves, stopwatch: Stopwatch, preemption: Preem
         preemption.must_stop_soon,
         plan.config.dataset.params.allow_pipe,
     )
-    # Several processes add in another order, FSDP has its own way to lower precision, and a GPU picks its kernels by
-    # their speed; one process on a CPU does the same to the bit.
-    is_exact = plan.launch.processes == 1 and plan.launch.accelerator == "cpu"
+    # Several processes add in another order, FSDP and DeepSpeed have their own ways to lower precision, and a GPU picks
+    # its kernels by their speed; one process on a CPU does the same to the bit.
+    is_exact = plan.launch.processes == 1 and plan.launch.accelerator == "cpu" and plan.layout.strategy == "single"
     alike = 0.0 if is_exact else 1e-5 if plan.precision == "no" else 1e-2
     return Rehearsal(second, saves, stopwatch, alike, preemption.forget_pause)
 

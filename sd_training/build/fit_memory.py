@@ -6,7 +6,7 @@ from typing import Literal
 
 from sd_training.build.estimate import Workload, measure, meta_networks, run_memory
 from sd_training.build.memory import Memory
-from sd_training.config.check_parallel import parallel_problems
+from sd_training.config.check_parallel import parallel_problems, recomputation_problems
 from sd_training.config.fit_target import FitTarget
 from sd_training.config.mesh import find_layout
 from sd_training.config.parallel_schema import DistributedConfig, StrategyName
@@ -80,9 +80,8 @@ def _gpus_per_machine(config: Config, gpus: int) -> int:
 
 
 def micro_batches(per_process: int) -> list[int]:
-    """Powers of two and three times powers of two that divide the samples per process and optimizer step."""
-    sizes = {factor << power for factor in (1, 3) for power in range(per_process.bit_length())}
-    return sorted(size for size in sizes if per_process % size == 0)
+    """What divides the samples per process and optimizer step."""
+    return [size for size in range(1, per_process + 1) if per_process % size == 0]
 
 
 def strategies(config: Config, gpus: int) -> list[DistributedConfig]:
@@ -96,7 +95,12 @@ def strategies(config: Config, gpus: int) -> list[DistributedConfig]:
         replace(own, strategy="deepspeed_2", offload_optimizer=True),
         replace(own, strategy="deepspeed_3", offload_optimizer=True, offload_parameters=True),
     ]
-    return [choice for choice in choices if not list(parallel_problems(replace(config, distributed=choice)))]
+    plain = replace(config, model=replace(config.model, gradient_checkpointing=False))  # others are tried with each
+    return [choice for choice in choices if not list(parallel_problems(replace(plain, distributed=choice)))]
+
+
+def _may_run(config: Config) -> bool:
+    return not [*recomputation_problems(config), *parallel_problems(config)]
 
 
 def _proposals(config: Config, workload: Workload, gpus: int) -> Iterator[Proposal]:
@@ -112,8 +116,9 @@ def _proposals(config: Config, workload: Workload, gpus: int) -> Iterator[Propos
                     model=replace(config.model, gradient_checkpointing=recompute),
                     system=replace(config.system, batch_size=samples, gradient_accumulation=per_process // samples),
                 )
-                memory = run_memory(workload, changed, layout)
-                yield Proposal(changed, layout.strategy, memory, (is_offloaded, slowness, -samples, simplicity))
+                if _may_run(changed):
+                    memory = run_memory(workload, changed, layout)
+                    yield Proposal(changed, layout.strategy, memory, (is_offloaded, slowness, -samples, simplicity))
 
 
 def _best(fitting: list[Proposal]) -> list[Proposal]:

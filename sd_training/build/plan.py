@@ -25,13 +25,16 @@ class Plan:
     """no, bf16 or fp16, as this device can do it."""
 
 
-def make_plan(config: Config) -> Plan:
+def make_plan(config: Config, *, is_described: bool = False) -> Plan:
     """Devices, batch arithmetic and folders.
+
+    Args:
+        is_described: the run is only described, and may be one of other machines than this one.
 
     Raises:
         ConfigError: when the config contradicts itself, the launcher or the machine.
     """
-    launch = find_launch(config.trainer)
+    launch = find_launch(config.trainer, is_described=is_described)
     layout = find_layout(config.distributed, launch.processes, launch.devices)
     batch = BatchPlan(
         micro_batch=config.system.batch_size,

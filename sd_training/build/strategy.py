@@ -1,6 +1,7 @@
 """Lightning's strategy and precision for a run, from layout and options."""
 
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -9,6 +10,7 @@ from pytorch_lightning.strategies import Strategy
 from sd_training.build.plan import Plan
 from sd_training.distributed.launch import process_group_backend, set_rendezvous
 from sd_training.distributed.strategies import CutOptions, CutProcesses, Cuts, ReplicatedProcesses, SingleProcess
+from sd_training.errors import ConfigError
 from sd_training.models.encoders import AUTOCAST_DTYPE
 
 LIGHTNING_PRECISION: dict[str, Literal["32-true", "bf16-mixed", "16-mixed"]] = {
@@ -66,11 +68,16 @@ def zero_options(plan: Plan) -> dict[str, Any]:
     """DeepSpeed's configuration for a run.
 
     Raises:
-        ConfigError: the file of `distributed.deepspeed_config` cannot be used.
+        ConfigError: the file of `distributed.deepspeed_config` cannot be used, or DeepSpeed is not there.
     """
     from sd_training.distributed.deepspeed_strategy import deepspeed_options  # takes seconds
 
     config = plan.config
+    if find_spec("deepspeed") is None:
+        raise ConfigError(
+            f"distributed.strategy: {config.distributed.strategy} needs the package deepspeed; pip install deepspeed, "
+            "or use fsdp"
+        )
     options = deepspeed_options(
         int(plan.layout.strategy[-1]),
         offload_optimizer=config.distributed.offload_optimizer,

@@ -132,7 +132,8 @@ class SecondRun:
 
     def _wait(self, process: subprocess.Popen[bytes], last_step: int) -> str:
         """Empty where it ended well. It is asked to stop when it has taken the steps."""
-        end_s, is_asked = time.monotonic() + self.limit_s, False
+        # After the last step of the whole run it ends by itself, and a signal would meet a process that is leaving.
+        end_s, is_asked = time.monotonic() + self.limit_s, last_step >= self.batch.num_steps
         while process.poll() is None:
             if not is_asked and last_step in self._rows():
                 process.terminate()

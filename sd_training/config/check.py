@@ -8,7 +8,7 @@ from typing import Any
 
 from sd_training.config.check_data import check_data, never_drawn
 from sd_training.config.check_objective import objective_problems
-from sd_training.config.check_parallel import parallel_problems
+from sd_training.config.check_parallel import parallel_problems, recomputation_problems
 from sd_training.config.check_watch import watch_problems
 from sd_training.config.fields import options
 from sd_training.config.model_schema import (
@@ -66,7 +66,7 @@ def check(config: Config) -> list[str]:
         _trained_text,
         _bf16_weights,
         _tracks,
-        _recomputation,
+        recomputation_problems,
         _previews,
         _processes,
         parallel_problems,
@@ -231,11 +231,6 @@ def _tracks(config: Config) -> Iterator[str]:
         yield f"ema.tracks: {ema.tracks} names a width twice"
     if ema.tracks and ema.snapshot_every % ema.update_every:
         yield f"ema.snapshot_every: {ema.snapshot_every} is no multiple of ema.update_every={ema.update_every}"
-
-
-def _recomputation(config: Config) -> Iterator[str]:
-    if config.model.train == "vae" and config.model.gradient_checkpointing == "selective":
-        yield "model.gradient_checkpointing: selective is for denoisers only; use true with model.train=vae"
 
 
 def _previews(config: Config) -> Iterator[str]:

@@ -19,6 +19,12 @@ def is_fsdp(config: DistributedConfig) -> bool:
     return config.strategy in ("fsdp", "hsdp") or config.mesh.fsdp != 1 or config.mesh.tensor != 1
 
 
+def recomputation_problems(config: Config) -> Iterator[str]:
+    """As `parallel_problems`, of `model.gradient_checkpointing` with whatever strategy."""
+    if config.model.train == "vae" and config.model.gradient_checkpointing == "selective":
+        yield "model.gradient_checkpointing: selective is for denoisers only; use true with model.train=vae"
+
+
 def parallel_problems(config: Config) -> Iterator[str]:
     """One sentence per contradiction; each begins with the option."""
     distributed = config.distributed
@@ -75,8 +81,6 @@ def _sharding_problems(config: Config) -> Iterator[str]:
 
 
 def _deepspeed_problems(config: Config, name: str) -> Iterator[str]:
-    if config.checkpoint.rehearse:
-        yield f"checkpoint.rehearse: what {name} saves resumes under {name} only, not in one process; set it to false"
     if config.trainer.compile in (True, "blocks"):
         yield f"trainer.compile: is not known to work with {name}; set it to false, or use fsdp"
     if config.trainer.channels_last is True:

@@ -37,8 +37,19 @@ _DECIDED = {
     "torch_autocast": "model.mixed_precision",
     "amp": "model.mixed_precision",
     "zero_allow_untested_optimizer": "optimizer.name",
+    "tensor_parallel": "distributed.mesh.tensor",
 }
 """DeepSpeed's key → this trainer's option for the same."""
+_UNUSABLE: Mapping[str, tuple[bool, str]] = {
+    "round_robin_gradients": (True, "saves would not find the shares of the weights"),
+    "compute_grad_norm": (False, "steps that are not finite would be taken"),
+    "legacy_stage1": (True, "DeepSpeed has it no more"),
+    "cpu_offload": (True, "say distributed.offload_optimizer=true instead"),
+    "cpu_offload_param": (True, "say distributed.offload_parameters=true instead"),
+}
+"""ZeRO's key → the value that does not work here, and why."""
+_OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
+"""ZeRO's key → this trainer's option."""
 
 
 def deepspeed_options(
@@ -67,14 +78,9 @@ def deepspeed_options(
             f"distributed.deepspeed_config: {path} has ZeRO stage {zero['stage']}, but distributed.strategy is "
             f"deepspeed_{stage}"
         )
-    problems += [
-        f"distributed.deepspeed_config: {path} has zero_optimization.{key}; say distributed.{option}=true as well"
-        for key, option, is_wanted in (
-            ("offload_optimizer", "offload_optimizer", offload_optimizer),
-            ("offload_param", "offload_parameters", offload_parameters),
-        )
-        if key in zero and not is_wanted
-    ]
+    problems += _zero_problems(
+        zero, path, {"offload_optimizer": offload_optimizer, "offload_param": offload_parameters}
+    )
     if problems:
         raise ConfigError(problems)
     zero["stage"] = stage
@@ -86,6 +92,27 @@ def deepspeed_options(
     if path is not None:
         _check_with_deepspeed(options, path)
     return options
+
+
+def _zero_problems(zero: Mapping[str, Any], path: str | None, wanted: Mapping[str, bool]) -> list[str]:
+    """What of the file's `zero_optimization` this trainer cannot do.
+
+    Args:
+        wanted: which offloads the options ask for, by DeepSpeed's key.
+    """
+    where = f"distributed.deepspeed_config: {path} has zero_optimization"
+    problems = [
+        f"{where}.{key}={json.dumps(bad)}: {why}; remove it"
+        for key, (bad, why) in _UNUSABLE.items()
+        if zero.get(key) is bad
+    ]
+    for key, option in _OFFLOADS.items():
+        given = zero.get(key)
+        if given is not None and not wanted[key]:
+            problems.append(f"{where}.{key}; say distributed.{option}=true as well")
+        elif isinstance(given, dict) and given.get("device") == "nvme":
+            problems.append(f"{where}.{key}.device=nvme, from which saves cannot read; use cpu")
+    return problems
 
 
 def _check_with_deepspeed(options: Mapping[str, Any], path: str) -> None:
@@ -107,7 +134,14 @@ def _read(path: str) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise ConfigError(f"distributed.deepspeed_config: {path} is no JSON object")
     stated: dict[str, Any] = _without_auto(options)
+    zero = stated.get("zero_optimization")
+    if isinstance(zero, dict):
+        stated["zero_optimization"] = {key: value for key, value in zero.items() if not _is_no_offload(key, value)}
     return stated
+
+
+def _is_no_offload(key: str, value: Any) -> bool:
+    return key in _OFFLOADS and isinstance(value, dict) and value.get("device") == "none"
 
 
 def _without_auto(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,8 +69,11 @@ def _quotient(processes: int, each: int, name: str) -> int:
     return processes // each
 
 
-def find_launch(config: TrainerConfig) -> Launch:
+def find_launch(config: TrainerConfig, *, is_described: bool = False) -> Launch:
     """Devices and processes of this run.
+
+    Args:
+        is_described: the run is only described: it may be one of other machines than this one.
 
     Raises:
         ConfigError: when the config contradicts the launcher or the machine.
@@ -85,7 +88,10 @@ def find_launch(config: TrainerConfig) -> Launch:
             )
         if config.num_nodes not in (None, num_nodes):
             raise ConfigError(f"trainer.num_nodes: {config.num_nodes}, but the launcher runs on {num_nodes} machines")
+        _check_visible(accelerator, devices)
         return Launch(accelerator, devices, num_nodes, launcher)
+    if is_described and config.devices != "auto":
+        return Launch(accelerator, config.devices, config.num_nodes or 1)
     if (config.num_nodes or 1) > 1:
         raise ConfigError(
             f"trainer.num_nodes: {config.num_nodes} machines need a launcher; start with torchrun or srun (see README)"
@@ -95,6 +101,16 @@ def find_launch(config: TrainerConfig) -> Launch:
     if accelerator != "cpu" and devices > visible:
         raise ConfigError(f"trainer.devices: {devices}, but this machine has {visible}")
     return Launch(accelerator, devices, 1)
+
+
+def _check_visible(accelerator: str, devices: int) -> None:
+    """Every process of a machine must see the GPUs of all of them."""
+    visible = torch.cuda.device_count() if accelerator == "cuda" else devices
+    if devices > visible:
+        raise ConfigError(
+            f"trainer.devices: the launcher started {devices} processes on this machine, but they see {visible} GPUs; "
+            "start one for each GPU, and let each see all of them (srun --gpus-per-node, not --gpus-per-task)"
+        )
 
 
 def process_group_backend(config: DistributedConfig, accelerator: str) -> str:

@@ -240,6 +240,13 @@ def test_the_script_checks_the_run_as_well(tmp_path: Path) -> None:
         ("distributed.strategy=single", "distributed.strategy: single, but 16 processes"),
         ("trainer.devices=4", "trainer.devices: is 4, but gpus_per_node is 8"),
         ("nodes=3 trainer.num_nodes=4", "trainer.num_nodes: is 4, but nodes is 3"),
+        ("experiment.num_examples_to_see=10", "num_examples_to_see: is 10, less than one optimizer step"),
+        ("cpus_per_gpu=4 system.workers=4", "system.workers: 4 loader processes .* give at most 3"),
+        ("wandb.api_key=abcdefgh12345678", "wandb.api_key: would stand in the batch file"),
+        (
+            "distributed.strategy=deepspeed_2 distributed.deepspeed_config=missing.json",
+            "deepspeed_config: missing.json is no file",
+        ),
         ("time=5 save_s=900", "save_s: is 900 s, but the whole job has 300 s"),
     ],
 )

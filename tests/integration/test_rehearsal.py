@@ -106,9 +106,12 @@ def test_it_never_holds_up_a_run(
 
 
 @pytest.mark.slow
-def test_one_process_resumes_what_two_have_saved(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
+@pytest.mark.parametrize("more", ["checkpoint.asynchronous=true", "distributed.strategy=deepspeed_2"])
+def test_one_process_resumes_what_two_have_saved(
+    more: str, tmp_path: Path, pipeline_dir: Path, shards_dir: Path
+) -> None:
     argv = short(tmp_path / "run", pipeline_dir, shards_dir, system__batch_size=4, trainer__accelerator="cpu")
-    said = train_in_processes([*argv, "checkpoint.asynchronous=true"], 2)
+    said = train_in_processes([*argv, more], 2)
     outcome = rehearsed(tmp_path / "run")
     assert outcome["problem"] == "" and outcome["losses_resumed"] == pytest.approx(outcome["losses"], rel=1e-5)
     assert said.count("rehearsal: resumed") == 1

@@ -53,7 +53,7 @@ def rows(report: str) -> list[tuple[str, ...]]:
 
 def test_micro_batches() -> None:
     assert micro_batches(48) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
-    assert micro_batches(10) == [1, 2]
+    assert micro_batches(10) == [1, 2, 5, 10]
     assert micro_batches(1) == [1]
 
 
@@ -136,3 +136,14 @@ def test_low_memory_encoding(pipeline: Path, option: str) -> None:
 def test_an_autoencoder_is_fitted_too(pipeline: Path) -> None:
     report = propose(load_config([*words(pipeline), "model.train=vae"]), FitTarget(80, 2))
     assert {row[3] for row in rows(report)} == {"ddp"}
+
+
+@pytest.mark.parametrize("changes", [{"distributed__strategy": "deepspeed_3"}, {"model__train": "vae"}])
+def test_recomputation_is_not_proposed_where_it_is_refused(pipeline: Path, changes: dict[str, str]) -> None:
+    report = propose(load_config(words(pipeline, **changes)), FitTarget(80, 2))
+    assert {row[2] for row in rows(report)} == {"no", "all"}
+
+
+def test_a_strategy_is_tried_with_other_recomputation_than_given(pipeline: Path) -> None:
+    config = load_config(words(pipeline, model__gradient_checkpointing="selective"))
+    assert "deepspeed_3" in {choice.strategy for choice in strategies(config, 4)}

@@ -35,7 +35,6 @@ def test_what_works_together(words: list[str]) -> None:
         (["distributed.mesh.fsdp=8", "distributed.strategy=ddp"], "distributed.strategy: ddp, but distributed.mesh"),
         (["distributed.mesh={data: -1, fsdp: -1}"], "distributed.mesh: more than one axis is -1"),
         (["distributed.mesh.fsdp=0"], "distributed.mesh.fsdp: is 0"),
-        (["distributed.strategy=deepspeed_2", "checkpoint.rehearse=true"], "checkpoint.rehearse: what deepspeed_2"),
         (["distributed.offload_optimizer=true"], "distributed.offload_optimizer: only DeepSpeed"),
         (["distributed.offload_parameters=true"], "distributed.offload_parameters: only fsdp"),
         (["distributed.deepspeed_config=x.json"], "distributed.deepspeed_config: is read by deepspeed only"),

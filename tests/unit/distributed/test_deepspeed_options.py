@@ -19,12 +19,21 @@ def test_a_file_adds_and_auto_counts_as_absent(tmp_path: Path) -> None:
     path = tmp_path / "deepspeed.json"
     given = {
         "train_batch_size": "auto",
-        "zero_optimization": {"stage": "auto", "reduce_bucket_size": 5, "offload_optimizer": {"device": "nvme"}},
+        "zero_optimization": {
+            "stage": "auto",
+            "reduce_bucket_size": 5,
+            "offload_optimizer": {"device": "cpu", "pin_memory": False},
+            "offload_param": {"device": "none"},
+        },
         "wall_clock_breakdown": True,
     }
     path.write_text(json.dumps(given))
     assert options(path, offload_optimizer=True) == {
-        "zero_optimization": {"reduce_bucket_size": 5, "offload_optimizer": {"device": "nvme"}, "stage": 2},
+        "zero_optimization": {
+            "reduce_bucket_size": 5,
+            "offload_optimizer": {"device": "cpu", "pin_memory": False},
+            "stage": 2,
+        },
         "wall_clock_breakdown": True,
         "zero_allow_untested_optimizer": True,
     }
@@ -45,6 +54,11 @@ def test_offload_without_a_file() -> None:
         ([1], "is no JSON object"),
         ({"zero_optimization": [1]}, "zero_optimization that is no JSON object"),
         ({"zero_optimization": {"offload_optimizr": {}}}, "DeepSpeed refuses it: .*offload_optimizr"),
+        ({"zero_optimization": {"round_robin_gradients": True}}, "round_robin_gradients=true: saves would not find"),
+        ({"zero_optimization": {"compute_grad_norm": False}}, "compute_grad_norm=false: steps that are not finite"),
+        ({"zero_optimization": {"legacy_stage1": True}}, "legacy_stage1=true"),
+        ({"zero_optimization": {"cpu_offload": True}}, "say distributed.offload_optimizer=true instead"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "'tensor_parallel', which distributed.mesh.tensor decides"),
         ({"activation_checkpointing": 3}, "DeepSpeed refuses it"),
         ({"comms_logger": {"enabled": "perhaps"}}, "DeepSpeed refuses it: .*enabled"),
         ({"checkpoint": {"tag_validation": "X"}}, "DeepSpeed refuses it: .*tag_validation"),
@@ -61,3 +75,10 @@ def test_a_file_that_contradicts(tmp_path: Path, given: Any, problem: str) -> No
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"distributed\.deepspeed_config: .*missing\.json cannot be read"):
         options(tmp_path / "missing.json")
+
+
+def test_shares_on_a_disk_that_saves_cannot_read(tmp_path: Path) -> None:
+    path = tmp_path / "deepspeed.json"
+    path.write_text(json.dumps({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}))
+    with pytest.raises(ConfigError, match="device=nvme, from which saves cannot read"):
+        options(path, offload_optimizer=True)

@@ -56,3 +56,22 @@ def test_a_backend_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=r"distributed\.dist_backend: mpi, but this PyTorch"):
         process_group_backend(DistributedConfig(dist_backend="mpi"), "cpu")
     assert process_group_backend(DistributedConfig(dist_backend="nccl"), "cpu") == "gloo"
+
+
+def test_a_run_of_other_machines_can_be_described(environment: pytest.MonkeyPatch) -> None:
+    config = TrainerConfig(accelerator="cpu", devices=8, num_nodes=2)
+    with pytest.raises(ConfigError, match="2 machines need a launcher"):
+        find_launch(config)
+    launch = find_launch(config, is_described=True)
+    assert (launch.devices, launch.num_nodes, launch.processes) == (8, 2, 16)
+
+
+def test_more_processes_than_the_gpus_they_see(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("LOCAL_WORLD_SIZE", "8")
+    environment.setenv("WORLD_SIZE", "8")
+    environment.setattr("torch.cuda.is_available", lambda: True)
+    environment.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(
+        ConfigError, match=r"started 8 processes on this machine, but they see 1 GPUs; .*--gpus-per-node"
+    ):
+        find_launch(TrainerConfig())
