@@ -42,6 +42,8 @@ class FirstEnd:
         self.path = run_dir / "first_end.json"
         self.rank = rank
         self.environment = environment
+        self._before = self._stamp()
+        """A note that is older than this process is of an earlier start, which may have had the same variables."""
 
     def clear(self) -> None:
         """By the first process, at its start."""
@@ -75,6 +77,8 @@ class FirstEnd:
         return end
 
     def _current(self) -> End | None:
+        if self._stamp() == self._before:
+            return None
         end = self._stored()
         return end if end is not None and end.start == self._start() else None
 
@@ -83,6 +87,14 @@ class FirstEnd:
             return End(**json.loads(self.path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
+
+    def _stamp(self) -> tuple[int, int] | None:
+        """Which file it is; null: none."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
 
     def _start(self) -> str:
         return " ".join(self.environment.get(name, "") for name in _OF_A_START)

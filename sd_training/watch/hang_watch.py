@@ -137,13 +137,13 @@ class HangWatch:
             end = self.first_end.of_another()
             if end is not None:
                 self._follow(end)
-                return
 
     def _follow(self, end: End) -> None:
         if end.status == HANG:
             self._write_stacks(end.text)
             os._exit(self.status)
-        if not self._is_over.wait(OWN_END_S):
+        # The first process may have found the note to be of an earlier start, and cleared it.
+        if not self._is_over.wait(OWN_END_S) and self.first_end.of_another() == end:
             os._exit(end.status if self.status else 0)
 
     def _write_stacks(self, text: str) -> None:

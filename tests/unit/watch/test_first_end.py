@@ -27,10 +27,26 @@ def test_one_process_is_the_first(tmp_path: Path) -> None:
 
 def test_a_note_of_an_earlier_start_says_nothing(tmp_path: Path) -> None:
     assert ends(tmp_path)[0].claim(88, "before")
-    _, again = ends(tmp_path, START | {"SLURM_RESTART_COUNT": "1"})
+    first, again = ends(tmp_path, START | {"SLURM_RESTART_COUNT": "1"})
     assert again.of_another() is None and again.claim(86, "now")
-    end = ends(tmp_path, START | {"SLURM_RESTART_COUNT": "1"})[0].of_another()
+    end = first.of_another()
     assert end is not None and end.status == 86
+
+
+def test_a_note_that_was_there_before_is_of_an_earlier_start(tmp_path: Path) -> None:
+    """Nothing tells two starts of torchrun with the same address and port apart."""
+    assert ends(tmp_path)[0].claim(87, "before")
+    first, second = ends(tmp_path)
+    assert second.of_another() is None
+    first.clear()
+    assert second.of_another() is None
+    assert first.claim(88, "now") and not second.claim(1, "because of it")
+    end = second.of_another()
+    assert end is not None and end.text == "now"
+    third, fourth = ends(tmp_path)
+    assert fourth.claim(86, "later")
+    end = third.of_another()
+    assert end is not None and end.text == "later"
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"rank": 1}', "[]"])

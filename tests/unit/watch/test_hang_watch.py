@@ -125,3 +125,14 @@ def test_a_peer_that_failed_is_followed(ranks: Ranks, monkeypatch: pytest.Monkey
     assert HangWatch({}, ranks.folder, rank=7).first_end.claim(88, "too many bad samples")
     assert process.wait(20) == 88
     assert not (ranks.folder / "hangs").exists()
+
+
+def test_a_note_that_is_cleared_ends_nobody(ranks: Ranks) -> None:
+    """It was of an earlier start; the first process tidies up at its own."""
+    code = "\n    import sd_training.watch.hang_watch as h; h.OWN_END_S = 3; stay_here(6)"
+    process = ranks.start({"step": 60}, code)
+    first_end = HangWatch({}, ranks.folder, rank=7).first_end
+    assert first_end.claim(88, "too many bad samples")
+    time.sleep(1.5)
+    first_end.clear()
+    assert process.wait(20) == 0
