@@ -14,10 +14,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from sd_training.exit_status import HANG
@@ -29,7 +30,7 @@ OWN_END_S = 20.0
 """A process whose peer ended for another reason than a hang gets so long to end by itself."""
 _STDERR = 2
 _WRITING_S = 5.0
-"""A file system that hangs must not keep the process from ending."""
+"""A file system that hangs, or a stderr that nobody reads, must not keep the process from ending."""
 _LOCK_HELD_S = 5.0
 """Beyond the limit, until faulthandler takes the lock for lost."""
 
@@ -116,20 +117,22 @@ class HangWatch:
             f"rank {self.rank} stayed more than watch.{stay.section}_s={limit_s:g} s in section {stay.section} after "
             f"optimizer step {stay.step:,}"
         )
-        stacks = self.run_dir / "hangs"
-        print(f"error: {text}; stacks follow, and those of all ranks are in {stacks}", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(file=_STDERR)
+        folder = self.run_dir / "hangs"
+
+        def say() -> None:
+            head = f"error: {text}; stacks follow, and those of all ranks are in {folder}"
+            _say(f"{head}\n{stacks()}")
 
         def tell() -> None:
             self.first_end.claim(HANG, text)
             self._write_stacks(text)
-            self._wake_peers()
 
-        writer = threading.Thread(target=tell, daemon=True)
-        writer.start()
-        writer.join(_WRITING_S)
-        time.sleep(PEERS_S)
-        os._exit(self.status)
+        try:
+            _within(_WRITING_S, tell, say)
+            self._wake_peers()
+            time.sleep(PEERS_S)
+        finally:
+            os._exit(self.status)
 
     def _look_at_others(self) -> None:
         """A thread of its own: a file system that hangs must not stop the counting."""
@@ -140,8 +143,10 @@ class HangWatch:
 
     def _follow(self, end: End) -> None:
         if end.status == HANG:
-            self._write_stacks(end.text)
-            os._exit(self.status)
+            try:
+                _within(_WRITING_S, lambda: self._write_stacks(end.text))
+            finally:
+                os._exit(self.status)
         # The first process may have found the note to be of an earlier start, and cleared it.
         if not self._is_over.wait(OWN_END_S) and self.first_end.of_another() == end:
             os._exit(end.status if self.status else 0)
@@ -151,12 +156,9 @@ class HangWatch:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as stream:
-                stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-                stream.flush()
-                faulthandler.dump_traceback(file=stream)
-                stream.write("\n")
+                stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n{stacks()}\n")
         except OSError as error:
-            print(f"{path} cannot be written: {error}", file=sys.stderr, flush=True)
+            _say(f"{path} cannot be written: {error}")
 
     def _wake_peers(self) -> None:
         """A peer on this machine that somebody stopped (SIGSTOP) goes on, sees the note and ends; else it would keep
@@ -164,3 +166,33 @@ class HangWatch:
         for pid in self.local_peers:
             with suppress(OSError):  # it has ended
                 os.kill(pid, signal.SIGCONT)
+
+
+def stacks() -> str:
+    """Of all threads, the innermost call first. Not by faulthandler, which keeps Python's lock while it writes: a write
+    that does not come back would stop the process for good."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for ident, frame in sys._current_frames().items():
+        lines.append(f"Thread {ident:#x} ({names.get(ident, 'not of Python')}):")
+        inner: FrameType | None = frame
+        while inner is not None:
+            lines.append(f'  File "{inner.f_code.co_filename}", line {inner.f_lineno} in {inner.f_code.co_name}')
+            inner = inner.f_back
+    return "\n".join(lines)
+
+
+def _say(text: str) -> None:
+    """To stderr, whatever is behind it."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _within(limit_s: float, *acts: Callable[[], None]) -> None:
+    """Each in a thread; waits for them, but no longer than the limit."""
+    threads = [threading.Thread(target=act, daemon=True) for act in acts]
+    end_s = time.monotonic() + limit_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end_s - time.monotonic()))

@@ -1,5 +1,6 @@
 """The watch ends its process, so each case runs in processes of its own; they import no torch."""
 
+import json
 import os
 import signal
 import subprocess
@@ -136,3 +137,31 @@ def test_a_note_that_is_cleared_ends_nobody(ranks: Ranks) -> None:
     time.sleep(1.5)
     first_end.clear()
     assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize("kind", ["full", "blocked"])
+def test_a_stderr_that_takes_nothing_keeps_nobody(kind: str, ranks: Ranks) -> None:
+    """A full disk under it, or a reader that does not read."""
+    lines = ["import os, fcntl"]
+    if kind == "full":
+        lines.append("os.dup2(os.open('/dev/full', os.O_WRONLY), 2)")
+    else:
+        lines.append("end = os.pipe(); os.dup2(end[1], 2); os.set_blocking(2, False)")
+        lines += [
+            "try:",
+            "    while True: os.write(2, b' ' * 4096)",
+            "except BlockingIOError: os.set_blocking(2, True)",
+        ]
+    act = "".join(f"\n    {line}" for line in [*lines, "watch.enter('step', 3)", "stay_here(25)"])
+    process = ranks.start({"step": 0.5}, act)
+    assert process.wait(20) == HANG
+    assert "in stay_here" in ranks.stacks(0)
+    end = json.loads((ranks.folder / "first_end.json").read_text())
+    assert end["status"] == HANG
+
+
+def test_a_follower_ends_though_it_cannot_write(ranks: Ranks) -> None:
+    (ranks.folder / "hangs").write_text("in the way")
+    process = ranks.start({"step": 60}, "\n    import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 2); stay_here(25)")
+    assert HangWatch({}, ranks.folder, rank=7).first_end.claim(HANG, "stuck")
+    assert process.wait(20) == HANG
