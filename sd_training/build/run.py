@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,7 @@ def build_run(plan: Plan, signals: StopSignals | None = None, watch: HangWatch |
     strategy = make_strategy(plan, trained.cuts)
     assert isinstance(strategy, WholeCheckpoints)
     strategy.fence, strategy.is_written_later = fence, plan.config.checkpoint.asynchronous
+    strategy.collective_timeout = timedelta(seconds=plan.config.watch.collective_timeout_s)
     trainer = _trainer(plan, callbacks, strategy)
     _without_signal_handling(trainer)
     return Run(trainer, trained.module, data, resume_from, preemption)

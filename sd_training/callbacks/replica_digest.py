@@ -77,7 +77,8 @@ class ReplicaDigest(OptimizerStepCallback):
         self, trainer: pl.Trainer, digests: Sequence[int], ranks: list[int], has_majority: bool, step: int
     ) -> NoReturn:
         # Processes of their own: those of the saves may be at work in the background.
-        hosts = Peers(trainer.global_rank, trainer.world_size).tell(socket.gethostname())
+        timeout = getattr(trainer.strategy, "collective_timeout", None)
+        hosts = Peers(trainer.global_rank, trainer.world_size, timeout).tell(socket.gethostname())
         path = self.incidents.path(step, "replicas")
         if trainer.is_global_zero:
             each = [

@@ -18,10 +18,8 @@ from sd_training.errors import CheckpointError, DamagedCheckpointsError, TakenOv
 _Result = TypeVar("_Result")
 _KINDS = {kind.__name__: kind for kind in (CheckpointError, DamagedCheckpointsError, TakenOverError)}
 """Errors of one process that are the same error on the others."""
-_TIMEOUT = timedelta(hours=2)
-"""A process waits so long for another one that writes slowly."""
 _HASTE = timedelta(seconds=30)
-"""And so long for one that may be about to die as well; mostly it is not."""
+"""A process waits so long for one that may be about to die as well; mostly it is not."""
 
 
 class Peers:
@@ -30,12 +28,13 @@ class Peers:
     Args:
         rank: number of this process.
         count: how many there are; making the group is collective where there are several.
+        timeout: how long they wait for each other, such as for one that writes slowly; null: as long as torch likes.
     """
 
-    def __init__(self, rank: int, count: int) -> None:
+    def __init__(self, rank: int, count: int, timeout: timedelta | None = None) -> None:
         self.rank = rank
         self.count = count
-        self._group = distributed.new_group(backend="gloo", timeout=_TIMEOUT) if count > 1 else None
+        self._group = distributed.new_group(backend="gloo", timeout=timeout) if count > 1 else None
         self._hasty_group = distributed.new_group(backend="gloo", timeout=_HASTE) if count > 1 else None
 
     def tell(self, value: Any) -> list[Any]:

@@ -7,6 +7,7 @@ the strategy or the number of processes that made it, so any other can go on fro
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ class WholeCheckpoints:
     """Copies of all weights that are updated alike, from the same averaged gradients."""
     fence = UNFENCED
     """Of this start of the run, on the first process."""
+    collective_timeout: timedelta | None = None
+    """How long processes wait for each other; null: as long as torch likes."""
 
     is_written_later = False
     """Whether `save_checkpoint` only copies, and `take_unwritten` gives what writes: as much memory on the CPU as this
@@ -142,7 +145,7 @@ class WholeCheckpoints:
     def peers(self) -> Peers:
         """The processes of the run; the first use is collective."""
         if self._peers is None:
-            self._peers = Peers(self.global_rank, self.world_size)
+            self._peers = Peers(self.global_rank, self.world_size, self.collective_timeout)
         return self._peers
 
     def _parts(

@@ -2,8 +2,11 @@
 
 import errno
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
+import torch
+from torch import distributed
 
 from sd_training.distributed.peers import Peers
 from sd_training.errors import CheckpointError, DamagedCheckpointsError, TakenOverError
@@ -54,6 +57,17 @@ def test_the_same_kind_of_error_everywhere(
         Told(others).raise_first(own)
     if expected is OSError and own is None:
         assert error.value.errno == errno.ENOSPC  # type: ignore[attr-defined]
+
+
+def test_they_wait_as_long_as_they_are_told() -> None:
+    """A process that never comes is missed after this time, not after one of this module's own."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        group = Peers(0, 2, timedelta(seconds=123))._group
+        assert group is not None
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=123)
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_others_do_not_act() -> None:
