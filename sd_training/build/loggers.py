@@ -11,7 +11,7 @@ from PIL import Image
 from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from sd_training.build.plan import Plan
-from sd_training.callbacks.background_logger import TAKING_LEAVE_S, BackgroundLogger
+from sd_training.callbacks.background_logger import TAKING_LEAVE_S, BackgroundLogger, leave_together
 from sd_training.config.dump import to_plain
 from sd_training.rank_log import get_logger, is_main_process
 from sd_training.redaction import redacted
@@ -58,24 +58,21 @@ class _PrivateWandb(WandbLogger):
 def build_loggers(plan: Plan) -> list[Logger]:
     """TensorBoard always; W&B when a key or a mode asks for it. Both in threads of their own."""
     wandb = plan.config.wandb
-    loggers: list[Logger] = [
-        BackgroundLogger(
-            "TensorBoard",
-            lambda: TensorBoard(plan.run_dir, name="", version="tensorboard"),
-            _picture_for_tensorboard,
-        )
-    ]
+    tensorboard = BackgroundLogger(
+        "TensorBoard",
+        lambda: TensorBoard(plan.run_dir, name="", version="tensorboard"),
+        _picture_for_tensorboard,
+    )
     key = wandb.api_key or os.environ.get("WANDB_API_KEY")
     mode = ("online" if key else "disabled") if wandb.mode == "auto" else wandb.mode
     if mode == "disabled":
-        return loggers
+        return [tensorboard]
     identifier = _wandb_id(plan.run_dir)
-    return [
-        *loggers,
-        BackgroundLogger(
-            "W&B", lambda: _wandb(plan, identifier, is_offline=mode == "offline"), _picture_for_wandb, _finish_wandb
-        ),
-    ]
+    server = BackgroundLogger(
+        "W&B", lambda: _wandb(plan, identifier, is_offline=mode == "offline"), _picture_for_wandb, _finish_wandb
+    )
+    leave_together([tensorboard, server])
+    return [tensorboard, server]
 
 
 def _wandb(plan: Plan, identifier: str, *, is_offline: bool) -> Logger:

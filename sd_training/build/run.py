@@ -16,8 +16,9 @@ from sd_training.build.loggers import build_loggers
 from sd_training.build.models import build_model
 from sd_training.build.plan import Plan
 from sd_training.build.strategy import LIGHTNING_PRECISION, make_strategy, precision_plugins
-from sd_training.callbacks.background_logger import BackgroundLogger
+from sd_training.callbacks.background_logger import TAKING_LEAVE_S, BackgroundLogger
 from sd_training.callbacks.deadlines import Deadlines
+from sd_training.callbacks.mirroring import AFTER_A_STOP_S
 from sd_training.callbacks.preemption import Preemption
 from sd_training.callbacks.save_times import SaveTimes
 from sd_training.callbacks.second_run import NAME as REHEARSAL
@@ -113,7 +114,8 @@ def make_watch(plan: Plan) -> HangWatch:
 def _preemption(plan: Plan, signals: StopSignals) -> Preemption:
     config = plan.config
     signals.choose(config.system.stop_signals, config.system.save_signals)
-    deadlines = Deadlines(config.experiment.max_hours, signals.started_s, os.environ)
+    leave_s = TAKING_LEAVE_S + (0.0 if config.checkpoint.mirror is None else AFTER_A_STOP_S)
+    deadlines = Deadlines(config.experiment.max_hours, signals.started_s, os.environ, leave_s)
     return Preemption(
         signals, deadlines, SaveTimes(), config.checkpoint.save_every_minutes, config.watch.collective_timeout_s
     )

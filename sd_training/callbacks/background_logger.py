@@ -2,8 +2,9 @@
 
 import queue
 import threading
+import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from PIL import Image
@@ -48,6 +49,10 @@ class BackgroundLogger(Logger):
         self._has_failed = False
         self._is_behind = False
         self._thread: threading.Thread | None = None
+        self.companions: Sequence[BackgroundLogger] = ()
+        """They begin to take leave when this one does."""
+        self._must_have_left_s: float | None = None
+        """When the wait for it ends [s of `time.monotonic`], once it was told to end."""
         self.is_left = False
         """Whether it failed, or the run ended while it was busy; then it may keep the process from ending."""
 
@@ -79,14 +84,20 @@ class BackgroundLogger(Logger):
 
     def finalize(self, status: str) -> None:
         """Waits a while for what is still to be written."""
-        if self._thread is None:
+        for one in (self, *self.companions):
+            one._begin_to_leave()
+        if self._thread is None or self._must_have_left_s is None:
             return
-        self._put(None)
-        self._thread.join(self._leave_s)
+        self._thread.join(max(0.0, self._must_have_left_s - time.monotonic()))
         if self._thread.is_alive():
             self.is_left = True
             self._warn(f"is still busy after {self._leave_s:g} s, so it is left")
-        self._thread = None
+        self._thread = self._must_have_left_s = None
+
+    def _begin_to_leave(self) -> None:
+        if self._thread is not None and self._must_have_left_s is None:
+            self._put(None)
+            self._must_have_left_s = time.monotonic() + self._leave_s
 
     def _pass_on(self, call: _Call) -> None:
         if self._has_failed:
@@ -118,6 +129,12 @@ class BackgroundLogger(Logger):
 
     def _warn(self, what: str) -> None:
         log.warning(f"the logger {self.title} {what}; training goes on, and metrics.csv holds every number")
+
+
+def leave_together(loggers: Sequence[BackgroundLogger]) -> None:
+    """The end of a run waits for all of them as long as for one."""
+    for logger in loggers:
+        logger.companions = [other for other in loggers if other is not logger]
 
 
 def _first_line(error: BaseException) -> str:

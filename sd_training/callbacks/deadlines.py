@@ -17,20 +17,24 @@ class Deadlines:
         max_hours: allowed running time of this start; null: none.
         started_s: when the program began [s of `time.monotonic`].
         environment: of this process.
+        leave_s: what the process may need after its last save until it has ended.
     """
 
-    def __init__(self, max_hours: float | None, started_s: float, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, max_hours: float | None, started_s: float, environment: Mapping[str, str], leave_s: float = 0.0
+    ) -> None:
+        self.leave_s = leave_s
         self._ends_s = [] if max_hours is None else [started_s + 3600 * max_hours]
         end = environment.get(SLURM_END_VARIABLE, "")
         if end.isdigit():
             self._ends_s.append(time.monotonic() + int(end) - time.time())
 
     def is_near(self, save_s: float, step_s: float) -> bool:
-        """Whether what must still be done no longer fits twice.
+        """Whether what must still be done no longer fits twice, the way out once.
 
         Args:
             save_s: the longest save so far; 0: unmeasured.
             step_s: the longest time between two optimizer steps so far.
         """
-        needed_s = 2 * (save_s or UNMEASURED_SAVE_S) + 2 * step_s
+        needed_s = 2 * (save_s or UNMEASURED_SAVE_S) + 2 * step_s + self.leave_s
         return bool(self._ends_s) and min(self._ends_s) - time.monotonic() < needed_s

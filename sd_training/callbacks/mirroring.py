@@ -1,5 +1,6 @@
 """Sends sealed checkpoints to the mirror beside the training, one at a time."""
 
+import time
 from pathlib import Path
 
 import pytorch_lightning as pl
@@ -55,9 +56,10 @@ class Mirroring(OptimizerStepCallback):
             peers_of(trainer).on_first(lambda: self._finish(limit_s))
 
     def _finish(self, limit_s: float) -> None:
+        end_s = time.monotonic() + limit_s
         if self._tell_failure(limit_s):
             self._send_newest()
-            self._tell_failure(limit_s)
+            self._tell_failure(max(0.0, end_s - time.monotonic()))
 
     def _send_newest(self) -> None:
         """A save in the background may not be sealed yet; it is found after a later step."""

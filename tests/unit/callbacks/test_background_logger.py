@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from pytorch_lightning.loggers import Logger
 
-from sd_training.callbacks.background_logger import MAX_WAITING, BackgroundLogger
+from sd_training.callbacks.background_logger import MAX_WAITING, BackgroundLogger, leave_together
 
 
 class Notes(Logger):
@@ -49,6 +49,24 @@ def behind(notes: Notes, leave_s: float = 20.0) -> BackgroundLogger:
 def warned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logging.getLogger("sd_training"), "propagate", True)
     return caplog
+
+
+def test_loggers_take_leave_together() -> None:
+    """Two that are stuck keep the run as long as one, and one that is not stuck still writes everything."""
+    wait = threading.Event()
+    loggers = [behind(Notes(wait), leave_s=1.0) for _ in range(3)]
+    brisk = Notes()
+    loggers.append(behind(brisk, leave_s=1.0))
+    leave_together(loggers)
+    for logger in loggers:
+        logger.log_metrics({"loss": 0.5}, 1)
+    began_s = time.monotonic()
+    for logger in loggers:
+        logger.finalize("success")
+    assert time.monotonic() - began_s < 2.0
+    wait.set()
+    assert [logger.is_left for logger in loggers] == [True, True, True, False]
+    assert brisk.rows == [(1, {"loss": 0.5})] and brisk.is_closed
 
 
 def test_everything_arrives_in_order(warned: pytest.LogCaptureFixture) -> None:
