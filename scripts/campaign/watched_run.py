@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import time
@@ -97,6 +98,7 @@ def watch_saves(marks: Marks, saves: type[Any], method: str) -> None:
 def begin() -> Marks:
     """What a child of the fork server does first: its own folder for temporary files, one thread."""
     tempfile.tempdir = None
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored where it starts in the background
     torch.set_num_threads(1)
     return Marks(Path(os.environ["WATCH_DIR"]))
 

@@ -10,7 +10,9 @@ import torch
 from scripts import fault_campaign
 from scripts.campaign import kills
 from scripts.campaign.row import Row
+from scripts.campaign.signals import is_inside_save
 from scripts.campaign.tiny_run import TinyRun, digest_of
+from scripts.campaign.watch import slowness
 from sd_training.checkpoint.seal import write_sealed
 from sd_training.checkpoint.tensor_files import write_state, write_tensors
 from sd_training.errors import UserError
@@ -23,6 +25,18 @@ def test_promises_are_kept(part: str, tmp_path_factory: pytest.TempPathFactory) 
     rows = fault_campaign.run_part(part, folder, is_quick=True)
     print(fault_campaign.table(rows))
     assert rows and all(row.is_kept for row in rows), fault_campaign.table(rows)
+
+
+def test_a_signal_inside_a_save_is_told_from_others() -> None:
+    marks = [{"do": do, "at_s": at_s} for at_s, do in enumerate(("step", "save", "saved", "save done", "step"))]
+    inside = [at_s for at_s in (-1, 0.5, 1.5, 2.5, 3.5, 9) if is_inside_save(marks, at_s)]
+    assert inside == [1.5, 2.5]
+    assert is_inside_save(marks[:2], 9)
+
+
+def test_slowness_is_a_failure() -> None:
+    assert slowness(100.0, 90.0) == ("+11.1% time", False)
+    assert slowness(100.0, 70.0)[1] and not slowness(90.0, 100.0)[1]
 
 
 def test_a_part_that_fails_has_kept_nothing(tmp_path: Path) -> None:
