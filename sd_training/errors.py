@@ -36,6 +36,12 @@ class BadSamplesError(DataError):
     exit_status = exit_status.BAD_DATA
 
 
+class OutageError(DataError):
+    """Storage, of data or of the mirror, did not answer for as long as it was asked: another start may succeed."""
+
+    exit_status = exit_status.STOPPED
+
+
 class CheckpointError(UserError):
     """Checkpoints exist but none of them verifies, or one belongs to another run."""
 

@@ -14,7 +14,7 @@ TAKEN_OVER = 69
 UNWRITABLE = 74
 """Saves fail, and going on would train for nothing. Older checkpoints are intact."""
 STOPPED = 75
-"""Asked to stop by a signal or a time limit, and saved: start me again."""
+"""Asked to stop by a signal or a time limit, and saved; or storage does not answer for now: start me again."""
 NUMERIC = 86
 """The numbers went wrong and stayed so: non-finite gradients or a loss that does not come back."""
 HANG = 87

@@ -30,8 +30,9 @@ from sd_training.config.watch_schema import SECTIONS
 from sd_training.data.captions import Dropout
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.dataset import DrawSettings
+from sd_training.data.retries import is_outage
 from sd_training.distributed.saves import WholeCheckpoints
-from sd_training.errors import ConfigError, SaveError
+from sd_training.errors import ConfigError, OutageError, SaveError
 from sd_training.exit_status import HANG
 from sd_training.export.pipeline import recover_exports
 from sd_training.models.family import Family
@@ -83,6 +84,7 @@ def build_run(plan: Plan, signals: StopSignals | None = None, watch: HangWatch |
 
     Raises:
         ConfigError: a part cannot be loaded, parts do not fit, or the run folder is taken.
+        OutageError: storage does not answer for now.
         DataError: the data set cannot be used.
     """
     mirror = _mirror(plan)
@@ -164,7 +166,7 @@ def _is_in(mirror: Mirror | None) -> bool:
     """Whether the run has a copy to go on from; every process asks for itself.
 
     Raises:
-        ConfigError: it cannot be asked; going on without it could lose what was trained elsewhere.
+        ConfigError, OutageError: it cannot be asked; going on without it could lose what was trained elsewhere.
     """
     try:
         return mirror is not None and bool(mirror.steps())
@@ -172,8 +174,9 @@ def _is_in(mirror: Mirror | None) -> bool:
         raise _unreadable(error) from error
 
 
-def _unreadable(error: MirrorError) -> ConfigError:
-    return ConfigError(f"{error}; set checkpoint.mirror=null to go on from what this machine has")
+def _unreadable(error: MirrorError) -> ConfigError | OutageError:
+    text = f"{error}; set checkpoint.mirror=null to go on from what this machine has"
+    return OutageError(text) if is_outage(error) else ConfigError(text)
 
 
 def _own_run_dir(plan: Plan, mirror: Mirror | None) -> Fence:

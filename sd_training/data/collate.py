@@ -24,6 +24,8 @@ class Delivery:
     """Captions that had more tokens than the text encoder takes."""
     failure: str | None = None
     """Why the run cannot go on; the main process raises it as a DataError."""
+    is_outage: bool = False
+    """As an OutageError."""
 
     def pin_memory(self) -> "Delivery":
         """Called by torch's DataLoader in its pinning thread."""
@@ -35,9 +37,9 @@ def collate(visits: Sequence[VisitedSample | FailedVisit]) -> Delivery:
     were_good = [not visit.skipped for visit in visits]
     skipped = [problem for visit in visits for problem in visit.skipped]
     samples = [visit for visit in visits if isinstance(visit, VisitedSample)]
-    failures = [visit.message for visit in visits if isinstance(visit, FailedVisit)]
+    failures = [visit for visit in visits if isinstance(visit, FailedVisit)]
     if failures:
-        return Delivery(None, skipped, were_good, failure=failures[0])
+        return Delivery(None, skipped, were_good, failure=failures[0].message, is_outage=failures[0].is_outage)
     encoders = list(samples[0].texts)
     batch = PixelBatch(
         pixels=torch.from_numpy(np.stack([s.pixels for s in samples])),

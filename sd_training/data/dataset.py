@@ -17,7 +17,7 @@ from sd_training.data.image_decode import ImageRules
 from sd_training.data.image_transforms import Picture, Wanted, read_picture
 from sd_training.data.opened import OpenDataset
 from sd_training.data.problems import BadSample, SkippedSample, printable
-from sd_training.errors import DataError
+from sd_training.errors import DataError, OutageError
 from sd_training.types import LatentGrid
 
 _NOTHING = np.empty(0, dtype=np.float32)
@@ -96,6 +96,8 @@ class FailedVisit:
 
     message: str
     skipped: list[SkippedSample]
+    is_outage: bool = False
+    """Whether another start may succeed."""
 
 
 class TrainingSamples(Dataset[VisitedSample | FailedVisit]):
@@ -134,7 +136,7 @@ class TrainingSamples(Dataset[VisitedSample | FailedVisit]):
                     skipped.append(SkippedSample(*name, printable(str(reason)), visit.position))
                     visit = visit._replace(sample=self._replacement(visit, attempt))
         except DataError as error:
-            return FailedVisit(str(error), skipped)
+            return FailedVisit(str(error), skipped, isinstance(error, OutageError))
         last = skipped[-1]
         message = f"{most} samples in a row could not be used; the last: {last.shard} {last.key}: {last.reason}"
         return FailedVisit(f"{message} (dataset.params.max_bad_in_row={most})", skipped)

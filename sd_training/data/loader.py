@@ -16,7 +16,7 @@ from sd_training.data.order import slots
 from sd_training.data.run_order import RunOrder
 from sd_training.data.worker_deaths import WorkerDeaths
 from sd_training.data.worker_server import obey_only, worker_context
-from sd_training.errors import DataError
+from sd_training.errors import DataError, OutageError
 from sd_training.rank_log import get_logger
 from sd_training.types import PixelBatch
 
@@ -77,7 +77,7 @@ class TrainingLoader:
             self.bad_samples.count(delivery.were_good, delivery.skipped)
             self.num_truncated += delivery.num_truncated
             if delivery.batch is None:
-                raise DataError(delivery.failure)
+                raise (OutageError if delivery.is_outage else DataError)(delivery.failure)
             yield delivery.batch
         if self.num_truncated:
             share = self.num_truncated / num_visits

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from sd_training.data.byte_files import Access, FileMissing
 from sd_training.data.locations import shown, without_secrets
-from sd_training.errors import DataError, UserError
+from sd_training.errors import DataError, OutageError, UserError
 from sd_training.rank_log import get_logger
 
 log = get_logger(__name__)
@@ -30,6 +30,9 @@ _BOTOCORE_TRANSIENT = {
     "ChecksumError",
     "FlexibleChecksumError",
 }
+_UNREACHABLE = {"TimeoutError", "ConnectionError", "ClientConnectionError", "ClientPayloadError", "HTTPClientError"}
+"""Names of classes, also of libraries that are not installed."""
+_DISTRUSTED = {"SSLError", "ClientSSLError", "ClientConnectorCertificateError"}
 _LIBRARIES = ("aiohttp", "google", "requests", "urllib3", "gcsfs")
 _jitter = random.SystemRandom()  # forked processes do not share it, so they do not come back all at once
 T = TypeVar("T")
@@ -52,6 +55,7 @@ def retrying(location: str, access: Access, attempt: Callable[[], T]) -> T:
 
     Raises:
         FileMissing: the file does not exist or may not be read.
+        OutageError: all attempts failed, because the server cannot be reached or is not well.
         DataError: another failure that will not pass, or all attempts failed; names the file and the reason.
     """
     for failures in range(1, access.num_retries + 2):
@@ -61,12 +65,12 @@ def retrying(location: str, access: Access, attempt: Callable[[], T]) -> T:
             raise
         except Exception as error:
             _raise_if_permanent(location, error)
-            reason = reason_of(error)
+            reason, kind = reason_of(error), OutageError if is_outage(error) else DataError
         if failures > _UNMENTIONED and failures <= access.num_retries:
             log.warning("'%s': attempt %d of %d failed: %s", shown(location), failures, access.num_retries + 1, reason)
         if failures <= access.num_retries:
             time.sleep(wait_s(failures))
-    raise DataError(f"'{shown(location)}' cannot be read: {failures} attempts failed, the last one with: {reason}")
+    raise kind(f"'{shown(location)}' cannot be read: {failures} attempts failed, the last one with: {reason}")
 
 
 def wait_s(failures: int) -> float:
@@ -113,6 +117,16 @@ def is_transient(error: Exception, status: int | None) -> bool:
     if kinds[0].__module__.startswith(("botocore", "aiobotocore")):
         return any(kind.__name__ in _BOTOCORE_TRANSIENT for kind in kinds)
     return kinds[0].__module__.split(".")[0] in _LIBRARIES
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether the server cannot be reached or is not well, so that another start may succeed. Of the other failures
+    that are tried again (short answers, commands that fail) nobody knows."""
+    status = status_of(error)
+    if status is not None:
+        return status in _TRANSIENT_STATUS
+    kinds = {kind.__name__ for one in _chain(error) for kind in type(one).__mro__}
+    return bool(kinds & _UNREACHABLE) and not kinds & _DISTRUSTED
 
 
 def status_of(error: BaseException) -> int | None:

@@ -10,6 +10,7 @@ from sd_training.data import retries
 from sd_training.data.byte_files import Access, FileMissing
 from sd_training.data.retries import ShortAnswer, StatusError, retrying, wait_s
 from sd_training.errors import ConfigError, DataError
+from sd_training.exit_status import MISTAKE, STOPPED
 
 LOCATION = "https://me:word@host/a.tar?sig=xyz"
 
@@ -57,6 +58,28 @@ def test_what_can_pass_is_tried_again(error: Exception) -> None:
     attempt, calls = failing(error, 3)
     assert retrying(LOCATION, Access(num_retries=3), attempt) == "answer"
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize(
+    ("error", "is_away"),
+    [
+        (StatusError(503, "Busy"), True),
+        (of_s3("SlowDown", 503), True),
+        (TimeoutError(), True),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), True),
+        (aiohttp.ServerDisconnectedError(), True),
+        (EndpointConnectionError(endpoint_url="http://x"), True),
+        (ShortAnswer("3 bytes"), False),
+        (OSError("exit status 1"), False),  # of a command
+        (OSError(errno.EIO, "Input/output error"), False),
+    ],
+    ids=repr,
+)
+def test_an_outage_asks_for_another_start(error: Exception, is_away: bool) -> None:
+    attempt, _ = failing(error, 99)
+    with pytest.raises(DataError, match="2 attempts failed") as raised:
+        retrying(LOCATION, Access(num_retries=1), attempt)
+    assert raised.value.exit_status == (STOPPED if is_away else MISTAKE)
 
 
 @pytest.mark.parametrize(
