@@ -11,6 +11,8 @@ from sd_training.data import remote_files, retries
 from sd_training.data.byte_files import Access
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.shards import expand_shards
+from sd_training.errors import OutageError
+from sd_training.exit_status import STOPPED
 from tests import makers
 from tests.integration.fault_proxy import FaultProxy, running
 from tests.integration.s3_server import BUCKET, S3Server, s3_environment, s3_server
@@ -81,6 +83,22 @@ def test_tables_reads_the_same_there(server: S3Server, proxy: FaultProxy, tmp_pa
     assert equal_bits(*streams)
     assert len(set(streams[0].sample_ids.tolist())) == 12
     assert sum(proxy.counts.values()) >= 1
+
+
+def test_a_server_that_goes_away_asks_for_another_start(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told by a loader process."""
+    monkeypatch.setattr(remote_files, "_stores", {})
+    remote = RemoteConfig(mode="range", cache_dir=str(tmp_path / "c"), timeout_s=5.0, num_retries=1)
+    data = training_data(f"s3://{BUCKET}/set/{{000..003}}.tar", PLAN, remote=remote, workers=1)
+    with running(FaultProxy(server.url, seed=3, rate=0.0, delay_s=0.6)) as proxy:
+        for name, value in s3_environment(proxy.url).items():
+            monkeypatch.setenv(name, value)
+        data.report()
+    with pytest.raises(OutageError, match="2 attempts failed") as error:
+        stream(data)
+    assert error.value.exit_status == STOPPED
 
 
 def test_a_listing_that_fails_is_never_an_empty_one(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
