@@ -42,8 +42,9 @@ def rotate(
 
 
 def discard(folder: Path) -> None:
-    """Deletes a checkpoint. It is renamed first, so a kill half way leaves no damaged `step=N`."""
-    if not folder.exists():
+    """Deletes a checkpoint; of a link, the link alone. It is renamed first, so a kill half way leaves no damaged
+    `step=N`."""
+    if not os.path.lexists(folder):
         return
     doomed = folder.with_name(f"{folder.name}.deleting")
     durable.remove(doomed)

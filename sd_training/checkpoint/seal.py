@@ -4,6 +4,9 @@ A folder `step=N` exists only after every file in it was flushed to disk and rea
 process killed at any moment leaves at most a `step=N.partial-…` or `step=N.deleting` behind, which `sweep` removes.
 One process of a run calls these functions; the fence is asked before anything is published or deleted.
 
+A `step=N` may be a link to a folder, as after a move to another disk. It is read like a folder; what is renamed or
+removed is the link. One that leads nowhere is a damaged checkpoint: the disk may be back tomorrow.
+
 Files are hashed after they were written, not while: the sums must be compared with what the disk holds in any case, so
 files are read again whatever was summed before, and the first of the two readings comes from the system's memory.
 """
@@ -148,6 +151,8 @@ def verify(folder: Path, *, contents: bool = True) -> list[str]:
         folder: `step=N`.
         contents: also read every file and compare its checksum; without it only names and sizes are compared.
     """
+    if folder.is_symlink() and not folder.is_dir():
+        return [f"it is a link to {os.readlink(folder)}, where no folder is"]
     try:
         recorded = manifest.read(folder)
     except FileNotFoundError:
@@ -181,7 +186,15 @@ def ever_finished(root: Path) -> bool:
     """Whether a checkpoint was ever finished, good or damaged: then a fresh start would lose a run.
 
     The answer is the same before, during and after `sweep`, so ranks that ask at different moments agree.
+
+    Raises:
+        DamagedCheckpointsError: `root` is a link that leads nowhere, so that nobody can tell.
     """
+    if root.is_symlink() and not root.is_dir():
+        raise DamagedCheckpointsError(
+            f"{root} is a link to {os.readlink(root)}, where no folder is: bring that one back (is its disk mounted?), "
+            "or remove the link to start the run from the beginning"
+        )
     return bool(sealed(root) or _folders(root, _DAMAGED_NAME))
 
 
@@ -233,7 +246,7 @@ def _publish(partial: Path, fence: Fence) -> Path:
 
 
 def _is_sealed_already(final: Path) -> bool:
-    if not final.exists():
+    if not os.path.lexists(final):
         return False
     problems = verify(final)
     if problems:
@@ -256,13 +269,13 @@ def _seal(partial: Path, step: int, info: Mapping[str, Any]) -> None:
 def _folders(root: Path, name: re.Pattern[str]) -> list[Path]:
     if not root.is_dir():
         return []
-    return [p for p in sorted(root.iterdir()) if name.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
+    return [p for p in sorted(root.iterdir()) if name.fullmatch(p.name) and (p.is_dir() or p.is_symlink())]
 
 
 def _set_aside(folder: Path, reasons: list[str]) -> None:
     target = folder.with_name(f"{folder.name}.damaged")
     count = 1
-    while target.exists():
+    while os.path.lexists(target):
         count += 1
         target = folder.with_name(f"{folder.name}.damaged-{count}")
     log.error("checkpoint %s is damaged and is set aside as %s: %s", folder, target.name, "; ".join(reasons))
