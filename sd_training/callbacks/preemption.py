@@ -13,6 +13,7 @@ from torch import Tensor, distributed
 from sd_training.callbacks.deadlines import Deadlines
 from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.callbacks.save_times import SaveTimes
+from sd_training.checkpoint.durable import replace_text
 from sd_training.exit_status import STOPPED
 from sd_training.rank_log import get_logger
 from sd_training.stop_signals import StopSignals
@@ -68,6 +69,7 @@ class Preemption(OptimizerStepCallback):
         """0, or the exit status that all ranks agreed on."""
         self._num_saves_seen = 0
         self._told_step = -1
+        self._can_tell = True
         self._last_end_s: float | None = None
         self._longest_step_s = 0.0
         self._group: distributed.ProcessGroup | None = None
@@ -107,11 +109,16 @@ class Preemption(OptimizerStepCallback):
         self.signals.restore()
 
     def _tell_launcher(self, trainer: pl.Trainer) -> None:
-        """How far the run has saved; also for the start after one that was killed."""
+        """How far the run has saved; also for the start after one that was killed. Not worth a run."""
         path, saved_step = os.environ.get(STEP_FILE_VARIABLE), self.times.last_step
         if path and trainer.is_global_zero and saved_step > self._told_step:
-            Path(path).write_text(f"{saved_step}\n", encoding="utf-8")
             self._told_step = saved_step
+            try:
+                replace_text(Path(path), f"{saved_step}\n")
+            except OSError as error:
+                if self._can_tell:
+                    log.warning(f"{STEP_FILE_VARIABLE}: {path} cannot be written: {error.strerror}; tried at each save")
+                self._can_tell = False
 
     def must_stop_soon(self) -> bool:
         """Whether this process was asked to stop, or its time is nearly up."""

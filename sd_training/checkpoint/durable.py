@@ -82,6 +82,27 @@ def remove_quietly(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Writes a small file beside `path` and renames it, so that `path` is whole after a kill or on a full disk: the new
+    one or the one before. Links are followed; a device or a pipe is written to, as a rename would put an end to it.
+
+    Raises:
+        OSError: it could not be written; nothing is left beside.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    beside = path.with_name(f"{path.name}.partial")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        _flush(beside, os.O_RDONLY)
+        os.replace(beside, path)
+    except OSError:
+        remove_quietly(beside)
+        raise
+
+
 def system_error(error: Exception) -> OSError | None:
     """The error of the system inside one of safetensors or tokenizers, which tell it in their text only; None for
     others."""

@@ -8,6 +8,7 @@ from safetensors import SafetensorError
 
 from sd_training.checkpoint import durable, seal
 from sd_training.checkpoint.durable import require_free, system_error
+from tests.file_size_limit import file_size_limit
 
 
 @pytest.mark.parametrize(
@@ -36,3 +37,20 @@ def test_a_checkpoint_that_does_not_fit_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nothing was written"):
         seal.begin(tmp_path / "checkpoints", 1, needed_bytes=2**60)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_small_file_is_replaced_whole_or_stays(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+    with pytest.raises(OSError), file_size_limit(100):
+        durable.replace_text(tmp_path / "file", "x" * 200)
+    assert (tmp_path / "file").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+    (tmp_path / "link").symlink_to("file")
+    durable.replace_text(tmp_path / "link", "x" * 200)
+    assert (tmp_path / "file").read_text() == "x" * 200 and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_device_is_never_replaced() -> None:
+    with pytest.raises(OSError, match="No space left"):
+        durable.replace_text(Path("/dev/full"), "7\n")
+    durable.replace_text(Path("/dev/null"), "7\n")
+    assert Path("/dev/full").is_char_device() and Path("/dev/null").is_char_device()
