@@ -78,9 +78,11 @@ class Mirror:
             if self._has_manifest(step):
                 if self._files.cat_file(copied) == own.read_bytes():
                     return
+                fence.check()
                 self._files.rm_file(copied)
             for path in files_below(folder):
                 if path != own:
+                    fence.check()
                     self._put(path, self._path(step, path.relative_to(folder).as_posix()))
             fence.check()
             self._put(own, copied)

@@ -140,3 +140,27 @@ def test_errors_name_the_option(tmp_path: Path, root: Path) -> None:
         broken.send(seal.write_sealed(root, 1, fill, {}), UNFENCED)
     with pytest.raises(ConfigError, match="pip install gcsfs"):
         Mirror("gs://bucket", "run")
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def fill_anew(folder: Path) -> None:
+    (folder / "weights.bin").write_bytes(b"new")
+
+
+@pytest.mark.parametrize("has_other_copy", [True, False])
+def test_whoever_lost_the_run_leaves_the_copy_of_its_successor(
+    mirror: Mirror, root: Path, has_other_copy: bool
+) -> None:
+    folder = seal.write_sealed(root, 4, fill, {})
+    successor = seal.write_sealed(root.parent / "other", 4, fill_anew, {})
+    old = take(root.parent)
+    new = take(root.parent)
+    if has_other_copy:
+        mirror.send(successor, new)
+    before = contents(copy_of(mirror, 4))
+    with pytest.raises(TakenOverError):
+        mirror.send(folder, old)
+    assert contents(copy_of(mirror, 4)) == before and bool(before) == has_other_copy
