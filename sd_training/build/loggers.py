@@ -12,6 +12,7 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from sd_training.build.plan import Plan
 from sd_training.callbacks.background_logger import TAKING_LEAVE_S, BackgroundLogger, leave_together
+from sd_training.checkpoint.durable import replace_text
 from sd_training.config.dump import to_plain
 from sd_training.rank_log import get_logger, is_main_process
 from sd_training.redaction import redacted
@@ -118,9 +119,12 @@ def _picture_for_wandb(logger: Logger, tag: str, picture: Image.Image, step: int
 def _wandb_id(run_dir: Path) -> str:
     """The run's W&B id, kept in its folder so that a resumed run continues the same curves."""
     path = run_dir / "wandb_id"
-    if path.exists():
-        return path.read_text(encoding="utf-8").strip()
+    if path.exists() and (known := path.read_text(encoding="utf-8").strip()):
+        return known
     identifier = os.urandom(8).hex()
-    if is_main_process():
-        path.write_text(identifier + "\n", encoding="utf-8")
+    try:
+        if is_main_process():
+            replace_text(path, identifier + "\n")
+    except OSError as error:
+        log.warning(f"{path} cannot be written ({error.strerror}); the next start begins new curves at W&B")
     return identifier

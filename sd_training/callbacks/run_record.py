@@ -12,6 +12,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 
+from sd_training.checkpoint.durable import replace_text
 from sd_training.rank_log import get_logger
 from sd_training.redaction import redacted
 
@@ -44,7 +45,8 @@ def git_revision(folder: Path) -> str | None:
 
 
 class RunRecord(pl.Callback):
-    """Writes the record when training starts; each start of a resumed run adds an entry.
+    """Writes the record when training starts; each start of a resumed run adds an entry. A disk that is full then costs
+    the record: the saves are who decides whether a run that cannot write goes on.
 
     Args:
         run_dir: the run folder.
@@ -61,7 +63,7 @@ class RunRecord(pl.Callback):
         """Rank 0 writes."""
         if not trainer.is_global_zero:
             return
-        (self.run_dir / "config.yaml").write_text(self.resolved_config, encoding="utf-8")
+        _replace(self.run_dir / "config.yaml", self.resolved_config)
         entry = {
             "started_unix_s": int(time.time()),
             "first_optimizer_step": trainer.global_step,
@@ -72,7 +74,14 @@ class RunRecord(pl.Callback):
         }
         path = self.run_dir / "run.json"
         starts = _read_starts(path)
-        path.write_text(json.dumps({"starts": [*starts, entry]}, indent=2) + "\n", encoding="utf-8")
+        _replace(path, json.dumps({"starts": [*starts, entry]}, indent=2) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    try:
+        replace_text(path, text)
+    except OSError as error:
+        log.error(f"{path} cannot be written ({error.strerror}); what an earlier start wrote there stays")
 
 
 def _read_starts(path: Path) -> list[dict[str, Any]]:
