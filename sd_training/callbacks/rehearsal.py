@@ -17,6 +17,7 @@ from sd_training.callbacks.saves import Saves, peers_of
 from sd_training.callbacks.second_run import NAME, SecondRun
 from sd_training.callbacks.stopwatch import Stopwatch
 from sd_training.checkpoint.seal import folder_name, sealed
+from sd_training.distributed.peers import Peers
 from sd_training.incident_log import note_incident
 from sd_training.rank_log import get_logger
 from sd_training.training.base_module import TrainedModule
@@ -81,9 +82,19 @@ class Rehearsal(OptimizerStepCallback):
             self.saves.settle()
         count = min(_STEPS, trainer.max_steps - step)
         with self.stopwatch.paused("save"):
-            self._outcome = peers_of(trainer).on_first(lambda: self._rehearse(step, count))
+            peers = peers_of(trainer)
+            if not trainer.is_global_zero:
+                peers.meet(self.second.pass_on_stop)
+            self._outcome = peers.on_first(lambda: self._rehearse_and_meet(step, count, peers))
         self.has_ended()
         self._is_wanted, self._losses = self._outcome is None, [[]]
+
+    def _rehearse_and_meet(self, step: int, count: int, peers: Peers) -> dict[str, Any] | None:
+        """On the first process; the others wait for it where a signal reaches them."""
+        try:
+            return self._rehearse(step, count)
+        finally:
+            peers.meet(lambda: None)
 
     def _rehearse(self, step: int, count: int) -> dict[str, Any] | None:
         """On the first process; None where the save had failed."""

@@ -28,6 +28,8 @@ _LAUNCHERS = ("SLURM", "TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", "PMI", "OM
 _LAUNCHED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "SD_TRAINING_STEP_FILE"}
 _ENDED_WELL = (0, STOPPED)
 _POLL_S = 0.2
+_STOP = "stop"
+"""File in the folder: a process of the run that did not start the second one must soon stop."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class SecondRun:
         accelerator: Lightning's name of the device kind.
         batch: of the run; one process takes the same samples per step by accumulating more.
         limit_s: it is killed when it has not ended by then [s].
-        is_stopping: whether the run must soon stop; then the process is killed at once.
+        is_stopping: whether this process of the run must soon stop; then the second one is killed at once.
         allows_pipe: whether the run may read from commands, which no file can allow.
     """
 
@@ -81,6 +83,15 @@ class SecondRun:
             raise
         remove_quietly(self.home)
         return losses
+
+    def pass_on_stop(self) -> None:
+        """For the processes that did not start it: a signal to one of them stops the run. The run folder is shared."""
+        if self.is_stopping() and self._log.exists():
+            with suppress(OSError):
+                (self.home / _STOP).touch()
+
+    def _is_unwanted(self) -> bool:
+        return self.is_stopping() or (self.home / _STOP).exists()
 
     def words(self) -> list[str]:
         """Its options. The length of the run stays, as the learning rate follows from it."""
@@ -138,11 +149,11 @@ class SecondRun:
             if not is_asked and last_step in self._rows():
                 process.terminate()
                 is_asked = True
-            if self.is_stopping() or time.monotonic() > end_s:
+            if (is_unwanted := self._is_unwanted()) or time.monotonic() > end_s:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                return "the run was asked to stop meanwhile" if self.is_stopping() else f"took over {self.limit_s:g} s"
+                return "the run was asked to stop meanwhile" if is_unwanted else f"took over {self.limit_s:g} s"
             time.sleep(_POLL_S)
         if process.returncode in _ENDED_WELL:
             return ""

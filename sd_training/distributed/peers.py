@@ -6,6 +6,7 @@ uses the others.
 
 import errno
 import json
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ _KINDS = {kind.__name__: kind for kind in (CheckpointError, DamagedCheckpointsEr
 """Errors of one process that are the same error on the others."""
 _HASTE = timedelta(seconds=30)
 """A process waits so long for one that may be about to die as well; mostly it is not."""
+_POLL_S = 0.2
 
 
 class Peers:
@@ -56,6 +58,20 @@ class Peers:
         padded = torch.cat([text, text.new_zeros(longest - text.numel())])
         distributed.all_gather(texts, padded, group=group)
         return [json.loads(bytes(t[: int(size)].tolist())) for t, size in zip(texts, sizes, strict=True)]
+
+    def meet(self, meanwhile: Callable[[], None]) -> None:
+        """Collective: waits for all. Python's handlers of signals run meanwhile, as they do not inside a collective.
+
+        Args:
+            meanwhile: called a few times a second until all are here.
+        """
+        if self._group is None:
+            return
+        arrival = distributed.all_reduce(torch.zeros(1), group=self._group, async_op=True)
+        while not arrival.is_completed():
+            meanwhile()
+            time.sleep(_POLL_S)
+        arrival.wait()
 
     def agree(self, value: Any) -> bool:
         """Whether all processes come here within half a minute, and say the same. Of use once: a process that waited in

@@ -115,3 +115,13 @@ def test_one_process_resumes_what_two_have_saved(
     outcome = rehearsed(tmp_path / "run")
     assert outcome["problem"] == "" and outcome["losses_resumed"] == pytest.approx(outcome["losses"], rel=1e-5)
     assert said.count("rehearsal: resumed") == 1
+
+
+@pytest.mark.slow
+def test_a_signal_to_another_process_ends_it(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
+    run_dir = tmp_path / "run"
+    argv = short(run_dir, pipeline_dir, shards_dir, system__batch_size=4, trainer__accelerator="cpu")
+    train_in_processes([str(run_dir), *argv], 2, "tests.integration.stopped_rehearsal")
+    outcome = rehearsed(run_dir)
+    assert "the run was asked to stop meanwhile" in outcome["problem"]
+    assert [path.name for path in (run_dir / "rehearsal").iterdir()] == ["log.txt"]
