@@ -3,28 +3,35 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sd_training.config.problems import Problem, where
-from sd_training.config.sources import COMMAND_LINE
+from sd_training.config.problems import COMMAND_LINE, Problem, shown, where
 
 PERMISSIONS = ("allow_pipe",)
 """Names of options that a file cannot set to true."""
 
 
-def not_permitted(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[Problem]:
+def not_permitted(values: Any, origins: Mapping[str, str]) -> list[Problem]:
     """One problem per permission that a file gives.
 
+    Asked twice: for the content of each file, whose merge keys hide where a value stands, and for what all sources
+    together say, where a value may have come from another option.
+
     Args:
-        values: fitted containers.
+        values: containers.
         origins: dotted key → where it was set.
     """
-    dotted = {key.replace("[", ".").replace("]", ""): origin for key, origin in origins.items()}
+    dotted = plain_keys(origins)
     found = []
     for path, value in _permissions(values, ""):
         origin = where(path, dotted)
         if value is not False and value is not None and origin != f" ({COMMAND_LINE})":
-            text = f"is true{origin}; this permission is given on the command line only ({path}=true)"
+            text = f"is {shown(value)}{origin}; this permission is given on the command line only ({path}=true)"
             found.append(Problem(path, text))
     return found
+
+
+def plain_keys(origins: Mapping[str, str]) -> dict[str, str]:
+    """The same with `mix[0].params` written as `mix.0.params`."""
+    return {key.replace("[", ".").replace("]", ""): origin for key, origin in origins.items()}
 
 
 def _permissions(holder: Any, prefix: str) -> Iterator[tuple[str, Any]]:

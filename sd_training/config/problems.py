@@ -10,6 +10,8 @@ from pydantic import ValidationError
 from sd_training.config.fields import SECRETS, Option, accepts, groups, options
 from sd_training.config.suggest import suggest
 
+COMMAND_LINE = "command line"
+"""Where an option was set, when no file set it."""
 _SHOWN_CHARACTERS = 80
 
 

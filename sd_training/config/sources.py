@@ -14,9 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from sd_training.config.expansion import expansion_problem
 from sd_training.config.fields import SECRETS, accepts, accepts_as_typed, defaults, options
-from sd_training.config.problems import Problem
-
-COMMAND_LINE = "command line"
+from sd_training.config.permissions import not_permitted, plain_keys
+from sd_training.config.problems import COMMAND_LINE, Problem
 
 _MAX_FILE_BYTES = 32 * 2**20
 """Largest configuration file [bytes]."""
@@ -35,6 +34,8 @@ class Sources:
     origins: dict[str, str] = field(default_factory=dict)
     """Dotted key → "file, line n" or "command line"."""
     problems: list[Problem] = field(default_factory=list)
+    given_by_files: list[Problem] = field(default_factory=list)
+    """Permissions that a file gives; those that the command line also gives or takes are no problem."""
     complete: bool = True
     """False when a file could not be read, so that missing options say nothing."""
 
@@ -53,6 +54,8 @@ def gather(argv: Sequence[str]) -> Sources:
     sources.problems += _given_twice(overrides)
     for item in overrides:
         _apply_override(sources, item)
+    set_here = {key for key, origin in plain_keys(sources.origins).items() if origin == COMMAND_LINE}
+    sources.problems += [problem for problem in sources.given_by_files if problem.key not in set_here]
     _refuse_multiplying(sources)
     return sources
 
@@ -87,11 +90,13 @@ def _merge_file(sources: Sources, name: str) -> None:
         sources.problems.append(values)
         sources.complete = False
         return
+    origins = {key: f"{name}, line {line}" for key, line in lines.items()}
+    sources.given_by_files += not_permitted(values, dict.fromkeys(map(str, values), name) | origins)
     sources.problems += _refuse_resolvers(values)
     merged = OmegaConf.merge(sources.tree, OmegaConf.create(values))
     assert isinstance(merged, DictConfig), "two mappings merge to a mapping"
     sources.tree = merged
-    sources.origins |= {key: f"{name}, line {line}" for key, line in lines.items()}
+    sources.origins |= origins
 
 
 def _read(name: str) -> str:

@@ -93,8 +93,35 @@ def test_a_file_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 )
 def test_a_file_cannot_permit_shell_commands(text: str, tmp_path: Path) -> None:
     file = write(tmp_path / "a.yaml", text)
-    with pytest.raises(ConfigError, match=r"allow_pipe: is true \(.*line \d+\); this permission is given on"):
+    with pytest.raises(ConfigError, match=r"allow_pipe: is .* \(.*a\.yaml.*\); this permission is given on"):
         load_config([f"config={file}", *BASE])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dataset: {<<: {params: {allow_pipe: true, path: 'pipe:touch x'}}}",
+        "dataset: {params: {<<: {allow_pipe: true}}}",
+        "dataset: {params: {<<: [{<<: {allow_pipe: 'yes'}}]}}",
+        "dataset: {params: {allow_pipe: '${checkpoint.rehearse}'}}",
+        "<<: {dataset: {<<: {mix: [{<<: {params: {<<: {allow_pipe: true}}}}]}}}",
+    ],
+)
+@pytest.mark.parametrize(
+    "more", [["dataset={type: WebDataset}"], ["dataset.params={crop: random}"], ["dataset.mix=[]"], []]
+)
+def test_a_group_set_on_the_command_line_lends_a_file_no_permission(text: str, more: list[str], tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", text)
+    with pytest.raises(ConfigError, match=r"allow_pipe: is .* \(.*a\.yaml.*\); this permission is given on"):
+        load_config([f"config={file}", *BASE, *more])
+
+
+def test_a_permission_that_a_file_gives_is_told_once(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", "dataset: {params: {allow_pipe: true}}")
+    told = f"dataset.params.allow_pipe: is true ({file}, line 1); this permission is given on the command line only"
+    assert only(f"config={file}", *BASE) == f"{told} (dataset.params.allow_pipe=true)"
+    refused = write(tmp_path / "b.yaml", "dataset: {params: {allow_pipe: false}}")
+    assert not load_config([f"config={refused}", *BASE]).dataset.params.allow_pipe
 
 
 def test_the_command_line_permits_shell_commands(tmp_path: Path) -> None:
