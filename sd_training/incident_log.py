@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from sd_training.rank_log import get_logger
-from sd_training.redaction import redacted
+from sd_training.redaction import redacted_values
 
 log = get_logger(__name__)
 
@@ -24,6 +24,6 @@ def note_incident(run_dir: Path, kind: str, step: int, **facts: object) -> None:
     incident = {"kind": kind, "optimizer_step": step, "time_unix_s": int(time.time()), **facts}
     try:
         with (run_dir / FILE_NAME).open("a", encoding="utf-8") as stream:
-            stream.write(redacted(json.dumps(incident)) + "\n")
+            stream.write(json.dumps(redacted_values(incident)) + "\n")
     except OSError as error:
         log.error(f"an incident ({kind}) could not be written to {run_dir / FILE_NAME}: {error.strerror}")

@@ -1,7 +1,7 @@
 """Secrets out of everything that is printed or written: messages, tracebacks, the dumped configuration, commands.
 
 Known secrets are what the configuration holds as one, and every variable of the environment whose name says so. What
-cannot be known is told by its place: user, password and query of a URL, and values of `token=` and the like.
+cannot be known is told by its place: user, password and query of a URL, values of `token=`, `password:` and so on.
 """
 
 import os
@@ -16,15 +16,46 @@ HIDDEN = "(hidden)"
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 _MIN_CHARACTERS = 8
 """A shorter variable of the environment is no secret; hiding `1` or `true` everywhere would hide the message."""
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)(?:[^\s/'\"<>@]*@)?([^\s'\"<>?]*)(\?[^\s'\"<>]*)?")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}://)(?:[^\s/'\"<>]*@)?([^\s'\"<>?]*)(\?[^\s'\"<>]*)?")
+"""A password may hold an `@`: all before the last one is user and password."""
 _WITHOUT_QUERY = ("s3://", "gs://")
 """There `?` is a part of a name, or a wildcard."""
-_ASSIGNED = re.compile(
-    r"(?i)((?<![A-Za-z])(?:api_?key|access_?key(?:_?id)?|secret_?key|token|secret|password|passwd|signature|sig)"
-    r"(?:\s*=\s*|\"\s*:\s*)[\"']?|\bbearer\s+|\bbasic\s+(?=[A-Za-z0-9+/=]{8}))([^\s&'\",;(][^\s&'\",;]*)"
+_NAME = (
+    r"(?<![A-Za-z])(?:api[-_]?key|access[-_]?key(?:[-_]?id)?|secret[-_]?key|password|passwd|passphrase|authorization|"
+    r"(?:security|auth|access|refresh|private|session|id|api|hf|hub|github|gitlab)[-_]?token)"
 )
-_NO_VALUES = ("null", "None", "…")
-_SHAPED = re.compile(r"\b(?:hf_[A-Za-z0-9]{16,}|AKIA[0-9A-Z]{16}|ghp_[A-Za-z0-9]{20,})\b")
+"""What stands after such a name and a colon is a secret."""
+_WORD_NAME = r"(?<![A-Za-z])(?:token|secret)"
+"""Words of ordinary sentences, too."""
+_COLON = r"\\?[\"']?[ \t]{0,9}:[ \t]{0,9}"
+_WORD = r"[^\s&'\",;(){}\[\]\\]"
+_QUOTED = re.compile(
+    rf"(?i)((?:{_NAME}{_COLON}|{_WORD_NAME}\\?[\"'][ \t]{{0,9}}:[ \t]{{0,9}})\\?[\"'])([^\"'\\\n(][^\"'\\\n]*)"
+)
+_LAST_WORD = re.compile(rf"(?i)({_NAME}{_COLON})({_WORD}+)(?=[ \t]{{0,9}}(?:$|[\r\n&'\",;)\]}}\\]))")
+"""`password: x` and then an end; `api_key: is required` goes on."""
+_RANDOM_WORD = re.compile(
+    rf"(?i)((?:{_NAME}|{_WORD_NAME}){_COLON})((?={_WORD}{{0,99}}\d)(?={_WORD}{{0,99}}[a-z]){_WORD}{{8,}})"
+)
+_ASSIGNED = re.compile(
+    r"(?i)((?<![A-Za-z])(?:api[-_]?key|access[-_]?key(?:[-_]?id)?|secret[-_]?key|token|secret|password|passwd|signature|"
+    r"sig)(?:\s*=\s*|\\?[\"']\s*:\s*)\\?[\"']?|\bbearer\s+|\bbasic\s+(?=[A-Za-z0-9+/=]{8})|"
+    r"\bauthorization\\?[\"']?\s*[:=]\s*\\?[\"']?(?:token|api-?key|negotiate)\s+)([^\s&'\",;(][^\s&'\",;]*)"
+)
+_USER = re.compile(
+    r"(\s(?:-[A-Za-z]{0,20}[uU]\s+|-[uU](?=[^\s:]{0,99}:)|--(?:proxy-)?user[\s=]+))"
+    r"(?:(\\?[\"'])[^\n]{0,300}?\2|[^\s'\"\\]+|\S+)"
+)
+"""How curl is given a user and a password."""
+_SECRET_KEY = re.compile(rf"(?i)(?:.*[^A-Za-z])?(?:{_NAME}|{_WORD_NAME})")
+_NO_VALUES = ("null", "None", "…", "true", "false", "True", "False")
+_COUNT = re.compile(r"token.*:.*", re.IGNORECASE | re.DOTALL)
+_NUMBER = re.compile(r"[-+]?\d{1,3}(?:[\d.,]{0,8}\d)?")
+"""`token: 77` counts tokens."""
+_SHAPED = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|A[KS]IA[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}|"
+    r"glpat-[A-Za-z0-9_-]{20,})\b"
+)
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _noted: set[str] = set()
 
@@ -40,13 +71,27 @@ def redacted(text: str) -> str:
     for secret in _secrets():
         text = text.replace(secret, HIDDEN)
     text = _SHAPED.sub(HIDDEN, _URL.sub(_plain_url, text))
-    return _ASSIGNED.sub(lambda found: found[1] + (found[2] if found[2] in _NO_VALUES else HIDDEN), text)
+    if "curl" in text:
+        text = _USER.sub(rf"\1{HIDDEN}", text)
+    for pattern in (_QUOTED, _LAST_WORD, _RANDOM_WORD, _ASSIGNED):
+        text = pattern.sub(_without_value, text)
+    return text
+
+
+def is_secret(key: Any, value: Any) -> bool:
+    """Whether an entry of a container has the name of a secret, and a text that may be one."""
+    if not (isinstance(key, str) and isinstance(value, str)):
+        return False
+    return bool(value) and value not in _NO_VALUES and _SECRET_KEY.fullmatch(key) is not None
 
 
 def redacted_values(value: Any) -> Any:
-    """Containers whose keys and texts are `redacted`."""
+    """Containers whose keys and texts are `redacted`. A text that becomes JSON is redacted before: JSON escapes."""
     if isinstance(value, dict):
-        return {redacted(key) if isinstance(key, str) else key: redacted_values(item) for key, item in value.items()}
+        return {
+            redacted(key) if isinstance(key, str) else key: HIDDEN if is_secret(key, item) else redacted_values(item)
+            for key, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [redacted_values(item) for item in value]
     return redacted(value) if isinstance(value, str) else value
@@ -74,6 +119,12 @@ def _secrets() -> list[str]:
     named = (value for name, value in os.environ.items() if _SECRET_NAME.search(name))
     found = {*_noted, *(value for value in named if len(value) >= _MIN_CHARACTERS)}
     return sorted(found, key=len, reverse=True)
+
+
+def _without_value(found: re.Match[str]) -> str:
+    name, value = found[1], found[2]
+    is_count = _COUNT.search(name) and _NUMBER.fullmatch(value)
+    return found[0] if value in _NO_VALUES or is_count else name + HIDDEN
 
 
 def _plain_url(found: re.Match[str]) -> str:

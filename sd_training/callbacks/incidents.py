@@ -14,6 +14,7 @@ from typing import Any
 from sd_training.callbacks.run_record import package_versions
 from sd_training.data.problems import printable
 from sd_training.rank_log import get_logger
+from sd_training.redaction import HIDDEN, is_secret, redacted
 
 log = get_logger(__name__)
 
@@ -76,14 +77,18 @@ class Incidents:
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON that any reader takes and any terminal shows: what JSON has no word for becomes text."""
+    """`value` as short JSON that any terminal shows, without secrets: what JSON has no word for becomes text."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
         pairs = list(value.items())[:MAX_ITEMS]
-        return {printable(str(key), MAX_TEXT): plain(item) for key, item in pairs}
+        return {_shown(key): HIDDEN if is_secret(key, item) else plain(item) for key, item in pairs}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value[:MAX_ITEMS]]
-    return printable(str(value), MAX_TEXT)
+    return _shown(value)
+
+
+def _shown(value: Any) -> str:
+    return printable(redacted(str(value)), MAX_TEXT)

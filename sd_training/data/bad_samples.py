@@ -7,10 +7,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from sd_training.data.problems import Problems, SkippedSample, printable
 from sd_training.errors import BadSamplesError
 from sd_training.rank_log import get_logger
+from sd_training.redaction import redacted_values
 
 log = get_logger(__name__)
 
@@ -61,13 +63,15 @@ class BadSampleLog:
 
     def name(self, problem: SkippedSample) -> None:
         """Writes the problem down, unless its sample has been named before."""
-        sample = (problem.shard, problem.key)
-        if self.path is None or not self._can_write or sample in self._named:
+        if self.path is None or not self._can_write:
+            return
+        entry: dict[str, Any] = redacted_values(problem._asdict())
+        sample = (entry["shard"], entry["key"])  # as they are read back
+        if sample in self._named:
             return
         self._named.add(sample)
-        entry = {**problem._asdict(), "time": round(time.time(), 3)}
         try:
-            self._append(self.path, sample, json.dumps(entry))
+            self._append(self.path, sample, json.dumps({**entry, "time": round(time.time(), 3)}))
         except OSError as error:  # a full disk is no reason to lose the run that this file only describes
             self._can_write = False
             log.warning("%s cannot be written, bad samples are only counted from now on: %s", self.path, error)

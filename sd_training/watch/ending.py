@@ -1,7 +1,6 @@
 """How one of several processes ends: the first one says why, all have its status, nobody adds a traceback."""
 
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -42,5 +41,5 @@ def ended_together(first_end: FirstEnd, *, is_child: bool) -> Iterator[None]:
         if isinstance(error, UserError):
             print_error(error)
         else:
-            traceback.print_exception(error, file=sys.stderr)
+            sys.excepthook(type(error), error, error.__traceback__)  # the one without secrets
         raise SystemExit(0) from None

@@ -19,6 +19,16 @@ def test_a_line_for_each(tmp_path: Path) -> None:
     assert all(line["time_unix_s"] > 1_600_000_000 for line in lines)
 
 
+def test_secrets_that_json_writes_otherwise_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = 'canary"\\\u00fc'
+    monkeypatch.setenv("SOME_PASSWORD", secret)
+    note_incident(tmp_path, "one thing", 3, why=f"no {secret} here", seen=[secret], token="canary")
+    text = (tmp_path / "incidents.jsonl").read_text()
+    line = json.loads(text)
+    assert "canary" not in text
+    assert (line["why"], line["seen"], line["token"]) == ("no (hidden) here", ["(hidden)"], "(hidden)")
+
+
 def test_a_full_disk_is_told_and_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR), file_size_limit(0):
         note_incident(tmp_path, "one thing", 3)

@@ -34,6 +34,12 @@ def test_plain(value: object, expected: object) -> None:
     assert plain(value) == expected
 
 
+def test_no_secret_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_PASSWORD", 'canary"1"')
+    told = plain({'canary"1"': ['x canary"1"', "https://u:canary@h/x?sig=canary"], "token": "canary"})
+    assert told == {"(hidden)": ["x (hidden)", "https://h/x?(hidden)"], "token": "(hidden)"}
+
+
 def test_a_run_with_endless_trouble_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(incidents, "MAX_FILES", 3)
     for start in range(2):  # the second start counts the files of the first

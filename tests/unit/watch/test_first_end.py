@@ -1,8 +1,11 @@
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from sd_training.errors import BadSamplesError
+from sd_training.redaction import hide_in_tracebacks
 from sd_training.watch.ending import DEFECT, ended_together
 from sd_training.watch.first_end import FirstEnd
 
@@ -85,6 +88,20 @@ def test_a_child_says_it_itself_and_ends_with_0(tmp_path: Path, capsys: pytest.C
     with pytest.raises(SystemExit) as ended, ended_together(first, is_child=False):
         raise RuntimeError("connection closed by peer")
     assert ended.value.code == 88
+
+
+def test_a_child_prints_no_secret(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sd_training.watch.ending._OTHER_S", 0.0)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setenv("HF_TOKEN", "canary-1")
+    hide_in_tracebacks()
+    with pytest.raises(SystemExit), ended_together(ends(tmp_path)[1], is_child=True):
+        raise RuntimeError("\x1b[2J canary-1 https://u:canary-2@h/x?sig=canary-3")
+    said = capsys.readouterr().err
+    assert "canary" not in said and "RuntimeError: \\u001b[2J (hidden) https://h/x?(hidden)" in said
 
 
 def test_a_defect_keeps_its_traceback(
