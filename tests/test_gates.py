@@ -4,6 +4,7 @@ Everything is read with `ast`; each rule is also shown snippets that break it. d
 """
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -33,23 +34,31 @@ FORBIDDEN_CALLS = {
     "__import__",
     "os.system",
     "os.popen",
-    "os.execl",
-    "os.execv",
-    "os.execvp",
-    "os.spawnl",
-    "os.spawnv",
+    "asyncio.create_subprocess_shell",
+    "os.posix_spawn",
+    "os.posix_spawnp",
+    "pty.spawn",
+    "shutil.unpack_archive",
     "subprocess.getoutput",
     "subprocess.getstatusoutput",
     "tempfile.mktemp",
     "runpy.run_path",
     "code.interact",
     "pandas.read_pickle",
-    "pd.read_pickle",
     "torch.hub.load",
     "torch.jit.load",
     "torch.package.PackageImporter",
+    "torch.serialization.add_safe_globals",
+    "torch.serialization.safe_globals",
     "DataFrame.query",
 }
+STARTERS = re.compile(r"os\.(?:exec|spawn)[lv]p?e?")
+TORCH_LOAD = {"torch.load", "torch.serialization.load"}
+NUMPY_LOAD = {"numpy.load", "numpy.lib.npyio.load"}
+STAR = {"os", "builtins", "torch", "numpy", "yaml", "subprocess", "shutil", "runpy"}
+"""No `from … import *` of these: it says no names."""
+USUAL_NAMES = {"np": "numpy", "pd": "pandas"}
+"""Short names of modules, also where a snippet does not import them."""
 YAML_LOADERS = {"load", "load_all", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all"}
 OBJECT_COLLECTIVES = {
     "all_gather_object",
@@ -68,47 +77,87 @@ SHELL_BY_PERMISSION = "sd_training/data/pipe_files.py"
 def problems(source: str, path: str = "sd_training/data/index.py") -> list[str]:
     """What a file of the project may not do, with the line."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    meant = _meanings(tree)
+    for node in ast.walk(tree):
         names: Iterator[str] = iter(())
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = _imports(node)
         elif isinstance(node, ast.Call):
-            names = _calls(node, path)
+            names = _calls(node, path, meant)
         elif isinstance(node, ast.Constant) and node.value in COMMANDS and path != SHELL_BY_PERMISSION:
             names = iter([f"the shell {node.value!r}"])
         found += [f"line {getattr(node, 'lineno', 0)}: {name}" for name in names]
     return found
 
 
+def _meanings(tree: ast.AST) -> dict[str, str]:
+    """Name in this file → what it is a name for, as `import … as` and `from … import` say."""
+    meant = dict(USUAL_NAMES)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            meant |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            meant |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return meant
+
+
+def _full_name(called: str, meant: Mapping[str, str]) -> str:
+    """`t.load` as `torch.load`, `builtins.eval` as `eval`."""
+    first, dot, rest = called.partition(".")
+    return f"{meant.get(first, first)}{dot}{rest}".removeprefix("builtins.")
+
+
+def _is_forbidden(name: str) -> bool:
+    """Whether nothing may call this, whatever it is given."""
+    holder, _, method = name.rpartition(".")
+    is_yaml = holder in ("yaml", "ruamel.yaml") and method in YAML_LOADERS
+    return name in FORBIDDEN_CALLS or method == "read_pickle" or is_yaml or STARTERS.fullmatch(name) is not None
+
+
 def _imports(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
     names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
     yield from (f"import {name}" for name in names if name.split(".")[0] in UNPICKLING)
-    if isinstance(node, ast.ImportFrom):  # `from os import system` would hide the call
-        full = [f"{node.module}.{alias.name}" for alias in node.names]
-        yield from (f"import of {name}" for name in full if name in FORBIDDEN_CALLS)
-        yield from (f"import of {name}" for name in full if name in {"torch.load", "numpy.load", "builtins.eval"})
+    if isinstance(node, ast.ImportFrom):  # `from os import system` could be handed on without a call
+        full = [f"{node.module}.{alias.name}".removeprefix("builtins.") for alias in node.names]
+        yield from (f"import of {name}" for name in full if _is_forbidden(name) or name in TORCH_LOAD | NUMPY_LOAD)
         yield from (f"import of {name}" for name in full if name.rpartition(".")[2] in OBJECT_COLLECTIVES)
+        yield from (f"import of {name}" for name in full if name.endswith(".*") and name.split(".")[0] in STAR)
 
 
-def _calls(call: ast.Call, path: str) -> Iterator[str]:
-    called = ast.unparse(call.func)
+def _calls(call: ast.Call, path: str, meant: Mapping[str, str]) -> Iterator[str]:
+    called = _full_name(ast.unparse(call.func), meant)
     holder, _, method = called.rpartition(".")
-    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-    if called in FORBIDDEN_CALLS or (method == "read_pickle"):
+    given = _given(call)
+    if _is_forbidden(called):
         yield called
-    if holder in ("yaml", "ruamel.yaml") and method in YAML_LOADERS:
-        yield called
-    if called == "torch.load" and not (path in WITHOUT_RIGHTS and given.get("weights_only") == "True"):
+    if called in TORCH_LOAD and not (path in WITHOUT_RIGHTS and given.get("weights_only") == "True"):
         yield f"torch.load outside of {CONVERTER}, or without weights_only=True"
-    if holder in ("np", "numpy") and method == "load" and given.get("allow_pickle") != "False":
+    if called in NUMPY_LOAD and given.get("allow_pickle") != "False":
         yield "np.load without allow_pickle=False"
     if method in ("extractall", "extract") and holder:
         yield f"{method} of an archive"
-    if method == "import_module" and path not in IMPORTERS and not all(isinstance(a, ast.Constant) for a in call.args):
+    if (
+        method in ("import_module", "run_module")
+        and path not in IMPORTERS
+        and not all(isinstance(a, ast.Constant) for a in call.args)
+    ):
         yield "import of a module whose name is no literal"
     yield from (f"{name}={given[name]}" for name in OFF_UNLESS_FALSE if given.get(name, "False") != "False")
     yield from _settings(called, given)
     yield from _messages(call)
+
+
+def _given(call: ast.Call) -> dict[str | None, str]:
+    """Keyword → value, also of `**{'keyword': value}`."""
+    given: dict[str | None, str] = {}
+    for keyword in call.keywords:
+        if keyword.arg is None and isinstance(keyword.value, ast.Dict):
+            pairs = zip(keyword.value.keys, keyword.value.values, strict=True)
+            given |= {key.value: ast.unparse(value) for key, value in pairs if isinstance(key, ast.Constant)}
+        else:
+            given[keyword.arg] = ast.unparse(keyword.value)
+    return given
 
 
 def _settings(called: str, given: Mapping[str | None, str]) -> Iterator[str]:
@@ -182,6 +231,33 @@ def test_nothing_unsafe(path: Path) -> None:
         "from torch.distributed import all_gather_object",
         "self.broadcast(value)",
         "trainer.strategy.broadcast(value)",
+        "import torch as t; t.load(p)",
+        "import torch as t\ndef f():\n    return t.load(p, weights_only=True)",
+        "torch.serialization.load(p)",
+        "from torch import serialization as s; s.load(p)",
+        "import torch.hub as h; h.load(repo, name)",
+        "torch.serialization.add_safe_globals([x])",
+        "from torch.serialization import add_safe_globals",
+        "from yaml import unsafe_load",
+        "import yaml as y; y.load(text, Loader=l)",
+        "import numpy as n; n.load(p, allow_pickle=True)",
+        "import pandas as frames; frames.read_pickle(p)",
+        "builtins.eval(text)",
+        "from builtins import exec",
+        "from builtins import eval as e; e(text)",
+        "from os import *",
+        "import os as o; o.system(text)",
+        "shutil.unpack_archive(p)",
+        "from shutil import unpack_archive",
+        "os.execve(p, [], {})",
+        "os.execvpe(p, [], {})",
+        "os.spawnvpe(mode, p, [], {})",
+        "os.posix_spawn(p, [], {})",
+        "asyncio.create_subprocess_shell(text)",
+        "from asyncio import create_subprocess_shell as c; c(text)",
+        "run(words, **{'shell': True})",
+        "runpy.run_module(name)",
+        "from importlib import import_module as i; i(name)",
     ],
 )
 def test_what_a_gate_is_for_is_found(source: str) -> None:
@@ -201,6 +277,13 @@ def test_what_a_gate_is_for_is_found(source: str) -> None:
         "cls.from_pretrained(x, trust_remote_code=False, use_safetensors=True)",
         "subprocess.run(['git', 'describe'])",
         "importlib.import_module('transformers.optimization')",
+        "from json import load; load(file)",
+        "from re import compile; compile(text)",
+        "import torch as t; t.compile(module)",
+        "from yaml import safe_load; safe_load(text)",
+        "import numpy as n; n.load(p, allow_pickle=False)",
+        "run(words, **{'shell': False}, **more)",
+        "from .serialization import load; load(p)",
     ],
 )
 def test_what_is_allowed_passes(source: str) -> None:
