@@ -189,7 +189,7 @@ class Inputs:
             b"${oc.env:HOME}",
         ]
         self.payloads += [f"__import__('os').mkdir('{canary}')".encode(), b"\x1b[2J\n", b"%pipe%mkdir " + bytes(canary)]
-        self.images = [_image(name) for name in ("JPEG", "PNG", "WEBP")] + [png(8, 8, png_text_bomb(2))]
+        self.images = [_image(name) for name in ("JPEG", "PNG", "WEBP", "MPO")] + [png(8, 8, png_text_bomb(2))]
         metadata = json.dumps({"width": 40, "tags": ["a", "b"], "score": 0.5, "nested": {"a": [1, None]}}).encode()
         self.metadata = metadata
         parts = [(f"{i}.{kind}", content) for i in range(3) for kind, content in self._sample(i, metadata)]
@@ -281,5 +281,7 @@ class Inputs:
 
 def _image(name: str) -> bytes:
     stream = io.BytesIO()
-    Image.linear_gradient("L").resize((40, 32)).convert("RGB").save(stream, name, progressive=True)
+    picture = Image.linear_gradient("L").resize((40, 32)).convert("RGB")
+    further = {"save_all": True, "append_images": [picture]} if name == "MPO" else {}
+    picture.save(stream, name, progressive=True, **further)
     return stream.getvalue()

@@ -29,7 +29,7 @@ MAX_SCANS = 100
 """Passes over a progressive JPEG [count]; usual ones have ten. Each takes the time of a decoding, and few bytes."""
 BYTES_PER_PIXEL = 25
 """Most memory that decoding takes per pixel of the file [bytes], measured over all kinds of images; WebP needs it."""
-_SCAN = b"\xff\xda"
+_JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
 _EIGHTHS = 8
 """libjpeg-turbo scales by n / 8 while it decodes."""
 
@@ -132,7 +132,8 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
     width, height = image.size
     if width * height > max_pixels:
         raise BadSample(f"image has too many pixels: {width} × {height}, at most {max_pixels} are allowed")
-    if image.format == "JPEG" and (scans := data.count(_SCAN)) > MAX_SCANS:
+    # By content: a segment that tells of further pictures makes Pillow call a JPEG file MPO.
+    if data.startswith(_JPEG) and (scans := data.count(_SCAN)) > MAX_SCANS:
         raise BadSample(f"image has too many scans: {scans:,}, at most {MAX_SCANS} are read")
     return image
 

@@ -198,11 +198,16 @@ def test_image_bombs_take_no_memory(data: bytes) -> None:
     assert added_mib(act) < 100
 
 
-def test_a_jpeg_of_a_thousand_scans_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("image_format", ["JPEG", "MPO"])
+def test_a_jpeg_of_a_thousand_scans_is_refused(image_format: str) -> None:
+    """Also where a segment makes Pillow call it MPO, a JPEG file with further pictures behind the first."""
     stream = io.BytesIO()
-    makers.picture(0).save(stream, "JPEG", progressive=True)
+    further = {"save_all": True, "append_images": [makers.picture(1)]} if image_format == "MPO" else {}
+    makers.picture(0).save(stream, image_format, progressive=True, **further)
     data = stream.getvalue()
-    last, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
+    assert Image.open(io.BytesIO(data)).format == image_format
+    end = data.index(b"\xff\xd9")
+    last = data.rindex(b"\xff\xda", 0, end)
     decode(data, RULES)
     with pytest.raises(BadSample, match=r"too many scans: 1,0\d\d, at most 100"):
         decode(data[:last] + data[last:end] * 1000 + data[end:], RULES)
