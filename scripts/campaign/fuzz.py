@@ -32,6 +32,7 @@ from sd_training.cli import run_cli
 from sd_training.config.filter_grammar import parse_filters
 from sd_training.config.load import load_config
 from sd_training.data.byte_files import Access, open_bytes
+from sd_training.data.huggingface_source import HuggingFaceSource
 from sd_training.data.image_decode import ImageRules, decode, image_size
 from sd_training.data.problems import BadSample
 from sd_training.data.tar_index import scan_tar
@@ -107,6 +108,17 @@ def read_config(data: bytes, folder: Path, inputs: Inputs) -> bool:
     return True
 
 
+def read_saved_dataset(data: bytes, folder: Path, inputs: Inputs) -> bool:
+    """Lists the Arrow files of a folder as `save_to_disk` writes it."""
+    name, _, content = data.partition(b"\n")
+    saved = folder / "saved"
+    shutil.rmtree(saved, ignore_errors=True)
+    saved.mkdir()
+    (saved / "x.arrow").touch()
+    (saved / name.decode()).write_bytes(content)
+    return bool(HuggingFaceSource([str(saved)], Access()).units())
+
+
 def read_checkpoint(data: bytes, folder: Path, inputs: Inputs) -> bool:
     """Verifies a damaged checkpoint, and reads it as if that had passed."""
     name, _, seed = data.decode().partition("\n")
@@ -144,6 +156,7 @@ TARGETS: dict[str, Callable[[bytes, Path, Inputs], bool]] = {
     "image": read_image,
     "filter text": read_filter,
     "config text": read_config,
+    "saved dataset": read_saved_dataset,
     "checkpoint": read_checkpoint,
 }
 

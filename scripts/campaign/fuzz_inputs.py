@@ -144,7 +144,9 @@ _JSON_WORDS += [
     '"width"',
     '"weights.safetensors"',
     "[" * 2000,
+    "[" * 200_000,
 ]
+_SAVED = ('{"_data_files": [{"filename": ?}], "_split": null}', '{"_data_files": ?}', '{"splits": ["a", ?]}')
 Chance = random.Random
 
 
@@ -259,12 +261,18 @@ class Inputs:
         overrides = [f"{chance.choice(keys)}={self._words(words, chance, 6)}" for _ in range(chance.randrange(4))]
         return file + b"\n-----\n" + "\n".join(line.replace("\n", " ") for line in overrides).encode()
 
+    def make_saved_dataset(self, chance: Chance) -> bytes:
+        """What describes a saved dataset: the file's name, a line feed, its content."""
+        text = chance.choice(_SAVED).replace("?", chance.choice(['"x.arrow"', *_JSON_WORDS])).encode()
+        name = b"dataset_dict.json" if b"splits" in text else b"state.json"
+        return name + b"\n" + (text if chance.random() < 0.4 else self.damaged_json(text, chance.randrange(2**60)))
+
     def make_checkpoint(self, chance: Chance) -> bytes:
         """What is done to a checkpoint: `MANIFEST.json` or `state.json`, a line feed, and a seed for the damage."""
         return f"{chance.choice(('MANIFEST.json', 'state.json'))}\n{chance.randrange(2**60)}".encode()
 
     def damaged_json(self, text: bytes, seed: int) -> bytes:
-        """A JSON file of a checkpoint with damage."""
+        """A JSON file with damage."""
         return mutated(text, random.Random(seed), [*self.payloads, *(word.encode() for word in _JSON_WORDS)])
 
     def makers(self) -> dict[str, Callable[[Chance], bytes]]:
@@ -275,6 +283,7 @@ class Inputs:
             "image": self.make_image,
             "filter text": self.make_filter,
             "config text": self.make_config,
+            "saved dataset": self.make_saved_dataset,
             "checkpoint": self.make_checkpoint,
         }
 

@@ -7,6 +7,8 @@ process, and the `datasets` library with pandas and dill (87 MB per process, dat
 
 import json
 import posixpath
+import re
+import reprlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,12 +24,17 @@ from sd_training.data.index import DatasetIndex
 from sd_training.data.index_columns import read_scalars
 from sd_training.data.local_listings import exists
 from sd_training.data.locations import is_remote, local_path, shown
-from sd_training.data.problems import BadSample, Problems
+from sd_training.data.problems import BadSample, Problems, printable
 from sd_training.data.source import Unit, UnitScan
 from sd_training.data.tar_source import TarReader
 from sd_training.errors import DataError
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
+_MAX_JSON_BYTES = 16 << 20
+"""Largest of these files; an Arrow file takes about 50 bytes of it."""
+_SHOWN_SPLITS = 10
+_UNUSABLE = re.compile("[\0\ud800-\udfff]")
+"""In no name of a file."""
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 """Of every Arrow stream."""
 
@@ -65,10 +72,10 @@ class HuggingFaceSource:
         """The Arrow files of a saved dataset, in order."""
         state = self._json(f"{folder}/{_STATE}")
         if state is None:
-            splits = (self._json(f"{folder}/{_SPLITS}") or {}).get("splits") or []
-            if splits:
-                known = " or ".join(f"'{shown(folder)}/{split}'" for split in splits)
-                raise DataError(f"dataset.params.path: '{shown(folder)}' holds several splits; name one: {known}")
+            if splits := _splits(self._json(f"{folder}/{_SPLITS}") or {}, f"{folder}/{_SPLITS}"):
+                raise DataError(
+                    f"dataset.params.path: '{shown(folder)}' holds several splits; name one: {_choices(folder, splits)}"
+                )
             raise DataError(
                 f"dataset.params.path: '{shown(folder)}' is not a folder written by save_to_disk: it has no {_STATE}"
             )
@@ -77,7 +84,7 @@ class HuggingFaceSource:
                 f"dataset.params.path: '{shown(folder)}' was saved with a table of row numbers, by an old version of "
                 "datasets; load it and save it again"
             )
-        names = [str(entry["filename"]) for entry in state.get("_data_files") or []]
+        names = _names(state, f"{folder}/{_STATE}")
         if unsafe := [name for name in names if posixpath.basename(name) != name]:
             raise DataError(f"dataset.params.path: '{shown(folder)}/{_STATE}' names a file elsewhere: {unsafe[0]}")
         return [f"{folder}/{name}" for name in names]
@@ -88,14 +95,21 @@ class HuggingFaceSource:
         state = find_state(location, self.access)
         if state is None:
             return None
+        if state.size > _MAX_JSON_BYTES:
+            raise DataError(
+                f"'{shown(location)}' has {state.size:,} bytes, at most {_MAX_JSON_BYTES:,} are read; "
+                "it is not what save_to_disk wrote"
+            )
         file = open_bytes(state, self.access)
         try:
             value = json.loads(file.pread(file.size, 0))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"'{shown(location)}' is not JSON: {error}") from error
         finally:
             file.close()
-        return value if isinstance(value, dict) else None
+        if not isinstance(value, dict):
+            raise DataError(f"'{shown(location)}' holds no JSON object; it is not what save_to_disk wrote")
+        return value
 
     def scan(self, unit: Unit) -> UnitScan:
         """As `Source.scan`."""
@@ -110,6 +124,37 @@ class HuggingFaceSource:
 
     def reader(self, index: DatasetIndex) -> "HuggingFaceReader":
         return HuggingFaceReader(index, self.access)
+
+
+def _names(state: dict[str, Any], location: str) -> list[str]:
+    """The Arrow files that a `state.json` names."""
+    entries, wanted = state.get("_data_files") or [], "a list of entries such as {'filename': 'x.arrow'}"
+    if not isinstance(entries, list):
+        raise _wrong(location, "_data_files", wanted, entries)
+    names = []
+    for entry in entries:
+        name = entry.get("filename") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or not name or _UNUSABLE.search(name):
+            raise _wrong(location, "_data_files", wanted, entry)
+        names.append(name)
+    return names
+
+
+def _splits(told: dict[str, Any], location: str) -> list[str]:
+    """Those that a `dataset_dict.json` names."""
+    splits = told.get("splits") or []
+    if not isinstance(splits, list) or not all(isinstance(split, str) for split in splits):
+        raise _wrong(location, "splits", "a list of names", splits)
+    return splits
+
+
+def _wrong(location: str, key: str, wanted: str, value: Any) -> DataError:
+    return DataError(f"'{shown(location)}': '{key}' must be {wanted}, not {printable(reprlib.repr(value))}")
+
+
+def _choices(folder: str, splits: Sequence[str]) -> str:
+    known = " or ".join(f"'{shown(folder)}/{printable(split)}'" for split in splits[:_SHOWN_SPLITS])
+    return known + (f", or one of {len(splits) - _SHOWN_SPLITS} more" if len(splits) > _SHOWN_SPLITS else "")
 
 
 def _content(location: str, access: Access) -> pa.Buffer:

@@ -183,7 +183,16 @@ def test_columns_by_name(tmp_path: Path) -> None:
     [
         (None, "not a folder written by save_to_disk"),
         ("{", "is not JSON"),
+        ("[" * 200_000, "is not JSON"),
+        ("[]", "holds no JSON object"),
+        ({"a": 1}, "no Arrow file"),
         ({"_data_files": []}, "no Arrow file"),
+        ({"_data_files": 5}, r"'_data_files' must be a list of entries such as"),
+        ({"_data_files": [1]}, r"'_data_files' must be .* not 1$"),
+        ({"_data_files": [{"x": 1}]}, r"'_data_files' must be .* not \{'x': 1\}$"),
+        ({"_data_files": [{"filename": 5}]}, r"'_data_files' must be"),
+        ({"_data_files": [{"filename": "a\0"}]}, r"'_data_files' must be"),
+        ({"_data_files": [{"filename": "\ud800"}]}, r"'_data_files' must be"),
         ({"_data_files": [{"filename": "../x.arrow"}]}, "names a file elsewhere"),
         ({"_data_files": [{"filename": "gone.arrow"}]}, "No such file"),
         ({"_data_files": [{"filename": "x.arrow"}], "_indices_data_files": [{"filename": "i"}]}, "save it again"),
@@ -197,6 +206,26 @@ def test_folders_that_cannot_be_read(tmp_path: Path, state: Any, said: str) -> N
         (tmp_path / "set" / "state.json").write_text(state if isinstance(state, str) else json.dumps(state))
     with pytest.raises(DataError, match=said):
         index_of(tmp_path / "set")
+
+
+@pytest.mark.parametrize("splits", ["5", "[1]", '{"a": 1}', '"train"'])
+def test_splits_that_are_no_names_are_an_error(tmp_path: Path, splits: str) -> None:
+    (tmp_path / "dataset_dict.json").write_text(f'{{"splits": {splits}}}')
+    with pytest.raises(DataError, match=r"dataset_dict\.json': 'splits' must be a list of names"):
+        index_of(tmp_path)
+
+
+def test_of_many_splits_some_are_named(tmp_path: Path) -> None:
+    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": [f"part{i}" for i in range(1000)]}))
+    with pytest.raises(DataError, match=r"holds several splits; name one: .*/part9', or one of 990 more$"):
+        index_of(tmp_path)
+
+
+def test_a_state_has_a_largest_size(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_bytes(b"{}")
+    os.truncate(tmp_path / "state.json", (16 << 20) + 1)
+    with pytest.raises(DataError, match=r"state\.json' has 16,777,217 bytes, at most 16,777,216 are read"):
+        index_of(tmp_path)
 
 
 @pytest.mark.parametrize("cut", [3000, 8])
