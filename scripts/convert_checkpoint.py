@@ -29,6 +29,8 @@ MEMORY_PER_BYTE = 4
 """Memory that the process may take per byte of the file, besides `SPARE_BYTES`; a packed file that needs more is
 refused."""
 SPARE_BYTES = 2 << 30
+MAX_TENSORS, MAX_ENTRIES, MAX_DEPTH = 100_000, 10_000_000, 100
+"""Of one file [count]. A container may stand in many places, so few bytes can name more than any time suffices for."""
 CPU_S = 3600
 """Processor time that the process may take [s]."""
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "SYSTEMROOT", "OMP_NUM_THREADS")
@@ -36,15 +38,40 @@ _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _INSIDE = "--inside"
 
 
-def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Names and tensors of nested dicts and lists; names are joined by dots."""
+def tensors_in(value: Any) -> dict[str, Any]:
+    """Names and tensors of nested dicts and lists; names are joined by dots.
+
+    Raises:
+        DataError: a container holds itself, two tensors have one name, or there is more than the limits allow.
+    """
     import torch
 
-    if isinstance(value, torch.Tensor):
-        yield path or "tensor", value
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    for key, entry in entries:
-        yield from tensors_in(entry, f"{path}.{key}" if path else str(key))
+    found: dict[str, Any] = {}
+    for number, (name, entry) in enumerate(_entries(value, "", [])):
+        if number > MAX_ENTRIES:
+            raise DataError(f"more than {MAX_ENTRIES:,} entries; no checkpoint needs so many")
+        if not isinstance(entry, torch.Tensor):
+            continue
+        if name in found:
+            raise DataError(f"two of its tensors have the name '{name[:60]}'; --key takes one part of the file")
+        found[name] = entry
+        if len(found) > MAX_TENSORS:
+            raise DataError(f"more than {MAX_TENSORS:,} tensors; no checkpoint needs so many")
+    return found
+
+
+def _entries(value: Any, path: str, around: list[int]) -> Iterator[tuple[str, Any]]:
+    """The value and all that it holds. `around` has the containers that it is in, by identity."""
+    yield path or "tensor", value
+    if not isinstance(value, (dict, list, tuple)):
+        return
+    if id(value) in around:
+        raise DataError(f"holds itself, at '{path[:60]}'")
+    if len(around) >= MAX_DEPTH:
+        raise DataError(f"nested too deeply: more than {MAX_DEPTH} containers in each other, at '{path[:60]}'")
+    around = [*around, id(value)]
+    for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _entries(entry, f"{path}.{key}" if path else str(key), around)
 
 
 def load(path: Path, key: str | None = None) -> dict[str, Any]:
@@ -55,14 +82,27 @@ def load(path: Path, key: str | None = None) -> dict[str, Any]:
         key: which entry of it; None takes `state_dict` where there is one, else everything.
 
     Raises:
-        DataError: it needs more than tensors, is damaged, or holds none.
+        DataError: it needs more than tensors, is damaged, holds none, or holds them so that names are not clear.
     """
+    content = _opened(path)
+    try:
+        return _chosen(content, key)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
+    except RecursionError:  # the text of a key
+        raise DataError(f"{path}: nested too deeply") from None
+    except MemoryError:
+        raise DataError(f"{path}: cannot be read: not enough memory") from None
+
+
+def _opened(path: Path) -> Any:
+    """What torch's unpickler for tensors makes of it."""
     import torch
 
     if tuple(int(number) for number in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
         raise ConfigError(f"torch {torch.__version__}: is too old to open a pickle; 2.10 or newer is needed")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except (MemoryError, OSError) as error:
         raise DataError(f"{path}: cannot be read: {error or 'not enough memory'}") from None
     except Exception as error:  # pickle, zip and torch raise many kinds
@@ -70,15 +110,28 @@ def load(path: Path, key: str | None = None) -> dict[str, Any]:
         raise DataError(
             f"{path}: holds more than tensors, or is damaged; it is not opened ({type(error).__name__}: {reason})"
         ) from None
+
+
+def _chosen(content: Any, key: str | None) -> dict[str, Any]:
+    """The tensors of one entry, each with memory of its own."""
     chosen = key or ("state_dict" if isinstance(content, dict) and isinstance(content.get("state_dict"), dict) else "")
     if chosen:
         if not isinstance(content, dict) or chosen not in content:
-            raise DataError(f"{path}: has no entry {chosen!r}; it has {_some(content)}")
+            raise DataError(f"has no entry {chosen!r}; it has {_some(content)}")
         content = content[chosen]
-    found = {name: tensor.detach().contiguous().clone() for name, tensor in tensors_in(content)}
+    found = {name: _stored(name, tensor) for name, tensor in tensors_in(content).items()}
     if not found:
-        raise DataError(f"{path}: holds no tensors; it has {_some(content)}")
+        raise DataError(f"holds no tensors; it has {_some(content)}")
     return found
+
+
+def _stored(name: str, tensor: Any) -> Any:
+    """A dense copy."""
+    try:
+        return tensor.detach().contiguous().clone()
+    except (RuntimeError, TypeError) as error:  # sparse ones, and those that there is no memory for
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(f"tensor '{name[:60]}' ({tensor.layout}) cannot be stored: {reason}") from None
 
 
 def _some(content: Any) -> str:

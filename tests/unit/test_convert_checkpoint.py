@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from scripts import convert_checkpoint
 from scripts.campaign.hostile_files import canary_pickle
-from scripts.convert_checkpoint import SPARE_BYTES, convert, limit_resources, load
+from scripts.convert_checkpoint import MAX_TENSORS, SPARE_BYTES, convert, limit_resources, load
 from sd_training.errors import DataError
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,55 @@ def test_tensors_by_name(tmp_path: Path) -> None:
     torch.save({"n": 1}, tmp_path / "z.pt")
     with pytest.raises(DataError, match="holds no tensors"):
         load(tmp_path / "z.pt")
+
+
+def nested(depth: int) -> Any:
+    found: Any = [torch.zeros(1)]
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+def doubled(found: Any) -> Any:
+    """The same list in 2²⁶ places."""
+    for _ in range(26):
+        found = [found, found]
+    return found
+
+
+def with_itself() -> Any:
+    found: list[Any] = [torch.zeros(1)]
+    found.append({"again": (found,)})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({1: torch.zeros(1), "1": torch.ones(1)}, "two of its tensors have the name '1'"),
+        ({"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}}, "two of its tensors have the name 'a.b'"),
+        (with_itself(), "holds itself, at '1.again.0'"),
+        (nested(300), "nested too deeply: more than 100 containers"),
+        ({"a": torch.eye(2).to_sparse()}, r"tensor 'a' \(torch.sparse_coo\) cannot be stored: "),
+        ([torch.zeros(1)] * (MAX_TENSORS + 1), "more than 100,000 tensors"),
+        (doubled([]), "more than 1,000,000 entries"),
+        (doubled([torch.zeros(1)]), "more than 100,000 tensors"),
+    ],
+)
+def test_what_has_no_plain_names_is_refused(
+    content: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert_checkpoint, "MAX_ENTRIES", 1_000_000)
+    torch.save(content, tmp_path / "x.pt")
+    with pytest.raises(DataError, match=f"x.pt: {said}"):
+        convert(tmp_path / "x.pt", tmp_path / "out.safetensors")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_container_may_be_in_two_places(tmp_path: Path) -> None:
+    shared = [torch.ones(1)]
+    torch.save({"a": shared, "b": shared}, tmp_path / "x.pt")
+    assert list(load(tmp_path / "x.pt")) == ["a.0", "b.0"]
 
 
 def test_nothing_runs_and_there_is_no_way_round(tmp_path: Path) -> None:
