@@ -1,17 +1,21 @@
 """Runs the very step that an incident tells of again, on one device: same samples, draws and micro-batches.
 
-    python scripts/replay_step.py RUN/incidents/step=N.skipped.json [device=cpu]
+    python scripts/replay_step.py RUN/incidents/step=N.skipped.json [device=cpu] [option=value …]
 
 Start it in the folder that the run was started in, so that paths mean the same. It takes the weights of the checkpoint
 after N optimizer steps, or of the newest one before, and says which. It prints the loss of every sample, where the
 first value arises that is not finite, and the norm of the gradient by block. The run folder is only read.
+
+The options are those of `config.yaml` in the run folder. What it does not hold is given again, as for train.py: the
+permission to run commands (dataset.params.allow_pipe=true), and URLs with keys (dataset.params.path=…).
 """
 
 import json
 import math
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -45,6 +49,8 @@ from sd_training.types import PixelBatch
 
 SHOWN = 40
 """Samples printed."""
+_OPTION = re.compile(r"\w+(\.[^\s./=]+)+=")
+"""Not `./runs/step=3.skipped.json`, which is a path."""
 
 
 @dataclass(frozen=True)
@@ -82,25 +88,51 @@ def read_incident(path: Path) -> Incident:
         return Incident(
             path.resolve().parents[1], int(told["optimizer_step"]), BatchPlan(**told["batch_plan"]), recorded
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: is no file of a run's incidents/ folder: {error}") from error
 
 
-def plan_of(incident: Incident, device: str) -> Plan:
-    """The run's own config, on one device, with the run's batch arithmetic."""
+@dataclass(frozen=True)
+class Words:
+    """The command line."""
+
+    incident: Path
+    device: str
+    changes: tuple[str, ...]
+    """Options of the run, for `load_config`."""
+
+
+def read_words(words: list[str]) -> Words:
+    """An option of the run is told by the dot in its name.
+
+    Raises:
+        UserError: a word is none of this, or there is not one incident.
+    """
+    changes = tuple(word for word in words if _OPTION.match(word))
+    paths = [word for word in words if word.endswith(".json") and word not in changes]
+    options = dict(word.partition("=")[::2] for word in words if word not in (*changes, *paths))
+    if unknown := options.keys() - {"device"}:
+        raise UserError(
+            f"{sorted(unknown)[0]}: is no option; give the file of an incident, device=cpu or cuda, and options of the "
+            "run, such as dataset.params.path=…"
+        )
+    if len(paths) != 1:
+        raise UserError("give one file of a run's incidents/ folder")
+    return Words(Path(paths[0]), options.get("device", "cpu"), changes)
+
+
+def plan_of(incident: Incident, device: str, changes: Sequence[str] = ()) -> Plan:
+    """The run's own config with changes, on one device, with the run's batch arithmetic."""
     config = incident.run_dir / "config.yaml"
     if not config.is_file():
         raise UserError(f"{config}: is missing; the incident must lie in the incidents/ folder of its run")
-    words = [f"config={config}", *ON_ONE_DEVICE, f"trainer.accelerator={device}"]
+    words = [f"config={config}", *changes, *ON_ONE_DEVICE, f"trainer.accelerator={device}"]
     return replace(make_plan(load_config(words)), batch=incident.batch, run_dir=incident.run_dir)
 
 
 def checkpoint_before(incident: Incident) -> Path | None:
     """The newest checkpoint that verifies and that the step could have come from."""
-    rollbacks = []
-    for path in (incident.run_dir / "incidents").glob("step=*.rollback.json"):
-        told = json.loads(path.read_text(encoding="utf-8"))
-        rollbacks.append((int(told["to"]), int(told["at"])))
+    rollbacks = [_rollback(path) for path in (incident.run_dir / "incidents").glob("step=*.rollback.json")]
     for folder in reversed(sealed(incident.run_dir / "checkpoints")):
         step = step_of(folder)
         is_left_behind = any(to < step < at <= incident.step for to, at in rollbacks)
@@ -109,13 +141,29 @@ def checkpoint_before(incident: Incident) -> Path | None:
     return None
 
 
+def _rollback(path: Path) -> tuple[int, int]:
+    """To and at which optimizer step the run went back."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        return int(told["to"]), int(told["at"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"{path}: is damaged ({error}), so nobody knows which checkpoints that rollback left behind; move it away "
+            "to go on as if there had been none"
+        ) from error
+
+
 def load_weights(incident: Incident, trained: Trained) -> bool:
     """Loads and says what was loaded; whether it is what the step began with."""
     folder = checkpoint_before(incident)
     if folder is None:
         print(f"weights: those that the run began with; the step was after {incident.step:,} optimizer steps")
         return incident.step == 0
-    trained.module.load_state_dict(dict(read_state(folder)[1]["weights"]))
+    try:
+        trained.module.load_state_dict(dict(read_state(folder)[1]["weights"]))
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{folder}: its weights do not fit the model of these options: {reason}") from error
     behind = incident.step - step_of(folder)
     print(f"weights: {folder}" + (f", {behind:,} optimizer steps older than the step's own" if behind else ""))
     return behind == 0
@@ -209,14 +257,9 @@ def main() -> None:
     if not words or "-h" in words or "--help" in words:
         print((__doc__ or "").strip())
         return
-    options = dict(word.partition("=")[::2] for word in words if not word.endswith(".json"))
-    paths = [word for word in words if word.endswith(".json")]
-    if unknown := options.keys() - {"device"}:
-        raise UserError(f"{sorted(unknown)[0]}: is no option; give the file of an incident, and device=cpu or cuda")
-    if len(paths) != 1:
-        raise UserError("give one file of a run's incidents/ folder")
-    incident = read_incident(Path(paths[0]))
-    plan = plan_of(incident, options.get("device", "cpu"))
+    given = read_words(words)
+    incident = read_incident(given.incident)
+    plan = plan_of(incident, given.device, given.changes)
     trained = build_model(plan)
     data = make_data(plan, trained.family, trained.latent_grid)
     print(f"optimizer step {incident.step:,} of {incident.run_dir}, {incident.batch.global_batch} samples")

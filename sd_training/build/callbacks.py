@@ -27,7 +27,8 @@ from sd_training.callbacks.second_run import SecondRun
 from sd_training.callbacks.stopwatch import Stopwatch
 from sd_training.checkpoint.mirror import Mirror
 from sd_training.checkpoint.writer import Fence
-from sd_training.config.dump import resolved_yaml
+from sd_training.config.dump import resolved_yaml, to_plain
+from sd_training.config.permissions import permission_words
 from sd_training.data.datamodule import TrainingData
 from sd_training.export.pictures import read_captions
 from sd_training.models.load import load_weights
@@ -120,7 +121,7 @@ def _rehearsal(plan: Plan, saves: Saves, stopwatch: Stopwatch, preemption: Preem
         plan.batch,
         min(_MAX_REHEARSAL_S, _save_limit_s(plan)),
         preemption.must_stop_soon,
-        plan.config.dataset.params.allow_pipe,
+        permission_words(to_plain(plan.config)),
     )
     # Several processes add in another order, FSDP and DeepSpeed have their own ways to lower precision, and a GPU picks
     # its kernels by their speed; one process on a CPU does the same to the bit.

@@ -42,7 +42,7 @@ class SecondRun:
         batch: of the run; one process takes the same samples per step by accumulating more.
         limit_s: it is killed when it has not ended by then [s].
         is_stopping: whether this process of the run must soon stop; then the second one is killed at once.
-        allows_pipe: whether the run may read from commands, which no file can allow.
+        permissions: options that allow what no file can allow, such as reading from commands.
     """
 
     run_dir: Path
@@ -50,7 +50,7 @@ class SecondRun:
     batch: BatchPlan
     limit_s: float
     is_stopping: Callable[[], bool] = bool
-    allows_pipe: bool = False
+    permissions: tuple[str, ...] = ()
 
     @property
     def home(self) -> Path:
@@ -110,7 +110,7 @@ class SecondRun:
             "experiment.save_every=1000000000",
             "checkpoint.save_every_minutes=null",
             "checkpoint.milestone_every=0",
-            *(["dataset.params.allow_pipe=true"] if self.allows_pipe else []),
+            *self.permissions,
             "experiment.eval_caption_file=null",
             "sampling.every=0",
             "checkpoint.rehearse=false",

@@ -5,6 +5,7 @@ from typing import Any
 
 import yaml
 
+from sd_training.config.permissions import without_permissions
 from sd_training.config.schema import Config
 from sd_training.redaction import note_secret, redacted_values
 
@@ -19,5 +20,6 @@ def to_plain(config: Config) -> dict[str, Any]:
 
 
 def resolved_yaml(config: Config) -> str:
-    """YAML that `load_config` reads back to the same configuration, except for W&B's key and what URLs hide."""
-    return str(yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True, width=120))
+    """YAML that `load_config` reads back to the same configuration, except for W&B's key, what URLs hide, and the
+    permissions that the command line alone can give."""
+    return str(yaml.safe_dump(without_permissions(to_plain(config)), sort_keys=False, allow_unicode=True, width=120))

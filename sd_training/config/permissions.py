@@ -1,5 +1,6 @@
 """Permissions that only the person at the command line can give: a configuration file may come from elsewhere."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -32,6 +33,19 @@ def not_permitted(values: Any, origins: Mapping[str, str]) -> list[Problem]:
 def plain_keys(origins: Mapping[str, str]) -> dict[str, str]:
     """The same with `mix[0].params` written as `mix.0.params`."""
     return {key.replace("[", ".").replace("]", ""): origin for key, origin in origins.items()}
+
+
+def without_permissions(holder: Any) -> Any:
+    """A copy in which no option of that name stands: what is written to a file."""
+    if isinstance(holder, Mapping):
+        return {key: without_permissions(value) for key, value in holder.items() if key not in PERMISSIONS}
+    return [without_permissions(value) for value in holder] if isinstance(holder, list) else holder
+
+
+def permission_words(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The words of the command line that give the same permissions again."""
+    given = [path for path, value in _permissions(values, "") if value is True]
+    return tuple(re.sub(r"\.(\d+)(?=\.)", r"[\1]", path) + "=true" for path in given)
 
 
 def _permissions(holder: Any, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -106,6 +106,14 @@ def test_it_never_holds_up_a_run(
 
 
 @pytest.mark.slow
+def test_the_second_process_may_do_what_the_run_may(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
+    path = f"['pipe:cat {sorted(shards_dir.glob('*.tar'))[0]}']"
+    changes = {"dataset__params__path": path, "dataset__params__allow_pipe": True}
+    train(short(tmp_path / "run", pipeline_dir, shards_dir, **changes))
+    assert rehearsed(tmp_path / "run")["problem"] == ""
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("more", ["checkpoint.asynchronous=true", "distributed.strategy=deepspeed_2"])
 def test_one_process_resumes_what_two_have_saved(
     more: str, tmp_path: Path, pipeline_dir: Path, shards_dir: Path

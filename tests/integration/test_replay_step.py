@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from scripts import replay_step
+from sd_training.config.batch_plan import BatchPlan
 from sd_training.errors import NumericError, UserError
+from tests import family_makers
 from tests.integration.training import options, train
 from tests.unit.callbacks.test_numeric_guard import Poison
 
@@ -32,8 +34,8 @@ def exploded(tmp_path_factory: pytest.TempPathFactory, pipeline_dir: Path, shard
     return run_dir
 
 
-def replayed(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(sys, "argv", ["replay_step.py", str(path), "device=cpu"])
+def replayed(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["replay_step.py", str(path), "device=cpu", *words])
     capsys.readouterr()
     replay_step.main()
     return capsys.readouterr().out
@@ -74,6 +76,61 @@ def test_finite_losses_are_those_of_the_run(
     assert "no value of the step is infinite" in printed
     norms = re.findall(r"^ +(\S+)  \S*blocks\.\d", printed, re.MULTILINE)
     assert len(norms) > 5 and all(0 < float(norm) < 100 for norm in norms)
+
+
+def test_what_config_yaml_does_not_hold_is_given_again(
+    tmp_path: Path,
+    pipeline_dir: Path,
+    shards_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__save_every=4)
+    path = f"dataset.params.path=['pipe:cat {sorted(shards_dir.glob('*.tar'))[0]}']"
+    permit = "dataset.params.allow_pipe=true"
+    argv = [path if word.startswith("dataset.params.path=") else word for word in argv]
+    train([*argv, permit], Poison({4}))
+    incident = tmp_path / "run" / "incidents" / "step=4.skipped.json"
+    with pytest.raises(UserError, match=r"dataset\.params\.allow_pipe=true"):
+        replayed(incident, capsys, monkeypatch)
+    printed = replayed(incident, capsys, monkeypatch, permit, path)
+    assert re.search(r"differences up to \S+, 0 finite in one only", printed)
+
+
+def test_words_of_the_command_line() -> None:
+    given = replay_step.read_words(
+        ["./runs.a/x=1/incidents/step=3.skipped.json", "dataset.mix[0].params.path=a.json", "device=cuda"]
+    )
+    assert given.incident == Path("runs.a/x=1/incidents/step=3.skipped.json")
+    assert (given.device, given.changes) == ("cuda", ("dataset.mix[0].params.path=a.json",))
+    for words, said in (
+        (["step=3.skipped.json", "devise=cuda"], "devise: is no option"),
+        (["step=3.skipped.json", "config=x.yaml"], "config: is no option"),
+        (["step=3.skipped.json", "cuda"], "cuda: is no option"),
+        (["device=cpu"], "give one file"),
+        (["a.json", "b.json"], "give one file"),
+    ):
+        with pytest.raises(UserError, match=said):
+            replay_step.read_words(words)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"to": 1}', '{"to": null, "at": 3}', "[" * 100_000])
+def test_a_damaged_rollback_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "incidents").mkdir()
+    path = tmp_path / "incidents" / "step=3.rollback.json"
+    path.write_text(content)
+    incident = replay_step.Incident(tmp_path, 4, BatchPlan(8, 1, 1, 64), {})
+    with pytest.raises(UserError, match=r"step=3\.rollback\.json: is damaged .*; move it away"):
+        replay_step.checkpoint_before(incident)
+
+
+def test_weights_of_another_model_are_a_sentence(
+    exploded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = min((exploded / "incidents").glob("*.skipped.json"))
+    other = f"model.pretrained={family_makers.save_pipeline('sdxl', tmp_path / 'other')}"
+    with pytest.raises(UserError, match="its weights do not fit the model of these options"):
+        replayed(path, capsys, monkeypatch, other)
 
 
 def test_an_older_checkpoint_is_said_to_be_older(

@@ -1,5 +1,6 @@
 """How the process of a rehearsal is started; tests/integration/test_rehearsal.py starts it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,11 @@ def test_a_run_of_one_process_is_resumed_as_it_is() -> None:
     words = second(3, 1).words()
     assert not any(word.startswith(("distributed.", "system.", "trainer.compile")) for word in words)
     assert "trainer.devices=1" in words  # and not all of the machine's
+
+
+def test_it_is_given_the_permissions_of_the_run() -> None:
+    words = ("dataset.params.allow_pipe=true", "dataset.mix[1].params.allow_pipe=true")
+    assert set(words) <= set(replace(second(1, 1), permissions=words).words())
 
 
 def test_it_knows_nothing_of_the_launcher() -> None:

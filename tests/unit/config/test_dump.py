@@ -5,6 +5,7 @@ from pathlib import Path
 
 from sd_training.config.dump import resolved_yaml, to_plain
 from sd_training.config.load import load_config
+from sd_training.config.permissions import permission_words
 
 ARGV = (
     "experiment.log_dir=runs",
@@ -24,6 +25,18 @@ def test_the_dump_loads_to_the_same_configuration(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(resolved_yaml(config), encoding="utf-8")
     assert load_config([f"config={file}"]) == config
+
+
+def test_permissions_are_not_written_and_can_be_given_again(tmp_path: Path) -> None:
+    mix = "dataset.mix=[{params: {path: a.tar}}, {params: {path: 'pipe:cat a.tar'}}]"
+    words = ["dataset.params.allow_pipe=true", "dataset.mix[1].params.allow_pipe=true"]
+    config = load_config([*ARGV, mix, *words])
+    file = tmp_path / "config.yaml"
+    file.write_text(resolved_yaml(config), encoding="utf-8")
+    assert "allow_pipe" not in file.read_text()
+    assert sorted(permission_words(to_plain(config))) == sorted(words)
+    assert load_config([f"config={file}", *words]) == config
+    assert not load_config([f"config={file}"]).dataset.mix[1].params.allow_pipe
 
 
 def test_the_key_is_written_nowhere() -> None:
