@@ -8,11 +8,13 @@ import secrets
 import shutil
 import subprocess
 import sys
+import tarfile
 import threading
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,22 @@ def argv(folder: Path, port: int, known: Mapping[str, str], *more: str) -> list[
     ]
 
 
+def piped(folder: Path, port: int, known: Mapping[str, str]) -> list[str]:
+    """Options of a run whose data come by a command with secrets, with one image that cannot be used."""
+    shutil.copytree(folder / "shards", folder / "broken")
+    with tarfile.open(folder / "broken" / "000.tar", "a") as shard:
+        for name, content in (("broken.jpg", b"no image"), ("broken.txt", b"a caption")):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            shard.addfile(member, BytesIO(content))
+    header = f"'Authorization: Bearer {known['header']}' 'x-api-key: {known['second header']}'"
+    user = f"curl -u reader:{known['password']} {known['SOME_SERVICE_PASSWORD']}"
+    path = f"dataset.params.path=pipe:cat {folder}/broken/{{000..001}}.tar; : {header} {user}"
+    words = argv(folder, port, known, "experiment.name=piped", "dataset.params.allow_pipe=true")
+    words += ["dataset.params.max_bad_fraction=1", "experiment.num_examples_to_see=64"]
+    return [path, *words[1:]]
+
+
 def train(folder: Path, words: list[str], known: Mapping[str, str]) -> subprocess.CompletedProcess[bytes]:
     """`train.py` with the secrets in its environment."""
     environment = {**os.environ, **{name: known[name] for name in ENVIRONMENT}, "OMP_NUM_THREADS": "1"}
@@ -109,7 +127,8 @@ def run(folder: Path, is_quick: bool) -> list[Row]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     make_models(folder)
-    names = (*ENVIRONMENT, "wandb.api_key", "user information", "signed query", "second query")
+    in_urls, in_commands = ("user information", "signed query", "second query"), ("header", "second header", "password")
+    names = (*ENVIRONMENT, "wandb.api_key", *in_urls, *in_commands)
     known = {name: secrets.token_hex(20) for name in names}
     handler = partial(_Files, directory=str(folder / "shards"))
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -118,6 +137,7 @@ def run(folder: Path, is_quick: bool) -> list[Row]:
     try:
         good = train(folder, argv(folder, port, known), known)
         described = good if is_quick else train(folder, argv(folder, port, known, "--dry-run"), known)
+        skipping = train(folder, piped(folder, port, known), known)
         missing = [
             word.replace("{000..001}", "{007..008}") for word in argv(folder, port, known, "experiment.name=none")
         ]
@@ -129,11 +149,13 @@ def run(folder: Path, is_quick: bool) -> list[Row]:
         server.shutdown()
         server.server_close()
     hits = list(places(folder, known))
+    is_named = any(folder.glob("piped/**/bad_samples.jsonl"))
     ended = [good.returncode, *(done.returncode for done in bad)]
     num_files = sum(path.is_file() for path in folder.rglob("*"))
     figure = f"{len(hits)} hits in {num_files} files for {len(known)} secrets, exit statuses {ended}"
     figure += "".join(f"; {hit}" for hit in hits[:5])
-    is_kept = not hits and good.returncode == described.returncode == 0 and all(end == 2 for end in ended[1:])
+    have_trained = good.returncode == skipping.returncode == described.returncode == 0
+    is_kept = not hits and is_named and have_trained and all(end == 2 for end in ended[1:])
     return [Row("secrets in environment, options and data URL", PROMISE, len(ended), figure, is_kept)]
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from sd_training.redaction import redacted_values
+
 EXAMPLES_KEPT = 100
 """Named examples per reason; the count goes on."""
 
@@ -73,8 +75,8 @@ class Problems:
         return printable(" ".join(part for part in (shard, key) if part) + (f",{details}" if details else ""))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` is the way back."""
-        return {"counts": self.counts, "examples": {k: [list(p) for p in v] for k, v in self.examples.items()}}
+        """Plain values without secrets, to be written; `from_json` is the way back."""
+        return {"counts": self.counts, "examples": redacted_values(self.examples)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Problems:

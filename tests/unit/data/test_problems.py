@@ -1,3 +1,5 @@
+import json
+
 from sd_training.data.problems import EXAMPLES_KEPT, Problems, SkippedSample, printable
 
 
@@ -28,3 +30,13 @@ def test_merge_and_json_round_trip() -> None:
 def test_text_from_outside_cannot_move_the_cursor() -> None:
     assert printable("a\nb\x1b[2Jé\x7f") == "a\\nb\\u001b[2Jé\\u007f"
     assert len(printable("x" * 10_000)) == 300
+
+
+def test_what_is_written_holds_no_secret() -> None:
+    problems = Problems()
+    problems.add(
+        SkippedSample("pipe:curl -H 'Authorization: Bearer abcdefgh12345678' x", "1", "image cannot be decoded")
+    )
+    problems.add(SkippedSample("https://me:abcdefgh12345678@host/0.tar?sig=abcdefgh12345678", "2", "caption missing"))
+    assert "abcdefgh12345678" not in json.dumps(problems.to_json())
+    assert "abcdefgh12345678" in problems.text()  # messages are redacted where they are printed
