@@ -69,7 +69,7 @@ def circumstances(part: str, is_quick: bool, seconds: float) -> str:
     )
     return (
         f"{datetime.date.today()}, commit {commit.stdout.strip() or 'unknown'}, Python {platform.python_version()}, "
-        f"{versions}, Linux {platform.release()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB; "
+        f"{versions}, Linux {platform.release().partition('-')[0]}, {os.cpu_count()} cores, {memory_gib:.0f} GiB; "
         f"`python scripts/fault_campaign.py --{'quick' if is_quick else 'full'} only={part}` took "
         f"{seconds / 60:.1f} minutes."
     )
