@@ -5,13 +5,13 @@ Keys of samples are hostile text, and numbers may be infinite; here everything b
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from sd_training.callbacks.run_record import package_versions
+from sd_training.checkpoint.durable import replace_text
 from sd_training.data.problems import printable
 from sd_training.rank_log import get_logger
 from sd_training.redaction import HIDDEN, is_secret, redacted
@@ -57,9 +57,7 @@ class Incidents:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._has_room(path):
                 text = json.dumps(plain(entry | {"versions": package_versions()}), indent=1, allow_nan=False)
-                partial = path.with_name(f"{path.name}.partial")
-                partial.write_text(text + "\n", encoding="utf-8")
-                os.replace(partial, path)
+                replace_text(path, text + "\n")
         except OSError as error:
             if self._can_write:
                 log.warning(f"{path} cannot be written, incidents are only logged from now on: {error}")

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from sd_training.checkpoint.durable import replace_text
 from sd_training.checkpoint.writer import UNFENCED, Fence
 from sd_training.errors import TakenOverError
 from sd_training.rank_log import get_logger
@@ -35,10 +36,7 @@ class MetricRows:
         """Drops rows after `step` and what a kill cut short; the file is replaced at once or not at all."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            text = self._text(self._whole_rows(step))
-            beside = self.path.with_name(f"{self.path.name}.partial")
-            beside.write_text(text, encoding="utf-8", newline="")
-            os.replace(beside, self.path)
+            replace_text(self.path, self._text(self._whole_rows(step)))
         except OSError as error:
             log.error(f"{self.path} is not tidied: {error.strerror}")
 

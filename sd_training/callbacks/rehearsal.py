@@ -16,6 +16,7 @@ from sd_training.callbacks.incidents import plain
 from sd_training.callbacks.saves import Saves, peers_of
 from sd_training.callbacks.second_run import NAME, SecondRun
 from sd_training.callbacks.stopwatch import Stopwatch
+from sd_training.checkpoint.durable import replace_text
 from sd_training.checkpoint.seal import folder_name, sealed
 from sd_training.distributed.peers import Peers
 from sd_training.incident_log import note_incident
@@ -141,7 +142,7 @@ class Rehearsal(OptimizerStepCallback):
         """A disk that is full now was told of by the save."""
         path = self.second.run_dir / FILE_NAME
         try:
-            path.write_text(json.dumps(plain(outcome), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            replace_text(path, json.dumps(plain(outcome), indent=1, allow_nan=False) + "\n")
         except OSError as error:
             log.warning(f"{path} cannot be written: {error.strerror}")
 

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,20 +35,24 @@ def exploded(tmp_path_factory: pytest.TempPathFactory, pipeline_dir: Path, shard
     return run_dir
 
 
-def replayed(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
-    monkeypatch.setattr(sys, "argv", ["replay_step.py", str(path), "device=cpu", *words])
-    capsys.readouterr()
-    replay_step.main()
-    return capsys.readouterr().out
+@pytest.fixture
+def replayed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Runs the script on an incident, with further words; gives what it prints."""
+
+    def run(path: Path, *words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["replay_step.py", str(path), "device=cpu", *words])
+        capsys.readouterr()
+        replay_step.main()
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_the_step_is_run_again(
-    exploded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_step_is_run_again(exploded: Path, replayed: Callable[..., str]) -> None:
     path = min((exploded / "incidents").glob("*.skipped.json"))
     told = json.loads(path.read_text())
     before = sorted(exploded.rglob("*"))
-    printed = replayed(path, capsys, monkeypatch)
+    printed = replayed(path)
     assert sorted(exploded.rglob("*")) == before
     assert f"checkpoints/step={told['optimizer_step']}\n" in printed
     assert ", 0 finite in one only" in printed
@@ -61,15 +66,11 @@ def test_the_step_is_run_again(
 
 
 def test_finite_losses_are_those_of_the_run(
-    tmp_path: Path,
-    pipeline_dir: Path,
-    shards_dir: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, pipeline_dir: Path, shards_dir: Path, replayed: Callable[..., str]
 ) -> None:
     changes = {"system__batch_size": 4, "system__gradient_accumulation": 2, "experiment__save_every": 4}
     train(options(tmp_path / "run", pipeline_dir, shards_dir, **changes), Poison({4}))
-    printed = replayed(tmp_path / "run" / "incidents" / "step=4.skipped.json", capsys, monkeypatch)
+    printed = replayed(tmp_path / "run" / "incidents" / "step=4.skipped.json")
     found = re.search(r"differences up to (\S+), 0 finite in one only", printed)
     assert found is not None and float(found[1]) < 1e-5
     # The gradient was poisoned from outside; the step itself is sound.
@@ -79,11 +80,7 @@ def test_finite_losses_are_those_of_the_run(
 
 
 def test_what_config_yaml_does_not_hold_is_given_again(
-    tmp_path: Path,
-    pipeline_dir: Path,
-    shards_dir: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, pipeline_dir: Path, shards_dir: Path, replayed: Callable[..., str]
 ) -> None:
     argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__save_every=4)
     path = f"dataset.params.path=['pipe:cat {sorted(shards_dir.glob('*.tar'))[0]}']"
@@ -92,8 +89,8 @@ def test_what_config_yaml_does_not_hold_is_given_again(
     train([*argv, permit], Poison({4}))
     incident = tmp_path / "run" / "incidents" / "step=4.skipped.json"
     with pytest.raises(UserError, match=r"dataset\.params\.allow_pipe=true"):
-        replayed(incident, capsys, monkeypatch)
-    printed = replayed(incident, capsys, monkeypatch, permit, path)
+        replayed(incident)
+    printed = replayed(incident, permit, path)
     assert re.search(r"differences up to \S+, 0 finite in one only", printed)
 
 
@@ -124,23 +121,19 @@ def test_a_damaged_rollback_is_named(content: str, tmp_path: Path) -> None:
         replay_step.checkpoint_before(incident)
 
 
-def test_weights_of_another_model_are_a_sentence(
-    exploded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_another_model_are_a_sentence(exploded: Path, tmp_path: Path, replayed: Callable[..., str]) -> None:
     path = min((exploded / "incidents").glob("*.skipped.json"))
     other = f"model.pretrained={family_makers.save_pipeline('sdxl', tmp_path / 'other')}"
     with pytest.raises(UserError, match="its weights do not fit the model of these options"):
-        replayed(path, capsys, monkeypatch, other)
+        replayed(path, other)
 
 
-def test_an_older_checkpoint_is_said_to_be_older(
-    exploded: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_older_checkpoint_is_said_to_be_older(exploded: Path, replayed: Callable[..., str]) -> None:
     path = max((exploded / "incidents").glob("*.skipped.json"))
     step = json.loads(path.read_text())["optimizer_step"]
     (exploded / "checkpoints" / f"step={step}").rename(exploded / "away")
     try:
-        printed = replayed(path, capsys, monkeypatch)
+        printed = replayed(path)
     finally:
         (exploded / "away").rename(exploded / "checkpoints" / f"step={step}")
     assert f"step={step - 1}, 1 optimizer steps older than the step's own" in printed
