@@ -12,6 +12,8 @@ import traceback
 from types import TracebackType
 from typing import Any
 
+from sd_training.command_secrets import KEYS, hide_in_commands
+
 HIDDEN = "(hidden)"
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 _MIN_CHARACTERS = 8
@@ -21,12 +23,14 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}://)(?:[^\s/'\"<>]*@)?([^\s'\"<
 _WITHOUT_QUERY = ("s3://", "gs://")
 """There `?` is a part of a name, or a wildcard."""
 _NAME = (
-    r"(?<![A-Za-z])(?:api[-_]?key|access[-_]?key(?:[-_]?id)?|secret[-_]?key|password|passwd|passphrase|authorization|"
-    r"(?:security|auth|access|refresh|private|session|id|api|hf|hub|github|gitlab)[-_]?token)"
+    rf"(?:{KEYS}|password|passwd|passphrase|authorization|"
+    r"(?<![A-Za-z])(?:security|auth|access|refresh|private|session|id|api|hf|hub|github|gitlab)[-_]?token)"
 )
 """What stands after such a name and a colon is a secret."""
 _WORD_NAME = r"(?<![A-Za-z])(?:token|secret)"
 """Words of ordinary sentences, too."""
+_WORD_START = r"(?:(?<![A-Za-z])|(?-i:(?<=[a-z0-9])(?=[A-Z])))"
+"""Also `clientSecret`."""
 _COLON = r"\\?[\"']?[ \t]{0,9}:[ \t]{0,9}"
 _WORD = r"[^\s&'\",;(){}\[\]\\]"
 _QUOTED = re.compile(
@@ -38,16 +42,11 @@ _RANDOM_WORD = re.compile(
     rf"(?i)((?:{_NAME}|{_WORD_NAME}){_COLON})((?={_WORD}{{0,99}}\d)(?={_WORD}{{0,99}}[a-z]){_WORD}{{8,}})"
 )
 _ASSIGNED = re.compile(
-    r"(?i)((?<![A-Za-z])(?:api[-_]?key|access[-_]?key(?:[-_]?id)?|secret[-_]?key|token|secret|password|passwd|signature|"
-    r"sig)(?:\s*=\s*|\\?[\"']\s*:\s*)\\?[\"']?|\bbearer\s+|\bbasic\s+(?=[A-Za-z0-9+/=]{8})|"
+    rf"(?i)((?:{KEYS}|password|passwd|passphrase|signature|{_WORD_START}(?:token|secret|sig|j?session[-_]?id))"
+    r"(?:\s*=\s*|\\?[\"']\s*:\s*)\\?[\"']?|\bbearer\s+|\bbasic\s+(?=[A-Za-z0-9+/=]{8})|"
     r"\bauthorization\\?[\"']?\s*[:=]\s*\\?[\"']?(?:token|api-?key|negotiate)\s+)([^\s&'\",;(][^\s&'\",;]*)"
 )
-_USER = re.compile(
-    r"(\s(?:-[A-Za-z]{0,20}[uU]\s+|-[uU](?=[^\s:]{0,99}:)|--(?:proxy-)?user[\s=]+))"
-    r"(?:(\\?[\"'])[^\n]{0,300}?\2|[^\s'\"\\]+|\S+)"
-)
-"""How curl is given a user and a password."""
-_SECRET_KEY = re.compile(rf"(?i)(?:.*[^A-Za-z])?(?:{_NAME}|{_WORD_NAME})")
+_SECRET_KEY = re.compile(rf"(?i).*(?:{_NAME}|{_WORD_NAME}|(?<![A-Za-z])cookie)")
 _NO_VALUES = ("null", "None", "…", "true", "false", "True", "False")
 _COUNT = re.compile(r"token.*:.*", re.IGNORECASE | re.DOTALL)
 _NUMBER = re.compile(r"[-+]?\d{1,3}(?:[\d.,]{0,8}\d)?")
@@ -71,8 +70,7 @@ def redacted(text: str) -> str:
     for secret in _secrets():
         text = text.replace(secret, HIDDEN)
     text = _SHAPED.sub(HIDDEN, _URL.sub(_plain_url, text))
-    if "curl" in text:
-        text = _USER.sub(rf"\1{HIDDEN}", text)
+    text = hide_in_commands(text, HIDDEN)
     for pattern in (_QUOTED, _LAST_WORD, _RANDOM_WORD, _ASSIGNED):
         text = pattern.sub(_without_value, text)
     return text

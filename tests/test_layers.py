@@ -14,6 +14,7 @@ PACKAGE = "sd_training"
 
 LAYERS = {
     # Layer 0 has a floor: these modules are for everybody, config included.
+    "command_secrets": -4,
     **dict.fromkeys(("exit_status", "redaction"), -3),
     **dict.fromkeys(("errors", "types", "rank_log"), -2),
     **dict.fromkeys(("cli", "quiet", "stop_signals", "incident_log"), -1),

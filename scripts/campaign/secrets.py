@@ -1,8 +1,9 @@
-"""Secrets: a run with random ones everywhere a user may have them, and a search for each in all that it wrote or said.
+"""Secrets: runs with random ones everywhere a user may have them, and a search for each in all that they wrote or said.
 
 python -m scripts.campaign.secrets FOLDER
 """
 
+import json
 import os
 import secrets
 import shutil
@@ -11,7 +12,9 @@ import sys
 import tarfile
 import threading
 from base64 import b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
@@ -22,11 +25,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from scripts.campaign.row import Row
+from scripts.campaign.tiny_run import free_port
 from scripts.strategy_report import make_models
 from sd_training.cli import run_cli
 from sd_training.errors import ConfigError
 
 ENVIRONMENT = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "SOME_SERVICE_PASSWORD")
+MISTAKEN = ("missing", "wrong")
+"""Runs of one process that end with a sentence."""
 PROMISE = "no secret in any file of the run, nor in what it prints"
 
 
@@ -92,23 +98,55 @@ def piped(folder: Path, port: int, known: Mapping[str, str]) -> list[str]:
             shard.addfile(member, BytesIO(content))
     header = f"'Authorization: Bearer {known['header']}' 'x-api-key: {known['second header']}'"
     user = f"curl -u reader:{known['password']} {known['SOME_SERVICE_PASSWORD']}"
+    user += f" --password {known['password']} PGPASSWORD={known['password']} 'AccountKey={known['password']}'"
     path = f"dataset.params.path=pipe:cat {folder}/broken/{{000..001}}.tar; : {header} {user}"
     words = argv(folder, port, known, "experiment.name=piped", "dataset.params.allow_pipe=true")
     words += ["dataset.params.max_bad_fraction=1", "experiment.num_examples_to_see=64"]
     return [path, *words[1:]]
 
 
-def train(folder: Path, words: list[str], known: Mapping[str, str]) -> subprocess.CompletedProcess[bytes]:
-    """`train.py` with the secrets in its environment."""
+def environment_of(folder: Path, known: Mapping[str, str]) -> dict[str, str]:
+    """With the secrets; what is written to the home folder or to TMPDIR is searched, too."""
+    for name in ("home", "tmp", "said"):
+        (folder / name).mkdir(exist_ok=True)
     environment = {**os.environ, **{name: known[name] for name in ENVIRONMENT}, "OMP_NUM_THREADS": "1"}
-    environment |= {"XDG_CACHE_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
+    environment |= {"XDG_CACHE_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"), "WATCH_DIR": str(folder)}
     environment.pop("WANDB_MODE", None)
+    return environment
+
+
+def train(folder: Path, name: str, words: list[str], known: Mapping[str, str]) -> int:
+    """The status of `train.py` with the secrets in its environment."""
     command = [sys.executable, str(ROOT / "train.py"), *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=300)
-    (folder / "said").mkdir(exist_ok=True)
-    number = len(list((folder / "said").iterdir()))
-    (folder / "said" / f"{number}.txt").write_bytes(done.stdout + done.stderr)
-    return done
+    environment = environment_of(folder, known)
+    with (folder / "said" / f"{name}.txt").open("wb") as said:
+        done = subprocess.run(command, cwd=folder, env=environment, stdout=said, stderr=subprocess.STDOUT, timeout=300)
+    return done.returncode
+
+
+def train_pair(folder: Path, name: str, words: list[str], known: Mapping[str, str]) -> list[int]:
+    """The same by two processes, as torchrun starts them. `defect`: the second raises an exception that names the data.
+    `proxy`: the second alone has a proxy, which is not there."""
+    environment = environment_of(folder, known) | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "FAULT": name}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    proxy = {"http_proxy": f"http://agent:{known['proxy password']}@127.0.0.1:9"} if name == "proxy" else {}
+    command = [sys.executable, "-m", "scripts.campaign.faulty_run", *words, f"experiment.name={name}"]
+    children = []
+    for rank, own in enumerate(({}, proxy)):
+        own = {**environment, **own, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with said_by(folder, name, rank).open("wb") as said:
+            children.append(subprocess.Popen(command, cwd=folder, env=own, stdout=said, stderr=subprocess.STDOUT))
+    try:
+        return [child.wait(300) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+
+
+def said_by(folder: Path, name: str, rank: int) -> Path:
+    """What a process of `train_pair` printed."""
+    return folder / "said" / f"{name}_{rank}.txt"
 
 
 def places(folder: Path, known: Mapping[str, str]) -> Iterator[str]:
@@ -122,41 +160,96 @@ def places(folder: Path, known: Mapping[str, str]) -> Iterator[str]:
 
 
 def run(folder: Path, is_quick: bool) -> list[Row]:
-    """One row: a run that trains, one that describes itself, and ones that fail with the secrets in scope."""
+    """Two rows: a run that trains, one that describes itself, and ones that fail with the secrets in scope; and runs of
+    two processes of which one fails. Two at once, as most of their time goes into imports and waiting."""
     folder = folder.resolve() / "secrets"
-    shutil.rmtree(folder, ignore_errors=True)
+    of_two = folder.with_name("secrets_of_two")
+    for old in (folder, of_two):
+        shutil.rmtree(old, ignore_errors=True)
     folder.mkdir(parents=True)
     make_models(folder)
     in_urls, in_commands = ("user information", "signed query", "second query"), ("header", "second header", "password")
-    names = (*ENVIRONMENT, "wandb.api_key", *in_urls, *in_commands)
+    names = (*ENVIRONMENT, "wandb.api_key", *in_urls, *in_commands, "proxy password")
     known = {name: secrets.token_hex(20) for name in names}
-    handler = partial(_Files, directory=str(folder / "shards"))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    port = server.server_address[1]
-    try:
-        good = train(folder, argv(folder, port, known), known)
-        described = good if is_quick else train(folder, argv(folder, port, known, "--dry-run"), known)
-        skipping = train(folder, piped(folder, port, known), known)
-        missing = [
-            word.replace("{000..001}", "{007..008}") for word in argv(folder, port, known, "experiment.name=none")
-        ]
-        bad = [train(folder, missing, known)]
-        if not is_quick:
-            wrong = argv(folder, port, known, "wandb.mode=never", "dataset.params.filters.w=https://a:b@c/?sig=d")
-            bad.append(train(folder, wrong, known))
-    finally:
+    with served(folder / "shards") as port, ThreadPoolExecutor(2) as pool:
+        pair = pool.submit(pair_row, of_two, folder, port, known, is_quick)
+        jobs = jobs_alone(folder, port, known, is_quick)
+        ended = {name: pool.submit(train, folder, name, words, known) for name, words in jobs.items()}
+        return [_row_alone(folder, known, {name: one.result() for name, one in ended.items()}), pair.result()]
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[int]:
+    """Port of a server of these files on this machine."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Files, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
         server.shutdown()
-        server.server_close()
+
+
+def jobs_alone(folder: Path, port: int, known: Mapping[str, str], is_quick: bool) -> dict[str, list[str]]:
+    """Name of a run of one process → its options."""
+    trained = argv(folder, port, known)
+    none = argv(folder, port, known, "experiment.name=none")
+    jobs = {"piped": piped(folder, port, known)}
+    if not is_quick:  # the two processes train on the same data
+        jobs |= {"trained": trained, "described": [*trained, "--dry-run"]}
+        jobs["wrong"] = [*trained, "wandb.mode=never", "dataset.params.filters.w=https://a:b@c/?sig=d"]
+    return jobs | {"missing": [word.replace("{000..001}", "{007..008}") for word in none]}
+
+
+def _row_alone(folder: Path, known: Mapping[str, str], statuses: Mapping[str, int]) -> Row:
     hits = list(places(folder, known))
     is_named = any(folder.glob("piped/**/bad_samples.jsonl"))
-    ended = [good.returncode, *(done.returncode for done in bad)]
     num_files = sum(path.is_file() for path in folder.rglob("*"))
-    figure = f"{len(hits)} hits in {num_files} files for {len(known)} secrets, exit statuses {ended}"
+    figure = f"{len(hits)} hits in {num_files} files for {len(known)} secrets, exit statuses {list(statuses.values())}"
     figure += "".join(f"; {hit}" for hit in hits[:5])
-    have_trained = good.returncode == skipping.returncode == described.returncode == 0
-    is_kept = not hits and is_named and have_trained and all(end == 2 for end in ended[1:])
-    return [Row("secrets in environment, options and data URL", PROMISE, len(ended), figure, is_kept)]
+    is_right = all(status == (2 if name in MISTAKEN else 0) for name, status in statuses.items())
+    fault = "secrets in environment, options and data URL"
+    return Row(fault, PROMISE, len(statuses), figure, not hits and is_named and is_right)
+
+
+def pair_row(folder: Path, models: Path, port: int, known: Mapping[str, str], is_quick: bool) -> Row:
+    """Two processes; the weights leave the range of numbers in the first step, and the second process fails alone."""
+    folder.mkdir()
+    words = argv(models, port, known, f"experiment.log_dir={folder}", "system.batch_size=4")
+    words += ["experiment.num_examples_to_see=64", "optimizer.params.learning_rate=1e30"]
+    words += [f"dataset.params.{place}={folder / 'data'}" for place in ("index_dir", "remote.cache_dir")]
+    ended = {"defect": train_pair(folder, "defect", [*words, "system.workers=0"], known)}
+    if not is_quick:
+        ended["proxy"] = train_pair(folder, "proxy", [*words, "dataset.params.remote.mode=range"], known)
+    hits, problems = list(places(folder, known)), list(untold(folder, list(ended), f"http://127.0.0.1:{port}/00"))
+    for problem in problems:
+        print(f"secrets: {problem}", file=sys.stderr)
+    num_files = sum(path.is_file() for path in folder.rglob("*"))
+    statuses = [status for pair in ended.values() for status in pair]
+    figure = f"{len(hits)} hits in {num_files} files, exit statuses {statuses}, {len(problems)} things not told"
+    figure += "".join(f"; {hit}" for hit in hits[:5])
+    fault = "a loss that is not finite, and the second of two ranks fails alone"
+    is_kept = not hits and not problems and 0 not in statuses
+    return Row(fault, f"{PROMISE}; incident, note of the end and message name the data", len(ended), figure, is_kept)
+
+
+def untold(folder: Path, names: Sequence[str], url: str) -> Iterator[str]:
+    """What has not been told, in which a secret could have been.
+
+    Args:
+        folder: of `train_pair`.
+        names: of the runs; the one named `defect` has incidents.
+        url: how the data's shards begin, without secrets.
+    """
+    told = [path.read_text() for path in folder.glob("defect/incidents/*.json")]
+    if not any(url in sample["shard"] for text in told for sample in json.loads(text)["samples"]):
+        yield f"none of {len(told)} incidents names a sample by its URL"
+    for name in names:
+        kind = "Traceback" if name == "defect" else "error: "
+        said = said_by(folder, name, 1).read_text()
+        if kind not in said or url[:-2] not in said:
+            yield f"{name}: rank 1 does not name the data after {kind!r}:\n{said[-1000:]}"
+        path = folder / name / "first_end.json"
+        end: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rank": None, "text": "no file"}
+        if end["rank"] != 1 or url[:-2] not in end["text"]:
+            yield f"{name}: first_end.json is of rank {end['rank']}: {end['text']}"
 
 
 def main() -> None:
