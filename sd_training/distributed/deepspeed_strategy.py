@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -20,6 +19,7 @@ from pytorch_lightning.plugins.precision import DeepSpeedPrecision
 from pytorch_lightning.strategies import DeepSpeedStrategy
 from torch import Tensor
 
+from sd_training.distributed.deepspeed_file import problems_of, read_file
 from sd_training.distributed.saves import WholeCheckpoints
 from sd_training.distributed.zero import Zero, ZeroOptimizer, ZeroParameters
 from sd_training.errors import ConfigError
@@ -48,6 +48,7 @@ _UNUSABLE: Mapping[str, tuple[bool, str]] = {
     "cpu_offload_param": (True, "say distributed.offload_parameters=true instead"),
 }
 """ZeRO's key → the value that does not work here, and why."""
+_APART = "its processes keep what saves cannot read"
 _OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
 """ZeRO's key → this trainer's option."""
 
@@ -64,18 +65,14 @@ def deepspeed_options(
     Raises:
         ConfigError: the file cannot be read, or decides what this trainer's options decide.
     """
-    options = _read(path) if path is not None else {}
+    options = _stated(path) if path is not None else {}
     zero: dict[str, Any] = options.setdefault("zero_optimization", {})
     if not isinstance(zero, dict):
         raise ConfigError(f"distributed.deepspeed_config: {path} has a zero_optimization that is no JSON object")
-    problems = [
-        f"distributed.deepspeed_config: {path} has {key!r}, which {option} decides; remove it from the file"
-        for key, option in _DECIDED.items()
-        if key in options
-    ]
+    problems = problems_of(options, _DECIDED, path)
     if zero.get("stage", stage) != stage:
         problems.append(
-            f"distributed.deepspeed_config: {path} has ZeRO stage {zero['stage']}, but distributed.strategy is "
+            f"distributed.deepspeed_config: {path} has ZeRO stage {zero['stage']!a:.20}, but distributed.strategy is "
             f"deepspeed_{stage}"
         )
     problems += _zero_problems(
@@ -112,6 +109,10 @@ def _zero_problems(zero: Mapping[str, Any], path: str | None, wanted: Mapping[st
             problems.append(f"{where}.{key}; say distributed.{option}=true as well")
         elif isinstance(given, dict) and given.get("device") == "nvme":
             problems.append(f"{where}.{key}.device=nvme, from which saves cannot read; use cpu")
+        elif isinstance(given, dict) and given.get("super_offload", False) is not False:
+            problems.append(f"{where}.{key}.super_offload: {_APART}; remove it")
+    if zero.get("zenflow") is not None:
+        problems.append(f"{where}.zenflow: {_APART}; remove it")
     return problems
 
 
@@ -123,17 +124,11 @@ def _check_with_deepspeed(options: Mapping[str, Any], path: str) -> None:
         DeepSpeedConfig({**options, "train_micro_batch_size_per_gpu": 1})
     except Exception as error:  # it expects types of values that it has not looked at
         reason = " ".join(str(error).split())
-        raise ConfigError(f"distributed.deepspeed_config: {path}: DeepSpeed refuses it: {reason}") from error
+        raise ConfigError(f"distributed.deepspeed_config: {path}: DeepSpeed refuses it: {reason:.500}") from error
 
 
-def _read(path: str) -> dict[str, Any]:
-    try:
-        options = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"distributed.deepspeed_config: {path} cannot be read: {error}") from error
-    if not isinstance(options, dict):
-        raise ConfigError(f"distributed.deepspeed_config: {path} is no JSON object")
-    stated: dict[str, Any] = _without_auto(options)
+def _stated(path: str) -> dict[str, Any]:
+    stated = read_file(path)
     zero = stated.get("zero_optimization")
     if isinstance(zero, dict):
         stated["zero_optimization"] = {key: value for key, value in zero.items() if not _is_no_offload(key, value)}
@@ -142,11 +137,6 @@ def _read(path: str) -> dict[str, Any]:
 
 def _is_no_offload(key: str, value: Any) -> bool:
     return key in _OFFLOADS and isinstance(value, dict) and value.get("device") == "none"
-
-
-def _without_auto(options: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in options.items() if value != "auto"}
-    return {key: _without_auto(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 class ZeroProcesses(WholeCheckpoints, DeepSpeedStrategy):

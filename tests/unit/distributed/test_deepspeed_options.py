@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sd_training.distributed.deepspeed_file import TAKEN
 from sd_training.distributed.deepspeed_strategy import deepspeed_options
 from sd_training.errors import ConfigError
 
@@ -61,7 +62,23 @@ def test_offload_without_a_file() -> None:
         ({"tensor_parallel": {"autotp_size": 2}}, "'tensor_parallel', which distributed.mesh.tensor decides"),
         ({"activation_checkpointing": 3}, "DeepSpeed refuses it"),
         ({"comms_logger": {"enabled": "perhaps"}}, "DeepSpeed refuses it: .*enabled"),
-        ({"checkpoint": {"tag_validation": "X"}}, "DeepSpeed refuses it: .*tag_validation"),
+        ({"communication_data_type": "fp7"}, "DeepSpeed refuses it: .*fp7"),
+        (
+            {"flops_profiler": {"enabled": True, "output_file": "x"}},
+            "'flops_profiler', which this trainer does not pass on; remove",
+        ),
+        ({"tensorboard": {"output_path": "x"}}, "'tensorboard', which this trainer"),
+        (
+            {"autotuning": {"enabled": False}},
+            "'autotuning', which .* not one of activation_checkpointing, comms_",
+        ),
+        ({"gradient_allreduce_op": "sum"}, "'gradient_allreduce_op', which this"),
+        ({"data_types": {"param_dtype": "bf16"}}, "'data_types.param_dtype', which model.mixed_precision decides"),
+        ({"data_types": {"grad_accum_dtype": "x"}}, "'x', which must be one of fp32, bf16 and fp16"),
+        ({"steps_per_print": 0}, "steps_per_print=0, which must be a positive whole number"),
+        ({"gradient_predivide_factor": "x"}, "gradient_predivide_factor='x', which must be a positive number"),
+        ({"dump_state": 1}, "dump_state=1, which must be true or false"),
+        ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow: its processes keep"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "say distributed.offload_optimizer=true"),
     ],
 )
@@ -82,3 +99,59 @@ def test_shares_on_a_disk_that_saves_cannot_read(tmp_path: Path) -> None:
     path.write_text(json.dumps({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}))
     with pytest.raises(ConfigError, match="device=nvme, from which saves cannot read"):
         options(path, offload_optimizer=True)
+
+
+def test_shares_in_processes_that_saves_cannot_read(tmp_path: Path) -> None:
+    path = tmp_path / "deepspeed.json"
+    path.write_text(json.dumps({"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}}))
+    with pytest.raises(ConfigError, match=r"offload_optimizer\.super_offload: its processes keep"):
+        options(path, 3, offload_optimizer=True)
+
+
+def test_every_key_that_is_passed_on_is_one_of_deepspeed(tmp_path: Path) -> None:
+    path = tmp_path / "deepspeed.json"
+    given = {
+        "activation_checkpointing": {"profile": True},
+        "comms_logger": {"enabled": True},
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "disable_allgather": False,
+        "dump_state": True,
+        "gradient_predivide_factor": 2,
+        "memory_breakdown": False,
+        "prescale_gradients": True,
+        "steps_per_print": 10,
+        "timers": {"throughput": {"enabled": False}},
+        "wall_clock_breakdown": False,
+        "zero_force_ds_cpu_optimizer": True,
+    }
+    path.write_text(json.dumps(given))
+    assert {key: options(path)[key] for key in given} == given
+    assert given.keys() | {"zero_optimization"} == set(TAKEN)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}", "deepspeed.json holds JSON deeper than 20"),
+        ('{"timers": ' + '{"a":' * 20 + "1" + "}" * 21, "deepspeed.json holds JSON deeper than 20"),
+        ('{"a": "' + "x" * 2**20 + '"}', "deepspeed.json is larger than 1 MiB"),
+        ('{"a": ' + "1" * 5000 + "}", "cannot be read"),
+        ('{"a": "\\ud800"}', "not pass on"),
+        ("\x00", "cannot be read"),
+    ],
+)
+def test_hostile_files(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "deepspeed.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=problem) as caught:
+        options(path)
+    assert len(str(caught.value)) < 1000
+
+
+def test_many_unknown_keys_make_a_short_message(tmp_path: Path) -> None:
+    path = tmp_path / "deepspeed.json"
+    path.write_text(json.dumps({f"{i}" * 200: 1 for i in range(500)}))
+    with pytest.raises(ConfigError, match="and 490 more") as caught:
+        options(path)
+    assert len(str(caught.value)) < 10_000
