@@ -8,6 +8,7 @@ from sd_training.cli import print_error
 from sd_training.errors import UserError
 from sd_training.redaction import redacted
 from sd_training.watch.first_end import FirstEnd
+from sd_training.watch.status_file import tell_status
 
 DEFECT = 1
 """Python's status after an exception."""
@@ -34,6 +35,7 @@ def ended_together(first_end: FirstEnd, *, is_child: bool) -> Iterator[None]:
         other = None if is_mistake else first_end.wait_for_another(_OTHER_S)
         if other is None and not first_end.claim(status, redacted(f"{type(error).__name__}: {error}")):
             other = first_end.of_another()
+        tell_status(status if other is None else other.status)
         if other is not None:
             raise SystemExit(0 if is_child else other.status) from None
         if not is_child:

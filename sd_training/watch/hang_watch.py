@@ -23,6 +23,7 @@ from typing import NoReturn
 
 from sd_training.exit_status import HANG
 from sd_training.watch.first_end import End, FirstEnd
+from sd_training.watch.status_file import tell_status
 
 PEERS_S = 3.0
 """Between the note and the end: the others see the note in this time, and write their stacks."""
@@ -128,7 +129,8 @@ class HangWatch:
             self._write_stacks(text)
 
         try:
-            _within(_WRITING_S, tell, say)
+            # The run folder may be what does not answer, so the batch file is told beside.
+            _within(_WRITING_S, lambda: tell_status(HANG), tell, say)
             self._wake_peers()
             time.sleep(PEERS_S)
         finally:
@@ -144,7 +146,7 @@ class HangWatch:
     def _follow(self, end: End) -> None:
         if end.status == HANG:
             try:
-                _within(_WRITING_S, lambda: self._write_stacks(end.text))
+                _within(_WRITING_S, lambda: tell_status(HANG), lambda: self._write_stacks(end.text))
             finally:
                 os._exit(self.status)
         # The first process may have found the note to be of an earlier start, and cleared it.

@@ -27,6 +27,8 @@ esac""",
     "srun": r"""printf '%s\0' "$@" > "$CALLS/srun"
 env > "$CALLS/environment"
 [ -z "$STEP" ] || echo "$STEP" > "$SD_TRAINING_STEP_FILE"
+[ -z "$TOLD" ] || echo "$TOLD" > "$SD_TRAINING_STATUS_FILE"
+[ -z "$LEFT" ] || echo 75 > "$LEFT"
 exit "$STATUS" """,
 }
 
@@ -41,15 +43,18 @@ class Job:
             (folder / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
             (folder / "bin" / name).chmod(0o755)
 
-    def start(self, batch: Path, status: int = 0, step: int | None = None, **environment: str) -> str:
-        """Runs the file with an srun that ends with `status` and leaves `step`; its output."""
+    def start(
+        self, batch: Path, status: int = 0, step: int | None = None, told: object = "", **environment: str
+    ) -> str:
+        """Runs the file with an srun that ends with `status` and leaves `step` and the status `told`; its output."""
         slurm = {"JOB_ID": str(self.job_id), "JOB_NODELIST": "n7,n8", "NTASKS": "16", "JOB_NUM_NODES": "2"}
         slurm |= {"RESTART_COUNT": str(self.num_starts)} if self.num_starts else {}
         self.num_starts += 1
         slurm |= {"CPUS_PER_TASK": "6", "SUBMIT_DIR": str(self.folder)}
         variables = {f"SLURM_{name}": value for name, value in slurm.items()} | environment
         variables |= {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "CALLS": str(self.folder)}
-        variables |= {"STATUS": str(status), "STEP": "" if step is None else str(step)}
+        variables |= {"STATUS": str(status), "STEP": "" if step is None else str(step), "TOLD": str(told)}
+        variables = {"LEFT": ""} | variables
         done = subprocess.run(["bash", batch], cwd=self.folder, env=variables, capture_output=True, text=True)
         self.status = done.returncode
         return done.stdout + done.stderr
@@ -123,6 +128,38 @@ def test_a_job_that_makes_no_progress_is_started_again_three_times(job: Job) -> 
     for status in (75, 87):
         assert "no progress beyond 11 saved optimizer steps" in job.start(TEMPLATE, status, None)
         assert (job.status, job.requeued()) == (status, 8)
+
+
+@pytest.mark.parametrize("batch", BATCH_FILES, ids=lambda path: path.stem)
+def test_the_status_of_the_run_counts_where_srun_gives_that_of_a_killed_process(batch: Path, job: Job) -> None:
+    started = {"RUN_CONTAINER": "i.sif"}
+    for step, (status, told) in enumerate(((137, 87), (143, 75), (87, 87), (1, 75)), start=1):
+        said = job.start(batch, status, step, told, **started)
+        assert f"status {told}, saved after {step} optimizer steps" in said
+        assert (job.status, job.requeued()) == (told, step)
+        assert ("srun gives" in said) == (status != told)
+    for status, told in ((137, 86), (143, 2), (137, 130), (87, 88)):
+        job.start(batch, status, 9, told, **started)
+        assert (job.status, job.requeued()) == (told, 4)
+    for status in (137, 143):  # nothing was written, or nothing that is a status
+        for told in ("", "0", "x", "87 x"):
+            job.start(batch, status, 9, told, **started)
+            assert (job.status, job.requeued()) == (status, 4)
+    job.start(batch, 0, 9, 75, **started)
+    assert (job.status, job.requeued()) == (0, 4)
+
+
+def test_the_status_of_an_earlier_start_does_not_count(job: Job) -> None:
+    job.start(TEMPLATE, 75, 10, 75)
+    job.start(TEMPLATE, 137)
+    assert (job.status, job.requeued()) == (137, 1)
+    # A process of the first start may live on, on a node that was given up.
+    job.start(TEMPLATE, 137, LEFT=str(job.folder / "slurm-100.step.status-0"))
+    assert (job.status, job.requeued()) == (137, 1)
+    job.num_starts = 0  # another job, long after, with the same number
+    job.start(TEMPLATE, 137)
+    assert (job.status, job.requeued()) == (137, 1)
+    assert [path.name for path in job.folder.glob("slurm-*")] == []
 
 
 def test_two_jobs_on_a_node_and_a_port_that_is_still_taken(job: Job, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from sd_training.exit_status import HANG
 from sd_training.watch.hang_watch import PEERS_S, HangWatch
+from sd_training.watch.status_file import STATUS_FILE_VARIABLE
 
 ROOT = Path(__file__).parents[3]
 HEAD = """
@@ -35,12 +36,12 @@ class Ranks:
         self.folder = folder
         self.all: list[subprocess.Popen[str]] = []
 
-    def start(self, limits: dict[str, float], act: str, *peers: int) -> "subprocess.Popen[str]":
+    def start(self, limits: dict[str, float], act: str, *peers: int, **environment: str) -> "subprocess.Popen[str]":
         code = HEAD.replace("{limits}", repr(limits)) + f"    {act}\n"
         rank = str(len(self.all))
         process = subprocess.Popen(
             [sys.executable, "-c", code, str(self.folder), rank, *map(str, peers)],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -158,6 +159,24 @@ def test_a_stderr_that_takes_nothing_keeps_nobody(kind: str, ranks: Ranks) -> No
     assert "in stay_here" in ranks.stacks(0)
     end = json.loads((ranks.folder / "first_end.json").read_text())
     assert end["status"] == HANG
+
+
+def test_the_batch_file_is_told_though_the_run_folder_does_not_answer(ranks: Ranks, tmp_path: Path) -> None:
+    told = tmp_path / "status"
+    act = """
+    watch.first_end.claim = lambda *_: stay_here(60)
+    watch.enter("step", 3)
+    stay_here(60)"""
+    process = ranks.start({"step": 0.5}, act, **{STATUS_FILE_VARIABLE: str(told)})
+    assert process.wait(20) == HANG and told.read_text() == f"{HANG}\n"
+
+
+def test_a_follower_tells_the_batch_file_as_well(ranks: Ranks, tmp_path: Path) -> None:
+    """The first one may be cut off from the storage."""
+    told = tmp_path / "status"
+    process = ranks.start({"step": 60}, "stay_here(25)", **{STATUS_FILE_VARIABLE: str(told)})
+    assert HangWatch({}, ranks.folder, rank=7).first_end.claim(HANG, "stuck")
+    assert process.wait(20) == HANG and told.read_text() == f"{HANG}\n"
 
 
 def test_a_follower_ends_though_it_cannot_write(ranks: Ranks) -> None:
