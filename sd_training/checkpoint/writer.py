@@ -2,6 +2,10 @@
 
 RUN/writer.lock      locked by the process that writes, as long as it lives; a second start on the machine is refused
 RUN/writers/7.json   one small file per start, made exclusively; the highest number owns the folder
+RUN/start.lock       locked while a start takes the folder: of several at once on a machine, one gets it
+
+Some network file systems show a lock to all machines, and a node that is cut off keeps its lock. So a lock refuses only
+where the newest start says that it is of this machine; else the file is replaced by one that the new start has locked.
 
 A process that a scheduler gave up but that still lives (a zombie: stopped, or cut off) finds a higher number than its
 own before it publishes or deletes anything, and ends. Between that look and its rename there is a moment; so names of
@@ -17,6 +21,8 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +33,9 @@ from sd_training.rank_log import get_logger
 log = get_logger(__name__)
 
 _LOCK = "writer.lock"
+_TAKING = "start.lock"
+_TAKING_S = 5.0
+"""A start that is stopped while it takes the folder keeps others waiting for so long."""
 _CLAIMS = "writers"
 _locks: dict[str, int] = {}
 """Descriptor of the lock by run folder, of this process: a later run in it takes over from an earlier one."""
@@ -88,21 +97,44 @@ def take(run_dir: Path) -> Fence:
         ConfigError: a process of this machine writes there; names it.
         OSError: the folder cannot be written.
     """
-    _lock(run_dir)
+    with _one_at_a_time(run_dir):
+        return _take(run_dir)
+
+
+def _take(run_dir: Path) -> Fence:
     (run_dir / _CLAIMS).mkdir(exist_ok=True)
     while True:
-        number = max(_numbers(run_dir), default=0) + 1
-        fence = Fence(run_dir, number, secrets.token_hex(8))
+        newest = max(_numbers(run_dir), default=0)
+        is_locked = _lock(run_dir)
+        if not is_locked:
+            _refuse_if_here(run_dir, newest)
+        fence = Fence(run_dir, newest + 1, secrets.token_hex(8))
         try:
             _claim(fence)
+            if not is_locked:
+                _replace_lock(run_dir, fence.number)
             fence.check()
         except (FileExistsError, TakenOverError):
             continue  # another start at this very moment; the later one has it
         break
     for older in _numbers(run_dir):
-        if older < number:
+        if older < fence.number:
             _path(run_dir, older).unlink(missing_ok=True)
     return fence
+
+
+@contextmanager
+def _one_at_a_time(run_dir: Path) -> Iterator[None]:
+    """Starts on one machine wait for each other here; where there are no locks, they do not."""
+    end_s = time.monotonic() + _TAKING_S
+    handle = os.open(run_dir / _TAKING, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        with suppress(OSError):
+            while not _flock(handle) and time.monotonic() < end_s:
+                time.sleep(0.05)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _claim(fence: Fence) -> None:
@@ -111,6 +143,7 @@ def _claim(fence: Fence) -> None:
     owner = {
         "token": fence.token,
         "host": socket.gethostname(),
+        "boot_id": _boot_id(),
         "pid": os.getpid(),
         "job_id": os.environ.get("SLURM_JOB_ID"),
         "restart_count": os.environ.get("SLURM_RESTART_COUNT"),
@@ -127,21 +160,76 @@ def _claim(fence: Fence) -> None:
         os.close(handle)
 
 
-def _lock(run_dir: Path) -> None:
+def _lock(run_dir: Path) -> bool:
+    """Whether nobody else has it; also where there are no locks."""
     _unlock(run_dir)
     handle = os.open(run_dir / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)  # not inherited by programs that this one starts
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_ours = _flock(handle)
     except OSError as error:
         os.close(handle)
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            number = max(_numbers(run_dir), default=0)
-            raise ConfigError(
-                f"experiment.name: {_described(number, _read(run_dir, number))} writes in {run_dir} and still lives; "
-                "end it first (it may be stopped), or choose another experiment.name"
-            ) from None
         log.info(f"{run_dir}: no locks there ({error.strerror}); a second start takes this run over")
-        return
+        return True
+    if is_ours:
+        _locks[os.path.realpath(run_dir)] = handle
+    else:
+        os.close(handle)
+    return is_ours
+
+
+def _flock(handle: int) -> bool:
+    """Whether nobody else has it locked; then this process has.
+
+    Raises:
+        OSError: there are no locks.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def _refuse_if_here(run_dir: Path, number: int) -> None:
+    """Somebody has the lock, and this start is the newest one."""
+    owner = _read(run_dir, number)
+    if _is_here(owner):
+        raise ConfigError(
+            f"experiment.name: {_described(number, owner)} writes in {run_dir} and still lives; end it first (it may "
+            "be stopped), or choose another experiment.name"
+        )
+    log.warning(f"{run_dir}: {_described(number, owner)} still has it locked; it is taken over from that machine")
+
+
+def _is_here(owner: dict[str, Any]) -> bool:
+    """Whether a start is of this machine, since its last boot. One that does not say so is."""
+    theirs, ours = owner.get("boot_id"), _boot_id()
+    if theirs and ours:
+        return bool(theirs == ours)  # containers have names of their own
+    return owner.get("host") in (None, socket.gethostname())
+
+
+def _boot_id() -> str | None:
+    """Tells machines, and the boots of one, apart; null where the system has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+
+
+def _replace_lock(run_dir: Path, number: int) -> None:
+    """By one that this process has; `number` is that of this start."""
+    beside = run_dir / f"{_LOCK}.{number}"
+    handle = os.open(beside, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        _flock(handle)
+        os.replace(beside, run_dir / _LOCK)
+    except OSError:
+        os.close(handle)
+        beside.unlink(missing_ok=True)
+        raise
     _locks[os.path.realpath(run_dir)] = handle
 
 

@@ -1,7 +1,9 @@
 """One writer per run folder: two starts on one machine, and a start on another one that the lock does not see."""
 
+import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,11 @@ import pytest
 from sd_training.checkpoint import rotation, seal, writer
 from sd_training.errors import ConfigError, TakenOverError
 from sd_training.export.pipeline import recover_exports
+
+PROGRAM = (
+    "import sys, pathlib; from sd_training.checkpoint import writer; "
+    "writer.take(pathlib.Path(sys.argv[1])); print('taken', flush=True); sys.stdin.read()"
+)
 
 
 def elsewhere(run_dir: Path) -> writer.Fence:
@@ -49,17 +56,89 @@ def test_a_claim_that_is_not_ours_is_somebody_elses(tmp_path: Path, damage: str 
 
 
 def test_a_second_start_while_the_first_lives_is_refused(tmp_path: Path) -> None:
-    program = (
-        "import sys, pathlib; from sd_training.checkpoint import writer; "
-        "writer.take(pathlib.Path(sys.argv[1])); print('taken', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path)]
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "taken\n"
         with pytest.raises(ConfigError, match=rf"start 1 \(process {other.pid} on .*still lives"):
             writer.take(tmp_path)
         other.communicate()
     assert writer.take(tmp_path).number == 2  # its lock went with it
+
+
+def held(run_dir: Path, **owner: str) -> int:
+    """A lock that this machine sees, as on file systems whose locks span machines, and who says to have it."""
+    (run_dir / "writers").mkdir(parents=True)
+    (run_dir / "writers" / "1.json").write_text(json.dumps({"token": "x", "pid": 17, "job_id": "5", **owner}))
+    handle = os.open(run_dir / "writer.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    return handle
+
+
+HERE = {"host": socket.gethostname(), "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text().strip()}
+ELSEWHERE = {"host": "node-that-is-lost", "boot_id": "another"}
+
+
+@pytest.mark.parametrize(
+    "owner",
+    [ELSEWHERE, {"host": "node-that-is-lost"}, ELSEWHERE | {"host": HERE["host"]}],
+    ids=["other boot", "older file", "the same name"],
+)
+def test_a_lock_of_another_machine_refuses_nobody(owner: dict[str, str], tmp_path: Path) -> None:
+    lost = held(tmp_path, **owner)
+    fence = writer.take(tmp_path)
+    fence.check()
+    assert fence.number == 2 and sorted(os.listdir(tmp_path)) == ["start.lock", "writer.lock", "writers"]
+    assert os.listdir(tmp_path / "writers") == ["2.json"]
+    # From now on the lock is this start's: another one on this machine is refused while it lives, and only then.
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    refused = subprocess.run(command, input="", capture_output=True, text=True)
+    assert f"start 2 (process {os.getpid()} on " in refused.stderr and "still lives" in refused.stderr
+    fence.release()
+    assert subprocess.run(command, input="", capture_output=True, text=True).stdout == "taken\n"
+    os.close(lost)
+
+
+@pytest.mark.parametrize(
+    "owner",
+    [HERE, {"host": HERE["host"]}, HERE | {"host": "name-of-a-container"}, {}],
+    ids=["this boot", "older file", "container", "nobody says"],
+)
+def test_a_lock_of_this_machine_refuses(owner: dict[str, str], tmp_path: Path) -> None:
+    lock = held(tmp_path, **owner)
+    with pytest.raises(ConfigError, match=r"start 1 .*SLURM job 5.* still lives"):
+        writer.take(tmp_path)
+    assert os.listdir(tmp_path / "writers") == ["1.json"]
+    os.close(lock)
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_of_starts_at_once_one_takes_over_from_a_lost_machine(is_held: bool, tmp_path: Path) -> None:
+    folders = [tmp_path / str(number) for number in range(40)]
+    locks = [held(folder, **ELSEWHERE) for folder in folders]
+    if not is_held:
+        while locks:
+            os.close(locks.pop())
+    program = (
+        "import sys, pathlib; from sd_training.checkpoint import writer; print('ready', flush=True); input()\n"
+        "for folder in sys.argv[1:]:\n"
+        "    try: writer.take(pathlib.Path(folder)); print(folder)\n"
+        "    except writer.ConfigError: pass\n"
+        "print('.', flush=True); input()"
+    )
+    command = [sys.executable, "-c", program, *map(str, folders)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    starts = [subprocess.Popen(command, text=True, **pipes) for _ in range(3)]  # type: ignore[call-overload]
+    for start in starts:
+        assert start.stdout.readline() == "ready\n"
+    for start in starts:
+        start.stdin.write("\n")
+        start.stdin.flush()
+    taken = [line.strip() for start in starts for line in iter(start.stdout.readline, ".\n")]
+    assert sorted(taken) == sorted(map(str, folders))
+    for start in starts:
+        start.communicate("\n")
+    for lock in locks:
+        os.close(lock)
 
 
 def test_this_process_may_take_a_folder_again(tmp_path: Path) -> None:
@@ -82,6 +161,7 @@ def test_a_claim_says_who_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     first = writer.take(tmp_path)
     owner = json.loads((tmp_path / "writers" / "1.json").read_text())
     assert (owner["job_id"], owner["restart_count"], owner["pid"]) == ("77", "3", os.getpid())
+    assert HERE.items() <= owner.items()
     elsewhere(tmp_path)
     with pytest.raises(TakenOverError, match="SLURM job 77"):
         first.check()
