@@ -21,9 +21,11 @@ from sd_training.errors import ConfigError
 from sd_training.quiet import quiet_libraries
 from sd_training.rank_log import get_logger, is_main_process
 from sd_training.stop_signals import StopSignals
+from sd_training.watch.parent import end_with_parent
 
 if TYPE_CHECKING:
     from sd_training.build.plan import Plan
+    from sd_training.build.run import Run
 
 log = get_logger("sd_training.train")
 
@@ -34,6 +36,7 @@ def main() -> None:
     if not argv or "-h" in argv or "--help" in argv:
         print(__doc__.strip())
         return
+    end_with_parent()
     signals = StopSignals()
     signals.expect_warning()
     dry_run, fit = "--dry-run" in argv, "--fit" in argv
@@ -80,7 +83,7 @@ def train(plan: "Plan", signals: StopSignals) -> None:
     together = ended_together(watch.first_end, is_child=is_child) if plan.launch.processes > 1 else nullcontext()
     with together, watch.running():
         run = build_run(plan, signals, watch)
-        run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.resume_from)
+        _fit(run)
     if run.exit_status:
         log.info(f"stopped after {run.trainer.global_step:,} optimizer steps and saved; the same command goes on")
     else:
@@ -90,6 +93,16 @@ def train(plan: "Plan", signals: StopSignals) -> None:
         os._exit(run.exit_status)  # a logger that hangs would keep Python from ending
     if run.exit_status:
         signals.leave(run.exit_status)
+
+
+def _fit(run: "Run") -> None:
+    """Lightning makes status 1 of a Ctrl-C before the first step, which is noted from then on only."""
+    try:
+        run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.resume_from)
+    except SystemExit as ended:
+        if isinstance(ended.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        raise
 
 
 if __name__ == "__main__":

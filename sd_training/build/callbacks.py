@@ -25,6 +25,7 @@ from sd_training.callbacks.run_record import RunRecord
 from sd_training.callbacks.saves import Saves
 from sd_training.callbacks.second_run import SecondRun
 from sd_training.callbacks.stopwatch import Stopwatch
+from sd_training.callbacks.validation import Validation
 from sd_training.checkpoint.mirror import Mirror
 from sd_training.checkpoint.writer import Fence
 from sd_training.config.dump import resolved_yaml, to_plain
@@ -53,6 +54,7 @@ def build_callbacks(
     config, batch = plan.config, plan.batch
     stopwatch = Stopwatch(watch)
     ema = _ema(plan, trained) if config.model.use_ema else None
+    validation = _validation(plan, data, ema, stopwatch, fence)
     metrics = Metrics(plan.run_dir / "metrics.csv", config.logging.every, data.images_before, ema, stopwatch, fence)
 
     def facts() -> dict[str, Any]:
@@ -72,7 +74,7 @@ def build_callbacks(
         stopwatch,
         preemption.times,
         fence,
-        metrics.take_mean_loss,
+        lambda step: _losses(step, metrics, validation),
     )
     guard = _numeric_guard(plan, data, stopwatch, saves, ema)
     callbacks: list[pl.Callback | None] = [
@@ -84,6 +86,7 @@ def build_callbacks(
         ReplicaDigest(config.numerics.digest_every, guard.incidents),
         metrics,
         CompileWatch(config.logging.every) if config.trainer.compile else None,
+        validation,
         *_picture_callbacks(plan, trained, ema, stopwatch),
         saves,
         None if mirror is None else Mirroring(plan.run_dir, mirror, saves, stopwatch, _save_limit_s(plan)),
@@ -112,6 +115,25 @@ def _numeric_guard(plan: Plan, data: TrainingData, stopwatch: Stopwatch, saves: 
 
     every = config.logging.every
     return NumericGuard(config.numerics, every, plan.run_dir, data.name_of, stopwatch, facts, ema, saves)
+
+
+def _validation(
+    plan: Plan, data: TrainingData, ema: Ema | None, stopwatch: Stopwatch, fence: Fence
+) -> Validation | None:
+    if data.held_out is None:
+        return None
+    config = plan.config.validation
+    # An autoencoder is not asked at noise levels.
+    count = 1 if plan.config.model.train == "vae" else config.num_levels
+    quantiles = [(number + 0.5) / count for number in range(count)]
+    path = plan.run_dir / "validation.csv"
+    return Validation(data.held_out, config.every, quantiles, path, plan.precision, ema, stopwatch, fence)
+
+
+def _losses(step: int, metrics: Metrics, validation: Validation | None) -> dict[str, float | None]:
+    """What a manifest says of the checkpoint after `step`."""
+    measured = None if validation is None else validation.loss_after(step)
+    return {"mean_loss": metrics.take_mean_loss(), "validation_loss": measured}
 
 
 def _rehearsal(plan: Plan, saves: Saves, stopwatch: Stopwatch, preemption: Preemption) -> Rehearsal:

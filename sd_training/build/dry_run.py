@@ -52,6 +52,7 @@ def describe(plan: Plan) -> str:
         _saves(plan, counts, trained),
         _learning_rate(plan),
         data.report().text(),
+        *([data.held_out.sentence()] if data.held_out else []),
     ]
     _check_layout(plan, family)
     return "\n\n".join(sections)

@@ -134,6 +134,7 @@ def make_data(plan: Plan, family: Family | None, grid: LatentGrid) -> TrainingDa
         draws=_draws(plan, family, grid),
         captions_needed=family is not None,
         run_dir=plan.run_dir,
+        validation=config.validation,
     )
 
 

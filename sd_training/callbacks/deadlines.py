@@ -29,12 +29,13 @@ class Deadlines:
         if end.isdigit():
             self._ends_s.append(time.monotonic() + int(end) - time.time())
 
-    def is_near(self, save_s: float, step_s: float) -> bool:
+    def is_near(self, save_s: float, step_s: float, num_in_flight: int = 0) -> bool:
         """Whether what must still be done no longer fits twice, the way out once.
 
         Args:
             save_s: the longest save so far; 0: unmeasured.
             step_s: the longest time between two optimizer steps so far.
+            num_in_flight: saves that must be waited for before the last one.
         """
-        needed_s = 2 * (save_s or UNMEASURED_SAVE_S) + 2 * step_s + self.leave_s
+        needed_s = (2 + num_in_flight) * (save_s or UNMEASURED_SAVE_S) + 2 * step_s + self.leave_s
         return bool(self._ends_s) and min(self._ends_s) - time.monotonic() < needed_s

@@ -75,7 +75,7 @@ class Mirroring(OptimizerStepCallback):
         self.mirror.send(folder, fence)
         self._sent_step = step
         log.info(f"copied {folder.name} to {self.mirror.root}")
-        self.mirror.rotate(step, config.keep, config.keep_best, fence)
+        self.mirror.rotate(step, config.keep, config.keep_best, config.best_by, fence)
 
     def _tell_failure(self, limit_s: float | None = None) -> bool:
         """Waits, and says whether it ended in time. A mirror that fails ends no run: everything is on this machine."""

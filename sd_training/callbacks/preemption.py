@@ -18,11 +18,12 @@ from sd_training.exit_status import STOPPED
 from sd_training.rank_log import get_logger
 from sd_training.stop_signals import StopSignals
 from sd_training.training.base_module import TrainedModule
+from sd_training.watch.status_file import tell_status
 
 log = get_logger(__name__)
 
 STEP_FILE_VARIABLE = "SD_TRAINING_STEP_FILE"
-"""Environment variable of a file that gets the newest saved step, for a launcher that checks for progress."""
+"""Environment variable of a file that gets the newest sealed step, for a launcher that checks for progress."""
 
 
 @dataclass(frozen=True)
@@ -101,16 +102,18 @@ class Preemption(OptimizerStepCallback):
             self._begin_reduction(trainer, step)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Everything is saved."""
+        """Everything is saved. What comes now, such as loggers that take leave, may be cut short by a launcher."""
         self._tell_launcher(trainer)
+        if trainer.is_global_zero:
+            tell_status(self.status)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Signals mean what they meant before."""
         self.signals.restore()
 
     def _tell_launcher(self, trainer: pl.Trainer) -> None:
-        """How far the run has saved; also for the start after one that was killed. Not worth a run."""
-        path, saved_step = os.environ.get(STEP_FILE_VARIABLE), self.times.last_step
+        """How far the run has sealed what it saved; also for the start after one that was killed. Not worth a run."""
+        path, saved_step = os.environ.get(STEP_FILE_VARIABLE), self.times.sealed_step
         if path and trainer.is_global_zero and saved_step > self._told_step:
             self._told_step = saved_step
             try:
@@ -122,7 +125,10 @@ class Preemption(OptimizerStepCallback):
 
     def must_stop_soon(self) -> bool:
         """Whether this process was asked to stop, or its time is nearly up."""
-        return bool(self.signals.status) or self.deadlines.is_near(self.times.longest_s, self._longest_step_s)
+        return bool(self.signals.status) or self._is_time_up()
+
+    def _is_time_up(self) -> bool:
+        return self.deadlines.is_near(self.times.longest_s, self._longest_step_s, self.times.num_in_flight)
 
     def forget_pause(self) -> None:
         """What was done since the last optimizer step does not come again."""
@@ -143,8 +149,7 @@ class Preemption(OptimizerStepCallback):
             return Wishes(self.signals.status, False, is_save_due)
         if self.save_every_minutes is not None:
             is_save_due |= self.times.since_last_s >= 60 * self.save_every_minutes
-        is_time_up = self.deadlines.is_near(self.times.longest_s, self._longest_step_s)
-        return Wishes(self.signals.status, is_time_up, is_save_due)
+        return Wishes(self.signals.status, self._is_time_up(), is_save_due)
 
     def _begin_reduction(self, trainer: pl.Trainer, step: int) -> None:
         own = self._own(trainer)

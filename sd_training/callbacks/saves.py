@@ -1,5 +1,6 @@
 """Saves: a sealed checkpoint to resume from, then rotation, then the pipeline folder that diffusers loads."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,7 +49,7 @@ class Saves(OptimizerStepCallback):
         stopwatch: stands still while saving.
         times: says when a save is asked for, and is told of each.
         fence: of this start of the run; the first process asks it.
-        take_mean_loss: gives the mean loss since it was asked last.
+        take_losses: gives the losses that a manifest holds (see `info_of`), after an optimizer step.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Saves(OptimizerStepCallback):
         stopwatch: Stopwatch,
         times: SaveTimes,
         fence: Fence,
-        take_mean_loss: Callable[[], float | None],
+        take_losses: Callable[[int], dict[str, float | None]],
     ) -> None:
         self.run_dir = run_dir
         self.every = every
@@ -72,7 +73,7 @@ class Saves(OptimizerStepCallback):
         self.ema = ema
         self.stopwatch = stopwatch
         self.fence = fence
-        self.take_mean_loss = take_mean_loss
+        self.take_losses = take_losses
         self.failures = FailedSaves(run_dir, config.max_failed_saves)
         self.times = times
         self.in_use: Path | None = None
@@ -89,10 +90,11 @@ class Saves(OptimizerStepCallback):
         if not (self.is_due(trainer, step, self.every) or self._is_milestone(step) or self.times.is_asked):
             return
         is_last = step == trainer.max_steps or trainer.should_stop
-        with self.stopwatch.paused("save"), self.times.saving(step):
+        is_written_later = self.config.asynchronous
+        with self.stopwatch.paused("save"), self.times.saving(step, is_written_later=is_written_later):
             self.settle(is_last=False)
             with self._failures_told(step, is_last=is_last):
-                if self.config.asynchronous:
+                if is_written_later:
                     self._begin(trainer, module, step)
                 else:
                     self._save(trainer, module, step)
@@ -115,23 +117,30 @@ class Saves(OptimizerStepCallback):
             TakenOverError: another start has the run.
         """
         checkpoint = self._checkpoint(trainer, step)
+        self.times.sealed_step = step
         peers_of(trainer).on_first(lambda: self._rotate(checkpoint))
         self._export(trainer, module, step)
         self.failures.succeeded()
 
     def _begin(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Collective: copies what `_save` would write, and has it written in the background; `settle` ends it."""
+        began_s = time.monotonic()
         checkpoint = self._checkpoint(trainer, step)
         write, peers = _strategy(trainer).take_unwritten(), peers_of(trainer)
         weights = self._copied_weights(trainer, module)
         exported = self.exported(weights if trainer.is_global_zero else None)
 
         def finish() -> None:
-            write()
-            peers.on_first(lambda: self._rotate(checkpoint))
-            peers.on_first(lambda: self._write(step, exported))
+            try:
+                write()
+                self.times.sealed_step = step
+                peers.on_first(lambda: self._rotate(checkpoint))
+                peers.on_first(lambda: self._write(step, exported))
+            finally:
+                self.times.written()
 
         self._begun_step = step
+        self.times.in_flight(began_s)
         self.background.start(finish)
 
     def settle(self, *, is_last: bool = False) -> None:
@@ -166,7 +175,7 @@ class Saves(OptimizerStepCallback):
 
     def _checkpoint(self, trainer: pl.Trainer, step: int) -> Path:
         folder = self._folder(step)
-        info = info_of(is_milestone=self._is_milestone(step), mean_loss=self.take_mean_loss())
+        info = info_of(is_milestone=self._is_milestone(step), **self.take_losses(step))
         trainer.save_checkpoint(folder, storage_options=info)
         return folder
 
@@ -181,7 +190,8 @@ class Saves(OptimizerStepCallback):
         """What cannot be deleted now is deleted after a later save."""
         root = newest.parent
         try:
-            kept = [*protected(root, self.config.keep_best), *([self.in_use] if self.in_use else [])]
+            best = protected(root, self.config.keep_best, self.config.best_by)
+            kept = [*best, *([self.in_use] if self.in_use else [])]
             rotate(root, self.config.keep, [newest], kept, self.fence)
         except OSError as error:
             log.warning(f"older checkpoints could not be deleted: {error}")
@@ -214,12 +224,13 @@ class Saves(OptimizerStepCallback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """The run ends. A save in the background is waited for, unless another process is missing in it."""
-        try:
-            self.background.wait(_PATIENCE_S)
-        except Exception as error:
-            log.error(f"save of step {self._begun_step:,} failed: {error}")
-        if isinstance(exception, Exception) and self._is_between_steps:
-            save_what_is_left(trainer, exception, self._checkpoint)
+        with self.stopwatch.paused("save"):
+            try:
+                self.background.wait(_PATIENCE_S)
+            except Exception as error:
+                log.error(f"save of step {self._begun_step:,} failed: {error}")
+            if isinstance(exception, Exception) and self._is_between_steps:
+                save_what_is_left(trainer, exception, self._checkpoint)
         self.fence.release()
 
     def _export_what_was_left_out(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -20,12 +20,16 @@ from sd_training.checkpoint.seal import folder_name
 from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.one_device import ON_ONE_DEVICE
 from sd_training.exit_status import STOPPED
+from sd_training.watch.parent import PARENT_VARIABLE
 
 NAME = "rehearsal"
 """Folder in the run folder; it is there while the process works, and keeps its log when that went wrong."""
 _PROJECT = Path(__file__).resolve().parents[2]
 _LAUNCHERS = ("SLURM", "TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", "PMI", "OMPI_")
-_LAUNCHED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "SD_TRAINING_STEP_FILE"}
+_LAUNCHED = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"),
+    *("SD_TRAINING_STEP_FILE", "SD_TRAINING_STATUS_FILE"),
+}
 _ENDED_WELL = (0, STOPPED)
 _POLL_S = 0.2
 _STOP = "stop"
@@ -113,6 +117,8 @@ class SecondRun:
             *self.permissions,
             "experiment.eval_caption_file=null",
             "sampling.every=0",
+            "validation.path=null",
+            "checkpoint.best_by=training_loss",
             "checkpoint.rehearse=false",
             "checkpoint.asynchronous=false",
             "checkpoint.mirror=null",
@@ -131,7 +137,7 @@ class SecondRun:
         with self._log.open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, str(_PROJECT / "train.py"), *self.words()],
-                env=_environment(os.environ),
+                env={**_environment(os.environ), PARENT_VARIABLE: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

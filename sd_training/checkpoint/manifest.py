@@ -13,7 +13,8 @@ from sd_training.checkpoint.durable import files_below
 
 NAME = "MANIFEST.json"
 _FORMAT = 1
-_MAX_BYTES = 16 * 2**20
+MAX_BYTES = 16 * 2**20
+"""Length of a manifest, wherever it comes from [bytes]."""
 _CHUNK_BYTES = 4 * 2**20
 _THREADS = 4
 
@@ -73,7 +74,7 @@ def read(folder: Path) -> Manifest:
         OSError: it cannot be read.
     """
     path = folder / NAME
-    if path.is_symlink() or path.stat().st_size > _MAX_BYTES:
+    if path.is_symlink() or path.stat().st_size > MAX_BYTES:
         raise ValueError("not a manifest: a link, or too large")
     return parse(path.read_bytes())
 
@@ -86,9 +87,10 @@ def parse(raw: bytes) -> Manifest:
     """
     try:
         manifest = _parse(json.loads(raw))
+        text = to_text(manifest)
     except (KeyError, TypeError, AttributeError, UnicodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"not a manifest: {error!r:.200}") from error
-    if to_text(manifest).encode() != raw:
+    if text.encode() != raw:
         raise ValueError("its own checksum does not match")
     return manifest
 

@@ -10,6 +10,7 @@ folder has less: a new machine, a lost disk. What comes back is compared with it
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import fsspec
 
@@ -34,6 +35,10 @@ class _BadCopy(Exception):
     """What is there is not what was sent."""
 
 
+class _HalfSent(_BadCopy):
+    """Whoever sent it was stopped, or has begun to delete it."""
+
+
 class Mirror:
     """Of one run.
 
@@ -55,6 +60,8 @@ class Mirror:
             raise ConfigError(f"checkpoint.mirror: {protocol}:// needs a package: pip install {needed}") from error
         self.root = f"{path.rstrip('/')}/{run}/checkpoints"
         self._has_folders = protocol == "file"
+        self._left: set[int] = set()
+        """Steps of the copies that the log has named because rotation leaves them."""
 
     def steps(self) -> list[int]:
         """Optimizer steps of the whole copies, oldest first.
@@ -76,7 +83,7 @@ class Mirror:
         own, copied = folder / manifest.NAME, self._path(step, manifest.NAME)
         with self._told():
             if self._has_manifest(step):
-                if self._files.cat_file(copied) == own.read_bytes():
+                if self._is_same(copied, own.read_bytes()):
                     return
                 fence.check()
                 self._files.rm_file(copied)
@@ -87,24 +94,24 @@ class Mirror:
             fence.check()
             self._put(own, copied)
 
-    def rotate(self, newest: int, keep: int, num_best: int, fence: Fence) -> None:
+    def rotate(self, newest: int, keep: int, num_best: int, best_by: str, fence: Fence) -> None:
         """Deletes what the run folder would: all but the newest `keep`, milestones and the best. Also half sent ones,
-        and copies above the newest: the run has gone back behind them.
+        and copies above the newest: the run has gone back behind them. A copy whose manifest cannot be used, as one of
+        another version of this program, is left, is named in the log, and counts for nothing.
 
         Args:
             newest: optimizer steps of the checkpoint that was just sent; stays.
             keep: as `checkpoint.keep`.
-            num_best: as `checkpoint.keep_best`.
+            num_best, best_by: as `checkpoint.keep_best` and `checkpoint.best_by`.
             fence: of this start of the run.
 
         Raises:
             MirrorError: it could not be asked, or something could not be deleted.
             TakenOverError: another start has the run.
         """
-        whole = [step for step in self.steps() if step <= newest]
         with self._told():
-            infos = {step: self._manifest(step).info for step in whole}
-            kept = {*whole[-max(keep, MIN_KEPT) :], *to_keep(infos, num_best)}
+            infos = {step: info for step, info in self._infos().items() if step <= newest}
+            kept = {newest, *self._left, *list(infos)[-max(keep, MIN_KEPT) :], *to_keep(infos, num_best, best_by)}
             for step in self._folders():
                 if step not in kept:
                     fence.check()
@@ -141,8 +148,6 @@ class Mirror:
     def _fetch(self, step: int, root: Path, fence: Fence) -> Path:
         with self._told():
             recorded = self._manifest(step)
-        if recorded.step != step:
-            raise _BadCopy(f"its manifest is that of step {recorded.step:,}")
         partial = seal.begin(root, step, sum(file.size for file in recorded.files.values()), fence)
         if partial is None:
             return root / seal.folder_name(step)
@@ -155,11 +160,45 @@ class Mirror:
         except ValueError as error:
             raise _BadCopy(str(error)) from error
 
+    def _infos(self) -> dict[int, dict[str, Any]]:
+        """What the manifests say, oldest first. Of those that cannot be used, `_left` has all but the half sent."""
+        found, left = {}, set()
+        for step in self._folders():
+            try:
+                found[step] = self._manifest(step).info
+            except _HalfSent:
+                continue
+            except _BadCopy as error:
+                left.add(step)
+                if step not in self._left:
+                    log.error(f"{self._path(step)} is left as it is, for you to delete: {error}")
+        self._left = left
+        return found
+
     def _manifest(self, step: int) -> manifest.Manifest:
+        """Of the copy; no more than a manifest may have is read."""
+        path = self._path(step, manifest.NAME)
         try:
-            return manifest.parse(self._files.cat_file(self._path(step, manifest.NAME)))
-        except (ValueError, FileNotFoundError) as error:
+            size = self._files.size(path)
+            if size > manifest.MAX_BYTES:
+                raise _BadCopy(f"{manifest.NAME} has {size:,} bytes, at most {manifest.MAX_BYTES:,} are read")
+            raw = self._files.cat_file(path, start=0, end=size) if size else b""
+        except FileNotFoundError as error:
+            raise _HalfSent(f"{manifest.NAME} is missing") from error
+        if not raw.endswith(b"}"):
+            raise _HalfSent(f"{manifest.NAME} has no end")
+        try:
+            recorded = manifest.parse(raw)
+        except ValueError as error:
             raise _BadCopy(f"{manifest.NAME}: {error}") from error
+        if recorded.step != step:
+            raise _BadCopy(f"its manifest is that of step {recorded.step:,}")
+        return recorded
+
+    def _is_same(self, path: str, content: bytes) -> bool:
+        return (
+            self._files.size(path) == len(content) and self._files.cat_file(path, start=0, end=len(content)) == content
+        )
 
     def _get(self, step: int, name: str, folder: Path, size: int) -> None:
         """The size is looked at first: what is there may not be what was sent."""

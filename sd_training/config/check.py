@@ -9,6 +9,7 @@ from typing import Any
 from sd_training.config.check_data import check_data, never_drawn
 from sd_training.config.check_objective import objective_problems
 from sd_training.config.check_parallel import parallel_problems, recomputation_problems
+from sd_training.config.check_validation import unread_validation, validation_problems
 from sd_training.config.check_watch import watch_problems
 from sd_training.config.fields import options
 from sd_training.config.model_schema import (
@@ -43,6 +44,7 @@ _IGNORED = {
         "model.vae_slicing",
         "model.vae_tiling",
         "trainer.compile",
+        "validation.num_levels",
     ),
     "unet": ("objective.kl_weight",),
 }
@@ -68,6 +70,7 @@ def check(config: Config) -> list[str]:
         _tracks,
         recomputation_problems,
         _previews,
+        validation_problems,
         _processes,
         parallel_problems,
         watch_problems,
@@ -77,7 +80,8 @@ def check(config: Config) -> list[str]:
 
 def warnings(config: Config) -> list[str]:
     """What is allowed but probably not meant, one sentence each."""
-    return [*_short_run(config), *_never_drawn(config), *_two_learning_rates(config), *_unread(config)]
+    rules = (_short_run, _never_drawn, _two_learning_rates, _unread, unread_validation)
+    return [problem for rule in rules for problem in rule(config)]
 
 
 def value_of(config: Config, key: str) -> Any:

@@ -1,6 +1,6 @@
 """Options of the checkpoints that a run resumes from."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
@@ -19,8 +19,11 @@ class CheckpointConfig:
     milestone_every: Count = 0
     """Save every so many optimizer steps as well, and never delete these checkpoints; 0: none."""
     keep_best: Count = 0
-    """Keep so many checkpoints with the lowest mean training loss since the save before, beside the newest ones; 0:
-    none. It is never a reason to save [count]."""
+    """Keep so many checkpoints with the lowest loss (`best_by`), beside the newest ones; 0: none. It is never a reason
+    to save [count]."""
+    best_by: Literal["training_loss", "validation_loss"] = "training_loss"
+    """`training_loss`: the mean since the save before. `validation_loss`: of the weights that are exported, after the
+    step of the checkpoint; needs `validation.path`."""
     max_failed_saves: PositiveInt = 3
     """A save that fails (full disk, quota, read-only folder) is told and tried again when the next one is due; so many
     in a row end the run with status 74 [count]. The last save of a run must succeed."""

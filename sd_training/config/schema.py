@@ -17,6 +17,7 @@ from sd_training.config.numerics_schema import NumericsConfig
 from sd_training.config.objective_schema import ObjectiveConfig
 from sd_training.config.optimizer_schema import LRScheduleConfig, LRScheduleParams, OptimizerConfig, OptimizerParams
 from sd_training.config.parallel_schema import DistributedConfig, TrainerConfig
+from sd_training.config.validation_schema import ValidationConfig
 from sd_training.config.value_types import (
     SCHEMA,
     BelowOne,
@@ -47,6 +48,7 @@ __all__ = [
     "OptimizerParams",
     "PartConfig",
     "TrainerConfig",
+    "ValidationConfig",
 ]
 
 
@@ -217,6 +219,8 @@ class Config:
     """Resumable state."""
     numerics: NumericsConfig = Field(default_factory=NumericsConfig)
     """Numbers that went wrong."""
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    """Loss on held-out data."""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Preview pictures."""
     logging: LoggingConfig = Field(default_factory=LoggingConfig)

@@ -61,6 +61,13 @@ class BadSampleLog:
         self._num_bytes_known = 0  # of the file: what `_named` holds
         self._can_write = True
 
+    def report(self, problems: Problems, where: str) -> None:
+        """Says what was found when the shards were indexed, and names it."""
+        if problems.total():
+            log.warning(f"problems in {where}: {problems.text()}")
+        for problem in problems.named():
+            self.name(problem)
+
     def name(self, problem: SkippedSample) -> None:
         """Writes the problem down, unless its sample has been named before."""
         if self.path is None or not self._can_write:

@@ -12,10 +12,12 @@ import pytorch_lightning as pl
 
 from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.data_schema import DatasetConfig, MixEntry
+from sd_training.config.validation_schema import ValidationConfig
 from sd_training.data.bad_samples import BadSampleLog
 from sd_training.data.buckets import BucketTable
 from sd_training.data.captions import Tokenizer
 from sd_training.data.dataset import DrawSettings, TrainingSamples
+from sd_training.data.held_out import HeldOutData
 from sd_training.data.loader import TrainingLoader
 from sd_training.data.mixture import Mixture, Share
 from sd_training.data.opened import OpenDataset, all_problems, open_dataset
@@ -47,6 +49,7 @@ class TrainingData(pl.LightningDataModule):
         draws: what is drawn per sample.
         captions_needed: whether samples without a caption are left out.
         run_dir: where bad samples are named; None names them nowhere.
+        validation: `validation` of the config; None: no held-out data.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class TrainingData(pl.LightningDataModule):
         draws: DrawSettings,
         captions_needed: bool = True,
         run_dir: Path | None,
+        validation: ValidationConfig | None = None,
     ) -> None:
         super().__init__()
         self.dataset, self.plan, self.workers = dataset, plan, workers
@@ -73,19 +77,34 @@ class TrainingData(pl.LightningDataModule):
             max_bad_shard_fraction=params.max_bad_shard_fraction,
             shard_sizes=self._survivors_of_shard,
         )
+        self.held_out: HeldOutData | None = None
+        """What the run is measured on."""
+        if validation is not None and validation.path is not None:
+            self.held_out = HeldOutData(
+                dataset,
+                validation,
+                plan.micro_batch,
+                tokenizers,
+                draws,
+                self.bad_samples,
+                captions_needed=captions_needed,
+            )
         self._opened: _Opened | None = None
 
     def prepare_data(self) -> None:
         """Builds the index; Lightning calls this on one process of each machine while the others wait."""
         self._open()
+        if self.held_out is not None:
+            self.held_out.open()
 
     def setup(self, stage: str) -> None:
         """Opens the index, and says and writes down what is wrong with the shards."""
-        problems = all_problems(self._open().datasets)
-        if self.trainer is not None and self.trainer.global_rank == 0 and problems.total():
-            log.warning("problems in the data: %s", problems.text())
-            for problem in problems.named():
-                self.bad_samples.name(problem)
+        datasets = self.datasets()
+        if self.trainer is None or self.trainer.global_rank > 0:
+            return
+        self.bad_samples.report(all_problems(datasets), "the data")
+        if self.held_out is not None:
+            self.held_out.report(datasets)
 
     def train_dataloader(self) -> TrainingLoader:
         """The micro-batches of this rank from the trainer's optimizer step on.

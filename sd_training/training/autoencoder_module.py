@@ -1,11 +1,13 @@
 """Autoencoder training in its simple form: L1 reconstruction and a KL term (Rombach et al. 2022, arXiv:2112.10752,
 section 3.1, without the adversarial and perceptual terms)."""
 
+from collections.abc import Sequence
+
 import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from sd_training.training.base_module import Optimization, TrainedModule
+from sd_training.training.base_module import Optimization, TrainedModule, spread_non_finite
 from sd_training.types import PixelBatch
 
 _STATISTICS_DECAY = 0.99
@@ -38,12 +40,16 @@ class AutoencoderModule(TrainedModule):
         self._measure(latents.detach())
         self.remember(loss=loss, l1=l1.mean(), kl=kl.mean())
         self.remember_samples(batch, loss, losses, None)
-        return loss
+        return spread_non_finite(loss)
 
     def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, None]:
         """As `TrainedModule.sample_losses`; nothing depends on the step."""
         l1, kl, _ = self._errors(batch)
         return l1 + self.kl_weight * kl, None
+
+    def held_out_losses(self, batch: PixelBatch, quantiles: Sequence[float]) -> tuple[Tensor, None]:
+        """As `TrainedModule.held_out_losses`; without noise levels, all of them are one."""
+        return self.sample_losses(batch, 0)[0].expand(len(quantiles), -1), None
 
     def _errors(self, batch: PixelBatch) -> tuple[Tensor, Tensor, Tensor]:
         """[B] L1, [B] KL per pixel value, and the latents."""

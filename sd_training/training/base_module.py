@@ -3,7 +3,7 @@
 Nothing here waits for the device: losses, norms and flags stay tensors until a callback reads them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,15 @@ class Optimization:
     """DeepSpeed keeps the optimizer state in CPU memory and updates there."""
     seed: int = 0
     """Of stochastic rounding."""
+
+
+def spread_non_finite(loss: Tensor) -> Tensor:
+    """[] `loss`; where it is not finite, its gradient is NaN, which the average over processes carries to all of them.
+
+    An infinite loss may have a finite gradient, and the gradient alone decides whether a step is skipped. No bit of a
+    finite loss or of its gradient changes: both are multiplied by 1.
+    """
+    return loss * (loss.detach() * 0.0 + 1.0)
 
 
 class TrainedModule(pl.LightningModule):
@@ -97,6 +106,11 @@ class TrainedModule(pl.LightningModule):
     def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, Tensor | None]:
         """[B] loss of each sample after `step` optimizer steps, and [B] what the denoiser was told of the noise level,
         where there is a denoiser. With gradients; nothing is remembered."""
+        raise NotImplementedError
+
+    def held_out_losses(self, batch: PixelBatch, quantiles: Sequence[float]) -> tuple[Tensor, Tensor | None]:
+        """[K, B] loss of each sample at K quantiles of the timestep density, and [K, B] what the denoiser was told of
+        the noise level, where there is a denoiser. Nothing is remembered, and nothing depends on the step."""
         raise NotImplementedError
 
     def configure_model(self) -> None:
@@ -165,9 +179,9 @@ class TrainedModule(pl.LightningModule):
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         """Clip once per optimizer step, and mark a non-finite gradient so that the optimizer skips the step.
 
-        The gradient is already averaged over ranks, so every rank sees the same norm and decides alike. Fused AdamW
-        reads `found_inf` on the device; the host does not wait. With other optimizers it does (see `make_optimizer`).
-        DeepSpeed does all of this itself.
+        The gradient is already averaged over ranks, so every rank sees the same norm and decides alike; a loss that is
+        not finite has made its gradient so (`spread_non_finite`). Fused AdamW reads `found_inf` on the device; the host
+        does not wait. With other optimizers it does (see `make_optimizer`). DeepSpeed does all of this itself.
         """
         if getattr(self.trainer.strategy, "does_clip", False):
             return

@@ -1,6 +1,7 @@
 """Latent diffusion: encode → objective → denoiser → loss, and nothing else."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor, nn
 from sd_training.diffusion.objective import Objective
 from sd_training.diffusion.uncertainty import LevelUncertainty
 from sd_training.models.encoders import Encoders
-from sd_training.training.base_module import PART, Optimization, TrainedModule
-from sd_training.types import PixelBatch
+from sd_training.training.base_module import PART, Optimization, TrainedModule, spread_non_finite
+from sd_training.types import Conditioning, NoisedBatch, PixelBatch
 
 
 class DiffusionModule(TrainedModule):
@@ -69,14 +70,33 @@ class DiffusionModule(TrainedModule):
         loss = losses.mean()
         self.remember(loss=loss)
         self.remember_samples(batch, loss, losses, timesteps)
-        return loss
+        return spread_non_finite(loss)
 
     def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, Tensor]:
         """As `TrainedModule.sample_losses`."""
-        family = self.encoders.family
-        latents = self.encoders.encode_pixels(self._pixels(batch), batch.posterior_noise)
-        conditioning = self.encoders.encode_text(batch)
+        latents, conditioning = self._encoded(batch)
         noised = self.objective.draw(latents, batch, step=step)
-        prediction = family.predict(family.denoiser, noised, conditioning)
+        prediction = self._prediction(noised, conditioning)
         uncertainty = None if self.uncertainty is None else self.uncertainty(noised.signal, noised.sigma)
         return self.objective.loss(prediction, noised, uncertainty), noised.timesteps
+
+    def held_out_losses(self, batch: PixelBatch, quantiles: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """As `TrainedModule.held_out_losses`. Pictures and captions are encoded once, and the noise of a sample is the
+        same at all levels. Input perturbation and learned uncertainty, which are there for the training, are left
+        out."""
+        latents, conditioning = self._encoded(batch)
+        objective, losses, timesteps = self.objective.without_perturbation(), [], []
+        for quantile in quantiles:
+            draws = replace(batch, timestep_draw=torch.full_like(batch.timestep_draw, quantile))
+            noised = objective.draw(latents, draws)
+            losses.append(objective.loss(self._prediction(noised, conditioning), noised))
+            timesteps.append(noised.timesteps.float())
+        return torch.stack(losses), torch.stack(timesteps)
+
+    def _encoded(self, batch: PixelBatch) -> tuple[Tensor, Conditioning]:
+        latents = self.encoders.encode_pixels(self._pixels(batch), batch.posterior_noise)
+        return latents, self.encoders.encode_text(batch)
+
+    def _prediction(self, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
+        family = self.encoders.family
+        return family.predict(family.denoiser, noised, conditioning)

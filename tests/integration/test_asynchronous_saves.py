@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 
 from sd_training.callbacks.every_step import OptimizerStepCallback
+from sd_training.callbacks.preemption import STEP_FILE_VARIABLE
 from sd_training.checkpoint import seal
 from sd_training.errors import SaveError
 from sd_training.training.base_module import TrainedModule
@@ -23,9 +24,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 class SlowToWrite(OptimizerStepCallback):
     """Weights and average are changed by the next steps before the background has read its copies."""
 
-    def __init__(self) -> None:
-        self.was_busy = False
+    def __init__(self, step_file: Path) -> None:
+        self.was_busy = self.was_in_flight = False
         self.gate = threading.Event()
+        self.step_file = step_file
+        self.told: list[str] = []
+        """What a launcher knows of the saves after each step."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -42,6 +46,8 @@ class SlowToWrite(OptimizerStepCallback):
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         saves: Any = next(c for c in trainer.callbacks if type(c).__name__ == "Saves")  # type: ignore[attr-defined]
         self.was_busy |= saves.background.is_busy
+        self.was_in_flight |= saves.times.num_in_flight == 1
+        self.told.append(self.step_file.read_text().strip() if self.step_file.exists() else "-")
         if step % 4 == 3 or step == trainer.max_steps:
             self.gate.set()
 
@@ -61,7 +67,9 @@ def files(folder: Path) -> dict[str, str]:
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in paths}
 
 
-def test_the_same_bytes_as_without(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
+def test_the_same_bytes_as_without(
+    pipeline_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changes = {"experiment__save_every": 4, "checkpoint__keep": 3}
     train(options(tmp_path / "one", pipeline_dir, shards_dir, **changes))
 
@@ -72,9 +80,11 @@ def test_the_same_bytes_as_without(pipeline_dir: Path, shards_dir: Path, tmp_pat
             if trainer.global_step == 7:
                 threading.Timer(1, self.gate.set).start()
 
-    slow = Opened()
+    monkeypatch.setenv(STEP_FILE_VARIABLE, str(tmp_path / "step"))
+    slow = Opened(tmp_path / "step")
     train(options(tmp_path / "other", pipeline_dir, shards_dir, checkpoint__asynchronous=True, **changes), slow)
-    assert slow.was_busy
+    assert slow.was_busy and slow.was_in_flight and slow.told[:7] == ["-"] * 7  # step 4 is not sealed before step 7
+    assert (tmp_path / "step").read_text() == "8\n"
     for step in (4, 8):
         one, other = (checkpoint_tensors(tmp_path / name, step) for name in ("one", "other"))
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
@@ -85,10 +95,19 @@ def test_the_same_bytes_as_without(pipeline_dir: Path, shards_dir: Path, tmp_pat
 
 
 def test_a_failure_in_the_background_is_told_at_the_next_save(
-    pipeline_dir: Path, shards_dir: Path, tmp_path: Path
+    pipeline_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argv = options(tmp_path / "run", pipeline_dir, shards_dir, checkpoint__asynchronous=True)
-    train_with(FullAfterASave(4, 5), argv)
+    monkeypatch.setenv(STEP_FILE_VARIABLE, str(tmp_path / "step"))
+    told: list[str] = []
+
+    class Watched(FullAfterASave):
+        def on_optimizer_step(self, *arguments: Any) -> None:
+            super().on_optimizer_step(*arguments)
+            told.append((tmp_path / "step").read_text().strip() if arguments[-1] > 3 else "-")
+
+    train_with(Watched(4, 5), argv)
+    assert told == ["-", "-", "-", "2", "2", "2", "2", "6"]  # as it stood before each step
     assert [incident["optimizer_step"] for incident in incidents(tmp_path / "run")] == [4]
     assert [folder.name for folder in seal.sealed(tmp_path / "run" / "checkpoints")] == ["step=6", "step=8"]
     assert not list((tmp_path / "run").rglob("*.partial*"))

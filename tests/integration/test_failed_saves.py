@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sd_training.build.run import Run
+from sd_training.callbacks.preemption import STEP_FILE_VARIABLE
 from sd_training.checkpoint import seal
 from sd_training.errors import SaveError
 from sd_training.export.folder import folder_problems
@@ -40,8 +41,11 @@ def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-def test_a_full_disk_is_survived(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_full_disk_is_survived(
+    pipeline_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, told = tmp_path / "run", tmp_path / "step"
+    monkeypatch.setenv(STEP_FILE_VARIABLE, str(told))
     kept: list[bytes] = []
 
     class Watched(FullDisk):
@@ -51,11 +55,13 @@ def test_a_full_disk_is_survived(pipeline_dir: Path, shards_dir: Path, tmp_path:
                 assert names(run_dir) == ["step=2"] and seal.verify(run_dir / "checkpoints" / "step=2") == []
                 assert not list(run_dir.glob("*.partial*")) and folder_problems(run_dir / "current_pipeline") == []
                 kept.append((run_dir / "exported_step").read_bytes())
+            if arguments[-1] == 6:  # step 5 was the first one that could tell the launcher of step 4
+                kept.append(told.read_bytes())
 
     changes = {"checkpoint__max_failed_saves": 2, "sampling__every": 2, "sampling__prompts": "[a]"}
     changes |= {"sampling__num_inference_steps": 1}
     train_with(Watched(4, 5), options(run_dir, pipeline_dir, shards_dir, **changes))
-    assert kept == [b"2\n"]
+    assert kept == [b"2\n", b"2\n"] and told.read_bytes() == b"8\n"
     assert names(run_dir) == ["step=6", "step=8"] and (run_dir / "exported_step").read_bytes() == b"8\n"
     (incident,) = incidents(run_dir)
     assert incident["optimizer_step"] == 4 and "File too large" in incident["cause"]

@@ -7,10 +7,15 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
+from sd_training.build.plan import make_plan
+from sd_training.build.run import build_run
 from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.checkpoint import seal
+from sd_training.config.load import load_config
+from sd_training.distributed.sealing import Sealing
 from sd_training.errors import DataError
 from sd_training.training.base_module import TrainedModule
+from sd_training.watch.hang_watch import HangWatch
 from tests.integration.training import checkpoint_tensors, losses, options, prepare, train, train_in_processes
 
 
@@ -25,7 +30,7 @@ def test_milestones_and_the_best_stay(pipeline_dir: Path, shards_dir: Path, tmp_
     best = run_losses.index(min(run_losses)) + 1
     assert names(tmp_path / "run") == [f"step={step}" for step in sorted({3, 6, 7, 8, best})]
     stored = seal.read_info(tmp_path / "run" / "checkpoints" / "step=3")
-    assert stored == {"is_milestone": True, "mean_loss": pytest.approx(run_losses[2])}
+    assert stored == {"is_milestone": True, "mean_loss": pytest.approx(run_losses[2]), "validation_loss": None}
 
 
 class FailsAt(pl.Callback):
@@ -65,6 +70,26 @@ def test_an_exception_between_two_steps_loses_none(
         train(whole), train(argv)
         one, other = (checkpoint_tensors(tmp_path / name, 8) for name in ("whole", "run"))
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_what_an_exception_saves_has_the_time_of_a_save(
+    pipeline_dir: Path, shards_dir: Path, tmp_path: Path, is_asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"experiment__save_every": 100, "checkpoint__asynchronous": is_asynchronous}
+    watch = HangWatch({}, tmp_path / "run")
+    run = build_run(make_plan(load_config(options(tmp_path / "run", pipeline_dir, shards_dir, **changes))), None, watch)
+    run.trainer.callbacks.insert(0, FailsAt("on_train_batch_start", 5, RuntimeError("a defect")))  # type: ignore[attr-defined]
+    finish, sections = Sealing.finish, list[str]()
+
+    def noted(self: Sealing, *given: Any) -> None:
+        sections.append(watch._stay.section)
+        finish(self, *given)
+
+    monkeypatch.setattr(Sealing, "finish", noted)
+    with pytest.raises(RuntimeError, match="a defect"):
+        run.trainer.fit(run.module, datamodule=run.data)
+    assert names(tmp_path / "run") == ["step=5"] and sections == ["save"]
 
 
 class FailsAfterTheOptimizer(OptimizerStepCallback):

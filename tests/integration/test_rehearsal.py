@@ -1,6 +1,12 @@
 """`checkpoint.rehearse`: a second process resumes from the first checkpoint, and its loss is compared."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +17,8 @@ import torch
 from sd_training.callbacks.second_run import SecondRun
 from sd_training.config.batch_plan import BatchPlan
 from sd_training.distributed.saves import AVERAGES
-from tests.integration.training import checkpoint_tensors, options, train, train_in_processes
+from tests import makers
+from tests.integration.training import ROOT, checkpoint_tensors, options, train, train_in_processes
 
 STEPS, SAVED = 6, 2
 
@@ -113,6 +120,13 @@ def test_the_second_process_may_do_what_the_run_may(tmp_path: Path, pipeline_dir
     assert rehearsed(tmp_path / "run")["problem"] == ""
 
 
+def test_the_second_process_needs_no_held_out_data(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
+    changes = {"validation__path": makers.caption_shards(tmp_path / "held_out"), "validation__every": 2}
+    changes |= {"checkpoint__keep_best": 1, "checkpoint__best_by": "validation_loss", "validation__num_samples": 4}
+    train(short(tmp_path / "run", pipeline_dir, shards_dir, **changes))
+    assert rehearsed(tmp_path / "run")["problem"] == ""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("more", ["checkpoint.asynchronous=true", "distributed.strategy=deepspeed_2"])
 def test_one_process_resumes_what_two_have_saved(
@@ -133,3 +147,38 @@ def test_a_signal_to_another_process_ends_it(tmp_path: Path, pipeline_dir: Path,
     outcome = rehearsed(run_dir)
     assert "the run was asked to stop meanwhile" in outcome["problem"]
     assert [path.name for path in (run_dir / "rehearsal").iterdir()] == ["log.txt"]
+
+
+def processes_of(word: str) -> list[int]:
+    """Process ids whose command line has it."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and word.encode() in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def wait_until(is_so: Callable[[], bool], limit_s: float) -> bool:
+    end_s = time.monotonic() + limit_s
+    while not is_so() and time.monotonic() < end_s:
+        time.sleep(0.1)
+    return is_so()
+
+
+def test_a_killed_run_leaves_no_second_process(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
+    run_dir = tmp_path / "run"
+    argv = short(run_dir, pipeline_dir, shards_dir, trainer__accelerator="cpu")
+    run = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *argv], stderr=subprocess.DEVNULL)
+    second = f"config={run_dir}/config.yaml"
+    try:
+        assert wait_until(lambda: bool(processes_of(second)), 120)
+    finally:
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+    is_gone = wait_until(lambda: not processes_of(second), 10)
+    for pid in processes_of(second):
+        os.kill(pid, signal.SIGKILL)
+    assert is_gone

@@ -7,12 +7,18 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 
+import train as program
+from sd_training.build import run as building
+from sd_training.build.plan import make_plan
 from sd_training.callbacks.preemption import STEP_FILE_VARIABLE
-from sd_training.stop_signals import INTERRUPTED, STOPPED
+from sd_training.cli import run_cli
+from sd_training.config.load import load_config
+from sd_training.stop_signals import INTERRUPTED, STOPPED, StopSignals
 from tests.integration.record_ids import read_ids
 from tests.integration.test_training import assert_same_tensors
 from tests.integration.training import ROOT, checkpoint_tensors, losses, metrics, options, train
@@ -105,6 +111,30 @@ def test_ctrl_c_saves_and_a_second_one_kills(argv: list[str], tmp_path: Path) ->
     os.kill(pid, signal.SIGINT)
     assert stuck.process.wait(10) == -signal.SIGINT, stuck.said()
     stuck.said()  # ends when the last process that writes to it has ended: no loader process is left behind
+
+
+class Presses(pl.Callback):
+    """Ctrl-C while the run is set up."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_before_the_first_step(
+    pipeline_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = building.build_run
+
+    def build_pressed(*given: Any) -> building.Run:
+        run = build(*given)
+        run.trainer.callbacks.append(Presses())  # type: ignore[attr-defined]
+        return run
+
+    monkeypatch.setattr(building, "build_run", build_pressed)
+    plan = make_plan(load_config(options(tmp_path / "run", pipeline_dir, shards_dir)))
+    with pytest.raises(SystemExit) as ended:
+        run_cli(lambda: program.train(plan, StopSignals()))
+    assert ended.value.code == INTERRUPTED
 
 
 @pytest.mark.parametrize("rank", [0, 1])

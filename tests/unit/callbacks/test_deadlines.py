@@ -13,6 +13,13 @@ def test_what_is_left_must_fit_twice(save_s: float, step_s: float, needed_s: flo
         assert deadlines.is_near(save_s, step_s) == is_near
 
 
+def test_a_save_in_the_background_must_fit_beside_the_last_one() -> None:
+    now_s = time.monotonic()
+    for spare_s, is_near in ((-1, True), (1, False)):
+        deadlines = Deadlines(2.0, now_s + 100 + spare_s - 7200, {})
+        assert deadlines.is_near(30, 5, num_in_flight=1) == is_near
+
+
 def test_what_comes_after_the_save_must_fit_as_well() -> None:
     now_s = time.monotonic()
     for spare_s, is_near in ((-1, True), (1, False)):

@@ -1,6 +1,7 @@
 """Non-finite gradients: the step is skipped and described, and a run that makes no progress goes back, then stops."""
 
 import json
+import math
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from sd_training.build.run import Run
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.numeric_guard import NumericGuard
 from sd_training.errors import NumericError
+from sd_training.training.base_module import spread_non_finite
 from tests.integration.training import CrashAfter, Interrupted, checkpoint_tensors, options, train
 
 SHORT = {"experiment__num_examples_to_see": 160, "numerics__max_skipped_in_a_row": 3}
@@ -37,6 +39,24 @@ class PoisonBatch(Poison):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step in self.steps:
             batch.noise[2, 0, 0, 0] = float("nan")
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        pass
+
+
+class InfiniteLoss(Poison):
+    """Makes the loss of the third sample of chosen optimizer steps infinite; its gradient stays what it is."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        plain = type(pl_module).sample_losses
+
+        def sample_losses(batch: Any, step: int) -> Any:
+            losses, timesteps = plain(pl_module, batch, step)
+            added = torch.zeros_like(losses)
+            added[2] = float("inf") if step in self.steps else 0.0
+            return losses + added, timesteps
+
+        pl_module.sample_losses = sample_losses
 
     def on_before_optimizer_step(self, *_: Any) -> None:
         pass
@@ -83,6 +103,33 @@ def test_a_poisoned_step_is_skipped_and_described(tmp_path: Path, pipeline_dir: 
     names = [run.data.name_of(sample["sample_id"]) for sample in told["samples"]]
     assert names == [(sample["shard"], sample["key"]) for sample in told["samples"]]
     assert all(0 <= sample["timestep"] < 1000 for sample in told["samples"])
+
+
+def test_an_infinite_loss_with_a_finite_gradient_is_skipped(
+    tmp_path: Path, pipeline_dir: Path, shards_dir: Path
+) -> None:
+    run_dir, watch = tmp_path / "run", Watch()
+    train(options(run_dir, pipeline_dir, shards_dir, logging__every=3), InfiniteLoss({3}), watch)
+    assert torch.equal(watch.weights[4], watch.weights[3]) and not torch.equal(watch.weights[5], watch.weights[4])
+    assert (watch.counters[4], watch.counters[8]) == (3, 7)
+    told = incidents(run_dir)
+    assert list(told) == ["step=3.skipped.json"]
+    assert told["step=3.skipped.json"]["losses_by_rank"] == {"0": ["inf"]}
+
+
+@pytest.mark.parametrize("loss", [0.0, -3.5e-8, 1.7e38, 0.1])
+def test_a_finite_loss_and_its_gradient_keep_every_bit(loss: float) -> None:
+    weight = torch.tensor(loss, requires_grad=True)
+    spread = spread_non_finite(weight)
+    spread.backward()
+    assert torch.equal(spread.detach(), weight.detach()) and weight.grad == 1.0
+
+
+@pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])
+def test_the_gradient_of_a_loss_that_is_not_finite_is_none_either(loss: float) -> None:
+    weight = torch.tensor(loss, requires_grad=True)
+    spread_non_finite(weight).backward()
+    assert weight.grad is not None and weight.grad.isnan()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,9 @@ import pytorch_lightning as pl
 from sd_training.callbacks.deadlines import Deadlines
 from sd_training.callbacks.preemption import STEP_FILE_VARIABLE, Preemption
 from sd_training.callbacks.save_times import SaveTimes
+from sd_training.exit_status import INTERRUPTED, STOPPED
 from sd_training.stop_signals import StopSignals
+from sd_training.watch.status_file import STATUS_FILE_VARIABLE
 from tests.file_size_limit import file_size_limit
 from tests.unit.checkpoint.test_seal import listening_to_the_log
 
@@ -26,8 +28,8 @@ def preemption() -> Preemption:
 
 
 def saved(preemption: Preemption, trainer: pl.Trainer, step: int) -> None:
-    with preemption.times.saving(step):
-        pass
+    with preemption.times.saving(step, is_written_later=False):
+        preemption.times.sealed_step = step
     preemption._tell_launcher(trainer)
 
 
@@ -48,6 +50,31 @@ def test_a_step_file_that_cannot_be_written_is_told_once_and_ends_nothing(
     path.parent.mkdir()
     saved(preemption, trainer, 6)
     assert path.read_text() == "6\n"
+
+
+@pytest.mark.parametrize("status", [STOPPED, INTERRUPTED])
+def test_the_status_of_a_run_that_stops_is_told_when_all_is_saved(
+    status: int, trainer: pl.Trainer, preemption: Preemption, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not after what the end of a run may still wait for."""
+    told = tmp_path / "status"
+    monkeypatch.setenv(STATUS_FILE_VARIABLE, str(told))
+    preemption.on_train_end(trainer, pl.LightningModule())
+    assert not told.exists()  # all steps are done
+    preemption.status = status
+    preemption.on_train_end(trainer, pl.LightningModule())
+    assert told.read_text() == f"{status}\n"
+
+
+def test_a_save_that_was_not_sealed_is_not_told(
+    trainer: pl.Trainer, preemption: Preemption, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(STEP_FILE_VARIABLE, str(tmp_path / "step"))
+    saved(preemption, trainer, 2)
+    with pytest.raises(OSError), preemption.times.saving(4, is_written_later=False):
+        raise OSError
+    preemption._tell_launcher(trainer)
+    assert preemption.times.last_step == 4 and (tmp_path / "step").read_text() == "2\n"
 
 
 def test_a_full_disk_leaves_the_step_before(

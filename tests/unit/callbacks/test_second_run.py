@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from sd_training.callbacks.preemption import STEP_FILE_VARIABLE
 from sd_training.callbacks.second_run import SecondRun, _environment
 from sd_training.config.batch_plan import BatchPlan
+from sd_training.watch.status_file import STATUS_FILE_VARIABLE
 
 
 def second(accumulation: int, processes: int, sharing: int = 1) -> SecondRun:
@@ -33,5 +35,6 @@ def test_it_is_given_the_permissions_of_the_run() -> None:
 
 def test_it_knows_nothing_of_the_launcher() -> None:
     told = {"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
+    told |= {STEP_FILE_VARIABLE: "/step", STATUS_FILE_VARIABLE: "/status"}
     environment = _environment({**told, "HOME": "/h", "CUDA_VISIBLE_DEVICES": "3", "PYTHONPATH": "/p"})
     assert environment == {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "3", "PYTHONPATH": "/p"}

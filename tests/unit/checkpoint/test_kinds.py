@@ -32,6 +32,14 @@ def test_what_is_left(tmp_path: Path, num_best: int, left: list[str]) -> None:
     assert rotated(tmp_path, num_best) == left
 
 
+def test_the_best_by_validation_are_others(tmp_path: Path) -> None:
+    for step, (training, held_out) in enumerate([(0.1, 0.9), (0.2, 0.3), (0.3, 0.5), (0.4, 0.8), (0.0, None)], start=1):
+        info = kinds.info_of(is_milestone=False, mean_loss=training, validation_loss=held_out)
+        seal.write_sealed(tmp_path, step, lambda folder: (folder / "w").write_bytes(b"w") and None, info)
+    chosen = {by: [f.name for f in kinds.protected(tmp_path, 2, by)] for by in ("training_loss", "validation_loss")}
+    assert chosen == {"training_loss": ["step=5", "step=1"], "validation_loss": ["step=2", "step=3"]}
+
+
 def test_without_facts_nothing_is_protected(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         seal.write_sealed(tmp_path, step, lambda folder: (folder / "w").write_bytes(b"w") and None, {})

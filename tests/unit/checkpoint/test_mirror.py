@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.checkpoint import kinds, rotation, seal
+from sd_training.checkpoint import kinds, manifest, rotation, seal
 from sd_training.checkpoint.mirror import Mirror, MirrorError
 from sd_training.checkpoint.writer import UNFENCED, take
 from sd_training.errors import ConfigError, DamagedCheckpointsError, TakenOverError
@@ -81,11 +81,11 @@ def test_a_copy_of_another_step_is_not_used(mirror: Mirror, root: Path) -> None:
 def test_it_is_rotated_like_the_run_folder(mirror: Mirror, root: Path) -> None:
     sent(mirror, root, 1, 2, 3, 4, 5, milestone=2)
     (copy_of(mirror, 3) / "MANIFEST.json").unlink()
-    mirror.rotate(5, 4, 0, UNFENCED)
+    mirror.rotate(5, 4, 0, "training_loss", UNFENCED)
     assert mirror.steps() == [1, 2, 4, 5] and not copy_of(mirror, 3).exists()  # a half sent one
-    mirror.rotate(5, 0, 0, UNFENCED)
+    mirror.rotate(5, 0, 0, "training_loss", UNFENCED)
     assert mirror.steps() == [2, 4, 5] and not copy_of(mirror, 1).exists()
-    mirror.rotate(4, 2, 0, UNFENCED)  # the run went back to step 3 and has done step 4 again
+    mirror.rotate(4, 2, 0, "training_loss", UNFENCED)  # the run went back to step 3 and has done step 4 again
     assert mirror.steps() == [2, 4]
 
 
@@ -127,7 +127,7 @@ def test_whoever_lost_the_run_publishes_and_deletes_nothing(mirror: Mirror, root
     old = take(root.parent)
     take(root.parent)
     folder = seal.write_sealed(root, 4, fill, {})
-    for act in (lambda: mirror.send(folder, old), lambda: mirror.rotate(3, 2, 0, old)):
+    for act in (lambda: mirror.send(folder, old), lambda: mirror.rotate(3, 2, 0, "training_loss", old)):
         with pytest.raises(TakenOverError):
             act()
     assert mirror.steps() == [1, 2, 3]
@@ -164,3 +164,82 @@ def test_whoever_lost_the_run_leaves_the_copy_of_its_successor(
     with pytest.raises(TakenOverError):
         mirror.send(folder, old)
     assert contents(copy_of(mirror, 4)) == before and bool(before) == has_other_copy
+
+
+def damaged(mirror: Mirror, step: int, manifest_bytes: bytes) -> None:
+    (copy_of(mirror, step) / "MANIFEST.json").write_bytes(manifest_bytes)
+
+
+def manifest_of(mirror: Mirror, step: int) -> bytes:
+    return (copy_of(mirror, step) / "MANIFEST.json").read_bytes()
+
+
+@pytest.mark.parametrize("kept_bytes", [0, -5])
+def test_rotation_takes_a_cut_manifest_for_a_half_sent_copy(kept_bytes: int, mirror: Mirror, root: Path) -> None:
+    sent(mirror, root, 1, 2, 3, 4)
+    damaged(mirror, 2, manifest_of(mirror, 2)[:kept_bytes])
+    mirror.rotate(4, 3, 0, "training_loss", UNFENCED)
+    assert mirror.steps() == [1, 3, 4] and not copy_of(mirror, 2).exists()
+
+
+@pytest.mark.parametrize("damage", ["flip", "other format", "deep", "other step"])
+def test_rotation_leaves_what_it_cannot_judge_and_names_it_once(
+    damage: str, mirror: Mirror, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent(mirror, root, 1, 2, 3, 4, 5, 6)
+    own = manifest_of(mirror, 1)
+    made = {
+        "flip": own.replace(b"weights", b"weighty"),
+        "other format": own.replace(b'"format": 1', b'"format": 2'),
+        "deep": b'{"format": 1, "step": 1, "files": {}, "info": ' + b'{"a":' * 3000 + b"1" + b"}" * 3001,
+        "other step": manifest_of(mirror, 2),
+    }
+    for step in (1, 6):  # older than the newest, and one that another program got further with
+        damaged(mirror, step, made[damage])
+    for _ in range(2):
+        mirror.rotate(5, 2, 0, "training_loss", UNFENCED)
+    assert mirror.steps() == [1, 4, 5, 6] and (copy_of(mirror, 1) / "weights.bin").exists()
+    assert sum(f"{mirror.root}/step=1 is left as it is" in message for message in caplog.messages) == 1
+
+
+def test_rotation_never_deletes_the_newest(mirror: Mirror, root: Path) -> None:
+    sent(mirror, root, 1, 2, 3)
+    damaged(mirror, 3, b"")
+    mirror.rotate(3, 2, 0, "training_loss", UNFENCED)
+    assert mirror.steps() == [1, 2, 3]
+
+
+def test_a_manifest_that_vanishes_while_others_are_read_is_none(
+    mirror: Mirror, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent(mirror, root, 1, 2, 3)
+    read = mirror._files.cat_file
+
+    def vanishing(path: str, **limits: int) -> bytes:
+        (copy_of(mirror, 2) / "MANIFEST.json").unlink(missing_ok=True)
+        return bytes(read(path, **limits))
+
+    monkeypatch.setattr(mirror._files, "cat_file", vanishing)
+    mirror.rotate(3, 2, 0, "training_loss", UNFENCED)
+    assert mirror.steps() == [1, 3]
+
+
+def test_a_huge_manifest_is_never_read(mirror: Mirror, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent(mirror, root, 1, 2, 3)
+    os.truncate(copy_of(mirror, 2) / "MANIFEST.json", manifest.MAX_BYTES + 1)
+    read, asked = mirror._files.cat_file, []
+
+    def noted(path: str, **limits: int) -> bytes:
+        asked.append(path)
+        return bytes(read(path, **limits))
+
+    monkeypatch.setattr(mirror._files, "cat_file", noted)
+    mirror.rotate(3, 2, 0, "training_loss", UNFENCED)
+    assert mirror.steps() == [1, 2, 3]
+    shutil.rmtree(root)
+    (copy_of(mirror, 3) / "weights.bin").unlink()
+    assert mirror.restore(root, UNFENCED) == root / "step=1"
+    assert not any("step=2" in path for path in asked)
+    sent(mirror, root, 2)
+    assert manifest_of(mirror, 2) == (root / "step=2" / "MANIFEST.json").read_bytes()
+    assert not any("step=2" in path for path in asked)

@@ -1,0 +1,160 @@
+"""Samples that a run is measured on: never trained on, always the same ones with the same noise."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sd_training.config.data_schema import DatasetConfig
+from sd_training.config.validation_schema import ValidationConfig
+from sd_training.data.bad_samples import BadSampleLog
+from sd_training.data.buckets import BucketTable
+from sd_training.data.captions import Dropout, Tokenizer
+from sd_training.data.collate import collate
+from sd_training.data.dataset import DrawSettings, TrainingSamples, Visit
+from sd_training.data.locations import shown
+from sd_training.data.opened import OpenDataset, all_problems, open_dataset
+from sd_training.data.problems import SkippedSample, printable
+from sd_training.data.sizes import training_sizes
+from sd_training.errors import ConfigError, DataError, OutageError
+from sd_training.rank_log import get_logger
+from sd_training.types import PixelBatch
+
+log = get_logger(__name__)
+
+_SEED = 2**40
+"""Of the noise; not the run's, so that runs with other seeds are measured alike."""
+
+
+@dataclass(frozen=True)
+class _Opened:
+    samples: TrainingSamples
+    batches: list[list[Visit]]
+    """Each of one bucket; they depend on nothing but the data and the options."""
+
+
+class HeldOutData:
+    """Delivers PixelBatches by their number.
+
+    Args:
+        dataset: `dataset` of the config; type and processing are the first data set's.
+        config: where the samples are, and how many.
+        batch_size: samples per forward pass.
+        tokenizers: text encoder → tokenizer.
+        draws: as in training; what is there to regularise is left out.
+        bad_samples: names what cannot be used.
+        captions_needed: whether samples without a caption are left out.
+    """
+
+    def __init__(
+        self,
+        dataset: DatasetConfig,
+        config: ValidationConfig,
+        batch_size: int,
+        tokenizers: Mapping[str, Tokenizer],
+        draws: DrawSettings,
+        bad_samples: BadSampleLog,
+        *,
+        captions_needed: bool = True,
+    ) -> None:
+        assert config.path is not None, "without a path there is nothing to measure on"
+        self.kind = dataset.type
+        self.params = replace(dataset.params, path=config.path, crop="center", flip_prob=0.0)
+        self.config, self.batch_size = config, batch_size
+        self.tokenizers, self.captions_needed = dict(tokenizers), captions_needed
+        self.draws = replace(draws, seed=_SEED, dropout=Dropout(), has_input_noise=False, is_stratified=False)
+        self.bad_samples = bad_samples
+        self._opened: _Opened | None = None
+        self._told: set[tuple[str, str]] = set()
+
+    def open(self) -> _Opened:
+        """Index and choice of the samples, made once.
+
+        Raises:
+            ConfigError, DataError: the data cannot be used.
+        """
+        if self._opened is None:
+            table = training_sizes(self.params)
+            dataset = self._open_dataset(table)
+            samples = TrainingSamples([dataset], table, self.params, self.tokenizers, self.draws)
+            self._opened = _Opened(samples, _batches(dataset, self.config.num_samples, self.batch_size))
+        return self._opened
+
+    def _open_dataset(self, table: BucketTable) -> OpenDataset:
+        """Errors name the option that the user wrote."""
+        at_least_one = np.ones(len(table.sizes), dtype=np.int64)
+        needed = self.captions_needed
+        try:
+            return open_dataset(self.kind, self.params, self.params, table, at_least_one, captions_needed=needed)
+        except (ConfigError, DataError) as error:
+            raise type(error)(str(error).replace("dataset.params.path", "validation.path")) from error
+
+    def sentence(self) -> str:
+        """What is measured when."""
+        config, opened = self.config, self.open()
+        count, total = sum(map(len, opened.batches)), len(opened.samples.datasets[0].survivors)
+        return (
+            f"validation: {count:,} of {total:,} held-out samples at {config.num_levels} noise levels, every "
+            f"{config.every:,} optimizer steps"
+        )
+
+    def report(self, trained: Sequence[OpenDataset]) -> None:
+        """Says what is measured when, what is wrong with the shards, and which of them are trained on as well."""
+        log.info(self.sentence())
+        own = self.open().samples.datasets
+        self.bad_samples.report(all_problems(own), "the held-out data")
+        locations = {unit.location for dataset in trained for unit in dataset.index.units}
+        shared = [shown(unit.location) for unit in own[0].index.units if unit.location in locations]
+        if shared:
+            log.warning(f"validation.path: {len(shared):,} shards are trained on as well, such as {shared[0]}")
+
+    def __len__(self) -> int:
+        """Batches."""
+        return len(self.open().batches)
+
+    def batches(self, numbers: Sequence[int]) -> Iterator[PixelBatch]:
+        """The batches of these numbers; while one is used, a thread reads the next.
+
+        Raises:
+            DataError: one cannot be read.
+        """
+        with ThreadPoolExecutor(1, "held-out data") as reader:
+            pending = [reader.submit(self._read, number) for number in numbers[:1]]
+            for number in numbers[1:]:
+                batch = pending.pop().result()
+                pending.append(reader.submit(self._read, number))
+                yield batch
+            yield from (last.result() for last in pending)
+
+    def _read(self, number: int) -> PixelBatch:
+        opened = self.open()
+        delivery = collate([opened.samples[visit] for visit in opened.batches[number]])
+        for skipped in delivery.skipped:
+            self._tell(skipped)
+        if delivery.batch is None:
+            raise (OutageError if delivery.is_outage else DataError)(f"validation.path: {delivery.failure}")
+        return delivery.batch
+
+    def _tell(self, skipped: SkippedSample) -> None:
+        """Once for each sample; all of them are named in the file."""
+        if (skipped.shard, skipped.key) in self._told:
+            return
+        self._told.add((skipped.shard, skipped.key))
+        self.bad_samples.name(skipped)
+        shard, key, reason = (printable(part) for part in skipped[:3])
+        log.warning(f"validation.path: {shard} {key} cannot be used, another sample stands in for it: {reason}")
+
+
+def _batches(dataset: OpenDataset, num_samples: int, batch_size: int) -> list[list[Visit]]:
+    """Samples at equal distances, bucket by bucket."""
+    total = len(dataset.survivors)
+    count = min(num_samples, total)
+    chosen = np.arange(count) * total // count
+    buckets, batches = dataset.bucket_of[chosen], []
+    for bucket in np.unique(buckets).tolist():
+        positions = np.flatnonzero(buckets == bucket)
+        samples = dataset.survivors[chosen[positions]].tolist()
+        visits = [Visit(p, 0, s, bucket, 0, 1) for p, s in zip(positions.tolist(), samples, strict=True)]
+        batches += [visits[start : start + batch_size] for start in range(0, len(visits), batch_size)]
+    return batches

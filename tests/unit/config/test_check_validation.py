@@ -1,0 +1,50 @@
+"""Options of the held-out data that contradict each other."""
+
+import pytest
+
+from sd_training.config.check import warnings
+from sd_training.config.load import load_config
+from sd_training.errors import ConfigError
+
+RUN = (
+    "experiment.log_dir=runs",
+    "experiment.name=x",
+    "experiment.num_examples_to_see=1000",
+    "experiment.save_every=100",
+    "model.pretrained=stabilityai/x",
+    "dataset.params.path=a.tar",
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["validation.path=[]"], "validation.path: is empty"),
+        (["validation.path=a.tar"], "validation.path: is the data that is trained on"),
+        (["checkpoint.best_by=validation_loss"], "checkpoint.best_by: validation_loss needs validation.path"),
+        (
+            ["checkpoint.best_by=validation_loss", "validation.path=b.tar"],
+            "checkpoint.best_by: is only read with checkpoint.keep_best above 0",
+        ),
+        (
+            ["checkpoint.best_by=validation_loss", "checkpoint.keep_best=1", "validation.path=b.tar"],
+            "validation.every: 1,000 does not divide experiment.save_every=100",
+        ),
+    ],
+)
+def test_refused(words: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([*RUN, *words])
+    assert [problem.startswith(told) for problem in caught.value.problems] == [True], caught.value
+
+
+def test_options_that_nothing_reads_are_told() -> None:
+    told = "validation.every: is not used, because validation.path"
+    for words, is_told in ((["validation.every=5"], True), (["validation.every=5", "validation.path=b.tar"], False)):
+        assert any(line.startswith(told) for line in warnings(load_config([*RUN, *words]))) == is_told
+
+
+def test_allowed() -> None:
+    words = ["checkpoint.best_by=validation_loss", "checkpoint.keep_best=1", "validation.path=[b.tar,c.tar]"]
+    config = load_config([*RUN, *words, "validation.every=50"])
+    assert config.validation.path == ["b.tar", "c.tar"]
