@@ -71,6 +71,8 @@ class Row:
     engine: str
     loss: float
     """Largest relative difference of a step's loss."""
+    validation: float
+    """The same of a validation loss, of weights or average, at any noise level."""
     weights: float
     ema: float
     accumulation: float
@@ -89,7 +91,8 @@ def make_models(folder: Path) -> None:
     """A tiny transformer pipeline and shards of pictures."""
     torch.manual_seed(0)
     flux().save_pretrained(folder / "pipeline")
-    save_picture_shards(folder / "shards")
+    for name in ("shards", "held_out"):
+        save_picture_shards(folder / name)
 
 
 def arguments(folder: Path, name: str, engine: Engine, steps: int, *, accumulation: int = 1) -> list[str]:
@@ -102,6 +105,10 @@ def arguments(folder: Path, name: str, engine: Engine, steps: int, *, accumulati
         f"system.batch_size={engine.micro_batch // accumulation}",
         f"system.gradient_accumulation={accumulation}",
         "logging.every=1",
+        f"validation.path={folder / 'held_out'}",
+        f"validation.every={steps // 2}",
+        "validation.num_samples=9",  # batches that cannot be dealt out evenly
+        "validation.num_levels=2",
         *engine.options,
     ]
 
@@ -175,11 +182,11 @@ def distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
     return max(float((left[name] - right[name]).abs().max()) for name in right) / largest
 
 
-def difference(run: Path, other: Path, column: str) -> float:
-    """Largest relative difference of a column of metrics.csv over the optimizer steps."""
+def difference(run: Path, other: Path, column: str, file: str = "metrics.csv") -> float:
+    """Largest relative difference of a column over the rows of a file."""
     found = []
     for folder in (run, other):
-        with (folder / "metrics.csv").open(newline="") as stream:
+        with (folder / file).open(newline="") as stream:
             found.append([float(row[column]) for row in csv.DictReader(stream)])
     return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(*found, strict=True))
 
@@ -199,6 +206,7 @@ def compare(folder: Path, engine: Engine, steps: int) -> Row:
     return Row(
         engine=engine.name,
         loss=difference(own, single, "loss"),
+        validation=difference(own, single, "loss", "validation.csv"),
         weights=distance(tensors(own, steps, "weights"), tensors(single, steps, "weights")),
         ema=distance(tensors(own, steps, "ema"), tensors(single, steps, "ema")),
         accumulation=max(
@@ -214,10 +222,21 @@ def compare(folder: Path, engine: Engine, steps: int) -> Row:
 
 def table(rows: Iterable[Row]) -> str:
     """Markdown."""
-    heads = ("engine", "loss", "weights", "average", "accumulation", "resume", "moved", "export", "MiB per process")
+    heads = (
+        "engine",
+        "loss",
+        "validation",
+        "weights",
+        "average",
+        "accumulation",
+        "resume",
+        "moved",
+        "export",
+        "MiB per process",
+    )
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for row in rows:
-        numbers = (row.loss, row.weights, row.ema, row.accumulation, row.resume, row.moves, row.export)
+        numbers = (row.loss, row.validation, row.weights, row.ema, row.accumulation, row.resume, row.moves, row.export)
         cells = [f"{number:.1e}" if number else "0" for number in numbers]
         lines.append(f"| {row.engine} | {' | '.join(cells)} | {' + '.join(f'{m:.3f}' for m in row.mib)} |")
     return "\n".join(lines)

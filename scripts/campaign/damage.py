@@ -1,24 +1,31 @@
-"""Every file of a checkpoint, damaged in every way: found, and the checkpoint before it is used; all of them damaged:
-refused, and nothing is started afresh."""
+"""Every file of a checkpoint, of one process or of two, damaged in every way: found, and the checkpoint before it is
+used; all of them damaged: refused, and nothing is started afresh."""
 
 import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scripts.campaign.fork_server import ForkServer, shared_server
 from scripts.campaign.row import Row
-from scripts.campaign.tiny_run import TinyRun, make_tiny_parts, run_to_end
+from scripts.campaign.tiny_run import TinyRun, make_tiny_parts, run_to_end, stop_all, tail
 from sd_training.checkpoint import seal
 from sd_training.errors import CheckpointError
 
 STEPS, SAVE_EVERY = 4, 2
-_LIMIT_S = 120
+ENGINES = ("ddp", "fsdp", "deepspeed_3")
+"""Of the checkpoints that two processes write, each its own files."""
+RESUMED_ONE_OF = 5
+"""Of so many cases one is resumed from. Not a multiple of the kinds of damage, so that each has its turn."""
+_LIMIT_S = 300
+"""Python compiles DeepSpeed when it is imported for the first time."""
 _PROMISE = "found; the checkpoint before it is used, and the run ends as if nothing had been done to it"
 _REFUSED = "refused with a sentence that names each of them; nothing starts afresh"
+Case = tuple[str, str]
+"""Name of a file of the newest checkpoint, and what is done to it."""
 
 
 def _flip_bit(path: Path) -> None:
@@ -38,61 +45,106 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
+@dataclass(frozen=True)
+class Sound:
+    """A run that nothing was done to: as it is when its copies are damaged, and as they have to end."""
+
+    whole: TinyRun
+    longer: TinyRun
+    ranks: int = 1
+
+    @classmethod
+    def make(cls, server: ForkServer, parts: Path, folder: Path, ranks: int = 1, more: tuple[str, ...] = ()) -> "Sound":
+        """Trains both."""
+        whole = TinyRun(parts, folder / "whole", STEPS, SAVE_EVERY, folder.parent / "tmp", more)
+        longer = replace(whole, home=folder / "longer", steps=STEPS + SAVE_EVERY)
+        for one in (whole, longer):
+            run_to_end(server, one, ranks, _LIMIT_S)
+        return cls(whole, longer, ranks)
+
+    def cases(self) -> list[Case]:
+        """All that can be done to one file."""
+        newest = self.whole.checkpoints / seal.folder_name(STEPS)
+        return [(path.name, damage) for path in sorted(newest.iterdir()) for damage in DAMAGES]
+
+
 def run(folder: Path, is_quick: bool) -> list[Row]:
-    """Three rows: damages of one, real resumes after some of them, damages of all."""
+    """Five rows: damages of one checkpoint and real resumes after some of them, of one process and of two; damages of
+    all."""
     server = shared_server()
     parts = make_tiny_parts(server, folder / "parts")
-    whole = TinyRun(parts, folder / "whole", STEPS, SAVE_EVERY, folder / "tmp")
-    run_to_end(server, whole)
-    longer = replace(whole, home=folder / "longer", steps=STEPS + SAVE_EVERY)
-    run_to_end(server, longer)
-    newest = whole.checkpoints / seal.folder_name(STEPS)
-    cases = [(path.name, damage) for path in sorted(newest.iterdir()) for damage in DAMAGES]
-    resumed = cases[:: len(cases) // 2] if is_quick else cases
+    alone = Sound.make(server, parts, folder / "alone")
+    cases = alone.cases()
+    resumed = cases[:: len(cases) // 2][:2] if is_quick else cases
     return [
-        _found(whole, folder / "one", cases),
-        _resumed(server, whole, longer.digest(), folder / "resumed", resumed[:2] if is_quick else resumed),
-        _refused(server, whole, folder / "all", list(DAMAGES)[:1] if is_quick else list(DAMAGES)),
+        _found_row([alone], folder / "one", "each of the {} files of the newest checkpoint"),
+        _resumed_row(server, [(alone, resumed)], folder / "resumed", "the same, and the run is started again"),
+        *_rows_of_ranks(server, parts, folder, ENGINES[:1] if is_quick else ENGINES, is_quick),
+        _refused(server, alone.whole, folder / "all", list(DAMAGES)[:1] if is_quick else list(DAMAGES)),
     ]
 
 
-def _found(whole: TinyRun, place: Path, cases: list[tuple[str, str]]) -> Row:
-    """In this process, as a resume chooses."""
-    missed = []
-    for name, damage in cases:
-        shutil.copytree(whole.checkpoints, place)
-        DAMAGES[damage](place / seal.folder_name(STEPS) / name)
+def _rows_of_ranks(
+    server: ForkServer, parts: Path, folder: Path, engines: Sequence[str], is_quick: bool
+) -> Iterator[Row]:
+    """Of two processes; the same with each engine."""
+    sounds = [Sound.make(server, parts, folder / name, 2, (f"distributed.strategy={name}",)) for name in engines]
+    names = f"two processes ({', '.join(engines)})"
+    yield _found_row(sounds, folder / "one", f"each of the {{}} files of the newest checkpoint of {names}")
+    each = [(sound, sound.cases()[-1:] if is_quick else sound.cases()[::RESUMED_ONE_OF]) for sound in sounds]
+    yield _resumed_row(server, each, folder / "resumed", f"some of these, and {names} are started again")
+
+
+def _found_row(sounds: Sequence[Sound], place: Path, what: str) -> Row:
+    missed = [problem for sound in sounds for problem in not_found(sound, place)]
+    _tell(missed)
+    trials = sum(len(sound.cases()) for sound in sounds)
+    num_files = trials // len(DAMAGES)
+    figure = f"{trials - len(missed)} of {trials} found, set aside, and the one before chosen"
+    return Row(f"{what.format(num_files)} × {', '.join(DAMAGES)}", _PROMISE, trials, figure, not missed)
+
+
+def _resumed_row(server: ForkServer, each: Sequence[tuple[Sound, Sequence[Case]]], place: Path, fault: str) -> Row:
+    wrong = [problem for sound, cases in each for case in cases for problem in not_gone_on(server, sound, place, case)]
+    _tell(wrong)
+    trials = sum(len(cases) for _, cases in each)
+    figure = f"{trials - len(wrong)} of {trials} went on from the one before and ended with the same bits and losses"
+    return Row(fault, _PROMISE, trials, figure, not wrong)
+
+
+def not_found(sound: Sound, place: Path) -> Iterator[str]:
+    """Cases of which a resume would not know; in this process, as a resume chooses."""
+    newest = seal.folder_name(STEPS)
+    for name, damage in sound.cases():
+        shutil.copytree(sound.whole.checkpoints, place)
+        DAMAGES[damage](place / newest / name)
         logging.disable(logging.ERROR)  # each of them is told
         try:
             chosen = seal.newest_verified(place)
         finally:
             logging.disable(logging.NOTSET)
-        is_set_aside = (place / f"{seal.folder_name(STEPS)}.damaged").is_dir()
+        is_set_aside = (place / f"{newest}.damaged").is_dir() and not (place / newest).exists()
         if chosen != place / seal.folder_name(STEPS - SAVE_EVERY) or not is_set_aside:
-            missed.append(f"{damage} of {name}: {chosen}")
+            yield f"{damage} of {name}, {sound.whole.more}: {chosen}"
         shutil.rmtree(place)
-    _tell(missed)
-    num_files = len({name for name, _ in cases})
-    figure = f"{len(cases) - len(missed)} of {len(cases)} found, set aside, and the one before chosen"
-    fault = f"each of the {num_files} files of the newest checkpoint × {', '.join(DAMAGES)}"
-    return Row(fault, _PROMISE, len(cases), figure, not missed)
 
 
-def _resumed(server: ForkServer, whole: TinyRun, expected: str, place: Path, cases: list[tuple[str, str]]) -> Row:
-    """The whole way, against a run that nothing was done to."""
-    wrong = []
-    for name, damage in cases:
-        run = _copy(whole, place, STEPS + SAVE_EVERY)
-        DAMAGES[damage](run.checkpoints / seal.folder_name(STEPS) / name)
-        status = run.start(server)[0].wait(_LIMIT_S)
-        text = (run.home / "log.txt").read_text()
-        has_fallen_back = f"resuming from {run.checkpoints / seal.folder_name(STEPS - SAVE_EVERY)}" in text
-        if status != 0 or not has_fallen_back or run.digest() != expected:
-            wrong.append(f"{damage} of {name}: status {status}, fell back: {has_fallen_back}")
-        shutil.rmtree(place)
-    _tell(wrong)
-    figure = f"{len(cases) - len(wrong)} of {len(cases)} went on from the one before and ended with the same bits"
-    return Row("the same, and the run is started again", _PROMISE, len(cases), figure, not wrong)
+def not_gone_on(server: ForkServer, sound: Sound, place: Path, case: Case) -> Iterator[str]:
+    """What is wrong with a real resume after that, against the run that nothing was done to."""
+    name, damage = case
+    run = _copy(sound.whole, place, sound.longer.steps)
+    DAMAGES[damage](run.checkpoints / seal.folder_name(STEPS) / name)
+    children = run.start(server, sound.ranks)
+    statuses = [child.wait(_LIMIT_S) for child in children]
+    stop_all(children, 1)
+    text = (run.home / "log.txt").read_text()
+    has_fallen_back = f"resuming from {run.checkpoints / seal.folder_name(STEPS - SAVE_EVERY)}" in text
+    is_whole = statuses == [0] * sound.ranks
+    is_same = is_whole and run.digest() == sound.longer.digest() and run.losses() == sound.longer.losses()
+    if not has_fallen_back or not is_same:
+        what = f"{damage} of {name}, {run.more}: statuses {statuses}"
+        yield f"{what}, fell back: {has_fallen_back}, the same: {is_same}\n{tail(run.home / 'log.txt')}"
+    shutil.rmtree(place)
 
 
 def _refused(server: ForkServer, whole: TinyRun, place: Path, damages: list[str]) -> Row:

@@ -1,8 +1,9 @@
-"""A run of the trainer in which something goes wrong that nobody reports; started by `fork_server.py`.
+"""A run of the trainer in which something goes wrong; started by `fork_server.py`, or as a module.
 
 FAULT says what: `collective` (rank 0 waits for a collective that rank 1 leaves out), `decode` (a loader process of rank
 1 sleeps), `worker` (each loader process is killed that there is at these steps), `outage` (nothing but a short
-leave-taking of the loggers). Before step 3 every rank writes its process id to `at_step_3.RANK` in WATCH_DIR.
+leave-taking of the loggers), `defect` (rank 1 raises an exception that names the data). Before step 3 every rank writes
+its process id to `at_step_3.RANK` in WATCH_DIR.
 """
 
 import os
@@ -51,6 +52,12 @@ class Fault(pl.Callback):
             for worker in torch.multiprocessing.active_children():
                 os.kill(worker.pid or 0, signal.SIGKILL)
 
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Defect: here, in the middle of a step, nobody asks the others whether to save what is left."""
+        if self.kind == "defect" and trainer.global_step == FAULT_STEP and trainer.global_rank == 1:
+            data: Any = trainer.datamodule  # type: ignore[attr-defined]
+            raise RuntimeError(f"rank 1 alone cannot go on with {data.dataset.params.path}")
+
 
 def train(words: list[str]) -> None:
     """`python train.py` with these words and the fault."""
@@ -70,3 +77,7 @@ def train(words: list[str]) -> None:
     building.build_run = build_faulty  # type: ignore[assignment]
     sys.argv = ["train.py", *words]
     runpy.run_module("train", run_name="__main__")
+
+
+if __name__ == "__main__":
+    train(sys.argv[1:])

@@ -142,7 +142,7 @@ def run(folder: Path, is_quick: bool) -> list[Row]:
     """Three rows: one process, one of two ranks, and Lightning's own checkpoints."""
     server = shared_server()
     parts = make_tiny_parts(server, folder / "parts")
-    alone, pair, plain = (7, 5, 4) if is_quick else (120, 80, 60)
+    alone, pair, plain = (5, 3, 3) if is_quick else (120, 80, 60)
     rows = [_row(server, folder, parts, ranks, kills) for ranks, kills in ((1, alone), (2, pair))]
     size = sum(path.stat().st_size for path in (folder / f"reference_1/run/checkpoints/step={STEPS}").iterdir())
     return [*rows, lightning_row(server, folder / "lightning", size, plain)]

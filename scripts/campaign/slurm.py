@@ -12,7 +12,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,9 +191,21 @@ def _node_failure(job: Job, whole: TinyRun) -> Row:
     if published:
         job.problems.append(f"the old processes sealed {published} checkpoints after the new ones had begun")
     _end_zombies(job)
-    figure = f"{again} steps done again; {published} checkpoints sealed by the old processes afterwards"
+    missing, twice = gaps_of_record(job.tiny.losses(), STEPS)
+    if again > SAVE_EVERY or missing or twice:
+        job.problems.append(f"{again} steps done again, {missing} missing from metrics.csv, {twice} twice in it")
+    figure = (
+        f"{again} steps of at most {SAVE_EVERY} done again, {missing} missing from the record, {twice} twice in it; "
+        f"{published} checkpoints sealed by the old processes afterwards"
+    )
     promise = "goes on elsewhere from the newest checkpoint; what still runs on the lost node can write nothing"
     return _row(job, "a SLURM node is lost, its processes go on", 1, figure, promise)
+
+
+def gaps_of_record(losses: Iterable[str], steps: int) -> tuple[int, int]:
+    """Steps that `TinyRun.losses` lacks, and those that it has more than once."""
+    counts = Counter(int(line.partition(":")[0]) for line in losses)
+    return sum(not counts[step] for step in range(1, steps + 1)), sum(count > 1 for count in counts.values())
 
 
 def _end_zombies(job: Job) -> None:

@@ -72,7 +72,7 @@ class TinyRun:
         if ranks == 1:
             return [server.start(_TRAIN, words, log, shared)]
         shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         each = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
         return [server.start(_TRAIN, words, log, {**shared, **own}) for own in each]
 
@@ -195,7 +195,7 @@ def other_file_system(folder: Path) -> Path | None:
     return memory / f"campaign_{os.getpid()}"
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """One that no outgoing connection is given before the run listens on it: Linux takes those from 32768 on."""
     while True:
         port = 20_000 + secrets.randbelow(12_000)

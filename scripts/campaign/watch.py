@@ -217,7 +217,7 @@ def slowness(without: float, beside: float) -> tuple[str, bool]:
 
 def clean(server: ForkServer, parts: Path, folder: Path, steps: int) -> Row:
     """Two ranks, a loader process each, saves: nothing hangs."""
-    more = ("system.workers=1", *_LIMITS, "watch.save_s=20", "checkpoint.save_every_minutes=0.02")
+    more = ("system.workers=1", *_LIMITS, "watch.save_s=20", "checkpoint.save_every_minutes=0.1")
     tiny = TinyRun(parts, folder / "clean", steps, 1000, folder / "tmp", more)
     began_s = time.monotonic()
     statuses = _statuses(start(server, tiny, "", RANKS), 3600)
@@ -274,5 +274,5 @@ def run(folder: Path, is_quick: bool) -> list[Row]:
     rows.append(deaths(server, parts, folder, 1 if is_quick else 7))
     rows.append(bad_data(server, parts, folder))
     rows.append(outage(server, parts, folder, 60 if is_quick else 2000))
-    rows.append(clean(server, parts, folder, 50 if is_quick else 20_000))
+    rows.append(clean(server, parts, folder, 50 if is_quick else 10_000))
     return rows

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from scripts import fault_campaign
-from scripts.campaign import kills
+from scripts.campaign import damage, kills
 from scripts.campaign.row import Row
 from scripts.campaign.signals import is_inside_save
+from scripts.campaign.slurm import gaps_of_record
 from scripts.campaign.tiny_run import TinyRun, digest_of
 from scripts.campaign.watch import slowness
 from sd_training.checkpoint.seal import write_sealed
@@ -129,6 +130,21 @@ class TestKills:
         for path in (tiny.checkpoints / "step=6.partial", tiny.temporary / "tmpabc"):
             path.write_bytes(b"left")
         assert tiny.files() - before == {"checkpoints/step=6.partial", "TMPDIR/tmpabc"}
+
+
+def test_damage_that_is_not_found_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = TinyRun(tmp_path, tmp_path / "home", damage.STEPS, damage.SAVE_EVERY, tmp_path / "tmp")
+    for step in (2, 4):
+        save(tiny, step, float(step))
+    sound = damage.Sound(tiny, tiny)
+    assert len(sound.cases()) == 3 * len(damage.DAMAGES) and not list(damage.not_found(sound, tmp_path / "one"))
+    monkeypatch.setattr(damage, "DAMAGES", {"nothing": lambda path: None})
+    assert len(list(damage.not_found(sound, tmp_path / "one"))) == 3
+
+
+def test_steps_missing_from_the_record_or_twice_in_it_are_counted() -> None:
+    assert gaps_of_record(["1: 0.5", "2: 0.5", "3: 0.5"], 3) == (0, 0)
+    assert gaps_of_record(["1: 0.5", "3: 0.5", "3: 0.25", "3: 0.5"], 4) == (2, 1)
 
 
 def save(tiny: TinyRun, step: int, value: float) -> None:
