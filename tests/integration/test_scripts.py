@@ -1,180 +1,22 @@
-"""The commands in scripts/ and the batch file, as a user runs them."""
+"""The commands in scripts/, as a user runs them; test_generate_examples.py has the pictures that one of them draws."""
 
 import csv
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tarfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
 
-from scripts import download_diffusers, generate_examples, make_webdataset
-from sd_training.errors import UserError
-from sd_training.export.samplers import samplers_for
+from scripts import download_diffusers, make_webdataset
 from tests import makers
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})}
-    return subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-
-
-def fails(main: Any, *argv: str | Path) -> str:
-    """The sentence of the user error that a command ends with."""
-    with pytest.raises(UserError) as caught:
-        main([str(word) for word in argv])
-    return str(caught.value)
-
-
-def draw(pipeline: Path, out: Path, *more: str | Path) -> list[dict[str, Any]]:
-    """Runs generate_examples and returns metadata.jsonl."""
-    argv = ["--pipeline", pipeline, "--out", out, "--steps", "2", "--height", "16", "--width", "16", *more]
-    generate_examples.main([str(word) for word in argv])
-    return [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
-
-
-def contents(folder: Path, pattern: str = "*.png") -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.glob(pattern)}
+from tests.integration.commands import ROOT, fails, run
 
 
 def tree(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.txt"
-    path.write_text("a red square\n\na blue circle\na green picture\n")
-    return path
-
-
-def test_generate_writes_pictures_records_and_grid(pipeline_dir: Path, tmp_path: Path, prompts: Path) -> None:
-    lines = draw(pipeline_dir, tmp_path / "out", "--prompts", prompts, "--seed", "40", "--guidance-scale", "3")
-    assert [(x["file"], x["prompt"], x["seed"]) for x in lines] == [
-        ("000000.png", "a red square", 40),
-        ("000001.png", "a blue circle", 41),
-        ("000002.png", "a green picture", 42),
-    ]
-    assert {(x["scheduler"], x["guidance"], x["steps"]) for x in lines} == {("DDIMScheduler", 3.0, 2)}
-    assert Image.open(tmp_path / "out/000001.png").size == (16, 16)
-    assert Image.open(tmp_path / "out/grid.png").size == (32, 32)
-    assert not list((tmp_path / "out").glob(".*"))
-
-
-def test_generate_resumes_with_the_same_pictures(pipeline_dir: Path, tmp_path: Path, prompts: Path) -> None:
-    out = tmp_path / "out"
-    first = draw(pipeline_dir, out, "--prompts", prompts)
-    before = contents(out)
-    kept = (out / "000000.png").stat().st_mtime_ns
-    (out / "000001.png").unlink()
-    (out / "000002.png").write_bytes(before["000002.png"][:150])
-    (out / ".000001.png.partial").write_bytes(b"half")
-    assert draw(pipeline_dir, out, "--prompts", prompts, "--batch-size", "1") == first
-    assert contents(out) == before and (out / "000000.png").stat().st_mtime_ns == kept
-    assert not list(out.glob(".*"))
-
-
-def test_generate_does_not_mix_ways_of_drawing(pipeline_dir: Path, tmp_path: Path, prompts: Path) -> None:
-    out = tmp_path / "out"
-    draw(pipeline_dir, out, "--prompts", prompts)
-    before = contents(out)
-    said = fails(draw_argv(pipeline_dir, out), "--prompts", prompts, "--guidance-scale", "2")
-    assert "000000.png: is there already, made with guidance 7.5 instead of 2.0" in said
-    other = makers.save_tiny_pipeline(tmp_path / "other", seed=1)
-    assert "weights" in fails(draw_argv(other, out), "--prompts", prompts)
-    assert contents(out) == before
-    prompts.write_text(prompts.read_text() + "one more\n")
-    assert [x["prompt"] for x in draw(pipeline_dir, out, "--prompts", prompts)][-1] == "one more"
-    assert [x["file"] for x in draw(pipeline_dir, out, "--prompt", "a red square")] == [
-        "000001.png",
-        "000002.png",
-        "000003.png",
-        "000000.png",
-    ]
-
-
-def draw_argv(pipeline: Path, out: Path) -> Any:
-    return lambda argv: draw(pipeline, out, *argv)
-
-
-def test_generate_from_csv_with_several_pictures_per_prompt(pipeline_dir: Path, tmp_path: Path) -> None:
-    table = tmp_path / "captions.csv"
-    table.write_text("uid,prompt\nx/y,a red square\nb,a blue circle\n")
-    lines = draw(pipeline_dir, tmp_path / "out", "--prompts", table, "--images-per-prompt", "3", "--dtype", "bfloat16")
-    assert [x["file"] for x in lines] == ["x%2Fy_0.png", "x%2Fy_1.png", "x%2Fy_2.png", "b_0.png", "b_1.png", "b_2.png"]
-    assert [x["seed"] for x in lines] == list(range(6))
-    pictures = contents(tmp_path / "out", "*_*.png")
-    assert len(set(pictures.values())) == 6
-    assert Image.open(tmp_path / "out/grid.png").size == (48, 32)
-
-
-@pytest.mark.parametrize("name", samplers_for({}))
-def test_generate_with_every_sampler(pipeline_dir: Path, tmp_path: Path, name: str) -> None:
-    (line,) = draw(pipeline_dir, tmp_path / "out", "--prompt", "a red square", "--scheduler", name, "--steps", "4")
-    assert line["scheduler"] == name
-    assert len(Image.open(tmp_path / "out/000000.png").getcolors(256) or range(257)) > 50
-
-
-def test_generate_on_two_processes_draws_the_same(pipeline_dir: Path, tmp_path: Path, prompts: Path) -> None:
-    lines = draw(pipeline_dir, tmp_path / "one", "--prompts", prompts, "--batch-size", "1")
-    assert draw(pipeline_dir, tmp_path / "two", "--prompts", prompts, "--batch-size", "1", "--processes", "2") == lines
-    assert contents(tmp_path / "two") == contents(tmp_path / "one")
-
-
-def test_generate_under_torchrun_draws_the_same(pipeline_dir: Path, tmp_path: Path, prompts: Path) -> None:
-    lines = draw(pipeline_dir, tmp_path / "one", "--prompts", prompts, "--batch-size", "1")
-    script = [ROOT / "scripts/generate_examples.py", "--pipeline", pipeline_dir, "--prompts", prompts, "--out", "two"]
-    options = ["--steps", "2", "--height", "16", "--width", "16", "--batch-size", "1", "--device", "cpu"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    ended = run(*torchrun, *script, *options, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert contents(tmp_path / "two") == contents(tmp_path / "one")
-    assert [json.loads(x) for x in (tmp_path / "two/metadata.jsonl").read_text().splitlines()] == lines
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--prompt", " "], "prompt 000000 is empty"),
-        (["--prompts", "empty.txt"], "has no prompts"),
-        (["--prompts", "nowhere.txt"], "cannot be read"),
-        (["--prompts", "grid.csv"], "'grid' is taken"),
-        (["--prompt", "a", "--scheduler", "Best"], "scheduler 'Best' is not one of DDIM"),
-        (["--prompt", "a", "--steps", "2000"], "more than the 1000 timesteps"),
-        (["--prompt", "a", "--height", "20"], "--height: 20 is not a multiple of 8"),
-        (
-            ["--prompt", "a", "--guidance-scale", "0.5", "--batch-size", "0"],
-            "--batch-size: 0 must be 1 or more\n--guid",
-        ),
-        (["--prompt", "a", "--device", "cuda:77"], "this machine has cpu"),
-        (["--prompt", "a", "--pipeline", "nowhere"], "nowhere: no such folder"),
-        (["--prompt", "a", "--pipeline", "."], "is not a diffusers pipeline"),
-    ],
-)
-def test_generate_user_errors(
-    pipeline_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Sequence[str], said: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty.txt").write_text("\n \n")
-    (tmp_path / "grid.csv").write_text("uid,caption\ngrid,a\n")
-    assert said in fails(draw_argv(pipeline_dir, tmp_path / "out"), *options)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("script", ["generate_examples", "make_webdataset"])

@@ -16,7 +16,7 @@ from sd_training.config.dump import to_plain
 from sd_training.config.load import load_config
 from sd_training.rank_log import get_logger
 from sd_training.redaction import for_terminal, redacted, redacted_values
-from tests.unit.config.test_load import BASE
+from tests.unit.config.loading import BASE
 
 ROOT = Path(__file__).parents[2]
 

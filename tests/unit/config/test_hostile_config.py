@@ -8,7 +8,7 @@ import pytest
 from sd_training.config import expansion, sources
 from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
-from tests.unit.config.test_load import BASE, only, write
+from tests.unit.config.loading import BASE, only, write
 
 PARAMS = "model.unet.params"
 

@@ -1,53 +1,18 @@
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from sd_training.data.caption_choice import captions_in
 from sd_training.data.huggingface_source import HuggingFaceSource
-from sd_training.data.index import DatasetIndex, load_index
 from sd_training.data.problems import BadSample
 from sd_training.errors import ConfigError, DataError
 from tests import makers
 from tests.unit.data.locked_folder import locked
 from tests.unit.data.making import ACCESS
-
-datasets = pytest.importorskip("datasets")
-IMAGES = [makers.encode(makers.picture(number, 40 + number, 32)) for number in range(6)]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    datasets.disable_progress_bars()
-
-
-def save(folder: Path, columns: dict[str, Sequence[Any]], features: dict[str, Any], **options: Any) -> Path:
-    kinds = {name: datasets.Value(kind) if isinstance(kind, str) else kind for name, kind in features.items()}
-    datasets.Dataset.from_dict(dict(columns), features=datasets.Features(kinds)).save_to_disk(str(folder), **options)
-    return folder
-
-
-def cells(images: Sequence[bytes | None]) -> list[dict[str, Any] | None]:
-    return [None if image is None else {"bytes": image, "path": "name.jpg"} for image in images]
-
-
-def index_of(folder: Path, fields: Sequence[str] = (), **columns: str) -> DatasetIndex:
-    return load_index(HuggingFaceSource([str(folder)], ACCESS, **columns), folder.parent / "index", fields)
-
-
-def image_and_caption(index: DatasetIndex, sample: int) -> tuple[bytes, list[str]]:
-    reader = HuggingFaceSource([], ACCESS).reader(index)
-    return reader.image(sample), captions_in(reader.caption(sample))
-
-
-def named(index: DatasetIndex) -> set[tuple[str, str]]:
-    return {(problem.key, problem.reason) for problem in index.problems.named()}
+from tests.unit.data.saved_datasets import IMAGES, cells, image_and_caption, index_of, named
 
 
 def write_arrow(folder: Path, table: pa.Table, options: pa.ipc.IpcWriteOptions | None = None) -> Path:
@@ -59,17 +24,6 @@ def write_arrow(folder: Path, table: pa.Table, options: pa.ipc.IpcWriteOptions |
         w.write_table(table)
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
     return folder
-
-
-def test_several_files_and_batches(tmp_path: Path) -> None:
-    captions = [f"caption {i}" for i in range(6)]
-    columns = {"image": cells(IMAGES), "text": captions}
-    folder = save(tmp_path / "set", columns, {"image": datasets.Image(), "text": "string"}, num_shards=2)
-    source = HuggingFaceSource([str(folder)], ACCESS)
-    assert [Path(unit.location).name for unit in source.units()] == [f"data-0000{i}-of-00002.arrow" for i in range(2)]
-    index = index_of(folder)
-    assert [image_and_caption(index, i) for i in range(6)] == [(IMAGES[i], [captions[i]]) for i in range(6)]
-    assert index.numbers("width").tolist() == [40, 41, 42, 43, 44, 45]
 
 
 def test_files_of_several_batches_with_holes(tmp_path: Path) -> None:
@@ -104,21 +58,6 @@ def test_plain_binary_columns(tmp_path: Path, kind: pa.DataType) -> None:
     assert [image_and_caption(index, i) for i in range(3)] == [(IMAGES[i], ["abc"[i]]) for i in range(3)]
 
 
-def test_paths(tmp_path: Path) -> None:
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "in.jpg").write_bytes(IMAGES[0])
-    (tmp_path / "out.jpg").write_bytes(IMAGES[1])
-    paths = ["in.jpg", str(tmp_path / "out.jpg"), "../out.jpg", "gone.jpg"]
-    index = index_of(
-        save(tmp_path / "set", {"path": paths, "text": list("abcd")}, {"path": "string", "text": "string"})
-    )
-    assert [image_and_caption(index, i) for i in range(len(index))] == [(IMAGES[0], ["a"]), (IMAGES[1], ["b"])]
-    assert named(index) == {
-        ("row 2", "image path leads out of the folder of its table: ../out.jpg"),
-        ("row 3", "image file missing: gone.jpg"),
-    }
-
-
 def test_content_and_paths_in_one_column(tmp_path: Path) -> None:
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     rows = [{"bytes": None, "path": "a.jpg"}, {"bytes": IMAGES[1], "path": None}, {"bytes": None, "path": "a.jpg"}]
@@ -126,46 +65,6 @@ def test_content_and_paths_in_one_column(tmp_path: Path) -> None:
     (folder / "a.jpg").write_bytes(IMAGES[0])
     index = index_of(folder)
     assert [image_and_caption(index, i)[0] for i in range(3)] == [IMAGES[0], IMAGES[1], IMAGES[0]]
-
-
-def test_captions_and_metadata(tmp_path: Path) -> None:
-    columns = {
-        "image": cells(IMAGES[:3]),
-        "caption": [["one", "two"], [], ["three"]],
-        "score": [0.5, None, float("nan")],
-        "is_good": [True, False, None],
-        "label": [1, 0, 1],
-        "more": [["x", "y"], ["z"], []],
-        "vector": [[1.0], [2.0], [3.0]],
-    }
-    texts = datasets.Sequence(datasets.Value("string"))
-    features = {
-        "image": datasets.Image(),
-        "caption": texts,
-        "score": "float32",
-        "is_good": "bool",
-        "label": datasets.ClassLabel(names=["no", "yes"]),
-        "more": texts,
-        "vector": datasets.Sequence(datasets.Value("float32")),
-    }
-    index = index_of(save(tmp_path / "set", columns, features), ["score", "is_good", "label", "more"])
-    assert image_and_caption(index, 0)[1] == ["one", "two"] and image_and_caption(index, 2)[1] == ["three"]
-    assert index.numbers("caption_length").tolist() == [3, -1, 5]
-    assert named(index) == {("row 1", "caption is empty")}
-    assert index.fields == {"caption", "score", "is_good", "label", "more"}
-    assert index.columns["number:score"].to_pylist() == [0.5, None, None]
-    assert index.columns["number:label"].to_pylist() == [1, 0, 1]
-    assert index.metadata_text("is_good", 1) == "false"
-    assert captions_in(index.metadata_text("more", 0)) == ["x", "y"]
-
-
-def test_splits_are_named(tmp_path: Path) -> None:
-    part = datasets.Dataset.from_dict({"image": ["a.jpg"], "text": ["x"]})
-    datasets.DatasetDict({"train": part, "test": part}).save_to_disk(str(tmp_path / "set"))
-    with pytest.raises(DataError, match=r"several splits; name one: '.*/set/train' or '.*/set/test'"):
-        index_of(tmp_path / "set")
-    (tmp_path / "set" / "train" / "a.jpg").write_bytes(IMAGES[0])
-    assert image_and_caption(index_of(tmp_path / "set" / "train"), 0) == (IMAGES[0], ["x"])
 
 
 def test_columns_by_name(tmp_path: Path) -> None:
@@ -259,13 +158,6 @@ def test_a_path_that_vanishes_later_is_a_bad_sample(tmp_path: Path) -> None:
     (folder / "a.jpg").unlink()
     with pytest.raises(BadSample, match="image file missing"):
         image_and_caption(index, 0)
-
-
-def test_the_library_is_not_imported() -> None:
-    """Loader and index processes stay small."""
-    code = "import sys, sd_training.data.huggingface_source; print({'datasets', 'pandas', 'torch'} & set(sys.modules))"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.strip() == "set()"
 
 
 def test_columns_without_values_views_and_text_that_is_not_utf8(tmp_path: Path) -> None:

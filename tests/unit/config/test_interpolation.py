@@ -1,0 +1,71 @@
+"""`${another.option}`: what it may stand for, and what is said of one that means nothing or asks for more."""
+
+from pathlib import Path
+
+import pytest
+
+from sd_training.config.load import load_config
+from tests.unit.config.loading import BASE, only, problems, write
+
+
+def test_interpolation_reads_other_options_and_defaults() -> None:
+    config = load_config(
+        [*BASE, "dataset.params.batch_size=${system.batch_size}", "system.dist_url=${distributed.dist_url}"]
+    )
+    assert config.dataset.params.batch_size == 32
+    assert config.system.dist_url == "env://"
+
+
+def test_interpolation_to_an_unknown_option_suggests_one() -> None:
+    line = only(*BASE, "dataset.params.workers=${system.worker}")
+    assert (
+        line
+        == "dataset.params.workers: is ${system.worker}, but there is no such option; did you mean ${system.workers}?"
+    )
+
+
+def test_interpolation_to_a_missing_value_is_reported_where_it_must_be_filled() -> None:
+    argv = [item for item in BASE if "num_examples" not in item]
+    line = only(*argv, "dataset.params.num_examples_to_see=${experiment.num_examples_to_see}")
+    assert line.startswith("experiment.num_examples_to_see: is required (a whole number of at least 1)")
+
+
+def test_required_option_taken_from_a_missing_value_names_the_source() -> None:
+    argv = [item for item in BASE if "log_dir" not in item]
+    line = only(*argv, "experiment.log_dir=${wandb.entity2}", "wandb.entity=x")
+    assert line.startswith("experiment.log_dir: is ${wandb.entity2}, but there is no such option")
+    report = problems(*argv[:1], *argv[2:], "experiment.log_dir=a/${experiment.num_examples_to_see}")
+    assert any("taken from a/${experiment.num_examples_to_see}, which has no value" in line for line in report)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("model.vae=${model}",),
+        ("experiment.project=${wandb.entity}", "wandb.entity=${experiment.project}"),
+        ("model.unet.params.a=${model.unet.params}",),
+        ("experiment.project=${..zz}",),
+    ],
+)
+def test_impossible_interpolations_are_problems(argv: tuple[str, ...]) -> None:
+    assert problems(*BASE, *argv)
+
+
+@pytest.mark.parametrize(
+    "value", ["${oc.env:HOME}", "a/${oc.env:HOME}/b", "${model.vae} } ${oc.env:HOME}", "${oc.decode:${oc.env:HOME}}"]
+)
+def test_resolvers_are_refused_by_name(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "secret-home")
+    file = write(tmp_path / "a.yaml", f'experiment:\n  project: "{value}"\n')
+    for argv in ([*BASE, f"experiment.project={value}"], [f"config={file}", *BASE]):
+        line = only(*argv)
+        assert line.startswith("experiment.project: ${oc.")
+        assert "is not allowed" in line
+        assert "secret-home" not in line
+
+
+def test_a_url_after_an_interpolation_is_no_resolver() -> None:
+    assert (
+        load_config([*BASE, "distributed.dist_url=tcp://${experiment.name}:80"]).distributed.dist_url
+        == "tcp://first:80"
+    )
