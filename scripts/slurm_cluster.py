@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from scripts.free_port import free_port
+
 PACKAGES = {"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"}
 """Program → the Debian package that brings it."""
 NODES = ("n1", "n2")
@@ -74,11 +76,11 @@ def _program(name: str) -> str | None:
 
 
 def _free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [server.getsockname()[1] for server in held]
-    for server in held:
-        server.close()
-    return ports
+    """Different ones."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return sorted(ports)
 
 
 class Cluster:
@@ -101,7 +103,7 @@ class Cluster:
             env=self.environment | environment,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=120,
         )
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -115,7 +117,7 @@ class Cluster:
         """Everything up, both nodes idle.
 
         Raises:
-            AssertionError: not within 20 s; names the logs.
+            AssertionError: not within two minutes; names the logs.
         """
         for folder in ("state", *(f"spool-{node}" for node in NODES)):
             (self.root / folder).mkdir(parents=True)
@@ -137,7 +139,7 @@ class Cluster:
 
     def stop(self) -> None:
         """Ends the jobs, then the daemons in the opposite order."""
-        subprocess.run(["scancel", "--user=root"], env=self.environment, capture_output=True, timeout=30)
+        subprocess.run(["scancel", "--user=root"], env=self.environment, capture_output=True, timeout=120)
         for daemon in reversed(self._daemons):
             daemon.send_signal(signal.SIGTERM)
             try:
@@ -179,14 +181,14 @@ class Cluster:
                 env=self.environment,
                 capture_output=True,
                 text=True,
-                timeout=30,
+                timeout=120,
             )
             return done.stdout.split() == ["idle"] * len(NODES)
 
         _wait(is_up, "the nodes did not come up", self.root)
 
 
-def _wait(is_done: Callable[[], bool], problem: str, root: Path, limit_s: float = 20) -> None:
+def _wait(is_done: Callable[[], bool], problem: str, root: Path, limit_s: float = 120) -> None:
     end_s = time.monotonic() + limit_s
     while not is_done():
         if time.monotonic() > end_s:

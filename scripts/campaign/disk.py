@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +22,14 @@ from sd_training.checkpoint import seal
 from sd_training.errors import SaveError
 
 STEPS, SAVE_EVERY = 12, 2
-_STEP_S = 0.15
-_LIMIT_S = 120
+_BEGINS, _ENDS_AT = SAVE_EVERY, 2 * SAVE_EVERY + 1
+"""Steps before which a run waits for its fault, after its first save, and for the end of it, after the second one."""
+_LIMIT_S = 300
 _TMPFS_MIB = 48
 _MAX_FILE_BYTES = 100_000
 """Less than the weights, more than a log."""
 _GOES_ON = "older saves intact, the temporary removed, an alarm; the run goes on and saves when it can again"
 _ENDS = "the run ends with status 74 and says why; older saves intact"
-
-
-@dataclass(frozen=True)
-class SlowRun(TinyRun):
-    """With time between two saves to break something in."""
-
-    def environment(self) -> dict[str, str]:
-        """Variables of its processes."""
-        return super().environment() | {"WATCH_STEP_S": str(_STEP_S)}
 
 
 @dataclass(frozen=True)
@@ -47,9 +39,9 @@ class Fault:
     name: str
     errors: tuple[int, ...]
     """What the system says then."""
-    prepare: Callable[[SlowRun, ExitStack], None]
+    prepare: Callable[[TinyRun, ExitStack], None]
     """Before the run starts."""
-    begin: Callable[[SlowRun, Child, ExitStack], None]
+    begin: Callable[[TinyRun, Child, ExitStack], None]
     """While it runs; leaving the stack ends the fault."""
 
 
@@ -64,7 +56,8 @@ def run(folder: Path, is_quick: bool) -> list[Row]:
         problems: list[str] = []
         try:
             for trial in range(trials):
-                tiny = SlowRun(parts, folder / f"{number}-{trial}", STEPS, SAVE_EVERY, folder / f"tmp-{number}-{trial}")
+                home = folder / f"{number}-{trial}"
+                tiny = replace(whole, home=home, temporary=folder / f"tmp-{number}-{trial}", holds=(_BEGINS, _ENDS_AT))
                 problems += _survives(server, tiny, fault, whole.digest())
         except PermissionError as error:
             rows.append(Row(fault.name, _GOES_ON, 0, f"not done: {error}", True))
@@ -82,7 +75,7 @@ def _row(fault: str, promise: str, trials: int, figure: str, problems: list[str]
     return Row(fault, promise, trials, figure, not problems)
 
 
-def _survives(server: ForkServer, tiny: SlowRun, fault: Fault, expected: str) -> list[str]:
+def _survives(server: ForkServer, tiny: TinyRun, fault: Fault, expected: str) -> list[str]:
     """At most one problem."""
     with ExitStack() as always:
         tiny.run_dir.mkdir(parents=True)
@@ -91,8 +84,10 @@ def _survives(server: ForkServer, tiny: SlowRun, fault: Fault, expected: str) ->
         _wait(child, (tiny.run_dir / "exported_step").exists)
         with ExitStack() as while_it_lasts:
             fault.begin(tiny, child, while_it_lasts)
+            tiny.let_go(_BEGINS)
             _wait(child, lambda: "save of step" in (tiny.home / "log.txt").read_text())
             is_hurt = _hurt(tiny)
+        tiny.let_go(_ENDS_AT)
         status = child.wait(_LIMIT_S)
         incidents = _incidents(tiny)
         told = [i for i in incidents if any(os.strerror(number) in i["cause"] for number in fault.errors)]
@@ -105,7 +100,7 @@ def _survives(server: ForkServer, tiny: SlowRun, fault: Fault, expected: str) ->
     return []
 
 
-def _hurt(tiny: SlowRun) -> list[str]:
+def _hurt(tiny: TinyRun) -> list[str]:
     """What is wrong while nothing can be written."""
     found = [problem for folder in seal.sealed(tiny.checkpoints) for problem in seal.verify(folder)]
     exported = tiny.run_dir / "current_pipeline" / "model_index.json"
@@ -113,10 +108,11 @@ def _hurt(tiny: SlowRun) -> list[str]:
 
 
 def _never_ends(server: ForkServer, parts: Path, home: Path) -> list[str]:
-    tiny = SlowRun(parts, home, STEPS, SAVE_EVERY, home / "tmp")
+    tiny = TinyRun(parts, home, STEPS, SAVE_EVERY, home / "tmp", holds=(_BEGINS,))
     (child,) = tiny.start(server, more=["checkpoint.max_failed_saves=2"])
     _wait(child, (tiny.run_dir / "exported_step").exists)
     _limit(child.pid, _MAX_FILE_BYTES)
+    tiny.let_go(_BEGINS)
     status = child.wait(_LIMIT_S)
     text, newest = (home / "log.txt").read_text(), seal.newest_verified(tiny.checkpoints)
     is_clear = "error: 2 saves in a row failed (checkpoint.max_failed_saves)" in text and "Traceback" not in text
@@ -126,7 +122,7 @@ def _never_ends(server: ForkServer, parts: Path, home: Path) -> list[str]:
     return []
 
 
-def _incidents(tiny: SlowRun) -> list[dict[str, Any]]:
+def _incidents(tiny: TinyRun) -> list[dict[str, Any]]:
     path = tiny.run_dir / "incidents.jsonl"
     if not path.exists():
         return []
@@ -156,12 +152,12 @@ def _mount(*words: str) -> None:
         raise PermissionError(f"mount: {done.stderr.strip()}")
 
 
-def _small_disk(tiny: SlowRun, stack: ExitStack) -> None:
+def _small_disk(tiny: TinyRun, stack: ExitStack) -> None:
     _mount("-t", "tmpfs", "-o", f"size={_TMPFS_MIB}m", "tmpfs", str(tiny.run_dir))
     stack.callback(subprocess.run, ["umount", "-l", str(tiny.run_dir)], check=True)
 
 
-def _fill(tiny: SlowRun, child: Child, stack: ExitStack) -> None:
+def _fill(tiny: TinyRun, child: Child, stack: ExitStack) -> None:
     """All but a little, so that a save begins and does not end where the look at the free space lets it."""
     ballast = tiny.run_dir / "ballast"
     free = shutil.disk_usage(tiny.run_dir).free
@@ -170,12 +166,12 @@ def _fill(tiny: SlowRun, child: Child, stack: ExitStack) -> None:
     stack.callback(ballast.unlink)
 
 
-def _limit_files(tiny: SlowRun, child: Child, stack: ExitStack) -> None:
+def _limit_files(tiny: TinyRun, child: Child, stack: ExitStack) -> None:
     _limit(child.pid, _MAX_FILE_BYTES)
     stack.callback(_limit, child.pid, resource.RLIM_INFINITY)
 
 
-def _read_only(tiny: SlowRun, child: Child, stack: ExitStack) -> None:
+def _read_only(tiny: TinyRun, child: Child, stack: ExitStack) -> None:
     """Modes do not stop root; a mount does."""
     folder = str(tiny.checkpoints)
     if os.geteuid():

@@ -4,7 +4,7 @@ the last is stopped by SIGTERM. It is compared step by step with one process tha
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scripts.campaign.fork_server import ForkServer, shared_server
@@ -15,7 +15,7 @@ from sd_training.stop_signals import STOPPED
 STEPS = 24
 MAX_LOSS_DIFFERENCE = 1e-5
 """Relative; sums over other numbers of processes are rounded differently."""
-_LIMIT_S = 120
+_LIMIT_S = 300
 _PROMISE = "the same samples with the same draws in every step, losses within 1e-5"
 
 
@@ -77,13 +77,15 @@ def run(folder: Path, is_quick: bool) -> list[Row]:
 
 def _go_on(server: ForkServer, tiny: TinyRun, leg: Leg, until: int) -> list[str]:
     """Starts the run and stops it about that step, unless it is the last one; returns what is wrong."""
+    tiny = replace(tiny, holds=(until - 2,) if until < STEPS else ())
     children = tiny.start(server, leg.ranks, leg.options())
-    if until < STEPS:
-        while not any(mark["do"] == "step" and mark["step"] >= until - 2 for mark in tiny.marks()):
+    for step in tiny.holds:
+        while not any(mark["do"] == "step" and mark["step"] >= step for mark in tiny.marks()):
             if any(child.poll() is not None for child in children):
                 break
             time.sleep(0.005)
         children[-1].send(signal.SIGTERM)
+        tiny.let_go(step)
     statuses = [child.wait(_LIMIT_S) for child in children]
     stop_all(children, 1)
     if statuses == [STOPPED if until < STEPS else 0] * leg.ranks:

@@ -53,7 +53,7 @@ class Child:
         if self._status is None:
             os.kill(self.pid, number)
 
-    def left_behind(self, grace_s: float = 60) -> list[int]:
+    def left_behind(self, grace_s: float = 240) -> list[int]:
         """Processes of its session that still run, so long after its end. Loader processes look every second whether
         the process that they work for is there; the server that forks them first imports what it was told to."""
         end_s = time.monotonic() + grace_s

@@ -23,7 +23,7 @@ STEPS, SAVE_EVERY = 12, 2
 STAGES = {"save": "the checkpoint was being written", "saved": "the pipeline was"}
 """Stages of a save by the mark that begins them."""
 _KILLS_PER_RUN = 8
-_LIMIT_S = 120
+_LIMIT_S = 300
 _PROMISE = "a checkpoint to go on from, at most one save interval lost, the same bits at the end, nothing left behind"
 
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from scripts.campaign.row import Row
-from scripts.campaign.tiny_run import free_port
+from scripts.free_port import free_port
 from scripts.strategy_report import make_models
 from sd_training.cli import run_cli
 from sd_training.errors import ConfigError

@@ -5,17 +5,15 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
 import signal
-import socket
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from scripts.campaign.fork_server import Child, ForkServer
+from scripts.free_port import free_port
 from scripts.tiny_options import tiny_run_options
 
 GLOBAL_BATCH = 8
@@ -44,6 +42,7 @@ class TinyRun:
         save_every: optimizer steps between saves.
         temporary: its TMPDIR.
         more: further options.
+        holds: steps before which every start waits for `let_go`, so that it can be met there however fast it is.
     """
 
     parts: Path
@@ -52,6 +51,7 @@ class TinyRun:
     save_every: int
     temporary: Path
     more: tuple[str, ...] = ()
+    holds: tuple[int, ...] = ()
 
     @property
     def run_dir(self) -> Path:
@@ -92,7 +92,15 @@ class TinyRun:
     def environment(self) -> dict[str, str]:
         """Variables of its processes."""
         places = {"TMPDIR": self.temporary, "WATCH_DIR": self.home, "XDG_CACHE_HOME": self.parts / "cache"}
-        return {name: str(place) for name, place in places.items()}
+        holds = ",".join(f"{step}:{self._go(step)}" for step in self.holds)
+        return {name: str(place) for name, place in places.items()} | {"WATCH_HOLD": holds}
+
+    def _go(self, step: int) -> Path:
+        return self.home / f"go_{step}"
+
+    def let_go(self, step: int) -> None:
+        """Nobody waits before this step any more."""
+        self._go(step).touch()
 
     def marks(self, rank: int = 0) -> list[dict[str, Any]]:
         """What `watched_run.py` wrote, of all starts."""
@@ -140,7 +148,7 @@ def make_tiny_parts(server: ForkServer, folder: Path) -> Path:
     return folder
 
 
-def run_to_end(server: ForkServer, run: TinyRun, ranks: int = 1, limit_s: float = 120) -> None:
+def run_to_end(server: ForkServer, run: TinyRun, ranks: int = 1, limit_s: float = 300) -> None:
     """Starts it once and waits.
 
     Raises:
@@ -193,11 +201,3 @@ def other_file_system(folder: Path) -> Path | None:
     if not memory.is_dir() or not os.access(memory, os.W_OK) or memory.stat().st_dev == folder.stat().st_dev:
         return None
     return memory / f"campaign_{os.getpid()}"
-
-
-def free_port() -> int:
-    """One that no outgoing connection is given before the run listens on it: Linux takes those from 32768 on."""
-    while True:
-        port = 20_000 + secrets.randbelow(12_000)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port

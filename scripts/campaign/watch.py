@@ -17,7 +17,8 @@ from pathlib import Path
 from scripts.campaign.faulty_run import KILLS_AT
 from scripts.campaign.fork_server import Child, ForkServer, shared_server
 from scripts.campaign.row import Row
-from scripts.campaign.tiny_run import TinyRun, free_port, make_tiny_parts, stop_all, tail
+from scripts.campaign.tiny_run import TinyRun, make_tiny_parts, stop_all, tail
+from scripts.free_port import free_port
 from sd_training.exit_status import BAD_DATA, HANG, MISTAKE
 
 RANKS = 2
@@ -25,8 +26,8 @@ LIMIT_S = 8.0
 """Of the sections data and step in these runs; the rest is left as it is."""
 FOUND_S = 5.0
 """Beyond the limit: until all processes have ended."""
-_STALL_S = 0.25
-"""A look comes ten times as often; what is beyond this between two, the machine let nobody run, as the watch counts."""
+_STALL_S = 0.5
+"""A look comes many times as often; what two are further apart, the machine stood still, and the watch counts alike."""
 MOST_SLOWER = 0.25
 """Of the time per step, beside a logger that is stuck: equal runs on a machine with other work differ by so much."""
 _PAIRS = 4
@@ -50,6 +51,7 @@ class Trial:
     looked_s: float = 0.0
     """When, after the fault began; 0: it has not."""
     took_s: float = 0.0
+    stalled_s: float = 0.0
     statuses: Sequence[int | None] = ()
 
     def look(self) -> bool:
@@ -61,9 +63,9 @@ class Trial:
                 self.children[1].send(signal.SIGSTOP)
         self.statuses = [child.poll() for child in self.children]
         if self.looked_s:
-            now_s = time.monotonic()
-            self.took_s += min(now_s - self.looked_s, _STALL_S)
-            self.looked_s = now_s
+            since_s = time.monotonic() - self.looked_s
+            self.looked_s, self.took_s = self.looked_s + since_s, self.took_s + since_s
+            self.stalled_s += max(0.0, since_s - _STALL_S)
         return None not in self.statuses
 
     def problem(self) -> str:
@@ -74,7 +76,11 @@ class Trial:
         stacks = [(self.tiny.run_dir / "hangs" / f"rank-{rank}.txt") for rank in range(RANKS)]
         if not all(path.is_file() and "Thread" in path.read_text() for path in stacks):
             return f"{self.kind}: stacks of {[path.name for path in stacks if path.is_file()]} only"
-        return f"found after {self.took_s:.1f} s" if self.took_s > LIMIT_S + FOUND_S else ""
+        return f"found after {self.told()}" if self.took_s - self.stalled_s > LIMIT_S + FOUND_S else ""
+
+    def told(self) -> str:
+        """How long it took."""
+        return f"{self.took_s:.1f} s" + (f" ({self.stalled_s:.1f} s of stalls)" if self.stalled_s else "")
 
 
 def start(
@@ -94,7 +100,7 @@ def start(
 
 def hangs(server: ForkServer, parts: Path, folder: Path, rounds: int) -> list[Row]:
     """One row for each kind."""
-    took_s: dict[str, list[float]] = {kind: [] for kind in _HANGS}
+    slowest: dict[str, Trial] = {}
     problems: dict[str, list[str]] = {kind: [] for kind in _HANGS}
     for number in range(rounds):
         trials = [_begin(server, parts, folder / f"{kind}_{number}", kind) for kind in _HANGS]
@@ -104,7 +110,7 @@ def hangs(server: ForkServer, parts: Path, folder: Path, rounds: int) -> list[Ro
             time.sleep(0.02)
         for trial in trials:
             problem = trial.problem()
-            took_s[trial.kind].append(trial.took_s)
+            slowest[trial.kind] = max(trial, slowest.get(trial.kind, trial), key=lambda one: one.took_s)
             problems[trial.kind] += [problem] if problem else []
             shutil.rmtree(trial.tiny.home, ignore_errors=True)
     return [
@@ -112,7 +118,7 @@ def hangs(server: ForkServer, parts: Path, folder: Path, rounds: int) -> list[Ro
             what,
             f"found within its limit ({LIMIT_S:g} s) + {FOUND_S:g} s, stacks of both ranks, status {HANG} on both",
             rounds,
-            f"ended after {max(took_s[kind]):.1f} s at most; {len(problems[kind])} problems" + _listed(problems[kind]),
+            f"ended after {slowest[kind].told()} at most; {len(problems[kind])} problems" + _listed(problems[kind]),
             not problems[kind],
         )
         for kind, what in _HANGS.items()

@@ -6,8 +6,8 @@ process as `pid` and with how often SLURM has started this job before as `start`
 {"do": "save", "step": 4}     a save begins
 {"do": "saved", "step": 4}    its checkpoint is sealed
 {"do": "save done", "step": 4}  the export and the rotation after it are done, too
-With WATCH_STEP_S every micro-batch takes so much longer [s]. With WATCH_HOLD=STEP:FILE the first start of a job waits
-before that step until there is such a file.
+With WATCH_STEP_S every micro-batch takes so much longer [s]. With WATCH_HOLD=STEP:FILE[,STEP:FILE…] the first start of
+a job waits before that step until there is such a file.
 """
 
 import hashlib
@@ -62,11 +62,16 @@ class Watch(pl.Callback):
         draws = [_digest(batch, i) for i in range(len(positions))]
         self.marks.write("step", trainer.global_step, samples=list(zip(positions, ids, draws, strict=True)))
         time.sleep(float(os.environ.get("WATCH_STEP_S", "0")))
-        step, _, file = os.environ.get("WATCH_HOLD", "").partition(":")
-        if file and self.marks.who["start"] == 0 and trainer.global_step == int(step):
-            end_s = time.monotonic() + _HOLDS_S
-            while not Path(file).exists() and time.monotonic() < end_s:
-                time.sleep(0.02)
+        if self.marks.who["start"] == 0:
+            _hold(trainer.global_step, os.environ.get("WATCH_HOLD", ""))
+
+
+def _hold(step: int, holds: str) -> None:
+    """Until there is the file that is named for this step."""
+    files = [file for at, _, file in (hold.partition(":") for hold in holds.split(",")) if at == str(step)]
+    end_s = time.monotonic() + _HOLDS_S
+    while not all(map(os.path.exists, files)) and time.monotonic() < end_s:
+        time.sleep(0.02)
 
 
 def _digest(batch: PixelBatch, index: int) -> str:

@@ -9,9 +9,9 @@ import random
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.campaign.disk import SlowRun
 from scripts.campaign.fork_server import ForkServer, shared_server
 from scripts.campaign.row import Row
 from scripts.campaign.tiny_run import TinyRun, make_tiny_parts, run_to_end, tail
@@ -19,9 +19,19 @@ from sd_training.checkpoint import seal
 from sd_training.errors import TakenOverError
 
 STEPS, SAVE_EVERY = 12, 2
-_LIMIT_S = 120
+_STEP_S = 0.15
+_LIMIT_S = 300
 _PROMISE = "the old process publishes and deletes nothing and ends with status 69; the new one ends with the same bits"
 _REFUSED = "refused with status 2, naming the process that writes there; that one goes on"
+
+
+@dataclass(frozen=True)
+class SlowRun(TinyRun):
+    """With time between two saves to stop it in."""
+
+    def environment(self) -> dict[str, str]:
+        """Variables of its processes."""
+        return super().environment() | {"WATCH_STEP_S": str(_STEP_S)}
 
 
 def run(folder: Path, is_quick: bool) -> list[Row]:
@@ -32,9 +42,10 @@ def run(folder: Path, is_quick: bool) -> list[Row]:
     run_to_end(server, whole)
     chance, problems = random.Random(0), []
     for trial in range(trials):
-        tiny = SlowRun(parts, folder / str(trial), STEPS, SAVE_EVERY, folder / f"tmp-{trial}")
+        tiny = SlowRun(parts, folder / str(trial), STEPS, SAVE_EVERY, folder / f"tmp-{trial}", holds=(STEPS - 1,))
         problems += _wake_up(server, tiny, whole, chance, is_early=trial % 2 == 0)
-    refused = _second_start(server, SlowRun(parts, folder / "second", STEPS, SAVE_EVERY, folder / "tmp-second"))
+    second = TinyRun(parts, folder / "second", STEPS, SAVE_EVERY, folder / "tmp-second", holds=(SAVE_EVERY + 1,))
+    refused = _second_start(server, second)
     for problem in problems + refused:
         print(f"zombie: {problem}", file=sys.stderr)
     figure = f"{len(problems)} of {trials} zombies published, deleted or did not end; half woke up beside the new run"
@@ -63,6 +74,7 @@ def _wake_up(server: ForkServer, tiny: SlowRun, whole: TinyRun, chance: random.R
         while not list(tiny.checkpoints.glob("*.partial*")) and old.poll() is None and time.monotonic() < end_s:
             time.sleep(0.001)
     old.send(signal.SIGSTOP)
+    tiny.let_go(STEPS - 1)
     (tiny.run_dir / "writer.lock").unlink()
     (new,) = tiny.start(server)
     if is_early:
@@ -81,12 +93,13 @@ def _wake_up(server: ForkServer, tiny: SlowRun, whole: TinyRun, chance: random.R
     return []
 
 
-def _second_start(server: ForkServer, tiny: SlowRun) -> list[str]:
+def _second_start(server: ForkServer, tiny: TinyRun) -> list[str]:
     (first,) = tiny.start(server)
     while not seal.sealed(tiny.checkpoints) and first.poll() is None:
         time.sleep(0.005)
     (second,) = tiny.start(server)
     status, text = second.wait(_LIMIT_S), (tiny.home / "log.txt").read_text()
+    tiny.let_go(*tiny.holds)
     first_status = first.wait(_LIMIT_S)
     is_clear = f"(process {first.pid} on " in text and "Traceback" not in text
     return [] if (status, first_status, is_clear) == (2, 0, True) else [f"{status}, {first_status}\n{text}"]
