@@ -1,7 +1,6 @@
 """A real S3-protocol server (moto) in a process of its own on loopback."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,8 +13,10 @@ from typing import Any
 
 import boto3
 
+from scripts.free_port import free_port
+
 BUCKET = "shards"
-_STARTUP_S = 60
+_STARTUP_S = 300
 
 
 def s3_environment(endpoint: str) -> dict[str, str]:
@@ -52,9 +53,7 @@ class S3Server:
 @contextmanager
 def s3_server(log: Path) -> Iterator[S3Server]:
     """Runs the server; its output goes to `log`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "NO_PROXY": "127.0.0.1"})
@@ -65,7 +64,7 @@ def s3_server(log: Path) -> Iterator[S3Server]:
         yield server
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
 
 
 def _wait(server: S3Server, process: "subprocess.Popen[bytes]", log: Path) -> None:
