@@ -20,7 +20,7 @@ def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> "
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         check=False,
     )
 

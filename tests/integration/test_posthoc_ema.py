@@ -159,7 +159,7 @@ def test_the_command_as_a_user_runs_it(run_dir: Path, tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "scripts/posthoc_ema.py", f"run={run_dir}", "sigma_rel=0.075"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done, wrong = (
-        subprocess.run([*command, *more], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+        subprocess.run([*command, *more], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
         for more in (["output=made"], [])
     )
     assert done.returncode == 0 and done.stdout.endswith("written: made\n"), done.stderr

@@ -78,7 +78,7 @@ def train_in_processes(argv: list[str], processes: int, module: str = "train", s
     command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"] if processes > 1 else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*command, "-m", module, *argv], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        [*command, "-m", module, *argv], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr

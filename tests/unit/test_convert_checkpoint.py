@@ -117,7 +117,7 @@ def test_the_command_has_a_process_without_rights(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "convert_checkpoint.py")]
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        return subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=900)
 
     done = run("good.pt", "good.safetensors")
     assert done.returncode == 0, done.stderr

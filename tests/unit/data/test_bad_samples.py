@@ -81,7 +81,7 @@ def test_processes_that_write_at_once(tmp_path: Path) -> None:
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
-    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    assert [process.wait(600) for process in processes] == [0, 0, 0]
     assert [line["key"] for line in lines(tmp_path)] == [str(i) for i in range(500)]
 
 

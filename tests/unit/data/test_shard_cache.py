@@ -181,7 +181,7 @@ def test_files_being_made_count_and_are_left_alone(tmp_path: Path) -> None:
 
     def slowly(path: Path) -> None:
         half.set()
-        assert go_on.wait(10)
+        assert go_on.wait(100)
         order.append("slow")
         path.write_bytes(b"s" * 6000)
 
@@ -191,7 +191,7 @@ def test_files_being_made_count_and_are_left_alone(tmp_path: Path) -> None:
 
     slow = threading.Thread(target=cache.get, args=("slow", slowly, 6000))
     slow.start()
-    assert half.wait(10)
+    assert half.wait(100)
     quick = threading.Thread(target=cache.get, args=("quick", quickly, 6000))
     quick.start()  # 12,000 bytes are more than the cache holds: waits until the first is done, then deletes it
     time.sleep(0.3)

@@ -95,7 +95,7 @@ def test_readers_work_in_other_processes(case: Case, folder: Path, other_process
     reader = case.open(folder).reader(index)
     here = read_all(reader, len(index))  # files are open now
     for pool in other_processes:
-        assert pool.submit(read_all, reader, len(index)).result(timeout=120) == here
+        assert pool.submit(read_all, reader, len(index)).result(timeout=900) == here
 
 
 @every_source

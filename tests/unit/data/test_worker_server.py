@@ -23,7 +23,7 @@ def test_a_loader_process_obeys_the_training_process_only(shards_dir: Path) -> N
         next(iterator)
     assert worker.is_alive() and worker.pid is not None
     os.kill(worker.pid, signal.SIGTERM)
-    worker.join(10)
+    worker.join(100)
     assert worker.exitcode == 0
 
 

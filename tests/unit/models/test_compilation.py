@@ -98,7 +98,6 @@ def test_the_whole_network_is_one_graph_per_size(root: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "count"), [("stable_diffusion", 2), ("mmdit_rope", 1)])
 def test_generated_code_gives_the_same_losses(name: str, count: int, root: Path) -> None:
     """One block of each class, because a compiler of C++ takes its time."""
