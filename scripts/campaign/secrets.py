@@ -121,7 +121,7 @@ def train(folder: Path, name: str, words: list[str], known: Mapping[str, str]) -
     command = [sys.executable, str(ROOT / "train.py"), *words]
     environment = environment_of(folder, known)
     with (folder / "said" / f"{name}.txt").open("wb") as said:
-        done = subprocess.run(command, cwd=folder, env=environment, stdout=said, stderr=subprocess.STDOUT, timeout=300)
+        done = subprocess.run(command, cwd=folder, env=environment, stdout=said, stderr=subprocess.STDOUT, timeout=900)
     return done.returncode
 
 
@@ -138,7 +138,7 @@ def train_pair(folder: Path, name: str, words: list[str], known: Mapping[str, st
         with said_by(folder, name, rank).open("wb") as said:
             children.append(subprocess.Popen(command, cwd=folder, env=own, stdout=said, stderr=subprocess.STDOUT))
     try:
-        return [child.wait(300) for child in children]
+        return [child.wait(900) for child in children]
     finally:
         for child in children:
             child.kill()
