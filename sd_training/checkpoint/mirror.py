@@ -7,6 +7,7 @@ A run saves to its folder and resumes from it. The mirror gets what was sealed t
 folder has less: a new machine, a lost disk. What comes back is compared with its manifest before it gets its name.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -234,7 +235,7 @@ class Mirror:
         except FileNotFoundError:
             return []
         names = [path.rstrip("/").rpartition("/")[2] for path in found]
-        return sorted(int(name[5:]) for name in names if name.startswith("step=") and name[5:].isdigit())
+        return sorted(int(name[5:]) for name in names if re.fullmatch(r"step=[0-9]{1,15}", name))
 
     def _has_manifest(self, step: int) -> bool:
         return bool(self._files.exists(self._path(step, manifest.NAME)))

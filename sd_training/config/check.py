@@ -198,6 +198,8 @@ def _local_paths(config: Config) -> Iterator[str]:
     mirror = config.checkpoint.mirror
     if mirror is not None and re.match(r"(s3|gs)://[^/]|file:///", mirror) is None:
         yield f"checkpoint.mirror: {mirror!r} is no URL of a folder; write s3://…, gs://… or file:///…"
+    elif mirror is not None and "@" in mirror.partition("://")[2].partition("/")[0]:
+        yield "checkpoint.mirror: has a user or a key before @; give keys by the environment (docs/security.md)"
     captions = config.experiment.eval_caption_file
     if captions is not None and not Path(captions).is_file():
         yield f"experiment.eval_caption_file: {captions!r} does not exist or is no file"

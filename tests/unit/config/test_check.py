@@ -68,6 +68,8 @@ def test_good_configurations_pass_without_a_word(base: dict[str, str]) -> None:
         ),
         ({"model__pretrained": "./nowhere"}, "model.pretrained: './nowhere' does not exist"),
         ({"model__pretrained": "~/nowhere"}, "model.pretrained: '~/nowhere' does not exist (~ is not expanded)"),
+        ({"checkpoint__mirror": "s3://key:word@bucket/x"}, "checkpoint.mirror: has a user or a key before @; give"),
+        ({"checkpoint__mirror": "https://bucket/x"}, "checkpoint.mirror: 'https://bucket/x' is no URL of a folder"),
         ({"ema__path": "/nowhere", "model__use_ema": "true"}, "ema.path: '/nowhere' does not exist"),
         ({"objective__kl_weight": "1"}, "objective.kl_weight: is 1.0, but nothing reads it with model.train=unet"),
         ({"dataset__params__idx_to_prompt__0": "a cat"}, "dataset.params.idx_to_prompt: is only read with"),
