@@ -20,7 +20,7 @@ _OPTION = re.compile(
 _GIVEN = r"(?:[^\n|;]{0,200}?\s)??"
 _OPTION_OF_TOOL = re.compile(
     rf"(\b(?:sshpass\s{_GIVEN}-p\s*|(?:mysql|mariadb)[\w-]{{0,20}}\s{_GIVEN}-p|7z[ar]?\s{_GIVEN}-p|unzip\s{_GIVEN}-P\s*|"
-    rf"openssl\s{_GIVEN}-[kK]\s+|curl\s{_GIVEN}-b\s+(?=[^\s=]{{1,100}}=)))(?=\S){_VALUE}"
+    rf"openssl\s{_GIVEN}(?:-[kK]\s+|-pass(?:in|out)\s+(?=pass:))|curl\s{_GIVEN}-b\s+(?=[^\s=]{{1,100}}=)))(?=\S){_VALUE}"
 )
 _USER = re.compile(
     r"(\s(?:-[A-Za-z]{0,20}[uU]\s+|-[uU](?=[^\s:]{0,99}:)|--(?:proxy-)?user[\s=]+))"

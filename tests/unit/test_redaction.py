@@ -74,6 +74,8 @@ ROOT = Path(__file__).parents[2]
         ("sshpass -v -px ssh h", "sshpass -v -p(hidden) ssh h"),
         ("mysqldump -h x -py db", "mysqldump -h x -p(hidden) db"),
         ("openssl enc -d -k x -in f; unzip -P y f", "openssl enc -d -k (hidden) -in f; unzip -P (hidden) f"),
+        ("openssl rsa -passin pass:x -in f", "openssl rsa -passin (hidden) -in f"),
+        ("openssl rsa -passin env:WORD -in f", "openssl rsa -passin env:WORD -in f"),
         ("7z x -so -py f", "7z x -so -p(hidden) f"),
         ("lftp -u me,x h; smbclient -U me%x", "lftp -u (hidden) h; smbclient -U (hidden)"),
         ("curl -H 'X-Auth-Key: ab c' u", "curl -H 'X-Auth-Key: (hidden)' u"),
