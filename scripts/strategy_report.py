@@ -72,7 +72,7 @@ class Row:
     loss: float
     """Largest relative difference of a step's loss."""
     validation: float
-    """The same of a validation loss, of weights or average, at any noise level."""
+    """The same of a validation loss, of weights or average, at any noise level, and of the number of samples."""
     weights: float
     ema: float
     accumulation: float
@@ -206,7 +206,7 @@ def compare(folder: Path, engine: Engine, steps: int) -> Row:
     return Row(
         engine=engine.name,
         loss=difference(own, single, "loss"),
-        validation=difference(own, single, "loss", "validation.csv"),
+        validation=max(difference(own, single, column, "validation.csv") for column in ("loss", "samples")),
         weights=distance(tensors(own, steps, "weights"), tensors(single, steps, "weights")),
         ema=distance(tensors(own, steps, "ema"), tensors(single, steps, "ema")),
         accumulation=max(

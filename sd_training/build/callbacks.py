@@ -13,6 +13,7 @@ from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.ema_snapshots import EmaSnapshots
 from sd_training.callbacks.garbage import GarbageCollection
 from sd_training.callbacks.hang_marks import HangMarks
+from sd_training.callbacks.metric_rows import MetricRows
 from sd_training.callbacks.metrics import Metrics
 from sd_training.callbacks.mirroring import Mirroring
 from sd_training.callbacks.numeric_guard import NumericGuard
@@ -25,7 +26,7 @@ from sd_training.callbacks.run_record import RunRecord
 from sd_training.callbacks.saves import Saves
 from sd_training.callbacks.second_run import SecondRun
 from sd_training.callbacks.stopwatch import Stopwatch
-from sd_training.callbacks.validation import Validation
+from sd_training.callbacks.validation import COLUMNS, Validation
 from sd_training.checkpoint.mirror import Mirror
 from sd_training.checkpoint.writer import Fence
 from sd_training.config.dump import resolved_yaml, to_plain
@@ -50,11 +51,12 @@ def build_callbacks(
     watch: HangWatch,
     mirror: Mirror | None = None,
 ) -> list[pl.Callback]:
-    """In the order they act after an optimizer step: stop, average, guard, log, draw, save, copy, rehearse, show."""
+    """In the order they act after an optimizer step: stop, average, guard, log, measure, draw, save, copy, rehearse,
+    show."""
     config, batch = plan.config, plan.batch
     stopwatch = Stopwatch(watch)
     ema = _ema(plan, trained) if config.model.use_ema else None
-    validation = _validation(plan, data, ema, stopwatch, fence)
+    validation = _validation(plan, data, ema, stopwatch, preemption, fence)
     metrics = Metrics(plan.run_dir / "metrics.csv", config.logging.every, data.images_before, ema, stopwatch, fence)
 
     def facts() -> dict[str, Any]:
@@ -84,6 +86,7 @@ def build_callbacks(
         EmaSnapshots(plan.run_dir, config.ema, ema) if ema is not None and config.ema.tracks else None,
         guard,
         ReplicaDigest(config.numerics.digest_every, guard.incidents),
+        saves.settled,
         metrics,
         CompileWatch(config.logging.every) if config.trainer.compile else None,
         validation,
@@ -118,7 +121,7 @@ def _numeric_guard(plan: Plan, data: TrainingData, stopwatch: Stopwatch, saves: 
 
 
 def _validation(
-    plan: Plan, data: TrainingData, ema: Ema | None, stopwatch: Stopwatch, fence: Fence
+    plan: Plan, data: TrainingData, ema: Ema | None, stopwatch: Stopwatch, preemption: Preemption, fence: Fence
 ) -> Validation | None:
     if data.held_out is None:
         return None
@@ -127,7 +130,8 @@ def _validation(
     count = 1 if plan.config.model.train == "vae" else config.num_levels
     quantiles = [(number + 0.5) / count for number in range(count)]
     path = plan.run_dir / "validation.csv"
-    return Validation(data.held_out, config.every, quantiles, path, plan.precision, ema, stopwatch, fence)
+    rows = MetricRows(path, COLUMNS, fence)
+    return Validation(data.held_out, config.every, quantiles, rows, plan.precision, ema, stopwatch, preemption)
 
 
 def _losses(step: int, metrics: Metrics, validation: Validation | None) -> dict[str, float | None]:

@@ -1,7 +1,9 @@
 """What is saved when a run dies of an exception: the optimizer steps since the last save, without a pipeline."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -33,3 +35,25 @@ def save_what_is_left(trainer: pl.Trainer, exception: Exception, checkpoint: Cal
         log.error(f"{type(exception).__name__} after {step:,} optimizer steps; saved {folder}")
     except Exception as error:
         log.error(f"the steps since the last save are lost: {error}")
+
+
+class Settled(pl.Callback):
+    """Knows whether weights, optimizer and averages all are as after the last optimizer step: whether they may be saved
+    when something fails. Acts after the callbacks that belong to the step."""
+
+    is_settled = False
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        """From here on until the averages have seen the step, nothing fits together."""
+        self.is_settled = False
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """The callbacks before this one have."""
+        self.is_settled = True
+
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Around a save: what fails in it is not saved once more."""
+        self.is_settled = False
+        yield
+        self.is_settled = True

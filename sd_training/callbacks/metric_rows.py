@@ -40,19 +40,27 @@ class MetricRows:
         except OSError as error:
             log.error(f"{self.path} is not tidied: {error.strerror}")
 
-    def add(self, row: Mapping[str, str]) -> None:
-        """Appends a row, and those that could not be written before it."""
-        self._waiting = [*self._waiting, dict(row)][-_MAX_WAITING:]
+    def has(self, step: int) -> bool:
+        """Whether there is a row of this step."""
+        try:
+            return any(int(row[self.columns[0]]) == step for row in self._whole_rows(step))
+        except OSError as error:
+            log.error(f"{self.path} cannot be read: {error.strerror}")
+            return False
+
+    def add(self, *rows: Mapping[str, str]) -> None:
+        """Appends rows at once, and those that could not be written before them."""
+        self._waiting = [*self._waiting, *map(dict, rows)][-_MAX_WAITING:]
         try:
             self.fence.check()
             self._append(self._text(self._waiting, has_header=False))
         except TakenOverError:
             return  # the next save ends this process, on all ranks
         except OSError as error:
-            if len(self._waiting) == 1:
+            if len(self._waiting) == len(rows):
                 log.error(f"{self.path} cannot be written ({error.strerror}); its rows wait in memory")
             return
-        if len(self._waiting) > 1:
+        if len(self._waiting) > len(rows):
             log.info(f"{self.path} can be written again: {len(self._waiting):,} rows added")
         self._waiting.clear()
 

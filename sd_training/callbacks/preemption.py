@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -68,6 +69,7 @@ class Preemption(OptimizerStepCallback):
         self.timeout = timedelta(seconds=timeout_s)
         self.status = 0
         """0, or the exit status that all ranks agreed on."""
+        self._is_listening = False
         self._num_saves_seen = 0
         self._told_step = -1
         self._can_tell = True
@@ -83,7 +85,12 @@ class Preemption(OptimizerStepCallback):
         super().on_train_start(trainer, pl_module)
         if trainer.world_size > 1:
             self._group = distributed.new_group(backend="gloo", timeout=self.timeout)
-        self.signals.listen()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Until the first step there is nothing to save, and what is done before it may take long."""
+        if not self._is_listening:
+            self._is_listening = True
+            self.signals.listen()
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Agree; the last step needs no stopping."""
@@ -94,10 +101,8 @@ class Preemption(OptimizerStepCallback):
         if step == trainer.max_steps:
             return
         if agreed.status or agreed.is_time_up:
-            self.status = agreed.status or STOPPED
-            trainer.should_stop = True
             why = "a signal asks this run to stop" if agreed.status else "the time limit is near"
-            log.info(f"{why}: saving after optimizer step {step:,}")
+            self.stop(trainer, agreed.status or STOPPED, why)
         elif self._group is not None:
             self._begin_reduction(trainer, step)
 
@@ -123,9 +128,19 @@ class Preemption(OptimizerStepCallback):
                     log.warning(f"{STEP_FILE_VARIABLE}: {path} cannot be written: {error.strerror}; tried at each save")
                 self._can_tell = False
 
+    def stop(self, trainer: pl.Trainer, status: int, why: str) -> None:
+        """After this optimizer step; all ranks do, with the same status."""
+        self.status = status
+        trainer.should_stop = True
+        log.info(f"{why}: saving after optimizer step {trainer.global_step:,}")
+
     def must_stop_soon(self) -> bool:
         """Whether this process was asked to stop, or its time is nearly up."""
-        return bool(self.signals.status) or self._is_time_up()
+        return bool(self.status_asked())
+
+    def status_asked(self) -> int:
+        """0, or the exit status with which this process was asked to stop, or has to as its time is nearly up."""
+        return self.signals.status or (STOPPED if self._is_time_up() else 0)
 
     def _is_time_up(self) -> bool:
         return self.deadlines.is_near(self.times.longest_s, self._longest_step_s, self.times.num_in_flight)

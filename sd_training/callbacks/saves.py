@@ -13,7 +13,7 @@ from sd_training.callbacks.background import Background
 from sd_training.callbacks.ema import Ema, export_weights, placement_of, whole_weights
 from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.callbacks.failed_saves import FailedSaves
-from sd_training.callbacks.last_save import save_what_is_left
+from sd_training.callbacks.last_save import Settled, save_what_is_left
 from sd_training.callbacks.save_times import SaveTimes
 from sd_training.callbacks.stopwatch import Stopwatch
 from sd_training.checkpoint.kinds import info_of, protected
@@ -82,8 +82,8 @@ class Saves(OptimizerStepCallback):
         self.background = Background()
         self._begun_step = 0
         """Optimizer steps of the save in the background."""
-        self._is_between_steps = False
-        """Whether weights, optimizer and averages all are as after the last optimizer step."""
+        self.settled = Settled()
+        """Acts after averages and guards, and before whatever may fail without a part in the step."""
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Save when due; every rank takes part."""
@@ -91,7 +91,8 @@ class Saves(OptimizerStepCallback):
             return
         is_last = step == trainer.max_steps or trainer.should_stop
         is_written_later = self.config.asynchronous
-        with self.stopwatch.paused("save"), self.times.saving(step, is_written_later=is_written_later):
+        saving = self.times.saving(step, is_written_later=is_written_later)
+        with self.stopwatch.paused("save"), saving, self.settled.left_alone():
             self.settle(is_last=False)
             with self._failures_told(step, is_last=is_last):
                 if is_written_later:
@@ -172,6 +173,7 @@ class Saves(OptimizerStepCallback):
         self.settle()
         self._checkpoint(trainer, step)
         _strategy(trainer).take_unwritten()()
+        self.times.sealed_step = step
 
     def _checkpoint(self, trainer: pl.Trainer, step: int) -> Path:
         folder = self._folder(step)
@@ -196,17 +198,6 @@ class Saves(OptimizerStepCallback):
         except OSError as error:
             log.warning(f"older checkpoints could not be deleted: {error}")
 
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        """From here on until all callbacks have seen the step, nothing fits together."""
-        self._is_between_steps = False
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Averages and guards have seen the step before this callback."""
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        self._is_between_steps = True
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A process that was killed between a checkpoint and its export left an older pipeline, and perhaps older
         checkpoints to delete: do both now."""
@@ -229,7 +220,7 @@ class Saves(OptimizerStepCallback):
                 self.background.wait(_PATIENCE_S)
             except Exception as error:
                 log.error(f"save of step {self._begun_step:,} failed: {error}")
-            if isinstance(exception, Exception) and self._is_between_steps:
+            if isinstance(exception, Exception) and self.settled.is_settled:
                 save_what_is_left(trainer, exception, self._checkpoint)
         self.fence.release()
 

@@ -8,7 +8,6 @@ there are but for rounding.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -18,9 +17,11 @@ from torch import Tensor, distributed
 from sd_training.callbacks.ema import Ema, export_weights
 from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.callbacks.metric_rows import MetricRows
+from sd_training.callbacks.preemption import Preemption
 from sd_training.callbacks.stopwatch import Stopwatch
-from sd_training.checkpoint.writer import UNFENCED, Fence
 from sd_training.data.held_out import HeldOutData
+from sd_training.distributed.peers import Peers
+from sd_training.errors import DataError
 from sd_training.models.compilation import without_compiling
 from sd_training.models.encoders import autocast
 from sd_training.rank_log import get_logger
@@ -58,11 +59,11 @@ class Validation(OptimizerStepCallback):
         data: what is measured on.
         every: optimizer steps between measurements.
         quantiles: [K] of the timestep density.
-        csv_path: the run's `validation.csv`.
+        rows: of the run's `validation.csv`.
         precision: autocast type, as in training.
         ema: the average, if there is one.
         stopwatch: stands still meanwhile.
-        fence: of this start of the run.
+        preemption: a run that is to stop has no time for it.
     """
 
     def __init__(
@@ -70,15 +71,15 @@ class Validation(OptimizerStepCallback):
         data: HeldOutData,
         every: int,
         quantiles: list[float],
-        csv_path: Path,
+        rows: MetricRows,
         precision: str,
         ema: Ema | None,
         stopwatch: Stopwatch,
-        fence: Fence = UNFENCED,
+        preemption: Preemption,
     ) -> None:
-        self.data, self.every, self.quantiles = data, every, quantiles
-        self.rows = MetricRows(csv_path, COLUMNS, fence)
-        self.precision, self.ema, self.stopwatch = precision, ema, stopwatch
+        self.data, self.every, self.quantiles, self.rows = data, every, quantiles, rows
+        self.precision, self.ema, self.stopwatch, self.preemption = precision, ema, stopwatch, preemption
+        self._peers: Peers | None = None
         self._latest: tuple[int, float] | None = None
 
     def loss_after(self, step: int) -> float | None:
@@ -89,61 +90,110 @@ class Validation(OptimizerStepCallback):
         return self._latest[1]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Drop rows after the checkpoint that a run resumes from; a new run is measured before its first step."""
+        """Collective. Drop rows after the checkpoint that a run resumes from. A new run is measured before its first
+        step, and one that stopped where it was to be measured is measured now."""
         super().on_train_start(trainer, pl_module)
-        if trainer.is_global_zero:
-            self.rows.keep_until(trainer.global_step)
-        if trainer.global_step == 0:
+        step = trainer.global_step
+        # Saves have a group of their own, which a save in the background may be using.
+        self._peers = Peers(trainer.global_rank, trainer.world_size, self.preemption.timeout)
+        is_known = self._peers.on_first(lambda: self._is_known(step))
+        if not is_known and self.is_due(trainer, step, self.every):
             assert isinstance(pl_module, TrainedModule)
-            self._measure_all(trainer, pl_module, 0)
+            self._measure_all(trainer, pl_module, step)
+
+    def _is_known(self, step: int) -> bool:
+        """What was measured of a run that saved nothing is measured anew."""
+        self.rows.keep_until(step or -1)
+        return self.rows.has(step)
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        """Measure when due; a run that was asked to stop has no time for it."""
-        if not trainer.should_stop and self.is_due(trainer, step, self.every):
-            self._measure_all(trainer, module, step)
+        """Measure when due. A run that was asked to stop does so when it goes on; one that is asked meanwhile stops
+        after this step."""
+        if trainer.should_stop or not self.is_due(trainer, step, self.every):
+            return
+        status = self._measure_all(trainer, module, step)
+        if status and step < trainer.max_steps:
+            self.preemption.stop(trainer, status, "a signal or the time limit asks this run to stop")
 
-    def _measure_all(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+    def _measure_all(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> int:
+        """Returns 0, or the exit status that all ranks agreed on when one was asked to stop; then nothing is known."""
+        measured: dict[str, Measured] = {}
         with self.stopwatch.paused("validate"):
-            measured = {TRAINED: self._measure(trainer, module, None)}
-            if self.ema is not None:
-                measured[AVERAGE] = self._measure(trainer, module, self.ema)
+            for name, ema in ((TRAINED, None), (AVERAGE, self.ema)):
+                if name == TRAINED or ema is not None:
+                    one = self._measure(trainer, module, ema)
+                    if isinstance(one, int):
+                        log.info(f"validation loss after {step:,} optimizer steps: broken off, as the run is to stop")
+                        return one
+                    measured[name] = one
+        self.preemption.forget_pause()  # it can be broken off
         self._latest = (step, measured[TRAINED if self.ema is None else AVERAGE].loss)
         if trainer.is_global_zero:
             self._tell(trainer, step, measured)
+        return 0
 
     @torch.no_grad()
-    def _measure(self, trainer: pl.Trainer, module: TrainedModule, ema: Ema | None) -> Measured:
-        """Collective."""
-        device = trainer.strategy.root_device
+    def _measure(self, trainer: pl.Trainer, module: TrainedModule, ema: Ema | None) -> Measured | int:
+        """Collective; an exit status when one rank was asked to stop.
+
+        Raises:
+            DataError: the held-out data cannot be read, on some rank.
+        """
+        device, strategy = trainer.strategy.root_device, trainer.strategy
         sums = torch.zeros(len(self.quantiles), 3, dtype=torch.float64)
         with export_weights(module, ema), autocast(device, self.precision), without_compiling():
-            for batch, is_counted in self._share(trainer.strategy):
-                losses, timesteps = module.held_out_losses(batch.to(device), self.quantiles)
-                if is_counted:
-                    sums += _summed(losses, timesteps)
+            batches, counted = self._share(strategy)
+            for is_counted in counted:
+                batch = self._next(batches)
+                if status := self._agreed_status():
+                    return status
+                if batch is not None:
+                    losses, timesteps = module.held_out_losses(batch.to(device), self.quantiles)
+                    if is_counted:
+                        sums += _summed(losses, timesteps)
         if trainer.world_size > 1:
             sums = sums.to(device)
             distributed.all_reduce(sums)
-        total, times, count = sums.cpu().unbind(1)
+        # Processes that share samples have measured the same.
+        total, times, count = (sums.cpu() / strategy.ranks_per_share).unbind(1)  # type: ignore[attr-defined]
         return Measured((total / count).tolist(), (times / count).tolist(), round(float(count[0])))
 
-    def _share(self, strategy: Any) -> Iterator[tuple[PixelBatch, bool]]:
-        """This rank's batches, and whether each counts: where a forward pass is collective, all ranks make equally many
-        passes, some for nothing."""
+    def _share(self, strategy: Any) -> tuple[Iterator[PixelBatch], list[bool]]:
+        """This rank's batches, and for each of the rounds, which are equally many on all ranks, whether its batch
+        counts. In a round without one a rank waits, or passes some batch for nothing where a forward pass is
+        collective."""
         count, ranks = len(self.data), strategy.data_ranks
         own = list(range(strategy.data_rank, count, ranks))
-        more = -(-count // ranks) - len(own) if strategy.has_collective_forward else 0
-        counted = [True] * len(own) + [False] * more
-        yield from zip(self.data.batches(own + [0] * more), counted, strict=True)
+        missing = -(-count // ranks) - len(own)
+        passed = [0] * missing if strategy.has_collective_forward else []
+        return self.data.batches(own + passed), [True] * len(own) + [False] * missing
+
+    def _next(self, batches: Iterator[PixelBatch]) -> PixelBatch | None:
+        """Collective: all ranks fail when one does, so that they can save."""
+        batch, failure = None, None
+        try:
+            batch = next(batches, None)
+        except DataError as error:
+            failure = error
+        assert self._peers is not None
+        self._peers.raise_first(failure)
+        return batch
+
+    def _agreed_status(self) -> int:
+        """Collective."""
+        assert self._peers is not None
+        return max(self._peers.tell(self.preemption.status_asked()))
 
     def _tell(self, trainer: pl.Trainer, step: int, measured: dict[str, Measured]) -> None:
+        rows = []
         for weights, one in measured.items():
             levels = zip(map(str, self.quantiles), one.timesteps, one.losses, strict=True)
             known = [level for level in levels if math.isfinite(level[1])]
             for quantile, timestep, loss in [(ALL, math.nan, one.loss), *known]:
                 time = f"{timestep:.9g}" if math.isfinite(timestep) else ""
                 row = {"weights": weights, "quantile": quantile, "timestep": time, "loss": f"{loss:.9g}"}
-                self.rows.add(row | {"optimizer_step": str(step), "samples": str(one.num_samples)})
+                rows.append(row | {"optimizer_step": str(step), "samples": str(one.num_samples)})
+        self.rows.add(*rows)
         values = {f"validation_loss_{weights}": one.loss for weights, one in measured.items()}
         for logger in trainer.loggers:
             logger.log_metrics(values, step)

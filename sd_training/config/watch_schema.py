@@ -22,6 +22,6 @@ class WatchConfig:
     save_s: Positive | None = 1800.0
     """A checkpoint and its export [s]."""
     validate_s: Positive | None = 1800.0
-    """Drawing previews or evaluation images [s]."""
+    """Drawing previews or evaluation images, or a whole validation [s]."""
     collective_timeout_s: Positive = 2400.0
     """How long the processes of a group wait for each other; longer than the sections, which say more [s]."""

@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
-from sd_training.errors import CheckpointError, DamagedCheckpointsError, TakenOverError
+from sd_training.errors import CheckpointError, DamagedCheckpointsError, DataError, OutageError, TakenOverError
 
 _Result = TypeVar("_Result")
-_KINDS = {kind.__name__: kind for kind in (CheckpointError, DamagedCheckpointsError, TakenOverError)}
+_KINDS = {
+    kind.__name__: kind for kind in (CheckpointError, DamagedCheckpointsError, DataError, OutageError, TakenOverError)
+}
 """Errors of one process that are the same error on the others."""
 _HASTE = timedelta(seconds=30)
 """A process waits so long for one that may be about to die as well; mostly it is not."""

@@ -1,14 +1,31 @@
 """The loss on held-out pictures: the same triples each time, training is not touched, checkpoints are chosen by it."""
 
 import csv
+import os
+import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 
 from sd_training.checkpoint import seal
+from sd_training.errors import DataError
+from sd_training.exit_status import STOPPED
 from tests import makers
-from tests.integration.training import CrashAfter, Interrupted, checkpoint_tensors, losses, options, train
+from tests.integration.spoiled_held_out import SpoilAt
+from tests.integration.training import (
+    CrashAfter,
+    Interrupted,
+    checkpoint_tensors,
+    losses,
+    options,
+    prepare,
+    train,
+    train_in_processes,
+)
 
 EVERY = {"validation__every": 4, "validation__num_samples": 12, "validation__num_levels": 2}
 
@@ -55,15 +72,60 @@ def test_training_is_the_same_to_the_bit_and_other_seeds_are_measured_alike(
     }
 
 
+@pytest.mark.parametrize("micro_batches", [1, 6], ids=["before the first save", "later"])
 def test_a_killed_run_has_each_row_once_and_the_same(
-    pipeline_dir: Path, shards_dir: Path, held_out: Path, tmp_path: Path
+    pipeline_dir: Path, shards_dir: Path, held_out: Path, tmp_path: Path, micro_batches: int
 ) -> None:
     changes = {"validation__path": held_out, **EVERY, "experiment__save_every": 2, "validation__every": 1}
     train(options(tmp_path / "whole", pipeline_dir, shards_dir, **changes))
     with pytest.raises(Interrupted):
-        train(options(tmp_path / "killed", pipeline_dir, shards_dir, **changes), CrashAfter(6))
+        train(options(tmp_path / "killed", pipeline_dir, shards_dir, **changes), CrashAfter(micro_batches))
     train(options(tmp_path / "killed", pipeline_dir, shards_dir, **changes))
     assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
+
+
+class SignalAfter(pl.Callback):
+    """A signal after this optimizer step, which the step itself has no part in."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_that_is_asked_to_stop_while_it_is_measured_stops_there_and_is_measured_when_it_goes_on(
+    pipeline_dir: Path, shards_dir: Path, held_out: Path, tmp_path: Path
+) -> None:
+    changes = {"validation__path": held_out, **EVERY, "experiment__save_every": 100}
+    train(options(tmp_path / "whole", pipeline_dir, shards_dir, **changes))
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir, **changes)
+    run = prepare(argv)
+    run.trainer.callbacks.insert(1, SignalAfter(4))  # type: ignore[attr-defined]  # after signals are looked at
+    run.trainer.fit(run.module, datamodule=run.data)
+    assert (run.exit_status, run.trainer.global_step) == (STOPPED, 4)
+    assert {row["optimizer_step"] for row in rows(tmp_path / "run")} == {"0"}
+    train(argv)
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_held_out_data_that_goes_away_costs_no_step(
+    processes: int, pipeline_dir: Path, shards_dir: Path, held_out: Path, tmp_path: Path
+) -> None:
+    gone = shutil.copytree(held_out, tmp_path / "gone")
+    changes = {"validation__path": gone, **EVERY, "experiment__save_every": 100}
+    changes |= {"system__batch_size": 8 // processes, "trainer__accelerator": "cpu"}
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir, **changes)
+    if processes == 1:
+        with pytest.raises(DataError, match=r"validation\.path"):
+            train(argv, SpoilAt(3, gone))
+    else:
+        words = [str(gone), *argv]
+        said = train_in_processes(words, processes, "tests.integration.spoiled_held_out", status=1)
+        assert said.count("error: validation.path") == 1
+    assert [folder.name for folder in seal.sealed(tmp_path / "run" / "checkpoints")] == ["step=4"]
 
 
 def test_the_best_by_it_stay(pipeline_dir: Path, shards_dir: Path, held_out: Path, tmp_path: Path) -> None:

@@ -1,0 +1,44 @@
+"""`python train.py` whose held-out shards are emptied before its fourth optimizer step.
+
+The folder of the shards is the first word, the options of the run follow.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+
+import train
+from sd_training.build import run as building
+from sd_training.cli import run_cli
+
+
+class SpoilAt(pl.Callback):
+    """Empties the shards of a folder after so many optimizer steps."""
+
+    def __init__(self, step: int, folder: Path) -> None:
+        self.step, self.folder = step, folder
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            for shard in self.folder.glob("*.tar"):
+                shard.write_bytes(b"")
+
+
+def main() -> None:
+    """Trains."""
+    folder = Path(sys.argv.pop(1))
+    build_run = building.build_run
+
+    def build_spoiled(*arguments: Any) -> building.Run:
+        run = build_run(*arguments)
+        run.trainer.callbacks.append(SpoilAt(3, folder))  # type: ignore[attr-defined]
+        return run
+
+    building.build_run = build_spoiled  # type: ignore[assignment]
+    train.main()
+
+
+if __name__ == "__main__":
+    run_cli(main)
