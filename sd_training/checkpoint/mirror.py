@@ -235,7 +235,7 @@ class Mirror:
         except FileNotFoundError:
             return []
         names = [path.rstrip("/").rpartition("/")[2] for path in found]
-        return sorted(int(name[5:]) for name in names if re.fullmatch(r"step=[0-9]{1,15}", name))
+        return sorted(int(name[5:]) for name in names if re.fullmatch(r"step=(0|[1-9][0-9]{0,14})", name))
 
     def _has_manifest(self, step: int) -> bool:
         return bool(self._files.exists(self._path(step, manifest.NAME)))
