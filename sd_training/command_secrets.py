@@ -20,8 +20,9 @@ _OPTION = re.compile(
 _GIVEN = r"(?:[^\n|;]{0,200}?\s)??"
 _OPTION_OF_TOOL = re.compile(
     rf"(\b(?:sshpass\s{_GIVEN}-p\s*|(?:mysql|mariadb)[\w-]{{0,20}}\s{_GIVEN}-p|7z[ar]?\s{_GIVEN}-p|unzip\s{_GIVEN}-P\s*|"
-    rf"openssl\s{_GIVEN}(?:-[kK]\s+|-pass(?:in|out)\s+(?=pass:))|curl\s{_GIVEN}-b\s+(?=[^\s=]{{1,100}}=)))(?=\S){_VALUE}"
+    rf"openssl\s{_GIVEN}-[kK]\s+|curl\s{_GIVEN}-b\s+(?=[^\s=]{{1,100}}=)))(?=\S){_VALUE}"
 )
+_PASS_OF_OPENSSL = re.compile(rf"((?<![\w-])-pass(?:in|out)\s+(?=\\?[\"']?pass:)){_VALUE}")
 _USER = re.compile(
     r"(\s(?:-[A-Za-z]{0,20}[uU]\s+|-[uU](?=[^\s:]{0,99}:)|--(?:proxy-)?user[\s=]+))"
     r"(?:(\\?[\"'])[^\n]{0,300}?\2|[^\s'\"\\]+|\S+)"
@@ -46,6 +47,6 @@ def hide_in_commands(text: str, hidden: str) -> str:
     text = _HEADER.sub(rf"\1{hidden}", text)
     if any(tool in text for tool in _TOOLS_WITH_USERS):
         text = _USER.sub(rf"\1{hidden}", text)
-    for pattern in (_OPTION, _OPTION_OF_TOOL, _COOKIE, _VARIABLE):
+    for pattern in (_OPTION, _OPTION_OF_TOOL, _PASS_OF_OPENSSL, _COOKIE, _VARIABLE):
         text = pattern.sub(rf"\1{hidden}", text)
     return text
