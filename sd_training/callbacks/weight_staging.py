@@ -66,7 +66,8 @@ class WeightStaging:
         average(names)
 
     def wait(self) -> None:
-        """Until what `run` started is done; its errors come up here."""
-        running, self._running = self._running, []
-        for future in running:
+        """Until what `run` started is done; its errors come up here, at every call: an average that is half updated is
+        never a whole one again."""
+        for future in self._running:
             future.result()
+        self._running = []
