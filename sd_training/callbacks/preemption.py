@@ -42,7 +42,8 @@ class Wishes:
 class Preemption(OptimizerStepCallback):
     """Sets `trainer.should_stop`; whatever is due at the end of a run is then due at this step, saves included.
 
-    The first of the callbacks, so that the others of the same step see it. A signal to one rank stops all: after each
+    The first of the callbacks, so that the others of the same step see it (a validation that is broken off comes
+    later, and those after it see it). A signal to one rank stops all: after each
     optimizer step the ranks begin a reduction of their wishes over gloo, and look at its result one step later, when it
     has long arrived. No device takes part, and one process alone communicates nothing. Clocks are read on rank 0.
 
@@ -83,6 +84,7 @@ class Preemption(OptimizerStepCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Collective: makes the group."""
         super().on_train_start(trainer, pl_module)
+        self._is_listening, self._reduction = False, None
         if trainer.world_size > 1:
             self._group = distributed.new_group(backend="gloo", timeout=self.timeout)
 
@@ -136,14 +138,19 @@ class Preemption(OptimizerStepCallback):
 
     def must_stop_soon(self) -> bool:
         """Whether this process was asked to stop, or its time is nearly up."""
-        return bool(self.status_asked())
+        return bool(self.signals.status) or self._is_time_up()
 
-    def status_asked(self) -> int:
-        """0, or the exit status with which this process was asked to stop, or has to as its time is nearly up."""
-        return self.signals.status or (STOPPED if self._is_time_up() else 0)
+    def status_asked(self, trainer: pl.Trainer) -> int:
+        """0, or the exit status with which this process was asked to stop, or has to as the time is nearly up."""
+        return self.signals.status or (STOPPED if trainer.is_global_zero and self._is_time_up() else 0)
 
     def _is_time_up(self) -> bool:
         return self.deadlines.is_near(self.times.longest_s, self._longest_step_s, self.times.num_in_flight)
+
+    def leave_out(self, pause_s: float) -> None:
+        """Of the time between two steps: what is broken off when the time is nearly up."""
+        if self._last_end_s is not None:
+            self._last_end_s += pause_s
 
     def forget_pause(self) -> None:
         """What was done since the last optimizer step does not come again."""

@@ -6,6 +6,7 @@ there are but for rounding.
 """
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,6 @@ from sd_training.callbacks.preemption import Preemption
 from sd_training.callbacks.stopwatch import Stopwatch
 from sd_training.data.held_out import HeldOutData
 from sd_training.distributed.peers import Peers
-from sd_training.errors import DataError
 from sd_training.models.compilation import without_compiling
 from sd_training.models.encoders import autocast
 from sd_training.rank_log import get_logger
@@ -93,13 +93,22 @@ class Validation(OptimizerStepCallback):
         """Collective. Drop rows after the checkpoint that a run resumes from. A new run is measured before its first
         step, and one that stopped where it was to be measured is measured now."""
         super().on_train_start(trainer, pl_module)
+        self._make_up(trainer, pl_module)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Training does not start when there is nothing left to train; the last measurement may have been broken
+        off."""
+        if self._peers is None:
+            self._make_up(trainer, pl_module)
+
+    def _make_up(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         step = trainer.global_step
         # Saves have a group of their own, which a save in the background may be using.
         self._peers = Peers(trainer.global_rank, trainer.world_size, self.preemption.timeout)
         is_known = self._peers.on_first(lambda: self._is_known(step))
         if not is_known and self.is_due(trainer, step, self.every):
-            assert isinstance(pl_module, TrainedModule)
-            self._measure_all(trainer, pl_module, step)
+            assert isinstance(module, TrainedModule)
+            self._measure_all(trainer, module, step)
 
     def _is_known(self, step: int) -> bool:
         """What was measured of a run that saved nothing is measured anew."""
@@ -118,6 +127,7 @@ class Validation(OptimizerStepCallback):
     def _measure_all(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> int:
         """Returns 0, or the exit status that all ranks agreed on when one was asked to stop; then nothing is known."""
         measured: dict[str, Measured] = {}
+        began_s = time.monotonic()
         with self.stopwatch.paused("validate"):
             for name, ema in ((TRAINED, None), (AVERAGE, self.ema)):
                 if name == TRAINED or ema is not None:
@@ -126,7 +136,7 @@ class Validation(OptimizerStepCallback):
                         log.info(f"validation loss after {step:,} optimizer steps: broken off, as the run is to stop")
                         return one
                     measured[name] = one
-        self.preemption.forget_pause()  # it can be broken off
+        self.preemption.leave_out(time.monotonic() - began_s)
         self._latest = (step, measured[TRAINED if self.ema is None else AVERAGE].loss)
         if trainer.is_global_zero:
             self._tell(trainer, step, measured)
@@ -137,16 +147,16 @@ class Validation(OptimizerStepCallback):
         """Collective; an exit status when one rank was asked to stop.
 
         Raises:
-            DataError: the held-out data cannot be read, on some rank.
+            DataError: the held-out data cannot be read, on some rank; whatever else its reading raises.
         """
         device, strategy = trainer.strategy.root_device, trainer.strategy
         sums = torch.zeros(len(self.quantiles), 3, dtype=torch.float64)
         with export_weights(module, ema), autocast(device, self.precision), without_compiling():
             batches, counted = self._share(strategy)
             for is_counted in counted:
-                batch = self._next(batches)
-                if status := self._agreed_status():
+                if status := self._agreed_status(trainer):
                     return status
+                batch = self._next(batches)
                 if batch is not None:
                     losses, timesteps = module.held_out_losses(batch.to(device), self.quantiles)
                     if is_counted:
@@ -173,16 +183,16 @@ class Validation(OptimizerStepCallback):
         batch, failure = None, None
         try:
             batch = next(batches, None)
-        except DataError as error:
+        except Exception as error:
             failure = error
         assert self._peers is not None
         self._peers.raise_first(failure)
         return batch
 
-    def _agreed_status(self) -> int:
+    def _agreed_status(self, trainer: pl.Trainer) -> int:
         """Collective."""
         assert self._peers is not None
-        return max(self._peers.tell(self.preemption.status_asked()))
+        return max(self._peers.tell(self.preemption.status_asked(trainer)))
 
     def _tell(self, trainer: pl.Trainer, step: int, measured: dict[str, Measured]) -> None:
         rows = []

@@ -85,3 +85,12 @@ def test_a_full_disk_leaves_the_step_before(
     with file_size_limit(0):
         saved(preemption, trainer, 4)
     assert (tmp_path / "step").read_text() == "2\n" and os.listdir(tmp_path) == ["step"]
+
+
+def test_what_can_be_broken_off_is_no_part_of_the_longest_step(preemption: Preemption) -> None:
+    preemption._measure_step()
+    preemption.leave_out(1000)
+    preemption._measure_step()
+    assert preemption._longest_step_s == 0
+    preemption._measure_step()
+    assert preemption._longest_step_s > 0
