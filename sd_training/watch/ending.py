@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 from sd_training.cli import print_error
 from sd_training.errors import UserError
+from sd_training.rank_log import is_main_process
 from sd_training.redaction import redacted
 from sd_training.watch.first_end import FirstEnd
 from sd_training.watch.status_file import tell_status
@@ -38,10 +39,12 @@ def ended_together(first_end: FirstEnd, *, is_child: bool) -> Iterator[None]:
         tell_status(status if other is None else other.status)
         if other is not None:
             raise SystemExit(0 if is_child else other.status) from None
-        if not is_child:
+        # A mistake of all is else told by the first process, which has just left it to this one.
+        is_left_to_this = isinstance(error, UserError) and not is_main_process() and first_end.is_own()
+        if not is_child and not is_left_to_this:
             raise
         if isinstance(error, UserError):
             print_error(error)
         else:
             sys.excepthook(type(error), error, error.__traceback__)  # the one without secrets
-        raise SystemExit(0) from None
+        raise SystemExit(0 if is_child else status) from None

@@ -69,6 +69,11 @@ class FirstEnd:
         end = self._current()
         return end if end is not None and end.rank != self.rank else None
 
+    def is_own(self) -> bool:
+        """Whether this process has written down that it was the first."""
+        end = self._current()
+        return end is not None and end.rank == self.rank
+
     def wait_for_another(self, limit_s: float) -> End | None:
         """The same, for a process that failed because of another one, which may be about to write it down."""
         end_s = time.monotonic() + limit_s

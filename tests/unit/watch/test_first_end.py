@@ -72,6 +72,21 @@ def test_a_mistake_is_told_by_the_first_one(tmp_path: Path, capsys: pytest.Captu
     assert ended.value.code == 88 and capsys.readouterr().err == ""
 
 
+def test_a_mistake_that_another_process_was_first_with_is_told_by_that_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process leaves it to that one, and its launcher would end that one before it says anything."""
+    first, second = ends(tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as ended, ended_together(second, is_child=False):
+        raise BadSamplesError("too many")
+    assert ended.value.code == 88 and capsys.readouterr().err == "error: too many\n"
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as ended, ended_together(first, is_child=False):
+        raise BadSamplesError("too many")
+    assert ended.value.code == 88 and capsys.readouterr().err == ""
+
+
 def test_who_fails_because_of_another_adds_no_traceback(tmp_path: Path) -> None:
     first, second = ends(tmp_path)
     second.claim(88, "too many")
