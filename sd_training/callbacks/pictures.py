@@ -126,11 +126,9 @@ class Pictures(OptimizerStepCallback):
     def _share(self, strategy: Any) -> list[int]:
         """Numbers of the prompts that this rank draws. Where a forward pass is collective, all ranks draw equally many:
         some draw again what another draws as well, which gives the same picture."""
-        count, ranks = len(self.job.prompts), strategy.data_ranks
-        share = list(range(strategy.data_rank, count, ranks))
-        if strategy.has_collective_forward:
-            share += [strategy.data_rank % count] * (-(-count // ranks) - len(share))
-        return share
+        count = len(self.job.prompts)
+        own, missing = strategy.dealt(count)
+        return own + [strategy.data_rank % count] * missing if strategy.has_collective_forward else own
 
     def _publish(self, trainer: pl.Trainer, folder: Path, step: int) -> None:
         """Grid picture, loggers, tar."""

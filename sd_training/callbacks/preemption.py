@@ -43,9 +43,9 @@ class Preemption(OptimizerStepCallback):
     """Sets `trainer.should_stop`; whatever is due at the end of a run is then due at this step, saves included.
 
     The first of the callbacks, so that the others of the same step see it (a validation that is broken off comes
-    later, and those after it see it). A signal to one rank stops all: after each
-    optimizer step the ranks begin a reduction of their wishes over gloo, and look at its result one step later, when it
-    has long arrived. No device takes part, and one process alone communicates nothing. Clocks are read on rank 0.
+    later, and those after it see it). A signal to one rank stops all: after each optimizer step the ranks begin a
+    reduction of their wishes over gloo, and look at its result one step later, when it has long arrived. No device
+    takes part, and one process alone communicates nothing. Clocks are read on rank 0.
 
     Args:
         signals: notes of this process.

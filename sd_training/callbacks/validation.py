@@ -129,13 +129,12 @@ class Validation(OptimizerStepCallback):
         measured: dict[str, Measured] = {}
         began_s = time.monotonic()
         with self.stopwatch.paused("validate"):
-            for name, ema in ((TRAINED, None), (AVERAGE, self.ema)):
-                if name == TRAINED or ema is not None:
-                    one = self._measure(trainer, module, ema)
-                    if isinstance(one, int):
-                        log.info(f"validation loss after {step:,} optimizer steps: broken off, as the run is to stop")
-                        return one
-                    measured[name] = one
+            for name, ema in ((TRAINED, None), *([(AVERAGE, self.ema)] if self.ema else [])):
+                one = self._measure(trainer, module, ema)
+                if isinstance(one, int):
+                    log.info(f"validation loss after {step:,} optimizer steps: broken off, as the run is to stop")
+                    return one
+                measured[name] = one
         self.preemption.leave_out(time.monotonic() - began_s)
         self._latest = (step, measured[TRAINED if self.ema is None else AVERAGE].loss)
         if trainer.is_global_zero:
@@ -172,9 +171,7 @@ class Validation(OptimizerStepCallback):
         """This rank's batches, and for each of the rounds, which are equally many on all ranks, whether its batch
         counts. In a round without one a rank waits, or passes some batch for nothing where a forward pass is
         collective."""
-        count, ranks = len(self.data), strategy.data_ranks
-        own = list(range(strategy.data_rank, count, ranks))
-        missing = -(-count // ranks) - len(own)
+        own, missing = strategy.dealt(len(self.data))
         passed = [0] * missing if strategy.has_collective_forward else []
         return self.data.batches(own + passed), [True] * len(own) + [False] * missing
 

@@ -86,6 +86,12 @@ class WholeCheckpoints:
         """Shares that a global batch is cut into."""
         return self.world_size // self.ranks_per_share
 
+    def dealt(self, count: int) -> tuple[list[int], int]:
+        """Which of `count` things this process does when they are dealt out, and how many fewer these are than those of
+        the process that does most."""
+        own = list(range(self.data_rank, count, self.data_ranks))
+        return own, -(-count // self.data_ranks) - len(own)
+
     # Lightning asks these; weights and optimizer state travel by `save_checkpoint` and the two `load_…` below.
 
     @property
