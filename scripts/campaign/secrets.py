@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from scripts.campaign.row import Row
-from scripts.free_port import free_port
+from scripts.campaign.tiny_run import as_torchrun
 from scripts.strategy_report import make_models
 from sd_training.cli import run_cli
 from sd_training.errors import ConfigError
@@ -128,13 +128,12 @@ def train(folder: Path, name: str, words: list[str], known: Mapping[str, str]) -
 def train_pair(folder: Path, name: str, words: list[str], known: Mapping[str, str]) -> list[int]:
     """The same by two processes, as torchrun starts them. `defect`: the second raises an exception that names the data.
     `proxy`: the second alone has a proxy, which is not there."""
-    environment = environment_of(folder, known) | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "FAULT": name}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = environment_of(folder, known) | {"FAULT": name}
     proxy = {"http_proxy": f"http://agent:{known['proxy password']}@127.0.0.1:9"} if name == "proxy" else {}
     command = [sys.executable, "-m", "scripts.campaign.faulty_run", *words, f"experiment.name={name}"]
     children = []
-    for rank, own in enumerate(({}, proxy)):
-        own = {**environment, **own, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    for rank, (launched, more) in enumerate(zip(as_torchrun(2), ({}, proxy), strict=True)):
+        own = {**environment, **launched, **more}
         with said_by(folder, name, rank).open("wb") as said:
             children.append(subprocess.Popen(command, cwd=folder, env=own, stdout=said, stderr=subprocess.STDOUT))
     try:

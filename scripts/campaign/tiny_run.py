@@ -31,6 +31,15 @@ def make_parts(words: list[str]) -> None:
     save_picture_shards(Path(words[0]) / "shards")
 
 
+def as_torchrun(ranks: int) -> list[dict[str, str]]:
+    """Variables that torchrun gives each of so many processes of one machine; one process is started without it."""
+    if ranks == 1:
+        return [{}]
+    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
 @dataclass(frozen=True)
 class TinyRun:
     """A run folder and how it is started.
@@ -69,12 +78,7 @@ class TinyRun:
             folder.mkdir(parents=True, exist_ok=True)
         words = [*self.words(ranks), *self.more, *more]
         log, shared = self.home / "log.txt", self.environment()
-        if ranks == 1:
-            return [server.start(_TRAIN, words, log, shared)]
-        shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        each = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        return [server.start(_TRAIN, words, log, {**shared, **own}) for own in each]
+        return [server.start(_TRAIN, words, log, shared | own) for own in as_torchrun(ranks)]
 
     def words(self, ranks: int) -> list[str]:
         """Options."""

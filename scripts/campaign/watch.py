@@ -17,8 +17,7 @@ from pathlib import Path
 from scripts.campaign.faulty_run import KILLS_AT
 from scripts.campaign.fork_server import Child, ForkServer, shared_server
 from scripts.campaign.row import Row
-from scripts.campaign.tiny_run import TinyRun, make_tiny_parts, stop_all, tail
-from scripts.free_port import free_port
+from scripts.campaign.tiny_run import TinyRun, as_torchrun, make_tiny_parts, stop_all, tail
 from sd_training.exit_status import BAD_DATA, HANG, MISTAKE
 
 RANKS = 2
@@ -91,11 +90,8 @@ def start(
         folder.mkdir(parents=True, exist_ok=True)
     words, log = [*tiny.words(ranks), *tiny.more], tiny.home / "log.txt"
     shared = {**tiny.environment(), "FAULT": kind, **(more or {})}
-    if ranks > 1:
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    each = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {} for rank in range(ranks)]
-    return [server.start("scripts.campaign.faulty_run:train", words, log, {**shared, **own}) for own in each]
+    target = "scripts.campaign.faulty_run:train"
+    return [server.start(target, words, log, shared | own) for own in as_torchrun(ranks)]
 
 
 def hangs(server: ForkServer, parts: Path, folder: Path, rounds: int) -> list[Row]:
