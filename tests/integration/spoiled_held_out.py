@@ -7,23 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
-
 import train
 from sd_training.build import run as building
 from sd_training.cli import run_cli
+from tests.integration.training import AtStep
 
 
-class SpoilAt(pl.Callback):
-    """Empties the shards of a folder after so many optimizer steps."""
-
-    def __init__(self, step: int, folder: Path) -> None:
-        self.step, self.folder = step, folder
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            for shard in self.folder.glob("*.tar"):
-                shard.write_bytes(b"")
+def empty(folder: Path) -> None:
+    """All shards of a folder."""
+    for shard in folder.glob("*.tar"):
+        shard.write_bytes(b"")
 
 
 def main() -> None:
@@ -33,7 +26,7 @@ def main() -> None:
 
     def build_spoiled(*arguments: Any) -> building.Run:
         run = build_run(*arguments)
-        run.trainer.callbacks.append(SpoilAt(3, folder))  # type: ignore[attr-defined]
+        run.trainer.callbacks.append(AtStep(3, lambda: empty(folder)))  # type: ignore[attr-defined]
         return run
 
     building.build_run = build_spoiled  # type: ignore[assignment]

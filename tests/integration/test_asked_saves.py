@@ -4,24 +4,11 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 
 from sd_training.exit_status import STOPPED
-from tests.integration.training import options, train
-
-
-class AtStep(pl.Callback):
-    """Does something before the micro-batch after `step` optimizer steps."""
-
-    def __init__(self, step: int, act: Any) -> None:
-        self.step, self.act = step, act
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
-        if trainer.global_step == self.step:
-            self.act()
+from tests.integration.training import AtStep, options, train
 
 
 def saved_steps(run_dir: Path) -> list[str]:

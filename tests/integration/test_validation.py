@@ -15,8 +15,9 @@ from sd_training.checkpoint import seal
 from sd_training.errors import DataError
 from sd_training.exit_status import STOPPED
 from tests import makers
-from tests.integration.spoiled_held_out import SpoilAt
+from tests.integration.spoiled_held_out import empty
 from tests.integration.training import (
+    AtStep,
     CrashAfter,
     Interrupted,
     checkpoint_tensors,
@@ -121,7 +122,7 @@ def test_held_out_data_that_goes_away_costs_no_step(
     argv = options(tmp_path / "run", pipeline_dir, shards_dir, **changes)
     if processes == 1:
         with pytest.raises(DataError, match=r"validation\.path"):
-            train(argv, SpoilAt(3, gone))
+            train(argv, AtStep(3, lambda: empty(gone)))
     else:
         words = [str(gone), *argv]
         said = train_in_processes(words, processes, "tests.integration.spoiled_held_out", status=1)

@@ -4,6 +4,7 @@ import csv
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,17 @@ class CrashAfter(pl.Callback):
         self.left -= 1
         if self.left == 0:
             raise Interrupted
+
+
+class AtStep(pl.Callback):
+    """Does something before the micro-batch after `step` optimizer steps."""
+
+    def __init__(self, step: int, act: Callable[[], Any]) -> None:
+        self.step, self.act = step, act
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            self.act()
 
 
 def options(run_dir: Path, pipeline_dir: Path, shards_dir: Path, **changes: Any) -> list[str]:
