@@ -30,7 +30,8 @@ LAYERS = {
 WITHOUT_TORCH = ("sd_training/config/", "sd_training/checkpoint/seal.py")
 HEAVY = {"torch", "pytorch_lightning", "diffusers", "transformers", "torchvision"}
 MAX_FUNCTION_LINES = 80
-MAX_FILE_LINES = {"sd_training/config/schema.py": 400}
+MAX_FILE_CODE_LINES = 450
+"""Past this a file probably holds two ideas. No lower bound is set on purpose: a cap of 300 lines made 246 thin modules."""
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 
 
@@ -97,8 +98,8 @@ def test_imports_go_down(path: Path) -> None:
 @every_file
 def test_sizes(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
-    name = str(path.relative_to(ROOT))
-    assert len(source.splitlines()) <= MAX_FILE_LINES.get(name, 300)
+    code_lines = [line for line in source.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    assert len(code_lines) <= MAX_FILE_CODE_LINES
     assert long_functions(source) == []
 
 
