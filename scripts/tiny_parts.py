@@ -57,7 +57,9 @@ def tiny_text_encoder(
     )
 
 
-def tiny_vae(latent_channels: int = 4, scaling_factor: float = 0.7, shift_factor: float | None = None) -> AutoencoderKL:
+def tiny_vae(
+    latent_channels: int = 4, scaling_factor: float = 0.7, shift_factor: float | None = None, **settings: Any
+) -> AutoencoderKL:
     """Downscales by 2."""
     return AutoencoderKL(
         block_out_channels=(8, 8),
@@ -68,6 +70,7 @@ def tiny_vae(latent_channels: int = 4, scaling_factor: float = 0.7, shift_factor
         sample_size=16,
         scaling_factor=scaling_factor,
         shift_factor=shift_factor,
+        **settings,
     )
 
 

@@ -19,13 +19,16 @@ from sd_training.models.copies import copy_with_weights
 from sd_training.models.encoders import Encoders
 from sd_training.models.families import load_family
 from sd_training.models.family import Family, downscale_factor, latent_grid, size_problems
-from sd_training.models.load import load_network
+from sd_training.models.load import effective_part, load_network
 from sd_training.models.memory_format import use_channels_last, wants_channels_last
 from sd_training.optim.lr_schedules import lr_schedule
+from sd_training.rank_log import get_logger
 from sd_training.training.autoencoder_module import AutoencoderModule
 from sd_training.training.base_module import PART, Optimization, TrainedModule
 from sd_training.training.diffusion_module import DiffusionModule
 from sd_training.types import LatentGrid
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -137,10 +140,16 @@ def objective_of(family: Family) -> Objective:
 
 
 def _autoencoder(plan: Plan) -> Trained:
-    """Autoencoder training; the exported config carries the measured scaling factor."""
+    """Autoencoder training; `model.vae_scaling_factor` decides which scale the exported config carries."""
     config = plan.config
     vae = load_network(config.model, "vae", seed=config.experiment.seed)
+    is_measured = _is_scale_measured(config.model)
     problems = size_problems(downscale_factor(vae), training_sizes(config.dataset.params).sizes)
+    if is_measured and vae.config.latents_std is not None:
+        problems.append(
+            f"model.vae_scaling_factor: {config.model.vae_scaling_factor} gives one number, but this autoencoder has a "
+            "scale per channel (latents_std in its config); use keep"
+        )
     if problems:
         raise ConfigError(problems)
     if config.model.gradient_checkpointing:
@@ -152,7 +161,41 @@ def _autoencoder(plan: Plan) -> Trained:
     )
 
     def exported(weights: Mapping[str, Tensor] | None) -> Any:
-        vae.register_to_config(scaling_factor=module.scaling_factor())
+        _set_scale(vae, module.latent_statistics(), is_measured=is_measured)
         return vae if weights is None else copy_with_weights(vae, weights)
 
     return Trained(module, latent_grid(vae), None, exported, Cuts([vae]))
+
+
+def _is_scale_measured(model: ModelConfig) -> bool:
+    if model.vae_scaling_factor == "auto":
+        return effective_part(model, "vae").pretrained is None
+    return model.vae_scaling_factor == "measure"
+
+
+def _set_scale(vae: Any, statistics: tuple[float, float] | None, *, is_measured: bool) -> None:
+    """Writes the measured scale into the config, or keeps the one that is there; logs which, with both values.
+
+    Unit variance for the denoiser: 1 / standard deviation of the latents (Rombach et al. 2022, arXiv:2112.10752,
+    section D.1).
+    """
+    if statistics is None:
+        log.info(f"scaling_factor: {vae.config.scaling_factor:.5g} is exported; no latents were measured yet")
+        return
+    mean, std = statistics
+    if is_measured:
+        vae.register_to_config(scaling_factor=1 / std)
+        if vae.config.shift_factor is not None:
+            vae.register_to_config(shift_factor=mean)
+        log.info(f"scaling_factor: {1 / std:.5g} is exported, measured on this run's latents{_shift(vae, mean)}")
+    else:
+        log.info(
+            f"scaling_factor: {vae.config.scaling_factor:.5g} is exported, the value that training started with"
+            f"{_shift(vae, vae.config.shift_factor)}; this run's latents measure {1 / std:.5g}{_shift(vae, mean)} "
+            "(exported with model.vae_scaling_factor=measure)"
+        )
+
+
+def _shift(vae: Any, value: float | None) -> str:
+    """The clause of a log line on an autoencoder that has a shift."""
+    return "" if vae.config.shift_factor is None else f", shift_factor {value:.5g}"

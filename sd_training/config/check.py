@@ -46,7 +46,7 @@ _IGNORED = {
         "trainer.compile",
         "validation.num_levels",
     ),
-    "unet": ("objective.kl_weight",),
+    "unet": ("objective.kl_weight", "model.vae_scaling_factor"),
 }
 """Options that training this part does not read."""
 

@@ -130,6 +130,10 @@ class ModelConfig:
     """Encode one picture at a time: less memory for the autoencoder."""
     vae_tiling: bool = False
     """Encode large pictures in overlapping tiles: less memory still; the latents differ slightly at the seams."""
+    vae_scaling_factor: Literal["auto", "keep", "measure"] = "auto"
+    """`model.train=vae`: the `scaling_factor` of the exported autoencoder. `keep`: the one it started with. `measure`:
+    1 / standard deviation of this run's latents, and their mean as `shift_factor` where it has one. `auto`: `keep` for
+    pretrained weights, so that denoisers trained on them still fit, `measure` from scratch."""
     xformers: bool = False
     """Use xformers attention on CUDA where it works; elsewhere PyTorch's fused attention, with one line saying so."""
 

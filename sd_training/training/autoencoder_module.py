@@ -22,7 +22,7 @@ class AutoencoderModule(TrainedModule):
     """
 
     latent_moments: Tensor
-    """[3] running mean, running mean square and weight of the latents, from which the scaling factor follows."""
+    """[3] running mean, running mean square and weight of the latents."""
 
     def __init__(
         self, vae: AutoencoderKL, kl_weight: float, optimization: Optimization, *, has_gradient_scaler: bool = False
@@ -71,16 +71,16 @@ class AutoencoderModule(TrainedModule):
         self.latent_moments.lerp_(torch.where(now.isfinite().all(), now, self.latent_moments), 1.0 - _STATISTICS_DECAY)
 
     @torch.no_grad()
-    def scaling_factor(self) -> float:
-        """1 / standard deviation of the latents, so that the denoiser sees unit variance (Rombach et al., section D.1).
+    def latent_statistics(self) -> tuple[float, float] | None:
+        """Mean and standard deviation of the latents; None before the first batch whose latents are finite.
 
         Collective: averages the moments of all ranks.
         """
         moments = self.latent_moments.clone()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(moments)
-        mean, mean_square, weight = moments.tolist()
+        total, total_square, weight = moments.tolist()
         if weight == 0:
-            return float(self.network.config.scaling_factor)
-        variance = mean_square / weight - (mean / weight) ** 2
-        return float(max(variance, 1e-12) ** -0.5)
+            return None
+        mean = total / weight
+        return mean, max(total_square / weight - mean**2, 1e-12) ** 0.5

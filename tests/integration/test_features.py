@@ -3,9 +3,11 @@
 import csv
 import json
 import os
+import re
 import shutil
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,17 +66,53 @@ def test_autoencoder_trains_resumes_and_serves_as_pretrained(
     assert exported.vae.config.scaling_factor == vae.config.scaling_factor != 0.18215
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-def test_two_processes_export_an_autoencoder(
-    in_background: bool, tmp_path: Path, pipeline_dir: Path, shards_dir: Path
+@pytest.mark.parametrize(("asked", "kept"), [("auto", True), ("measure", False)])
+def test_two_processes_export_a_pretrained_autoencoder(
+    asked: str, kept: bool, tmp_path: Path, pretrained_vae: Path, shards_dir: Path
 ) -> None:
     """Its scale is measured by all of them: an export by the first one alone would wait for ever."""
     changes = {"system__batch_size": 4, "experiment__num_examples_to_see": 32, "trainer__accelerator": "cpu"}
-    changes |= {"watch__save_s": 60, "checkpoint__asynchronous": in_background}
-    said = train_in_processes([*options(tmp_path / "run", pipeline_dir, shards_dir, **changes), *VAE_OPTIONS], 2)
+    changes |= {"watch__save_s": 60, "checkpoint__asynchronous": kept, "model__vae_scaling_factor": asked}
+    argv = options(tmp_path / "run", Path("null"), shards_dir, **changes)
+    said = train_in_processes([*argv, "model.train=vae", f"model.vae.pretrained={pretrained_vae}"], 2)
     assert "done: " in said
     vae = AutoencoderKL.from_pretrained(tmp_path / "run" / "current_pipeline", local_files_only=True)
-    assert vae.config.scaling_factor != 0.18215
+    assert (vae.config.scaling_factor == 0.31) == (vae.config.shift_factor == 0.05) == kept
+    assert f"scaling_factor: {vae.config.scaling_factor:.5g} is exported" in said
+    assert not kept or re.search(r"this run's latents measure \d\S+, shift_factor \S+ \(exported with", said)
+
+
+def test_scales_of_autoencoders_in_one_process(tmp_path: Path, pretrained_vae: Path, shards_dir: Path) -> None:
+    """Kept for pretrained weights, measured from scratch; a request wins; saved now or in the background."""
+
+    def exported_scales(name: str, *argv: str, **changes: Any) -> tuple[float, float | None]:
+        changes |= {"experiment__num_examples_to_see": 16, "model__train": "vae"}
+        train([*options(tmp_path / name, Path("null"), shards_dir, **changes), *argv])
+        stored = json.loads((tmp_path / name / "current_pipeline" / "config.json").read_text())
+        return stored["scaling_factor"], stored["shift_factor"]
+
+    pretrained = f"model.vae.pretrained={pretrained_vae}"
+    assert exported_scales("kept", pretrained) == (0.31, 0.05)
+    scale, shift = exported_scales("measured", pretrained, "model.vae_scaling_factor=measure", model__use_ema=False)
+    assert scale != 0.31
+    assert shift != 0.05
+    later = {"checkpoint__asynchronous": True}
+    assert exported_scales("measured later", pretrained, "model.vae_scaling_factor=measure", **later) == (scale, shift)
+    assert exported_scales("from scratch", *VAE_OPTIONS)[0] != 0.18215
+    assert exported_scales("as given", *VAE_OPTIONS, "model.vae_scaling_factor=keep") == (0.18215, None)
+
+    spread = tmp_path / "per channel"
+    makers.tiny_vae(latents_mean=(0.0,) * 4, latents_std=(1.0,) * 4).save_pretrained(spread)
+    with pytest.raises(ConfigError, match=r"model.vae_scaling_factor: measure gives one number, .* use keep"):
+        exported_scales("refused", f"model.vae.pretrained={spread}", "model.vae_scaling_factor=measure")
+
+
+@pytest.fixture(scope="session")
+def pretrained_vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A stored autoencoder whose scale and shift are not those of its latents."""
+    folder = tmp_path_factory.mktemp("autoencoder") / "vae"
+    makers.tiny_vae(scaling_factor=0.31, shift_factor=0.05).save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize("name", ["idx_to_prompt", "class_mapping"])

@@ -1,5 +1,6 @@
-"""The measured spread of the latents, from which the exported scaling factor follows."""
+"""The measured spread of the latents, from which a measured scaling factor follows."""
 
+import pytest
 import torch
 
 from scripts.tiny_parts import tiny_vae
@@ -12,14 +13,15 @@ from sd_training.training.base_module import Optimization
 def test_latents_that_are_not_finite_are_left_out() -> None:
     schedule = lr_schedule(LRScheduleConfig(), num_steps=10, global_batch=2)
     module = AutoencoderModule(tiny_vae(), 1e-6, Optimization(OptimizerConfig(), 1e-4, schedule))
-    latents = 4 * torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert module.latent_statistics() is None
+    latents = 3 + 4 * torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     module._measure(latents)
-    before = module.scaling_factor()
-    assert abs(before - 1 / latents.std()) < 0.01
+    before = module.latent_statistics()
+    assert before == pytest.approx((latents.mean().item(), latents.std().item()), rel=0.01)
     for bad in (float("nan"), float("inf")):
         poisoned = latents.clone()
         poisoned[0, 0, 0, 0] = bad
         module._measure(poisoned)
-        assert module.scaling_factor() == before
+        assert module.latent_statistics() == before
     module._measure(2 * latents)
-    assert module.scaling_factor() < before
+    assert module.latent_statistics() > before
