@@ -31,7 +31,7 @@ WITHOUT_TORCH = ("sd_training/config/", "sd_training/checkpoint/seal.py")
 HEAVY = {"torch", "pytorch_lightning", "diffusers", "transformers", "torchvision"}
 MAX_FUNCTION_LINES = 80
 MAX_FILE_CODE_LINES = 450
-"""Past this a file probably holds two ideas. No lower bound is set on purpose: a cap of 300 lines made 246 thin modules."""
+"""Past this a file probably holds two ideas. It is not lower on purpose: a cap of 300 lines made 246 thin modules."""
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
 
 
