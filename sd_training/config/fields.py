@@ -119,6 +119,12 @@ def accepts_as_typed(annotation: Any, text: str) -> bool:
     return str in bare or any(text in get_args(member) for member in bare if get_origin(member) is Literal)
 
 
+def words_of(annotation: Any) -> list[str]:
+    """The words that an option allows; none where it takes no fixed words."""
+    members = [_unwrap(member)[0] for member in _members(_unwrap(annotation)[0])]
+    return [str(word) for member in members if get_origin(member) is Literal for word in get_args(member)]
+
+
 def _describe_many(annotation: Any) -> str:
     members = [_unwrap(member)[0] for member in _members(_unwrap(annotation)[0])]
     words = [_SEVERAL.get(m) or f"lists of {_describe_many(get_args(m)[0])}" for m in members]

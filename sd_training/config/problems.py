@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sd_training.config.fields import SECRETS, Option, accepts, groups, options
-from sd_training.config.suggest import suggest
+from sd_training.config.fields import SECRETS, Option, accepts, groups, options, words_of
+from sd_training.config.suggest import elsewhere, suggest, suggest_value
 
 COMMAND_LINE = "command line"
 """Where an option was set, when no file set it."""
@@ -45,8 +45,8 @@ def where(key: str, origins: dict[str, str]) -> str:
 
 
 def unknown_key(key: str, origins: dict[str, str]) -> Problem:
-    """A key that nothing reads, with the nearest known one."""
-    near = suggest(key, [*options(), *groups()])
+    """A key that nothing reads, with what it is called here, or else the nearest known one."""
+    near = elsewhere(key) or suggest(key, [*options(), *groups()])
     hint = f"; did you mean {near}?" if near else "; docs/config.md lists every option"
     return Problem(key, f"unknown option{where(key, origins)}{hint}")
 
@@ -83,6 +83,8 @@ def _wrong_value(path: str, option: Option, value: Any, origins: dict[str, str])
     hint = "; put it in quotes to make it a text" if quotable else ""
     if value is None and option.key == "dataset.params.filters":
         hint = f"; quote it on the command line ('{path}=>=512'), or the shell takes > as a redirection"
+    if isinstance(value, (str, int)) and (near := suggest_value(str(value), words_of(option.annotation))):
+        hint = f"; did you mean {near}?"
     allowed = option.allowed if path == option.key else f"{option.allowed} for {option.key}"
     return Problem(path, f"is {shown(value, option.key)}{where(path, origins)}; allowed: {allowed}{hint}")
 

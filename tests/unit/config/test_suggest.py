@@ -1,9 +1,10 @@
-"""The nearest known key."""
+"""What an unknown key or a wrong value probably meant."""
 
 import pytest
 
-from sd_training.config.fields import groups, options
-from sd_training.config.suggest import suggest
+from sd_training.config.fields import groups, options, words_of
+from sd_training.config.suggest import ELSEWHERE, SPELLINGS, suggest
+from tests.unit.config.loading import BASE, only
 
 
 @pytest.mark.parametrize(
@@ -24,3 +25,43 @@ from sd_training.config.suggest import suggest
 )
 def test_suggest(key: str, expected: str | None) -> None:
     assert suggest(key, [*options(), *groups()]) == expected
+
+
+def test_names_of_other_trainers_lead_to_options_that_exist() -> None:
+    for name, here in ELSEWHERE.items():
+        assert name not in {*options(), *groups()}
+        for word in here.replace(",", " ").replace(":", " ").split():
+            assert "." not in word or word.partition("=")[0] in options(), (name, here)
+    words = {word for option in options().values() for word in words_of(option.annotation)}
+    assert {word for meant in SPELLINGS.values() for word in meant} <= words
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optimizer.lr=1e-4", "did you mean optimizer.params.learning_rate?"),
+        ("lr=1e-4", "did you mean optimizer.params.learning_rate?"),
+        ("batch_size=4", "did you mean system.batch_size?"),
+        ("seed=3", "did you mean experiment.seed?"),
+        ("epochs=4", "did you mean experiment.num_examples_to_see, which counts samples: epochs × samples of the data?"),
+        ("max_train_steps=4", "did you mean experiment.num_examples_to_see, which counts samples: steps × images"),
+        ("output_dir=x", "did you mean experiment.log_dir?"),
+        ("gradient_accumulation_steps=2", "did you mean system.gradient_accumulation?"),
+        ("model.mixed_precision=bfloat16", "allowed: no, bf16 or fp16; did you mean bf16?"),
+        ("model.mixed_precision=float16", "did you mean fp16?"),
+        ("model.mixed_precision=fp32", "did you mean no?"),
+        ("model.mixed_precision=16", "did you mean fp16?"),
+        ("model.vae_precision=float32", "did you mean fp32?"),
+        ("optimizer.name=adam", "did you mean adamw?"),
+        ("optimizer.name=AdamW8bit", "did you mean adamw_8bit?"),
+        ("dataset.type=imagefolder", "did you mean ImageFolder?"),
+        ("dataset.type=jsonl", "did you mean Table?"),
+        ("lr_scheduler.scheduler=constant_with_warmup", "did you mean ConstantWithWarmup?"),
+    ],
+)
+def test_words_of_other_trainers_have_a_hint(override: str, expected: str) -> None:
+    assert expected in only(*BASE, override)
+
+
+def test_a_word_like_no_other_has_no_hint() -> None:
+    assert "did you mean" not in only(*BASE, "model.mixed_precision=int4")
