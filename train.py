@@ -14,6 +14,7 @@ import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+from sd_training.build.local_files import local_problems
 from sd_training.cli import run_cli
 from sd_training.config.fit_target import take_target
 from sd_training.config.load import load_config
@@ -49,7 +50,7 @@ def main() -> None:
     target = None
     if fit:
         target, words = take_target(words)
-    config = load_config(words)
+    config = load_config(words, local_problems)
 
     quiet_libraries()
     # torch and its friends take seconds to import; a mistake in the config is reported before that.

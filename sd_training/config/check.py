@@ -1,5 +1,6 @@
 """Rules between options. Everything here runs without torch, before anything is loaded."""
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -50,6 +51,8 @@ _IGNORED = {
 }
 """Options that training this part does not read."""
 
+_MODEL_FILES = ("model_index.json", "config.json", "scheduler_config.json", "tokenizer_config.json")
+_PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 _RENDEZVOUS = re.compile(r"env://|tcp://[^\s/:]+:([0-9]{1,5})")
 
 
@@ -189,12 +192,8 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 
 def _local_paths(config: Config) -> Iterator[str]:
-    """A hub id cannot start like a path, so a path that does not exist is a mistake."""
-    parts = [f"model.{part}.pretrained" for part in PARTS] if config.model.pretrained is None else []
-    for key in ("model.pretrained", *parts, "ema.path"):
-        path = value_of(config, key)
-        if path is not None and path.startswith(("/", "./", "../", "~")) and not Path(path).exists():
-            yield f"{key}: {path!r} does not exist{' (~ is not expanded)' if path.startswith('~') else ''}"
+    for key, path in _model_paths(config):
+        yield from _model_path(key, path)
     mirror = config.checkpoint.mirror
     if mirror is not None and re.match(r"(s3|gs)://[^/]|file:///", mirror) is None:
         yield f"checkpoint.mirror: {mirror!r} is no URL of a folder; write s3://…, gs://… or file:///…"
@@ -203,6 +202,57 @@ def _local_paths(config: Config) -> Iterator[str]:
     captions = config.experiment.eval_caption_file
     if captions is not None and not Path(captions).is_file():
         yield f"experiment.eval_caption_file: {captions!r} does not exist or is no file"
+
+
+def _model_paths(config: Config) -> Iterator[tuple[str, str]]:
+    """Dotted option and value of every folder or hub id that is read."""
+    model = config.model
+    keys = ["model.pretrained", "ema.path"]
+    if model.pretrained is None:
+        keys += [f"model.{part}.pretrained" for part in PARTS]
+        for number, entry in enumerate(model.text_encoders):
+            named = {"pretrained": entry.pretrained, "tokenizer": entry.tokenizer}
+            yield from ((f"model.text_encoders.{number}.{name}", path) for name, path in named.items() if path)
+    yield from ((key, path) for key in keys if (path := value_of(config, key)) is not None)
+
+
+def _model_path(key: str, path: str) -> Iterator[str]:
+    """A hub id has one slash at most and cannot start like a path, so another path that does not exist is a mistake."""
+    if not os.path.exists(path):
+        if path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
+            yield f"{key}: {path!r} does not exist{' (~ is not expanded)' if path.startswith('~') else ''}"
+    elif os.path.isfile(path):
+        yield f"{key}: {path!r} is a file; {_instead_of_file(key, Path(path))}"
+    elif not any(Path(path, name).is_file() for name in _MODEL_FILES):
+        yield from _instead_of_run(key, Path(path))
+
+
+def _instead_of_file(key: str, path: Path) -> str:
+    """A file inside a model folder stands for the folder; a checkpoint of one file has to be converted."""
+    wanted = "model_index.json" if key == "model.pretrained" else "config.json"
+    if folder := next((folder for folder in path.parents[:2] if (folder / wanted).is_file()), None):
+        return f"write its folder: {key}={folder}"
+    if path.suffix not in (".safetensors", *_PICKLES):
+        return "a folder that diffusers saved, or a hub id, is needed"
+    first = ""
+    if path.suffix in _PICKLES:
+        source, path = path, path.with_suffix(".safetensors")
+        first = f"python scripts/convert_checkpoint.py {source} {path}, then "
+    load = f"StableDiffusionPipeline.from_single_file('{path}').save_pretrained('models/{path.stem}')"
+    return (
+        f"a folder that diffusers saved is needed. Convert it: {first}in Python {load} (StableDiffusionXLPipeline for "
+        f"SDXL; from diffusers, needs the hub once), and write {key}=models/{path.stem}"
+    )
+
+
+def _instead_of_run(key: str, path: Path) -> Iterator[str]:
+    """A run folder, or a folder of its checkpoints, stands for the pipeline that the run exported."""
+    for folder in (path, *path.absolute().parents[:2]):
+        if (folder / "current_pipeline" / "model_index.json").is_file():
+            yield f"{key}: {str(path)!r} is the folder of a run; write {key}={folder / 'current_pipeline'}"
+            return
+    if (path / "checkpoints").is_dir() and (path / "config.yaml").is_file():
+        yield f"{key}: {str(path)!r} is the folder of a run that has not exported a pipeline; let it save first"
 
 
 def _dataset(config: Config) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """From the command line to a checked `Config`: OmegaConf merges, pydantic validates, every problem in one report."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -26,11 +26,12 @@ _LONG_RUN = 10**12
 """Stands in for a missing number, large enough for every rule about the length of a run."""
 
 
-def load_config(argv: Sequence[str]) -> Config:
+def load_config(argv: Sequence[str], further: Callable[[Config], list[str]] | None = None) -> Config:
     """Reads `config=a.yaml[,b.yaml]` and `a.b.c=value`.
 
     Args:
         argv: the arguments after the program's name; files are merged left to right, then overrides in order.
+        further: checks of other layers whose problems belong to the same report; each starts with the option's name.
 
     Raises:
         ConfigError: with every problem of files, overrides, options and the rules between them.
@@ -47,10 +48,10 @@ def load_config(argv: Sequence[str]) -> Config:
     problems += wrong
     if config is None or problems:
         broken = [problem.key for problem in problems if problem.is_option]
-        rules = _rules_that_hold_anyway(fitted.values, broken) if sources.complete else []
+        rules = _rules_that_hold_anyway(fitted.values, broken, further) if sources.complete else []
         raise ConfigError(_unique([*map(str, problems), *rules]))
-    if rules := check(config):
-        raise ConfigError(rules)
+    if rules := _all_rules(config, further):
+        raise ConfigError(_unique(rules))
     note_secret(config.wandb.api_key)
     for warning in warnings(config):
         log.warning(warning)
@@ -70,7 +71,13 @@ def _validate(values: dict[str, Any], origins: dict[str, str]) -> tuple[Config |
         return None, wrong_values(error, values, origins)
 
 
-def _rules_that_hold_anyway(values: dict[str, Any], broken: list[str]) -> list[str]:
+def _all_rules(config: Config, further: Callable[[Config], list[str]] | None) -> list[str]:
+    return check(config) + (further(config) if further else [])
+
+
+def _rules_that_hold_anyway(
+    values: dict[str, Any], broken: list[str], further: Callable[[Config], list[str]] | None
+) -> list[str]:
     """Cross-field problems that do not depend on the options already reported.
 
     Those options are left out or replaced by stand-ins, so that a user who corrects one report does not meet a second.
@@ -80,7 +87,7 @@ def _rules_that_hold_anyway(values: dict[str, Any], broken: list[str]) -> list[s
         if option.required:
             _set_default(values, key, _LONG_RUN if accepts(option.annotation, int) else "stand-in")
     config, _ = _validate(values, {})
-    return [text for text in check(config) if not mentions(text, broken)] if config is not None else []
+    return [text for text in _all_rules(config, further) if not mentions(text, broken)] if config is not None else []
 
 
 def _remove(values: dict[str, Any], keys: Iterable[str]) -> None:

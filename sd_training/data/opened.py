@@ -20,7 +20,7 @@ from sd_training.data.locations import shown
 from sd_training.data.problems import Problems
 from sd_training.data.selection import Selection, filter_lines, select
 from sd_training.data.source import SampleReader
-from sd_training.data.sources import access_of, make_source
+from sd_training.data.sources import access_of, fitting_type, make_source
 from sd_training.data.tag_rules import limited, tag_rules
 from sd_training.errors import ConfigError, DataError
 
@@ -93,6 +93,21 @@ def open_dataset(
         ConfigError: an option is wrong.
         DataError: the data cannot be used.
     """
+    try:
+        return _open(kind, source_params, params, table, batches, captions_needed)
+    except DataError as error:
+        first, *others = str(error).split("\n")
+        raise type(error)("\n".join([first + fitting_type(kind, source_params.path), *others])) from error
+
+
+def _open(
+    kind: str,
+    source_params: SourceParams,
+    params: DatasetParams,
+    table: BucketTable,
+    batches: NDArray[np.int64],
+    captions_needed: bool,
+) -> OpenDataset:
     rules, problems = parse_filters(source_params.filters)
     if problems:
         raise ConfigError(problems)

@@ -43,7 +43,10 @@ def test_names_of_other_trainers_lead_to_options_that_exist() -> None:
         ("lr=1e-4", "did you mean optimizer.params.learning_rate?"),
         ("batch_size=4", "did you mean system.batch_size?"),
         ("seed=3", "did you mean experiment.seed?"),
-        ("epochs=4", "did you mean experiment.num_examples_to_see, which counts samples: epochs × samples of the data?"),
+        (
+            "epochs=4",
+            "did you mean experiment.num_examples_to_see, which counts samples: epochs × samples of the data?",
+        ),
         ("max_train_steps=4", "did you mean experiment.num_examples_to_see, which counts samples: steps × images"),
         ("output_dir=x", "did you mean experiment.log_dir?"),
         ("gradient_accumulation_steps=2", "did you mean system.gradient_accumulation?"),

@@ -1,0 +1,135 @@
+"""Mistakes in paths are reported together with those of the options, before torch is imported."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sd_training.build.local_files import local_problems
+from sd_training.config.load import load_config
+from sd_training.errors import ConfigError
+from tests import makers
+from tests.unit.config.loading import BASE
+
+ROOT = Path(__file__).resolve().parents[2]
+_WITHOUT_DATA = [word for word in BASE if not word.startswith("dataset.params.path=")]
+
+
+def report(*argv: str) -> list[str]:
+    """Problems of a command line; empty where it loads."""
+    try:
+        load_config([*_WITHOUT_DATA, *argv], local_problems)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """A folder of images without captions."""
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for number in range(2):
+        makers.picture(number).save(folder / f"{number}.png")
+    return folder
+
+
+def test_mistakes_of_every_kind_are_one_report_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "captions.csv").write_text("id,text\n1,a\n")
+    words = [
+        *_WITHOUT_DATA,
+        f"model.pretrained={tmp_path}/no_model",
+        f"dataset.params.path=[{tmp_path}/none,{tmp_path}/no*.tar]",
+        f"dataset.mix=[{{params: {{path: {tmp_path}/no_mix}}}}]",
+        f"validation.path={tmp_path}/held_out",
+        f"experiment.eval_caption_file={tmp_path}/captions.csv",
+        "system.batch_size=0",
+        "optimizer.lr=1",
+    ]
+    code = "import sys; import train; sys.modules['torch'] = None; train.run_cli(train.main)"
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
+    said = done.stderr.replace(str(tmp_path), "")
+    assert (done.returncode, "Traceback" in said) == (2, False), said
+    assert [line.split(":")[1].strip() for line in said.splitlines()] == [
+        "optimizer.lr",
+        "system.batch_size",
+        "model.pretrained",
+        "dataset.params.path",
+        "dataset.params.path",
+        "dataset.mix.0.params.path",
+        "validation.path",
+        "experiment.eval_caption_file",
+    ]
+    assert "dataset.params.path: '/none' does not exist" in said
+    assert "/captions.csv: the first line must name the columns uid and caption" in said
+
+
+def test_what_is_not_local_or_not_seen_at_a_glance_is_no_problem() -> None:
+    assert report("dataset.params.path=s3://bucket/{000..009}.tar") == []
+    assert report("dataset.params.path=[gs://bucket/x.tar,/nowhere/{000000..999999}.tar]") == []
+    assert report("dataset.params.path=pipe:cat x.tar") == []
+
+
+def test_data_of_another_type_is_recognised(tmp_path: Path, images: Path) -> None:
+    def hint(path: Path, kind: str) -> str:
+        lines = report(f"dataset.params.path={path}", f"dataset.type={kind}")
+        assert len(lines) <= 1, lines
+        return lines[0].rpartition("; ")[2] if lines else ""
+
+    assert hint(images, "WebDataset") == f"'{images}' holds 0.png, which dataset.type=ImageFolder reads"
+    assert hint(images, "Parquet").endswith("which dataset.type=ImageFolder reads")
+    assert hint(images, "ImageFolder") == ""
+    (tmp_path / "above").symlink_to(images.parent)
+    assert (
+        hint(tmp_path / "above", "Table")
+        == f"'{tmp_path}/above' holds images/0.png, which dataset.type=ImageFolder reads"
+    )
+    (images / "metadata.jsonl").write_text(json.dumps({"file_name": "0.png", "text": "a"}) + "\n")
+    assert hint(images, "WebDataset") == f"'{images}' holds metadata.jsonl, which dataset.type=Table reads"
+    assert hint(images / "metadata.jsonl", "WebDataset").endswith(
+        "holds metadata.jsonl, which dataset.type=Table reads"
+    )
+    assert hint(images / "metadata.jsonl", "ImageFolder").endswith("which dataset.type=Table reads")
+    shards = makers.caption_shards(tmp_path / "shards", shards=1, per_shard=1)
+    assert hint(shards, "ImageFolder") == ""  # the folder is there; that it has no image is found by the index
+    assert hint(shards, "Parquet") == f"'{shards}' holds 000.tar, which dataset.type=WebDataset reads"
+    assert hint(shards / "000.tar", "Table").endswith("which dataset.type=WebDataset reads")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "state.json").write_text("{}")
+    assert hint(saved, "WebDataset") == f"'{saved}' holds state.json, which dataset.type=HuggingFace reads"
+    (saved / "state.json").rename(saved / "notes")
+    assert hint(saved, "WebDataset") == f"dataset.params.path: the folder '{saved}' holds no *.tar file"
+
+
+def test_what_a_model_path_should_have_been(tmp_path: Path, images: Path) -> None:
+    def said(path: Path, option: str = "model.pretrained") -> str:
+        lines = report(f"{option}={path}", f"dataset.params.path={images}", "dataset.type=ImageFolder")
+        assert len(lines) == 1, lines
+        return lines[0]
+
+    run = tmp_path / "run"
+    exported = run / "current_pipeline"
+    (run / "checkpoints" / "step=2").mkdir(parents=True)
+    (run / "config.yaml").write_text("")
+    assert "folder of a run that has not exported a pipeline" in said(run)
+    (exported / "unet").mkdir(parents=True)
+    (exported / "model_index.json").write_text("{}")
+    (exported / "unet" / "config.json").write_text("{}")
+    (exported / "unet" / "diffusion_pytorch_model.safetensors").write_text("")
+    for path in (run, run / "checkpoints", run / "checkpoints" / "step=2"):
+        assert said(path).endswith(f"is the folder of a run; write model.pretrained={exported}")
+    assert said(run, "ema.path").endswith(f"write ema.path={exported}")
+    weights = exported / "unet" / "diffusion_pytorch_model.safetensors"
+    assert said(weights).endswith(f"is a file; write its folder: model.pretrained={exported}")
+    assert said(weights, "ema.path").endswith(f"write its folder: ema.path={exported / 'unet'}")
+    for name in ("v1-5.safetensors", "v1-5.ckpt"):
+        (tmp_path / name).write_text("")
+    converted = "StableDiffusionPipeline.from_single_file('{}').save_pretrained('models/v1-5')"
+    assert converted.format(tmp_path / "v1-5.safetensors") in said(tmp_path / "v1-5.safetensors")
+    line = said(tmp_path / "v1-5.ckpt")
+    assert f"python scripts/convert_checkpoint.py {tmp_path}/v1-5.ckpt {tmp_path}/v1-5.safetensors, then" in line
+    assert line.endswith("and write model.pretrained=models/v1-5")
+    assert said(tmp_path / "a" / "b" / "c").endswith("does not exist")
