@@ -13,7 +13,7 @@ from sd_training.build.estimate import (
     trained_names,
 )
 from sd_training.build.memory import FP32_BYTES
-from sd_training.build.models import optimization
+from sd_training.build.models import attention_problems, optimization
 from sd_training.build.plan import Plan
 from sd_training.build.run import make_data
 from sd_training.build.strategy import zero_options
@@ -38,6 +38,7 @@ def describe(plan: Plan) -> str:
     networks, family = meta_networks(plan.config)
     sizes, factor = training_sizes(config.dataset.params).sizes, downscale_factor(networks["vae"])
     problems = family.size_problems(sizes) if family else size_problems(factor, sizes)
+    problems += attention_problems(config.model, family) if family else []
     if problems:
         raise ConfigError(problems)
     counts = parameter_counts(networks)

@@ -14,7 +14,7 @@ from sd_training.data.sizes import training_sizes
 from sd_training.diffusion.objective import Objective, make_objective, shift_of
 from sd_training.distributed.strategies import Cuts
 from sd_training.errors import ConfigError
-from sd_training.models.attention import use_fast_attention
+from sd_training.models.attention import use_fast_attention, xformers_problems
 from sd_training.models.copies import copy_with_weights
 from sd_training.models.encoders import Encoders
 from sd_training.models.families import load_family
@@ -70,7 +70,7 @@ def _diffusion(plan: Plan) -> Trained:
     """Denoiser training on frozen encoders."""
     config, model = plan.config, plan.config.model
     family = load_family(model, config.objective, config.conditioning, seed=config.experiment.seed)
-    problems = family.size_problems(training_sizes(config.dataset.params).sizes)
+    problems = [*family.size_problems(training_sizes(config.dataset.params).sizes), *attention_problems(model, family)]
     if problems:
         raise ConfigError(problems)
     _check_preview_steps(plan, family)
@@ -93,6 +93,11 @@ def _diffusion(plan: Plan) -> Trained:
         return family.pipeline() if weights is None else _with_weights(family, module, weights).pipeline()
 
     return Trained(module, family.latent_grid(), family, exported, _cuts(family, module))
+
+
+def attention_problems(model: ModelConfig, family: Family) -> list[str]:
+    """Why `model.xformers` cannot be followed."""
+    return xformers_problems(family.denoiser) if model.xformers else []
 
 
 def _cuts(family: Family, module: DiffusionModule) -> Cuts:

@@ -35,15 +35,23 @@ _PARTNERS = (
     ("system.dist_backend", "distributed.dist_backend"),
     ("system.dist_url", "distributed.dist_url"),
 )
-_IGNORED = {
+IGNORED = {
     "vae": (
         *_OBJECTIVE,
-        *(key for key in options() if key.startswith("conditioning.")),
+        *(key for key in options() if key.startswith(("conditioning.", "dataset.params.captions.", "sampling."))),
         "experiment.eval_caption_file",
-        "model.train_text_encoder",
+        "experiment.eval_tar",
+        "experiment.num_eval_images",
+        "model.bf16_weights",
+        "model.family",
         "model.gradient_checkpointing_every",
+        "model.text_encoder_precision",
+        "model.text_encoders",
+        "model.train_text_encoder",
+        "model.vae_precision",
         "model.vae_slicing",
         "model.vae_tiling",
+        "model.xformers",
         "trainer.compile",
         "validation.num_levels",
     ),
@@ -260,10 +268,14 @@ def _dataset(config: Config) -> Iterator[str]:
 
 
 def _ignored(config: Config) -> Iterator[str]:
-    for key in _IGNORED[config.model.train]:
+    for key in IGNORED[config.model.train]:
         if not _is_default(config, key):
             value, train = value_of(config, key), config.model.train
             yield f"{key}: is {value}, but nothing reads it with model.train={train}; remove it"
+    for part in PARTS if config.model.train == "vae" else ():
+        keys = (f"model.{part}.{field.name}" for field in fields(PartConfig))
+        if part != "vae" and not all(_is_default(config, key) for key in keys):
+            yield f"model.{part}: is given, but nothing reads it with model.train=vae; remove it"
 
 
 def _trained_text(config: Config) -> Iterator[str]:
@@ -273,6 +285,8 @@ def _trained_text(config: Config) -> Iterator[str]:
 
 def _bf16_weights(config: Config) -> Iterator[str]:
     has_rounding = config.optimizer.stochastic_rounding
+    if config.model.train == "vae" and config.model.bf16_weights:
+        return  # refused with all that is not read then
     if config.model.bf16_weights and not (config.model.mixed_precision == "bf16" and has_rounding):
         yield "model.bf16_weights: true needs model.mixed_precision=bf16 and optimizer.stochastic_rounding=true"
     elif has_rounding and not config.model.bf16_weights:
@@ -333,8 +347,11 @@ def _unread(config: Config) -> Iterator[str]:
                 yield f"{key}: is not used, because model.use_ema is false"
     if config.model.gradient_checkpointing_every > 1 and not config.model.gradient_checkpointing:
         yield "model.gradient_checkpointing_every: is not used, because model.gradient_checkpointing is false"
-    if config.experiment.eval_tar and config.experiment.eval_caption_file is None:
-        yield "experiment.eval_tar: is not used, because experiment.eval_caption_file is not set"
+    for key in ("experiment.eval_tar", "experiment.num_eval_images"):
+        if config.experiment.eval_caption_file is None and not _is_default(config, key):
+            yield f"{key}: is not used, because experiment.eval_caption_file is not set"
+    if config.sampling.prompts and not config.sampling.every:  # model files set the other options of previews
+        yield "sampling.prompts: is not used, because sampling.every is 0"
     if config.model.pretrained is not None and config.model.text_encoders:
         yield "model.text_encoders: is not used, because model.pretrained is set, which has its own"
     for part in PARTS if config.model.pretrained is not None else ():

@@ -135,7 +135,8 @@ class ModelConfig:
     1 / standard deviation of this run's latents, and their mean as `shift_factor` where it has one. `auto`: `keep` for
     pretrained weights, so that denoisers trained on them still fit, `measure` from scratch."""
     xformers: bool = False
-    """Use xformers attention on CUDA where it works; elsewhere PyTorch's fused attention, with one line saying so."""
+    """Use xformers attention on CUDA where it works; elsewhere PyTorch's fused attention. A log line says which of them
+    runs. An error for networks that have no attention xformers could run, such as `MMDiTRope`."""
 
 
 def is_set(part: PartConfig) -> bool:

@@ -12,6 +12,9 @@ from diffusers import DiffusionPipeline
 
 import sd_training.models.mmdit_pipeline  # noqa: F401 - makes its class known to diffusers
 from sd_training.build import network
+from sd_training.build.dry_run import describe
+from sd_training.build.plan import make_plan
+from sd_training.build.run import build_run
 from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
 from tests.family_makers import save_pipeline
@@ -49,6 +52,13 @@ class Forget(pl.Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.micro_batch:
             torch._dynamo.reset()
+
+
+def test_xformers_is_refused_where_it_cannot_run(mmdit_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
+    argv = options(tmp_path / "run", mmdit_dir, shards_dir, model__xformers=True)
+    for start in (build_run, describe):
+        with pytest.raises(ConfigError, match=r"model.xformers: true, but MMDiTRope has no attention"):
+            start(make_plan(load_config(argv)))
 
 
 @pytest.mark.usefixtures("quick_backend")
