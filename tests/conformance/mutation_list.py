@@ -20,6 +20,7 @@ from tests.conformance.mutations import (
     edm_target_swapped,
     exported_keys_without,
     flow_sampler_unshifted,
+    one_step_early,
     per_target_of_epsilon,
     rescaled_alpha_bar,
     swap,
@@ -27,11 +28,16 @@ from tests.conformance.mutations import (
     unscaled_root,
     weights_of_unrescaled,
 )
+from tests.conformance.reference import SCHEDULES
 from tests.conformance.sampler_checks import EXPORTS
 
 
 def _product(*product: str) -> "partial[None]":
     return partial(product_checks.check_product, *product)
+
+
+def _second_opinion(schedule: str) -> "partial[None]":
+    return partial(diffusers_checks.check_noise_schedule, schedule)
 
 
 def _density(name: str) -> "partial[None]":
@@ -60,6 +66,7 @@ STATIC_SHIFT = partial(density_checks.check_static_shift)
 TOKEN_SHIFT = partial(density_checks.check_token_shift)
 STRATIFIED = partial(density_checks.check_stratified)
 PRECONDITIONING = partial(diffusers_checks.check_edm_preconditioning)
+ALPHA_BAR = partial(diffusers_checks.check_alpha_bar)
 FLOW_LEVELS = partial(sampler_checks.check_levels_of_flow_samplers)
 
 
@@ -67,7 +74,12 @@ _NOISING: list[Mutation] = [
     Mutation(
         "alpha_bar_without_root",
         swap(DiscreteSchedule, "levels", changed_levels(lambda at: at._replace(signal=at.signal.square()))),
-        (EPSILON, partial(diffusers_checks.check_noise_schedule, "scaled_linear")),
+        (EPSILON, _second_opinion("scaled_linear"), ALPHA_BAR),
+    ),
+    Mutation(
+        "alpha_bar_of_the_step_before",
+        swap(schedulers, "discrete_schedule_of", one_step_early),
+        (EPSILON, *(_second_opinion(schedule) for schedule in SCHEDULES), ALPHA_BAR),
     ),
     Mutation(
         "timestep_off_by_one",
@@ -77,22 +89,22 @@ _NOISING: list[Mutation] = [
     Mutation(
         "scaled_linear_without_root",
         swap(noise_schedule, "betas_of", lambda f, c: f({**c, "beta_schedule": "linear"})),
-        (EPSILON, _one_step("epsilon-scaled_linear-EulerDiscreteScheduler")),
+        (EPSILON, _one_step("epsilon-scaled_linear-EulerDiscreteScheduler"), _second_opinion("scaled_linear")),
     ),
     Mutation(
         "cosine_without_offset",
         swap(noise_schedule, "_cosine_betas", cosine_betas_from_zero),
-        (_product("epsilon", "cosine", "constant"),),
+        (_product("epsilon", "cosine", "constant"), _second_opinion("cosine"), ALPHA_BAR),
     ),
     Mutation(
         "zero_snr_on_alpha_bar_instead_of_its_root",
         swap(noise_schedule, "rescale_zero_terminal_snr", rescaled_alpha_bar),
-        (_product("v_prediction", "zero_snr_scaled_linear", "constant"),),
+        (_product("v_prediction", "zero_snr_scaled_linear", "constant"), _second_opinion("zero_snr_scaled_linear")),
     ),
     Mutation(
         "zero_snr_without_scaling_back",
         swap(noise_schedule, "rescale_zero_terminal_snr", unscaled_root),
-        (_product("v_prediction", "zero_snr_linear", "constant"),),
+        (_product("v_prediction", "zero_snr_linear", "constant"), _second_opinion("zero_snr_linear")),
     ),
     Mutation(
         "zero_snr_forgotten",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sd_training.diffusion import noise_schedule
-from sd_training.diffusion.noise_schedule import Levels
+from sd_training.diffusion.noise_schedule import DiscreteSchedule, Levels
 from sd_training.diffusion.objective import Objective
 from sd_training.models import schedulers
 
@@ -90,6 +90,12 @@ def rescaled_alpha_bar(_: Any, alphas_cumprod: torch.Tensor) -> torch.Tensor:
 def unscaled_root(_: Any, alphas_cumprod: torch.Tensor) -> torch.Tensor:
     """Algorithm 1 without scaling the first step back."""
     return (alphas_cumprod.sqrt() - alphas_cumprod[-1].sqrt()) ** 2
+
+
+def one_step_early(original: Any, config: Any) -> DiscreteSchedule:
+    """ᾱ_{t-1} in place of ᾱ_t."""
+    alphas_cumprod = original(config).alphas_cumprod
+    return DiscreteSchedule(torch.cat([torch.ones(1), alphas_cumprod[:-1]]))
 
 
 def exported_keys_without(key: str) -> Apply:
