@@ -18,6 +18,7 @@ from sd_training.build.local_files import local_problems
 from sd_training.cli import run_cli
 from sd_training.config.fit_target import take_target
 from sd_training.config.load import load_config
+from sd_training.cpu_threads import let_threads_sleep, share_cores
 from sd_training.errors import ConfigError
 from sd_training.quiet import quiet_libraries
 from sd_training.rank_log import get_logger, is_main_process
@@ -53,6 +54,7 @@ def main() -> None:
     config = load_config(words, local_problems)
 
     quiet_libraries()
+    let_threads_sleep()
     # torch and its friends take seconds to import; a mistake in the config is reported before that.
     from sd_training.build.plan import make_plan
     from sd_training.data.worker_server import worker_context
@@ -63,6 +65,8 @@ def main() -> None:
         print(propose(config, target))
         return
     plan = make_plan(config, is_described=dry_run)
+    if plan.launch.accelerator == "cpu" and not dry_run:
+        share_cores(plan.launch.devices)
     if config.system.workers and not dry_run:
         worker_context()  # the server imports its libraries while the model is loaded
     if dry_run:

@@ -22,6 +22,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from sd_training.cpu_threads import let_threads_sleep, share_cores
+
+let_threads_sleep()
+
 import diffusers
 import torch
 import transformers
@@ -167,8 +171,6 @@ def draw_share(args: argparse.Namespace, mine: Sequence[Picture], device: str, d
 
 def _process(rank: int, args: argparse.Namespace, pictures: list[Picture], devices: list[str], messages: Any) -> None:
     """One of several processes; reports None per picture, or the text of a user's mistake."""
-    if devices[rank] == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // len(devices)))
     try:
         draw_share(args, pictures[rank :: len(devices)], devices[rank], lambda: messages.put(None))
     except UserError as error:
@@ -224,6 +226,8 @@ def run(args: argparse.Namespace, pictures: list[Picture]) -> None:
             devices = [devices[int(os.environ.get("LOCAL_RANK", rank)) % len(devices)]]
         mine = pictures[rank::world]
         missing = sum(not is_drawn(args.out, picture) for picture in mine)
+        if devices[0] == "cpu":
+            share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", len(devices))))
         with tqdm(total=missing, unit="images", desc="drawing", disable=rank > 0) as bar:
             draw_on_all(args, mine, devices, bar)
 

@@ -24,9 +24,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from sd_training.cpu_threads import let_threads_sleep, share_cores
 from sd_training.quiet import quiet_libraries
 
 quiet_libraries()
+let_threads_sleep()
 
 import torch
 
@@ -260,6 +262,8 @@ def main() -> None:
     given = read_words(words)
     incident = read_incident(given.incident)
     plan = plan_of(incident, given.device, given.changes)
+    if plan.launch.accelerator == "cpu":
+        share_cores(1)
     trained = build_model(plan)
     data = make_data(plan, trained.family, trained.latent_grid)
     print(f"optimizer step {incident.step:,} of {incident.run_dir}, {incident.batch.global_batch} samples")

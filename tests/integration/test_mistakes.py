@@ -58,6 +58,18 @@ def test_captions_without_a_row_do_not_cost_the_save(pipeline_dir: Path, shards_
     assert (tmp_path / "run" / "checkpoints" / "step=2").is_dir()
 
 
+def test_a_run_on_the_cpu_says_how_many_threads_it_takes(
+    pipeline_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=16)
+    command = [sys.executable, "train.py", *argv, "trainer.accelerator=cpu", "trainer.devices=2", "system.batch_size=4"]
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    cores = len(os.sched_getaffinity(0))
+    assert done.stderr.count("threads per process: ") == 1 and f" ({cores} cores, 2 processes)" in done.stderr
+
+
 def test_a_key_on_the_command_line_is_written_nowhere(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     secret = "0123456789abcdef0123456789abcdef01234567"
     argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=16)
