@@ -23,7 +23,8 @@ Written by `python scripts/config_docs.py` from `sd_training/config/schema.py`; 
 
 Files are merged from left to right, then `option=value` is applied in order: options of a group are merged, lists are
 replaced. A value is read as YAML; what YAML cannot read (`dataset.params.filters.original_width=>=512`) is text.
-`${another.option}` stands for the value of that option; nothing else is filled in, least of all from the environment.
+`${another.option}` stands for the value of that option; nothing else is filled in. `$NAME`, a variable of the
+environment, is expanded in `experiment.log_dir`, `dataset.params.index_dir` and `dataset.params.remote.cache_dir` only.
 `???` means "to be filled": an error for a **required** option, the default for any other. Unknown options are errors.
 """
 

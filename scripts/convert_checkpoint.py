@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from sd_training.cli import run_cli
+from sd_training.config.local_paths import path_argument
 from sd_training.errors import ConfigError, DataError
 
 OLDEST_TORCH = (2, 10)
@@ -200,7 +201,7 @@ def main() -> None:
     """Parse, check, start the process that opens the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="pickled checkpoint")
-    parser.add_argument("target", type=Path, help="safetensors file to write; must not exist")
+    parser.add_argument("target", type=path_argument, help="safetensors file to write; must not exist")
     parser.add_argument("--key", help="entry of the checkpoint; default: state_dict where there is one, else all")
     parser.add_argument(_INSIDE, action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -21,6 +21,7 @@ import torch
 from huggingface_hub import HfApi, errors, hf_hub_download, snapshot_download
 
 from sd_training.cli import run_cli
+from sd_training.config.local_paths import path_argument
 from sd_training.errors import ConfigError, DataError
 from sd_training.export.folder import folder_problems, load_pipeline, part_names, read_index
 
@@ -142,7 +143,7 @@ def fetch(model: str, out: Path, revision: str | None, dtype: str | None) -> Non
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("-o", "--out", type=Path, required=True, help="folder to make")
+    parser.add_argument("-o", "--out", type=path_argument, required=True, help="folder to make")
     parser.add_argument("-m", "--model", required=True, help="hub id such as owner/name, or a local pipeline folder")
     parser.add_argument("--revision", help="hub branch, tag or commit (default: main)")
     parser.add_argument("--dtype", choices=DTYPES, help="type of the stored weights (default: as they are)")

@@ -32,6 +32,7 @@ import transformers
 from tqdm import tqdm
 
 from sd_training.cli import run_cli
+from sd_training.config.local_paths import path_argument
 from sd_training.errors import ConfigError, DataError, UserError
 from sd_training.export.draw import draw_images
 from sd_training.export.folder import fingerprint, folder_problems, load_pipeline, read_index
@@ -49,7 +50,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompts", type=Path, help=".txt, one per line; or .csv with caption or prompt, maybe uid")
     prompts.add_argument("--prompt", action="append", help="a prompt; may be given several times")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the pictures")
+    parser.add_argument("--out", type=path_argument, required=True, help="folder of the pictures")
     parser.add_argument("--scheduler", help="sampler, default is the pipeline's own; one of " + ", ".join(SAMPLERS))
     parser.add_argument("--guidance-scale", type=float, default=7.5, help="1 is off (default 7.5)")
     parser.add_argument("--steps", type=int, default=50, help="denoising steps (default 50)")

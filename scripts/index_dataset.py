@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from sd_training.cli import run_cli
 from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.load import load_data_config
+from sd_training.config.local_paths import path_argument
 from sd_training.config.schema import Config
 from sd_training.errors import ConfigError
 from sd_training.quiet import quiet_libraries
@@ -40,7 +41,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--type", help="dataset.type of the paths (default WebDataset)")
     parser.add_argument("--images", type=int, help=f"length of the run that is projected (default {_IMAGES:,})")
     parser.add_argument("--processes", type=int, default=1, help="training processes of the run that is projected")
-    parser.add_argument("--html", type=Path, help="write the report as one HTML page")
+    parser.add_argument("--html", type=path_argument, help="write the report as one HTML page")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.processes < 1:
         raise ConfigError(f"--processes: is {arguments.processes}; give 1 or more")

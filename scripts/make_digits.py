@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from sd_training.cli import run_cli
+from sd_training.config.local_paths import path_argument
 from sd_training.quiet import quiet_libraries
 
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -162,7 +163,9 @@ def write_text_parts(folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="shards go to FOLDER/data, tokenizer and text encoder to FOLDER/text")
+    parser.add_argument(
+        "folder", type=path_argument, help="shards go to FOLDER/data, tokenizer and text encoder to FOLDER/text"
+    )
     parser.add_argument("--limit", type=int, help="only the first so many digits")
     options = parser.parse_args(argv)
     quiet_libraries()

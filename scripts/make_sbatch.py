@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from sd_training.cli import run_cli
 from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.load import load_config
+from sd_training.config.local_paths import output_path, output_problem
 from sd_training.config.mesh import find_layout
 from sd_training.config.schema import Config
 from sd_training.config.suggest import suggest
@@ -215,8 +216,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "out" not in given:
         print(text, end="")
         return
+    if problem := output_problem(given["out"]):
+        raise ConfigError(f"out: {problem}")
     try:
-        Path(given["out"]).write_text(text, encoding="utf-8")
+        output_path(given["out"]).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"out: {given['out']} cannot be written: {error.strerror}") from error
     print(f"sbatch {shlex.quote(given['out'])}")

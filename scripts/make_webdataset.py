@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tqdm import tqdm
 
 from sd_training.cli import run_cli
+from sd_training.config.local_paths import path_argument
 from sd_training.data.loose_samples import Columns, open_source
 from sd_training.data.problems import Problems
 from sd_training.data.shard_writer import write_shards
@@ -30,7 +31,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises ConfigError for a number out of range."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("input", type=Path, help="folder of images, .csv, .tsv, .parquet, or folder of .parquet files")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the shards")
+    parser.add_argument("--out", type=path_argument, required=True, help="folder of the shards")
     parser.add_argument("--samples-per-shard", type=int, default=1000, help="default 1000")
     parser.add_argument(
         "--workers", type=int, default=min(8, os.cpu_count() or 1), help="threads; same result with any"

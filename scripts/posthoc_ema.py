@@ -19,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sd_training.cli import run_cli
+from sd_training.config.local_paths import output_path, output_problem
 from sd_training.config.model_schema import PartConfig
 from sd_training.config.suggest import suggest
 from sd_training.errors import ConfigError
@@ -57,11 +58,12 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     step = given.get("step")
     if step is not None and (not step.isdecimal() or int(step) < 1):
         problems.append(f"step: is {step}; give a number of optimizer steps, 1 or more")
+    if problem := output_problem(given.get("output", "")):
+        problems.append(f"output: {problem}")
     if problems:
         raise ConfigError(problems)
-    return Arguments(
-        Path(given["run"]), list(dict.fromkeys(widths)), None if step is None else int(step), Path(given["output"])
-    )
+    output = output_path(given["output"])
+    return Arguments(Path(given["run"]), list(dict.fromkeys(widths)), None if step is None else int(step), output)
 
 
 def _width(text: str, problems: list[str]) -> float:

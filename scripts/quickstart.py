@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from sd_training.cli import run_cli
+from sd_training.config.local_paths import path_argument
 from sd_training.errors import ConfigError
 from sd_training.quiet import quiet_libraries
 
@@ -249,7 +250,7 @@ and a run twice as long (dataset.params.path=… trains on your own shards):
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=ROOT / DEFAULT_FOLDER, help=f"default {DEFAULT_FOLDER}")
+    parser.add_argument("--folder", type=path_argument, default=ROOT / DEFAULT_FOLDER, help=f"default {DEFAULT_FOLDER}")
     parser.add_argument("--quick", action="store_true", help="a few steps of everything, no bound on the score")
     parser.add_argument("--resume", action="store_true", help="keep what an earlier call has done")
     return parser.parse_args(argv)

@@ -24,6 +24,7 @@ from PIL import Image
 
 from scripts.make_digits import DIGIT_WORDS, PICTURE_SIZE, digit_picture, digit_prompt, real_digits
 from sd_training.cli import run_cli
+from sd_training.config.local_paths import path_argument
 from sd_training.errors import ConfigError
 from sd_training.quiet import quiet_libraries
 
@@ -185,7 +186,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--pipeline", type=Path, required=True, help="pipeline folder that draws digits")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the pictures and of score.json")
+    parser.add_argument("--out", type=path_argument, required=True, help="folder of the pictures and of score.json")
     parser.add_argument("--per-digit", type=int, default=50, help="pictures of each digit, all of them scored")
     parser.add_argument("--guidance-scale", type=float, default=2.0, help="of the guided pictures (default 2)")
     parser.add_argument("--steps", type=int, default=25, help="denoising steps (default 25)")

@@ -112,9 +112,14 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
     sys.stderr.write(for_terminal("".join(traceback.format_exception(kind, error, trace))))
 
 
+def is_secret_name(name: str) -> bool:
+    """Whether a variable of the environment is named like a secret."""
+    return _SECRET_NAME.search(name) is not None
+
+
 def _secrets() -> list[str]:
     """Longest first: one may be a part of another."""
-    named = (value for name, value in os.environ.items() if _SECRET_NAME.search(name))
+    named = (value for name, value in os.environ.items() if is_secret_name(name))
     found = {*_noted, *(value for value in named if len(value) >= _MIN_CHARACTERS)}
     return sorted(found, key=len, reverse=True)
 

@@ -22,7 +22,13 @@ log = get_logger(__name__)
 
 class TensorBoard(TensorBoardLogger):
     """A full disk costs rows, not the run. The thread that writes ends with its first error, and every later call
-    repeats it, so that the next row begins with a new file."""
+    repeats it, so that the next row begins with a new file. Its folder is used as it is: Lightning's expands variables
+    and `~` once more."""
+
+    @property
+    def log_dir(self) -> str:
+        """Folder of the files."""
+        return str(Path(self.save_dir) / str(self.version))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """As Lightning's."""

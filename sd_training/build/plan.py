@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sd_training.config.batch_plan import BatchPlan
+from sd_training.config.local_paths import output_path
 from sd_training.config.mesh import Layout, find_layout
 from sd_training.config.schema import Config
 from sd_training.distributed.launch import Launch, find_launch
@@ -47,5 +48,5 @@ def make_plan(config: Config, *, is_described: bool = False) -> Plan:
     if precision == "fp16" and launch.accelerator == "cpu":
         log.info("model.mixed_precision: a CPU cannot train in fp16, so bf16 is used here")
         precision = "bf16"
-    run_dir = Path(config.experiment.log_dir).expanduser() / config.experiment.name
+    run_dir = output_path(config.experiment.log_dir) / config.experiment.name
     return Plan(config, launch, layout, batch, run_dir, precision)

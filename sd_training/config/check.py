@@ -13,6 +13,7 @@ from sd_training.config.check_parallel import parallel_problems, recomputation_p
 from sd_training.config.check_validation import unread_validation, validation_problems
 from sd_training.config.check_watch import watch_problems
 from sd_training.config.fields import options
+from sd_training.config.local_paths import output_problem
 from sd_training.config.model_schema import (
     FAMILY_PARTS,
     OPTIONAL_PARTS,
@@ -61,6 +62,7 @@ IGNORED = {
 
 _MODEL_FILES = ("model_index.json", "config.json", "scheduler_config.json", "tokenizer_config.json")
 _PICKLES = (".ckpt", ".pt", ".pth", ".bin")
+_MIRROR_HINT = "; checkpoint.mirror copies the checkpoints of a run to an object store (docs/checkpoints.md)"
 _RENDEZVOUS = re.compile(r"env://|tcp://[^\s/:]+:([0-9]{1,5})")
 
 
@@ -207,8 +209,15 @@ def _local_paths(config: Config) -> Iterator[str]:
         yield f"checkpoint.mirror: {mirror!r} is no URL of a folder; write s3://…, gs://… or file:///…"
     elif mirror is not None and "@" in mirror.partition("://")[2].partition("/")[0]:
         yield "checkpoint.mirror: has a user or a key before @; give keys by the environment (docs/security.md)"
+    for key in ("experiment.log_dir", "dataset.params.remote.cache_dir", "dataset.params.index_dir"):
+        folder = value_of(config, key)
+        if folder is not None and (problem := output_problem(folder)):
+            is_store = key == "experiment.log_dir" and "://" in folder
+            yield f"{key}: {problem}{_MIRROR_HINT if is_store else ''}"
     captions = config.experiment.eval_caption_file
-    if captions is not None and not Path(captions).is_file():
+    if captions is not None and "://" in captions:
+        yield f"experiment.eval_caption_file: {captions!r} is a URL; download the file and give its path"
+    elif captions is not None and not Path(captions).is_file():
         yield f"experiment.eval_caption_file: {captions!r} does not exist or is no file"
 
 

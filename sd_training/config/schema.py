@@ -91,10 +91,11 @@ class ExperimentConfig:
     """Where a run lives, how long it is, and what it leaves behind."""
 
     log_dir: str
-    """Folder of all runs; this run lives in `log_dir/name`."""
+    """Local or mounted folder of all runs; this run lives in `log_dir/name`. `~` and `$NAME`, a variable of the
+    environment, are expanded. Copies of checkpoints in object stores: `checkpoint.mirror`."""
     name: str = Field(
-        pattern=r"^[^/\\]*[^/\\.][^/\\]*$",
-        json_schema_extra={"allowed": "a text that can name a folder, without slashes"},
+        pattern=r"^(?:[^/\\$~.]|\.+[^/\\$.])[^/\\$]*$",
+        json_schema_extra={"allowed": "a text that can name a folder, without slashes and $, not beginning with ~"},
     )
     """Name of the run, its folder and its W&B run."""
     project: str = "sd_training"

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 from sd_training.config.class_prompts import read_class_prompts
 from sd_training.config.data_schema import DatasetParams, SourceParams
 from sd_training.config.filter_grammar import parse_filters
+from sd_training.config.local_paths import output_path
 from sd_training.data.buckets import BucketTable, Merge, merge_small
 from sd_training.data.caption_choice import CAPTION, caption_rules, check_fields, fields_needed
 from sd_training.data.captioners import Captioner, ChosenCaptions, ClassCaptions, TagCaptions
@@ -116,7 +116,7 @@ def _open(
     captions = caption_rules(source_params.captions)
     of_captions = fields_needed(captions) if captions_needed else set[str]()
     fields = of_captions.union(*(rule.fields() for rule in rules))
-    folder = None if params.index_dir is None else Path(params.index_dir).expanduser()
+    folder = None if params.index_dir is None else output_path(params.index_dir)
     index = load_index(source, folder, fields - {CAPTION})
     if prompts is None and captions_needed:
         check_fields(captions, index.fields | {CAPTION})

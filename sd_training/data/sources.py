@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 import braceexpand
 
 from sd_training.config.data_schema import RemoteConfig, SourceParams
+from sd_training.config.local_paths import output_path
 from sd_training.data.byte_files import Access
 from sd_training.data.folder_source import IMAGE_SUFFIXES
 from sd_training.data.locations import is_remote, local_path
@@ -33,7 +33,7 @@ def access_of(remote: RemoteConfig) -> Access:
     """How remote files are read."""
     return Access(
         mode=remote.mode,
-        cache_dir=None if remote.cache_dir is None else Path(remote.cache_dir).expanduser(),
+        cache_dir=None if remote.cache_dir is None else output_path(remote.cache_dir),
         cache_gib=remote.cache_gib,
         num_retries=remote.num_retries,
         timeout_s=remote.timeout_s,

@@ -32,6 +32,20 @@ def test_one_sentence_and_status_2(
     assert said in done.stderr
 
 
+def test_all_of_a_run_is_where_a_variable_leads(
+    pipeline_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUNS_HERE", str(tmp_path / "scratch"))
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=16)
+    done = started(argv, "experiment.log_dir=$RUNS_HERE/all", "wandb.mode=offline")
+    assert done.returncode == 0, done.stderr
+    names = {path.name for path in (tmp_path / "scratch" / "all" / "run").iterdir()}
+    expected = ("checkpoints", "config.yaml", "current_pipeline", "metrics.csv", "run.json", "tensorboard", "wandb")
+    assert names >= set(expected)
+    assert any((tmp_path / "scratch" / "all" / "run" / "tensorboard").iterdir())
+    assert [path for folder in (ROOT, tmp_path) for path in folder.iterdir() if "$" in path.name] == []
+
+
 def test_a_dry_run_needs_no_writable_folder(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     done = started(options(tmp_path / "run", pipeline_dir, shards_dir), "experiment.log_dir=/proc/nowhere", "--dry-run")
     assert done.returncode == 0, done.stderr

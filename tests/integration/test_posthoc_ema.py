@@ -115,6 +115,7 @@ def test_mistakes_are_sentences(run_dir: Path, tmp_path: Path) -> None:
         assert f"sigma_rel: {width} is no width; give numbers above 0 and at most 0.2886" in said
     assert "step: is 0; give a number of optimizer steps, 1 or more" in said
     assert "run: is given twice" in fails(run, run, out, "sigma_rel=0.1")
+    assert "output: 'gs://b/x' is a URL" in fails(run, "output=gs://b/x", "sigma_rel=0.1")
     assert "sigma_rel: is missing" in fails(run, out, "sigma_rel=")
     assert "is no folder; give the folder of a run" in fails("run=nowhere", out, "sigma_rel=0.1")
     assert "step: is 300, but the last snapshot of" in fails(run, out, "sigma_rel=0.1", "step=300")

@@ -6,11 +6,12 @@ import shutil
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
-from scripts import download_diffusers, make_webdataset
+from scripts import download_diffusers, index_dataset, make_webdataset
 from tests import makers
 from tests.integration.commands import ROOT, fails, run
 
@@ -29,6 +30,25 @@ def test_a_mistake_is_one_sentence_and_status_2(script: str, tmp_path: Path) -> 
     said = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert ended.returncode == 2 and len(said) == 1 and ended.stdout == ""
     assert "Traceback" not in ended.stderr and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (make_webdataset.main, ["nowhere", "--out"]),
+        (download_diffusers.main, ["-m", "nowhere", "-o"]),
+        (index_dataset.main, ["nowhere.tar", "--html"]),
+    ],
+    ids=lambda value: getattr(value, "__module__", ""),
+)
+def test_output_to_a_url_is_refused(
+    main: Any, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "gs://bucket/x"])
+    assert "'gs://bucket/x' is a URL, and files are written to local or mounted folders only" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_download_copies_a_local_pipeline(

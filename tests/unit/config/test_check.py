@@ -1,5 +1,6 @@
 """Rules between options: each can fail, and none fails on a good configuration."""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from sd_training.config.check import check, warnings
 from sd_training.config.load import load_config
+from sd_training.config.local_paths import output_path, path_argument
 from sd_training.config.schema import Config
 from sd_training.errors import ConfigError
 
@@ -66,6 +68,35 @@ def test_good_configurations_pass_without_a_word(base: dict[str, str]) -> None:
             {"experiment__eval_caption_file": "nowhere.csv"},
             "experiment.eval_caption_file: 'nowhere.csv' does not exist",
         ),
+        ({"experiment__eval_caption_file": "s3://b/c.csv"}, "experiment.eval_caption_file: 's3://b/c.csv' is a URL"),
+        (
+            {"experiment__log_dir": "gs://b/runs"},
+            "experiment.log_dir: 'gs://b/runs' is a URL, and files are written to",
+        ),
+        (
+            {"experiment__log_dir": "file:///x/y"},
+            "experiment.log_dir: 'file:///x/y' is a URL; write the path itself: /x/y",
+        ),
+        (
+            {"experiment__log_dir": "$NOWHERE/runs"},
+            "experiment.log_dir: '$NOWHERE/runs' names $NOWHERE, which is not set",
+        ),
+        (
+            {"experiment__log_dir": "$STORE/runs"},
+            "experiment.log_dir: '$STORE/runs' is a URL, and files are written to",
+        ),
+        ({"experiment__log_dir": "$A_TOKEN"}, "experiment.log_dir: '$A_TOKEN' names $A_TOKEN, which may hold a secret"),
+        ({"experiment__log_dir": "$PRICE"}, "experiment.log_dir: '$PRICE' is '/a$b' with its variables; a path here"),
+        (
+            {"experiment__log_dir": "~nobody-here/x"},
+            "experiment.log_dir: '~nobody-here/x' begins with ~ and a user that",
+        ),
+        ({"experiment__name": "a$HOME"}, 'experiment.name: is "a$HOME"'),
+        ({"experiment__name": ".."}, 'experiment.name: is ".."'),
+        ({"experiment__name": "~root"}, 'experiment.name: is "~root"'),
+        ({"experiment__name": "a/b"}, 'experiment.name: is "a/b"'),
+        ({"dataset__params__index_dir": "s3://b/index"}, "dataset.params.index_dir: 's3://b/index' is a URL"),
+        ({"dataset__params__remote__cache_dir": "s3://b/c"}, "dataset.params.remote.cache_dir: 's3://b/c' is a URL"),
         ({"model__pretrained": "./nowhere"}, "model.pretrained: './nowhere' does not exist"),
         ({"model__pretrained": "~/nowhere"}, "model.pretrained: '~/nowhere' does not exist (~ is not expanded)"),
         ({"checkpoint__mirror": "s3://key:word@bucket/x"}, "checkpoint.mirror: has a user or a key before @; give"),
@@ -78,10 +109,27 @@ def test_good_configurations_pass_without_a_word(base: dict[str, str]) -> None:
         ({"dataset__type": "ClassificationWebDataset"}, "dataset.params.idx_to_prompt: is required"),
     ],
 )
-def test_contradictions(changes: dict[str, str], start: str) -> None:
+def test_contradictions(changes: dict[str, str], start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOWHERE", raising=False)
+    for name, value in {"STORE": "gs://b", "A_TOKEN": "12345678", "PRICE": "/a$b"}.items():
+        monkeypatch.setenv(name, value)
     problems = report(BASE, **changes)
     assert len(problems) == 1, problems
     assert problems[0].startswith(start)
+
+
+def test_a_url_for_the_runs_names_the_mirror() -> None:
+    (problem,) = report(BASE, experiment__log_dir="s3://b/runs")
+    assert "checkpoint.mirror copies the checkpoints of a run" in problem
+
+
+def test_output_paths_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    assert output_path("~/runs") == Path("/home/somebody/runs")
+    assert output_path("$SCRATCH/${SCRATCH}x/runs") == Path("/scratch//scratchx/runs")
+    with pytest.raises(argparse.ArgumentTypeError, match="'gs://b/x' is a URL"):
+        path_argument("gs://b/x")
 
 
 @pytest.mark.parametrize(
