@@ -15,32 +15,24 @@ from sd_training.build.callbacks import build_callbacks
 from sd_training.build.loggers import build_loggers
 from sd_training.build.models import build_model
 from sd_training.build.plan import Plan
+from sd_training.build.start import find_start, make_mirror, own_run_dir
 from sd_training.build.strategy import LIGHTNING_PRECISION, make_strategy, precision_plugins
 from sd_training.callbacks.background_logger import TAKING_LEAVE_S, BackgroundLogger
 from sd_training.callbacks.deadlines import Deadlines
 from sd_training.callbacks.mirroring import AFTER_A_STOP_S
 from sd_training.callbacks.preemption import Preemption
 from sd_training.callbacks.save_times import SaveTimes
-from sd_training.callbacks.second_run import NAME as REHEARSAL
-from sd_training.checkpoint.durable import remove
-from sd_training.checkpoint.mirror import Mirror, MirrorError
-from sd_training.checkpoint.seal import ever_finished, sealed, step_of, sweep
-from sd_training.checkpoint.writer import UNFENCED, Fence, take
 from sd_training.config.watch_schema import SECTIONS
 from sd_training.data.captions import Dropout
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.dataset import DrawSettings
-from sd_training.data.retries import is_outage
 from sd_training.distributed.saves import WholeCheckpoints
-from sd_training.errors import ConfigError, OutageError, SaveError
 from sd_training.exit_status import HANG
-from sd_training.export.pipeline import recover_exports
 from sd_training.models.family import Family
 from sd_training.rank_log import get_logger, global_rank, is_main_process
 from sd_training.stop_signals import StopSignals
 from sd_training.training.base_module import TrainedModule
 from sd_training.types import LatentGrid
-from sd_training.watch.first_end import FirstEnd
 from sd_training.watch.hang_watch import HangWatch
 
 log = get_logger(__name__)
@@ -83,13 +75,20 @@ def build_run(plan: Plan, signals: StopSignals | None = None, watch: HangWatch |
         watch: counts how long a process does one thing; null: nobody does.
 
     Raises:
-        ConfigError: a part cannot be loaded, parts do not fit, or the run folder is taken.
+        ConfigError: a part cannot be loaded, parts do not fit, the run folder is taken, or the run cannot go on there
+            (see `find_start`).
+        CheckpointError: there are checkpoints, and none is whole.
         OutageError: storage does not answer for now.
         DataError: the data set cannot be used.
     """
-    mirror = _mirror(plan)
-    fence = _own_run_dir(plan, mirror)
-    resume_from = _resumed(plan, mirror)
+    mirror = make_mirror(plan)
+    start = find_start(plan, mirror)
+    if start.refusal is not None:
+        raise start.refusal
+    fence = own_run_dir(plan, mirror)
+    if start.is_done:
+        log.info(f"{plan.run_dir} has already done its optimizer steps; it {start.sentence()}")
+    resume_from = plan.run_dir / "checkpoints" if start.is_resumed else None
     trained = build_model(plan)
     data = make_data(plan, trained.family, trained.latent_grid)
     preemption = _preemption(plan, signals or StopSignals())
@@ -156,72 +155,6 @@ def _draws(plan: Plan, family: Family | None, grid: LatentGrid) -> DrawSettings:
         has_mask=objective.masked_loss != "none",
         is_stratified=objective.timestep_density.stratified,
     )
-
-
-def _mirror(plan: Plan) -> Mirror | None:
-    url = plan.config.checkpoint.mirror
-    return None if url is None else Mirror(url, plan.config.experiment.name)
-
-
-def _is_in(mirror: Mirror | None) -> bool:
-    """Whether the run has a copy to go on from; every process asks for itself.
-
-    Raises:
-        ConfigError, OutageError: it cannot be asked; going on without it could lose what was trained elsewhere.
-    """
-    try:
-        return mirror is not None and bool(mirror.steps())
-    except MirrorError as error:
-        raise _unreadable(error) from error
-
-
-def _unreadable(error: MirrorError) -> ConfigError | OutageError:
-    text = f"{error}; set checkpoint.mirror=null to go on from what this machine has"
-    return OutageError(text) if is_outage(error) else ConfigError(text)
-
-
-def _own_run_dir(plan: Plan, mirror: Mirror | None) -> Fence:
-    """The first process makes the run folder, takes it over, tidies what a killed run left, and fetches what the mirror
-    has beyond it."""
-    checkpoints, current = plan.run_dir / "checkpoints", plan.run_dir / "current_pipeline"
-    may_go_on = plan.config.experiment.requeue
-    if not may_go_on and (ever_finished(checkpoints) or current.exists() or _is_in(mirror)):
-        raise ConfigError(
-            f"experiment.requeue: false, but {plan.run_dir} already holds a run; choose another experiment.name, "
-            "remove the folder, or set experiment.requeue=true to continue it"
-        )
-    if not is_main_process():
-        return UNFENCED
-    try:
-        plan.run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"experiment.log_dir: {plan.run_dir} cannot be made: {error.strerror}") from error
-    try:
-        fence = take(plan.run_dir)
-        FirstEnd(plan.run_dir, 0).clear()
-        sweep(checkpoints)
-        remove(plan.run_dir / REHEARSAL)
-        recover_exports(plan.run_dir)
-        if mirror is not None:
-            mirror.restore(checkpoints, fence)
-    except MirrorError as error:
-        raise _unreadable(error) from error
-    except OSError as error:
-        raise SaveError(f"experiment.log_dir: {plan.run_dir} cannot be written: {error}") from error
-    return fence
-
-
-def _resumed(plan: Plan, mirror: Mirror | None) -> Path | None:
-    """The folder of checkpoints, when there is something to resume from."""
-    checkpoints = plan.run_dir / "checkpoints"
-    found = sealed(checkpoints)
-    if found and step_of(found[-1]) >= plan.batch.num_steps:
-        log.info(
-            f"{plan.run_dir} has already done {step_of(found[-1]):,} of {plan.batch.num_steps:,} optimizer steps; "
-            "raise experiment.num_examples_to_see to go on"
-        )
-    # The first process may still be fetching; all load after it.
-    return checkpoints if ever_finished(checkpoints) or _is_in(mirror) else None
 
 
 def _plugins(plan: Plan) -> list[Any]:

@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -47,6 +48,13 @@ class MetricRows:
         except OSError as error:
             log.error(f"{self.path} cannot be read: {error.strerror}")
             return False
+
+    def last_step(self) -> int:
+        """Optimizer step of the last whole row; 0 where there is none."""
+        try:
+            return max((int(row[self.columns[0]]) for row in self._whole_rows(sys.maxsize)), default=0)
+        except OSError:
+            return 0
 
     def add(self, *rows: Mapping[str, str]) -> None:
         """Appends rows at once, and those that could not be written before them."""

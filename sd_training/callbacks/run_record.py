@@ -18,6 +18,8 @@ from sd_training.redaction import redacted
 
 log = get_logger(__name__)
 
+RECORD = "run.json"
+"""Facts about every start, in the run folder."""
 _PACKAGES = (
     "torch", "pytorch-lightning", "diffusers", "transformers", "xformers", "webdataset", "omegaconf", "wandb",
     "deepspeed", "pydantic", "pyarrow", "pillow", "numpy", "safetensors", "tokenizers",
@@ -72,8 +74,8 @@ class RunRecord(pl.Callback):
             "git_revision": git_revision(Path(__file__).parent),
             **self.facts(),
         }
-        path = self.run_dir / "run.json"
-        starts = _read_starts(path)
+        path = self.run_dir / RECORD
+        starts = read_starts(path)
         _replace(path, json.dumps({"starts": [*starts, entry]}, indent=2) + "\n")
 
 
@@ -84,7 +86,7 @@ def _replace(path: Path, text: str) -> None:
         log.error(f"{path} cannot be written ({error.strerror}); what an earlier start wrote there stays")
 
 
-def _read_starts(path: Path) -> list[dict[str, Any]]:
+def read_starts(path: Path) -> list[dict[str, Any]]:
     """Entries of earlier starts; a file that a crash cut short counts as none."""
     try:
         starts = json.loads(path.read_text(encoding="utf-8"))["starts"]

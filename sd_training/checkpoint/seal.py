@@ -26,6 +26,8 @@ from sd_training.rank_log import get_logger
 log = get_logger(__name__)
 
 _PARTIAL = ".partial"
+_SAVED = "saved_step"
+"""File in the run folder: optimizer steps of the last checkpoint."""
 _SEALED_NAME = re.compile(r"step=(\d+)", re.ASCII)
 _DAMAGED_NAME = re.compile(r"step=\d+\.damaged(-\d+)?", re.ASCII)
 _LEFTOVER_NAME = re.compile(r"step=\d+\.(partial|deleting)(-\d+)?", re.ASCII)
@@ -193,9 +195,29 @@ def ever_finished(root: Path) -> bool:
     if root.is_symlink() and not root.is_dir():
         raise DamagedCheckpointsError(
             f"{root} is a link to {os.readlink(root)}, where no folder is: bring that one back (is its disk mounted?), "
-            "or remove the link to start the run from the beginning"
+            "or take another experiment.name to train from the beginning"
         )
     return bool(sealed(root) or _folders(root, _DAMAGED_NAME))
+
+
+def last_saved(run_dir: Path) -> int | None:
+    """Optimizer steps of the last checkpoint that was sealed for this run, whether or not it is still there; None when
+    none was, as far as the folder tells."""
+    try:
+        text = (run_dir / _SAVED).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def newest_apparent(root: Path) -> Path | None:
+    """The newest checkpoint whose files are there in their sizes, or None when none was ever finished. No content is
+    read, and nothing is renamed.
+
+    Raises:
+        CheckpointError: as `newest_verified`.
+    """
+    return _newest(root, contents=False)[0]
 
 
 def newest_verified(root: Path) -> Path | None:
@@ -206,18 +228,10 @@ def newest_verified(root: Path) -> Path | None:
     Raises:
         CheckpointError: checkpoints exist, or were set aside before, and none verifies. Nothing is renamed then.
     """
-    damaged: dict[Path, list[str]] = {}
-    for folder in reversed(sealed(root)):
-        problems = verify(folder)
-        if not problems:
-            for bad, reasons in damaged.items():
-                _set_aside(bad, reasons)
-            return folder
-        damaged[folder] = problems
-    set_aside = _folders(root, _DAMAGED_NAME)
-    if damaged or set_aside:
-        raise DamagedCheckpointsError(_nothing_usable(root, damaged, set_aside))
-    return None
+    newest, damaged = _newest(root, contents=True)
+    for bad, reasons in damaged.items():
+        _set_aside(bad, reasons)
+    return newest
 
 
 def sweep(root: Path) -> list[Path]:
@@ -233,6 +247,20 @@ def sweep(root: Path) -> list[Path]:
     return leftovers
 
 
+def _newest(root: Path, *, contents: bool) -> tuple[Path | None, dict[Path, list[str]]]:
+    """The newest checkpoint without a problem, and those after it with theirs."""
+    damaged: dict[Path, list[str]] = {}
+    for folder in reversed(sealed(root)):
+        problems = verify(folder, contents=contents)
+        if not problems:
+            return folder, damaged
+        damaged[folder] = problems
+    set_aside = _folders(root, _DAMAGED_NAME)
+    if damaged or set_aside:
+        raise DamagedCheckpointsError(_nothing_usable(root, damaged, set_aside))
+    return None, {}
+
+
 def _final(partial: Path) -> Path:
     return partial.with_name(partial.name.partition(_PARTIAL)[0])
 
@@ -242,7 +270,18 @@ def _publish(partial: Path, fence: Fence) -> Path:
     fence.check()
     os.rename(partial, final)
     durable.flush_folder(final.parent)
+    _note_saved(fence.run_dir, step_of(final))
     return final
+
+
+def _note_saved(run_dir: Path | None, step: int) -> None:
+    """For `last_saved`. The checkpoint is good without it."""
+    if run_dir is None:
+        return
+    try:
+        durable.replace_text(run_dir / _SAVED, f"{step}\n")
+    except OSError as error:
+        log.warning(f"{run_dir / _SAVED} cannot be written: {error.strerror}")
 
 
 def _is_sealed_already(final: Path) -> bool:
@@ -289,5 +328,5 @@ def _nothing_usable(root: Path, damaged: dict[Path, list[str]], set_aside: list[
     lines = [f"{root} holds checkpoints, but none of them can be used:"]
     lines += [f"  {folder.name}: {'; '.join(reasons)}" for folder, reasons in damaged.items()]
     lines += [f"  {folder.name}: set aside earlier" for folder in set_aside]
-    lines.append("Put a good copy of one back, or move this folder away to start the run from the beginning.")
+    lines.append("Put a good copy of one back, or take another experiment.name to train from the beginning.")
     return "\n".join(lines)

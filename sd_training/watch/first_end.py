@@ -4,10 +4,12 @@ When one process fails, those that wait for it fail as well, with errors of the 
 ever. So the first one leaves a note in the run folder.
 """
 
+import fcntl
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -54,10 +56,11 @@ class FirstEnd:
         partial = self.path.with_name(f".{self.path.name}.{self.rank}")
         try:
             partial.write_text(json.dumps(asdict(End(self.rank, status, text, self._start()))), encoding="utf-8")
-            if self._current() is None:
-                self.clear()  # a note of an earlier start
             try:
-                os.link(partial, self.path)  # whole at once, and by one process only
+                with _alone_in(self.path.parent):
+                    if self._current() is None:
+                        self.clear()  # a note of an earlier start
+                    os.link(partial, self.path)  # whole at once, and by one process only
             finally:
                 partial.unlink()
         except OSError:
@@ -103,3 +106,16 @@ class FirstEnd:
 
     def _start(self) -> str:
         return " ".join(self.environment.get(name, "") for name in _OF_A_START)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Processes of one machine enter one after the other, where the file system has locks: else two that fail at once
+    both remove an old note, and the second one the note of the first as well."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

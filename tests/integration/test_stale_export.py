@@ -1,5 +1,6 @@
-"""A process that is killed between the last checkpoint and its export."""
+"""A process that is killed between the last checkpoint and its export, and a folder whose checkpoints are gone."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,8 +8,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from sd_training.build.plan import make_plan
+from sd_training.build.start import Start, find_start, make_mirror
 from sd_training.callbacks import saves
-from tests.integration.training import Interrupted, options, train
+from sd_training.config.load import load_config
+from sd_training.errors import ConfigError
+from tests.integration.training import CrashAfter, Interrupted, metrics, options, prepare, train, train_in_processes
 
 
 def weights(run_dir: Path) -> bytes:
@@ -79,3 +84,64 @@ def test_the_same_command_deletes_what_was_left_to_delete(
     assert sorted(path.name for path in kept.iterdir()) == ["step=2", "step=4", "step=6"]
     train(argv)
     assert sorted(path.name for path in kept.iterdir()) == ["step=4", "step=6"]
+
+
+def found(argv: list[str]) -> Start:
+    plan = make_plan(load_config(argv))
+    return find_start(plan, make_mirror(plan))
+
+
+def contents(run_dir: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(
+    pipeline_dir: Path, shards_dir: Path, tmp_path: Path
+) -> None:
+    run_dir, store = tmp_path / "run", tmp_path / "store"
+    store.mkdir()
+    alone = options(run_dir, pipeline_dir, shards_dir, experiment__num_examples_to_see=16)
+    mirrored = [*alone, f"checkpoint.mirror=file://{store}"]
+    assert found(mirrored).sentence() == f"a new run: {run_dir} has no checkpoint"
+    train(mirrored)
+    assert found(mirrored).is_done and found(alone).source == str(run_dir / "checkpoints" / "step=2")
+    shutil.rmtree(run_dir / "checkpoints")
+    before = contents(run_dir)
+    with pytest.raises(ConfigError) as error:
+        prepare(alone)
+    for said in (str(run_dir), "current_pipeline", "checkpoint of step 2", "metrics.csv up to step 2", "1 start)"):
+        assert said in str(error.value)
+    with pytest.raises(ConfigError, match=r"experiment\.requeue: false, but .* already holds a run"):
+        prepare([*alone, "experiment.requeue=false"])
+    assert contents(run_dir) == before
+    assert found(mirrored).step == 2 and found(mirrored).source == f"{store}/run/checkpoints/step=2"
+    train([*mirrored, "experiment.num_examples_to_see=32"])
+    assert [row["optimizer_step"] for row in metrics(run_dir)] == ["1", "2", "3", "4"]
+    shutil.rmtree(run_dir / "checkpoints")
+    shutil.rmtree(store / "run")
+    with pytest.raises(ConfigError, match=f"checkpoints and {store}/run/checkpoints hold no checkpoint"):
+        prepare(mirrored)
+
+
+def test_a_checkpoint_that_was_never_exported_counts(
+    pipeline_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir)
+    with killed_at(monkeypatch, "export_pipeline", call=1):
+        train(argv)
+    assert not (tmp_path / "run" / "current_pipeline").exists()
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    said = train_in_processes([*argv, "system.batch_size=4"], 2, status=1)
+    assert said.count("holds a run that has trained and saved (a note of a checkpoint of step 2") == 1
+    assert "ConfigError" not in said  # no traceback of ours
+
+
+def test_a_run_that_never_saved_begins_again(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=16)
+    with pytest.raises(Interrupted):
+        train(argv, CrashAfter(1))
+    assert metrics(tmp_path / "run") and (tmp_path / "run" / "config.yaml").is_file()
+    start = found([*argv, "experiment.requeue=false", "model.use_ema=false"])
+    assert start.refusal is None and not start.is_resumed
+    train(argv)
+    assert (tmp_path / "run" / "checkpoints" / "step=2").is_dir()

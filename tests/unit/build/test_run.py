@@ -2,7 +2,7 @@
 
 import pytest
 
-from sd_training.build.run import _unreadable
+from sd_training.build.start import _unreadable
 from sd_training.checkpoint.mirror import MirrorError
 from sd_training.data.retries import StatusError
 from sd_training.exit_status import MISTAKE, STOPPED

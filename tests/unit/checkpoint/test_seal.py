@@ -120,7 +120,7 @@ def test_all_damaged_is_refused_and_stays_refused(root: Path) -> None:
     for _ in range(2):
         with pytest.raises(CheckpointError) as error:
             seal.newest_verified(root)
-        for word in (str(root), "step=1", "step=2", "weights.bin has 10,239 bytes", "move this folder away"):
+        for word in (str(root), "step=1", "step=2", "weights.bin has 10,239 bytes", "take another experiment.name"):
             assert word in str(error.value)
         assert names(root) == ["step=1", "step=2"]
 

@@ -1,0 +1,179 @@
+"""How a start of a run begins: at the first step, from a checkpoint, or not at all; and the folder that it takes."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sd_training.build.plan import Plan
+from sd_training.callbacks.metric_rows import MetricRows
+from sd_training.callbacks.metrics import COLUMNS
+from sd_training.callbacks.run_record import RECORD, read_starts
+from sd_training.callbacks.second_run import NAME as REHEARSAL
+from sd_training.checkpoint.durable import remove
+from sd_training.checkpoint.mirror import Mirror, MirrorError
+from sd_training.checkpoint.seal import ever_finished, folder_name, last_saved, newest_apparent, step_of, sweep
+from sd_training.checkpoint.writer import UNFENCED, Fence, take
+from sd_training.data.retries import is_outage
+from sd_training.errors import CheckpointError, ConfigError, OutageError, SaveError, UserError
+from sd_training.export.pipeline import CURRENT, KEPT, recover_exports
+from sd_training.rank_log import is_main_process
+from sd_training.watch.first_end import FirstEnd
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a start of the run does first. `find_start` finds it out and changes nothing."""
+
+    run_dir: Path
+    num_steps: int
+    """Optimizer steps of the whole run."""
+    step: int = 0
+    """Optimizer steps of the checkpoint that it resumes from, by names and sizes of the files: a damaged one costs more
+    steps."""
+    source: str = ""
+    """That checkpoint, or the mirror's copy of it; empty at the beginning of a run."""
+    refusal: UserError | None = None
+    """Why the run does not start."""
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether it goes on from a checkpoint."""
+        return bool(self.source)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing left to train."""
+        return self.is_resumed and self.step >= self.num_steps
+
+    def sentence(self) -> str:
+        """For a report or a log."""
+        if self.refusal is not None:
+            return f"this run would not start: {self.refusal}"
+        if not self.is_resumed:
+            return f"a new run: {self.run_dir} has no checkpoint"
+        done = f"resumes from {self.source}, after {self.step:,} of {self.num_steps:,} optimizer steps"
+        return f"{done}; raise experiment.num_examples_to_see to train more" if self.is_done else done
+
+
+def find_start(plan: Plan, mirror: Mirror | None) -> Start:
+    """What a start of this run will do, without doing it. All processes of a run find the same.
+
+    Args:
+        plan: of the run.
+        mirror: as `make_mirror` gives it.
+    """
+    start, checkpoints = Start(plan.run_dir, plan.batch.num_steps), plan.run_dir / "checkpoints"
+    try:
+        is_begun = ever_finished(checkpoints)
+        damage, own = _apparent(checkpoints)
+        copies = _copies(mirror) if own is None or is_main_process() else []
+    except UserError as error:
+        return replace(start, refusal=error)
+    traces = _traces(plan.run_dir)
+    if not plan.config.experiment.requeue and (is_begun or copies or traces):
+        return replace(start, refusal=_not_requeued(plan.run_dir))
+    if not is_begun and not copies:
+        return replace(start, refusal=_lost(plan.run_dir, traces, mirror) if traces else None)
+    if own is None and not copies:
+        return replace(start, refusal=damage)
+    step, source = (step_of(own), str(own)) if own is not None else (-1, "")
+    if mirror is not None and copies and copies[-1] > step:
+        step, source = copies[-1], f"{mirror.root}/{folder_name(copies[-1])}"
+    return replace(start, step=step, source=source)
+
+
+def make_mirror(plan: Plan) -> Mirror | None:
+    """Where copies of the checkpoints are.
+
+    Raises:
+        ConfigError: a package for this kind of URL is missing.
+    """
+    url = plan.config.checkpoint.mirror
+    return None if url is None else Mirror(url, plan.config.experiment.name)
+
+
+def own_run_dir(plan: Plan, mirror: Mirror | None) -> Fence:
+    """The first process makes the run folder, takes it over, tidies what a killed run left, and fetches what the mirror
+    has beyond it."""
+    if not is_main_process():
+        return UNFENCED
+    checkpoints = plan.run_dir / "checkpoints"
+    try:
+        plan.run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"experiment.log_dir: {plan.run_dir} cannot be made: {error.strerror}") from error
+    try:
+        fence = take(plan.run_dir)
+        FirstEnd(plan.run_dir, 0).clear()
+        sweep(checkpoints)
+        remove(plan.run_dir / REHEARSAL)
+        recover_exports(plan.run_dir)
+        if mirror is not None:
+            mirror.restore(checkpoints, fence)
+    except MirrorError as error:
+        raise _unreadable(error) from error
+    except OSError as error:
+        raise SaveError(f"experiment.log_dir: {plan.run_dir} cannot be written: {error}") from error
+    return fence
+
+
+def _apparent(checkpoints: Path) -> tuple[UserError | None, Path | None]:
+    """The newest checkpoint whose files are there, or why there is none."""
+    try:
+        return None, newest_apparent(checkpoints)
+    except CheckpointError as error:
+        return error, None
+
+
+def _copies(mirror: Mirror | None) -> list[int]:
+    """Optimizer steps of the copies, oldest first; every process asks for itself.
+
+    Raises:
+        ConfigError, OutageError: it cannot be asked; going on without it could lose what was trained elsewhere.
+    """
+    try:
+        return [] if mirror is None else mirror.steps()
+    except MirrorError as error:
+        raise _unreadable(error) from error
+
+
+def _unreadable(error: MirrorError) -> ConfigError | OutageError:
+    text = f"{error}; set checkpoint.mirror=null to go on from what this machine has"
+    return OutageError(text) if is_outage(error) else ConfigError(text)
+
+
+def _traces(run_dir: Path) -> list[str]:
+    """What shows that a run has trained and saved in this folder, in words; empty when nothing does.
+
+    A run that was stopped before its first save leaves rows of metrics and a record of its start: those alone show
+    nothing that a new beginning could lose.
+    """
+    starts = read_starts(run_dir / RECORD)
+    saved = [name for name in (CURRENT, KEPT) if os.path.lexists(run_dir / name)]
+    if (step := last_saved(run_dir)) is not None:
+        saved.append(f"a note of a checkpoint of step {step:,}")
+    if any(first > 0 for first in (start.get("first_optimizer_step") for start in starts) if isinstance(first, int)):
+        saved.append("a resume")
+    if not saved:
+        return []
+    rows = MetricRows(run_dir / "metrics.csv", COLUMNS).last_step()
+    also = [f"metrics.csv up to step {rows:,}"] if rows else []
+    return [*saved, *also, *([f"{RECORD} of {len(starts):,} start{'s' * (len(starts) > 1)}"] if starts else [])]
+
+
+def _lost(run_dir: Path, traces: Sequence[str], mirror: Mirror | None) -> ConfigError:
+    where = f"{run_dir / 'checkpoints'}" if mirror is None else f"{run_dir / 'checkpoints'} and {mirror.root}"
+    copies = ", give the checkpoint.mirror that has copies of them" if mirror is None else ""
+    return ConfigError(
+        f"experiment.name: {run_dir} holds a run that has trained and saved ({', '.join(traces)}), but {where} "
+        f"hold{'s' * (mirror is None)} no checkpoint of it, and a new beginning would replace what is left: bring the "
+        f"checkpoints back{copies}, take another experiment.name, or remove {run_dir}"
+    )
+
+
+def _not_requeued(run_dir: Path) -> ConfigError:
+    return ConfigError(
+        f"experiment.requeue: false, but {run_dir} already holds a run; choose another experiment.name, remove the "
+        "folder, or set experiment.requeue=true to continue it"
+    )
