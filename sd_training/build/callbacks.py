@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 from sd_training.build.models import Trained
 from sd_training.build.plan import Plan
 from sd_training.callbacks.compile_watch import CompileWatch
-from sd_training.callbacks.ema import Ema
+from sd_training.callbacks.ema import Ema, NoEma
 from sd_training.callbacks.ema_snapshots import EmaSnapshots
 from sd_training.callbacks.garbage import GarbageCollection
 from sd_training.callbacks.hang_marks import HangMarks
@@ -31,6 +31,7 @@ from sd_training.checkpoint.mirror import Mirror
 from sd_training.checkpoint.writer import Fence
 from sd_training.config.dump import resolved_yaml, to_plain
 from sd_training.config.permissions import permission_words
+from sd_training.config.schema import Config
 from sd_training.data.datamodule import TrainingData
 from sd_training.export.pictures import read_captions
 from sd_training.models.load import load_weights
@@ -82,7 +83,7 @@ def build_callbacks(
     callbacks: list[pl.Callback | None] = [
         preemption,
         RunRecord(plan.run_dir, resolved_yaml(config), facts),
-        ema,
+        ema or NoEma(may_drop=_may_change_ema(config)),
         EmaSnapshots(plan.run_dir, config.ema, ema) if ema is not None and config.ema.tracks else None,
         guard,
         ReplicaDigest(config.numerics.digest_every, guard.incidents),
@@ -166,11 +167,16 @@ def _ema(plan: Plan, trained: Trained) -> Ema:
     """The average, started from `ema.path` where it is given."""
     config = plan.config
     if config.ema.path is None:
-        return Ema(config.ema, None)
+        return Ema(config.ema, None, may_begin_late=_may_change_ema(config))
     part, default = "vae", None
     if trained.family is not None:
         part, default = trained.family.denoiser_part, trained.family.classes.get(trained.family.denoiser_part)
-    return Ema(config.ema, load_weights(config.ema.path, part, "ema.path", default))
+    initial = load_weights(config.ema.path, part, "ema.path", default)
+    return Ema(config.ema, initial, may_begin_late=_may_change_ema(config))
+
+
+def _may_change_ema(config: Config) -> bool:
+    return "model.use_ema" in config.experiment.allow_changed
 
 
 def _picture_callbacks(plan: Plan, trained: Trained, ema: Ema | None, stopwatch: Stopwatch) -> list[Pictures]:

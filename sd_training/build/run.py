@@ -88,6 +88,8 @@ def build_run(plan: Plan, signals: StopSignals | None = None, watch: HangWatch |
     fence = own_run_dir(plan, mirror)
     if start.is_done:
         log.info(f"{plan.run_dir} has already done its optimizer steps; it {start.sentence()}")
+    if start.changed:
+        log.info(start.changes())
     resume_from = plan.run_dir / "checkpoints" if start.is_resumed else None
     trained = build_model(plan)
     data = make_data(plan, trained.family, trained.latent_grid)

@@ -8,12 +8,13 @@ from pathlib import Path
 from sd_training.build.plan import Plan
 from sd_training.callbacks.metric_rows import MetricRows
 from sd_training.callbacks.metrics import COLUMNS
-from sd_training.callbacks.run_record import RECORD, read_starts
+from sd_training.callbacks.run_record import CONFIG, RECORD, read_starts
 from sd_training.callbacks.second_run import NAME as REHEARSAL
 from sd_training.checkpoint.durable import remove
 from sd_training.checkpoint.mirror import Mirror, MirrorError
 from sd_training.checkpoint.seal import ever_finished, folder_name, last_saved, newest_apparent, step_of, sweep
 from sd_training.checkpoint.writer import UNFENCED, Fence, take
+from sd_training.config.changes import Change, changed_options, refused_changes
 from sd_training.data.retries import is_outage
 from sd_training.errors import CheckpointError, ConfigError, OutageError, SaveError, UserError
 from sd_training.export.pipeline import CURRENT, KEPT, recover_exports
@@ -33,6 +34,8 @@ class Start:
     steps."""
     source: str = ""
     """That checkpoint, or the mirror's copy of it; empty at the beginning of a run."""
+    changed: Sequence[Change] = ()
+    """What differs from the options of the last start of a run that is resumed."""
     refusal: UserError | None = None
     """Why the run does not start."""
 
@@ -54,6 +57,13 @@ class Start:
             return f"a new run: {self.run_dir} has no checkpoint"
         done = f"resumes from {self.source}, after {self.step:,} of {self.num_steps:,} optimizer steps"
         return f"{done}; raise experiment.num_examples_to_see to train more" if self.is_done else done
+
+    def changes(self) -> str:
+        """The changed options, one per line; empty where none changed."""
+        if not self.changed:
+            return ""
+        title = f"options that differ from the last start ({self.run_dir / CONFIG}):"
+        return "\n".join([title, *(f"  {change}" for change in self.changed)])
 
 
 def find_start(plan: Plan, mirror: Mirror | None) -> Start:
@@ -80,7 +90,10 @@ def find_start(plan: Plan, mirror: Mirror | None) -> Start:
     step, source = (step_of(own), str(own)) if own is not None else (-1, "")
     if mirror is not None and copies and copies[-1] > step:
         step, source = copies[-1], f"{mirror.root}/{folder_name(copies[-1])}"
-    return replace(start, step=step, source=source)
+    changed = _changed(plan)
+    problems = refused_changes(changed, plan.config.experiment.allow_changed, plan.run_dir)
+    refusal = ConfigError(problems) if problems else None
+    return replace(start, step=step, source=source, changed=changed, refusal=refusal)
 
 
 def make_mirror(plan: Plan) -> Mirror | None:
@@ -177,3 +190,12 @@ def _not_requeued(run_dir: Path) -> ConfigError:
         f"experiment.requeue: false, but {run_dir} already holds a run; choose another experiment.name, remove the "
         "folder, or set experiment.requeue=true to continue it"
     )
+
+
+def _changed(plan: Plan) -> list[Change]:
+    """Against the options of the last start that has trained; none where nothing says what they were."""
+    try:
+        previous = (plan.run_dir / CONFIG).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return []
+    return changed_options(previous, plan.config)

@@ -22,10 +22,14 @@ from sd_training.errors import CheckpointError
 from sd_training.export.ema_snapshots import width_name
 from sd_training.optim.evaluation_weights import evaluation_weights
 from sd_training.optim.power_function_ema import decay, gamma_of
+from sd_training.rank_log import get_logger
 from sd_training.training.base_module import TrainedModule
+
+log = get_logger(__name__)
 
 PART = "ema"
 """Name of the average in a checkpoint."""
+_ALLOW = "'experiment.allow_changed=[model.use_ema]'"
 
 
 def decay_at(step: int, config: EmaConfig) -> float:
@@ -41,10 +45,14 @@ class Ema(OptimizerStepCallback):
     Args:
         config: decay, interval and warm-up, and the widths of further averages (tracks).
         initial: weights by parameter name to start from; null starts from the network's own.
+        may_begin_late: a run that is resumed from a checkpoint without an average begins one there.
     """
 
-    def __init__(self, config: EmaConfig, initial: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self, config: EmaConfig, initial: Mapping[str, Tensor] | None = None, *, may_begin_late: bool = False
+    ) -> None:
         self.config = config
+        self.may_begin_late = may_begin_late
         self._initial = initial
         self.averages: dict[str, dict[str, Tensor]] = {}
         """Part of a checkpoint → parameter of the network → this process's share of its average, fp32 on the CPU."""
@@ -64,11 +72,15 @@ class Ema(OptimizerStepCallback):
         averages = checkpoint[AVERAGES]
         assert isinstance(averages, Mapping) and isinstance(pl_module, TrainedModule)
         for part in self._parts():
+            if part == PART and part not in averages and self.may_begin_late:
+                log.warning("model.use_ema: the checkpoint has no average; one begins with the weights of today")
+                continue
             if part not in averages:
                 option = "model.use_ema: true" if part == PART else f"ema.tracks: {part}"
                 raise CheckpointError(
-                    f"{option}, but the checkpoint has no such average; resume without it, or take another "
+                    f"{option}, but the checkpoint has no such average; resume without it, take another "
                     "experiment.name and start from the exported pipeline (model.pretrained)"
+                    + (f", or begin one now: {_ALLOW}" if part == PART else "")
                 )
             self._begin(trainer, pl_module, part, averages[part], prefix="network.")
 
@@ -188,6 +200,37 @@ class Ema(OptimizerStepCallback):
         checkpoint[AVERAGES] = {
             part: {f"network.{name}": share for name, share in shares.items()} for part, shares in self.averages.items()
         }
+
+
+class NoEma(pl.Callback):
+    """In place of `Ema`, in a run that keeps no average.
+
+    Args:
+        may_drop: a run that is resumed from a checkpoint with an average goes on without it.
+    """
+
+    def __init__(self, *, may_drop: bool) -> None:
+        self.may_drop = may_drop
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, object]
+    ) -> None:
+        """What was exported so far is the average of the checkpoint.
+
+        Raises:
+            CheckpointError: it has one, and the run was not asked to drop it.
+        """
+        averages = checkpoint[AVERAGES]
+        assert isinstance(averages, Mapping)
+        if PART not in averages:
+            return
+        if not self.may_drop:
+            raise CheckpointError(
+                "model.use_ema: false, but the checkpoint has an average, and current_pipeline holds it; set it to "
+                "true, take another experiment.name, or drop the average and export the raw weights from now on: "
+                f"{_ALLOW}"
+            )
+        log.warning("model.use_ema: the checkpoint's average is dropped; exports hold the raw weights from now on")
 
 
 def track_part(sigma_rel: float) -> str:

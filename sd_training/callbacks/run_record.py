@@ -1,4 +1,5 @@
-"""What was run: `config.yaml` (resolved, without secrets) and `run.json` in the run folder."""
+"""What was run: in the run folder `config.yaml` (resolved, without secrets), `run.json`, and `configs/` with the
+configuration of each start that had another one than the start before."""
 
 import json
 import platform
@@ -18,8 +19,13 @@ from sd_training.redaction import redacted
 
 log = get_logger(__name__)
 
+CONFIG = "config.yaml"
+"""Resolved configuration of the last start that trained, in the run folder."""
 RECORD = "run.json"
 """Facts about every start, in the run folder."""
+_CONFIGS = "configs"
+_MAX_CONFIGS = 100
+"""Configurations that are kept: the first one and the newest."""
 _PACKAGES = (
     "torch", "pytorch-lightning", "diffusers", "transformers", "xformers", "webdataset", "omegaconf", "wandb",
     "deepspeed", "pydantic", "pyarrow", "pillow", "numpy", "safetensors", "tokenizers",
@@ -65,10 +71,11 @@ class RunRecord(pl.Callback):
         """Rank 0 writes."""
         if not trainer.is_global_zero:
             return
-        _replace(self.run_dir / "config.yaml", self.resolved_config)
+        kept_as = self._keep_config()
         entry = {
             "started_unix_s": int(time.time()),
             "first_optimizer_step": trainer.global_step,
+            "config": kept_as,
             "command": [redacted(word) for word in sys.argv],
             "versions": package_versions(),
             "git_revision": git_revision(Path(__file__).parent),
@@ -77,6 +84,31 @@ class RunRecord(pl.Callback):
         path = self.run_dir / RECORD
         starts = read_starts(path)
         _replace(path, json.dumps({"starts": [*starts, entry]}, indent=2) + "\n")
+
+    def _keep_config(self) -> str:
+        """Writes `config.yaml`, and a numbered copy where it differs from the newest of those; returns that one's
+        name."""
+        newest, folder = self.run_dir / CONFIG, self.run_dir / _CONFIGS
+        try:
+            folder.mkdir(exist_ok=True)
+            kept = sorted(folder.glob("[0-9][0-9][0-9][0-9]*.yaml"), key=lambda path: int(path.stem))
+            if not kept and newest.exists():  # of a version that kept the newest only
+                kept = [_copied(newest.read_text(encoding="utf-8"), folder, 1)]
+            if not kept or kept[-1].read_text(encoding="utf-8") != self.resolved_config:
+                kept.append(_copied(self.resolved_config, folder, int(kept[-1].stem) + 1 if kept else 1))
+            for path in kept[1 : 1 - _MAX_CONFIGS]:
+                path.unlink(missing_ok=True)
+        except (OSError, ValueError) as error:
+            log.error(f"{folder} cannot be written: {error}")
+            kept = []
+        _replace(newest, self.resolved_config)
+        return f"{_CONFIGS}/{kept[-1].name}" if kept else CONFIG
+
+
+def _copied(text: str, folder: Path, number: int) -> Path:
+    path = folder / f"{number:04d}.yaml"
+    replace_text(path, text)
+    return path
 
 
 def _replace(path: Path, text: str) -> None:

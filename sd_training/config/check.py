@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from sd_training.config.changes import unknown_permissions
 from sd_training.config.check_data import check_data, never_drawn
 from sd_training.config.check_objective import objective_problems
 from sd_training.config.check_parallel import parallel_problems, recomputation_problems
@@ -81,6 +82,7 @@ def check(config: Config) -> list[str]:
         _trained_text,
         _bf16_weights,
         _tracks,
+        unknown_permissions,
         recomputation_problems,
         _previews,
         validation_problems,

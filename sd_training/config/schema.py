@@ -113,6 +113,9 @@ class ExperimentConfig:
     requeue: bool = True
     """The same command again resumes from the newest checkpoint that verifies. False: an existing run folder is an
     error."""
+    allow_changed: list[str] = Field(default_factory=list)
+    """Options that a resumed run may have otherwise than before although that changes what it exports, such as
+    `[model.use_ema]`; without this a change of them is refused (docs/checkpoints.md)."""
     eval_caption_file: str | None = None
     """CSV with the columns `uid,caption`; at each save one image per row is drawn into `samples/step_N/eval/`. Null:
     no evaluation images."""

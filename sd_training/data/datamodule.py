@@ -2,8 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,10 @@ import numpy as np
 import pytorch_lightning as pl
 
 from sd_training.config.batch_plan import BatchPlan
+from sd_training.config.changes import differences
 from sd_training.config.data_schema import DatasetConfig, MixEntry
+from sd_training.config.permissions import without_permissions
+from sd_training.config.problems import shown
 from sd_training.config.validation_schema import ValidationConfig
 from sd_training.data.bad_samples import BadSampleLog
 from sd_training.data.buckets import BucketTable
@@ -28,8 +31,25 @@ from sd_training.data.sizes import training_sizes
 from sd_training.data.worker_deaths import WorkerDeaths
 from sd_training.errors import CheckpointError, ConfigError
 from sd_training.rank_log import get_logger
+from sd_training.redaction import redacted_values
 
 log = get_logger(__name__)
+
+
+_DECISIVE = (
+    *("path", "filters", "resolution", "buckets", "captions", "image_column", "caption_column", "tags"),
+    "max_image_pixels",
+)
+"""Of `dataset.params`: what decides which samples there are and in which buckets."""
+_NAMES = {
+    "seed": "experiment.seed",
+    "global_batch": "system.batch_size × system.gradient_accumulation × processes",
+    "constant_area": "dataset.params.buckets.constant_area",
+    "resampled": "dataset.params.resampled",
+    "lanes": "dataset.params.lanes",
+    "window": "dataset.params.window",
+}
+"""What a checkpoint says about the order → the option that decides it."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +199,7 @@ class TrainingData(pl.LightningDataModule):
         """What a checkpoint says about the data. The position is the optimizer step, which the trainer keeps."""
         opened = self._open()
         return {
+            "options": self._options(),
             "fingerprint": self.fingerprint(),
             "num_samples": sum(len(dataset.survivors) for dataset in opened.datasets),
             "seed": self.draws.seed,
@@ -195,10 +216,7 @@ class TrainingData(pl.LightningDataModule):
         Raises:
             CheckpointError: shards, filters, buckets, order, seed or global batch are not those of the checkpoint.
         """
-        now = self.state_dict()
-        changed = [
-            f"{key} was {state_dict.get(key)}, now {new}" for key, new in now.items() if new != state_dict.get(key)
-        ]
+        changed = list(_changes(state_dict, self.state_dict()))
         if changed and self.dataset.params.allow_change:
             log.warning("dataset.params.allow_change: the run goes on with other data: %s", "; ".join(changed))
         elif changed:
@@ -207,6 +225,14 @@ class TrainingData(pl.LightningDataModule):
                 "dataset, experiment.seed and batch_size × accumulation × processes, take another name, or set "
                 "dataset.params.allow_change=true to go on with the new data"
             )
+
+    def _options(self) -> dict[str, Any]:
+        """Dotted option → value of what decides which samples there are and in which buckets, without secrets."""
+        params = asdict(self.dataset.params)
+        options = {f"dataset.params.{name}": params[name] for name in _DECISIVE}
+        options |= {f"dataset.{name}": value for name, value in asdict(self.dataset).items() if name != "params"}
+        plain: dict[str, Any] = redacted_values(without_permissions(options))
+        return plain
 
     def _open(self) -> _Opened:
         if self._opened is None:
@@ -242,3 +268,21 @@ class TrainingData(pl.LightningDataModule):
     def _survivors_of_shard(self, location: str) -> int:
         """Samples that take part of the units at a location."""
         return sum(dataset.survivors_of(location) for dataset in self._open().datasets)
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """In words, what makes the stream of samples another one than that of a checkpoint."""
+    if now["fingerprint"] != before.get("fingerprint"):
+        known: Mapping[str, Any] = before.get("options", {})
+        changed = [
+            change for key, value in known.items() for change in differences(key, value, now["options"].get(key))
+        ]
+        yield from (f"{change.key} was {shown(change.before)}, now {shown(change.now)}" for change in changed)
+        count = f"{before.get('num_samples', 0):,} samples took part, now {now['num_samples']:,}"
+        if not changed:
+            yield f"the files of dataset.params.path, or what was chosen of them, have changed: {count}"
+        elif now["num_samples"] != before.get("num_samples"):
+            yield count
+    for key, option in _NAMES.items():
+        if now[key] != before.get(key):
+            yield f"{option} was {before.get(key)}, now {now[key]}"

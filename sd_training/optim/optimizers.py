@@ -17,7 +17,7 @@ from sd_training.optim.parameter_groups import Group, by_mesh, parameter_groups
 from sd_training.optim.skipped_steps import skipping
 from sd_training.optim.stochastic_rounding import StochasticRoundingAdamW
 
-_FROM_OPTIONS = ("lr_factor", "weight_decay", "betas", "eps", "momentum")
+_FROM_OPTIONS = ("lr_factor", "weight_decay", "betas", "eps", "momentum", "d_coef")
 """What a group takes from the options of today instead of a checkpoint."""
 
 

@@ -1,12 +1,16 @@
-"""A checkpoint is not continued with an optimizer or objective that its state and weights do not belong to."""
+"""What a resumed run says of changed options, and which of them it does not change."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from sd_training.errors import CheckpointError
-from tests.integration.training import CrashAfter, Interrupted, options, train
+from sd_training.errors import CheckpointError, ConfigError
+from tests.integration.training import CrashAfter, Interrupted, checkpoint_tensors, metrics, options, prepare, train
+from tests.unit.checkpoint.test_seal import listening_to_the_log
 
 CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"optimizer__name": "lion"}, "optimizer.name was adamw, now lion"),
@@ -14,25 +18,95 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"objective__prediction_type": "v_prediction"}, "objective.prediction_type was epsilon, now v_prediction"),
     ({"model__train_text_encoder": True}, "model.train_text_encoder was False, now True"),
     ({"objective__loss_weighting__name": "learned_uncertainty"}, "learned_uncertainty was False, now True"),
+    ({"dataset__params__resolution": 32}, "dataset.params.resolution was 16, now 32"),
+]
+REFUSED: list[tuple[list[str], str]] = [
+    (["model.use_ema=false"], "model.use_ema: was true at the last start of .* and is false now"),
+    (["model.train=vae", "dataset.params.crop=center"], 'model.train: was "unet" at the last start'),
+    (
+        ["model.noise_scheduler_training.params.beta_end=0.5"],
+        "model.noise_scheduler_training.params.beta_end: was null",
+    ),
+    (["conditioning.null_text=empty"], "conditioning.null_text: was null at the last start"),
 ]
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory, pipeline_dir: Path, shards_dir: Path) -> list[str]:
-    argv = options(tmp_path_factory.mktemp("begun") / "run", pipeline_dir, shards_dir)
+def begun(tmp_path_factory: pytest.TempPathFactory, pipeline_dir: Path, shards_dir: Path) -> Path:
+    """A run with a checkpoint of step 2; not to be changed."""
+    run_dir = tmp_path_factory.mktemp("begun") / "run"
     with pytest.raises(Interrupted):
-        train(argv, CrashAfter(3))
-    return argv
+        train(options(run_dir, pipeline_dir, shards_dir), CrashAfter(3))
+    return run_dir
+
+
+@pytest.fixture
+def again(begun: Path, tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> list[str]:
+    """The command of a copy of it."""
+    shutil.copytree(begun, tmp_path / "run")
+    return options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=32)
+
+
+def exported(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "current_pipeline" / "unet" / "diffusion_pytorch_model.safetensors")
+
+
+def agrees(run_dir: Path, part: str, step: int) -> bool:
+    """Whether the export is this part of the checkpoint."""
+    stored = checkpoint_tensors(run_dir, step)
+    return all(torch.equal(value, stored[f"{part}:network.{name}"]) for name, value in exported(run_dir).items())
 
 
 @pytest.mark.parametrize(("change", "said"), CHANGES, ids=lambda value: str(value)[:40])
-def test_other_options_are_named(begun: list[str], change: dict[str, Any], said: str) -> None:
+def test_other_options_are_named(again: list[str], change: dict[str, Any], said: str) -> None:
     more = [f"{name.replace('__', '.')}={value}" for name, value in change.items()]
-    with pytest.raises(CheckpointError, match=said):
-        train([*begun, *more])
+    with pytest.raises((CheckpointError, ConfigError), match=said):
+        train([*again, *more])
 
 
-def test_hyper_parameters_follow_the_options(begun: list[str]) -> None:
-    run = train([*begun, "optimizer.params.weight_decay=0.5", "optimizer.params.beta1=0.5"])
+@pytest.mark.parametrize(("change", "said"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_would_change_the_export_is_refused(again: list[str], change: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        prepare([*again, *change])
+    assert "allow it with 'experiment.allow_changed=[" in str(error.value)
+
+
+def test_changed_options_take_effect_are_told_and_kept(
+    again: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change = (
+        "optimizer.params.weight_decay=0.5",
+        "optimizer.params.beta1=0.5",
+        "optimizer.params.learning_rate=0.0003",
+    )
+    with listening_to_the_log():
+        run = train([*again, *change, "objective.snr_gamma=5", "lr_scheduler.params.warmup_length=0"])
     (group,) = run.trainer.optimizers[0].param_groups
     assert (group["weight_decay"], group["betas"][0]) == (0.5, 0.5)
+    run_dir = tmp_path / "run"
+    assert [float(row["learning_rate"]) for row in metrics(run_dir)][2:] == pytest.approx([0.0003, 0.0003], rel=1e-6)
+    (told,) = {text for text in caplog.messages if text.startswith("options that differ from the last start")}
+    assert "\n  optimizer.params.learning_rate: 0.001 -> 0.0003" in told
+    assert "\n  objective.snr_gamma: null -> 5.0" in told and "api_key" not in told
+    first, second = (run_dir / "configs" / name for name in ("0001.yaml", "0002.yaml"))
+    assert "learning_rate: 0.001" in first.read_text() and "learning_rate: 0.0003" in second.read_text()
+    assert second.read_bytes() == (run_dir / "config.yaml").read_bytes()
+
+
+def test_an_average_ends_and_begins_where_asked(
+    again: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir, allowed = tmp_path / "run", "experiment.allow_changed=[model.use_ema]"
+    assert agrees(run_dir, "ema", 2) and not agrees(run_dir, "weights", 2)
+    (run_dir / "config.yaml").unlink()  # as in a run that comes back from a mirror
+    with pytest.raises(CheckpointError, match=r"the checkpoint has an average, and current_pipeline holds it"):
+        train([*again, "model.use_ema=false"])
+    with listening_to_the_log():
+        train([*again, "model.use_ema=false", allowed])
+    assert "the checkpoint's average is dropped" in caplog.text
+    assert agrees(run_dir, "weights", 4)
+    longer = [*again, "experiment.num_examples_to_see=48"]
+    with pytest.raises(ConfigError, match=r"model\.use_ema: was false at the last start"):
+        train(longer)
+    train([*longer, allowed])
+    assert agrees(run_dir, "ema", 6) and not agrees(run_dir, "weights", 6)

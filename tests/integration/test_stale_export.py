@@ -142,6 +142,6 @@ def test_a_run_that_never_saved_begins_again(pipeline_dir: Path, shards_dir: Pat
         train(argv, CrashAfter(1))
     assert metrics(tmp_path / "run") and (tmp_path / "run" / "config.yaml").is_file()
     start = found([*argv, "experiment.requeue=false", "model.use_ema=false"])
-    assert start.refusal is None and not start.is_resumed
+    assert start.refusal is None and not start.is_resumed and not start.changed
     train(argv)
     assert (tmp_path / "run" / "checkpoints" / "step=2").is_dir()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 
+from sd_training.callbacks import run_record
 from sd_training.callbacks.run_record import RunRecord
 from tests.file_size_limit import file_size_limit
 from tests.unit.checkpoint.test_seal import listening_to_the_log
@@ -20,14 +21,25 @@ def test_each_start_is_recorded(tmp_path: Path) -> None:
     start(tmp_path, "a: 1\n")
     start(tmp_path, "a: 2\n")
     assert (tmp_path / "config.yaml").read_text() == "a: 2\n"
-    assert len(json.loads((tmp_path / "run.json").read_text())["starts"]) == 2
+    starts = json.loads((tmp_path / "run.json").read_text())["starts"]
+    assert [entry["config"] for entry in starts] == ["configs/0001.yaml", "configs/0002.yaml"]
+    assert (tmp_path / "configs" / "0001.yaml").read_text() == "a: 1\n"
+
+
+def test_configurations_are_kept_once_and_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_record, "_MAX_CONFIGS", 3)
+    (tmp_path / "config.yaml").write_text("a: 0\n")  # of a version that kept the newest only
+    for number in (1, 1, 2, 3):
+        start(tmp_path, f"a: {number}\n")
+    kept = {path.name: path.read_text() for path in (tmp_path / "configs").iterdir()}
+    assert kept == {"0001.yaml": "a: 0\n", "0003.yaml": "a: 2\n", "0004.yaml": "a: 3\n"}
 
 
 def test_a_full_disk_leaves_the_record_as_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     start(tmp_path, "a: 1\n")
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with listening_to_the_log(), file_size_limit(100):
         start(tmp_path, "a: 1\n" * 100)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    for name in before:
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    for name in ("config.yaml", "run.json", "configs"):
         assert f"{tmp_path / name} cannot be written" in caplog.text

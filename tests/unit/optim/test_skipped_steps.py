@@ -123,6 +123,16 @@ def test_a_resumed_run_follows_its_own_rates_of_parts(name: str) -> None:
 
 
 @every_optimizer
+def test_a_resumed_run_follows_its_own_hyper_parameters(name: str) -> None:
+    optimizer, second = build(name, toy()), build(name, toy(), weight_decay=0.5, beta1=0.5, epsilon=1e-3, d_coef=3.0)
+    options = ("weight_decay", "betas", "eps", "d_coef")
+    wanted = [{key: group[key] for key in options if key in group} for group in second.param_groups]
+    assert any(group["weight_decay"] == 0.5 for group in wanted)
+    second.load_state_dict(optimizer.state_dict())
+    assert [{key: group[key] for key in group.keys() & set(options)} for group in second.param_groups] == wanted
+
+
+@every_optimizer
 def test_weights_without_gradient_are_left_alone(name: str) -> None:
     parameters = toy()
     optimizer = build(name, parameters)
