@@ -44,8 +44,10 @@ class FirstEnd:
         self.path = run_dir / "first_end.json"
         self.rank = rank
         self.environment = environment
-        self._before = self._stamp()
-        """A note that is older than this process is of an earlier start, which may have had the same variables."""
+        stamp = self._stamp()
+        self._before = stamp if stamp is not None and stamp[1] < _started_ns() else None
+        """A note that is older than this process is of an earlier start, which may have had the same variables. A newer
+        one may be of a process that failed while this one imported its libraries."""
 
     def clear(self) -> None:
         """By the first process, at its start."""
@@ -106,6 +108,18 @@ class FirstEnd:
 
     def _start(self) -> str:
         return " ".join(self.environment.get(name, "") for name in _OF_A_START)
+
+
+def _started_ns() -> int:
+    """When this process was started [ns since 1970]; now where the system does not say."""
+    try:
+        ticks = int(
+            Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
+        )
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        age_s = 0.0
+    return time.time_ns() - int(age_s * 1e9)
 
 
 @contextmanager

@@ -1,3 +1,4 @@
+import os
 import sys
 import threading
 from pathlib import Path
@@ -38,7 +39,9 @@ def test_a_note_of_an_earlier_start_says_nothing(tmp_path: Path) -> None:
 
 def test_a_note_that_was_there_before_is_of_an_earlier_start(tmp_path: Path) -> None:
     """Nothing tells two starts of torchrun with the same address and port apart."""
-    assert ends(tmp_path)[0].claim(87, "before")
+    earlier = ends(tmp_path)[0]
+    assert earlier.claim(87, "before")
+    os.utime(earlier.path, (0, 0))
     first, second = ends(tmp_path)
     assert second.of_another() is None
     first.clear()
@@ -46,10 +49,17 @@ def test_a_note_that_was_there_before_is_of_an_earlier_start(tmp_path: Path) -> 
     assert first.claim(88, "now") and not second.claim(1, "because of it")
     end = second.of_another()
     assert end is not None and end.text == "now"
+    os.utime(first.path, (0, 0))
     third, fourth = ends(tmp_path)
     assert fourth.claim(86, "later")
     end = third.of_another()
     assert end is not None and end.text == "later"
+
+
+def test_a_process_that_was_slow_to_start_hears_of_one_that_failed_meanwhile(tmp_path: Path) -> None:
+    assert FirstEnd(tmp_path, 0, START).claim(2, "at once")
+    late = FirstEnd(tmp_path, 1, START)
+    assert not late.claim(2, "the same") and late.of_another() is not None
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"rank": 1}', "[]"])
