@@ -4,8 +4,9 @@
     python scripts/make_webdataset.py table.csv --out shards    # columns: path, caption, others become metadata
     python scripts/make_webdataset.py table.parquet --out shards --image-column picture --caption-column words
 
-Images are copied byte for byte unless `--resize` is given. What cannot be used is skipped, counted and named in
-`OUT/skipped.jsonl`; `OUT/report.json` has the totals.
+Images are copied byte for byte unless `--resize` is given. An empty .txt is the empty caption, as in training on the
+folder itself; an image without .txt, or with an empty cell in a table, is skipped. What cannot be used is skipped,
+counted and named in `OUT/skipped.jsonl`; `OUT/report.json` has the totals.
 """
 
 import argparse

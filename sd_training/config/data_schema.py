@@ -173,7 +173,8 @@ class DatasetParams(SourceParams):
     icc_to_srgb: bool = False
     """Convert images with a colour profile to sRGB."""
     resampled: bool = False
-    """Draw samples with replacement; otherwise every sample comes once per epoch."""
+    """Draw samples with replacement; there may then be fewer of them than an optimizer step takes. Otherwise every
+    sample comes once per epoch."""
     lanes: PositiveInt | None = None
     """Virtual readers that share the shards; null: the largest power of two up to 64 that divides the global batch."""
     window: PositiveInt | None = None

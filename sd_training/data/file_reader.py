@@ -24,10 +24,11 @@ _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 
 
 def folder_of(location: str) -> str:
-    """The folder, or its URL, that a file is in."""
+    """The folder, or its URL, that a table is in; without links, so that `..` means what the file system means."""
     if location.startswith(("http://", "https://")):
         location = location.partition("?")[0]
-    return location.rpartition("/")[0]
+    folder = location.rpartition("/")[0]
+    return folder if is_remote(location) else os.path.realpath(folder)
 
 
 def join(base: str, path: str) -> str:
@@ -42,15 +43,16 @@ def join(base: str, path: str) -> str:
 def checked_path(base: str, path: str) -> str:
     """The path of a file that a table names, as `join` takes it.
 
-    Relative paths stay below the folder of the table. Absolute ones are allowed in local tables: whoever writes one
-    means it; a table from elsewhere must not name files of this machine. URLs must lead to the table's own store.
+    A local table may name any local file, by an absolute path or by `..`: its folder could as well hold links, and only
+    images are read. A remote table must not name files of this machine: its relative paths stay below its folder, and
+    URLs must lead to its own store.
 
     Args:
         base: folder of the table.
         path: as it is written.
 
     Raises:
-        BadSample: the path leads out of the folder, or is none.
+        BadSample: the path of a remote table leads out of its folder, or the path is none.
         DataError: a URL of another place.
     """
     if not path or _UNSTORABLE.search(path):
@@ -63,8 +65,10 @@ def checked_path(base: str, path: str) -> str:
             raise BadSample(f"image path is absolute in a remote table: {path}")
         return path
     plain = posixpath.normpath(path)
-    if plain == ".." or plain.startswith("../"):
-        raise BadSample(f"image path leads out of the folder of its table: {path}")
+    if posixpath.basename(plain) == "..":
+        raise BadSample(f"image path is a folder: {path}")
+    if plain.startswith("../") and is_remote(base):
+        raise BadSample(f"image path leads out of the folder of its remote table: {path}")
     return plain
 
 

@@ -126,7 +126,7 @@ def _open(
     chosen = selection.survivors
     if kind == "TagFolder" and source_params.tags.limit_images is not None:
         chosen = chosen[limited([index.name(int(sample))[1] for sample in chosen], source_params.tags.limit_images)]
-    survivors, bucket_of, merges = _in_buckets(index, selection, chosen, table, batches)
+    survivors, bucket_of, merges = _in_buckets(index, selection, chosen, table, batches, params.resampled)
     reader = source.reader(index)
     captioner: Captioner = ChosenCaptions(index, reader, captions)
     if prompts is not None:
@@ -152,15 +152,20 @@ def _in_buckets(
     chosen: NDArray[np.int64],
     table: BucketTable,
     batches: NDArray[np.int64],
+    may_repeat: bool,
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], list[Merge]]:
-    """Samples that have a bucket, their buckets, and which buckets had too few."""
+    """Samples that have a bucket, their buckets, and which buckets had too few.
+
+    Where a step may repeat samples, one sample is enough for the last bucket that is left.
+    """
+    needed = np.ones_like(batches) if may_repeat else batches
     assigned = table.assign(index.numbers("width")[chosen], index.numbers("height")[chosen])
     fits = assigned >= 0
-    _enough(index, selection, len(chosen), int(fits.sum()), int(batches.min()))
+    _enough(index, selection, len(chosen), int(fits.sum()), int(needed.min()))
     bucket_of, merges = merge_small(assigned[fits], table, batches)
     stays = bucket_of >= 0
     survivors, bucket_of = chosen[fits][stays], bucket_of[stays]
-    _enough(index, selection, len(chosen), len(survivors), int(batches[bucket_of].min()))
+    _enough(index, selection, len(chosen), len(survivors), int(needed[bucket_of].min()))
     return survivors, bucket_of, merges
 
 
@@ -170,10 +175,11 @@ def _enough(index: DatasetIndex, selection: Selection, num_chosen: int, num_left
     without = num_chosen - num_left
     unfit = f" ({without:,} more fit no bucket or have no readable size)" if without else ""
     first = shown(index.units[0].location) + (" and further" if len(index.units) > 1 else "")
+    repeat = ", or set dataset.params.resampled=true, which repeats samples" if num_left else ""
     lines = [
         f"dataset.params.path: {num_left:,} samples of {first} are left{unfit}, fewer than one "
         f"optimizer step of {global_batch:,} takes; give more data, loosen dataset.params.filters, or lower "
-        "system.batch_size × system.gradient_accumulation × processes",
+        f"system.batch_size × system.gradient_accumulation × processes{repeat}",
         *(f"filter {line}" for line in filter_lines(index, selection)),
     ]
     if selection.problems.total():

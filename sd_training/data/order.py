@@ -52,7 +52,7 @@ class OrderSettings:
     window: int | None = None
     """Blocks per window; None takes as many as hold 262,144 samples, and at least one per lane."""
     with_replacement: bool = False
-    """Draw the samples of a lane with replacement instead of shuffling them."""
+    """Draw the samples of a lane with replacement instead of shuffling them; a batch may then repeat samples."""
     factors: tuple[int, ...] = ()
     """Of each bucket: how many times G samples a step of it takes; empty is once for all of them."""
 
@@ -78,7 +78,7 @@ class SampleOrder:
         bucket_of: [n] the bucket of each survivor.
 
     Raises:
-        ValueError: a bucket in use has fewer samples than one global batch: batches would repeat samples.
+        ValueError: a bucket in use has fewer samples than one global batch, and repeats were not asked for.
     """
 
     def __init__(self, settings: OrderSettings, block_of: NDArray[np.int32], bucket_of: NDArray[np.int32]) -> None:
@@ -91,7 +91,7 @@ class SampleOrder:
         self.sizes = self._counts.sum(axis=0)
         factors = np.array(settings.factors)[self.buckets] if settings.factors else np.ones_like(self.sizes)
         self.batches = settings.global_batch * factors.astype(np.int64)
-        if (self.sizes < self.batches).any():
+        if not settings.with_replacement and (self.sizes < self.batches).any():
             scarce = int(np.argmin(self.sizes - self.batches))
             raise ValueError(
                 f"a bucket has {self.sizes[scarce]} samples, fewer than the {self.batches[scarce]} of a step"

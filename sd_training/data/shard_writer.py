@@ -66,12 +66,13 @@ def _read(path: Path, what: str) -> bytes:
 
 
 def _caption(caption: Path | str | None) -> str:
+    """As training on the files themselves takes it: an empty text file is the empty caption, an empty cell is none."""
     try:
         text = _read(caption, "caption").decode("utf-8-sig") if isinstance(caption, Path) else str(caption or "")
         text.encode()  # a lone surrogate from a table would fail later
     except UnicodeError:
         raise BadSample("caption is not UTF-8 text") from None
-    if not text.strip():
+    if not text.strip() and not isinstance(caption, Path):
         raise BadSample("caption is empty")
     return text.strip()
 

@@ -45,7 +45,7 @@ class TableSource:
 
     @property
     def identity(self) -> str:
-        return json.dumps(["table", *self.wanted])
+        return json.dumps(["table with paths by ..", *self.wanted])
 
     def units(self) -> list[Unit]:
         if not self.paths:

@@ -14,6 +14,7 @@ from PIL import Image
 from scripts import download_diffusers, index_dataset, make_webdataset
 from tests import makers
 from tests.integration.commands import ROOT, fails, run
+from tests.unit.data.making import training_data
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -119,6 +120,7 @@ def test_make_webdataset_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFix
         (photos / f"sub/{i}.jpg").write_bytes(makers.encode(makers.picture(i)))
         (photos / f"sub/{i}.txt").write_text(f"picture {i}")
     (photos / "sub/3.txt").unlink()
+    (photos / "sub/4.txt").write_text("\n")
     make_webdataset.main([str(photos), "--out", str(out), "--samples-per-shard", "2"])
     said = capsys.readouterr().out
     assert "4 samples in 3 shards" in said and "skipped 1: caption is missing" in said and str(out) in said
@@ -130,6 +132,10 @@ def test_make_webdataset_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFix
     assert sorted(p.name for p in out.glob("*.tar*")) == ["00000.tar", "00001.tar", "00002.tar"]
     with tarfile.open(out / "00001.tar") as tar:
         assert tar.getnames() == ["000000002.jpg", "000000002.json", "000000002.txt"]
+    for path, kind in ((photos, "ImageFolder"), (out, "WebDataset")):  # the same samples, whichever is trained on
+        dataset = training_data(path, kind=kind).datasets()[0]
+        captions = sorted(dataset.reader.caption(int(sample)) for sample in dataset.survivors)
+        assert captions == ["", "picture 0", "picture 1", "picture 2"]
     assert "has shards already" in fails(make_webdataset.main, photos, "--out", out)
 
 

@@ -74,6 +74,17 @@ def test_captions_become_one_line(root: Path) -> None:
     assert captions(root) == {"./1.jpg": "a cat, asleep", "./2.jpg": ""}
 
 
+def test_a_checkpoint_knows_captions_by_their_length(root: Path) -> None:
+    """What docs/data.md says of changed captions: the text itself is not compared."""
+    add(root, "1.jpg")
+    fingerprints = []
+    for text in ("a cat", "a dog", "a bird"):
+        (root / "1.txt").write_text(text)
+        assert captions(root) == {"./1.jpg": text}
+        fingerprints.append(index_of(root).fingerprint)
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+
+
 def test_metadata_beside_or_with_the_caption(root: Path) -> None:
     add(root, "img/1.jpg", "img/1.json", "img/2.jpg", "txt/2.json", "img/3.jpg", "img/4.jpg")
     (root / "img" / "3.json").write_text("[1]")

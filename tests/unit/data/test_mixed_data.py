@@ -71,8 +71,17 @@ def test_with_replacement(folders: list[Path]) -> None:
 
 def test_fewer_samples_than_a_step_takes_is_an_error_before_the_first_one(folders: list[Path]) -> None:
     plan = BatchPlan(6, 2, 2, 4800)
-    with pytest.raises(DataError, match=r"20 samples of .*fewer than one optimizer step of 24 takes"):
+    with pytest.raises(DataError, match=r"20 samples of .*fewer than one optimizer step of 24 takes.*resampled=true"):
         training_data(folders[0], plan).report()
+
+
+def test_with_replacement_a_step_may_take_more_samples_than_there_are(tmp_path: Path) -> None:
+    makers.caption_shards(tmp_path / "few", shards=1, per_shard=3)
+    data = training_data(tmp_path / "few", BatchPlan(4, 1, 1, 40), resampled=True)
+    assert "3 samples 13.33 times each, in 10 steps" in data.report().text()
+    batches = stream(data)
+    assert [len(batch.sample_ids) for batch in batches] == [4] * 10
+    assert set(joined(batches).sample_ids.tolist()) == {0, 1, 2}
 
 
 def test_other_data_is_refused_unless_told_to(folders: list[Path]) -> None:

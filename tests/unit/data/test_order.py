@@ -132,6 +132,19 @@ def test_windows_keep_reads_together() -> None:
     )
 
 
+@pytest.mark.parametrize("case", [{}, {"blocks": 3, "per_block": 1, "lanes": 2, "window": 1}, {"buckets": 2}])
+def test_a_batch_repeats_samples_where_there_are_fewer(case: dict[str, int]) -> None:
+    few = {"blocks": 1, "per_block": 3, **case}
+    with pytest.raises(ValueError, match="fewer than the 8 of a step"):
+        make_order(**few)
+    batches = sequence(make_order(**few, with_replacement=True), 40)
+    assert {len(batch.samples) for batch in batches} == {GLOBAL_BATCH}
+    assert visits(batches, 3).min() > 40
+    for step in (39, 7, 0):
+        again = make_order(**few, with_replacement=True).at(step)
+        assert (again.bucket, again.samples.tolist()) == (batches[step].bucket, batches[step].samples.tolist())
+
+
 def test_with_replacement() -> None:
     order = make_order(per_block=1000, blocks=4, with_replacement=True)
     seen = visits(sequence(order, 500), 4000)

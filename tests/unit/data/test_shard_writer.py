@@ -72,6 +72,8 @@ def test_folder_samples(tmp_path: Path) -> None:
     image.write_bytes(JPEG)
     with pytest.raises(BadSample, match="caption is missing: a"):
         encode_sample(sample(image, text, extra), None)
+    text.write_bytes(b"\n")
+    assert encode_sample(sample(image, text, extra), None)["txt"] == b""
     text.write_bytes(b"\xef\xbb\xbfa dog\n")
     assert encode_sample(sample(image, text, extra), None)["txt"] == b"a dog"
     extra.write_text('{"uid": "7"}')
