@@ -1,12 +1,15 @@
 """Every YAML file that ships loads once its `???` are filled, and the key reference is fresh."""
 
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from scripts.config_docs import DESTINATION, ROOT, render
+from scripts.config_docs import DESTINATION, RECIPES, ROOT, render
+from sd_training.config.check import warnings
 from sd_training.config.dump import to_plain
 from sd_training.config.fields import accepts, options
 from sd_training.config.load import load_config
@@ -92,6 +95,30 @@ def test_stage_two_goes_on_from_stage_one(tmp_path: Path) -> None:
 
 def test_key_reference_is_fresh() -> None:
     assert DESTINATION.read_text(encoding="utf-8") == render(), "run: python scripts/config_docs.py"
+
+
+def test_key_reference_has_whole_tables() -> None:
+    """A row that is broken over two lines ends its table."""
+    blocks = [block.splitlines() for block in render().split("\n\n") if "|---|" in block]
+    assert len(blocks) > 20
+    for rows in blocks:
+        cells = [len(re.split(r"(?<!\\)\|", row)) for row in rows]
+        assert all(row.startswith("| ") and row.endswith(" |") for row in rows if "|---|" not in row), rows
+        assert set(cells) == {cells[0]}, rows
+
+
+@pytest.mark.parametrize(("task", "words"), RECIPES, ids=[task for task, _ in RECIPES])
+def test_recipes_load_and_every_option_of_them_is_used(
+    task: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("captions.csv").write_text("uid,caption\n1,a cat\n", encoding="utf-8")
+    base = {"experiment.log_dir": "runs", "experiment.name": "a", "experiment.num_examples_to_see": "10_000_000"}
+    base |= {"dataset.params.path": "a.tar", "model.pretrained": "a/b"}
+    given = base | dict(word.split("=", 1) for word in shlex.split(words))
+    config = load_config([f"{key}={value}" for key, value in given.items()])
+    assert warnings(config) == []
+    assert f"| {task} |" in render()
 
 
 def test_key_reference_names_every_option() -> None:
