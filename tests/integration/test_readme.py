@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import makers
+from tests.integration.training import options
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = ("make quickstart", "make test", "download_diffusers.py", "sbatch ", "config=…")
@@ -70,6 +71,24 @@ def test_every_command_runs_in_order(folder: Path) -> None:
             shutil.copytree(folder / "cache", folder / "cache_kept")  # the index is used again, not made anew
     assert len(ran) == 3
     assert list((folder / "pictures").rglob("*.png"))
+
+
+def test_torchrun_from_another_folder(folder: Path, shards_dir: Path, tmp_path: Path) -> None:
+    """The README's form for other folders, where `-m train` finds no module; loader processes find the package too."""
+    (line,) = [command for command in commands() if "/path/to/train.py" in command]
+    argv = options(tmp_path / "run", folder / "models" / "sd2", shards_dir, experiment__num_examples_to_see=16)
+    small = ["system.batch_size=4", "system.workers=1", "trainer.accelerator=cpu"]
+    words = line.replace("/path/to/train.py", str(ROOT / "train.py")).replace(
+        "--nproc_per_node 8", "--nproc_per_node 2"
+    )
+    words = words.replace("config=…", " ".join([*argv, *small])).split()
+    assert words.pop(0) == "torchrun"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONPATH", None)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "current_pipeline" / "model_index.json").is_file()
 
 
 def test_the_python_block_runs_on_what_the_run_left(folder: Path) -> None:
