@@ -85,6 +85,21 @@ def test_the_template_means_what_the_readme_of_sd_training_says(tmp_path: Path) 
     assert values["system"]["dist_backend"] == "nccl"
 
 
+def test_the_recipe_for_fine_tuning_is_careful(tmp_path: Path) -> None:
+    """finetune_config.yaml keeps sd-training's values; the README starts from the recipe."""
+    config = load("finetune_sd2.yaml", tmp_path)
+    peak = config.lr_scheduler.params.learning_rate or config.optimizer.params.learning_rate
+    assert peak == 1e-5
+    assert config.lr_scheduler.params.warmup_length >= 100
+    assert config.optimizer.max_grad_norm == 1.0
+    assert config.model.use_ema
+    assert config.system.batch_size * config.system.gradient_accumulation >= 64
+    assert config.conditioning.dropout_prob == 0.1
+    # min-SNR fits noise that the pipeline's own scheduler describes: what it predicts is not named here.
+    assert config.objective.snr_gamma == 5.0
+    assert config.objective.preset is config.objective.prediction_type is None
+
+
 def test_stage_two_goes_on_from_stage_one(tmp_path: Path) -> None:
     one = load("templates/sd2_base_stage1.yaml", tmp_path)
     two = load("templates/sd2_base_stage2.yaml", tmp_path)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests import makers
 from tests.integration.training import options
@@ -15,7 +16,10 @@ from tests.integration.training import options
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = ("make quickstart", "make test", "download_diffusers.py", "sbatch ", "config=…")
 # Overrides that make the command small; they are added, nothing of the command is changed.
-SMALL = "dataset.params.resolution=16 system.batch_size=4 system.workers=0 trainer.accelerator=cpu model.xformers=false"
+SMALL = (
+    "dataset.params.resolution=16 system.batch_size=4 system.gradient_accumulation=2 system.workers=0 "
+    "trainer.accelerator=cpu"
+)
 SMALL_TRAIN = f"{SMALL} experiment.save_every=4 lr_scheduler.params.warmup_length=1 logging.progress_bar=false"
 
 
@@ -70,6 +74,9 @@ def test_every_command_runs_in_order(folder: Path) -> None:
             assert done.returncode == 0, f"{train}\n{done.stderr}"
             shutil.copytree(folder / "cache", folder / "cache_kept")  # the index is used again, not made anew
     assert len(ran) == 3
+    assert (folder / "logs/finetuning/checkpoints/step=2").is_dir()
+    trained = yaml.safe_load((folder / "logs/finetuning/config.yaml").read_text())
+    assert (trained["optimizer"]["params"]["learning_rate"], trained["objective"]["snr_gamma"]) == (1e-5, 5.0)
     assert list((folder / "pictures").rglob("*.png"))
 
 
