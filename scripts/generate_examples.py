@@ -23,8 +23,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sd_training.cpu_threads import let_threads_sleep, share_cores
+from sd_training.quiet import quiet_libraries
 
 let_threads_sleep()
+quiet_libraries()
 
 import diffusers
 import torch

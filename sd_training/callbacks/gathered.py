@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytorch_lightning as pl
-from torch import Tensor
+import torch
+from torch import Tensor, distributed
 
 
 def gathered(trainer: pl.Trainer, tensor: Tensor) -> Tensor:
@@ -11,5 +12,7 @@ def gathered(trainer: pl.Trainer, tensor: Tensor) -> Tensor:
     if trainer.world_size == 1:
         return tensor[None].cpu()
     strategy: Any = trainer.strategy
-    everyone: Tensor = strategy.all_gather(tensor.to(strategy.root_device))
-    return everyone.cpu()
+    own = tensor.to(strategy.root_device).contiguous()
+    everyone = [torch.empty_like(own) for _ in range(trainer.world_size)]
+    distributed.all_gather(everyone, own)
+    return torch.stack(everyone).cpu()

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from sd_training.models.load import loaded_as
+
 CAPTION = "A photo of 7 small red squares, naïve café; 日本 <|endoftext|>"
 """Text that a reloaded tokenizer must turn into the same ids: words, digits, marks, accents, other scripts."""
 
@@ -86,8 +88,7 @@ def _index_differences(modules: dict[str, nn.Module], folder: Path) -> Iterator[
 
 def _module_differences(name: str, module: Any, folder: Path) -> Iterator[str]:
     options: dict[str, Any] = {"low_cpu_mem_usage": False} if isinstance(module, ModelMixin) else {}
-    dtype_option = "torch_dtype" if isinstance(module, ModelMixin) else "dtype"
-    options[dtype_option] = module.dtype
+    options |= loaded_as(type(module), module.dtype)
     reloaded = type(module).from_pretrained(folder, **options, **_OFFLINE)
     for problem in bit_differences(module.state_dict(), reloaded.state_dict()):
         yield f"{name}: {problem}"

@@ -183,13 +183,19 @@ def make_network(part: str, config: PartConfig, *, seed: int, meta: bool = False
         return _on_meta(part, cls, config)
     if config.pretrained is not None:
         network, info = _from_pretrained(
-            part, cls, config, torch_dtype=torch.float32, use_safetensors=True, output_loading_info=True
+            part, cls, config, use_safetensors=True, output_loading_info=True, **loaded_as(cls, torch.float32)
         )
         _refuse_partial(part, config, sorted(info["missing_keys"]))
         return network
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stable_seed(seed, f"init {part}"))
         return _construct(part, cls, config.params)
+
+
+def loaded_as(cls: type, dtype: torch.dtype) -> dict[str, Any]:
+    """The option of `from_pretrained` for the type of the weights: diffusers before 0.40 knows no `dtype`, and
+    transformers warns of `torch_dtype`."""
+    return {"torch_dtype" if issubclass(cls, diffusers.ModelMixin) else "dtype": dtype}
 
 
 def _refuse_partial(part: str, config: PartConfig, missing: list[str]) -> None:
