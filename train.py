@@ -3,25 +3,26 @@
     python train.py config=configs/x.yaml [config options as a.b.c=value …] [--dry-run]
     python train.py config=configs/x.yaml --fit gpu_gib=80 [gpus=8]
     torchrun --nproc_per_node 8 -m train config=configs/x.yaml
+    python train.py --help [GROUP or OPTION …]
 
 The same command again resumes the run, also after SIGTERM or SIGUSR1: then it has saved and ended with status 75
 (docs/watch.md lists the others).
-Every option is described in docs/config.md.
 """
 
 import os
+import platform
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from sd_training.build.local_files import local_problems
+from sd_training import __version__
 from sd_training.cli import run_cli
-from sd_training.config.fit_target import take_target
-from sd_training.config.load import load_config
 from sd_training.cpu_threads import let_threads_sleep, share_cores
 from sd_training.errors import ConfigError
 from sd_training.quiet import quiet_libraries
 from sd_training.rank_log import get_logger, is_main_process
+from sd_training.run_log import RunLog
 from sd_training.stop_signals import StopSignals
 from sd_training.watch.parent import end_with_parent
 
@@ -36,18 +37,33 @@ def main() -> None:
     """Parse, check, say what will happen, build, fit."""
     argv = sys.argv[1:]
     if not argv or "-h" in argv or "--help" in argv:
-        print(__doc__.strip())
+        from sd_training.config.help import help_text
+
+        print(help_text(__doc__.strip(), [word for word in argv if word not in ("-h", "--help")]))
         return
     end_with_parent()
     signals = StopSignals()
     signals.expect_warning()
+    with RunLog().kept() as run_log:
+        _start(argv, signals, run_log)
+
+
+def _start(argv: Sequence[str], signals: StopSignals, run_log: RunLog) -> None:
     dry_run, fit = "--dry-run" in argv, "--fit" in argv
     words = [word for word in argv if word not in ("--dry-run", "--fit")]
     unknown = [word for word in words if word.startswith("-")]
     if unknown:
-        raise ConfigError([f"{word}: is no option; options are --dry-run, --fit and a.b.c=value" for word in unknown])
+        raise ConfigError(
+            [f"{word}: is no option; options are --dry-run, --fit, --help and a.b.c=value" for word in unknown]
+        )
     if dry_run and fit:
         raise ConfigError("--fit: looks for a way to run, --dry-run describes the one given; give one of them")
+    log.info(_first_line(words))
+    # pydantic takes a second to import, torch and its friends several: what comes before need not wait for them.
+    from sd_training.build.local_files import local_problems
+    from sd_training.config.fit_target import take_target
+    from sd_training.config.load import load_config
+
     target = None
     if fit:
         target, words = take_target(words)
@@ -55,7 +71,6 @@ def main() -> None:
 
     quiet_libraries()
     let_threads_sleep()
-    # torch and its friends take seconds to import; a mistake in the config is reported before that.
     from sd_training.build.plan import make_plan
     from sd_training.data.worker_server import worker_context
 
@@ -75,11 +90,21 @@ def main() -> None:
         if is_main_process():
             print(describe(plan))
         return
-    log.info(plan.batch.sentence())
-    train(plan, signals)
+    train(plan, signals, run_log)
 
 
-def train(plan: "Plan", signals: StopSignals) -> None:
+def _first_line(words: Sequence[str]) -> str:
+    """Printed at once: the imports that follow take seconds."""
+    files = [name for word in words if word.startswith("config=") for name in word.removeprefix("config=").split(",")]
+    num_options = sum(not word.startswith("config=") for word in words)
+    given = [*files, f"{num_options} option{'' if num_options == 1 else 's'} on the command line"]
+    return (
+        f"sd_training {__version__}, Python {platform.python_version()}: {', '.join(given)}; loading PyTorch, "
+        "Lightning and diffusers"
+    )
+
+
+def train(plan: "Plan", signals: StopSignals, run_log: RunLog) -> None:
     """Builds and fits, watched; all processes of the run end together."""
     from sd_training.build.run import build_run, make_watch
     from sd_training.watch.ending import ended_together
@@ -87,7 +112,7 @@ def train(plan: "Plan", signals: StopSignals) -> None:
     watch, is_child = make_watch(plan), plan.launch.launcher == "own" and not is_main_process()
     together = ended_together(watch.first_end, is_child=is_child) if plan.launch.processes > 1 else nullcontext()
     with together, watch.running():
-        run = build_run(plan, signals, watch)
+        run = build_run(plan, signals, watch, run_log)
         _fit(run)
     if run.exit_status:
         log.info(f"stopped after {run.trainer.global_step:,} optimizer steps and saved; the same command goes on")

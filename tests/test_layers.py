@@ -14,10 +14,10 @@ PACKAGE = "sd_training"
 
 LAYERS = {
     # Layer 0 has a floor: these modules are for everybody, config included.
-    "command_secrets": -4,
+    **dict.fromkeys(("command_secrets", "__version__"), -4),
     **dict.fromkeys(("exit_status", "redaction"), -3),
     **dict.fromkeys(("errors", "types", "rank_log"), -2),
-    **dict.fromkeys(("cli", "cpu_threads", "quiet", "stop_signals", "incident_log"), -1),
+    **dict.fromkeys(("cli", "cpu_threads", "quiet", "stop_signals", "incident_log", "run_log"), -1),
     "config": 0,
     **dict.fromkeys(("data", "diffusion", "optim", "checkpoint", "watch"), 1),
     "models": 2,

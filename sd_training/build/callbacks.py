@@ -2,12 +2,15 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 
 from sd_training.build.models import Trained
 from sd_training.build.plan import Plan
+from sd_training.build.start import Start
 from sd_training.callbacks.compile_watch import CompileWatch
 from sd_training.callbacks.ema import Ema, NoEma
 from sd_training.callbacks.ema_snapshots import EmaSnapshots
@@ -45,6 +48,7 @@ _MAX_REHEARSAL_S = 900.0
 
 def build_callbacks(
     plan: Plan,
+    start: Start,
     trained: Trained,
     data: TrainingData,
     preemption: Preemption,
@@ -67,6 +71,9 @@ def build_callbacks(
             "data_fingerprint": data.fingerprint(),
         }
 
+    networks = trained.cuts.roots
+    num_parameters = sum(parameter.numel() for network in networks for parameter in network.parameters())
+    what = f"{', '.join(type(network).__name__ for network in networks)} of {num_parameters:,} parameters"
     saves = Saves(
         plan.run_dir,
         config.experiment.save_every,
@@ -82,7 +89,7 @@ def build_callbacks(
     guard = _numeric_guard(plan, data, stopwatch, saves, ema)
     callbacks: list[pl.Callback | None] = [
         preemption,
-        RunRecord(plan.run_dir, resolved_yaml(config), facts),
+        RunRecord(plan.run_dir, resolved_yaml(config), facts, lambda step: _banner(plan, start, data, what, step)),
         ema or NoEma(may_drop=_may_change_ema(config)),
         EmaSnapshots(plan.run_dir, config.ema, ema) if ema is not None and config.ema.tracks else None,
         guard,
@@ -100,6 +107,31 @@ def build_callbacks(
         GarbageCollection(),
     ]
     return [callback for callback in callbacks if callback is not None]
+
+
+def _banner(plan: Plan, start: Start, data: TrainingData, what: str, step: int) -> str:
+    """What this start of the run does, in one block; a mistake is easier to see here than in the config.
+
+    Args:
+        what: is trained.
+        step: optimizer steps that are done.
+    """
+    config, launch = plan.config, plan.launch
+    device = torch.cuda.get_device_name() if launch.accelerator == "cuda" else launch.accelerator
+    machines = "" if launch.num_nodes == 1 else f" on {launch.num_nodes} machines"
+    processes = "1 process" if launch.processes == 1 else f"{launch.processes} processes{machines}"
+    average = f"EMA with decay {config.ema.decay:g} is exported" if config.model.use_ema else "no EMA"
+    samples = sum(len(dataset.survivors) for dataset in data.datasets())
+    done = f"resuming after optimizer step {step:,} of {plan.batch.num_steps:,}" if step else "a new run"
+    rows = {
+        "run folder": f"{plan.run_dir}, {done}",
+        "device": f"{device}, {processes}, strategy {plan.layout.strategy}",
+        "precision": f"{plan.precision.replace('no', 'fp32')}, {average}",
+        "samples": f"{samples:,}",
+        "batch": plan.batch.sentence(),
+    }
+    lines = [f"training {what}", *(f"  {name:<12}{value}" for name, value in rows.items())]
+    return "\n".join([*lines, *([indent(start.changes(), "  ")] if start.changed else [])])
 
 
 def _numeric_guard(plan: Plan, data: TrainingData, stopwatch: Stopwatch, saves: Saves, ema: Ema | None) -> NumericGuard:

@@ -30,6 +30,7 @@ from sd_training.distributed.saves import WholeCheckpoints
 from sd_training.exit_status import HANG
 from sd_training.models.family import Family
 from sd_training.rank_log import get_logger, global_rank, is_main_process
+from sd_training.run_log import RunLog
 from sd_training.stop_signals import StopSignals
 from sd_training.training.base_module import TrainedModule
 from sd_training.types import LatentGrid
@@ -66,13 +67,19 @@ class Run:
         return any(isinstance(logger, BackgroundLogger) and logger.is_left for logger in self.trainer.loggers)
 
 
-def build_run(plan: Plan, signals: StopSignals | None = None, watch: HangWatch | None = None) -> Run:
+def build_run(
+    plan: Plan,
+    signals: StopSignals | None = None,
+    watch: HangWatch | None = None,
+    run_log: RunLog | None = None,
+) -> Run:
     """Every object of the run.
 
     Args:
         plan: what to build.
         signals: notes of signals, when the program has taken some since its start.
         watch: counts how long a process does one thing; null: nobody does.
+        run_log: `train.log`, from the moment on when the folder is this start's; null: there is none.
 
     Raises:
         ConfigError: a part cannot be loaded, parts do not fit, the run folder is taken, or the run cannot go on there
@@ -86,16 +93,16 @@ def build_run(plan: Plan, signals: StopSignals | None = None, watch: HangWatch |
     if start.refusal is not None:
         raise start.refusal
     fence = own_run_dir(plan, mirror)
+    if run_log is not None:
+        run_log.open(plan.run_dir, fence.check)
     if start.is_done:
         log.info(f"{plan.run_dir} has already done its optimizer steps; it {start.sentence()}")
-    if start.changed:
-        log.info(start.changes())
     resume_from = plan.run_dir / "checkpoints" if start.is_resumed else None
     trained = build_model(plan)
     data = make_data(plan, trained.family, trained.latent_grid)
     preemption = _preemption(plan, signals or StopSignals())
     watch = watch or HangWatch({}, plan.run_dir)
-    callbacks = build_callbacks(plan, trained, data, preemption, fence, watch, mirror)
+    callbacks = build_callbacks(plan, start, trained, data, preemption, fence, watch, mirror)
     strategy = make_strategy(plan, trained.cuts)
     assert isinstance(strategy, WholeCheckpoints)
     strategy.fence, strategy.is_written_later = fence, plan.config.checkpoint.asynchronous

@@ -1,5 +1,5 @@
-"""What was run: in the run folder `config.yaml` (resolved, without secrets), `run.json`, and `configs/` with the
-configuration of each start that had another one than the start before."""
+"""What is run: a block of lines at the start; in the run folder `config.yaml` (resolved, without secrets), `run.json`,
+and `configs/` with the configuration of each start that had another one than the start before."""
 
 import json
 import platform
@@ -60,10 +60,18 @@ class RunRecord(pl.Callback):
         run_dir: the run folder.
         resolved_config: YAML without secrets.
         facts: gives further entries for `run.json`, e.g. world size and data fingerprint; asked once data is open.
+        banner: gives the block of lines for a start after so many optimizer steps; asked once data is open.
     """
 
-    def __init__(self, run_dir: Path, resolved_config: str, facts: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        resolved_config: str,
+        facts: Callable[[], dict[str, Any]],
+        banner: Callable[[int], str],
+    ) -> None:
         self.run_dir = run_dir
+        self.banner = banner
         self.resolved_config = resolved_config
         self.facts = facts
 
@@ -71,6 +79,7 @@ class RunRecord(pl.Callback):
         """Rank 0 writes."""
         if not trainer.is_global_zero:
             return
+        log.info(self.banner(trainer.global_step))
         kept_as = self._keep_config()
         entry = {
             "started_unix_s": int(time.time()),

@@ -85,9 +85,10 @@ def test_changed_options_take_effect_are_told_and_kept(
     assert (group["weight_decay"], group["betas"][0]) == (0.5, 0.5)
     run_dir = tmp_path / "run"
     assert [float(row["learning_rate"]) for row in metrics(run_dir)][2:] == pytest.approx([0.0003, 0.0003], rel=1e-6)
-    (told,) = {text for text in caplog.messages if text.startswith("options that differ from the last start")}
-    assert "\n  optimizer.params.learning_rate: 0.001 -> 0.0003" in told
-    assert "\n  objective.snr_gamma: null -> 5.0" in told and "api_key" not in told
+    (told,) = {text for text in caplog.messages if "\n  options that differ from the last start" in text}
+    assert "resuming after optimizer step 2 of 4" in told
+    assert "\n    optimizer.params.learning_rate: 0.001 -> 0.0003" in told
+    assert "\n    objective.snr_gamma: null -> 5.0" in told and "api_key" not in told
     first, second = (run_dir / "configs" / name for name in ("0001.yaml", "0002.yaml"))
     assert "learning_rate: 0.001" in first.read_text() and "learning_rate: 0.0003" in second.read_text()
     assert second.read_bytes() == (run_dir / "config.yaml").read_bytes()

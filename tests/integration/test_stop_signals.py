@@ -18,6 +18,7 @@ from sd_training.build.plan import make_plan
 from sd_training.callbacks.preemption import STEP_FILE_VARIABLE
 from sd_training.cli import run_cli
 from sd_training.config.load import load_config
+from sd_training.run_log import RunLog
 from sd_training.stop_signals import INTERRUPTED, STOPPED, StopSignals
 from tests.integration.record_ids import read_ids
 from tests.integration.test_training import assert_same_tensors
@@ -139,7 +140,7 @@ def test_ctrl_c_before_the_first_step(
     monkeypatch.setattr(building, "build_run", build_pressed)
     plan = make_plan(load_config(options(tmp_path / "run", pipeline_dir, shards_dir)))
     with pytest.raises(SystemExit) as ended:
-        run_cli(lambda: program.train(plan, StopSignals()))
+        run_cli(lambda: program.train(plan, StopSignals(), RunLog()))
     assert ended.value.code == INTERRUPTED
 
 

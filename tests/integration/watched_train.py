@@ -21,10 +21,8 @@ SIGNALS.expect_warning()
 import pytorch_lightning as pl
 
 from sd_training.build import run as building
-from sd_training.build.plan import Plan
 from sd_training.callbacks.preemption import Preemption
 from sd_training.cli import run_cli
-from sd_training.watch.hang_watch import HangWatch
 from tests.integration.record_ids import RecordIds
 
 HOLDS_S = 600
@@ -59,15 +57,15 @@ def main() -> None:
     folder = Path(os.environ["WATCH_DIR"])
     build_run = building.build_run
 
-    def build_watched(plan: Plan, signals: StopSignals, watch: HangWatch) -> building.Run:
-        run = build_run(plan, signals, watch)
+    def build_watched(*given: Any) -> building.Run:
+        run = build_run(*given)
         run.trainer.callbacks.append(RecordIds(folder))  # type: ignore[attr-defined]
         if "WATCH_HOLD" in os.environ:
             run.trainer.callbacks.append(Hold(folder, os.environ["WATCH_HOLD"]))  # type: ignore[attr-defined]
         return run
 
     train.StopSignals = lambda: SIGNALS  # type: ignore[assignment,misc]
-    building.build_run = build_watched  # type: ignore[assignment]
+    building.build_run = build_watched
     train.main()
 
 

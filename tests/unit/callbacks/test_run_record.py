@@ -14,7 +14,7 @@ from tests.unit.checkpoint.test_seal import listening_to_the_log
 
 def start(run_dir: Path, config: str) -> None:
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    RunRecord(run_dir, config, dict).on_train_start(trainer, pl.LightningModule())
+    RunRecord(run_dir, config, dict, str).on_train_start(trainer, pl.LightningModule())
 
 
 def test_each_start_is_recorded(tmp_path: Path) -> None:

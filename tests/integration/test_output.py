@@ -1,0 +1,66 @@
+"""What a run prints: its own lines, each with the time, and nothing of a library."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.commands import run
+from tests.integration.training import ROOT, options, train_in_processes
+
+TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
+OURS = re.compile(
+    rf"{TIME}(sd_training 0\.|training \w+ of [\d,]+ parameters$|saved step \d|step \d+ of \d|done: |resuming from |"
+    r"distributed\.dist_backend: )"
+    r"|  (run folder|device|precision|samples|batch) +\S|  options that differ from the last start|    [a-z_.]+: .* -> "
+)
+"""The start, its block, saves, progress, and the end."""
+
+
+def lines(text: str) -> list[str]:
+    """All lines; none is somebody else's."""
+    found = text.splitlines()
+    assert [line for line in found if not OURS.match(line)] == []
+    return found
+
+
+def test_a_run_says_what_it_does_and_nothing_else(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
+    """One process, its dry run, and two that go on where it ended."""
+    changes = {"experiment__save_every": 4, "logging__progress_bar": True, "system__workers": 1}
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir, **changes)
+    one = run(sys.executable, "train.py", *argv, "experiment.num_examples_to_see=32", cwd=ROOT)
+    said = lines(one.stderr)
+    assert one.returncode == 0 and one.stdout == "" and "sd_training 0." in said[0]
+    block = dict(re.findall(r"^  (\S.*?)  +(.*)$", one.stderr, re.MULTILINE))
+    assert block == {
+        "run folder": f"{tmp_path / 'run'}, a new run",
+        "device": "cpu, 1 process, strategy single",
+        "precision": "fp32, EMA with decay 0.9999 is exported",
+        "samples": "32",
+        "batch": "batch_size 8 × accumulation 1 × 1 process = 8 images per optimizer step; 32 images = 4 steps",
+    }
+    progress = rf"^{TIME}step 4 of 4: 32 images, [\d.]+ images/s, 0:00:00 left, loss [\d.]+$"
+    assert re.search(progress, one.stderr, re.MULTILINE)
+    kept = (tmp_path / "run/train.log").read_text()
+    assert kept == one.stderr
+    described = run(sys.executable, "train.py", *argv, "--dry-run", cwd=ROOT)
+    assert described.returncode == 0 and described.stdout.startswith("experiment:"), described.stderr
+    assert len(lines(described.stderr)) == 1
+    both = lines(train_in_processes([*argv, "system.batch_size=4", "trainer.accelerator=cpu"], 2))
+    assert f"  run folder  {tmp_path / 'run'}, resuming after optimizer step 4 of 8" in both
+    assert "  device      cpu, 2 processes, strategy ddp" in both and "    system.batch_size: 8 -> 4" in both
+    assert len([line for line in both if "sd_training 0." in line]) == 1  # of the first process only
+    assert (tmp_path / "run/train.log").read_text() == kept + "".join(f"{line}\n" for line in both)
+
+
+def test_what_diffusers_finds_slow_is_not_imported() -> None:
+    """bitsandbytes brings torch's compiler; the 8-bit optimizer still finds it."""
+    pytest.importorskip("bitsandbytes")
+    program = (
+        "import sys, importlib, train, sd_training.build.run; found = {*sys.modules};"
+        "print({'bitsandbytes', 'torch._inductor.compile_fx'} & found, importlib.util.find_spec('bitsandbytes').name)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set() bitsandbytes\n"
