@@ -3,7 +3,7 @@
 SIGTERM   preemption, torchrun, `kill`: save and end with status 75
 SIGUSR1   SLURM's warning before the time limit: the same
 SIGUSR2   save now and go on
-SIGINT    Ctrl-C: save and end with status 130; the second one kills at once
+SIGINT    Ctrl-C: save and end with status 130, which is said at once; the second one kills at once
 
 `system.stop_signals` and `system.save_signals` choose other ones.
 """
@@ -13,10 +13,12 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Literal, NoReturn
 
 from sd_training.exit_status import INTERRUPTED, STOPPED
+from sd_training.rank_log import TIME_FORMAT, is_main_process
 
 SignalName = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGCONT", "SIGXCPU"]
 """Signals that may be given a meaning. SIGCONT comes first at a preemption by SLURM; SIGXCPU is LSF's warning."""
@@ -30,6 +32,8 @@ FOR_THE_TRAINING_PROCESS = {
 
 _ONLY_WITH_A_STEP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Before the first step there is nothing to save, so they end the process."""
+_AT_CTRL_C = "Ctrl-C: saving after this optimizer step, then ending; press Ctrl-C again to end at once without saving"
+_STDERR = 2
 _MAY_BE_IGNORED = (signal.SIGINT, signal.SIGHUP)
 """Ignored where a shell started the run in the background, or with nohup."""
 
@@ -109,7 +113,17 @@ class StopSignals:
             os.kill(os.getpid(), signal.SIGINT)
         else:
             self.status = INTERRUPTED
+            if is_main_process():
+                _say(_AT_CTRL_C)
 
 
 def _numbers(names: Sequence[SignalName]) -> tuple[signal.Signals, ...]:
     return tuple(signal.Signals[name] for name in names)
+
+
+def _say(text: str) -> None:
+    """As a log line, on a line of its own: the terminal shows `^C`, or a bar. Not by `sys.stderr`: the handler may come
+    in the middle of a write to it, and a second one is refused."""
+    start = "\n" if os.isatty(_STDERR) else ""
+    with suppress(OSError):
+        os.write(_STDERR, f"{start}{time.strftime(TIME_FORMAT)} {text}\n".encode())

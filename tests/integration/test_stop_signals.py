@@ -1,6 +1,7 @@
 """A run that is asked to stop: all ranks stop after the same step, saved, and the same command goes on to the bit."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from tests.integration.training import ROOT, checkpoint_tensors, losses, metrics
 ONE = [sys.executable, "-m", "tests.integration.watched_train"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
 TORCHRUN += ["--rdzv_endpoint", "localhost:0", "-m", "tests.integration.watched_train"]
+TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 LIMIT_S = 500
 """Two processes that start on busy cores may take minutes."""
 
@@ -108,7 +110,11 @@ def test_one_process(argv: list[str], tmp_path: Path, pipeline_dir: Path, shards
 def test_ctrl_c_saves_and_a_second_one_kills(argv: list[str], tmp_path: Path) -> None:
     run = Started(ONE, argv, tmp_path / "watched", "1:all")
     os.kill(run.wait_until_held(), signal.SIGINT)
-    assert run.process.wait(LIMIT_S) == INTERRUPTED, run.said()
+    said = run.said()
+    assert run.process.returncode == INTERRUPTED, said
+    # What a second one would do is said at once, and not only when the step is done.
+    assert re.search(rf"^{TIME}Ctrl-C: saving after .*; press Ctrl-C again to end at once without saving$", said, re.M)
+    assert said.index("Ctrl-C: saving") < said.index("a signal asks this run to stop")
     assert saved_steps(tmp_path / "run") == ["step=2"]
     stuck = Started(ONE, argv, tmp_path / "watched", "3:all:forever")
     pid = stuck.wait_until_held()
