@@ -13,7 +13,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from sd_training import __version__
@@ -110,7 +110,11 @@ def train(plan: "Plan", signals: StopSignals, run_log: RunLog) -> None:
     from sd_training.watch.ending import ended_together
 
     watch, is_child = make_watch(plan), plan.launch.launcher == "own" and not is_main_process()
-    together = ended_together(watch.first_end, is_child=is_child) if plan.launch.processes > 1 else nullcontext()
+    together: AbstractContextManager[None] = nullcontext()
+    if plan.launch.processes > 1:
+        together = ended_together(
+            watch.first_end, is_child=is_child, local_peers=lambda: watch.local_peers, run_log=run_log
+        )
     with together, watch.running():
         run = build_run(plan, signals, watch, run_log)
         _fit(run)

@@ -7,6 +7,8 @@ program only.
 
 FINISHED = 0
 """All optimizer steps are done and saved; nothing else ends with it."""
+UNEXPECTED = 1
+"""An error that nobody expected, or a process of the run that ended on its own; Python's status after an exception."""
 MISTAKE = 2
 """The user can mend it: an option, a file, a data set. Starting again gives the same sentence."""
 TAKEN_OVER = 69

@@ -29,7 +29,9 @@ class HangMarks(pl.Callback):
         if trainer.world_size > 1:
             own_node = zlib.crc32(platform.node().encode())
             everyone = gathered(trainer, torch.tensor([own_node, os.getpid()])).tolist()
-            self.watch.local_peers = [pid for node, pid in everyone if node == own_node and pid != os.getpid()]
+            self.watch.local_peers = {
+                rank: pid for rank, (node, pid) in enumerate(everyone) if node == own_node and pid != os.getpid()
+            }
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """The micro-batch is there."""

@@ -10,6 +10,7 @@ import torch
 
 from sd_training.distributed.saves import WholeCheckpoints
 from sd_training.rank_log import get_logger
+from sd_training.watch.ending import is_of_the_network
 
 log = get_logger(__name__)
 
@@ -25,6 +26,8 @@ def save_what_is_left(trainer: pl.Trainer, exception: Exception, checkpoint: Cal
     if not step:
         return
     if not strategy.peers.agree(step):
+        if is_of_the_network(exception):
+            return  # another process ended first, and says so
         log.error(f"the steps since the last save are lost: other processes do not die of {exception!r:.200}")
         return
     try:

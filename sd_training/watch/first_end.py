@@ -12,6 +12,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
+
+from sd_training.exit_status import UNEXPECTED
 
 _OF_A_START = (
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
@@ -53,11 +56,16 @@ class FirstEnd:
         """By the first process, at its start."""
         self.path.unlink(missing_ok=True)
 
-    def claim(self, status: int, text: str) -> bool:
-        """Whether this process is the first; then it is written down. A folder that cannot be written stops nobody."""
+    def claim(self, status: int, text: str, rank: int | None = None) -> bool:
+        """Whether this process is the first; then it is written down. A folder that cannot be written stops nobody.
+
+        Args:
+            rank: the process that ended, where that one left no note; null: this one.
+        """
+        end = End(self.rank if rank is None else rank, status, text, self._start())
         partial = self.path.with_name(f".{self.path.name}.{self.rank}")
         try:
-            partial.write_text(json.dumps(asdict(End(self.rank, status, text, self._start()))), encoding="utf-8")
+            partial.write_text(json.dumps(asdict(end)), encoding="utf-8")
             try:
                 with _alone_in(self.path.parent):
                     if self._current() is None:
@@ -79,10 +87,18 @@ class FirstEnd:
         end = self._current()
         return end is not None and end.rank == self.rank
 
-    def wait_for_another(self, limit_s: float) -> End | None:
-        """The same, for a process that failed because of another one, which may be about to write it down."""
+    def wait_for_another(self, limit_s: float, peers: Mapping[int, int] = MappingProxyType({})) -> End | None:
+        """The same, for a process that failed because of another one, which may be about to write it down.
+
+        Args:
+            limit_s: longest wait.
+            peers: rank → process id of the others on this machine. One that is gone and left no note is noted here.
+        """
         end_s = time.monotonic() + limit_s
         while (end := self.of_another()) is None and time.monotonic() < end_s:
+            for rank, pid in peers.items():
+                if (status := _ended(pid)) is not None and self.of_another() is None:
+                    self.claim(UNEXPECTED, f"it ended without saying why{status}", rank)
             time.sleep(0.1)
         return end
 
@@ -133,3 +149,16 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def _ended(pid: int) -> str | None:
+    """Null while the process runs; else what the system still tells of its end, such as ", with status 3"."""
+    try:
+        os.kill(pid, 0)
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except (ProcessLookupError, FileNotFoundError) as error:
+        return "" if isinstance(error, ProcessLookupError) or Path("/proc/self").exists() else None
+    if fields[0] not in ("Z", "X"):
+        return None
+    code = int(fields[-1])  # of wait(2); 0 where this process may not know it
+    return f", by signal {code & 0x7F}" if code & 0x7F else f", with status {code >> 8}" if code else ""

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,8 +62,8 @@ class HangWatch:
         self.rank = rank
         self.status = status
         self.first_end = FirstEnd(run_dir, rank)
-        self.local_peers: Sequence[int] = ()
-        """Process ids of the other ranks on this machine."""
+        self.local_peers: Mapping[int, int] = {}
+        """Rank → process id of the others on this machine."""
         self._stay = _Stay("start", 0)
         self._tick_s = min([1.0, *(limit / 5 for limit in limits_s.values() if limit is not None)])
         self._is_over = threading.Event()
@@ -165,7 +165,7 @@ class HangWatch:
     def _wake_peers(self) -> None:
         """A peer on this machine that somebody stopped (SIGSTOP) goes on, sees the note and ends; else it would keep
         its memory and its device."""
-        for pid in self.local_peers:
+        for pid in self.local_peers.values():
             with suppress(OSError):  # it has ended
                 os.kill(pid, signal.SIGCONT)
 

@@ -1,37 +1,60 @@
-"""A run whose processes meet an exception after step 5; started by torchrun in tests.
+"""`python train.py` with processes that end on their own after step 5; started by torchrun in tests.
 
-python -m tests.integration.dying_run RANKS OPTION=VALUE …
+python -m tests.integration.dying_run RANKS HOW OPTION=VALUE …
 
-RANKS: those that meet it, such as 0,1.
+RANKS: those that end, such as 0,1. HOW: `raise` raises an exception in a callback, `exit` calls `os._exit(3)` there,
+`backward` raises inside the backward pass.
 """
 
 import os
 import sys
 from typing import Any
 
+from sd_training.quiet import quiet_libraries
+
+quiet_libraries()  # before they are imported, as train.py does
+
 import pytorch_lightning as pl
 import torch
 
-from tests.integration.training import prepare
+import train
+from sd_training.build import run as building
+from sd_training.cli import run_cli
 
 
 class Defect(pl.Callback):
-    """Raises in the processes that it is for."""
+    """Ends the processes that it is for."""
 
-    def __init__(self, ranks: str) -> None:
-        self.is_mine = os.environ["RANK"] in ranks.split(",")
+    def __init__(self, ranks: str, how: str) -> None:
+        self.is_mine, self.how = os.environ["RANK"] in ranks.split(","), how
 
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self.is_mine and trainer.global_step == 5:
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if not self.is_mine or trainer.global_step != 5:
+            return
+        if self.how == "exit":
+            os._exit(3)
+        if self.how == "raise":
             raise RuntimeError("a defect")
+        *_, last = (part for part in module.modules() if isinstance(part, torch.nn.Conv2d))
+        last.register_full_backward_hook(self._fail)
+
+    def _fail(self, *_: Any) -> None:
+        raise RuntimeError("a defect")
 
 
 def main() -> None:
-    run = prepare(sys.argv[2:])
-    run.trainer.callbacks.insert(0, Defect(sys.argv[1]))  # type: ignore[attr-defined]
-    run.trainer.fit(run.module, datamodule=run.data)
+    build_run, defect = building.build_run, Defect(*sys.argv[1:3])
+
+    def build_dying(*given: Any) -> building.Run:
+        run = build_run(*given)
+        run.trainer.callbacks.insert(0, defect)  # type: ignore[attr-defined]
+        return run
+
+    building.build_run = build_dying
+    del sys.argv[1:3]
+    train.main()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main()
+    run_cli(main)

@@ -1,5 +1,6 @@
 """Milestones, best ones, and what is saved when a run dies of an exception."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -108,19 +109,57 @@ def test_a_torn_state_is_not_saved(pipeline_dir: Path, shards_dir: Path, tmp_pat
     assert names(tmp_path / "run") == []
 
 
-@pytest.mark.parametrize(("ranks", "saved"), [("0,1", ["step=5"]), ("1", [])], ids=["all", "one"])
-def test_two_processes_save_at_an_exception_of_both(
-    pipeline_dir: Path, shards_dir: Path, tmp_path: Path, ranks: str, saved: list[str]
-) -> None:
+def dies(tmp_path: Path, pipeline_dir: Path, shards_dir: Path, *how: str, strategy: str) -> tuple[list[str], str]:
+    """Options of a run of two processes of which some end on their own after step 5, and what the run said."""
     changes = {"experiment__save_every": 100, "system__batch_size": 4, "trainer__accelerator": "cpu"}
-    argv = options(tmp_path / "run", pipeline_dir, shards_dir, **changes)
-    said = train_in_processes([ranks, *argv], 2, "tests.integration.dying_run", status=1)
+    argv = [*options(tmp_path / "run", pipeline_dir, shards_dir, **changes), f"distributed.strategy={strategy}"]
+    return argv, train_in_processes([*how, *argv], 2, "tests.integration.dying_run", status=1)
+
+
+def test_two_processes_save_at_an_exception_of_both(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
+    argv, said = dies(tmp_path, pipeline_dir, shards_dir, "0,1", "raise", strategy="ddp")
     assert "RuntimeError: a defect" in said
-    assert names(tmp_path / "run") == saved
-    if saved:
-        train_in_processes(argv, 2)
-        train_in_processes([*argv, "experiment.name=whole"], 2)
-        one, other = (checkpoint_tensors(tmp_path / name, 8) for name in ("whole", "run"))
-        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert names(tmp_path / "run") == ["step=5"]
+    train_in_processes(argv, 2)
+    train_in_processes([*argv, "experiment.name=whole"], 2)
+    one, other = (checkpoint_tensors(tmp_path / name, 8) for name in ("whole", "run"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("rank", "how", "strategy"),
+    [
+        ("1", "raise", "ddp"),
+        ("0", "raise", "fsdp"),
+        ("1", "backward", "fsdp"),
+        ("0", "exit", "ddp"),
+        ("1", "exit", "fsdp"),
+    ],
+)
+def test_who_ends_alone_is_named_in_one_sentence(
+    pipeline_dir: Path, shards_dir: Path, tmp_path: Path, rank: str, how: str, strategy: str
+) -> None:
+    """The other one has nothing to add: no traceback, and no error of the network that the end has caused."""
+    said = dies(tmp_path, pipeline_dir, shards_dir, rank, how, strategy=strategy)[1]
+    assert names(tmp_path / "run") == []
+    reason = "it ended without saying why" if how == "exit" else "RuntimeError: a defect"
+    sentence = f"error: rank {rank} ended first, so the others end too: {reason}"
+    assert said.count(sentence) == 1, said
+    kept = (tmp_path / "run/train.log").read_text()
+    assert kept.count(sentence) == 1
+    for text in (said, kept):
+        assert not re.search(r"gloo/|Connection (reset|closed)|Read error", text), text
+    # torchrun adds a traceback of its own, which nothing in the processes that it starts can change.
+    tracebacks = said.count("Traceback (most recent call last):") - 1
+    if how == "exit":
+        assert tracebacks == 0 and "the steps since the last save are lost" not in said
+        assert f"rank      : {rank} (local_rank: {rank})\n  exitcode  : 3 (pid" in said.partition("Root Cause")[2]
     else:
-        assert "the steps since the last save are lost" in said
+        assert (
+            tracebacks == 1 == kept.count("Traceback (most recent call last):") and f"[rank{rank}]: Traceback" in said
+        )
+        assert said.count("the steps since the last save are lost") == 1
+        cause = said.partition("Root Cause")[2]
+        assert f"rank      : {rank} (" in cause and "traceback : RuntimeError: a defect\n" in cause
+    assert (tmp_path / "run/first_end.json").is_file()
+    assert said.count("exitcode  : 1 (pid") == (1 if how == "exit" else 2), said

@@ -1,14 +1,20 @@
+import io
 import os
+import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 
+from sd_training import rank_log
 from sd_training.errors import BadSamplesError
+from sd_training.exit_status import UNEXPECTED
 from sd_training.redaction import hide_in_tracebacks
-from sd_training.watch.ending import DEFECT, ended_together
+from sd_training.watch.ending import ended_together
 from sd_training.watch.first_end import FirstEnd
+from tests.unit.checkpoint.test_seal import listening_to_the_log
 
 START = {"MASTER_PORT": "15001", "SLURM_RESTART_COUNT": "0"}
 
@@ -138,7 +144,40 @@ def test_a_defect_keeps_its_traceback(
         raise ZeroDivisionError
     assert "Traceback" in capsys.readouterr().err
     end = first.of_another()
-    assert end is not None and end.status == DEFECT
+    assert end is not None and end.status == UNEXPECTED
     first.clear()
     with pytest.raises(ZeroDivisionError), ended_together(first, is_child=False):
         raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(("act", "how"), [("os._exit(3)", "status 3"), ("os.kill(os.getpid(), 9)", "signal 9")])
+def test_a_peer_that_is_gone_without_a_word_is_named(
+    act: str, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, _ = ends(tmp_path)
+    peer = subprocess.Popen([sys.executable, "-c", f"import os; {act}"])
+    # Its parent has not asked for its status yet.
+    together = ended_together(first, is_child=False, local_peers=lambda: {1: peer.pid})
+    with listening_to_the_log(), pytest.raises(SystemExit) as ended, together:
+        raise RuntimeError("NCCL error: remote process exited")
+    assert ended.value.code == UNEXPECTED
+    end = first.of_another()
+    assert end is not None and (end.rank, end.status) == (1, UNEXPECTED)
+    sentence = "rank 1 ended first, so the others end too: it ended without saying why, "
+    assert f"{sentence}{'by' if 'signal' in how else 'with'} {how}" in caplog.text
+    peer.wait()
+    first.clear()
+    assert first.wait_for_another(5, {1: peer.pid}) is not None  # nobody knows its status any more
+    end = first.of_another()
+    assert end is not None and end.text == "it ended without saying why"
+
+
+def test_the_sentence_comes_from_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_log._console, "stream", console := io.StringIO())
+    others = [FirstEnd(tmp_path, rank, START) for rank in range(3)]
+    others[0].claim(UNEXPECTED, "ValueError: of\ntwo lines")
+    for follower in others[1:]:
+        with pytest.raises(SystemExit), ended_together(follower, is_child=False):
+            raise RuntimeError("[pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer")
+    assert console.getvalue().count("rank 0 ended first, so the others end too: ValueError: of two lines") == 1
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # of a launcher, which would cut the way out short

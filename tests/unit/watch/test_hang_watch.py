@@ -21,7 +21,7 @@ import ctypes, sys, time
 from pathlib import Path
 from sd_training.watch.hang_watch import HangWatch
 watch = HangWatch({limits}, Path(sys.argv[1]), int(sys.argv[2]))
-watch.local_peers = [int(pid) for pid in sys.argv[3:]]
+watch.local_peers = dict(enumerate(map(int, sys.argv[3:]), 1))
 def stay_here(seconds):
     time.sleep(seconds)
 with watch.running():
