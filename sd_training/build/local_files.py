@@ -1,8 +1,10 @@
-"""Local files that the options name, looked at before torch is imported; their problems join those of the config."""
+"""Local files that the options name, and W&B's login, looked at before torch is imported; their problems join those of
+the config."""
 
 from dataclasses import replace
 from pathlib import Path
 
+from sd_training.build.wandb_login import NOT_INSTALLED, is_installed, missing_login
 from sd_training.config.data_schema import SourceParams
 from sd_training.config.schema import Config
 from sd_training.data.sources import access_of, path_problems
@@ -12,13 +14,22 @@ from sd_training.rank_log import is_main_process
 
 
 def local_problems(config: Config) -> list[str]:
-    """Data, held-out data and evaluation captions that cannot be used, one sentence each, starting with the option.
+    """Data, held-out data, captions and W&B that cannot be used, one sentence each, starting with the option.
 
     Only the first process of a run looks: the others would list the same folders.
     """
     if not is_main_process():
         return []
-    return [*_data_problems(config), *_caption_problems(config)]
+    return [*_data_problems(config), *_caption_problems(config), *_wandb_problems(config)]
+
+
+def _wandb_problems(config: Config) -> list[str]:
+    """W&B that was asked for and cannot be had; `auto` does without."""
+    if config.wandb.mode == "online" and (reason := missing_login(config.wandb)):
+        return [f"wandb.mode: online, but {reason}"]
+    if config.wandb.mode == "offline" and not is_installed():
+        return [f"wandb.mode: offline, but {NOT_INSTALLED}"]
+    return []
 
 
 def _data_problems(config: Config) -> list[str]:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
+from torch.utils.tensorboard.summary import hparams
 
 from sd_training.build.plan import Plan
+from sd_training.build.wandb_login import missing_login
 from sd_training.callbacks.background_logger import TAKING_LEAVE_S, BackgroundLogger, leave_together
 from sd_training.checkpoint.durable import replace_text
 from sd_training.config.dump import to_plain
@@ -33,6 +36,18 @@ class TensorBoard(TensorBoardLogger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """As Lightning's."""
         self._guarded(lambda: super(TensorBoard, self).log_metrics(dict(metrics), step))
+
+    def log_hyperparams(
+        self, params: dict[str, Any] | Namespace, metrics: dict[str, Any] | None = None, step: int | None = None
+    ) -> None:
+        """As Lightning's, without its invented metric: the table of runs shows the last loss."""
+
+        def write() -> None:
+            self.hparams.update(vars(params) if isinstance(params, Namespace) else params)
+            for summary in hparams(self.hparams, metrics or {"loss": 0.0}):
+                self.experiment._get_file_writer().add_summary(summary, step)
+
+        self._guarded(write)
 
     def save(self) -> None:
         """As Lightning's."""
@@ -67,11 +82,15 @@ def build_loggers(plan: Plan) -> list[Logger]:
     wandb = plan.config.wandb
     tensorboard = BackgroundLogger(
         "TensorBoard",
-        lambda: TensorBoard(plan.run_dir, name="", version="tensorboard"),
+        lambda: _tensorboard(plan),
         _picture_for_tensorboard,
     )
-    key = wandb.api_key or os.environ.get("WANDB_API_KEY")
-    mode = ("online" if key else "disabled") if wandb.mode == "auto" else wandb.mode
+    mode = wandb.mode
+    if mode == "auto":
+        reason = missing_login(wandb)
+        mode = "online" if reason is None else "disabled"
+        if reason is not None:
+            log.info(f"W&B is off: {reason}")
     if mode == "disabled":
         return [tensorboard]
     identifier = _wandb_id(plan.run_dir)
@@ -80,6 +99,24 @@ def build_loggers(plan: Plan) -> list[Logger]:
     )
     leave_together([tensorboard, server])
     return [tensorboard, server]
+
+
+def _tensorboard(plan: Plan) -> Logger:
+    """With the options as hyper-parameters, which W&B gets when its run begins."""
+    logger = TensorBoard(plan.run_dir, name="", version="tensorboard")
+    logger.log_hyperparams(_flat(to_plain(plan.config)))
+    return logger
+
+
+def _flat(options: Mapping[str, Any], group: str = "") -> dict[str, bool | int | float | str]:
+    """Options by dotted name; TensorBoard's hyper-parameters are scalars, so lists become texts and nulls are left."""
+    flat: dict[str, bool | int | float | str] = {}
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{group}{name}.")
+        elif value is not None:
+            flat[group + name] = value if isinstance(value, bool | int | float | str) else str(value)
+    return flat
 
 
 def _wandb(plan: Plan, identifier: str, *, is_offline: bool) -> Logger:

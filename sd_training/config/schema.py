@@ -54,7 +54,7 @@ __all__ = [
 
 @dataclass(config=SCHEMA, kw_only=True)
 class WandbConfig:
-    """Weights & Biases. Off unless a key is found (here or in `WANDB_API_KEY`) or `mode` asks for it."""
+    """Weights & Biases. Off without a key (here, in `WANDB_API_KEY`, of `wandb login`), unless `mode` asks for it."""
 
     api_key: str | None = Field(default=None, repr=False)
     """API key. The normal way in is the environment variable `WANDB_API_KEY`; a key given here is used and never
@@ -62,7 +62,8 @@ class WandbConfig:
     entity: str | None = None
     """User or team that owns the project; null is the account's default."""
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """`auto` is online with a key and disabled without; `offline` writes to the run folder for a later `wandb sync`."""
+    """`auto` is online with a key and disabled without; `online` is refused without; `offline` writes to the run folder
+    for a later `wandb sync`."""
 
 
 @dataclass(config=SCHEMA, kw_only=True)

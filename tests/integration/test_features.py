@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from diffusers import AutoencoderKL, StableDiffusionPipeline
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from sd_training.errors import CheckpointError, ConfigError
 from tests import makers
@@ -255,6 +258,35 @@ def test_the_wandb_key_is_written_nowhere(
         if path.is_file():
             assert secret.encode() not in path.read_bytes(), path
     assert json.loads((run_dir / "run.json").read_text())["starts"][0]["command"][-1] == "wandb.api_key=(hidden)"
+
+
+def test_a_stored_login_is_used_and_the_options_are_hyper_parameters(
+    tmp_path: Path,
+    pipeline_dir: Path,
+    shards_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    netrc = tmp_path / ".netrc"
+    netrc.write_text(f"machine api.wandb.ai\n  login user\n  password {'0123456789' * 4}\n")
+    monkeypatch.setenv("NETRC", str(netrc))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    run_dir = tmp_path / "run"
+    train(options(run_dir, pipeline_dir, shards_dir, experiment__num_examples_to_see=16))
+    assert "W&B is off" not in capfd.readouterr().err
+
+    (offline,) = run_dir.glob("wandb/offline-run-*/*.wandb")
+    assert b'"learning_rate":0.001' in offline.read_bytes()
+    shown = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    stored = HParamsPluginData.FromString(shown.summary_metadata["_hparams_/session_start_info"].plugin_data.content)
+    options_shown = stored.session_start_info.hparams
+    assert options_shown["optimizer.params.learning_rate"].number_value == 0.001
+    assert options_shown["model.pretrained"].string_value == str(pipeline_dir)
+    assert options_shown["model.use_ema"].number_value == 1 and "wandb.api_key" not in options_shown
+    assert shown.Tags()["scalars"] and "hp_metric" not in shown.Tags()["scalars"]
+    written = yaml.safe_load((run_dir / "tensorboard" / "hparams.yaml").read_text())
+    assert written["experiment.num_examples_to_see"] == 16
 
 
 def test_a_taken_folder_is_refused_without_requeue(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:

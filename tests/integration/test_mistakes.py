@@ -20,6 +20,7 @@ def started(argv: list[str], *more: str) -> "subprocess.CompletedProcess[str]":
     ("more", "said"),
     [
         (["experiment.log_dir=/proc/nowhere"], "experiment.log_dir: /proc/nowhere/run cannot be made"),
+        (["wandb.mode=online"], "wandb.mode: online, but there is no key; set WANDB_API_KEY, run `wandb login`"),
         (["sampling.num_inference_steps=5000"], "sampling.num_inference_steps: 5000, but the noise schedule has 1000"),
         (["model.pretrained=pyproject.toml"], "model.pretrained: 'pyproject.toml'"),
     ],
