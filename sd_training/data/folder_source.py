@@ -50,7 +50,7 @@ class FolderSource:
             listings = {folder: _digest(_list(folder)) for folder in folders_below(root)}
             for folder, listing in listings.items():
                 if listing.has_images and folder not in units:
-                    partner = next((listings[p] for p in _partners(root, folder) if p in listings), _NO_FILES)
+                    partner = next((listings[p] for p in partner_folders(root, folder) if p in listings), _NO_FILES)
                     size, version = listing.size + partner.size, f"{listing.version} {partner.version}".strip()
                     units[folder] = Unit(folder, size, version)
         if not units:
@@ -71,7 +71,7 @@ class FolderSource:
         problems = Problems()
         columns = SampleColumns(unit.location, problems)
         root = next(root for root in self._roots() if _is_below(unit.location, root))
-        partner = next(filter(os.path.isdir, _partners(root, unit.location)), None)
+        partner = next(filter(os.path.isdir, partner_folders(root, unit.location)), None)
         scan = _FolderScan(unit.location, partner, columns)
         images = scan.images()
         for start in range(0, len(images), ROWS_AT_ONCE):
@@ -133,7 +133,7 @@ def _digest(files: Sequence[_File]) -> _Listing:
     return _Listing(digest.hexdigest()[:32], sum(file.size for file in files), has_images)
 
 
-def _partners(root: str, folder: str) -> Iterator[str]:
+def partner_folders(root: str, folder: str) -> Iterator[str]:
     """Where captions may be: `root/images/a` → `root/captions/a`; the innermost `images` first, none above the root."""
     parts = os.path.relpath(folder, root).split("/")
     for i in reversed(range(len(parts))):

@@ -1,5 +1,6 @@
 """Samples that are not in shards yet: a folder of images with captions beside them, a CSV or TSV table, Parquet."""
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ import pyarrow.parquet as pq
 from pyarrow import ArrowException
 
 from sd_training.data.column_names import IMAGE_COLUMNS, PATH_COLUMNS, ColumnOptions, Columns, pick_columns
+from sd_training.data.folder_source import partner_folders
+from sd_training.data.local_listings import entries_of, folders_below
 from sd_training.data.table_rows import TableRow, read_table
 from sd_training.errors import DataError
 
@@ -76,9 +79,21 @@ def open_source(path: Path, columns: Columns, shuffle_seed: int | None = None) -
 
 
 def _folder(folder: Path) -> list[LooseSample]:
-    images = [path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()]
-    names = sorted((path.relative_to(folder).as_posix(), path) for path in images)
-    return [LooseSample(name, p, p.with_suffix(".txt"), p.with_suffix(".json")) for name, p in names]
+    """As `FolderSource` finds them: without hidden files, through links, described beside or in a partner folder."""
+    root, found = str(folder), list[LooseSample]()
+    for below in folders_below(root):
+        partner = next(filter(os.path.isdir, partner_folders(root, below)), None)
+        described: dict[str, Path] = {}
+        for entry in [*(entries_of(partner) if partner else ()), *entries_of(below)]:  # beside wins
+            stem, suffix = os.path.splitext(entry.name)
+            described[stem + suffix.lower()] = Path(entry.path)
+        for entry in entries_of(below):
+            stem, suffix = os.path.splitext(entry.name)
+            if suffix.lower() in IMAGE_SUFFIXES and entry.is_file():
+                image = Path(entry.path)
+                caption, metadata = (described.get(stem + end, image.with_suffix(end)) for end in (".txt", ".json"))
+                found.append(LooseSample(image.relative_to(folder).as_posix(), image, caption, metadata))
+    return sorted(found, key=lambda sample: sample.name)
 
 
 def _pick_both(path: Path, names: Sequence[str], columns: Columns, image_names: Sequence[str]) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from typing import Any
 from PIL import Image
 from webdataset import TarWriter
 
+from sd_training.data.file_reader import tidy
 from sd_training.data.image_decode import FORMATS, ImageRules, decode
 from sd_training.data.loose_samples import LooseSample
 from sd_training.data.problems import BadSample, SkippedSample
@@ -68,13 +69,15 @@ def _read(path: Path, what: str) -> bytes:
 def _caption(caption: Path | str | None) -> str:
     """As training on the files themselves takes it: an empty text file is the empty caption, an empty cell is none."""
     try:
-        text = _read(caption, "caption").decode("utf-8-sig") if isinstance(caption, Path) else str(caption or "")
+        if isinstance(caption, Path):
+            return tidy(_read(caption, "caption").decode("utf-8-sig"))
+        text = (caption or "").strip()
         text.encode()  # a lone surrogate from a table would fail later
     except UnicodeError:
         raise BadSample("caption is not UTF-8 text") from None
-    if not text.strip() and not isinstance(caption, Path):
+    if not text:
         raise BadSample("caption is empty")
-    return text.strip()
+    return text
 
 
 def _metadata(metadata: Path | dict[str, Any]) -> dict[str, Any]:

@@ -120,6 +120,7 @@ def test_make_webdataset_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFix
         (photos / f"sub/{i}.jpg").write_bytes(makers.encode(makers.picture(i)))
         (photos / f"sub/{i}.txt").write_text(f"picture {i}")
     (photos / "sub/3.txt").unlink()
+    (photos / "sub/0.txt").write_text("picture\n 0")
     (photos / "sub/4.txt").write_text("\n")
     make_webdataset.main([str(photos), "--out", str(out), "--samples-per-shard", "2"])
     said = capsys.readouterr().out

@@ -7,6 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from sd_training.data.folder_source import FolderSource
+from sd_training.data.index import load_index
 from sd_training.data.loose_samples import Columns, LooseSample, open_source
 from sd_training.errors import ConfigError, DataError
 
@@ -36,6 +38,38 @@ def test_folder_in_name_order(tmp_path: Path) -> None:
     samples = read(tmp_path)
     assert [sample.name for sample in samples] == ["a.JPG", "b/1.webp", "b/2.png", "old.gif"]
     assert samples[1].caption == tmp_path / "b/1.txt" and samples[1].metadata == tmp_path / "b/1.json"
+
+
+def test_a_folder_is_read_as_training_reads_it(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    for name in (
+        "images/x/1.jpg",
+        "captions/x/1.txt",
+        "images/2.jpg",
+        "captions/2.txt",
+        "images/2.TXT",
+        "captions/2.json",
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    (tmp_path / "3.jpg").touch()
+    (root / "linked").symlink_to(tmp_path)
+    (root / "images" / "._2.jpg").touch()
+    samples = {sample.name: sample for sample in read(root)}
+    assert list(samples) == ["images/2.jpg", "images/x/1.jpg", "linked/3.jpg"]
+    two, one, three = samples.values()
+    assert (two.caption, two.metadata) == (root / "images/2.TXT", root / "captions/2.json")
+    assert (one.caption, three.caption) == (root / "captions/x/1.txt", root / "linked/3.txt")
+    assert {f"{Path(folder).name}/{key}" for folder, key in trained_on(root)} == {
+        "images/2.jpg",
+        "x/1.jpg",
+        "linked/3.jpg",
+    }
+
+
+def trained_on(root: Path) -> list[tuple[str, str]]:
+    index = load_index(FolderSource([str(root)]), root.parent / "index")
+    return [index.name(sample) for sample in range(len(index))]
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.tsv"])

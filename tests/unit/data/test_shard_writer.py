@@ -74,7 +74,7 @@ def test_folder_samples(tmp_path: Path) -> None:
         encode_sample(sample(image, text, extra), None)
     text.write_bytes(b"\n")
     assert encode_sample(sample(image, text, extra), None)["txt"] == b""
-    text.write_bytes(b"\xef\xbb\xbfa dog\n")
+    text.write_bytes(b"\xef\xbb\xbfa\n dog\n")
     assert encode_sample(sample(image, text, extra), None)["txt"] == b"a dog"
     extra.write_text('{"uid": "7"}')
     assert json.loads(encode_sample(sample(image, text, extra), None)["json"])["uid"] == "7"
