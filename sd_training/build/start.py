@@ -80,6 +80,8 @@ def find_start(plan: Plan, mirror: Mirror | None) -> Start:
         copies = _copies(mirror) if own is None or is_main_process() else []
     except UserError as error:
         return replace(start, refusal=error)
+    except OSError as error:
+        return replace(start, refusal=SaveError(f"experiment.log_dir: {checkpoints} cannot be read: {error.strerror}"))
     traces = _traces(plan.run_dir)
     if not plan.config.experiment.requeue and (is_begun or copies or traces):
         return replace(start, refusal=_not_requeued(plan.run_dir))

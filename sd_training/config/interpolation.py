@@ -1,5 +1,6 @@
 """`${another.option}` replaced by its value; what cannot be replaced becomes a problem, not an exception."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,5 +76,7 @@ def _written(holder: DictConfig | ListConfig, key: Any) -> str:
 
 
 def _near(written: str) -> str:
+    if variable := re.search(r"\$\{([A-Z][A-Z0-9_]*)\}", written):
+        return f"; a variable of the environment is written ${variable[1]}, in names of output folders only"
     near = suggest(written.strip("${} "), [*options(), *groups()])
     return f"; did you mean ${{{near}}}?" if near else ""
