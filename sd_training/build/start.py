@@ -13,8 +13,10 @@ from sd_training.callbacks.second_run import NAME as REHEARSAL
 from sd_training.checkpoint.durable import remove
 from sd_training.checkpoint.mirror import Mirror, MirrorError
 from sd_training.checkpoint.seal import ever_finished, folder_name, last_saved, newest_apparent, step_of, sweep
+from sd_training.checkpoint.tensor_files import read_state
 from sd_training.checkpoint.writer import UNFENCED, Fence, take
 from sd_training.config.changes import Change, changed_options, refused_changes
+from sd_training.data.datamodule import TrainingData
 from sd_training.data.retries import is_outage
 from sd_training.errors import CheckpointError, ConfigError, OutageError, SaveError, UserError
 from sd_training.export.pipeline import CURRENT, KEPT, recover_exports
@@ -98,6 +100,27 @@ def find_start(plan: Plan, mirror: Mirror | None) -> Start:
     return replace(start, step=step, source=source, changed=changed, refusal=refusal)
 
 
+def data_refusal(start: Start, data: TrainingData) -> UserError | None:
+    """Why the checkpoint that a start resumes from cannot go on with this data, which a run finds out when it loads the
+    checkpoint; None where it can, and where the checkpoint is in the mirror only.
+
+    Args:
+        start: as `find_start` gives it.
+        data: of this start; is opened, and indexed where it was not before.
+
+    Raises:
+        DataError: the data cannot be used.
+    """
+    folder = Path(start.source)
+    if not start.is_resumed or start.run_dir not in folder.parents:
+        return None
+    try:
+        data.load_state_dict(read_state(folder)[0][type(data).__qualname__])
+    except CheckpointError as error:
+        return error
+    return None
+
+
 def make_mirror(plan: Plan) -> Mirror | None:
     """Where copies of the checkpoints are.
 
@@ -167,7 +190,7 @@ def _traces(run_dir: Path) -> list[str]:
     starts = read_starts(run_dir / RECORD)
     saved = [name for name in (CURRENT, KEPT) if os.path.lexists(run_dir / name)]
     if (step := last_saved(run_dir)) is not None:
-        saved.append(f"a note of a checkpoint of step {step:,}")
+        saved.insert(0, f"last save after {step:,} optimizer steps")
     if any(first > 0 for first in (start.get("first_optimizer_step") for start in starts) if isinstance(first, int)):
         saved.append("a resume")
     if not saved:

@@ -8,7 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sd_training.build.plan import make_plan
+from sd_training.build.run import make_data
+from sd_training.build.start import data_refusal, find_start
+from sd_training.config.load import load_config
 from sd_training.errors import CheckpointError, ConfigError
+from sd_training.types import LatentGrid
 from tests.integration.training import CrashAfter, Interrupted, checkpoint_tensors, metrics, options, prepare, train
 from tests.unit.checkpoint.test_seal import listening_to_the_log
 
@@ -69,6 +74,15 @@ def test_what_would_change_the_export_is_refused(again: list[str], change: list[
     with pytest.raises(ConfigError, match=said) as error:
         prepare([*again, *change])
     assert "allow it with 'experiment.allow_changed=[" in str(error.value)
+
+
+def test_a_dry_run_can_tell_that_the_data_is_other_data(again: list[str]) -> None:
+    plan = make_plan(load_config(again))
+    start = find_start(plan, None)
+    assert data_refusal(start, make_data(plan, None, LatentGrid(4, 2))) is None
+    other = make_plan(load_config([*again, "dataset.params.resolution=32"]))
+    refusal = data_refusal(start, make_data(other, None, LatentGrid(4, 2)))
+    assert refusal is not None and "dataset.params.resolution was 16, now 32" in str(refusal)
 
 
 def test_changed_options_take_effect_are_told_and_kept(

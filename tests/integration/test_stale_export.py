@@ -109,7 +109,13 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(
     before = contents(run_dir)
     with pytest.raises(ConfigError) as error:
         prepare(alone)
-    for said in (str(run_dir), "current_pipeline", "checkpoint of step 2", "metrics.csv up to step 2", "1 start)"):
+    for said in (
+        str(run_dir),
+        "current_pipeline",
+        "last save after 2 optimizer steps",
+        "metrics.csv up to step 2",
+        "1 start)",
+    ):
         assert said in str(error.value)
     with pytest.raises(ConfigError, match=r"experiment\.requeue: false, but .* already holds a run"):
         prepare([*alone, "experiment.requeue=false"])
@@ -132,7 +138,7 @@ def test_a_checkpoint_that_was_never_exported_counts(
     assert not (tmp_path / "run" / "current_pipeline").exists()
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     said = train_in_processes([*argv, "system.batch_size=4"], 2, status=1)
-    assert said.count("holds a run that has trained and saved (a note of a checkpoint of step 2") == 1
+    assert said.count("holds a run that has trained and saved (last save after 2 optimizer steps") == 1
     assert "ConfigError" not in said  # no traceback of ours
 
 
