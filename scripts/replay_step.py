@@ -36,6 +36,7 @@ from scripts.first_non_finite import FirstNonFinite
 from sd_training.build.models import Trained, build_model
 from sd_training.build.plan import Plan, make_plan
 from sd_training.build.run import make_data
+from sd_training.callbacks.run_record import CONFIG, RECORD, read_starts
 from sd_training.checkpoint.seal import sealed, step_of, verify
 from sd_training.checkpoint.tensor_files import read_state
 from sd_training.cli import run_cli
@@ -64,6 +65,8 @@ class Incident:
     batch: BatchPlan
     losses: dict[int, float]
     """Position → loss as it was recorded."""
+    time_unix_s: float = math.inf
+    """When it was written."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,11 @@ def read_incident(path: Path) -> Incident:
         told = json.loads(path.read_text(encoding="utf-8"))
         recorded = {int(sample["position"]): float(sample["loss"]) for sample in told.get("samples", ())}
         return Incident(
-            path.resolve().parents[1], int(told["optimizer_step"]), BatchPlan(**told["batch_plan"]), recorded
+            path.resolve().parents[1],
+            int(told["optimizer_step"]),
+            BatchPlan(**told["batch_plan"]),
+            recorded,
+            float(told.get("time_unix_s", math.inf)),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: is no file of a run's incidents/ folder: {error}") from error
@@ -124,8 +131,15 @@ def read_words(words: list[str]) -> Words:
 
 
 def plan_of(incident: Incident, device: str, changes: Sequence[str] = ()) -> Plan:
-    """The run's own config with changes, on one device, with the run's batch arithmetic."""
-    config = incident.run_dir / "config.yaml"
+    """The config of the run's start in which it happened, with changes, on one device, with the run's batch
+    arithmetic."""
+    config = incident.run_dir / CONFIG
+    starts = [start for start in read_starts(incident.run_dir / RECORD) if "config" in start]
+    for start in starts:  # oldest first
+        if float(start["started_unix_s"]) <= incident.time_unix_s:
+            config = incident.run_dir / str(start["config"])
+    if not config.is_file():  # only so many are kept
+        config = incident.run_dir / CONFIG
     if not config.is_file():
         raise UserError(f"{config}: is missing; the incident must lie in the incidents/ folder of its run")
     words = [f"config={config}", *changes, *ON_ONE_DEVICE, f"trainer.accelerator={device}"]
