@@ -93,7 +93,8 @@ class ExperimentConfig:
 
     log_dir: str
     """Local or mounted folder of all runs; this run lives in `log_dir/name`. `~` and `$NAME`, a variable of the
-    environment, are expanded. Copies of checkpoints in object stores: `checkpoint.mirror`."""
+    environment with the same value on all machines, are expanded. Copies of checkpoints in object stores:
+    `checkpoint.mirror`."""
     name: str = Field(
         pattern=r"^(?:[^/\\$~.]|\.+[^/\\$.])[^/\\$]*$",
         json_schema_extra={"allowed": "a text that can name a folder, without slashes and $, not beginning with ~"},
