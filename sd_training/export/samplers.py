@@ -25,6 +25,8 @@ _FLOW = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler", *_
 _EDM = ("EDMDPMSolverMultistepScheduler", "EDMEulerScheduler")
 _CUSTOM_SIGMAS = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 """What FluxPipeline can run, which chooses the noise levels itself."""
+_SCALING = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "PixArtSigmaPipeline")
+"""Pipelines that call `scale_model_input`."""
 SAMPLERS = tuple(sorted({*_DISCRETE, *_FLOW, *_EDM}))
 """The allow-list; names are diffusers' class names."""
 
@@ -65,6 +67,11 @@ def make_sampler(config: Mapping[str, Any], name: str, pipeline: str = "") -> An
             f"scheduler {name}: FluxPipeline gives it levels of its own; use {' or '.join(_CUSTOM_SIGMAS)}"
         )
     kind = getattr(diffusers, name)
+    if pipeline in _SCALING and not hasattr(kind, "scale_model_input"):
+        raise ConfigError(
+            f"scheduler {name}: {pipeline} has its scheduler scale what the denoiser sees, which this one cannot; use "
+            f"{' or '.join(_FLOW_SIGMAS)}"
+        )
     options = inspect.signature(kind.__init__).parameters
     settings = _as_flow(config, name) if is_flow(config) else dict(config)
     dropped = [key for key, known in _MUST_FOLLOW.items() if settings.get(key, known) != known and key not in options]

@@ -16,6 +16,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from sd_training.build.models import objective_of
 from sd_training.config.objective_schema import ObjectiveConfig, ShiftConfig
 from sd_training.diffusion.objective import Objective
+from sd_training.export.samplers import make_sampler, samplers_for
 from tests.conformance.cases import Parts, draws_of, numbers, options_of, schedulers_for, tensor
 from tests.conformance.gaussian import MEAN, STD, exact, levels_at, sample, scaled
 from tests.conformance.reference import DISCRETE, Array, Setting
@@ -221,6 +222,25 @@ def one_steps() -> list[tuple[Export, int]]:
         first_only = export.sampler in ("HeunDiscreteScheduler", "LMSDiscreteScheduler")
         chosen += [(replace(export, params=params), index) for index in ((0,) if first_only else (0, 5, 9))]
     return chosen
+
+
+def check_chosen_sampler(name: str) -> None:
+    """A sampler that `generate_examples` may put in the place of the pipeline's own draws N(μ, s²), of every kind of
+    model that it may follow. 100 steps are as close as `EXPORTS` says of the same classes."""
+    discrete, flow = Export(Setting(), "DDIMScheduler", 0.0), Export(_FLOW, None, 0.0, has_unet=False)
+    shifted = replace(flow, shift=ShiftConfig(mode="static", value=3.0))
+    followed = 0
+    for owner in (discrete, flow, shifted, Export(_EDM, None, 0.0)):
+        config = owner.parts().schedulers.sampler.config
+        if name in samplers_for(config):
+            followed += 1
+            sampler = make_sampler(config, name)
+            found = sample(sampler, owner.setting, 2 * NUM_STEPS)
+            wanted = exact(sampler, owner.setting, 2 * NUM_STEPS)
+            is_drawn = name in ("DDPMScheduler", "EulerAncestralDiscreteScheduler")
+            assert abs(found.mean - wanted.mean) < (0.03 if is_drawn else 2e-3), (owner.name, found, wanted)
+            assert abs(found.std / wanted.std - 1) < (0.09 if is_drawn else 0.04), (owner.name, found, wanted)
+    assert followed
 
 
 def check_levels_of_flow_samplers() -> None:

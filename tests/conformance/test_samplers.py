@@ -8,6 +8,7 @@ from sd_training.build.models import objective_of
 from sd_training.config.model_schema import ModelConfig, PartConfig
 from sd_training.config.objective_schema import ObjectiveConfig
 from sd_training.errors import ConfigError
+from sd_training.export.samplers import SAMPLERS
 from sd_training.models.schedulers import load_schedulers
 from tests.conformance import sampler_checks
 from tests.conformance.cases import Parts, schedulers_for
@@ -22,6 +23,11 @@ def _name(value: Any) -> str:
 @pytest.mark.parametrize("export", EXPORTS, ids=_name)
 def test_ideal_denoiser_draws_the_gaussian(export: Export) -> None:
     sampler_checks.check_gaussian(export)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_sampler_that_may_be_chosen_draws_the_gaussian(name: str) -> None:
+    sampler_checks.check_chosen_sampler(name)
 
 
 @pytest.mark.parametrize(("export", "index"), sampler_checks.one_steps(), ids=_name)

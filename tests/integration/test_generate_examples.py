@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from diffusers import EDMEulerScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from PIL import Image
 
 from scripts import generate_examples
 from sd_training.export.samplers import samplers_for
 from tests import makers
+from tests.family_makers import save_pipeline
 from tests.integration.commands import ROOT, fails, run
 
 
@@ -98,6 +100,39 @@ def test_generate_with_every_sampler(pipeline_dir: Path, tmp_path: Path, name: s
     (line,) = draw(pipeline_dir, tmp_path / "out", "--prompt", "a red square", "--scheduler", name, "--steps", "4")
     assert line["scheduler"] == name
     assert len(Image.open(tmp_path / "out/000000.png").getcolors(256) or range(257)) > 50
+
+
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [
+        ("sd3", FlowMatchEulerDiscreteScheduler(shift=3.0)),
+        ("mmdit_rope", FlowMatchEulerDiscreteScheduler()),
+        ("stable_diffusion", UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)),
+        ("stable_diffusion", EDMEulerScheduler(sigma_data=1.0)),
+    ],
+    ids=["flow", "flow_of_ours", "flow_of_a_unet", "edm"],
+)
+def test_every_sampler_of_another_kind_of_model_draws_or_is_refused(family: str, own: Any, tmp_path: Path) -> None:
+    pipeline = save_pipeline(family, tmp_path / "pipeline")
+    own.save_pretrained(pipeline / "scheduler")
+    index = json.loads((pipeline / "model_index.json").read_text())
+    index["scheduler"] = ["diffusers", type(own).__name__]
+    (pipeline / "model_index.json").write_text(json.dumps(index))
+    drawn, refused = set(), set()
+    for name in samplers_for(own.config):
+        words = ("--prompt", "red square", "--scheduler", name, "--steps", "4")
+        if family == "stable_diffusion" and name.startswith("FlowMatch"):
+            assert "scale what the denoiser sees" in fails(
+                generate_examples.main, "--pipeline", pipeline, "--out", tmp_path / name, *words
+            )
+            refused.add(name)
+            continue
+        (line,) = draw(pipeline, tmp_path / name, *words)
+        assert line["scheduler"] == name
+        assert len(Image.open(tmp_path / name / "000000.png").getcolors(256) or range(257)) > 50, name
+        drawn.add(name)
+    assert drawn | refused == set(samplers_for(own.config)) and drawn
+    assert ("FlowMatchHeunDiscreteScheduler" in drawn) == (family in ("sd3", "mmdit_rope"))
 
 
 def test_generate_on_two_processes_draws_the_same(pipeline_dir: Path, tmp_path: Path, prompts: Path) -> None:

@@ -63,6 +63,14 @@ def test_samplers_of_other_models_are_refused() -> None:
     assert len(set(SAMPLERS)) == len(SAMPLERS)
 
 
+@pytest.mark.parametrize("name", ["FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"])
+def test_pipelines_that_scale_the_input_need_a_sampler_that_can(name: str) -> None:
+    config = dict(diffusers.UniPCMultistepScheduler(**FLOWS["UniPCMultistepScheduler"]).config)
+    assert make_sampler(config, name, "StableDiffusion3Pipeline")
+    with pytest.raises(ConfigError, match=f"{name}: StableDiffusionPipeline has its scheduler scale what"):
+        make_sampler(config, name, "StableDiffusionPipeline")
+
+
 def test_flux_chooses_its_own_levels() -> None:
     config = dict(diffusers.FlowMatchEulerDiscreteScheduler().config)
     assert make_sampler(config, "UniPCMultistepScheduler", "FluxPipeline").config.use_flow_sigmas
