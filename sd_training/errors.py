@@ -1,10 +1,12 @@
 """Errors that are the user's to fix: they are printed as text, without a traceback, and exit with a status of their
 own."""
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeVar
 
 from sd_training import exit_status
+
+Result = TypeVar("Result")
 
 
 class UserError(Exception):
@@ -75,3 +77,33 @@ class IntegrityError(UserError):
     """Weights that must be equal on several processes are not: memory, a device or the communication is at fault."""
 
     exit_status = exit_status.INTEGRITY
+
+
+class Checks:
+    """Runs steps that do not depend on each other, so that the mistakes of all of them are reported together."""
+
+    def __init__(self) -> None:
+        self.errors: list[UserError] = []
+
+    def run(self, step: Callable[[], Result]) -> Result | None:
+        """The result of a step, or None where it raised a `UserError`, which is kept."""
+        try:
+            return step()
+        except UserError as error:
+            self.errors.append(error)
+            return None
+
+    def finish(self) -> None:
+        """Raises what the steps raised: one error as it is, several as one error, each line once.
+
+        Raises:
+            UserError: a step failed. A mistake wins over an outage, which another start may mend.
+        """
+        if not self.errors:
+            return
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        lines = list(dict.fromkeys(line for error in self.errors for line in str(error).splitlines()))
+        if any(error.exit_status == exit_status.MISTAKE for error in self.errors):
+            raise ConfigError(lines) from self.errors[0]
+        raise type(self.errors[0])("\n".join(lines)) from self.errors[0]

@@ -19,11 +19,11 @@ from sd_training.build.run import make_data
 from sd_training.build.strategy import zero_options
 from sd_training.config.dump import resolved_yaml
 from sd_training.config.schema import Config
-from sd_training.data.sizes import training_sizes
+from sd_training.data.sizes import size_problems, training_sizes
 from sd_training.distributed.launch import process_group_backend
 from sd_training.errors import ConfigError
 from sd_training.models.cost import forward_flops, parameter_counts
-from sd_training.models.family import Family, downscale_factor, latent_grid, size_problems
+from sd_training.models.family import Family, downscale_factor, latent_grid
 from sd_training.optim.lr_plot import plot_lr
 
 

@@ -1,16 +1,23 @@
 """Local files that the options name, and W&B's login, looked at before torch is imported; their problems join those of
 the config."""
 
+import json
+import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from sd_training.build.wandb_login import NOT_INSTALLED, is_installed, missing_login
 from sd_training.config.data_schema import SourceParams
 from sd_training.config.schema import Config
+from sd_training.data.sizes import size_problems, training_sizes
 from sd_training.data.sources import access_of, path_problems
-from sd_training.errors import DataError
+from sd_training.errors import ConfigError, DataError
 from sd_training.export.pictures import read_captions
 from sd_training.rank_log import is_main_process
+
+_USUAL_FACTOR = 8
+"""Downscale factor of every published autoencoder of the families."""
 
 
 def local_problems(config: Config) -> list[str]:
@@ -20,7 +27,12 @@ def local_problems(config: Config) -> list[str]:
     """
     if not is_main_process():
         return []
-    return [*_data_problems(config), *_caption_problems(config), *_wandb_problems(config)]
+    return [
+        *_data_problems(config),
+        *_caption_problems(config),
+        *_size_problems(config),
+        *_wandb_problems(config),
+    ]
 
 
 def _wandb_problems(config: Config) -> list[str]:
@@ -55,3 +67,45 @@ def _caption_problems(config: Config) -> list[str]:
     except DataError as error:
         return [f"experiment.eval_caption_file: {error}"]
     return []
+
+
+def _size_problems(config: Config) -> list[str]:
+    """Sizes that the autoencoder cannot take. What else a denoiser asks of them is known when it is made."""
+    try:
+        sizes = training_sizes(config.dataset.params).sizes
+    except ConfigError as error:
+        return error.problems
+    factor, path = _downscale_factor(config), config.model.pretrained or config.model.vae.pretrained
+    if factor is not None:
+        return size_problems(factor, sizes)
+    if path is None or os.path.exists(path):
+        return []
+    remark = "; the model's own factor is not known before it can be read"
+    return [f"{problem}{remark}" for problem in size_problems(_USUAL_FACTOR, sizes)] if _is_path(path) else []
+
+
+def _is_path(path: str) -> bool:
+    """Whether a model that is not there was meant as a folder; an autoencoder of the hub may have any factor."""
+    return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
+
+
+def _downscale_factor(config: Config) -> int | None:
+    """Of the autoencoder, as its settings say; None where they are not in a local folder or in the options."""
+    model = config.model
+    path = model.pretrained or model.vae.pretrained
+    if path is None:
+        levels: Any = model.vae.params.get("block_out_channels")
+    else:
+        subfolder = model.vae.subfolder if model.pretrained is None else None
+        folders = [Path(path, subfolder)] if subfolder else [Path(path, "vae"), Path(path)]
+        levels = next((found for folder in folders if (found := _levels_in(folder / "config.json")) is not None), None)
+    return 2 ** (len(levels) - 1) if isinstance(levels, list) and levels else None
+
+
+def _levels_in(file: Path) -> Any:
+    """`block_out_channels` of a part's settings; files that cannot be read are named when the part is made."""
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return settings.get("block_out_channels") if isinstance(settings, dict) else None

@@ -10,7 +10,7 @@ from torch import Tensor
 from sd_training.build.network import prepare_network
 from sd_training.build.plan import Plan
 from sd_training.config.model_schema import ModelConfig
-from sd_training.data.sizes import training_sizes
+from sd_training.data.sizes import size_problems, training_sizes
 from sd_training.diffusion.objective import Objective, make_objective, shift_of
 from sd_training.distributed.strategies import Cuts
 from sd_training.errors import ConfigError
@@ -18,7 +18,7 @@ from sd_training.models.attention import use_fast_attention, xformers_problems
 from sd_training.models.copies import copy_with_weights
 from sd_training.models.encoders import Encoders
 from sd_training.models.families import load_family
-from sd_training.models.family import Family, downscale_factor, latent_grid, size_problems
+from sd_training.models.family import Family, downscale_factor, latent_grid
 from sd_training.models.load import effective_part, load_network
 from sd_training.models.memory_format import use_channels_last, wants_channels_last
 from sd_training.optim.lr_schedules import lr_schedule

@@ -13,7 +13,7 @@ from pytorch_lightning.strategies import Strategy
 
 from sd_training.build.callbacks import build_callbacks
 from sd_training.build.loggers import build_loggers
-from sd_training.build.models import build_model
+from sd_training.build.models import Trained, build_model
 from sd_training.build.plan import Plan
 from sd_training.build.start import find_start, make_mirror, own_run_dir
 from sd_training.build.strategy import LIGHTNING_PRECISION, make_strategy, precision_plugins
@@ -27,6 +27,7 @@ from sd_training.data.captions import Dropout
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.dataset import DrawSettings
 from sd_training.distributed.saves import WholeCheckpoints
+from sd_training.errors import Checks
 from sd_training.exit_status import HANG
 from sd_training.models.family import Family
 from sd_training.rank_log import get_logger, global_rank, is_main_process
@@ -37,6 +38,9 @@ from sd_training.types import LatentGrid
 from sd_training.watch.hang_watch import HangWatch
 
 log = get_logger(__name__)
+
+_ANY_GRID = LatentGrid(4, 8)
+"""Stands in where nothing is drawn."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ def build_run(
     if start.is_done:
         log.info(f"{plan.run_dir} has already done its optimizer steps; it {start.sentence()}")
     resume_from = plan.run_dir / "checkpoints" if start.is_resumed else None
-    trained = build_model(plan)
+    trained = _model_or_all_problems(plan)
     data = make_data(plan, trained.family, trained.latent_grid)
     preemption = _preemption(plan, signals or StopSignals())
     watch = watch or HangWatch({}, plan.run_dir)
@@ -110,6 +114,20 @@ def build_run(
     trainer = _trainer(plan, callbacks, strategy)
     _without_signal_handling(trainer)
     return Run(trainer, trained.module, data, resume_from, preemption)
+
+
+def _model_or_all_problems(plan: Plan) -> Trained:
+    """The model; where it cannot be built, the first process looks for what is wrong with the data as well, and all is
+    reported together. What it indexes is kept, so the next start does not do it again."""
+    checks = Checks()
+    trained = checks.run(lambda: build_model(plan))
+    if trained is not None:
+        return trained
+    if is_main_process():
+        log.warning(f"the model cannot be used, and the data is checked before the run ends: {checks.errors[0]}")
+        checks.run(make_data(plan, None, _ANY_GRID).prepare_data)
+    checks.finish()
+    raise AssertionError("a check has failed")
 
 
 def make_watch(plan: Plan) -> HangWatch:
@@ -132,7 +150,8 @@ def _preemption(plan: Plan, signals: StopSignals) -> Preemption:
 
 
 def make_data(plan: Plan, family: Family | None, grid: LatentGrid) -> TrainingData:
-    """The training data for a model with these latents; `family` is null for autoencoder training."""
+    """The training data for a model with these latents; `family` is null for autoencoder training, and where only the
+    data is looked at."""
     config = plan.config
     return TrainingData(
         dataset=config.dataset,
@@ -140,7 +159,7 @@ def make_data(plan: Plan, family: Family | None, grid: LatentGrid) -> TrainingDa
         workers=config.system.workers,
         tokenizers=family.tokenizers() if family else {},
         draws=_draws(plan, family, grid),
-        captions_needed=family is not None,
+        captions_needed=config.model.train != "vae",
         run_dir=plan.run_dir,
         validation=config.validation,
     )

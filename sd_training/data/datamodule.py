@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from sd_training.data.report import DataReport, make_report
 from sd_training.data.run_order import RunOrder
 from sd_training.data.sizes import training_sizes
 from sd_training.data.worker_deaths import WorkerDeaths
-from sd_training.errors import CheckpointError, ConfigError
+from sd_training.errors import CheckpointError, Checks, ConfigError
 from sd_training.rank_log import get_logger
 from sd_training.redaction import redacted_values
 
@@ -113,9 +114,11 @@ class TrainingData(pl.LightningDataModule):
 
     def prepare_data(self) -> None:
         """Builds the index; Lightning calls this on one process of each machine while the others wait."""
-        self._open()
+        checks = Checks()
+        checks.run(self._open)
         if self.held_out is not None:
-            self.held_out.open()
+            checks.run(self.held_out.open)
+        checks.finish()
 
     def setup(self, stage: str) -> None:
         """Opens the index, and says and writes down what is wrong with the shards."""
@@ -236,14 +239,19 @@ class TrainingData(pl.LightningDataModule):
 
     def _open(self) -> _Opened:
         if self._opened is None:
-            dataset = self.dataset
+            dataset, checks = self.dataset, Checks()
             batches = self.plan.global_batch * np.array(self._factors(), dtype=np.int64)
-            kinds = [(dataset.type, dataset.params), *((entry.type, entry.params) for entry in dataset.mix)]
-            params, needed = dataset.params, self.captions_needed
-            datasets = [
-                open_dataset(kind, source, params, self.table, batches, captions_needed=needed)
-                for kind, source in kinds
-            ]
+            open_one = partial(
+                open_dataset,
+                params=dataset.params,
+                table=self.table,
+                batches=batches,
+                captions_needed=self.captions_needed,
+            )
+            entries: list[DatasetConfig | MixEntry] = [dataset, *dataset.mix]
+            made = [checks.run(partial(open_one, entry.type, entry.params)) for entry in entries]
+            checks.finish()
+            datasets = [one for one in made if one is not None]
             orders = [SampleOrder(self._order_settings(i), d.block_of, d.bucket_of) for i, d in enumerate(datasets)]
             mixture = Mixture(self._shares(), self.draws.seed, self.plan.num_steps)
             self._opened = _Opened(datasets, RunOrder(datasets, orders, mixture))

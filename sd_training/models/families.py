@@ -1,6 +1,7 @@
 """Families by name; which one a config means; a family with its parts loaded or made."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from diffusers.utils import logging as diffusers_logging
 from sd_training.config.model_schema import FAMILY_PARTS, FamilyName, ModelConfig, family_of_parts
 from sd_training.config.objective_schema import ObjectiveConfig
 from sd_training.config.schema import ConditioningConfig
-from sd_training.errors import ConfigError
+from sd_training.errors import Checks, ConfigError
 from sd_training.models.family import Family
 from sd_training.models.flux import Flux
+from sd_training.models.hub import hub_problem
 from sd_training.models.load import load_network, load_tokenizer
 from sd_training.models.mmdit import MMDiT
 from sd_training.models.pixart import PixArtSigma
@@ -53,30 +55,46 @@ def load_family(
         ConfigError: naming every option that is wrong.
     """
     index = _model_index(model)
-    cls = FAMILIES[_family_name(model, index)]
-    schedulers = load_schedulers(model, objective, has_unet=cls.denoiser_part == "unet", allowed=cls.predictions)
-    null_is_zeros = _null_is_zeros(cls, conditioning, index)
-    _check_micro_conditioning(cls, conditioning)
-    if model.train_text_encoder and not cls.may_train_text:
-        raise ConfigError(f"model.train_text_encoder: is only known for stable_diffusion and sdxl, not for {cls.name}")
-    parts = cls.listed_parts(model, index, seed=seed, meta=meta)
-    names = [*FAMILY_PARTS[cls.name], *cls.optional_parts(model, index)]
-    for part in (name for name in names if name not in parts):
-        default = cls.class_of_part(part, index)
-        if part.startswith("tokenizer"):
-            parts[part] = load_tokenizer(model, part, default=default)
-        else:
-            parts[part] = load_network(model, part, seed=seed, meta=meta, default=default)
+    cls, checks = FAMILIES[_family_name(model, index)], Checks()
+    is_unet = cls.denoiser_part == "unet"
+    schedulers = checks.run(lambda: load_schedulers(model, objective, has_unet=is_unet, allowed=cls.predictions))
+    null_is_zeros = checks.run(lambda: _null_is_zeros(cls, conditioning, index))
+    checks.run(lambda: _check_conditioning(cls, model, conditioning))
+    parts = _load_parts(cls, model, index, seed=seed, meta=meta, checks=checks)
+    checks.finish()
+    assert schedulers is not None and null_is_zeros is not None, "no check has failed"
     family = cls(parts, schedulers, null_is_zeros)
     if problems := family.class_problems() or family.fit_problems():
         raise ConfigError(problems)
     return family
 
 
+def _load_parts(
+    cls: type[Family], model: ModelConfig, index: Mapping[str, Any], *, seed: int, meta: bool, checks: Checks
+) -> dict[str, Any]:
+    """Networks and tokenizers by name. Once a check has failed, the others are made without weights, which takes no
+    time: only what is wrong with them is still wanted."""
+    made = checks.run(lambda: cls.listed_parts(model, index, seed=seed, meta=meta or bool(checks.errors)))
+    parts = {} if made is None else made
+
+    def load(part: str) -> Any:
+        default = cls.class_of_part(part, index)
+        if part.startswith("tokenizer"):
+            return load_tokenizer(model, part, default=default)
+        return load_network(model, part, seed=seed, meta=meta or bool(checks.errors), default=default)
+
+    names = [*FAMILY_PARTS[cls.name], *cls.optional_parts(model, index)]
+    for part in (name for name in names if name not in parts):
+        parts[part] = checks.run(partial(load, part))
+    return parts
+
+
 def _model_index(model: ModelConfig) -> Mapping[str, Any]:
     """`model_index.json` of `model.pretrained`; empty without one."""
     if model.pretrained is None:
         return {}
+    if problem := hub_problem(model.pretrained, model.revision, "model.pretrained"):
+        raise ConfigError(problem)
     verbosity = diffusers_logging.get_verbosity()
     diffusers_logging.set_verbosity_error()
     try:
@@ -84,11 +102,7 @@ def _model_index(model: ModelConfig) -> Mapping[str, Any]:
         return index
     except (OSError, ValueError) as error:
         said = str(error).strip().splitlines()[0]
-        where = (
-            "is no pipeline folder"
-            if Path(model.pretrained).exists()
-            else "is no local folder, and not found on the hub"
-        )
+        where = "is no pipeline folder" if Path(model.pretrained).exists() else "is no pipeline on the hub"
         raise ConfigError(f"model.pretrained: {model.pretrained!r} {where}: {said}") from error
     finally:
         diffusers_logging.set_verbosity(verbosity)
@@ -116,13 +130,16 @@ def _null_is_zeros(cls: type[Family], conditioning: ConditioningConfig, index: M
     return bool(index.get("force_zeros_for_empty_prompt", False))
 
 
-def _check_micro_conditioning(cls: type[Family], conditioning: ConditioningConfig) -> None:
-    if cls.has_micro_conditioning:
-        return
-    problems = [
-        f"conditioning.{name}: is only read by sdxl, not by {cls.name}; remove it"
-        for name in ("size_dropout_prob", "crop_dropout_prob")
-        if getattr(conditioning, name) > 0
-    ]
+def _check_conditioning(cls: type[Family], model: ModelConfig, conditioning: ConditioningConfig) -> None:
+    """Options that the family does not read or know."""
+    problems = []
+    if model.train_text_encoder and not cls.may_train_text:
+        problems = [f"model.train_text_encoder: is only known for stable_diffusion and sdxl, not for {cls.name}"]
+    if not cls.has_micro_conditioning:
+        problems += [
+            f"conditioning.{name}: is only read by sdxl, not by {cls.name}; remove it"
+            for name in ("size_dropout_prob", "crop_dropout_prob")
+            if getattr(conditioning, name) > 0
+        ]
     if problems:
         raise ConfigError(problems)

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from sd_training.config.model_schema import OPTIONAL_PARTS, FamilyName, ModelConfig, is_set
 from sd_training.config.objective_schema import ObjectiveConfig, PredictionType
 from sd_training.data.captions import Tokenizer
+from sd_training.data.sizes import size_problems
 from sd_training.errors import ConfigError
 from sd_training.models.schedulers import Schedulers
 from sd_training.types import Conditioning, LatentGrid, NoisedBatch, PixelBatch
@@ -237,20 +238,3 @@ def downscale_factor(vae: AutoencoderKL) -> int:
 def latent_grid(vae: AutoencoderKL) -> LatentGrid:
     """Latent channels and downscale factor."""
     return LatentGrid(int(vae.config.latent_channels), downscale_factor(vae))
-
-
-def size_problems(factor: int, sizes: Sequence[tuple[int, int]], patch_size: int = 1) -> list[str]:
-    """A problem for each height or width [pixels] that is not a multiple of the downscale factor and the patches.
-
-    UNets need no more: diffusers hands their upsamplers the size to reach when a level does not halve evenly.
-    """
-    option = "dataset.params.resolution" if len(sizes) == 1 else "dataset.params.buckets"
-    multiple, problems = factor * patch_size, []
-    patches = f" × the denoiser's patch size {patch_size}" if patch_size > 1 else ""
-    for side in sorted({side for size in sizes for side in size if side % multiple}):
-        below, above = side // multiple * multiple, (side // multiple + 1) * multiple
-        near = f"{below} or {above}" if below else f"{above}"
-        problems.append(
-            f"{option}: {side} is not a multiple of the autoencoder's downscale factor {factor}{patches}; use {near}"
-        )
-    return problems

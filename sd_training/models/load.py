@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sd_training.config.model_schema import ModelConfig, PartConfig
 from sd_training.errors import ConfigError
+from sd_training.models.hub import hub_problem
 from sd_training.models.registry import check_params, class_of
 from sd_training.models.stored_settings import folder_settings_problems, refused_settings
 
@@ -68,6 +69,7 @@ def subfolder_of(part: str, config: PartConfig) -> str | None:
 def _from_pretrained(part: str, cls: Any, config: PartConfig, **kwargs: Any) -> Any:
     """`cls.from_pretrained`, with every way it can fail turned into a sentence that names the option."""
     assert config.pretrained is not None
+    _refuse_unavailable(part, config)
     subfolder = subfolder_of(part, config)
     _refuse_unsafe(part, cls, config, subfolder)
     if cls is transformers.AutoTokenizer:
@@ -81,6 +83,12 @@ def _from_pretrained(part: str, cls: Any, config: PartConfig, **kwargs: Any) -> 
         raise ConfigError(
             f"model.{part}.pretrained: {where} cannot be loaded as {cls.__name__}: {_first_line(error)}"
         ) from error
+
+
+def _refuse_unavailable(part: str, config: PartConfig) -> None:
+    assert config.pretrained is not None
+    if problem := hub_problem(config.pretrained, config.revision, f"model.{part}.pretrained"):
+        raise ConfigError(problem)
 
 
 def _refuse_unsafe(part: str, cls: Any, config: PartConfig, subfolder: str | None) -> None:
@@ -101,6 +109,7 @@ def _refuse_unsafe(part: str, cls: Any, config: PartConfig, subfolder: str | Non
 
 def _settings(part: str, read: Callable[..., Any], config: PartConfig, subfolder: str | None, **kwargs: Any) -> Any:
     """What a library's `read` gives of a stored config, with every way it can fail turned into a sentence."""
+    _refuse_unavailable(part, config)
     try:
         folder = {"subfolder": subfolder} if subfolder else {}
         return read(config.pretrained, revision=config.revision, **folder, **kwargs)
