@@ -219,7 +219,7 @@ def _picture_callbacks(plan: Plan, trained: Trained, ema: Ema | None, stopwatch:
     jobs = []
     if config.sampling.every and config.sampling.prompts:
         prompts = [(f"{i:03d}", prompt) for i, prompt in enumerate(config.sampling.prompts)]
-        jobs.append(PictureJob("previews", config.sampling.every, prompts))
+        jobs.append(PictureJob("previews", config.sampling.every, prompts, at_start=True))
     if config.experiment.eval_caption_file is not None:
         captions = read_captions(Path(config.experiment.eval_caption_file))[: config.experiment.num_eval_images]
         if captions:

@@ -47,6 +47,8 @@ class PictureJob:
     """(file stem, caption) pairs."""
     as_tar: bool = False
     """Pack the images into `NAME.tar` and remove the folder."""
+    at_start: bool = False
+    """Draw also before the first step of a new run: what the model can do untrained."""
 
 
 class Pictures(OptimizerStepCallback):
@@ -88,9 +90,21 @@ class Pictures(OptimizerStepCallback):
         """Two jobs of one run are two callbacks."""
         return f"Pictures.{self.job.name}"
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Draw before the first step where the job asks for it; a resumed run has done so."""
+        super().on_train_start(trainer, pl_module)
+        assert isinstance(pl_module, TrainedModule)
+        if self.job.at_start and trainer.global_step == 0:
+            self._draw(trainer, pl_module, 0)
+
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        """Draw when due; a run that was asked to stop has no time for it."""
-        if trainer.should_stop or not self.is_due(trainer, step, self.job.every):
+        """Draw when due."""
+        if self.is_due(trainer, step, self.job.every):
+            self._draw(trainer, module, step)
+
+    def _draw(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+        """Collective; a run that was asked to stop has no time for it."""
+        if trainer.should_stop:
             return
         folder = self.samples_dir / f"step_{step}" / self.job.name
         with self.stopwatch.paused("validate"):

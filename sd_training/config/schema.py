@@ -172,7 +172,7 @@ class SamplingConfig:
     """Preview pictures from fixed prompts and seeds, and the settings of evaluation images."""
 
     every: Count = 0
-    """Draw previews every so many optimizer steps; 0: none."""
+    """Draw previews before the first optimizer step of a run, and every so many steps; 0: none."""
     prompts: list[str] = Field(default_factory=list)
     """One preview image per prompt."""
     num_inference_steps: PositiveInt = 50

@@ -146,7 +146,9 @@ def test_previews_and_evaluation_images(tmp_path: Path, pipeline_dir: Path, shar
     argv.append("sampling.prompts=[a red picture,a blue one]")
     train(argv)
     steps = sorted(path.name for path in (run_dir / "samples").iterdir())
-    assert steps == ["step_3", "step_4", "step_6", "step_8"]
+    assert steps == ["step_0", "step_3", "step_4", "step_6", "step_8"]
+    at_start = sorted(str(p.relative_to(run_dir / "samples")) for p in (run_dir / "samples/step_0").rglob("*.png"))
+    assert at_start == ["step_0/previews/000.png", "step_0/previews/001.png", "step_0/previews_grid.png"]
     step_8 = sorted(
         str(p.relative_to(run_dir / "samples" / "step_8")) for p in (run_dir / "samples/step_8").rglob("*.png")
     )
@@ -160,6 +162,9 @@ def test_previews_and_evaluation_images(tmp_path: Path, pipeline_dir: Path, shar
         "previews_grid.png",
     ]
     assert Image.open(run_dir / "samples/step_8/eval_grid.png").size == (48, 16)
+    shutil.rmtree(run_dir / "samples" / "step_0")
+    train([*argv, "experiment.num_examples_to_see=72"])
+    assert sorted(path.name for path in (run_dir / "samples").iterdir()) == [*steps[1:], "step_9"]
 
 
 def test_pictures_do_not_disturb_training(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
