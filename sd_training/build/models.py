@@ -21,12 +21,15 @@ from sd_training.models.families import load_family
 from sd_training.models.family import Family, downscale_factor, latent_grid
 from sd_training.models.load import effective_part, load_network
 from sd_training.models.memory_format import use_channels_last, wants_channels_last
+from sd_training.models.schedulers import prediction_warning
 from sd_training.optim.lr_schedules import lr_schedule
 from sd_training.rank_log import get_logger
 from sd_training.training.autoencoder_module import AutoencoderModule
 from sd_training.training.base_module import PART, Optimization, TrainedModule
 from sd_training.training.diffusion_module import DiffusionModule
 from sd_training.types import LatentGrid
+
+log = get_logger(__name__)
 
 log = get_logger(__name__)
 
@@ -74,6 +77,8 @@ def _diffusion(plan: Plan) -> Trained:
     if problems:
         raise ConfigError(problems)
     _check_preview_steps(plan, family)
+    if warning := prediction_warning(model, family.denoiser_part, family.schedulers.prediction_type):
+        log.warning(warning)
     family.set_default_size(config.dataset.params.resolution)
     if model.bf16_weights:
         for network in family.trained_networks(model.train_text_encoder).values():

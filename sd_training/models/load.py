@@ -248,6 +248,25 @@ def load_noise_scheduler(model: ModelConfig, part: str) -> Any:
     return _from_settings(part, cls, stored, **config.params)
 
 
+def stored_scheduler(model: ModelConfig, part: str) -> dict[str, Any] | None:
+    """Settings of the noise scheduler that is stored beside a part's weights; None where there is none."""
+    config = effective_part(model, part)
+    if config.pretrained is None:
+        return None
+    subfolder, root = subfolder_of(part, config), config.pretrained
+    if subfolder is None:  # the part's own folder
+        root, subfolder = str(Path(root).absolute().parent), part
+    beside = PartConfig(pretrained=root, revision=config.revision)
+    name = "noise_scheduler_training"
+    try:
+        cls: Any = class_of(name, None)
+        folder = str(Path(subfolder).parent / _SUBFOLDER[name])
+        stored, _ = _settings(name, cls.load_config, beside, folder, return_unused_kwargs=True)
+    except ConfigError:
+        return None
+    return dict(stored)
+
+
 def load_weights(path: str, part: str, option: str, default: str | None = None) -> dict[str, torch.Tensor]:
     """Parameters by name of a stored part, fp32.
 

@@ -15,7 +15,7 @@ from sd_training.config.objective_presets import with_preset
 from sd_training.config.objective_schema import ObjectiveConfig, PredictionType
 from sd_training.diffusion.noise_schedule import FlowSchedule, NoiseSchedule, SigmaSchedule, discrete_schedule_of
 from sd_training.errors import ConfigError
-from sd_training.models.load import effective_part, load_noise_scheduler
+from sd_training.models.load import effective_part, load_noise_scheduler, stored_scheduler
 from sd_training.models.registry import class_of
 
 # What sampling must share with training; everything else (spacing, order, thresholds) is the sampler's own.
@@ -91,13 +91,36 @@ def load_schedulers(
     return Schedulers(resolved, _schedule(resolved, config), static, sampler)
 
 
+def prediction_warning(model: ModelConfig, denoiser: str, prediction: PredictionType) -> str | None:
+    """What to say where pretrained weights answer something else than the run trains; None where they agree.
+
+    Args:
+        model: options of the model.
+        denoiser: name of the trained part.
+        prediction: what the run trains.
+    """
+    stored = stored_scheduler(model, denoiser)
+    if stored is None or (before := _stored_prediction(str(stored.get("_class_name", "")), stored)) == prediction:
+        return None
+    option = "model.pretrained" if model.pretrained is not None else f"model.{denoiser}.pretrained"
+    return (
+        f"objective.prediction_type: the run trains {prediction}, but the weights of {option} answer {before}, as the "
+        "scheduler stored with them says; they have to be trained anew for it. If that is not meant, remove what sets "
+        "it: objective.prediction_type, objective.preset or model.noise_scheduler_training"
+    )
+
+
+def _stored_prediction(scheduler: str, config: Mapping[str, Any]) -> Any:
+    if scheduler.startswith("FlowMatch") or config.get("use_flow_sigmas"):
+        return "flow_prediction"
+    if scheduler.startswith("EDM"):
+        return "edm"
+    return config.get("prediction_type") or "epsilon"
+
+
 def _resolved(objective: ObjectiveConfig, scheduler: str, config: Mapping[str, Any]) -> ObjectiveConfig:
     """What options and preset leave open, as the training noise scheduler has it."""
-    stored: Any = config.get("prediction_type") or "epsilon"
-    if scheduler.startswith("FlowMatch") or config.get("use_flow_sigmas"):
-        stored = "flow_prediction"
-    elif scheduler.startswith("EDM"):
-        stored = "edm"
+    stored = _stored_prediction(scheduler, config)
     if stored not in ("epsilon", "v_prediction", "sample", "flow_prediction", "edm"):
         raise ConfigError(
             f"objective.prediction_type: the training noise scheduler says {stored!r}; use epsilon, v_prediction, "
