@@ -5,7 +5,7 @@
     python scripts/index_dataset.py config=a.yaml dataset.params.path=…              the data of a run
 
 A run does this by itself when it starts; doing it before finds what is wrong with the data without waiting for a GPU.
-Paths are reported at batch size 1, so that a handful of samples can be looked at, too.
+How often a run sees each sample is said of a config, and with `--images`.
 """
 
 import argparse
@@ -25,7 +25,8 @@ from sd_training.config.schema import Config
 from sd_training.errors import ConfigError
 from sd_training.quiet import quiet_libraries
 
-_IMAGES = 1_000_000
+_NO_RUN = 10**12
+"""Stands in for the length of a run where none is asked for: nothing is too short for it."""
 _OPTION = re.compile(r"(config|[\w-]+\.[^/=]+)=")
 _LENGTH, _TYPE = "experiment.num_examples_to_see", "dataset.type"
 
@@ -39,8 +40,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", nargs="+", metavar="PATH or a.b.c=value", help="paths, or config=… and options")
     parser.add_argument("--type", help="dataset.type of the paths (default WebDataset)")
-    parser.add_argument("--images", type=int, help=f"length of the run that is projected (default {_IMAGES:,})")
-    parser.add_argument("--processes", type=int, default=1, help="training processes of the run that is projected")
+    parser.add_argument("--images", type=int, help="say also what a run of so many images draws from it")
+    parser.add_argument("--processes", type=int, default=1, help="training processes of that run")
     parser.add_argument("--html", type=path_argument, help="write the report as one HTML page")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.processes < 1:
@@ -66,7 +67,7 @@ def read_config(arguments: argparse.Namespace) -> Config:
     for flag, key in (("type", _TYPE), ("images", _LENGTH)):
         overrides += _flag(flag, key, getattr(arguments, flag), overrides)
     if not any(word.startswith((f"{_LENGTH}=", "config=")) for word in overrides):
-        overrides.append(f"{_LENGTH}={_IMAGES}")
+        overrides.append(f"{_LENGTH}={_NO_RUN}")
     config = load_data_config(overrides)
     if paths:
         config.dataset.params.path = paths  # set here, because an override would read `${…}` in a path
@@ -93,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     batch, accumulation = config.system.batch_size, config.system.gradient_accumulation
     plan = BatchPlan(batch, accumulation, arguments.processes, config.experiment.num_examples_to_see)
+    is_run = plan.num_examples != _NO_RUN
     data = TrainingData(
         dataset=config.dataset,
         plan=plan,
@@ -101,10 +103,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         draws=DrawSettings(config.experiment.seed, LatentGrid(4, 8), has_noise=False),
         run_dir=None,
     )
-    print(plan.sentence())
-    print(data.report().text())
+    report = data.report(of_run=is_run)
+    if is_run:
+        print(plan.sentence())
+    print(report.text())
     if arguments.html is not None:
-        page = report_page(data.datasets(), data.report(), plan)
+        page = report_page(data.datasets(), report, plan if is_run else None)
         try:
             arguments.html.write_text(page, encoding="utf-8")
         except OSError as error:

@@ -94,7 +94,7 @@ class Checks:
             return None
 
     def finish(self) -> None:
-        """Raises what the steps raised: one error as it is, several as one error, each line once.
+        """Raises what the steps raised: one error as it is, several as one error, equal ones once.
 
         Raises:
             UserError: a step failed. A mistake wins over an outage, which another start may mend.
@@ -103,7 +103,7 @@ class Checks:
             return
         if len(self.errors) == 1:
             raise self.errors[0]
-        lines = list(dict.fromkeys(line for error in self.errors for line in str(error).splitlines()))
+        lines = [line for text in dict.fromkeys(map(str, self.errors)) for line in text.splitlines()]
         if any(error.exit_status == exit_status.MISTAKE for error in self.errors):
             raise ConfigError(lines) from self.errors[0]
         raise type(self.errors[0])("\n".join(lines)) from self.errors[0]

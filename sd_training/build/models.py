@@ -10,6 +10,7 @@ from torch import Tensor
 from sd_training.build.network import prepare_network
 from sd_training.build.plan import Plan
 from sd_training.config.model_schema import ModelConfig
+from sd_training.config.schema import Config
 from sd_training.data.sizes import size_problems, training_sizes
 from sd_training.diffusion.objective import Objective, make_objective, shift_of
 from sd_training.distributed.strategies import Cuts
@@ -73,10 +74,8 @@ def _diffusion(plan: Plan) -> Trained:
     """Denoiser training on frozen encoders."""
     config, model = plan.config, plan.config.model
     family = load_family(model, config.objective, config.conditioning, seed=config.experiment.seed)
-    problems = [*family.size_problems(training_sizes(config.dataset.params).sizes), *attention_problems(model, family)]
-    if problems:
+    if problems := fit_problems(config, family):
         raise ConfigError(problems)
-    _check_preview_steps(plan, family)
     if warning := prediction_warning(model, family.denoiser_part, family.schedulers.prediction_type):
         log.warning(warning)
     family.set_default_size(config.dataset.params.resolution)
@@ -100,9 +99,14 @@ def _diffusion(plan: Plan) -> Trained:
     return Trained(module, family.latent_grid(), family, exported, _cuts(family, module))
 
 
-def attention_problems(model: ModelConfig, family: Family) -> list[str]:
-    """Why `model.xformers` cannot be followed."""
-    return xformers_problems(family.denoiser) if model.xformers else []
+def fit_problems(config: Config, family: Family) -> list[str]:
+    """What is asked of this model that it cannot do: sizes, xformers, more preview steps than its noise schedule has."""
+    problems = family.size_problems(training_sizes(config.dataset.params).sizes)
+    problems += xformers_problems(family.denoiser) if config.model.xformers else []
+    wanted, most = config.sampling.num_inference_steps, family.schedulers.schedule.num_timesteps
+    if wanted > most:
+        problems.append(f"sampling.num_inference_steps: {wanted}, but the noise schedule has {most} steps")
+    return problems
 
 
 def _cuts(family: Family, module: DiffusionModule) -> Cuts:
@@ -126,13 +130,6 @@ def _with_weights(family: Family, module: DiffusionModule, weights: Mapping[str,
 def vae_precision(model: ModelConfig, precision: str) -> str:
     """Autocast type of the frozen autoencoder in a run of this precision: some overflow in fp16."""
     return model.vae_precision or ("bf16" if precision == "bf16" else "fp32")
-
-
-def _check_preview_steps(plan: Plan, family: Family) -> None:
-    """Samplers of discrete schedules have no more steps than the schedule."""
-    wanted, most = plan.config.sampling.num_inference_steps, family.schedulers.schedule.num_timesteps
-    if wanted > most:
-        raise ConfigError(f"sampling.num_inference_steps: {wanted}, but the noise schedule has {most} steps")
 
 
 def objective_of(family: Family) -> Objective:

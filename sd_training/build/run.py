@@ -39,7 +39,7 @@ from sd_training.watch.hang_watch import HangWatch
 
 log = get_logger(__name__)
 
-_ANY_GRID = LatentGrid(4, 8)
+ANY_GRID = LatentGrid(4, 8)
 """Stands in where nothing is drawn."""
 
 
@@ -125,7 +125,7 @@ def _model_or_all_problems(plan: Plan) -> Trained:
         return trained
     if is_main_process():
         log.warning(f"the model cannot be used, and the data is checked before the run ends: {checks.errors[0]}")
-        checks.run(make_data(plan, None, _ANY_GRID).prepare_data)
+        checks.run(make_data(plan, None, ANY_GRID).prepare_data)
     checks.finish()
     raise AssertionError("a check has failed")
 

@@ -44,14 +44,15 @@ class BatchPlan:
         """The arithmetic in one sentence."""
         return (
             f"{self._product()} per optimizer step; "
-            f"{_count(self.num_examples, 'image')} = {_count(self.num_steps, 'step')}"
+            f"{counted(self.num_examples, 'image')} = {counted(self.num_steps, 'step')}"
         )
 
     def _product(self) -> str:
-        processes = _count(self.processes, "process", "processes")
-        total = _count(self.global_batch, "image")
+        processes = counted(self.processes, "process", "processes")
+        total = counted(self.global_batch, "image")
         return f"batch_size {self.micro_batch} × accumulation {self.accumulation} × {processes} = {total}"
 
 
-def _count(number: int, one: str, several: str = "") -> str:
+def counted(number: int, one: str, several: str = "") -> str:
+    """`1 step`, `2,500 steps`."""
     return f"{number:,} {one if number == 1 else several or one + 's'}"

@@ -179,14 +179,17 @@ class TrainingData(pl.LightningDataModule):
             sample_id -= len(dataset.index)
         raise ValueError(f"sample id {sample_id} beyond the end of all data sets")
 
-    def report(self) -> DataReport:
+    def report(self, *, of_run: bool = True) -> DataReport:
         """What the data set is; usable without a trainer.
+
+        Args:
+            of_run: whether to say what the run draws from it.
 
         Raises:
             DataError: it cannot be used.
         """
         opened = self._open()
-        return make_report(opened.datasets, opened.order, self.table)
+        return make_report(opened.datasets, opened.order, self.table, of_run=of_run)
 
     def fingerprint(self) -> str:
         """sha256 of the samples that survive, their buckets and their order: equal means that the run sees the same."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sd_training.config.batch_plan import counted
 from sd_training.config.data_schema import DatasetConfig
 from sd_training.config.validation_schema import ValidationConfig
 from sd_training.data.bad_samples import BadSampleLog
@@ -17,6 +18,7 @@ from sd_training.data.locations import shown
 from sd_training.data.opened import OpenDataset, all_problems, open_dataset
 from sd_training.data.problems import SkippedSample, printable
 from sd_training.data.sizes import training_sizes
+from sd_training.data.sources import UNITS
 from sd_training.errors import ConfigError, DataError, OutageError
 from sd_training.rank_log import get_logger
 from sd_training.types import PixelBatch
@@ -107,7 +109,8 @@ class HeldOutData:
         locations = {unit.location for dataset in trained for unit in dataset.index.units}
         shared = [shown(unit.location) for unit in own[0].index.units if unit.location in locations]
         if shared:
-            log.warning(f"validation.path: {len(shared):,} shards are trained on as well, such as {shared[0]}")
+            units = counted(len(shared), UNITS[self.kind])
+            log.warning(f"validation.path: trained on as well: {units}, such as {shared[0]}")
 
     def __len__(self) -> int:
         """Batches."""

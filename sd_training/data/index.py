@@ -125,7 +125,7 @@ def load_index(source: Source, index_dir: Path | None, fields: Iterable[str] = (
     except OSError as error:
         raise DataError(
             f"the data cannot be indexed: {error}; dataset.params.index_dir must be a writable folder "
-            f"(now '{folder}') and the shards readable files"
+            f"(now '{folder}') and the data readable"
         ) from error
 
 
@@ -144,7 +144,7 @@ def _build(source: Source, missing: Sequence[Unit], folder: Path) -> None:
         for unit in missing:
             build_index_file(source, unit, folder)
         return
-    bar = tqdm(total=len(missing), desc="indexing", unit="shard", disable=not is_main_process())
+    bar = tqdm(total=len(missing), desc="indexing", unit="unit", disable=not is_main_process())
     with _processes(len(missing)) as pool, bar:
         futures = [pool.submit(build_index_file, source, unit, folder) for unit in missing]
         try:

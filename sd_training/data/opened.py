@@ -29,6 +29,8 @@ from sd_training.errors import ConfigError, DataError
 class OpenDataset:
     """Everything about one data set that the order, the reader and the report need."""
 
+    kind: str
+    """`dataset.type`."""
     index: DatasetIndex
     selection: Selection
     survivors: NDArray[np.int64]
@@ -134,7 +136,7 @@ def _open(
     elif kind == "TagFolder":
         captioner = TagCaptions(index, tag_rules(source_params.tags))
     without, over_limit = len(chosen) - len(survivors), len(selection.survivors) - len(chosen)
-    return OpenDataset(index, selection, survivors, bucket_of, merges, without, over_limit, reader, captioner)
+    return OpenDataset(kind, index, selection, survivors, bucket_of, merges, without, over_limit, reader, captioner)
 
 
 def _prompts(kind: str, params: SourceParams) -> Prompts | None:

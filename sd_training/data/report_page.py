@@ -25,15 +25,15 @@ _STYLE = (
 Bars = Sequence[tuple[str, int]]
 
 
-def report_page(datasets: Sequence[OpenDataset], report: DataReport, plan: BatchPlan) -> str:
+def report_page(datasets: Sequence[OpenDataset], report: DataReport, plan: BatchPlan | None) -> str:
     """The page of a run's data.
 
     Args:
         datasets: opened data sets.
         report: of the same data sets, in the same order.
-        plan: batch arithmetic of the run that is projected.
+        plan: batch arithmetic of the run; None without one.
     """
-    parts = [f"<h1>Data report</h1><p>{escape(plan.sentence())}</p>"]
+    parts = ["<h1>Data report</h1>", *([f"<p>{escape(plan.sentence())}</p>"] if plan is not None else [])]
     for number, (dataset, summary) in enumerate(zip(datasets, report.datasets, strict=True), start=1):
         parts += [f"<h2>{number}. {escape(summary.location)}</h2>", *_sections(dataset, summary)]
     head = f"<head><meta charset='utf-8'><title>Data report</title><style>{_STYLE}</style></head>"
@@ -55,7 +55,7 @@ def _sections(dataset: OpenDataset, summary: DatasetReport) -> list[str]:
 
 def _survivors(dataset: OpenDataset, summary: DatasetReport) -> list[tuple[str, int]]:
     rules = [(f"filter {rule}, alone", count) for rule, count in dataset.selection.rules]
-    every = [("in the shards", summary.num_samples), ("with all members", summary.num_usable)]
+    every = [("with an image", summary.num_samples), ("with all members", summary.num_usable)]
     return [*every, *rules, ("left", summary.num_survivors)]
 
 
@@ -107,7 +107,7 @@ def _problems(dataset: OpenDataset) -> list[str]:
     rows = "".join(
         f"<tr><td>{escape(p.shard)}</td><td>{escape(p.key)}</td><td>{escape(p.reason)}</td></tr>" for p in named
     )
-    head = "<tr><th>shard</th><th>key</th><th>what is wrong</th></tr>"
+    head = "<tr><th>where</th><th>key</th><th>what is wrong</th></tr>"
     return [
         f"<h3>Problems ({problems.total():,})</h3>",
         _bars(list(problems.counts.items())),

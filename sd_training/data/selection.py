@@ -160,8 +160,9 @@ def filter_lines(index: DatasetIndex, selection: Selection) -> list[str]:
 
 
 def _nothing_left(index: DatasetIndex, selection: Selection) -> str:
-    shards = f"{len(index.units):,} shards (first: {shown(index.units[0].location)})"
-    lines = [f"dataset.params.path: no sample is left of the {len(index):,} in {shards}"]
+    others = f" and {len(index.units) - 1:,} more" if len(index.units) > 1 else ""
+    where = f"{shown(index.units[0].location)}{others}"
+    lines = [f"dataset.params.path: no sample is left of the {len(index):,} in {where}"]
     if selection.rules:
         lines.append(f"{selection.num_usable:,} have all members; dataset.params.filters keep of these, each alone:")
         lines += [f"  {line}" for line in filter_lines(index, selection)]

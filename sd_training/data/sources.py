@@ -22,6 +22,16 @@ from sd_training.data.tag_rules import tag_rules
 from sd_training.data.tar_source import TarSource
 from sd_training.errors import UserError
 
+UNITS = {
+    "WebDataset": "shard",
+    "ClassificationWebDataset": "shard",
+    "Parquet": "file",
+    "Table": "table",
+    "ImageFolder": "folder",
+    "TagFolder": "folder",
+    "HuggingFace": "file",
+}
+"""`dataset.type` → what its units are called in reports."""
 _TARS = ("WebDataset", "ClassificationWebDataset")
 _LOOSE = ("ImageFolder", "TagFolder", "HuggingFace")
 """Types whose paths are folders."""

@@ -1,12 +1,19 @@
 """Mistakes that only a started run meets: one sentence with the option, status 2, no traceback, nothing lost."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from sd_training.build.dry_run import describe
+from sd_training.build.plan import make_plan
+from sd_training.build.run import build_run
+from sd_training.config.load import load_config
+from sd_training.errors import ConfigError
+from tests import makers
 from tests.integration.training import ROOT, options
 
 
@@ -50,7 +57,7 @@ def test_all_of_a_run_is_where_a_variable_leads(
 def test_a_dry_run_needs_no_writable_folder(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     done = started(options(tmp_path / "run", pipeline_dir, shards_dir), "experiment.log_dir=/proc/nowhere", "--dry-run")
     assert done.returncode == 0, done.stderr
-    assert "experiment.log_dir: the learning rate cannot be drawn" in done.stdout
+    assert "run folder    /proc/nowhere/run" in done.stdout
 
 
 def test_fit_is_asked_on_the_command_line(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
@@ -94,3 +101,20 @@ def test_a_key_on_the_command_line_is_written_nowhere(pipeline_dir: Path, shards
     assert any("wandb" in str(path) for path in files)
     assert [path for path in files if secret.encode() in path.read_bytes()] == []
     assert secret not in done.stdout + done.stderr
+
+
+def test_mistakes_of_parts_and_data_are_one_report(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
+    """What is found when parts are made and data is read, by the dry run and by the start of a run."""
+    shutil.copytree(pipeline_dir, tmp_path / "broken")
+    (tmp_path / "broken" / "text_encoder" / "config.json").write_text("[]")
+    (tmp_path / "broken" / "tokenizer").rename(tmp_path / "broken" / "elsewhere")
+    bare = [{key: value for key, value in sample.items() if key != "txt"} for sample in makers.caption_samples(4)]
+    makers.write_shard(tmp_path / "bare" / "0.tar", bare)
+    argv = options(tmp_path / "run", tmp_path / "broken", shards_dir, validation__path=tmp_path / "bare")
+    config = load_config([*argv, "dataset.params.filters.original_width='>=9999'"])
+    for start in (describe, build_run):
+        with pytest.raises(ConfigError) as error:
+            start(make_plan(config))
+        named = [line.partition(": ")[0] for line in error.value.problems if line[:6] in ("model.", "datase", "valida")]
+        parts = ["model.text_encoder.pretrained", "model.tokenizer.pretrained"]
+        assert named == [*parts, "dataset.params.path", "validation.path"], error.value.problems

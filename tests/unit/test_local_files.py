@@ -45,6 +45,7 @@ def test_mistakes_of_every_kind_are_one_report_without_torch(tmp_path: Path) -> 
         f"dataset.mix=[{{params: {{path: {tmp_path}/no_mix}}}}]",
         f"validation.path={tmp_path}/held_out",
         f"experiment.eval_caption_file={tmp_path}/captions.csv",
+        "dataset.params.resolution=30",
         "system.batch_size=0",
         "optimizer.lr=1",
     ]
@@ -61,8 +62,13 @@ def test_mistakes_of_every_kind_are_one_report_without_torch(tmp_path: Path) -> 
         "dataset.mix.0.params.path",
         "validation.path",
         "experiment.eval_caption_file",
+        "dataset.params.resolution",
     ]
     assert "dataset.params.path: '/none' does not exist" in said
+    assert (
+        "dataset.params.resolution: 30 is not a multiple of the autoencoder's downscale factor 8; use 24 or 32; the"
+        in said
+    )
     assert "/captions.csv: the first line must name the columns uid and caption" in said
 
 
@@ -133,3 +139,15 @@ def test_what_a_model_path_should_have_been(tmp_path: Path, images: Path) -> Non
     assert f"python scripts/convert_checkpoint.py {tmp_path}/v1-5.ckpt {tmp_path}/v1-5.safetensors, then" in line
     assert line.endswith("and write model.pretrained=models/v1-5")
     assert said(tmp_path / "a" / "b" / "c").endswith("does not exist")
+
+
+def test_a_size_is_compared_with_the_autoencoder_in_the_folder(tmp_path: Path, images: Path) -> None:
+    (tmp_path / "model" / "vae").mkdir(parents=True)
+    (tmp_path / "model" / "model_index.json").write_text("{}")
+    (tmp_path / "model" / "vae" / "config.json").write_text('{"block_out_channels": [8, 8, 8]}')
+    words = [f"dataset.params.path={images}", "dataset.type=ImageFolder", "dataset.params.resolution=30"]
+    (line,) = report(*words, f"model.pretrained={tmp_path / 'model'}")
+    assert (
+        line == "dataset.params.resolution: 30 is not a multiple of the autoencoder's downscale factor 4; use 28 or 32"
+    )
+    assert report(*words) == []  # of a hub id it is not known yet

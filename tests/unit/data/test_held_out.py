@@ -113,4 +113,4 @@ def test_shards_that_are_trained_on_are_told(shards_dir: Path, caplog: pytest.Lo
     data.report([])
     assert not caplog.records or "trained on" not in caplog.text
     data.report(data.open().samples.datasets)
-    assert "2 shards are trained on as well" in caplog.text
+    assert "trained on as well: 2 shards" in caplog.text
