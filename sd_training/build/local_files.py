@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_training.build.wandb_login import NOT_INSTALLED, is_installed, missing_login
+from sd_training.config.check import model_paths
 from sd_training.config.data_schema import SourceParams
 from sd_training.config.schema import Config
 from sd_training.data.sizes import size_problems, training_sizes
@@ -16,6 +17,7 @@ from sd_training.errors import ConfigError, DataError
 from sd_training.export.pictures import read_captions
 from sd_training.rank_log import is_main_process
 
+_PATH = ("/", "./", "../", "~")
 _USUAL_FACTOR = 8
 """Downscale factor of every published autoencoder of the families."""
 
@@ -27,12 +29,14 @@ def local_problems(config: Config) -> list[str]:
     """
     if not is_main_process():
         return []
-    return [
-        *_data_problems(config),
-        *_caption_problems(config),
-        *_size_problems(config),
-        *_wandb_problems(config),
-    ]
+    checks = (_model_problems, _data_problems, _caption_problems, _size_problems, _wandb_problems)
+    return [problem for check in checks for problem in check(config)]
+
+
+def _model_problems(config: Config) -> list[str]:
+    """Relative paths; a hub id has one slash at most. The config's own check names other paths that do not exist."""
+    paths = [(key, path) for key, path in model_paths(config) if path.count("/") > 1 and not path.startswith(_PATH)]
+    return [f"{key}: {path!r} does not exist" for key, path in paths if not os.path.exists(path)]
 
 
 def _wandb_problems(config: Config) -> list[str]:
@@ -86,7 +90,7 @@ def _size_problems(config: Config) -> list[str]:
 
 def _is_path(path: str) -> bool:
     """Whether a model that is not there was meant as a folder; an autoencoder of the hub may have any factor."""
-    return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
+    return path.startswith(_PATH) or path.count("/") > 1
 
 
 def _downscale_factor(config: Config) -> int | None:

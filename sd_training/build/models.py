@@ -100,7 +100,7 @@ def _diffusion(plan: Plan) -> Trained:
 
 
 def fit_problems(config: Config, family: Family) -> list[str]:
-    """What is asked of this model that it cannot do: sizes, xformers, more preview steps than its noise schedule has."""
+    """What this model cannot do: sizes, xformers, more preview steps than its noise schedule has."""
     problems = family.size_problems(training_sizes(config.dataset.params).sizes)
     problems += xformers_problems(family.denoiser) if config.model.xformers else []
     wanted, most = config.sampling.num_inference_steps, family.schedulers.schedule.num_timesteps

@@ -204,7 +204,7 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 
 def _local_paths(config: Config) -> Iterator[str]:
-    for key, path in _model_paths(config):
+    for key, path in model_paths(config):
         yield from _model_path(key, path)
     mirror = config.checkpoint.mirror
     if mirror is not None and re.match(r"(s3|gs)://[^/]|file:///", mirror) is None:
@@ -223,7 +223,7 @@ def _local_paths(config: Config) -> Iterator[str]:
         yield f"experiment.eval_caption_file: {captions!r} does not exist or is no file"
 
 
-def _model_paths(config: Config) -> Iterator[tuple[str, str]]:
+def model_paths(config: Config) -> Iterator[tuple[str, str]]:
     """Dotted option and value of every folder or hub id that is read."""
     model = config.model
     keys = ["model.pretrained", "ema.path"]
@@ -236,9 +236,9 @@ def _model_paths(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _model_path(key: str, path: str) -> Iterator[str]:
-    """A hub id has one slash at most and cannot start like a path, so another path that does not exist is a mistake."""
+    """A hub id cannot start like a path, so a path that does not exist is a mistake."""
     if not os.path.exists(path):
-        if path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
+        if path.startswith(("/", "./", "../", "~")):
             yield f"{key}: {path!r} does not exist{' (~ is not expanded)' if path.startswith('~') else ''}"
     elif os.path.isfile(path):
         yield f"{key}: {path!r} is a file; {_instead_of_file(key, Path(path))}"

@@ -139,6 +139,7 @@ def test_what_a_model_path_should_have_been(tmp_path: Path, images: Path) -> Non
     assert f"python scripts/convert_checkpoint.py {tmp_path}/v1-5.ckpt {tmp_path}/v1-5.safetensors, then" in line
     assert line.endswith("and write model.pretrained=models/v1-5")
     assert said(tmp_path / "a" / "b" / "c").endswith("does not exist")
+    assert said(Path("models/a/b")) == "model.pretrained: 'models/a/b' does not exist"
 
 
 def test_a_size_is_compared_with_the_autoencoder_in_the_folder(tmp_path: Path, images: Path) -> None:
