@@ -19,9 +19,10 @@ from sd_training.build.memory import FP32_BYTES, Memory
 from sd_training.build.models import fit_problems, optimization
 from sd_training.build.plan import Plan
 from sd_training.build.run import ANY_GRID, make_data
+from sd_training.build.start import Start, data_refusal, find_start, make_mirror
 from sd_training.build.strategy import zero_options
 from sd_training.config.batch_plan import counted
-from sd_training.config.dump import changed_options
+from sd_training.config.dump import chosen_options
 from sd_training.config.optimizer_schema import warmup_length
 from sd_training.config.schema import Config
 from sd_training.data.datamodule import TrainingData
@@ -43,6 +44,7 @@ class _Described:
     """Everything that the sections are written from."""
 
     plan: Plan
+    start: Start
     networks: Mapping[str, Any]
     family: Family | None
     counts: Mapping[str, int]
@@ -63,20 +65,42 @@ def describe(plan: Plan) -> str:
     """The report of `--dry-run`; networks are made without weights.
 
     Raises:
-        UserError: model, sizes, data or strategy cannot be used; problems of all of them together.
+        UserError: model, sizes, data, strategy or run folder cannot be used; problems of all of them together.
     """
     checks = Checks()
+    start = checks.run(lambda: _start(plan))
     networks, family = checks.run(lambda: meta_networks(plan.config)) or ({}, None)
     if networks:
         checks.run(lambda: _check_fit(plan.config, networks, family))
     data = make_data(plan, family, latent_grid(networks["vae"]) if networks else ANY_GRID)
     report = checks.run(data.report)
     held_out = checks.run(data.held_out.sentence) if data.held_out is not None else None
-    text = "" if checks.errors or report is None else _text(plan, networks, family, data, report, held_out)
+    if start is not None and report is not None:
+        checks.run(lambda: _check_data_of_checkpoint(start, data))
+    text = ""
+    if not checks.errors and start is not None and report is not None:
+        text = _text(plan, start, networks, family, data, report, held_out)
     if networks:  # last, because a plan tells the blocks how many heads they have left
         checks.run(lambda: _check_layout(plan, family))
     checks.finish()
     return text
+
+
+def _start(plan: Plan) -> Start:
+    """How the run would begin.
+
+    Raises:
+        UserError: it would be refused.
+    """
+    start = find_start(plan, make_mirror(plan))
+    if start.refusal is not None:
+        raise start.refusal
+    return start
+
+
+def _check_data_of_checkpoint(start: Start, data: TrainingData) -> None:
+    if (refusal := data_refusal(start, data)) is not None:
+        raise refusal
 
 
 def _check_fit(config: Config, networks: Mapping[str, Any], family: Family | None) -> None:
@@ -99,6 +123,7 @@ def _check_layout(plan: Plan, family: Family | None) -> None:
 
 def _text(
     plan: Plan,
+    start: Start,
     networks: dict[str, Any],
     family: Family | None,
     data: TrainingData,
@@ -109,6 +134,7 @@ def _text(
     workload = measure(config, networks, family, plan.precision)
     described = _Described(
         plan,
+        start,
         networks,
         family,
         parameter_counts(networks),
@@ -120,11 +146,12 @@ def _text(
         run_memory(workload, config, plan.layout),
     )
     warnings = _warnings(described)
-    changed = [f"  {key}={_short(value)}" for key, value in changed_options(config).items()]
+    changed = [f"  {key}={_short(value)}" for key, value in chosen_options(config).items()]
     sections = [
         _summary(described),
         *(["probably not meant:\n" + "\n".join(f"  - {warning}" for warning in warnings)] if warnings else []),
         "\n".join(["options that are not at their defaults (docs/config.md has all of them):", *changed]),
+        *([described.start.changes()] if described.start.changed else []),
         _parameters(described),
         *([_flops(family, training_sizes(config.dataset.params).sizes)] if family else []),
         memory_table(described.memory, config, plan.layout, workload.picture),
@@ -163,6 +190,7 @@ def _summary(described: _Described) -> str:
         "memory": f"at most {size_text(described.memory.device)} of the device per process (an estimate)",
         "disk": _saves(described),
         "run folder": str(plan.run_dir),
+        "begins": described.start.sentence(),
     }
     width = max(map(len, rows))
     return "\n".join(["this run", *(f"  {name:<{width}}  {text}" for name, text in rows.items() if text)])

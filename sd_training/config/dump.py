@@ -26,7 +26,7 @@ def resolved_yaml(config: Config) -> str:
     return str(yaml.safe_dump(without_permissions(to_plain(config)), sort_keys=False, allow_unicode=True, width=120))
 
 
-def changed_options(config: Config) -> dict[str, Any]:
+def chosen_options(config: Config) -> dict[str, Any]:
     """Dotted option → value of every option that is not at its default, without secrets."""
     plain, changed = to_plain(config), {}
     for key, option in options().items():

@@ -69,8 +69,8 @@ def subfolder_of(part: str, config: PartConfig) -> str | None:
 def _from_pretrained(part: str, cls: Any, config: PartConfig, **kwargs: Any) -> Any:
     """`cls.from_pretrained`, with every way it can fail turned into a sentence that names the option."""
     assert config.pretrained is not None
-    _refuse_unavailable(part, config)
     subfolder = subfolder_of(part, config)
+    _refuse_unavailable(part, config)
     _refuse_unsafe(part, cls, config, subfolder)
     if cls is transformers.AutoTokenizer:
         kwargs["trust_remote_code"] = False  # None would ask at the terminal, where one process of many waits for ever

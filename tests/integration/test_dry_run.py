@@ -9,8 +9,9 @@ from transformers import AutoTokenizer
 from sd_training.build.dry_run import describe
 from sd_training.build.plan import make_plan
 from sd_training.config.load import load_config
+from sd_training.errors import CheckpointError, ConfigError
 from tests import makers
-from tests.integration.training import options
+from tests.integration.training import options, train
 
 
 @pytest.fixture
@@ -52,6 +53,7 @@ def test_the_facts_of_a_run_on_a_small_folder(pipeline_dir: Path, folder: Path, 
     mib = 4 * (3 * (unet * 4) + 2 * (unet + frozen)) / 2**20
     assert row(text, "disk").startswith(f"at most {mib:.2f} MiB for 3 saves: checkpoint {16 * unet / 2**20:.2f} MiB")
     assert row(text, "run folder") == str(tmp_path / "runs" / "first")
+    assert row(text, "begins").startswith("a new run: ")
 
     tokenizer = AutoTokenizer.from_pretrained(pipeline_dir / "tokenizer")
     longest = len(tokenizer("a red picture " * 20)["input_ids"])
@@ -80,3 +82,19 @@ def test_a_run_as_it_was_meant_raises_no_doubts(pipeline_dir: Path, shards_dir: 
     text = describe(make_plan(load_config(options(tmp_path / "run", pipeline_dir, shards_dir))))
     assert "probably not meant" not in text
     assert row(text, "data") == f"32 of 32 samples in 2 shards ({shards_dir / '000.tar'})"
+
+
+def test_a_dry_run_says_whether_and_where_the_run_goes_on(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=16)
+    train(argv)
+    text = describe(make_plan(load_config([*argv, "experiment.num_examples_to_see=64", "optimizer.params.beta1=0.8"])))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step=2"
+    assert row(text, "begins") == f"resumes from {checkpoint}, after 2 of 8 optimizer steps"
+    assert "  optimizer.params.beta1: 0.9 -> 0.8\n" in text
+    wrong = ["experiment.requeue=false", "dataset.params.filters.original_width='>=9999'"]
+    with pytest.raises(ConfigError) as error:
+        describe(make_plan(load_config([*argv, *wrong])))
+    named = [line.partition(": ")[0] for line in error.value.problems]
+    assert named[:2] == ["experiment.requeue", "dataset.params.path"]
+    with pytest.raises(CheckpointError, match=r"dataset\.params\.resolution"):
+        describe(make_plan(load_config([*argv, "dataset.params.resolution=32"])))
