@@ -29,7 +29,7 @@ from scripts.campaign.row import Row
 from sd_training.checkpoint import seal
 from sd_training.checkpoint.tensor_files import read_state, write_state, write_tensors
 from sd_training.cli import run_cli
-from sd_training.config.filter_grammar import parse_filters
+from sd_training.config.filters import parse_filters
 from sd_training.config.load import load_config
 from sd_training.data.byte_files import Access, open_bytes
 from sd_training.data.huggingface_source import HuggingFaceSource

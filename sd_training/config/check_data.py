@@ -6,7 +6,7 @@ from typing import Any
 from sd_training.config.class_prompts import prompts_of, read_class_prompts
 from sd_training.config.data_schema import BucketConfig, DatasetConfig, MixEntry, SourceParams
 from sd_training.config.fields import defaults
-from sd_training.config.filter_grammar import parse_filters
+from sd_training.config.filters import parse_filters
 
 _TABLES = ("Parquet", "Table", "HuggingFace")
 _READ_BY: dict[str, tuple[str, ...]] = {

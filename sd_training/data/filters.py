@@ -1,120 +1,120 @@
-"""Metadata filters on columns: no image is read, no text is evaluated."""
+"""Metadata filters as pyarrow expressions over the columns of the index: no image is read.
+
+Logic has three values (Kleene 1938), as Arrow's `and_kleene` and its siblings have: a comparison with a null, missing
+or NaN value is null, `not` leaves it null, and a sample passes only where the whole filter is true.
+"""
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from sd_training.config.filter_rules import Comparison, IsNull, Junction, Negation, OneOf, Rule, Value, long_integer
+from sd_training.config.filters import Filter, Value, long_integer
 from sd_training.data.index_columns import NUMBER, TEXT
 
 Mask = NDArray[np.bool_]
 BUILT_IN = frozenset({"width", "height", "aspect_ratio", "caption_length"})
 """Fields of the index itself, where no metadata field has the name: pixels, width / height, and bytes."""
-_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     ">=": operator.ge,
     "<=": operator.le,
     ">": operator.gt,
     "<": operator.lt,
 }
+_NULL_NUMBER = pc.scalar(pa.scalar(None, pa.float64()))
+_NULL = pc.scalar(pa.scalar(None, pa.bool_()))
 
 
-class Verdict(NamedTuple):
-    """[N] each: a sample of which neither holds has no value to judge by."""
-
-    passes: Mask
-    fails: Mask
-
-
-def evaluate(rule: Rule, columns: pa.Table, num_samples: int) -> Mask:
+def evaluate(condition: Filter, columns: pa.Table, num_samples: int) -> Mask:
     """[N] bool: which samples pass.
 
     Args:
-        rule: the filter.
+        condition: the filter.
         columns: of the index: `number:<field>`, `text:<field>`, and `width`, `height`, `caption_length`; a field
             without columns is missing everywhere.
         num_samples: N, also when there are no columns.
     """
-    fields = {name: _Field(name, columns, num_samples) for name in rule.fields()}
-    return _judge(rule, fields).passes
+    from pyarrow import acero  # imports pyarrow.dataset, which runs without filters need not load
+
+    columns = columns.select([name for name in columns.column_names if _is_read(name, condition.fields())])
+    if not columns.num_columns:  # a table without columns has no rows
+        columns = pa.table({"rows": pa.nulls(num_samples)})
+    passes = pc.coalesce(_expression(condition, columns), pc.scalar(False))
+    table = acero.Declaration.from_sequence(
+        [
+            acero.Declaration("table_source", acero.TableSourceNodeOptions(columns)),
+            acero.Declaration("project", acero.ProjectNodeOptions([passes], ["passes"])),
+        ]
+    ).to_table(use_threads=False)  # threads would not keep the order of rows
+    return np.asarray(table["passes"].to_numpy(), dtype=np.bool_)
 
 
-def _judge(rule: Rule, fields: dict[str, "_Field"]) -> Verdict:
-    match rule:
-        case Negation():
-            passes, fails = _judge(rule.rule, fields)
-            return Verdict(fails, passes)
-        case Junction():
-            return _join(rule, fields)
-        case IsNull():
-            present = fields[rule.field].present
-            return Verdict(~present, present)
-        case OneOf():
-            return _within(fields[rule.field], rule.values)
-        case Comparison():
-            return _compare(rule, fields[rule.field])
+def _is_read(column: str, fields: set[str]) -> bool:
+    return column in ("width", "height", "caption_length") or column.removeprefix(NUMBER).removeprefix(TEXT) in fields
 
 
-def _join(rule: Junction, fields: dict[str, "_Field"]) -> Verdict:
-    """One part after the other: a list of a thousand conditions needs no thousand masks."""
-    passes, fails = _judge(rule.rules[0], fields)
-    for part in rule.rules[1:]:
-        other = _judge(part, fields)
-        if rule.word == "and":
-            passes, fails = passes & other.passes, fails | other.fails
-        else:
-            passes, fails = passes | other.passes, fails & other.fails
-    return Verdict(passes, fails)
+def _expression(node: Filter, columns: pa.Table) -> pc.Expression:
+    """True, false or null for every row."""
+    if node.parts:
+        parts = [_expression(part, columns) for part in node.parts]
+        return ~parts[0] if node.operator == "not" else _balanced(node.operator, parts)
+    number, text = _number(node.field, columns), _text(node.field, columns)
+    is_present = number.is_valid() if text is None else number.is_valid() | text.is_valid()
+    if node.operator == "null":
+        return ~is_present
+    if node.operator in _COMPARISONS:
+        return _COMPARISONS[node.operator](number, node.values[0])
+    found = _is_one_of(number, text, node.values, columns, node.field)
+    return pc.if_else(is_present, ~found if node.operator == "!=" else found, _NULL)
 
 
-def _compare(rule: Comparison, field: "_Field") -> Verdict:
-    if rule.operator in ("==", "!="):
-        equal = _within(field, [rule.value])
-        return equal if rule.operator == "==" else Verdict(equal.fails, equal.passes)
-    passes = _OPERATORS[rule.operator](field.numbers, rule.value)
-    return Verdict(passes, ~np.isnan(field.numbers) & ~passes)
+def _balanced(word: str, parts: Sequence[pc.Expression]) -> pc.Expression:
+    """A balanced tree: Arrow recurses over the depth of an expression, and a filter may have thousands of parts."""
+    if len(parts) == 1:
+        return parts[0]
+    half = len(parts) // 2
+    left, right = _balanced(word, parts[:half]), _balanced(word, parts[half:])
+    return left & right if word == "and" else left | right
 
 
-def _within(field: "_Field", values: Sequence[Value]) -> Verdict:
-    passes = field.is_one_of(values)
-    return Verdict(passes, field.present & ~passes)
+def _number(field: str, columns: pa.Table) -> pc.Expression:
+    """The field's number; null where it has none."""
+    names = set(columns.column_names)
+    if NUMBER + field in names:
+        value = pc.field(NUMBER + field)
+        return pc.if_else(pc.is_nan(value), _NULL_NUMBER, value)
+    if TEXT + field in names or field not in BUILT_IN or not BUILT_IN - {"aspect_ratio"} <= names:
+        return _NULL_NUMBER
+    if field == "aspect_ratio":
+        return _known("width", 1) / _known("height", 1)
+    return _known(field, 0 if field == "caption_length" else 1)
 
 
-class _Field:
-    """The values of one field, taken from the columns when they are first asked for."""
+def _known(column: str, least: int) -> pc.Expression:
+    """A column of the index; smaller numbers mean that the value is not known."""
+    value = pc.field(column).cast(pa.float64())
+    return pc.if_else(value >= least, value, _NULL_NUMBER)
 
-    def __init__(self, name: str, columns: pa.Table, n: int) -> None:
-        self.name, self.columns, self.n = name, columns, n
 
-    @cached_property
-    def numbers(self) -> NDArray[np.float64]:
-        """[N] with NaN where there is no number: every comparison is false for NaN."""
-        return _numbers(self.name, self.columns, self.n)
+def _text(field: str, columns: pa.Table) -> pc.Expression | None:
+    """The field's text, null where the value was not written as text; None where no value was."""
+    return pc.field(TEXT + field) if TEXT + field in columns.column_names else None
 
-    @cached_property
-    def texts(self) -> pa.ChunkedArray | None:
-        """[N], null where the value is not written as text; None where none is."""
-        return self.columns[TEXT + self.name] if TEXT + self.name in self.columns.column_names else None
 
-    @cached_property
-    def present(self) -> Mask:
-        """[N] where there is a value; NaN is none."""
-        present: Mask = ~np.isnan(self.numbers)
-        return present if self.texts is None else present | _mask(pc.is_valid(self.texts))
-
-    def is_one_of(self, values: Sequence[Value]) -> Mask:
-        """[N] where the value is any of `values`; numbers written as text are equal to the number."""
-        numbers = [number for number in map(_as_number, values) if number is not None]
-        found: Mask = np.isin(self.numbers, np.array(numbers, dtype=np.float64))
-        texts = [spelling for value in values if isinstance(value, str) for spelling in _spellings(value)]
-        if texts and self.texts is not None:
-            found = found | _mask(pc.is_in(self.texts, value_set=pa.array(texts, self.texts.type)))
-        return found
+def _is_one_of(
+    number: pc.Expression, text: pc.Expression | None, values: Sequence[Value], columns: pa.Table, field: str
+) -> pc.Expression:
+    """Never null. Numbers written as text are equal to the number."""
+    numbers = [found for found in map(_as_number, values) if found is not None]
+    is_number = number.isin(pa.array(numbers, pa.float64()))
+    texts = [spelling for value in values if isinstance(value, str) for spelling in _spellings(value)]
+    if text is None or not texts:
+        return is_number
+    return is_number | text.isin(pa.array(texts, columns.schema.field(TEXT + field).type))
 
 
 def _spellings(value: str) -> set[str]:
@@ -123,29 +123,9 @@ def _spellings(value: str) -> set[str]:
     return {value, value.lower(), value.upper(), value.title()} if is_truth else {value}
 
 
-def _mask(answers: pa.ChunkedArray) -> Mask:
-    return np.asarray(answers.to_numpy(), dtype=np.bool_)
-
-
-def _numbers(name: str, columns: pa.Table, n: int) -> NDArray[np.float64]:
-    names = columns.column_names
-    if NUMBER + name in names:
-        return np.asarray(columns[NUMBER + name].to_numpy(), dtype=np.float64)
-    if TEXT + name in names or name not in BUILT_IN or not BUILT_IN - {"aspect_ratio"} <= set(names):
-        return np.full(n, np.nan)
-    if name == "aspect_ratio":
-        return _known(columns, "width", 1) / _known(columns, "height", 1)
-    return _known(columns, name, 0 if name == "caption_length" else 1)
-
-
-def _known(columns: pa.Table, name: str, least: int) -> NDArray[np.float64]:
-    values = np.asarray(columns[name].to_numpy(), dtype=np.float64)
-    return np.where(values >= least, values, np.nan)
-
-
 def _as_number(value: Value) -> float | None:
-    """The number that a text is; a long integer is none, and compared as text. `float` would also read 1_000 and digits
-    of other scripts; the index does not."""
+    """The number that a text is. A long integer is none and is compared as text; neither are `1_000` and digits of
+    other scripts, which `float` would read and the index does not."""
     if isinstance(value, str) and (not value.isascii() or "_" in value or long_integer(value)):
         return None
     try:

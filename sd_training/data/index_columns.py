@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 
-from sd_training.config.filter_rules import EXACT_INTEGERS
+from sd_training.config.filters import EXACT_INTEGERS
 
 NUMBER, TEXT = "number:", "text:"
 MAX_FIELDS = 1_000

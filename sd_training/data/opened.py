@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from sd_training.config.class_prompts import read_class_prompts
 from sd_training.config.data_schema import DatasetParams, SourceParams
-from sd_training.config.filter_grammar import parse_filters
+from sd_training.config.filters import parse_filters
 from sd_training.config.local_paths import output_path
 from sd_training.data.buckets import BucketTable, Merge, merge_small
 from sd_training.data.caption_choice import CAPTION, caption_rules, check_fields, fields_needed

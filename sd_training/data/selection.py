@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from sd_training.config.filter_rules import Rule
+from sd_training.config.filters import Filter
 from sd_training.data.caption_choice import CAPTION, CaptionRules, template_fields, uses_caption
 from sd_training.data.captions import Prompts, class_name
 from sd_training.data.filters import BUILT_IN, Mask, evaluate
@@ -31,7 +31,7 @@ class Selection:
     """[n] indices into the data set's index, ascending."""
     num_usable: int
     """Samples that have all members, before filters."""
-    rules: list[tuple[Rule, int]]
+    rules: list[tuple[Filter, int]]
     """Filters, each with the usable samples that pass it alone."""
     problems: Problems
     """Of the shards and of the samples that lack something."""
@@ -39,7 +39,7 @@ class Selection:
 
 def select(
     index: DatasetIndex,
-    filters: list[Rule],
+    filters: list[Filter],
     prompts: Prompts | None,
     captions: CaptionRules,
     *,

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from sd_training.config.batch_plan import BatchPlan
-from sd_training.config.filter_grammar import parse_filters
+from sd_training.config.filters import parse_filters
 from sd_training.data.buckets import BucketTable, ladder, merge_small
 from sd_training.data.caption_choice import CaptionRules
 from sd_training.data.index import DatasetIndex, load_index

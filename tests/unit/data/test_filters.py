@@ -8,8 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from sd_training.config.filter_grammar import parse_filters
-from sd_training.config.filter_rules import Comparison, IsNull, Junction, Negation, OneOf, Rule
+from sd_training.config.filters import Filter, parse_filters
 from sd_training.data.filters import evaluate
 from sd_training.data.index_columns import metadata_columns
 from tests import makers
@@ -96,49 +95,49 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def random_rule(draw: random.Random, depth: int) -> Rule:
+def random_rule(draw: random.Random, depth: int) -> Filter:
     field = draw.choice(["a", "b", "missing"])
     values = [1.0, 2.0, 2.5, "2", "x", "true", "none of them"]
     kind = draw.randrange(6 if depth else 3)
     if kind == 0:
-        order: Any = draw.choice([">=", "<=", ">", "<"])
-        return Comparison(field, order, draw.choice([1.0, 2.0, 2.5]))
+        order = draw.choice([">=", "<=", ">", "<"])
+        return Filter(order, field, (draw.choice([1.0, 2.0, 2.5]),))
     if kind == 1:
-        equality: Any = draw.choice(["==", "!="])
-        return Comparison(field, equality, draw.choice(values))
+        equality = draw.choice(["==", "!="])
+        return Filter(equality, field, (draw.choice(values),))
     if kind == 2:
-        return draw.choice([IsNull(field), OneOf(field, tuple(draw.sample(values, 3)))])
+        return draw.choice([Filter("null", field), Filter("in", field, tuple(draw.sample(values, 3)))])
     if kind == 3:
-        return Negation(random_rule(draw, depth - 1))
-    word: Any = draw.choice(["and", "or"])
-    return Junction(word, tuple(random_rule(draw, depth - 1) for _ in range(draw.choice([2, 3]))))
+        return Filter("not", parts=(random_rule(draw, depth - 1),))
+    word = draw.choice(["and", "or"])
+    return Filter(word, parts=tuple(random_rule(draw, depth - 1) for _ in range(draw.choice([2, 3]))))
 
 
 def as_number(value: Any) -> float | None:
     return {"2": 2.0, "true": 1.0}.get(value) if isinstance(value, str) else value
 
 
-def truth(rule: Rule, row: dict[str, Any]) -> bool | None:
+def truth(rule: Filter, row: dict[str, Any]) -> bool | None:
     """Of one row, by the tables of three-valued logic; None is unknown."""
-    if isinstance(rule, Negation):
-        inner = truth(rule.rule, row)
+    if rule.operator == "not":
+        inner = truth(rule.parts[0], row)
         return None if inner is None else not inner
-    if isinstance(rule, Junction):
-        parts = [truth(part, row) for part in rule.rules]
-        settled = rule.word == "or"
+    if rule.parts:
+        parts = [truth(part, row) for part in rule.parts]
+        settled = rule.operator == "or"
         return settled if settled in parts else None if None in parts else not settled
     value = row.get(rule.field)
-    if isinstance(rule, IsNull):
+    if rule.operator == "null":
         return value is None
     if value is None:
         return None
-    if isinstance(rule, OneOf):
+    if rule.operator == "in":
         return any(same(value, wanted) for wanted in rule.values)
     if rule.operator in ("==", "!="):
-        return same(value, rule.value) == (rule.operator == "==")
+        return same(value, rule.values[0]) == (rule.operator == "==")
     number = as_number(value)
     compare = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}[rule.operator]
-    return None if number is None else bool(compare(number, rule.value))
+    return None if number is None else bool(compare(number, rule.values[0]))
 
 
 def same(value: Any, wanted: Any) -> bool:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sd_training.config.filter_grammar import parse_filters
+from sd_training.config.filters import parse_filters
 from sd_training.data.caption_choice import CAPTION, CaptionRules, fields_needed
 from sd_training.data.captions import Prompts
 from sd_training.data.selection import Selection, select

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.config.filter_grammar import parse_filters
+from sd_training.config.filters import parse_filters
 from sd_training.data.caption_choice import CaptionRules
 from sd_training.data.image_decode import ImageRules, decode
 from sd_training.data.index import DatasetIndex, load_index

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sd_training.config.filter_grammar import parse_filters
+from sd_training.config.filters import parse_filters
 from sd_training.data.caption_choice import captions_in
 from sd_training.data.file_reader import checked_path, join
 from sd_training.data.file_samples import caption_of, length_of

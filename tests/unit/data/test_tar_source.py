@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sd_training.config.filter_grammar import parse_filters
+from sd_training.config.filters import parse_filters
 from sd_training.data.caption_choice import CaptionRules, captions_in
 from sd_training.data.index import DatasetIndex
 from sd_training.data.problems import BadSample

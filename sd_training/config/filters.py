@@ -1,0 +1,318 @@
+"""The language of metadata filters. Text becomes a tree of comparisons by the grammar below; it is never evaluated as
+code. `data/filters.py` turns the tree into a pyarrow expression over the index.
+
+    filters:
+      original_width: ">=512"                  a field and its condition; all entries must hold
+      aesthetic: 5.5..7                        a range, both ends included; 5.5.. and ..7 have one end
+      nsfw: false
+      source: in [laion, "my own"]
+      license: not null
+      any_of: [{width: ">=1024"}, {height: ">=1024"}]        one of these mappings must hold; all_of: every one
+      where: "width >= 512 and (aesthetic > 5 or source == laion)"     fields named in the text
+
+    expression := conjunction { "or" conjunction }          conjunction := term { "and" term }
+    term := "not" term | "(" expression ")" | [field] condition
+    condition := operator value | value ".." value | ["not"] "in" "[" values "]" | ["is"] ["not"] "null" | value
+
+A field is written in `where` and left out elsewhere; `where` requires `==` for equality. A value is a number, a bare
+word or quoted text; a field in `where` may be in backquotes or quotes. A metadata field that is itself called where,
+any_of or all_of is reached through `where`. Needs neither torch nor pyarrow.
+"""
+
+import math
+import re
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+GRAMMAR = (
+    'a condition such as >=512, ==en, != "two words", 0.5..1, in [a, b], null, not null, or several with and, or, not '
+    "and parentheses"
+)
+EXACT_INTEGERS = 2**53
+"""From here on not every integer is a float64, so longer integers are compared as text."""
+_MAX_CHARACTERS = 20_000
+_MAX_DEPTH = 40
+_MAX_DIGITS = 300
+_RESERVED = frozenset({"and", "or", "not", "in", "is", "null", "none", "nan", "inf", "infinity"})
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>[+-]?(?:\d+\.(?!\.)\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?(?![\w]))"
+    r"|(?P<dots>\.\.)|(?P<operator>>=|<=|==|!=|>|<)|(?P<mark>[()\[\],])"
+    r"|\"(?P<double>[^\"]*)\"|'(?P<single>[^']*)'|`(?P<back>[^`]+)`"
+    r"|(?P<word>[^\W\d](?:[\w:/+-]|\.(?!\.))*))",
+    re.ASCII | re.DOTALL,
+)
+_WORD_START = re.compile(r"[^\W\d_]")
+_BARE_FIELD = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
+_SHORT_REPR = reprlib.Repr()  # plain repr() of a deeply nested value is a RecursionError
+_SHORT_REPR.maxstring = _SHORT_REPR.maxother = _SHORT_REPR.maxlong = 80
+
+Value = float | str
+
+
+@dataclass(frozen=True)
+class Filter:
+    """One node of a filter's tree.
+
+    Attributes:
+        operator: `>=`, `<=`, `>`, `<`, `==`, `!=`, `in` and `null` about `field`; `not`, `and`, `or` over `parts`.
+        values: what the field is compared with; none for `null`.
+    """
+
+    operator: str
+    field: str = ""
+    values: tuple[Value, ...] = ()
+    parts: tuple["Filter", ...] = ()
+
+    def fields(self) -> set[str]:
+        """The metadata fields that it reads."""
+        return {self.field} if self.field else set().union(*(part.fields() for part in self.parts))
+
+    def __str__(self) -> str:
+        """The filter as `where` reads it."""
+        if self.operator == "not":
+            return f"not ({self.parts[0]})"
+        if self.parts:
+            return f" {self.operator} ".join(f"({part})" if part.parts else str(part) for part in self.parts)
+        is_bare = _BARE_FIELD.fullmatch(self.field) and self.field not in _RESERVED
+        field, values = self.field if is_bare else f"`{self.field}`", ", ".join(map(_value_text, self.values))
+        if self.operator == "null":
+            return f"{field} null"
+        return f"{field} in [{values}]" if self.operator == "in" else f"{field} {self.operator} {values}"
+
+
+def _value_text(value: Value) -> str:
+    if isinstance(value, str):
+        return f"'{value}'" if '"' in value else f'"{value}"'
+    short = f"{value:.15g}"
+    return short if float(short) == value else repr(value)
+
+
+def long_integer(number: str) -> str | None:
+    """The canonical text of an integer of at least 2^53, which is compared as text; None for any other text."""
+    digits = number[1:] if number[:1] in ("+", "-") else number
+    if not (digits.isascii() and digits.isdecimal()) or len(digits) > _MAX_DIGITS or int(digits) < EXACT_INTEGERS:
+        return None
+    return str(int(number))
+
+
+class _SyntaxProblem(Exception):
+    """What the user wrote is not a filter; the text says why."""
+
+
+def parse_filters(filters: Mapping[str, Any] | None) -> tuple[list[Filter], list[str]]:
+    """Parses `dataset.params.filters`.
+
+    Args:
+        filters: as written by the user; None means no filter.
+
+    Returns:
+        One filter per valid entry, and one sentence per invalid entry.
+    """
+    found: list[Filter] = []
+    problems: list[str] = []
+    for name, written in (filters or {}).items():
+        try:
+            found.append(_parse_entry(str(name), written, 0))
+        except _SyntaxProblem as error:
+            problems.append(_problem(str(name), written, str(error)))
+    return found, problems
+
+
+def _problem(name: str, written: object, detail: str) -> str:
+    shown = _SHORT_REPR.repr(written)
+    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+    if written is None:
+        detail = (
+            f"; quote it on the command line ('dataset.params.filters.{name}=>=512'), or the shell takes > as a "
+            'redirection; a missing value is the text "null" in quotes'
+        )
+    elif detail:
+        detail = f" ({detail if len(detail) <= 120 else f'{detail[:117]}...'})"
+    return f"dataset.params.filters.{name}: {shown} is not a filter{detail}; write {GRAMMAR}"
+
+
+def _parse_entry(name: str, written: Any, depth: int) -> Filter:
+    if depth > _MAX_DEPTH:
+        raise _SyntaxProblem("nested too deeply")
+    if name in ("any_of", "all_of"):
+        # A single mapping is refused: `any_of: {a: .., b: ..}` does not say whether it means a or b.
+        if not isinstance(written, list) or not written or not all(isinstance(e, Mapping) and e for e in written):
+            raise _SyntaxProblem(f"{name} takes a list of mappings of field to condition: [{{a: '>1'}}, {{b: '>1'}}]")
+        alternatives = [_joined("and", [_parse_entry(str(k), v, depth + 1) for k, v in e.items()]) for e in written]
+        return _joined("or" if name == "any_of" else "and", alternatives)
+    if name == "where":
+        if not isinstance(written, str):
+            raise _SyntaxProblem("where takes one text that names its fields")
+        return _Parser(written, None).parse()
+    if isinstance(written, bool):
+        return Filter("==", name, (str(written).lower(),))
+    if isinstance(written, (int, float)):
+        try:
+            number = float(written)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise _SyntaxProblem("not a finite number")
+        return Filter("==", name, (long_integer(str(written)) or number,))
+    if not isinstance(written, str):
+        raise _SyntaxProblem("")
+    return _Parser(written, name).parse()
+
+
+def _joined(word: str, parts: list[Filter]) -> Filter:
+    return parts[0] if len(parts) == 1 else Filter(word, parts=tuple(parts))
+
+
+class _Token(NamedTuple):
+    kind: str
+    text: str
+
+
+_END = _Token("end", "")
+
+
+class _Parser:
+    """Recursive descent over the tokens of one text.
+
+    Args:
+        text: what was written.
+        field: the field that every condition is about; None where the text names fields.
+    """
+
+    def __init__(self, text: str, field: str | None) -> None:
+        self.tokens, self.field = self._tokens(text), field
+        self.position = self.depth = 0
+
+    @staticmethod
+    def _tokens(text: str) -> list[_Token]:
+        if len(text) > _MAX_CHARACTERS:
+            raise _SyntaxProblem(f"longer than {_MAX_CHARACTERS:,} characters")
+        found, position, text = [], 0, text.strip()
+        while position < len(text):
+            match = _TOKEN.match(text, position)
+            if match is None or match.lastgroup is None:
+                raise _SyntaxProblem(f"invalid from {text[position : position + 20]!r} on")
+            found.append(_Token(match.lastgroup, match[match.lastgroup]))
+            position = match.end()
+        return found
+
+    def parse(self) -> Filter:
+        """The filter of the whole text."""
+        found = self._expression()
+        if self._peek() != _END:
+            raise _SyntaxProblem(f"unexpected {self._peek().text!r}")
+        return found
+
+    def _expression(self) -> Filter:
+        return self._repeated("or", lambda: self._repeated("and", self._term))
+
+    def _repeated(self, word: str, parse_part: Callable[[], Filter]) -> Filter:
+        parts = [parse_part()]
+        while self._accept("word", word):
+            parts.append(parse_part())
+        return _joined(word, parts)
+
+    def _term(self) -> Filter:
+        self.depth += 1
+        if self.depth > _MAX_DEPTH:
+            raise _SyntaxProblem("nested too deeply")
+        # Without a field before it, `not in […]` and `not null` are conditions.
+        is_condition = self.field is not None and self._peek(1) in (_Token("word", "in"), _Token("word", "null"))
+        if not is_condition and self._accept("word", "not"):
+            found = Filter("not", parts=(self._term(),))
+        elif self._accept("mark", "("):
+            found = self._expression()
+            self._expect(")")
+        else:
+            found = self._condition(self._field_name() if self.field is None else self.field)
+        self.depth -= 1
+        return found
+
+    def _condition(self, field: str) -> Filter:
+        operator = self._peek()
+        if operator.kind == "operator":
+            self.position += 1
+            value = self._value(is_exact=operator.text in ("==", "!="))
+            if isinstance(value, str) and operator.text not in ("==", "!="):
+                raise _SyntaxProblem(f"{operator.text} needs a number, not {value!r}")
+            return Filter(operator.text, field, (value,))
+        if self._accept("dots"):
+            return Filter("<=", field, (self._number(),))
+        has_is = self._accept("word", "is")
+        is_negated = self._accept("word", "not")
+        if self._accept("word", "null"):
+            found = Filter("null", field)
+        elif not has_is and self._accept("word", "in"):
+            found = Filter("in", field, self._list())
+        elif has_is or is_negated:
+            raise _SyntaxProblem(f"no condition for {field!r}")
+        else:
+            return self._equality_or_range(field)
+        return Filter("not", parts=(found,)) if is_negated else found
+
+    def _equality_or_range(self, field: str) -> Filter:
+        low = self._value(is_exact=self._peek(1).kind != "dots")
+        if not self._accept("dots"):
+            if self.field is None:
+                raise _SyntaxProblem(f"no condition for {field!r}")
+            return Filter("==", field, (low,))
+        if isinstance(low, str):
+            raise _SyntaxProblem(f">= needs a number, not {low!r}")
+        lower = Filter(">=", field, (low,))
+        if self._peek().kind != "number":
+            return lower
+        high = self._number()
+        if low > high:
+            raise _SyntaxProblem(f"the range {low:g}..{high:g} is empty")
+        return Filter("and", parts=(lower, Filter("<=", field, (high,))))
+
+    def _field_name(self) -> str:
+        token = self._peek()
+        is_name = token.kind in ("back", "double", "single") or (token.kind == "word" and token.text not in _RESERVED)
+        if not is_name or not token.text:
+            raise _SyntaxProblem("a field is expected" + (" at the end" if token == _END else f", not {token.text!r}"))
+        self.position += 1
+        return token.text
+
+    def _list(self) -> tuple[Value, ...]:
+        self._expect("[")
+        values = [self._value(is_exact=True)]
+        while self._accept("mark", ","):
+            values.append(self._value(is_exact=True))
+        self._expect("]")
+        return tuple(values)
+
+    def _number(self) -> float:
+        value = self._value(is_exact=False)
+        if isinstance(value, str):
+            raise _SyntaxProblem("a number is expected")
+        return value
+
+    def _value(self, *, is_exact: bool) -> Value:
+        """The next token as a number or text; an exact long integer is text."""
+        token = self._peek()
+        self.position += 1
+        if token.kind == "number" and math.isfinite(float(token.text)):
+            return (long_integer(token.text) if is_exact else None) or float(token.text)
+        if token.kind not in ("double", "single", "word"):
+            raise _SyntaxProblem("a value is expected")
+        if token.kind == "word" and (token.text.lower() in _RESERVED or not _WORD_START.match(token.text)):
+            raise _SyntaxProblem(f"{token.text!r} must be in quotes to be a text")
+        return token.text
+
+    def _peek(self, ahead: int = 0) -> _Token:
+        place = self.position + ahead
+        return self.tokens[place] if place < len(self.tokens) else _END
+
+    def _accept(self, kind: str, text: str | None = None) -> bool:
+        """Whether the next token is this one; then it is consumed."""
+        token = self._peek()
+        is_it = token.kind == kind and text in (None, token.text)
+        self.position += is_it
+        return is_it
+
+    def _expect(self, mark: str) -> None:
+        if not self._accept("mark", mark):
+            raise _SyntaxProblem(f"{mark!r} is missing")
