@@ -24,7 +24,6 @@ from sd_training.quiet import quiet_libraries
 from sd_training.rank_log import get_logger, is_main_process
 from sd_training.run_log import RunLog
 from sd_training.stop_signals import StopSignals
-from sd_training.watch.parent import end_with_parent
 
 if TYPE_CHECKING:
     from sd_training.build.plan import Plan
@@ -41,7 +40,6 @@ def main() -> None:
 
         print(help_text(__doc__.strip(), [word for word in argv if word not in ("-h", "--help")]))
         return
-    end_with_parent()
     signals = StopSignals()
     signals.expect_warning()
     with RunLog().kept() as run_log:

@@ -23,17 +23,14 @@ from sd_training.callbacks.numeric_guard import NumericGuard
 from sd_training.callbacks.pictures import PictureJob, Pictures
 from sd_training.callbacks.preemption import Preemption
 from sd_training.callbacks.progress_bar import ProgressBar
-from sd_training.callbacks.rehearsal import Rehearsal
 from sd_training.callbacks.replica_digest import ReplicaDigest
 from sd_training.callbacks.run_record import RunRecord
 from sd_training.callbacks.saves import Saves
-from sd_training.callbacks.second_run import SecondRun
 from sd_training.callbacks.stopwatch import Stopwatch
 from sd_training.callbacks.validation import COLUMNS, Validation
 from sd_training.checkpoint.mirror import Mirror
 from sd_training.checkpoint.writer import Fence
-from sd_training.config.dump import resolved_yaml, to_plain
-from sd_training.config.permissions import permission_words
+from sd_training.config.dump import resolved_yaml
 from sd_training.config.schema import Config
 from sd_training.data.datamodule import TrainingData
 from sd_training.export.pictures import read_captions
@@ -42,8 +39,6 @@ from sd_training.rank_log import get_logger
 from sd_training.watch.hang_watch import HangWatch
 
 log = get_logger(__name__)
-
-_MAX_REHEARSAL_S = 900.0
 
 
 def build_callbacks(
@@ -56,8 +51,7 @@ def build_callbacks(
     watch: HangWatch,
     mirror: Mirror | None = None,
 ) -> list[pl.Callback]:
-    """In the order they act after an optimizer step: stop, average, guard, log, measure, draw, save, copy, rehearse,
-    show."""
+    """In the order they act after an optimizer step: stop, average, guard, log, measure, draw, save, copy, show."""
     config, batch = plan.config, plan.batch
     stopwatch = Stopwatch(watch)
     ema = _ema(plan, trained) if config.model.use_ema else None
@@ -101,7 +95,6 @@ def build_callbacks(
         *_picture_callbacks(plan, trained, ema, stopwatch),
         saves,
         None if mirror is None else Mirroring(plan.run_dir, mirror, saves, stopwatch, _save_limit_s(plan)),
-        _rehearsal(plan, saves, stopwatch, preemption) if config.checkpoint.rehearse else None,
         ProgressBar(metrics, data.images_before, batch.num_steps) if config.logging.progress_bar else None,
         HangMarks(watch),
         GarbageCollection(),
@@ -171,22 +164,6 @@ def _losses(step: int, metrics: Metrics, validation: Validation | None) -> dict[
     """What a manifest says of the checkpoint after `step`."""
     measured = None if validation is None else validation.loss_after(step)
     return {"mean_loss": metrics.take_mean_loss(), "validation_loss": measured}
-
-
-def _rehearsal(plan: Plan, saves: Saves, stopwatch: Stopwatch, preemption: Preemption) -> Rehearsal:
-    second = SecondRun(
-        plan.run_dir,
-        plan.launch.accelerator,
-        plan.batch,
-        min(_MAX_REHEARSAL_S, _save_limit_s(plan)),
-        preemption.must_stop_soon,
-        permission_words(to_plain(plan.config)),
-    )
-    # Several processes add in another order, FSDP and DeepSpeed have their own ways to lower precision, and a GPU picks
-    # its kernels by their speed; one process on a CPU does the same to the bit.
-    is_exact = plan.launch.processes == 1 and plan.launch.accelerator == "cpu" and plan.layout.strategy == "single"
-    alike = 0.0 if is_exact else 1e-5 if plan.precision == "no" else 1e-2
-    return Rehearsal(second, saves, stopwatch, alike, preemption.forget_pause)
 
 
 def _save_limit_s(plan: Plan) -> float:

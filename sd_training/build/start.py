@@ -9,8 +9,6 @@ from sd_training.build.plan import Plan
 from sd_training.callbacks.metric_rows import MetricRows
 from sd_training.callbacks.metrics import COLUMNS
 from sd_training.callbacks.run_record import CONFIG, RECORD, read_starts
-from sd_training.callbacks.second_run import NAME as REHEARSAL
-from sd_training.checkpoint.durable import remove
 from sd_training.checkpoint.mirror import Mirror, MirrorError
 from sd_training.checkpoint.seal import ever_finished, folder_name, last_saved, newest_apparent, step_of, sweep
 from sd_training.checkpoint.tensor_files import read_state
@@ -145,7 +143,6 @@ def own_run_dir(plan: Plan, mirror: Mirror | None) -> Fence:
         fence = take(plan.run_dir)
         FirstEnd(plan.run_dir, 0).clear()
         sweep(checkpoints)
-        remove(plan.run_dir / REHEARSAL)
         recover_exports(plan.run_dir)
         if mirror is not None:
             mirror.restore(checkpoints, fence)

@@ -136,10 +136,6 @@ class Preemption(OptimizerStepCallback):
         trainer.should_stop = True
         log.info(f"{why}: saving after optimizer step {trainer.global_step:,}")
 
-    def must_stop_soon(self) -> bool:
-        """Whether this process was asked to stop, or its time is nearly up."""
-        return bool(self.signals.status) or self._is_time_up()
-
     def status_asked(self, trainer: pl.Trainer) -> int:
         """0, or the exit status with which this process was asked to stop, or has to as the time is nearly up."""
         return self.signals.status or (STOPPED if trainer.is_global_zero and self._is_time_up() else 0)
@@ -151,10 +147,6 @@ class Preemption(OptimizerStepCallback):
         """Of the time between two steps: what is broken off when the time is nearly up."""
         if self._last_end_s is not None:
             self._last_end_s += pause_s
-
-    def forget_pause(self) -> None:
-        """What was done since the last optimizer step does not come again."""
-        self._last_end_s = None
 
     def _measure_step(self) -> None:
         """The time since the step before, with whatever was drawn or saved in between; the first compiles."""

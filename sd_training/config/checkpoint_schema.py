@@ -31,10 +31,6 @@ class CheckpointConfig:
     """Copy what is saved to CPU memory after the optimizer step, and write, hash, flush and export it in the background
     while training goes on. The same bytes. One save at a time: the next one and the end of the run wait for it. Memory
     beside the training: each process its part of a checkpoint, the first one the exported network as well."""
-    rehearse: bool = False
-    """After the first checkpoint of a run, have a second process on the same device resume from it, take the next two
-    optimizer steps, save and export, while the run waits; then compare its losses with the run's own. It needs memory
-    for a second training. A failure is told, and the run goes on."""
     mirror: str | None = None
     """URL of a folder (`s3://…`, `gs://…` or `file:///…`) that gets copies of the checkpoints, in the background, at
     `<mirror>/<experiment.name>/checkpoints`; a run whose own folder has nothing as new goes on from there. Keys and

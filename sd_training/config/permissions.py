@@ -1,6 +1,5 @@
 """Permissions that only the person at the command line can give: a configuration file may come from elsewhere."""
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -40,12 +39,6 @@ def without_permissions(holder: Any) -> Any:
     if isinstance(holder, Mapping):
         return {key: without_permissions(value) for key, value in holder.items() if key not in PERMISSIONS}
     return [without_permissions(value) for value in holder] if isinstance(holder, list) else holder
-
-
-def permission_words(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The words of the command line that give the same permissions again."""
-    given = [path for path, value in _permissions(values, "") if value is True]
-    return tuple(re.sub(r"\.(\d+)(?=\.)", r"[\1]", path) + "=true" for path in given)
 
 
 def _permissions(holder: Any, prefix: str) -> Iterator[tuple[str, Any]]:

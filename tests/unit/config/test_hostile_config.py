@@ -103,7 +103,7 @@ def test_a_file_cannot_permit_shell_commands(text: str, tmp_path: Path) -> None:
         "dataset: {<<: {params: {allow_pipe: true, path: 'pipe:touch x'}}}",
         "dataset: {params: {<<: {allow_pipe: true}}}",
         "dataset: {params: {<<: [{<<: {allow_pipe: 'yes'}}]}}",
-        "dataset: {params: {allow_pipe: '${checkpoint.rehearse}'}}",
+        "dataset: {params: {allow_pipe: '${checkpoint.asynchronous}'}}",
         "<<: {dataset: {<<: {mix: [{<<: {params: {<<: {allow_pipe: true}}}}]}}}",
     ],
 )
