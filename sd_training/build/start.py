@@ -15,7 +15,6 @@ from sd_training.checkpoint.tensor_files import read_state
 from sd_training.checkpoint.writer import UNFENCED, Fence, take
 from sd_training.config.changes import Change, changed_options, refused_changes
 from sd_training.data.datamodule import TrainingData
-from sd_training.data.retries import is_outage
 from sd_training.errors import CheckpointError, ConfigError, OutageError, SaveError, UserError
 from sd_training.export.pipeline import CURRENT, KEPT, recover_exports
 from sd_training.rank_log import is_main_process
@@ -123,7 +122,7 @@ def make_mirror(plan: Plan) -> Mirror | None:
     """Where copies of the checkpoints are.
 
     Raises:
-        ConfigError: a package for this kind of URL is missing.
+        ConfigError: the environment's credentials cannot be used.
     """
     url = plan.config.checkpoint.mirror
     return None if url is None else Mirror(url, plan.config.experiment.name)
@@ -175,7 +174,7 @@ def _copies(mirror: Mirror | None) -> list[int]:
 
 def _unreadable(error: MirrorError) -> ConfigError | OutageError:
     text = f"{error}; set checkpoint.mirror=null to go on from what this machine has"
-    return OutageError(text) if is_outage(error) else ConfigError(text)
+    return OutageError(text) if error.is_outage else ConfigError(text)
 
 
 def _traces(run_dir: Path) -> list[str]:

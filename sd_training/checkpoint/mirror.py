@@ -1,4 +1,4 @@
-"""Copies of a run's checkpoints in an object store, or wherever else fsspec writes to. Needs no torch.
+"""Copies of a run's checkpoints in an object store or another folder (`checkpoint.mirror`). Needs no torch.
 
     URL/RUN/checkpoints/step=N/<every file>       first
     URL/RUN/checkpoints/step=N/MANIFEST.json      last; without it there is no copy
@@ -7,13 +7,16 @@ A run saves to its folder and resumes from it. The mirror gets what was sealed t
 folder has less: a new machine, a lost disk. What comes back is compared with its manifest before it gets its name.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import fsspec
+import obstore
+from obstore.store import ObjectStore
 
 from sd_training.checkpoint import manifest, seal
 from sd_training.checkpoint.durable import files_below
@@ -21,15 +24,25 @@ from sd_training.checkpoint.kinds import to_keep
 from sd_training.checkpoint.rotation import MIN_KEPT
 from sd_training.checkpoint.writer import Fence
 from sd_training.errors import ConfigError, DamagedCheckpointsError, TakenOverError
+from sd_training.object_store import is_outage, open_store, reason_of
 from sd_training.rank_log import get_logger
 
 log = get_logger(__name__)
 
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
+_NUM_RETRIES, _TIMEOUT_S = 5, 60.0
 
 
 class MirrorError(OSError):
-    """The mirror cannot be asked, or does not take what it is sent."""
+    """The mirror cannot be asked, or does not take what it is sent.
+
+    Args:
+        text: names the mirror and the reason.
+        is_outage: whether another start may succeed.
+    """
+
+    def __init__(self, text: str, is_outage: bool = False) -> None:
+        super().__init__(text)
+        self.is_outage = is_outage
 
 
 class _BadCopy(Exception):
@@ -46,23 +59,22 @@ class Mirror:
     Args:
         url: `checkpoint.mirror`.
         run: name of the run folder.
-
-    Raises:
-        ConfigError: a package for this kind of URL is missing.
     """
 
     def __init__(self, url: str, run: str) -> None:
-        protocol = url.partition("://")[0]
-        try:
-            # Others write there as well, so listings are not kept; and nobody else's settings are shared.
-            self._files, path = fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
-        except ImportError as error:
-            needed = _PACKAGES.get(protocol, protocol)
-            raise ConfigError(f"checkpoint.mirror: {protocol}:// needs a package: pip install {needed}") from error
-        self.root = f"{path.rstrip('/')}/{run}/checkpoints"
-        self._has_folders = protocol == "file"
+        self.root = f"{url.rstrip('/')}/{run}/checkpoints"
+        """URL of the copies."""
+        self._url = url
+        scheme, _, place = url.partition("://")
+        folder = "" if scheme == "file" else place.partition("/")[2].strip("/")
+        self._prefix = "/".join(filter(None, (folder, run, "checkpoints")))
         self._left: set[int] = set()
         """Steps of the copies that the log has named because rotation leaves them."""
+
+    @cached_property
+    def _store(self) -> ObjectStore:
+        """Opened when it is first asked; a local folder is then made."""
+        return open_store(self._url, _NUM_RETRIES, _TIMEOUT_S)[0]
 
     def steps(self) -> list[int]:
         """Optimizer steps of the whole copies, oldest first.
@@ -70,7 +82,7 @@ class Mirror:
         Raises:
             MirrorError: it cannot be asked.
         """
-        with self._told():
+        with self._errors_named():
             return [step for step in self._folders() if self._has_manifest(step)]
 
     def send(self, folder: Path, fence: Fence) -> None:
@@ -82,12 +94,12 @@ class Mirror:
         """
         step = seal.step_of(folder)
         own, copied = folder / manifest.NAME, self._path(step, manifest.NAME)
-        with self._told():
+        with self._errors_named():
             if self._has_manifest(step):
                 if self._is_same(copied, own.read_bytes()):
                     return
                 fence.check()
-                self._files.rm_file(copied)
+                obstore.delete(self._store, copied)
             for path in files_below(folder):
                 if path != own:
                     fence.check()
@@ -110,7 +122,7 @@ class Mirror:
             MirrorError: it could not be asked, or something could not be deleted.
             TakenOverError: another start has the run.
         """
-        with self._told():
+        with self._errors_named():
             infos = {step: info for step, info in self._infos().items() if step <= newest}
             kept = {newest, *self._left, *list(infos)[-max(keep, MIN_KEPT) :], *to_keep(infos, num_best, best_by)}
             for step in self._folders():
@@ -133,11 +145,11 @@ class Mirror:
         own = next((seal.step_of(folder) for folder in reversed(seal.sealed(root)) if not seal.verify(folder)), -1)
         newer = [step for step in self.steps() if step > own]
         for step in reversed(newer):
-            log.info(f"{root} has nothing whole as new as {self._path(step)}: fetching it")
+            log.info(f"{root} has nothing whole as new as {self._url_of(step)}: fetching it")
             try:
                 return self._fetch(step, root, fence)
             except _BadCopy as error:
-                log.error(f"{self._path(step)} cannot be used: {error}")
+                log.error(f"{self._url_of(step)} cannot be used: {error}")
             finally:
                 seal.abandon(root, step, fence)
         if newer and own < 0:
@@ -147,12 +159,12 @@ class Mirror:
         return None
 
     def _fetch(self, step: int, root: Path, fence: Fence) -> Path:
-        with self._told():
+        with self._errors_named():
             recorded = self._manifest(step)
         partial = seal.begin(root, step, sum(file.size for file in recorded.files.values()), fence)
         if partial is None:
             return root / seal.folder_name(step)
-        with self._told():
+        with self._errors_named():
             for name, file in recorded.files.items():
                 self._get(step, name, partial, file.size)
         (partial / manifest.NAME).write_text(manifest.to_text(recorded), encoding="utf-8")
@@ -172,7 +184,7 @@ class Mirror:
             except _BadCopy as error:
                 left.add(step)
                 if step not in self._left:
-                    log.error(f"{self._path(step)} is left as it is, for you to delete: {error}")
+                    log.error(f"{self._url_of(step)} is left as it is, for you to delete: {error}")
         self._left = left
         return found
 
@@ -180,10 +192,10 @@ class Mirror:
         """Of the copy; no more than a manifest may have is read."""
         path = self._path(step, manifest.NAME)
         try:
-            size = self._files.size(path)
+            size = self._size(path)
             if size > manifest.MAX_BYTES:
                 raise _BadCopy(f"{manifest.NAME} has {size:,} bytes, at most {manifest.MAX_BYTES:,} are read")
-            raw = self._files.cat_file(path, start=0, end=size) if size else b""
+            raw = self._read(path) if size else b""
         except FileNotFoundError as error:
             raise _HalfSent(f"{manifest.NAME} is missing") from error
         if not raw.endswith(b"}"):
@@ -196,60 +208,70 @@ class Mirror:
             raise _BadCopy(f"its manifest is that of step {recorded.step:,}")
         return recorded
 
+    def _size(self, path: str) -> int:
+        return int(obstore.head(self._store, path)["size"])
+
+    def _read(self, path: str) -> bytes:
+        return bytes(obstore.get(self._store, path).bytes())
+
     def _is_same(self, path: str, content: bytes) -> bool:
-        return (
-            self._files.size(path) == len(content) and self._files.cat_file(path, start=0, end=len(content)) == content
-        )
+        return self._size(path) == len(content) and self._read(path) == content
 
     def _get(self, step: int, name: str, folder: Path, size: int) -> None:
         """The size is looked at first: what is there may not be what was sent."""
+        path = self._path(step, name)
         try:
-            there = self._files.size(self._path(step, name))
+            there = self._size(path)
         except FileNotFoundError as error:
             raise _BadCopy(f"{name} is missing") from error
         if there != size:
             raise _BadCopy(f"{name} has {there:,} bytes, {size:,} were sent")
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        self._files.get_file(self._path(step, name), str(folder / name))
+        with (folder / name).open("wb") as target:
+            for chunk in obstore.get(self._store, path).stream():
+                target.write(chunk)
 
     def _put(self, path: Path, target: str) -> None:
-        if self._has_folders:
-            self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
-        self._files.put_file(str(path), target)
-        if (there := self._files.size(target)) != path.stat().st_size:
+        obstore.put(self._store, target, path)
+        if (there := self._size(target)) != path.stat().st_size:
             raise OSError(f"{target} has {there} bytes after it was sent, {path} has {path.stat().st_size}")
 
     def _remove(self, step: int) -> None:
-        """The manifest first. File by file where names with `*` or `[` would be taken for patterns."""
+        """The manifest first: without it there is no copy."""
         if self._has_manifest(step):
-            self._files.rm_file(self._path(step, manifest.NAME))
-        if self._has_folders:
-            self._files.rm(self._path(step), recursive=True)
-        else:
-            for path in self._files.find(self._path(step)):
-                self._files.rm_file(path)
+            obstore.delete(self._store, self._path(step, manifest.NAME))
+        for files in obstore.list(self._store, self._path(step)):
+            obstore.delete(self._store, [file["path"] for file in files])
 
     def _folders(self) -> list[int]:
-        try:
-            found = self._files.ls(self.root, detail=False)
-        except FileNotFoundError:
-            return []
+        if self._url.startswith("file://"):
+            try:
+                os.stat(self.root.removeprefix("file://"))
+            except FileNotFoundError:
+                return []  # and nothing is made by asking
+        found = obstore.list_with_delimiter(self._store, self._prefix)["common_prefixes"]
         names = [path.rstrip("/").rpartition("/")[2] for path in found]
         return sorted(int(name[5:]) for name in names if re.fullmatch(r"step=(0|[1-9][0-9]{0,14})", name))
 
     def _has_manifest(self, step: int) -> bool:
-        return bool(self._files.exists(self._path(step, manifest.NAME)))
+        try:
+            obstore.head(self._store, self._path(step, manifest.NAME))
+        except FileNotFoundError:
+            return False
+        return True
 
     def _path(self, step: int, name: str = "") -> str:
-        return f"{self.root}/{seal.folder_name(step)}/{name}".rstrip("/")
+        return f"{self._prefix}/{seal.folder_name(step)}/{name}".rstrip("/")
+
+    def _url_of(self, step: int) -> str:
+        return f"{self.root}/{seal.folder_name(step)}"
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Whatever the libraries raise, as one error that names the mirror."""
+    def _errors_named(self) -> Iterator[None]:
+        """Whatever obstore and the disk raise, as one error that names the mirror."""
         try:
             yield
-        except (TakenOverError, _BadCopy):
+        except (TakenOverError, ConfigError, _BadCopy):
             raise
         except Exception as error:
-            said = str(error).strip() or type(error).__name__
-            raise MirrorError(f"checkpoint.mirror: {self.root}: {said}") from error
+            raise MirrorError(f"checkpoint.mirror: {self.root}: {reason_of(error)}", is_outage(error)) from error

@@ -3,11 +3,11 @@
 `os.walk` and `glob` leave out what they may not read.
 """
 
+import glob
 import os
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 
-from sd_training.data.remote_globs import has_magic
 from sd_training.errors import DataError
 
 
@@ -78,7 +78,7 @@ def expand(pattern: str) -> list[str]:
     """
     found = ["/"]
     for part in pattern.strip("/").split("/"):
-        if has_magic(part):
+        if glob.has_magic(part):
             found = [os.path.join(folder, name) for folder in found for name in _matching(folder, part)]
         else:
             found = [os.path.join(folder, part) for folder in found]

@@ -36,6 +36,11 @@ def is_remote(location: str) -> bool:
     return protocol_of(location) != ""
 
 
+def is_listable(location: str) -> bool:
+    """Whether a remote place can be asked for its files; web servers cannot."""
+    return protocol_of(location) in ("s3", "gs")
+
+
 def local_folders(paths: Sequence[str]) -> list[str]:
     """Absolute paths of folders of loose files.
 

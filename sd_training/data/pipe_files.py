@@ -7,13 +7,14 @@ otherwise): they are code, with the rights of the user who trains.
 
 import hashlib
 import subprocess
+import time
 from pathlib import Path
 
 from sd_training.data.byte_files import Access, ByteFile, FileState, LocalFile
 from sd_training.data.locations import shown
-from sd_training.data.retries import retrying
 from sd_training.data.shard_cache import ShardCache, shard_cache
 from sd_training.errors import DataError
+from sd_training.object_store import FIRST_WAIT_S, LONGEST_WAIT_S
 
 PIPE = "pipe:"
 _SHELL = ("bash", "-o", "pipefail", "-c")
@@ -60,22 +61,28 @@ def _cache(access: Access) -> ShardCache:
 
 
 def _run(location: str, path: Path, access: Access) -> None:
-    command = location.removeprefix(PIPE)
+    """Runs the command until it succeeds; its output is the file.
 
-    def attempt() -> None:
-        """Runs the command once; its output is the file."""
+    Raises:
+        DataError: its program cannot be started, or it failed at every attempt.
+    """
+    command = location.removeprefix(PIPE)
+    for attempt in range(access.num_retries + 1):
+        if attempt:
+            time.sleep(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** (attempt - 1)))
         with path.open("wb") as output:
             done = subprocess.run((*_SHELL, command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE)
-        if done.returncode != 0:
-            said = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-            failure = f"exit status {done.returncode}: {' '.join(said)}"
-            if done.returncode in _NO_PROGRAM:
-                raise DataError(f"'{shown(location)}' cannot be read: {failure}")
-            raise OSError(failure)
-        if not _ends_as_tar(path):
-            raise OSError(f"the {path.stat().st_size:,} bytes it wrote are no whole tar file")
-
-    retrying(location, access, attempt)
+        last_line = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+        failure = f"exit status {done.returncode}: {' '.join(last_line)}"
+        if done.returncode in _NO_PROGRAM:
+            raise DataError(f"'{shown(location)}' cannot be read: {failure}")
+        if done.returncode == 0:
+            if _ends_as_tar(path):
+                return
+            failure = f"the {path.stat().st_size:,} bytes it wrote are no whole tar file"
+    raise DataError(
+        f"'{shown(location)}' cannot be read: {access.num_retries + 1} attempts failed, the last one with: {failure}"
+    )
 
 
 def _ends_as_tar(path: Path) -> bool:

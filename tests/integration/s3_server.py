@@ -14,13 +14,18 @@ from typing import Any
 import boto3
 
 from scripts.free_port import free_port
+from sd_training import object_store
 
 BUCKET = "shards"
 _STARTUP_S = 300
 
 
 def s3_environment(endpoint: str) -> dict[str, str]:
-    """What a process needs in its environment to use the server, or a proxy of it."""
+    """What a process needs in its environment to use the server, or a proxy of it.
+
+    This process forgets its clients: they keep the endpoint that they were made with.
+    """
+    object_store._client.cache_clear()
     return {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": "test",

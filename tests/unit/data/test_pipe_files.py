@@ -4,7 +4,7 @@ import pytest
 
 from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.data_schema import RemoteConfig
-from sd_training.data import retries
+from sd_training.data import pipe_files
 from sd_training.data.byte_files import Access, file_state, open_bytes
 from sd_training.errors import DataError
 from tests import makers
@@ -69,7 +69,7 @@ def test_a_program_that_does_not_exist_is_not_tried_again(tmp_path: Path) -> Non
 def test_a_failure_is_tried_again_and_then_an_error(
     tmp_path: Path, shard: Path, command: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(pipe_files, "FIRST_WAIT_S", 0.001)
     location = f"pipe:echo run >> {tmp_path}/runs; {command.format(shard=shard)}"
     with pytest.raises(DataError, match=reason):
         file_state(location, access(tmp_path, num_retries=2))
