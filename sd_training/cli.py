@@ -1,11 +1,13 @@
 """How every command of the project ends: a user's mistake is a sentence on stderr and a status, never a traceback."""
 
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from sd_training.errors import UserError
 from sd_training.rank_log import is_main_process
@@ -13,6 +15,8 @@ from sd_training.redaction import for_terminal, hide_in_tracebacks
 
 _OTHERS_CANNOT_WRITE = 0o002
 _FIRST_SAYS_IT_S = 3.0
+_TORCHRUN_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable of a file, of one process, whose text torchrun shows as the cause of the failure."""
 
 
 def run_cli(main: Callable[[], None]) -> None:
@@ -30,6 +34,7 @@ def run_cli(main: Callable[[], None]) -> None:
         if not is_main_process():
             _leave_it_to_the_first(error.exit_status)
         print_error(error)
+        tell_torchrun(str(error))
         raise SystemExit(error.exit_status) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -41,6 +46,16 @@ def print_error(error: UserError) -> None:
     with suppress(OSError):  # the log may lie on the disk that is full
         for line in str(error).splitlines():
             print(f"error: {for_terminal(line)}", file=sys.stderr, flush=True)
+
+
+def tell_torchrun(text: str) -> None:
+    """Writes down why this process ends; without it torchrun says where to read about tracebacks."""
+    path = os.environ.get(_TORCHRUN_VARIABLE)
+    if path:
+        extra = {"timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            said = {"message": {"message": for_terminal(text), "extraInfo": extra}}
+            Path(path).write_text(json.dumps(said), encoding="utf-8")
 
 
 def _leave_it_to_the_first(status: int) -> None:

@@ -51,7 +51,7 @@ class _Console(logging.StreamHandler):
     """Writes a line above a progress bar; null: there is none."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.ERROR or (is_main_process() and not is_for_file(record))
+        return not is_for_file(record) and (record.levelno >= logging.ERROR or is_main_process())
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 
-from sd_training.cli import print_error
+from sd_training.cli import print_error, tell_torchrun
 from sd_training.errors import UserError
 from sd_training.exit_status import UNEXPECTED
 from sd_training.rank_log import get_logger, is_main_process
 from sd_training.redaction import redacted
 from sd_training.run_log import RunLog
 from sd_training.watch.first_end import End, FirstEnd
-from sd_training.watch.status_file import tell_status, tell_torchrun
+from sd_training.watch.status_file import tell_status
 
 log = get_logger(__name__)
 

@@ -22,8 +22,11 @@ from types import FrameType
 from typing import NoReturn
 
 from sd_training.exit_status import HANG
+from sd_training.rank_log import FOR_FILE, get_logger
 from sd_training.watch.first_end import End, FirstEnd
 from sd_training.watch.status_file import tell_status
+
+log = get_logger(__name__)
 
 PEERS_S = 3.0
 """Between the note and the end: the others see the note in this time, and write their stacks."""
@@ -129,8 +132,8 @@ class HangWatch:
             self._write_stacks(text)
 
         try:
-            # The run folder may be what does not answer, so the batch file is told beside.
-            _within(_WRITING_S, lambda: tell_status(HANG), tell, say)
+            # The run folder may be what does not answer, so each is told beside the others.
+            _within(_WRITING_S, lambda: tell_status(HANG), tell, say, lambda: log.error(text, extra=FOR_FILE))
             self._wake_peers()
             time.sleep(PEERS_S)
         finally:

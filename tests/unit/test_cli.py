@@ -1,6 +1,8 @@
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from sd_training.cli import run_cli
 from sd_training.errors import ConfigError
@@ -35,3 +37,13 @@ def test_success_returns() -> None:
     done: list[int] = []
     run_cli(lambda: done.append(1))
     assert done == [1]
+
+
+def test_torchrun_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch reads it for the block that it prints."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("HF_TOKEN", "canary-1234")
+    with pytest.raises(SystemExit):
+        run_cli(raising(ConfigError("a: canary-1234 is wrong")))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
+    assert "traceback : a: (hidden) is wrong\n" in str(ChildFailedError("train", {0: failure}))
