@@ -17,7 +17,7 @@ from sd_training.distributed.sealing import Sealing
 from sd_training.errors import DataError
 from sd_training.training.base_module import TrainedModule
 from sd_training.watch.hang_watch import HangWatch
-from tests.integration.training import checkpoint_tensors, losses, options, prepare, train, train_in_processes
+from tests.integration.training import checkpoint_tensors, losses, options, prepare, torchrun, train, train_in_processes
 
 
 def names(run_dir: Path) -> list[str]:
@@ -113,7 +113,7 @@ def dies(tmp_path: Path, pipeline_dir: Path, shards_dir: Path, *how: str, strate
     """Options of a run of two processes of which some end on their own after step 5, and what the run said."""
     changes = {"experiment__save_every": 100, "system__batch_size": 4, "trainer__accelerator": "cpu"}
     argv = [*options(tmp_path / "run", pipeline_dir, shards_dir, **changes), f"distributed.strategy={strategy}"]
-    return argv, train_in_processes([*how, *argv], 2, "tests.integration.dying_run", status=1)
+    return argv, torchrun([*how, *argv], 2, "tests.integration.dying_run", status=1)
 
 
 def test_two_processes_save_at_an_exception_of_both(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:

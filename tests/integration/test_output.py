@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.commands import run
-from tests.integration.training import ROOT, options, train_in_processes
+from tests.integration.training import ROOT, options, torchrun
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 OURS = re.compile(
@@ -28,7 +28,12 @@ def lines(text: str) -> list[str]:
 
 def test_a_run_says_what_it_does_and_nothing_else(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     """One process, its dry run, and two that go on where it ended."""
-    changes = {"experiment__save_every": 4, "logging__progress_bar": True, "system__workers": 1}
+    changes = {
+        "experiment__save_every": 4,
+        "logging__progress_bar": True,
+        "system__workers": 1,
+        "wandb__mode": "disabled",
+    }
     argv = options(tmp_path / "run", pipeline_dir, shards_dir, **changes)
     one = run(sys.executable, "train.py", *argv, "experiment.num_examples_to_see=32", cwd=ROOT)
     said = lines(one.stderr)
@@ -46,9 +51,9 @@ def test_a_run_says_what_it_does_and_nothing_else(pipeline_dir: Path, shards_dir
     kept = (tmp_path / "run/train.log").read_text()
     assert kept == one.stderr
     described = run(sys.executable, "train.py", *argv, "--dry-run", cwd=ROOT)
-    assert described.returncode == 0 and described.stdout.startswith("experiment:"), described.stderr
+    assert described.returncode == 0 and described.stdout.startswith("this run\n"), described.stderr
     assert len(lines(described.stderr)) == 1
-    both = lines(train_in_processes([*argv, "system.batch_size=4", "trainer.accelerator=cpu"], 2))
+    both = lines(torchrun([*argv, "system.batch_size=4", "trainer.accelerator=cpu"], 2))
     assert f"  run folder  {tmp_path / 'run'}, resuming after optimizer step 4 of 8" in both
     assert "  device      cpu, 2 processes, strategy ddp" in both and "    system.batch_size: 8 -> 4" in both
     assert len([line for line in both if "sd_training 0." in line]) == 1  # of the first process only

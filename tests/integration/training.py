@@ -127,15 +127,15 @@ def run_module(words: list[str]) -> None:
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
-def torchrun(argv: list[str], processes: int) -> str:
-    """`torchrun -m train`, which has to succeed; returns its output."""
+def torchrun(argv: list[str], processes: int, module: str = "train", status: int = 0) -> str:
+    """`torchrun -m train`, or another module, which has to end with this status; returns its output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", "0"]
     command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"] if processes > 1 else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*command, "-m", "train", *argv], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
+        [*command, "-m", module, *argv], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
