@@ -25,7 +25,20 @@ from scripts.campaign.row import Row
 from sd_training.cli import run_cli
 from sd_training.errors import UserError
 
-PARTS = ("kills", "signals", "damage", "disk", "zombie", "numerics", "watch", "elastic", "fuzz", "secrets", "slurm")
+PARTS = (
+    "kills",
+    "signals",
+    "damage",
+    "disk",
+    "zombie",
+    "numerics",
+    "watch",
+    "elastic",
+    "memory",
+    "fuzz",
+    "secrets",
+    "slurm",
+)
 """Modules of scripts/campaign/ with `run(folder, is_quick) -> list[Row]`, in the order of the table."""
 REPORT = ROOT / "docs" / "reliability.md"
 

@@ -66,14 +66,18 @@ class Child:
 
 
 class ForkServer:
-    """The process to fork from."""
+    """The process to fork from.
 
-    def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    Args:
+        environment: variables that a process must have from its beginning, such as those of the allocator.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "scripts.campaign.fork_server"],
             cwd=ROOT,
-            env=environment,
+            env={**os.environ, **own, **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

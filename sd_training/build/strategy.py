@@ -8,7 +8,7 @@ import torch
 from pytorch_lightning.strategies import Strategy
 
 from sd_training.build.plan import Plan
-from sd_training.distributed.launch import process_group_backend, set_rendezvous
+from sd_training.distributed.launch import process_group_backend, set_rendezvous, use_one_worker_per_gloo_group
 from sd_training.distributed.strategies import CutOptions, CutProcesses, Cuts, ReplicatedProcesses, SingleProcess
 from sd_training.errors import ConfigError
 from sd_training.models.encoders import AUTOCAST_DTYPE
@@ -32,6 +32,7 @@ def make_strategy(plan: Plan, cuts: Cuts) -> Strategy:
         return SingleProcess(device=device)
     config = plan.config.distributed
     set_rendezvous(config.dist_url)
+    use_one_worker_per_gloo_group()
     backend = process_group_backend(config, plan.launch.accelerator)
     match plan.layout.strategy:
         case "ddp":

@@ -2,10 +2,12 @@
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from datetime import timedelta
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import torch
+from torch import distributed
 
 from sd_training.config.schema import DistributedConfig, TrainerConfig
 from sd_training.errors import ConfigError
@@ -135,3 +137,33 @@ def set_rendezvous(dist_url: str) -> None:
     if address.scheme != "tcp" or not address.hostname or not address.port:
         raise ConfigError(f"distributed.dist_url: {dist_url!r} is neither env:// nor tcp://host:port")
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address.hostname, str(address.port)
+
+
+def use_one_worker_per_gloo_group() -> None:
+    """Every gloo group that this process makes from now on has one worker thread; PyTorch starts two.
+
+    PyTorch (2.13) has a data race between the two. After a collective each of them assigns its name to one
+    `std::string`, `pgStatus_->lastCompletedWorkName` in `ProcessGroupGloo::runLoop`, without a lock. Names of up to 15
+    characters are stored inside the string. ALLGATHER_COALESCED, with which `DTensor.full_tensor` gathers, is on the
+    heap: two assignments at the same time free one block twice, and later any thread may crash. With one worker there
+    is nothing to race with. No upstream report of it was found on 2026-11-22.
+
+    torch ignores `pg_options` for gloo, hence the change of the constructor.
+    """
+    if distributed.is_gloo_available():
+        gloo: Any = distributed.ProcessGroupGloo
+        gloo.__init__ = _init_with_one_worker
+
+
+_init_gloo: Any = distributed.ProcessGroupGloo.__init__ if distributed.is_gloo_available() else None
+
+
+def _init_with_one_worker(group: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    """As torch's constructor of a gloo group does with a timeout, but for the number of threads."""
+    gloo: Any = distributed.ProcessGroupGloo
+    options = gloo._Options()
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    options._devices = [gloo.create_device(interface=name) for name in interfaces.split(",") if name]
+    options._devices = options._devices or [gloo.create_default_device()]
+    options._timeout, options._threads = timeout, 1
+    _init_gloo(group, store, rank, size, options)

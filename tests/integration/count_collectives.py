@@ -1,4 +1,4 @@
-"""Communication of a run with accumulation, per optimizer step; started by torchrun in tests.
+"""Communication of a run with accumulation, per optimizer step, and workers of gloo's groups; started in tests.
 
 python -m tests.integration.count_collectives OPTION=VALUE …
 """
@@ -6,6 +6,7 @@ python -m tests.integration.count_collectives OPTION=VALUE …
 import json
 import sys
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import distributed
@@ -18,8 +19,13 @@ def main() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         run = train(sys.argv[1:])
     counts = Counter(event.name for event in profiler.events() if event.name.startswith("gloo:"))
+    workers = [options._threads for options in map(_options, distributed.distributed_c10d._world.pg_map)]
     if distributed.get_rank() == 0:
-        print(json.dumps({"steps": run.trainer.global_step, "counts": counts}))
+        print(json.dumps({"steps": run.trainer.global_step, "counts": counts, "workers": workers}))
+
+
+def _options(group: distributed.ProcessGroup) -> Any:
+    return group._get_backend(torch.device("cpu")).options
 
 
 if __name__ == "__main__":

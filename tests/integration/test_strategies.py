@@ -106,6 +106,8 @@ def test_accumulation_under_ddp_communicates_once_per_optimizer_step(
         told = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
         reductions[accumulation] = told["counts"]["gloo:all_reduce"]
         assert told["steps"] == 8
+        # Those of the strategy, of the saves (two) and of the notes of signals; two workers of a group race in torch.
+        assert told["workers"] == [1, 1, 1, 1]
     # One for the gradients and one for the notes of signals, per step; a few at the start, fewer with accumulation.
     assert 16 <= reductions[4] <= reductions[1] <= 24, reductions
 

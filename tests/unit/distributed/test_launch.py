@@ -1,9 +1,13 @@
 """How many processes a launcher started, and what cannot be."""
 
+from datetime import timedelta
+
 import pytest
+import torch
+from torch import distributed
 
 from sd_training.config.schema import DistributedConfig, TrainerConfig
-from sd_training.distributed.launch import find_launch, process_group_backend
+from sd_training.distributed.launch import find_launch, process_group_backend, use_one_worker_per_gloo_group
 from sd_training.errors import ConfigError
 
 _VARIABLES = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_NNODES")
@@ -75,3 +79,22 @@ def test_more_processes_than_the_gpus_they_see(environment: pytest.MonkeyPatch) 
         ConfigError, match=r"started 8 processes on this machine, but they see 1 GPUs; .*--gpus-per-node"
     ):
         find_launch(TrainerConfig())
+
+
+def test_a_gloo_group_has_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers of a group race in torch, see `use_one_worker_per_gloo_group`."""
+    monkeypatch.setattr(distributed.ProcessGroupGloo, "__init__", distributed.ProcessGroupGloo.__init__)
+    for _ in range(2):  # a second run in the same process
+        use_one_worker_per_gloo_group()
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        groups = [distributed.group.WORLD, distributed.new_group(backend="gloo", timeout=timedelta(seconds=123))]
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        groups.append(distributed.new_group(backend="gloo"))
+        options = [group._get_backend(torch.device("cpu")).options for group in groups if group is not None]
+        assert [one._threads for one in options] == [1, 1, 1]
+        assert options[1]._timeout == timedelta(seconds=123)
+        for group in groups:
+            distributed.all_reduce(torch.ones(1), group=group)
+    finally:
+        distributed.destroy_process_group()
