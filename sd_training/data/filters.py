@@ -25,8 +25,6 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     ">": operator.gt,
     "<": operator.lt,
 }
-_NULL_NUMBER = pc.scalar(pa.scalar(None, pa.float64()))
-_NULL = pc.scalar(pa.scalar(None, pa.bool_()))
 
 
 def evaluate(condition: Filter, columns: pa.Table, num_samples: int) -> Mask:
@@ -69,7 +67,12 @@ def _expression(node: Filter, columns: pa.Table) -> pc.Expression:
     if node.operator in _COMPARISONS:
         return _COMPARISONS[node.operator](number, node.values[0])
     found = _is_one_of(number, text, node.values, columns, node.field)
-    return pc.if_else(is_present, ~found if node.operator == "!=" else found, _NULL)
+    return pc.if_else(is_present, ~found if node.operator == "!=" else found, _null(pa.bool_()))
+
+
+def _null(kind: pa.DataType) -> pc.Expression:
+    """Not a constant of the module: making one imports pandas where it is installed, in every loader process."""
+    return pc.scalar(pa.scalar(None, kind))
 
 
 def _balanced(word: str, parts: Sequence[pc.Expression]) -> pc.Expression:
@@ -86,9 +89,9 @@ def _number(field: str, columns: pa.Table) -> pc.Expression:
     names = set(columns.column_names)
     if NUMBER + field in names:
         value = pc.field(NUMBER + field)
-        return pc.if_else(pc.is_nan(value), _NULL_NUMBER, value)
+        return pc.if_else(pc.is_nan(value), _null(pa.float64()), value)
     if TEXT + field in names or field not in BUILT_IN or not BUILT_IN - {"aspect_ratio"} <= names:
-        return _NULL_NUMBER
+        return _null(pa.float64())
     if field == "aspect_ratio":
         return _known("width", 1) / _known("height", 1)
     return _known(field, 0 if field == "caption_length" else 1)
@@ -97,7 +100,7 @@ def _number(field: str, columns: pa.Table) -> pc.Expression:
 def _known(column: str, least: int) -> pc.Expression:
     """A column of the index; smaller numbers mean that the value is not known."""
     value = pc.field(column).cast(pa.float64())
-    return pc.if_else(value >= least, value, _NULL_NUMBER)
+    return pc.if_else(value >= least, value, _null(pa.float64()))
 
 
 def _text(field: str, columns: pa.Table) -> pc.Expression | None:
