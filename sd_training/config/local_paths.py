@@ -13,6 +13,7 @@ from sd_training.redaction import is_secret_name
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})", re.ASCII)
 """As `os.path.expandvars` finds them."""
+_ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
 
 def output_problem(text: str) -> str:
@@ -28,6 +29,8 @@ def output_problem(text: str) -> str:
     scheme, is_url, rest = expanded.partition("://")
     if is_url and scheme.lower() == "file":
         return f"{text!r} is a URL; write the path itself: {'/' + rest.lstrip('/')}"
+    if not is_url and _ONE_SLASH.match(expanded):
+        return f"{text!r} looks like a URL with one slash, and files are written to local or mounted folders only"
     if is_url:
         return f"{text!r} is a URL, and files are written to local or mounted folders only"
     try:

@@ -7,6 +7,9 @@ _CLOSE = 0.6
 """Similarity (difflib ratio) from which two names count as close."""
 _LENGTH = "experiment.num_examples_to_see, which counts samples: "
 ELSEWHERE: Mapping[str, str] = {
+    # the same last name means something else in this group
+    "sampling.steps": "sampling.num_inference_steps",
+    "sampling.num_steps": "sampling.num_inference_steps",
     # optimizer and schedule
     "lr": "optimizer.params.learning_rate",
     "betas": "optimizer.params.beta1 and optimizer.params.beta2",
@@ -53,6 +56,8 @@ ELSEWHERE: Mapping[str, str] = {
     "log_every": "logging.every",
     # batch and machine
     "batch_size": "system.batch_size",
+    "batch": "system.batch_size",
+    "bs": "system.batch_size",
     "train_batch_size": "system.batch_size",
     "per_device_train_batch_size": "system.batch_size",
     "gradient_accumulation_steps": "system.gradient_accumulation",
@@ -175,8 +180,8 @@ def suggest(key: str, known: Iterable[str]) -> str | None:
 
 
 def elsewhere(key: str) -> str | None:
-    """What an option of another trainer is called here, by its last name."""
-    return ELSEWHERE.get(key.rpartition(".")[2].lstrip("-"))
+    """What an option of another trainer is called here, by its whole name or else its last one."""
+    return ELSEWHERE.get(key) or ELSEWHERE.get(key.rpartition(".")[2].lstrip("-"))
 
 
 def suggest_value(value: str, words: Sequence[str]) -> str | None:

@@ -73,6 +73,7 @@ def test_good_configurations_pass_without_a_word(base: dict[str, str]) -> None:
             {"experiment__log_dir": "gs://b/runs"},
             "experiment.log_dir: 'gs://b/runs' is a URL, and files are written to",
         ),
+        ({"experiment__log_dir": "gs:/b/runs"}, "experiment.log_dir: 'gs:/b/runs' looks like a URL with one slash"),
         (
             {"experiment__log_dir": "file:///x/y"},
             "experiment.log_dir: 'file:///x/y' is a URL; write the path itself: /x/y",

@@ -41,6 +41,8 @@ def test_names_of_other_trainers_lead_to_options_that_exist() -> None:
     [
         ("optimizer.lr=1e-4", "did you mean optimizer.params.learning_rate?"),
         ("lr=1e-4", "did you mean optimizer.params.learning_rate?"),
+        ("system.bs=4", "did you mean system.batch_size?"),
+        ("sampling.steps=20", "did you mean sampling.num_inference_steps?"),
         ("batch_size=4", "did you mean system.batch_size?"),
         ("seed=3", "did you mean experiment.seed?"),
         (
