@@ -1,10 +1,13 @@
 """Fixtures shared by all tests. One OpenMP thread, set before torch starts: two on two busy cores are slow."""
 
 import os
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
+# Compiled code of another session, another instruction set or a process that was killed while it wrote is never loaded.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")
 if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
     # The tests as on a smaller CPU. torch's attention asks oneDNN whether bfloat16 may be packed for AMX, and its own
     # kernels of this capability then refuse to ("pack_vnni2 is only supported when avx512 is supported").
