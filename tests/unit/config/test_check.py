@@ -125,9 +125,9 @@ def test_a_url_for_the_runs_names_the_mirror() -> None:
 
 
 def test_output_paths_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("HOME", "/nowhere/somebody")
     monkeypatch.setenv("SCRATCH", "/scratch")
-    assert output_path("~/runs") == Path("/home/somebody/runs")
+    assert output_path("~/runs") == Path("/nowhere/somebody/runs")
     assert output_path("$SCRATCH/${SCRATCH}x/runs") == Path("/scratch//scratchx/runs")
     with pytest.raises(argparse.ArgumentTypeError, match="'gs://b/x' is a URL"):
         path_argument("gs://b/x")
