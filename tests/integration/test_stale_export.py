@@ -120,12 +120,12 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(
     with pytest.raises(ConfigError, match=r"experiment\.requeue: false, but .* already holds a run"):
         prepare([*alone, "experiment.requeue=false"])
     assert contents(run_dir) == before
-    assert found(mirrored).step == 2 and found(mirrored).source == f"{store}/run/checkpoints/step=2"
+    assert found(mirrored).step == 2 and found(mirrored).source == f"file://{store}/run/checkpoints/step=2"
     train([*mirrored, "experiment.num_examples_to_see=32"])
     assert [row["optimizer_step"] for row in metrics(run_dir)] == ["1", "2", "3", "4"]
     shutil.rmtree(run_dir / "checkpoints")
     shutil.rmtree(store / "run")
-    with pytest.raises(ConfigError, match=f"checkpoints and {store}/run/checkpoints hold no checkpoint"):
+    with pytest.raises(ConfigError, match=f"checkpoints and file://{store}/run/checkpoints hold no checkpoint"):
         prepare(mirrored)
 
 
