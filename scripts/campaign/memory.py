@@ -28,15 +28,17 @@ _SAVE_LIMIT_S = 30
 class Runs:
     """One row: a strategy and how often it saves."""
 
-    strategy: str
+    name: str
     ranks: int
     saves: int
     options: tuple[str, ...]
 
 
 QUICK = (Runs("fsdp", 2, 5, ("distributed.strategy=fsdp",)),)
+# The widths of the tiny network are multiples of 8: three processes share them unevenly, and torch pads.
 FULL = (
-    Runs("fsdp", 2, 3000, ("distributed.strategy=fsdp",)),
+    Runs("fsdp", 2, 2500, ("distributed.strategy=fsdp",)),
+    Runs("fsdp, uneven shards", 3, 500, ("distributed.strategy=fsdp", "experiment.num_examples_to_see=3000")),
     Runs("ddp", 2, 500, ("distributed.strategy=ddp",)),
     Runs("hsdp", 4, 500, ("distributed.mesh.data=2", "distributed.mesh.fsdp=2")),
 )
@@ -53,7 +55,7 @@ def run(folder: Path, is_quick: bool) -> list[Row]:
 
 
 def _row(server: ForkServer, folder: Path, parts: Path, runs: Runs) -> Row:
-    home = folder / runs.strategy
+    home = folder / runs.name.replace(", ", "_").replace(" ", "_")
     often = TinyRun(parts, home / "often", runs.saves, 1, home / "tmp", runs.options)
     once = TinyRun(parts, home / "once", runs.saves, runs.saves, home / "tmp", runs.options)
     problems = []
@@ -65,7 +67,7 @@ def _row(server: ForkServer, folder: Path, parts: Path, runs: Runs) -> Row:
     except RuntimeError as error:
         problems.append(str(error))
     for problem in problems:
-        print(f"memory, {runs.strategy}: {problem}", file=sys.stderr)
+        print(f"memory, {runs.name}: {problem}", file=sys.stderr)
     saves = sum(mark["do"] == "saved" for mark in often.marks())
-    fault = f"a save after every optimizer step, MALLOC_CHECK_=3, {runs.strategy} on {runs.ranks} processes"
+    fault = f"a save after every optimizer step, MALLOC_CHECK_=3, {runs.name} on {runs.ranks} processes"
     return Row(fault, _PROMISE, saves, f"{len(problems)} problems in {saves:,} saves", not problems)
