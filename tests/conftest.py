@@ -5,7 +5,7 @@ import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("WANDB_MODE", "offline")
+os.environ["WANDB_MODE"] = "disabled"
 # Compiled code of another session, another instruction set or a process that was killed while it wrote is never loaded.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")
 if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sd_training.build.wandb_login import NOT_INSTALLED, is_installed, missing_login
+from sd_training.build.wandb_login import wandb_problems
 from sd_training.config.check import model_paths
 from sd_training.config.data_schema import SourceParams
 from sd_training.config.schema import Config
@@ -29,23 +29,14 @@ def local_problems(config: Config) -> list[str]:
     """
     if not is_main_process():
         return []
-    checks = (_model_problems, _data_problems, _caption_problems, _size_problems, _wandb_problems)
-    return [problem for check in checks for problem in check(config)]
+    checks = (_model_problems, _data_problems, _caption_problems, _size_problems)
+    return [*(problem for check in checks for problem in check(config)), *wandb_problems(config.wandb)]
 
 
 def _model_problems(config: Config) -> list[str]:
     """Relative paths; a hub id has one slash at most. The config's own check names other paths that do not exist."""
     paths = [(key, path) for key, path in model_paths(config) if path.count("/") > 1 and not path.startswith(_PATH)]
     return [f"{key}: {path!r} does not exist" for key, path in paths if not os.path.exists(path)]
-
-
-def _wandb_problems(config: Config) -> list[str]:
-    """W&B that was asked for and cannot be had; `auto` does without."""
-    if config.wandb.mode == "online" and (reason := missing_login(config.wandb)):
-        return [f"wandb.mode: online, but {reason}"]
-    if config.wandb.mode == "offline" and not is_installed():
-        return [f"wandb.mode: offline, but {NOT_INSTALLED}"]
-    return []
 
 
 def _data_problems(config: Config) -> list[str]:

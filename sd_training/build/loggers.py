@@ -13,7 +13,7 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 from torch.utils.tensorboard.summary import hparams
 
 from sd_training.build.plan import Plan
-from sd_training.build.wandb_login import missing_login
+from sd_training.build.wandb_login import chosen_mode, missing_login
 from sd_training.callbacks.background_logger import TAKING_LEAVE_S, BackgroundLogger, leave_together
 from sd_training.checkpoint.durable import replace_text
 from sd_training.config.dump import to_plain
@@ -85,7 +85,7 @@ def build_loggers(plan: Plan) -> list[Logger]:
         lambda: _tensorboard(plan),
         _picture_for_tensorboard,
     )
-    mode = wandb.mode
+    mode = chosen_mode(wandb)
     if mode == "auto":
         reason = missing_login(wandb)
         mode = "online" if reason is None else "disabled"
@@ -94,9 +94,7 @@ def build_loggers(plan: Plan) -> list[Logger]:
     if mode == "disabled":
         return [tensorboard]
     identifier = _wandb_id(plan.run_dir)
-    server = BackgroundLogger(
-        "W&B", lambda: _wandb(plan, identifier, is_offline=mode == "offline"), _picture_for_wandb, _finish_wandb
-    )
+    server = BackgroundLogger("W&B", lambda: _wandb(plan, identifier, mode), _picture_for_wandb, _finish_wandb)
     leave_together([tensorboard, server])
     return [tensorboard, server]
 
@@ -119,10 +117,12 @@ def _flat(options: Mapping[str, Any], group: str = "") -> dict[str, bool | int |
     return flat
 
 
-def _wandb(plan: Plan, identifier: str, *, is_offline: bool) -> Logger:
+def _wandb(plan: Plan, identifier: str, mode: str) -> Logger:
     """The run is begun at once, so that a server that refuses it is told of at the start."""
-    from wandb import Settings  # W&B is optional, and takes a second to import
+    from wandb import Settings, setup, termsetup  # W&B is optional, and takes a second to import
 
+    # W&B prints its errors only; `setup` alone does not apply this where the search for a login has read settings.
+    termsetup(setup(Settings(show_info=False, show_warnings=False)).settings, None)
     # A key of the configuration is told to W&B alone: the environment would tell every process started from here.
     settings: dict[str, Any] = {"finish_timeout": TAKING_LEAVE_S * 0.8}
     if plan.config.wandb.api_key is not None:
@@ -133,13 +133,15 @@ def _wandb(plan: Plan, identifier: str, *, is_offline: bool) -> Logger:
         project=experiment.project,
         entity=plan.config.wandb.entity,
         save_dir=plan.run_dir,
-        offline=is_offline,
+        mode=mode,  # not Lightning's `offline`, which gives way to WANDB_MODE and changes it
         id=identifier,
         resume="allow",
         config=to_plain(plan.config),
         settings=Settings(**settings),
     )
-    _ = logger.experiment
+    run = logger.experiment
+    where = run.url if mode == "online" else f"offline; upload with `wandb sync {run.settings.sync_dir}`"
+    log.info(f"W&B: {where}")
     return logger
 
 

@@ -62,8 +62,8 @@ class WandbConfig:
     entity: str | None = None
     """User or team that owns the project; null is the account's default."""
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """`auto` is online with a key and disabled without; `online` is refused without; `offline` writes to the run folder
-    for a later `wandb sync`."""
+    """`auto` is what the environment variable `WANDB_MODE` says; without it online with a key and disabled without.
+    `online` is refused without a key; `offline` writes to the run folder for a later `wandb sync`."""
 
 
 @dataclass(config=SCHEMA, kw_only=True)

@@ -18,7 +18,7 @@ from tests.integration.training import ROOT, options
 
 
 def started(argv: list[str], *more: str) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "train.py", *argv, "trainer.accelerator=cpu", *more]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
@@ -52,6 +52,11 @@ def test_all_of_a_run_is_where_a_variable_leads(
     assert names >= set(expected)
     assert any((tmp_path / "scratch" / "all" / "run" / "tensorboard").iterdir())
     assert [path for folder in (ROOT, tmp_path) for path in folder.iterdir() if "$" in path.name] == []
+    # The options win over WANDB_MODE=disabled of the tests, and of all that W&B would print there is one line.
+    (offline,) = (tmp_path / "scratch" / "all" / "run" / "wandb").glob("offline-run-*")
+    assert [line[20:] for line in done.stderr.splitlines() if "wandb" in line] == [
+        f"W&B: offline; upload with `wandb sync {offline}`"
+    ]
 
 
 def test_a_dry_run_needs_no_writable_folder(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
