@@ -17,13 +17,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from sd_training import __version__
-from sd_training.cli import run_cli
-from sd_training.cpu_threads import let_threads_sleep, share_cores
+from sd_training.cli import let_threads_sleep, run_cli, share_cores
 from sd_training.errors import ConfigError
-from sd_training.quiet import quiet_libraries
-from sd_training.rank_log import get_logger, is_main_process
-from sd_training.run_log import RunLog
-from sd_training.stop_signals import StopSignals
+from sd_training.log import RunLog, get_logger, is_main_process, quiet_libraries
+from sd_training.signals import StopSignals
 
 if TYPE_CHECKING:
     from sd_training.build.plan import Plan
@@ -58,7 +55,7 @@ def _start(argv: Sequence[str], signals: StopSignals, run_log: RunLog) -> None:
         raise ConfigError("--fit: looks for a way to run, --dry-run describes the one given; give one of them")
     log.info(_first_line(words))
     # pydantic takes a second to import, torch and its friends several: what comes before need not wait for them.
-    from sd_training.build.local_files import local_problems
+    from sd_training.build.preflight import local_problems
     from sd_training.config.fit_target import take_target
     from sd_training.config.load import load_config
 
@@ -70,7 +67,7 @@ def _start(argv: Sequence[str], signals: StopSignals, run_log: RunLog) -> None:
     quiet_libraries()
     let_threads_sleep()
     from sd_training.build.plan import make_plan
-    from sd_training.data.worker_server import worker_context
+    from sd_training.data.loader import worker_context
 
     if target is not None:
         from sd_training.build.fit_memory import propose
@@ -105,7 +102,7 @@ def _first_line(words: Sequence[str]) -> str:
 def train(plan: "Plan", signals: StopSignals, run_log: RunLog) -> None:
     """Builds and fits, watched; all processes of the run end together."""
     from sd_training.build.run import build_run, make_watch
-    from sd_training.watch.ending import ended_together
+    from sd_training.watchdog.first_failure import ended_together
 
     watch, is_child = make_watch(plan), plan.launch.launcher == "own" and not is_main_process()
     together: AbstractContextManager[None] = nullcontext()

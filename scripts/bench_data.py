@@ -30,17 +30,15 @@ import webdataset
 from PIL import Image
 
 from sd_training.cli import run_cli
-from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.data_schema import DatasetConfig, DatasetParams
 from sd_training.config.load import load_data_config
-from sd_training.data.captions import Encoded, Tokenizer
-from sd_training.data.collate import collate
+from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
-from sd_training.data.dataset import DrawSettings, Visit, VisitedSample
-from sd_training.data.image_decode import decode
-from sd_training.data.image_transforms import Wanted, cover_scale, read_picture
+from sd_training.data.samples.captions import Encoded, Tokenizer
+from sd_training.data.samples.image import Wanted, cover_scale, decode, read_picture
+from sd_training.data.samples.sample import DrawSettings, Visit, VisitedSample, collate
 from sd_training.errors import ConfigError, DataError
-from sd_training.quiet import quiet_libraries
+from sd_training.log import quiet_libraries
 from sd_training.types import LatentGrid
 
 GRID = LatentGrid(4, 8)

@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from sd_training.quiet import quiet_libraries
+from sd_training.log import quiet_libraries
 
 quiet_libraries()
 
@@ -33,22 +33,22 @@ from pytorch_lightning.strategies import Strategy
 from torch import nn
 
 from scripts.bench_subjects import VARIANTS, Subject, make_subject, plain_objective, variant_of
+from sd_training.callbacks.base import Stopwatch
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.metrics import Metrics
-from sd_training.callbacks.numeric_guard import NumericGuard
-from sd_training.callbacks.stopwatch import Stopwatch
+from sd_training.callbacks.numerics import NumericGuard
 from sd_training.cli import run_cli
-from sd_training.config.numerics_schema import NumericsConfig
 from sd_training.config.schema import (
     EmaConfig,
     LRScheduleConfig,
     LRScheduleParams,
+    NumericsConfig,
     OptimizerConfig,
 )
 from sd_training.diffusion.objective import Objective
-from sd_training.distributed.strategies import SingleProcess
 from sd_training.models.encoders import Encoders, autocast
 from sd_training.optim.lr_schedules import lr_schedule
+from sd_training.parallel.strategies import SingleProcess
 from sd_training.training.base_module import Optimization
 from sd_training.training.diffusion_module import DiffusionModule
 from sd_training.types import PixelBatch

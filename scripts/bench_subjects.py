@@ -12,12 +12,10 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from sd_training.config.schema import ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.diffusion.objective import Objective, make_objective
-from sd_training.models.compilation import compile_blocks, compile_whole
 from sd_training.models.encoders import Encoders
-from sd_training.models.memory_format import use_channels_last
-from sd_training.models.recompute import recompute_activations
+from sd_training.models.execution import compile_blocks, compile_whole, recompute_activations, use_channels_last
+from sd_training.models.families.stable_diffusion import StableDiffusion
 from sd_training.models.schedulers import load_schedulers
-from sd_training.models.stable_diffusion import StableDiffusion
 from sd_training.types import PixelBatch
 
 SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "num_train_timesteps": 1000}

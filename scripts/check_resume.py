@@ -22,8 +22,7 @@ from sd_training.cli import run_cli
 from sd_training.config.load import load_config
 from sd_training.config.schema import Config
 from sd_training.errors import ConfigError, UserError
-from sd_training.quiet import quiet_libraries
-from sd_training.rank_log import is_main_process
+from sd_training.log import is_main_process, quiet_libraries
 
 quiet_libraries()
 
@@ -31,7 +30,7 @@ from torch import Tensor, distributed
 
 from sd_training.build.plan import Plan, make_plan
 from sd_training.build.run import build_run
-from sd_training.checkpoint.tensor_files import read_state
+from sd_training.checkpoint.tensors import read_state
 
 _OPTIONS = {"steps": "4", "folder": str(ROOT / "build" / "check_resume")}
 _WITHOUT_EXTRAS = (

@@ -22,8 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sd_training.cpu_threads import let_threads_sleep, share_cores
-from sd_training.quiet import quiet_libraries
+from sd_training.cli import let_threads_sleep, share_cores
+from sd_training.log import quiet_libraries
 
 let_threads_sleep()
 quiet_libraries()
@@ -34,13 +34,11 @@ import transformers
 from tqdm import tqdm
 
 from sd_training.cli import run_cli
-from sd_training.config.local_paths import path_argument
+from sd_training.config.paths import path_argument
 from sd_training.errors import ConfigError, DataError, UserError
-from sd_training.export.draw import draw_images
+from sd_training.export.draw import SAMPLERS, draw_images, make_sampler
 from sd_training.export.folder import fingerprint, folder_problems, load_pipeline, read_index
-from sd_training.export.picture_folder import Picture, finish_folder, is_drawn, save_picture
-from sd_training.export.pictures import read_captions
-from sd_training.export.samplers import SAMPLERS, make_sampler
+from sd_training.export.pictures import Picture, finish_folder, is_drawn, read_captions, save_picture
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from sd_training.quiet import quiet_libraries
+from sd_training.log import quiet_libraries
 
 quiet_libraries()
 
@@ -34,7 +34,7 @@ from sd_training.cli import run_cli
 from sd_training.config.load import load_config
 from sd_training.errors import UserError
 from sd_training.models.cost import forward_flops
-from sd_training.models.families import load_family
+from sd_training.models.families.table import load_family
 
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "fp32": ("model.mixed_precision=no",),

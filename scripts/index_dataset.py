@@ -18,12 +18,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sd_training.cli import run_cli
-from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.load import load_data_config
-from sd_training.config.local_paths import path_argument
+from sd_training.config.paths import path_argument
+from sd_training.config.plan import BatchPlan
 from sd_training.config.schema import Config
 from sd_training.errors import ConfigError
-from sd_training.quiet import quiet_libraries
+from sd_training.log import quiet_libraries
 
 _NO_RUN = 10**12
 """Stands in for the length of a run where none is asked for: nothing is too short for it."""
@@ -88,8 +88,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = read_config(arguments)
     quiet_libraries()
     from sd_training.data.datamodule import TrainingData
-    from sd_training.data.dataset import DrawSettings
-    from sd_training.data.report_page import report_page
+    from sd_training.data.index.report import report_page
+    from sd_training.data.samples.sample import DrawSettings
     from sd_training.types import LatentGrid
 
     batch, accumulation = config.system.batch_size, config.system.gradient_accumulation

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from sd_training.cli import run_cli
-from sd_training.config.local_paths import path_argument
-from sd_training.quiet import quiet_libraries
+from sd_training.config.paths import path_argument
+from sd_training.log import quiet_libraries
 
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 WORDINGS = (

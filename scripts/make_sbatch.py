@@ -16,12 +16,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sd_training.cli import run_cli
-from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.load import load_config
-from sd_training.config.local_paths import output_path, output_problem
-from sd_training.config.mesh import find_layout
+from sd_training.config.paths import output_path, output_problem
+from sd_training.config.plan import BatchPlan, find_layout
+from sd_training.config.problems import suggest
 from sd_training.config.schema import Config
-from sd_training.config.suggest import suggest
 from sd_training.errors import ConfigError
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "batch_files"

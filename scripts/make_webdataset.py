@@ -21,10 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tqdm import tqdm
 
 from sd_training.cli import run_cli
-from sd_training.config.local_paths import path_argument
-from sd_training.data.loose_samples import Columns, open_source
+from sd_training.config.paths import path_argument
 from sd_training.data.problems import Problems
-from sd_training.data.shard_writer import write_shards
+from sd_training.data.sources.shard_writer import Columns, open_source, write_shards
 from sd_training.errors import ConfigError, DataError
 
 

@@ -19,12 +19,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sd_training.cli import run_cli
-from sd_training.config.local_paths import output_path, output_problem
 from sd_training.config.model_schema import PartConfig
-from sd_training.config.suggest import suggest
+from sd_training.config.paths import output_path, output_problem
+from sd_training.config.problems import suggest
 from sd_training.errors import ConfigError
+from sd_training.log import quiet_libraries
 from sd_training.optim.power_function_ema import LARGE_RESIDUAL, MAX_SIGMA_REL, is_sigma_rel
-from sd_training.quiet import quiet_libraries
 
 KEYS = ("run", "sigma_rel", "step", "output")
 
@@ -113,9 +113,14 @@ def load_template(run: Path) -> Any:
 
 def make_pipelines(arguments: Arguments) -> None:
     """Plans all widths, then writes them one after the other."""
-    from sd_training.export.ema_snapshots import find_snapshots
+    from sd_training.export.ema_snapshots import (
+        averaged_parameters,
+        find_snapshots,
+        load_mixture,
+        plan_mixture,
+        snapshot_shapes,
+    )
     from sd_training.export.pipeline import export_pipeline
-    from sd_training.export.posthoc import averaged_parameters, load_mixture, plan_mixture, snapshot_shapes
 
     if not arguments.run.is_dir():
         raise ConfigError(f"run: {arguments.run} is no folder; give the folder of a run")

@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from sd_training.cli import run_cli
-from sd_training.config.local_paths import path_argument
+from sd_training.config.paths import path_argument
 from sd_training.errors import ConfigError
-from sd_training.quiet import quiet_libraries
+from sd_training.log import quiet_libraries
 
 DEFAULT_FOLDER = Path("build/quickstart")
 """The one the configs name."""

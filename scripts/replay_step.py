@@ -24,8 +24,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from sd_training.cpu_threads import let_threads_sleep, share_cores
-from sd_training.quiet import quiet_libraries
+from sd_training.cli import let_threads_sleep, share_cores
+from sd_training.log import quiet_libraries
 
 quiet_libraries()
 let_threads_sleep()
@@ -37,15 +37,15 @@ from sd_training.build.models import Trained, build_model
 from sd_training.build.plan import Plan, make_plan
 from sd_training.build.run import make_data
 from sd_training.callbacks.run_record import CONFIG, RECORD, read_starts
-from sd_training.checkpoint.seal import sealed, step_of, verify
-from sd_training.checkpoint.tensor_files import read_state
+from sd_training.checkpoint.folder import sealed_checkpoints, step_of, verify_checkpoint
+from sd_training.checkpoint.tensors import read_state
 from sd_training.cli import run_cli
-from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.load import load_config
 from sd_training.config.one_device import ON_ONE_DEVICE
-from sd_training.data.collate import collate
+from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.problems import printable
+from sd_training.data.samples.sample import collate
 from sd_training.errors import DataError, UserError
 from sd_training.models.encoders import autocast
 from sd_training.types import PixelBatch
@@ -149,10 +149,10 @@ def plan_of(incident: Incident, device: str, changes: Sequence[str] = ()) -> Pla
 def checkpoint_before(incident: Incident) -> Path | None:
     """The newest checkpoint that verifies and that the step could have come from."""
     rollbacks = [_rollback(path) for path in (incident.run_dir / "incidents").glob("step=*.rollback.json")]
-    for folder in reversed(sealed(incident.run_dir / "checkpoints")):
+    for folder in reversed(sealed_checkpoints(incident.run_dir / "checkpoints")):
         step = step_of(folder)
         is_left_behind = any(to < step < at <= incident.step for to, at in rollbacks)
-        if step <= incident.step and not is_left_behind and not verify(folder):
+        if step <= incident.step and not is_left_behind and not verify_checkpoint(folder):
             return folder
     return None
 

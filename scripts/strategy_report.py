@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from sd_training.quiet import quiet_libraries
+from sd_training.log import quiet_libraries
 
 quiet_libraries()
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from scripts.tiny_options import tiny_run_options
 from scripts.tiny_parts import flux, save_picture_shards
-from sd_training.checkpoint.tensor_files import read_state
+from sd_training.checkpoint.tensors import read_state
 from sd_training.cli import run_cli
 from sd_training.errors import UserError
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sd_training.quiet import quiet_libraries
+from sd_training.log import quiet_libraries
 
 quiet_libraries()
 
@@ -21,8 +21,8 @@ from sd_training.build.run import Run, build_run
 from sd_training.callbacks.ema import Ema
 from sd_training.cli import run_cli
 from sd_training.config.load import load_config
-from sd_training.distributed.zero import Zero
-from sd_training.rank_log import is_main_process
+from sd_training.log import is_main_process
+from sd_training.parallel.zero import Zero
 
 
 def _bytes(tensors: list[Tensor]) -> int:

@@ -1,4 +1,7 @@
-"""How every command of the project ends: a user's mistake is a sentence on stderr and a status, never a traceback."""
+"""How every command of the project ends: a user's mistake is a sentence on stderr and a status, never a traceback.
+
+How many cores a process that computes on the CPU uses, and how its threads wait for each other.
+"""
 
 import json
 import os
@@ -10,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sd_training.errors import UserError
-from sd_training.rank_log import is_main_process
+from sd_training.log import get_logger, is_main_process
 from sd_training.redaction import for_terminal, hide_in_tracebacks
 
 _OTHERS_CANNOT_WRITE = 0o002
@@ -63,3 +66,43 @@ def _leave_it_to_the_first(status: int) -> None:
     others by SIGTERM. Who is still there after a while has a mistake of its own to tell."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
     time.sleep(_FIRST_SAYS_IT_S)
+
+
+log = get_logger(__name__)
+
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""What a container may use: quota and period [µs], or "max"."""
+
+
+def let_threads_sleep() -> None:
+    """OpenMP threads that wait for each other sleep; they spin by default, and one that has lost its core to another
+    process then holds up all the others. Call before torch is imported: OpenMP reads this once."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def share_cores(processes: int) -> None:
+    """Gives this process, and those started from it, an equal share of the cores. One core is left to the loader and
+    to whatever else runs; what the user or torchrun chose by OMP_NUM_THREADS stays.
+
+    Args:
+        processes: that compute on this machine.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    import torch  # train.py reports mistakes before it is imported
+
+    cores = _usable_cores()
+    threads = max(1, (cores - 1) // processes)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
+    log.info(f"threads per process: {threads} ({cores} cores, {processes} processes); OMP_NUM_THREADS chooses another")
+
+
+def _usable_cores() -> int:
+    """Cores that this process may be scheduled on, or fewer by the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _QUOTA.read_text(encoding="ascii").split()
+        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return cores

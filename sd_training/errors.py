@@ -1,10 +1,39 @@
 """Errors that are the user's to fix: they are printed as text, without a traceback, and exit with a status of their
-own."""
+own.
+
+What the number means that a run ends with, for launchers and batch files.
+
+Numbers of 126 and more belong to shells and signals, 64 to 78 to sysexits.h (69 is its EX_UNAVAILABLE, 74 its EX_IOERR,
+75 its EX_TEMPFAIL, "try again"), and torchrun, srun and Python itself use 1 and 2. So 86 to 89 can come from this
+program only.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import ClassVar, TypeVar
 
-from sd_training import exit_status
+EXIT_FINISHED = 0
+"""All optimizer steps are done and saved; nothing else ends with it."""
+EXIT_UNEXPECTED = 1
+"""An error that nobody expected, or a process of the run that ended on its own; Python's status after an exception."""
+EXIT_MISTAKE = 2
+"""The user can mend it: an option, a file, a data set. Starting again gives the same sentence."""
+EXIT_TAKEN_OVER = 69
+"""Another start of the same run writes in its folder now; this one must not."""
+EXIT_UNWRITABLE = 74
+"""Saves fail, and going on would train for nothing. Older checkpoints are intact."""
+EXIT_STOPPED = 75
+"""Asked to stop by a signal or a time limit, and saved; or storage does not answer for now: start me again."""
+EXIT_NUMERIC = 86
+"""The numbers went wrong and stayed so: non-finite gradients or a loss that does not come back."""
+EXIT_HANG = 87
+"""A process did nothing for longer than `watch` allows. Starting again often helps, on another node."""
+EXIT_BAD_DATA = 88
+"""More samples could not be used than `dataset.params` allows."""
+EXIT_INTEGRITY = 89
+"""Checkpoints exist and none of them is whole, or weights that must be equal on several processes are not."""
+EXIT_INTERRUPTED = 130
+"""Ctrl-C, as shells give it: a person stopped the run (and it saved), nothing should start it again."""
+
 
 Result = TypeVar("Result")
 
@@ -12,7 +41,7 @@ Result = TypeVar("Result")
 class UserError(Exception):
     """Something outside the program is wrong. The message names the option or file, the value and the remedy."""
 
-    exit_status: ClassVar[int] = exit_status.MISTAKE
+    exit_status: ClassVar[int] = EXIT_MISTAKE
     """What a command ends with."""
 
 
@@ -35,13 +64,13 @@ class DataError(UserError):
 class BadSamplesError(DataError):
     """More samples could not be used than the options allow."""
 
-    exit_status = exit_status.BAD_DATA
+    exit_status = EXIT_BAD_DATA
 
 
 class OutageError(DataError):
     """Storage, of data or of the mirror, did not answer for as long as it was asked: another start may succeed."""
 
-    exit_status = exit_status.STOPPED
+    exit_status = EXIT_STOPPED
 
 
 class CheckpointError(UserError):
@@ -51,32 +80,32 @@ class CheckpointError(UserError):
 class DamagedCheckpointsError(CheckpointError):
     """Checkpoints exist, and none of them is whole."""
 
-    exit_status = exit_status.INTEGRITY
+    exit_status = EXIT_INTEGRITY
 
 
 class SaveError(UserError):
     """Saves fail, and going on would train for nothing. Older checkpoints are intact."""
 
-    exit_status = exit_status.UNWRITABLE
+    exit_status = EXIT_UNWRITABLE
 
 
 class TakenOverError(UserError):
     """Another start of the same run writes in its folder now; this one must not."""
 
-    exit_status = exit_status.TAKEN_OVER
+    exit_status = EXIT_TAKEN_OVER
 
 
 class NumericError(UserError):
     """The run makes no progress any more: non-finite steps or loss spikes, and no rollback left. Starting it again does
     not help."""
 
-    exit_status = exit_status.NUMERIC
+    exit_status = EXIT_NUMERIC
 
 
 class IntegrityError(UserError):
     """Weights that must be equal on several processes are not: memory, a device or the communication is at fault."""
 
-    exit_status = exit_status.INTEGRITY
+    exit_status = EXIT_INTEGRITY
 
 
 class Checks:
@@ -104,6 +133,6 @@ class Checks:
         if len(self.errors) == 1:
             raise self.errors[0]
         lines = [line for text in dict.fromkeys(map(str, self.errors)) for line in text.splitlines()]
-        if any(error.exit_status == exit_status.MISTAKE for error in self.errors):
+        if any(error.exit_status == EXIT_MISTAKE for error in self.errors):
             raise ConfigError(lines) from self.errors[0]
         raise type(self.errors[0])("\n".join(lines)) from self.errors[0]

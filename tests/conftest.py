@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.stop_signals import FOR_THE_TRAINING_PROCESS
+from sd_training.signals import FOR_THE_TRAINING_PROCESS
 from tests import makers
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -9,8 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from scripts.config_docs import DESTINATION, RECIPES, ROOT, render
+from sd_training.config.changes import to_plain
 from sd_training.config.check import warnings
-from sd_training.config.dump import to_plain
 from sd_training.config.fields import accepts, options
 from sd_training.config.load import load_config
 from sd_training.config.schema import Config

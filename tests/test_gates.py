@@ -70,11 +70,11 @@ OBJECT_COLLECTIVES = {
 }
 OFF_UNLESS_FALSE = ("shell", "allow_pickle", "trust_remote_code")
 COMMANDS = {"/bin/sh", "sh", "bash", "/bin/bash"}
-SHELL_BY_PERMISSION = "sd_training/data/pipe_files.py"
+SHELL_BY_PERMISSION = "sd_training/data/storage/pipe.py"
 """Runs `pipe:` entries, which `dataset.params.allow_pipe=true` on the command line allows."""
 
 
-def problems(source: str, path: str = "sd_training/data/index.py") -> list[str]:
+def problems(source: str, path: str = "sd_training/data/index/store.py") -> list[str]:
     """What a file of the project may not do, with the line."""
     found = []
     tree = ast.parse(source)

@@ -14,20 +14,21 @@ PACKAGE = "sd_training"
 
 LAYERS = {
     # Layer 0 has a floor: these modules are for everybody, config included.
-    **dict.fromkeys(("command_secrets", "__version__"), -4),
-    **dict.fromkeys(("exit_status", "redaction"), -3),
-    **dict.fromkeys(("errors", "types", "rank_log"), -2),
-    **dict.fromkeys(("cli", "cpu_threads", "quiet", "stop_signals", "incident_log", "object_store", "run_log"), -1),
+    **dict.fromkeys(("redaction", "__version__"), -3),
+    **dict.fromkeys(("errors", "types"), -2),
+    "log": -1.5,
+    **dict.fromkeys(("cli", "signals", "incidents"), -1),
     "config": 0,
-    **dict.fromkeys(("data", "diffusion", "optim", "checkpoint", "watch"), 1),
+    **dict.fromkeys(("data", "diffusion", "optim", "watchdog"), 1),
+    "checkpoint": 2,
     "models": 2,
-    **dict.fromkeys(("training", "distributed", "export"), 3),
+    **dict.fromkeys(("training", "parallel", "export"), 3),
     "callbacks": 4,
     "build": 5,
     "train": 6,
     "scripts": 7,  # some start the program itself
 }
-WITHOUT_TORCH = ("sd_training/config/", "sd_training/checkpoint/seal.py")
+WITHOUT_TORCH = ("sd_training/config/", "sd_training/checkpoint/folder.py")
 HEAVY = {"torch", "pytorch_lightning", "diffusers", "transformers", "torchvision"}
 MAX_FUNCTION_LINES = 80
 MAX_FILE_CODE_LINES = 450
@@ -46,7 +47,7 @@ every_file = pytest.mark.parametrize("path", FILES, ids=IDS)
 
 
 def owner(module: str) -> str:
-    """The part of the layer table that a dotted module belongs to: `sd_training.data.index` → `data`."""
+    """The part of the layer table that a dotted module belongs to: `sd_training.data.index.store` → `data`."""
     steps = module.split(".")
     return steps[1] if steps[0] == PACKAGE and len(steps) > 1 else steps[0]
 
@@ -84,6 +85,18 @@ def layer_problems(source: str, module: str, is_package: bool = False) -> list[s
     return found
 
 
+def code_lines(source: str) -> int:
+    """Lines that are neither blank nor comment nor part of a docstring."""
+    documented = {
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    lines = enumerate(source.splitlines(), 1)
+    return sum(bool(line.strip()) and line.lstrip()[0] != "#" and n not in documented for n, line in lines)
+
+
 def long_functions(source: str) -> list[str]:
     functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
     lengths = {f.name: (f.end_lineno or f.lineno) - f.lineno + 1 for f in functions}
@@ -98,8 +111,7 @@ def test_imports_go_down(path: Path) -> None:
 @every_file
 def test_sizes(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
-    code_lines = [line for line in source.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    assert len(code_lines) <= MAX_FILE_CODE_LINES
+    assert code_lines(source) <= MAX_FILE_CODE_LINES
     assert long_functions(source) == []
 
 
@@ -127,11 +139,11 @@ def test_every_part_of_the_package_has_a_layer() -> None:
 @pytest.mark.parametrize(
     ("source", "module"),
     [
-        ("import sd_training.build", "sd_training.data.index"),
-        ("from sd_training.optim import x", "sd_training.data.index"),
+        ("import sd_training.build", "sd_training.data.index.store"),
+        ("from sd_training.optim import x", "sd_training.data.index.store"),
         ("from sd_training import training", "sd_training.models.load"),
         ("from ..callbacks.ema import Ema", "sd_training.training.module"),
-        ("def f():\n    from sd_training.export.draw import x", "sd_training.distributed.launch"),
+        ("def f():\n    from sd_training.export.draw import x", "sd_training.parallel.launch"),
         ("from sd_training.config.schema import Config", "sd_training.errors"),
         ("from sd_training.somewhere import x", "sd_training.build"),
         ("import tests.makers", "sd_training.build"),
@@ -147,9 +159,9 @@ def test_a_wrong_import_is_found(source: str, module: str) -> None:
     ("source", "module"),
     [
         ("from sd_training.errors import ConfigError", "sd_training.config.load"),
-        ("from .shards import find", "sd_training.data.index"),
-        ("from sd_training.data import shards", "sd_training.data.index"),
-        ("import torch, os.path", "sd_training.data.index"),
+        ("from .shards import find", "sd_training.data.index.store"),
+        ("from sd_training.data import shards", "sd_training.data.index.store"),
+        ("import torch, os.path", "sd_training.data.index.store"),
         ("from sd_training.build.run import x", "scripts.quickstart"),
     ],
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 from scripts.campaign.fork_server import ForkServer, shared_server
 from scripts.campaign.row import Row
 from scripts.campaign.tiny_run import TinyRun, make_tiny_parts, run_to_end, stop_all, tail
-from sd_training.checkpoint import seal
+from sd_training.checkpoint.folder import folder_name, newest_verified
 from sd_training.errors import CheckpointError
 
 STEPS, SAVE_EVERY = 4, 2
@@ -64,7 +64,7 @@ class Sound:
 
     def cases(self) -> list[Case]:
         """All that can be done to one file."""
-        newest = self.whole.checkpoints / seal.folder_name(STEPS)
+        newest = self.whole.checkpoints / folder_name(STEPS)
         return [(path.name, damage) for path in sorted(newest.iterdir()) for damage in DAMAGES]
 
 
@@ -114,17 +114,17 @@ def _resumed_row(server: ForkServer, each: Sequence[tuple[Sound, Sequence[Case]]
 
 def not_found(sound: Sound, place: Path) -> Iterator[str]:
     """Cases of which a resume would not know; in this process, as a resume chooses."""
-    newest = seal.folder_name(STEPS)
+    newest = folder_name(STEPS)
     for name, damage in sound.cases():
         shutil.copytree(sound.whole.checkpoints, place)
         DAMAGES[damage](place / newest / name)
         logging.disable(logging.ERROR)  # each of them is told
         try:
-            chosen = seal.newest_verified(place)
+            chosen = newest_verified(place)
         finally:
             logging.disable(logging.NOTSET)
         is_set_aside = (place / f"{newest}.damaged").is_dir() and not (place / newest).exists()
-        if chosen != place / seal.folder_name(STEPS - SAVE_EVERY) or not is_set_aside:
+        if chosen != place / folder_name(STEPS - SAVE_EVERY) or not is_set_aside:
             yield f"{damage} of {name}, {sound.whole.more}: {chosen}"
         shutil.rmtree(place)
 
@@ -133,12 +133,12 @@ def not_gone_on(server: ForkServer, sound: Sound, place: Path, case: Case) -> It
     """What is wrong with a real resume after that, against the run that nothing was done to."""
     name, damage = case
     run = _copy(sound.whole, place, sound.longer.steps)
-    DAMAGES[damage](run.checkpoints / seal.folder_name(STEPS) / name)
+    DAMAGES[damage](run.checkpoints / folder_name(STEPS) / name)
     children = run.start(server, sound.ranks)
     statuses = [child.wait(_LIMIT_S) for child in children]
     stop_all(children, 1)
     text = (run.home / "log.txt").read_text()
-    has_fallen_back = f"resuming from {run.checkpoints / seal.folder_name(STEPS - SAVE_EVERY)}" in text
+    has_fallen_back = f"resuming from {run.checkpoints / folder_name(STEPS - SAVE_EVERY)}" in text
     is_whole = statuses == [0] * sound.ranks
     is_same = is_whole and run.digest() == sound.longer.digest() and run.losses() == sound.longer.losses()
     if not has_fallen_back or not is_same:
@@ -160,7 +160,7 @@ def _refused(server: ForkServer, whole: TinyRun, place: Path, damages: list[str]
         is_clear = all(part in text for part in (*before, "none of them can be used")) and "Traceback" not in text
         is_untouched = sorted(path.name for path in run.checkpoints.iterdir()) == before and not run.marks()
         try:
-            seal.newest_verified(run.checkpoints)
+            newest_verified(run.checkpoints)
             is_clear = False
         except CheckpointError:
             pass

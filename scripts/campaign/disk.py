@@ -18,7 +18,7 @@ from typing import Any
 from scripts.campaign.fork_server import Child, ForkServer, shared_server
 from scripts.campaign.row import Row
 from scripts.campaign.tiny_run import TinyRun, make_tiny_parts, run_to_end, tail
-from sd_training.checkpoint import seal
+from sd_training.checkpoint.folder import newest_verified, sealed_checkpoints, verify_checkpoint
 from sd_training.errors import SaveError
 
 STEPS, SAVE_EVERY = 12, 2
@@ -102,7 +102,7 @@ def _survives(server: ForkServer, tiny: TinyRun, fault: Fault, expected: str) ->
 
 def _hurt(tiny: TinyRun) -> list[str]:
     """What is wrong while nothing can be written."""
-    found = [problem for folder in seal.sealed(tiny.checkpoints) for problem in seal.verify(folder)]
+    found = [problem for folder in sealed_checkpoints(tiny.checkpoints) for problem in verify_checkpoint(folder)]
     exported = tiny.run_dir / "current_pipeline" / "model_index.json"
     return found + ([] if exported.is_file() else ["no pipeline"])
 
@@ -114,7 +114,7 @@ def _never_ends(server: ForkServer, parts: Path, home: Path) -> list[str]:
     _limit(child.pid, _MAX_FILE_BYTES)
     tiny.let_go(_BEGINS)
     status = child.wait(_LIMIT_S)
-    text, newest = (home / "log.txt").read_text(), seal.newest_verified(tiny.checkpoints)
+    text, newest = (home / "log.txt").read_text(), newest_verified(tiny.checkpoints)
     is_clear = "error: 2 saves in a row failed (checkpoint.max_failed_saves)" in text and "Traceback" not in text
     if status != SaveError.exit_status or not is_clear or newest is None:
         return [f"status {status}, newest {newest}\n{tail(home / 'log.txt')}"]

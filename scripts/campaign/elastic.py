@@ -10,7 +10,7 @@ from pathlib import Path
 from scripts.campaign.fork_server import ForkServer, shared_server
 from scripts.campaign.row import Row
 from scripts.campaign.tiny_run import GLOBAL_BATCH, TinyRun, make_tiny_parts, run_to_end, stop_all, tail
-from sd_training.stop_signals import STOPPED
+from sd_training.errors import EXIT_STOPPED
 
 STEPS = 24
 MAX_LOSS_DIFFERENCE = 1e-5
@@ -88,7 +88,7 @@ def _go_on(server: ForkServer, tiny: TinyRun, leg: Leg, until: int) -> list[str]
         tiny.let_go(step)
     statuses = [child.wait(_LIMIT_S) for child in children]
     stop_all(children, 1)
-    if statuses == [STOPPED if until < STEPS else 0] * leg.ranks:
+    if statuses == [EXIT_STOPPED if until < STEPS else 0] * leg.ranks:
         return []
     return [f"{leg} ended with {statuses}\n{tail(tiny.home / 'log.txt')}"]
 

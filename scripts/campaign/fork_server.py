@@ -158,7 +158,7 @@ _IMPORTED = (
 
 def _import_everything() -> None:
     """What a run imports; a child would spend its time on it."""
-    from sd_training.quiet import quiet_libraries
+    from sd_training.log import quiet_libraries
 
     quiet_libraries()
     for name in _IMPORTED:

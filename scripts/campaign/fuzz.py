@@ -26,16 +26,16 @@ import torch
 from scripts.campaign.fuzz_inputs import Inputs
 from scripts.campaign.hostile_files import TAR_END, tar_member
 from scripts.campaign.row import Row
-from sd_training.checkpoint import seal
-from sd_training.checkpoint.tensor_files import read_state, write_state, write_tensors
+from sd_training.checkpoint.folder import folder_name, verify_checkpoint, write_sealed
+from sd_training.checkpoint.tensors import read_state, write_state, write_tensors
 from sd_training.cli import run_cli
 from sd_training.config.filters import parse_filters
 from sd_training.config.load import load_config
-from sd_training.data.byte_files import Access, open_bytes
-from sd_training.data.huggingface_source import HuggingFaceSource
-from sd_training.data.image_decode import ImageRules, decode, image_size
 from sd_training.data.problems import BadSample
-from sd_training.data.tar_index import scan_tar
+from sd_training.data.samples.image import ImageRules, decode, image_size
+from sd_training.data.sources.saved_dataset import HuggingFaceSource
+from sd_training.data.sources.tar_index import scan_tar
+from sd_training.data.storage.files import Access, open_bytes
 from sd_training.errors import ConfigError, UserError
 
 SEED = 1
@@ -122,15 +122,15 @@ def read_saved_dataset(data: bytes, folder: Path, inputs: Inputs) -> bool:
 def read_checkpoint(data: bytes, folder: Path, inputs: Inputs) -> bool:
     """Verifies a damaged checkpoint, and reads it as if that had passed."""
     name, _, seed = data.decode().partition("\n")
-    whole, damaged = folder / "whole", folder / "damaged" / seal.folder_name(3)
+    whole, damaged = folder / "whole", folder / "damaged" / folder_name(3)
     if not whole.exists():
         _make_checkpoint(whole)
     shutil.rmtree(damaged.parent, ignore_errors=True)
-    shutil.copytree(whole / seal.folder_name(3), damaged)
+    shutil.copytree(whole / folder_name(3), damaged)
     before = (damaged / name).read_bytes()
     after = inputs.damaged_json(before, int(seed))
     (damaged / name).write_bytes(after)
-    if seal.verify(damaged) == [] and after != before:
+    if verify_checkpoint(damaged) == [] and after != before:
         raise AssertionError("damage was not found")
     try:
         _, parts = read_state(damaged)
@@ -147,7 +147,7 @@ def _make_checkpoint(root: Path) -> None:
         write_tensors(partial, "weights", {"a": torch.ones(4), "b": torch.zeros(2, 3)}, 0, 1)
         write_state(partial, {"global_step": 3, "moment": torch.ones(3, 2).t(), "nested": {1: (1.5, [None, True])}})
 
-    seal.write_sealed(root, 3, write, {"world_size": 1})
+    write_sealed(root, 3, write, {"world_size": 1})
 
 
 TARGETS: dict[str, Callable[[bytes, Path, Inputs], bool]] = {

@@ -217,7 +217,7 @@ def check_after_kill(tiny: TinyRun, reference: Reference, tally: Tally) -> None:
 
 def _newest(checkpoints: Path) -> int | str:
     """Step of the newest that verifies, 0 when there is none yet; or what is wrong."""
-    from sd_training.checkpoint.seal import newest_verified, step_of
+    from sd_training.checkpoint.folder import newest_verified, step_of
     from sd_training.errors import CheckpointError
 
     try:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sd_training.quiet import quiet_libraries
+from sd_training.log import quiet_libraries
 
 quiet_libraries()
 
@@ -19,9 +19,9 @@ import torch
 from sd_training.build.plan import make_plan
 from sd_training.build.run import build_run
 from sd_training.callbacks.ema import Ema
+from sd_training.callbacks.numerics import bit_digest
 from sd_training.cli import run_cli
 from sd_training.config.load import load_config
-from sd_training.distributed.digest import bit_digest
 from sd_training.errors import UserError
 
 

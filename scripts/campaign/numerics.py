@@ -16,7 +16,7 @@ from scripts.campaign.numeric_runs import Fault, Outcome, run_one, write_outcome
 from scripts.campaign.row import Row
 from scripts.strategy_report import make_models
 from scripts.tiny_options import tiny_run_options
-from sd_training.callbacks.spikes import RECENT, SpikeDetector
+from sd_training.callbacks.anomalies import RECENT, SpikeDetector
 from sd_training.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

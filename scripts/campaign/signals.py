@@ -14,13 +14,14 @@ from typing import Any
 from scripts.campaign.fork_server import Child, ForkServer, shared_server
 from scripts.campaign.row import Row
 from scripts.campaign.tiny_run import TinyRun, make_tiny_parts, run_to_end, stop_all, tail
-from sd_training.exit_status import INTERRUPTED, STOPPED
+from sd_training.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 
 RANKS, STEPS, SIGNALS_PER_RUN, SAVE_EVERY = 2, 30, 3, 3
 _LIMIT_S = 300
-_STATUS = {signal.SIGTERM: STOPPED, signal.SIGUSR1: STOPPED, signal.SIGINT: INTERRUPTED}
+_STATUS = {signal.SIGTERM: EXIT_STOPPED, signal.SIGUSR1: EXIT_STOPPED, signal.SIGINT: EXIT_INTERRUPTED}
 _PROMISE = (
-    f"all ranks stop after the same step, saved, with status {STOPPED} (SIGINT: {INTERRUPTED}); the same command goes "
+    f"all ranks stop after the same step, saved, with status {EXIT_STOPPED} (SIGINT: {EXIT_INTERRUPTED}); "
+    "the same command goes "
     "on to the bit"
 )
 

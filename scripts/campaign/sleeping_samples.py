@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from sd_training.data.dataset import TrainingSamples
+from sd_training.data.samples.sample import TrainingSamples
 
 FAULT_STEP = 3
 _GLOBAL_BATCH = 8

@@ -18,7 +18,7 @@ from scripts.campaign.faulty_run import KILLS_AT
 from scripts.campaign.fork_server import Child, ForkServer, shared_server
 from scripts.campaign.row import Row
 from scripts.campaign.tiny_run import TinyRun, as_torchrun, make_tiny_parts, stop_all, tail
-from sd_training.exit_status import BAD_DATA, HANG, MISTAKE
+from sd_training.errors import EXIT_BAD_DATA, EXIT_HANG, EXIT_MISTAKE
 
 RANKS = 2
 LIMIT_S = 8.0
@@ -70,7 +70,7 @@ class Trial:
     def problem(self) -> str:
         """What is not as promised; empty: nothing."""
         stop_all(self.children, 1)
-        if self.statuses != [HANG] * RANKS:
+        if self.statuses != [EXIT_HANG] * RANKS:
             return f"{self.kind}: statuses {self.statuses}\n{tail(self.tiny.home / 'log.txt')}"
         stacks = [(self.tiny.run_dir / "hangs" / f"rank-{rank}.txt") for rank in range(RANKS)]
         if not all(path.is_file() and "Thread" in path.read_text() for path in stacks):
@@ -112,7 +112,7 @@ def hangs(server: ForkServer, parts: Path, folder: Path, rounds: int) -> list[Ro
     return [
         Row(
             what,
-            f"found within its limit ({LIMIT_S:g} s) + {FOUND_S:g} s, stacks of both ranks, status {HANG} on both",
+            f"found within its limit ({LIMIT_S:g} s) + {FOUND_S:g} s, stacks of both ranks, status {EXIT_HANG} on both",
             rounds,
             f"ended after {slowest[kind].told()} at most; {len(problems[kind])} problems" + _listed(problems[kind]),
             not problems[kind],
@@ -154,7 +154,7 @@ def deaths(server: ForkServer, parts: Path, folder: Path, rounds: int) -> Row:
 def bad_data(server: ForkServer, parts: Path, folder: Path) -> Row:
     """Two ranks on images that are cut off (found while training), and on images without captions (at the start)."""
     problems = []
-    for name, status, num_lines in (("cut", BAD_DATA, 1), ("captionless", MISTAKE, 2)):
+    for name, status, num_lines in (("cut", EXIT_BAD_DATA, 1), ("captionless", EXIT_MISTAKE, 2)):
         bad = folder / f"parts_{name}"
         shutil.copytree(parts, bad, ignore=shutil.ignore_patterns("cache"))
         for shard in (bad / "shards").iterdir():
@@ -166,7 +166,8 @@ def bad_data(server: ForkServer, parts: Path, folder: Path) -> Row:
             problems.append(f"{name}: statuses {statuses}\n{tail(tiny.home / 'log.txt')}")
     return Row(
         "data that cannot be used, on two ranks",
-        f"said once, no traceback, status {BAD_DATA} (too many bad samples) or {MISTAKE} (none can take part) on both",
+        f"said once, no traceback, status {EXIT_BAD_DATA} (too many bad samples) or "
+        f"{EXIT_MISTAKE} (none can take part) on both",
         2,
         f"{len(problems)} with another end{_listed(problems)}",
         not problems,

@@ -25,7 +25,7 @@ import pytorch_lightning as pl
 import torch
 
 from sd_training.build import run as building
-from sd_training.callbacks.saves import Saves
+from sd_training.callbacks.save import Saves
 from sd_training.types import PixelBatch
 
 _HOLDS_S = 300

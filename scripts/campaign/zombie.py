@@ -15,7 +15,7 @@ from pathlib import Path
 from scripts.campaign.fork_server import ForkServer, shared_server
 from scripts.campaign.row import Row
 from scripts.campaign.tiny_run import TinyRun, make_tiny_parts, run_to_end, tail
-from sd_training.checkpoint import seal
+from sd_training.checkpoint.folder import sealed_checkpoints
 from sd_training.errors import TakenOverError
 
 STEPS, SAVE_EVERY = 12, 2
@@ -66,7 +66,7 @@ def _wake_up(server: ForkServer, tiny: SlowRun, whole: TinyRun, chance: random.R
         is_early: it wakes up while the new one runs, else after its end.
     """
     (old,) = tiny.start(server)
-    while not seal.sealed(tiny.checkpoints) and old.poll() is None:
+    while not sealed_checkpoints(tiny.checkpoints) and old.poll() is None:
         time.sleep(0.005)
     time.sleep(chance.uniform(0, 1))
     if chance.random() < 0.5:  # inside a save
@@ -95,7 +95,7 @@ def _wake_up(server: ForkServer, tiny: SlowRun, whole: TinyRun, chance: random.R
 
 def _second_start(server: ForkServer, tiny: TinyRun) -> list[str]:
     (first,) = tiny.start(server)
-    while not seal.sealed(tiny.checkpoints) and first.poll() is None:
+    while not sealed_checkpoints(tiny.checkpoints) and first.poll() is None:
         time.sleep(0.005)
     (second,) = tiny.start(server)
     status, text = second.wait(_LIMIT_S), (tiny.home / "log.txt").read_text()

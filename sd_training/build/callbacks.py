@@ -11,32 +11,27 @@ import torch
 from sd_training.build.models import Trained
 from sd_training.build.plan import Plan
 from sd_training.build.start import Start
-from sd_training.callbacks.compile_watch import CompileWatch
-from sd_training.callbacks.ema import Ema, NoEma
-from sd_training.callbacks.ema_snapshots import EmaSnapshots
-from sd_training.callbacks.garbage import GarbageCollection
-from sd_training.callbacks.hang_marks import HangMarks
-from sd_training.callbacks.metric_rows import MetricRows
-from sd_training.callbacks.metrics import Metrics
-from sd_training.callbacks.mirroring import Mirroring
-from sd_training.callbacks.numeric_guard import NumericGuard
-from sd_training.callbacks.pictures import PictureJob, Pictures
+from sd_training.callbacks.base import Stopwatch
+from sd_training.callbacks.ema import Ema, EmaSnapshots, NoEma
+from sd_training.callbacks.heartbeat import HangMarks
+from sd_training.callbacks.metrics import MetricRows, Metrics
+from sd_training.callbacks.numerics import NumericGuard, ReplicaDigest
 from sd_training.callbacks.preemption import Preemption
-from sd_training.callbacks.progress_bar import ProgressBar
-from sd_training.callbacks.replica_digest import ReplicaDigest
+from sd_training.callbacks.previews import PictureJob, Pictures
+from sd_training.callbacks.progress import ProgressBar
 from sd_training.callbacks.run_record import RunRecord
-from sd_training.callbacks.saves import Saves
-from sd_training.callbacks.stopwatch import Stopwatch
+from sd_training.callbacks.runtime import CompileWatch, GarbageCollection
+from sd_training.callbacks.save import Mirroring, Saves
 from sd_training.callbacks.validation import COLUMNS, Validation
 from sd_training.checkpoint.mirror import Mirror
-from sd_training.checkpoint.writer import Fence
-from sd_training.config.dump import resolved_yaml
+from sd_training.checkpoint.run_lock import RunLock
+from sd_training.config.changes import resolved_yaml
 from sd_training.config.schema import Config
 from sd_training.data.datamodule import TrainingData
 from sd_training.export.pictures import read_captions
+from sd_training.log import get_logger
 from sd_training.models.load import load_weights
-from sd_training.rank_log import get_logger
-from sd_training.watch.hang_watch import HangWatch
+from sd_training.watchdog.hang import HangWatch
 
 log = get_logger(__name__)
 
@@ -47,7 +42,7 @@ def build_callbacks(
     trained: Trained,
     data: TrainingData,
     preemption: Preemption,
-    fence: Fence,
+    fence: RunLock,
     watch: HangWatch,
     mirror: Mirror | None = None,
 ) -> list[pl.Callback]:
@@ -147,7 +142,7 @@ def _numeric_guard(plan: Plan, data: TrainingData, stopwatch: Stopwatch, saves: 
 
 
 def _validation(
-    plan: Plan, data: TrainingData, ema: Ema | None, stopwatch: Stopwatch, preemption: Preemption, fence: Fence
+    plan: Plan, data: TrainingData, ema: Ema | None, stopwatch: Stopwatch, preemption: Preemption, fence: RunLock
 ) -> Validation | None:
     if data.held_out is None:
         return None

@@ -18,22 +18,21 @@ from sd_training.build.estimate import (
 from sd_training.build.memory import FP32_BYTES, Memory
 from sd_training.build.models import fit_problems, optimization
 from sd_training.build.plan import Plan
-from sd_training.build.run import ANY_GRID, make_data
+from sd_training.build.run import ANY_GRID, make_data, zero_options
 from sd_training.build.start import Start, data_refusal, find_start, make_mirror
-from sd_training.build.strategy import zero_options
-from sd_training.config.batch_plan import counted
-from sd_training.config.dump import chosen_options
+from sd_training.config.changes import chosen_options
 from sd_training.config.optimizer_schema import warmup_length
+from sd_training.config.plan import counted
 from sd_training.config.schema import Config
 from sd_training.data.datamodule import TrainingData
-from sd_training.data.report import CutCaptions, DataReport, cut_captions
-from sd_training.data.sizes import size_problems, training_sizes
-from sd_training.distributed.launch import process_group_backend
+from sd_training.data.index.report import CutCaptions, DataReport, cut_captions
+from sd_training.data.order.buckets import size_problems, training_sizes
 from sd_training.errors import Checks, ConfigError
 from sd_training.models.cost import forward_flops, parameter_counts
 from sd_training.models.family import Family, downscale_factor, latent_grid
 from sd_training.models.load import effective_part
 from sd_training.models.schedulers import prediction_warning
+from sd_training.parallel.launch import process_group_backend
 
 _PRECISION = {"no": "fp32", "bf16": "bf16 (weights fp32)", "fp16": "fp16 (weights fp32)"}
 _RATES_LOOKED_AT = 1_000

@@ -5,14 +5,14 @@ from typing import Any
 
 from sd_training.build.memory import Memory, ModelSize, has_weight_copies, standing_memory
 from sd_training.build.models import vae_precision
-from sd_training.config.mesh import Layout
+from sd_training.config.plan import Layout
 from sd_training.config.schema import Config
-from sd_training.data.sizes import training_sizes
+from sd_training.data.order.buckets import training_sizes
 from sd_training.errors import ConfigError
 from sd_training.models.activations import Graph, family_graph, vae_graph
 from sd_training.models.cost import parameter_counts
 from sd_training.models.encoding_memory import encoding_bytes_per_sample
-from sd_training.models.families import load_family
+from sd_training.models.families.table import load_family
 from sd_training.models.family import Family
 from sd_training.models.load import load_network
 

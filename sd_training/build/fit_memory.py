@@ -6,11 +6,10 @@ from typing import Literal
 
 from sd_training.build.estimate import Workload, measure, meta_networks, run_memory
 from sd_training.build.memory import Memory
-from sd_training.config.check_parallel import parallel_problems, recomputation_problems
+from sd_training.config.check import parallel_problems, recomputation_problems
 from sd_training.config.fit_target import FitTarget
-from sd_training.config.mesh import find_layout
-from sd_training.config.parallel_schema import DistributedConfig, StrategyName
-from sd_training.config.schema import Config
+from sd_training.config.plan import find_layout
+from sd_training.config.schema import Config, DistributedConfig, StrategyName
 from sd_training.errors import ConfigError
 
 USABLE_SHARE = 0.9

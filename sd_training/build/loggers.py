@@ -13,11 +13,11 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 from torch.utils.tensorboard.summary import hparams
 
 from sd_training.build.plan import Plan
-from sd_training.build.wandb_login import chosen_mode, missing_login
+from sd_training.build.preflight import chosen_mode, missing_login
 from sd_training.callbacks.background_logger import TAKING_LEAVE_S, BackgroundLogger, leave_together
-from sd_training.checkpoint.durable import replace_text
-from sd_training.config.dump import to_plain
-from sd_training.rank_log import get_logger, is_main_process
+from sd_training.checkpoint.atomic_io import replace_text
+from sd_training.config.changes import to_plain
+from sd_training.log import get_logger, is_main_process
 from sd_training.redaction import redacted
 
 log = get_logger(__name__)

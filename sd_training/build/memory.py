@@ -6,8 +6,8 @@ the larger. Names and formulas follow Rajbhandari et al. 2020 (ZeRO, arXiv:1910.
 
 from dataclasses import dataclass, replace
 
-from sd_training.config.mesh import Layout
-from sd_training.config.parallel_schema import DistributedConfig
+from sd_training.config.plan import Layout
+from sd_training.config.schema import DistributedConfig
 
 FP32_BYTES = 4
 DEEPSPEED_BUCKET = 200_000_000

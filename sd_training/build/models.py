@@ -1,34 +1,115 @@
-"""The trained module of a run, with what the callbacks and the data need to know of its model family."""
+"""The trained module of a run, with what the callbacks and the data need to know of its model family.
+
+How the denoiser is run: layout, recomputation, compilation.
+
+Copies of networks whose live weights lie elsewhere, for exports.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from diffusers import ModelMixin
+from torch import Tensor, nn
 
-from sd_training.build.network import prepare_network
 from sd_training.build.plan import Plan
+from sd_training.config.check import is_deepspeed, is_fsdp
 from sd_training.config.model_schema import ModelConfig
 from sd_training.config.schema import Config
-from sd_training.data.sizes import size_problems, training_sizes
+from sd_training.data.order.buckets import size_problems, training_sizes
 from sd_training.diffusion.objective import Objective, make_objective, shift_of
-from sd_training.distributed.strategies import Cuts
 from sd_training.errors import ConfigError
-from sd_training.models.attention import use_fast_attention, xformers_problems
-from sd_training.models.copies import copy_with_weights
+from sd_training.log import get_logger
 from sd_training.models.encoders import Encoders
-from sd_training.models.families import load_family
+from sd_training.models.execution import (
+    compile_blocks,
+    compile_whole,
+    recompute_activations,
+    require_compiler,
+    use_channels_last,
+    use_fast_attention,
+    wants_channels_last,
+    xformers_problems,
+)
+from sd_training.models.families.table import load_family
 from sd_training.models.family import Family, downscale_factor, latent_grid
 from sd_training.models.load import effective_part, load_network
-from sd_training.models.memory_format import use_channels_last, wants_channels_last
 from sd_training.models.schedulers import prediction_warning
 from sd_training.optim.lr_schedules import lr_schedule
-from sd_training.rank_log import get_logger
+from sd_training.parallel.strategies import Cuts
 from sd_training.training.autoencoder_module import AutoencoderModule
 from sd_training.training.base_module import PART, Optimization, TrainedModule
 from sd_training.training.diffusion_module import DiffusionModule
 from sd_training.types import LatentGrid
+
+
+def prepare_network(family: Family, plan: Plan) -> None:
+    """Changes the networks of `family` in place, before anything wraps or shards them.
+
+    Raises:
+        ConfigError: `trainer.compile` without a compiler.
+    """
+    config, blocks = plan.config, family.blocks()
+    if wants_channels_last(config.trainer.channels_last, plan.launch.accelerator):
+        use_channels_last(family.vae)
+        # Transformers have no convolutions to speak of; FSDP2 and DeepSpeed take contiguous weights only.
+        is_cut = is_fsdp(config.distributed) or is_deepspeed(config.distributed)
+        if family.denoiser_part == "unet" and not is_cut:
+            use_channels_last(family.denoiser)
+    recomputation = config.model.gradient_checkpointing
+    if recomputation:
+        every = config.model.gradient_checkpointing_every
+        recompute_activations(blocks, every=every, is_selective=recomputation == "selective")
+    if config.trainer.compile:
+        require_compiler(plan.launch.accelerator)
+        _refuse_bf16_on_cpus(plan)
+        num_sizes = len(training_sizes(config.dataset.params).sizes)
+        if config.trainer.compile == "full":
+            compile_whole(family.denoiser, num_sizes=num_sizes)
+        else:
+            compile_blocks(blocks, num_sizes=num_sizes)
+
+
+def _refuse_bf16_on_cpus(plan: Plan) -> None:
+    """Gradients of compiled layer norms came out non-finite under bf16 autocast (torch 2.13, inductor for CPUs; with
+    the backend aot_eager and in fp32 they are right)."""
+    if plan.launch.accelerator == "cpu" and plan.precision == "bf16":
+        raise ConfigError(
+            "trainer.compile: on a CPU PyTorch's compiled code gives non-finite gradients in bf16; use "
+            "model.mixed_precision=no or trainer.compile=false"
+        )
+
+
+def copy_with_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+    """A network of the same class and settings on the CPU, with other weights.
+
+    Args:
+        network: its weights are not read, unless they are missing in `weights`; it may be cut by FSDP2.
+        weights: by parameter name; used as they are, not copied.
+    """
+    cls: Any = next(c for c in type(network).__mro__ if not c.__name__.startswith("FSDP"))
+    settings: Any = network.config
+    if issubclass(cls, ModelMixin):  # from_config leaves out what was a default once, even where it was changed since
+        settings = {name: value for name, value in settings.items() if name != "_use_default_values"}
+    with torch.device("meta"):  # no memory, no random numbers
+        copy: nn.Module = cls.from_config(settings) if issubclass(cls, ModelMixin) else cls(settings)
+    rest = {name: _whole(value) for name, value in network.state_dict().items() if name not in weights}
+    copy.load_state_dict({**weights, **rest}, assign=True)
+    _copy_tables(network, copy)
+    return copy.eval()
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.detach().cpu()
+
+
+def _copy_tables(network: nn.Module, copy: nn.Module) -> None:
+    """Buffers that are computed at construction and not stored, such as tables of positions."""
+    for name, buffer in network.named_buffers():
+        parent, _, leaf = name.rpartition(".")
+        setattr(copy.get_submodule(parent), leaf, buffer.detach().cpu())
+
 
 log = get_logger(__name__)
 

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from sd_training.config.batch_plan import BatchPlan
-from sd_training.config.local_paths import output_path
-from sd_training.config.mesh import Layout, find_layout
+from sd_training.config.paths import output_path
+from sd_training.config.plan import BatchPlan, Layout, find_layout
 from sd_training.config.schema import Config
-from sd_training.distributed.launch import Launch, find_launch
-from sd_training.rank_log import get_logger
+from sd_training.log import get_logger
+from sd_training.parallel.launch import Launch, find_launch
 
 log = get_logger(__name__)
 

@@ -6,19 +6,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sd_training.build.plan import Plan
-from sd_training.callbacks.metric_rows import MetricRows
-from sd_training.callbacks.metrics import COLUMNS
+from sd_training.callbacks.metrics import COLUMNS, MetricRows
 from sd_training.callbacks.run_record import CONFIG, RECORD, read_starts
+from sd_training.checkpoint.folder import (
+    folder_name,
+    has_ever_saved,
+    last_saved_step,
+    newest_apparent,
+    remove_leftovers,
+    step_of,
+)
 from sd_training.checkpoint.mirror import Mirror, MirrorError
-from sd_training.checkpoint.seal import ever_finished, folder_name, last_saved, newest_apparent, step_of, sweep
-from sd_training.checkpoint.tensor_files import read_state
-from sd_training.checkpoint.writer import UNFENCED, Fence, take
+from sd_training.checkpoint.run_lock import NO_LOCK, RunLock, acquire_run_lock
+from sd_training.checkpoint.tensors import read_state
 from sd_training.config.changes import Change, changed_options, refused_changes
 from sd_training.data.datamodule import TrainingData
 from sd_training.errors import CheckpointError, ConfigError, OutageError, SaveError, UserError
 from sd_training.export.pipeline import CURRENT, KEPT, recover_exports
-from sd_training.rank_log import is_main_process
-from sd_training.watch.first_end import FirstEnd
+from sd_training.log import is_main_process
+from sd_training.watchdog.first_failure import FirstEnd
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ def find_start(plan: Plan, mirror: Mirror | None) -> Start:
     """
     start, checkpoints = Start(plan.run_dir, plan.batch.num_steps), plan.run_dir / "checkpoints"
     try:
-        is_begun = ever_finished(checkpoints)
+        is_begun = has_ever_saved(checkpoints)
         damage, own = _apparent(checkpoints)
         copies = _copies(mirror) if own is None or is_main_process() else []
     except UserError as error:
@@ -128,20 +134,20 @@ def make_mirror(plan: Plan) -> Mirror | None:
     return None if url is None else Mirror(url, plan.config.experiment.name)
 
 
-def own_run_dir(plan: Plan, mirror: Mirror | None) -> Fence:
+def own_run_dir(plan: Plan, mirror: Mirror | None) -> RunLock:
     """The first process makes the run folder, takes it over, tidies what a killed run left, and fetches what the mirror
     has beyond it."""
     if not is_main_process():
-        return UNFENCED
+        return NO_LOCK
     checkpoints = plan.run_dir / "checkpoints"
     try:
         plan.run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"experiment.log_dir: {plan.run_dir} cannot be made: {error.strerror}") from error
     try:
-        fence = take(plan.run_dir)
+        fence = acquire_run_lock(plan.run_dir)
         FirstEnd(plan.run_dir, 0).clear()
-        sweep(checkpoints)
+        remove_leftovers(checkpoints)
         recover_exports(plan.run_dir)
         if mirror is not None:
             mirror.restore(checkpoints, fence)
@@ -185,7 +191,7 @@ def _traces(run_dir: Path) -> list[str]:
     """
     starts = read_starts(run_dir / RECORD)
     saved = [name for name in (CURRENT, KEPT) if os.path.lexists(run_dir / name)]
-    if (step := last_saved(run_dir)) is not None:
+    if (step := last_saved_step(run_dir)) is not None:
         saved.insert(0, f"last save after {step:,} optimizer steps")
     if any(first > 0 for first in (start.get("first_optimizer_step") for start in starts) if isinstance(first, int)):
         saved.append("a resume")

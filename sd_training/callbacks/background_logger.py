@@ -10,7 +10,7 @@ from typing import Any
 from PIL import Image
 from pytorch_lightning.loggers import Logger
 
-from sd_training.rank_log import get_logger
+from sd_training.log import get_logger
 
 log = get_logger(__name__)
 

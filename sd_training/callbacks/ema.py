@@ -2,28 +2,131 @@
 
 Lightning's `WeightAveraging` averages the whole LightningModule on its device and cannot do sharded ones; here only the
 trained network is averaged, off the device, once per optimizer step, and nothing is gathered for it.
+
+Weights on their way from the device to where they are averaged, while training goes on.
+
+The copy runs on a stream of its own, beside the next forward pass; only the next optimizer step waits for it, on the
+device. The averaging runs in threads (PyTorch's kernels release the interpreter lock), so that the thread that feeds
+the device has nothing to do with it. torchrun gives a process one OpenMP thread, hence several Python threads.
+
+Snapshots of the tracks of an average, from which other widths are rebuilt after the training (docs/ema.md).
+
+The weights to draw, save and compare with: for schedule-free optimizers they are not those that are trained.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, distributed, nn
 
-from sd_training.callbacks.every_step import OptimizerStepCallback
-from sd_training.callbacks.weight_staging import WeightStaging
+from sd_training.callbacks.base import OptimizerStepCallback
 from sd_training.config.schema import EmaConfig
-from sd_training.distributed.placement import Placement
-from sd_training.distributed.saves import AVERAGES
 from sd_training.errors import CheckpointError
-from sd_training.export.ema_snapshots import width_name
-from sd_training.optim.evaluation_weights import evaluation_weights
+from sd_training.export.ema_snapshots import width_name, write_snapshot
+from sd_training.log import get_logger
 from sd_training.optim.power_function_ema import decay, gamma_of
-from sd_training.rank_log import get_logger
+from sd_training.parallel.saves import AVERAGES
+from sd_training.parallel.sharding import Placement
 from sd_training.training.base_module import TrainedModule
+
+_MOST_THREADS = 4
+"""Per process. Averaging is bound by memory bandwidth, which a few threads use up."""
+
+
+class WeightStaging:
+    """Copies of one set of weights in CPU memory, used again and again."""
+
+    def __init__(self) -> None:
+        local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.num_threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // local_processes - 1))
+        self.copies: dict[str, Tensor] = {}
+        self._threads: ThreadPoolExecutor | None = None
+        self._running: list[Future[None]] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    @torch.no_grad()
+    def copy(self, weights: Mapping[str, Tensor]) -> None:
+        """Start copying; on CUDA into pinned memory, without waiting. What `run` started last must be done: `wait`."""
+        for name, weight in weights.items():
+            if name not in self.copies:
+                self.copies[name] = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda)
+        device = next((weight.device for weight in weights.values() if weight.is_cuda), None)
+        if device is None:
+            for name, weight in weights.items():
+                self.copies[name].copy_(weight)
+            return
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            for name, weight in weights.items():
+                self.copies[name].copy_(weight, non_blocking=True)
+                weight.record_stream(self._stream)
+            self._copied = torch.cuda.Event()
+            self._copied.record(self._stream)
+
+    def before_weights_change(self) -> None:
+        """The device, not the host, waits until the copy has left it."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def run(self, average: Callable[[Sequence[str]], None]) -> None:
+        """Start `average` on the names of the copies, dealt out to threads, once the copies have arrived."""
+        self._threads = self._threads or ThreadPoolExecutor(self.num_threads, "averaging")
+        names = sorted(self.copies, key=lambda name: -self.copies[name].numel())
+        shares = [names[first :: self.num_threads] for first in range(self.num_threads)]
+        self._running = [self._threads.submit(self._arrived, average, share) for share in shares if share]
+
+    def _arrived(self, average: Callable[[Sequence[str]], None], names: Sequence[str]) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+        average(names)
+
+    def wait(self) -> None:
+        """Until what `run` started is done; its errors come up here, at every call: an average that is half updated is
+        never a whole one again."""
+        for future in self._running:
+            future.result()
+        self._running = []
+
+
+@contextmanager
+def evaluation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside this scope the parameters of a schedule-free optimizer hold the average x (Defazio et al. 2024,
+    arXiv:2405.15682, eq. 5); afterwards they hold the trained point y again, to the bit. Others are left as they are.
+
+    To be opened around previews and exports, on all ranks. Not around checkpoints: these hold y, from which x follows.
+    A copy of the weights is kept on the CPU meanwhile. Not to be nested.
+    """
+    swapped: Any = optimizer if is_schedule_free(optimizer) else None
+    if swapped is None:
+        yield
+        return
+    weights = [weight for group in swapped.param_groups for weight in group["params"]]
+    trained = [weight.detach().to("cpu", copy=True) for weight in weights]
+    swapped.eval()
+    try:
+        yield
+    finally:
+        # `train()` would compute y from x, and so lose the last bits.
+        with torch.no_grad():
+            for weight, value in zip(weights, trained, strict=True):
+                weight.copy_(value)
+        for group in swapped.param_groups:
+            group["train_mode"] = True
+
+
+def is_schedule_free(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether training and evaluation use different weights."""
+    return all("train_mode" in group for group in optimizer.param_groups)
+
 
 log = get_logger(__name__)
 
@@ -279,3 +382,46 @@ def whole_weights(trainer: pl.Trainer, module: TrainedModule, ema: Ema | None) -
         if trainer.is_global_zero:
             weights[name] = whole.detach().to("cpu", copy=True)
     return weights
+
+
+log = get_logger(__name__)
+
+
+class EmaSnapshots(OptimizerStepCallback):
+    """Writes each track every so many optimizer steps, and at the last update of the run.
+
+    Args:
+        run_dir: the run folder.
+        config: widths and interval.
+        ema: keeps the tracks.
+    """
+
+    def __init__(self, run_dir: Path, config: EmaConfig, ema: Ema) -> None:
+        self.run_dir, self.config, self.ema = run_dir, config, ema
+
+    def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+        """Collective: tracks are put together one after the other, each written by another process."""
+        if step % self.config.update_every or not self.is_due(trainer, step, self.config.snapshot_every):
+            return
+        self.ema.finish_update()
+        placement, parameters = placement_of(trainer), averaged_parameters(module)
+        for number, sigma_rel in enumerate(self.config.tracks):
+            shares, is_writer = (
+                self.ema.averages[track_part(sigma_rel)],
+                number % trainer.world_size == trainer.global_rank,
+            )
+            whole = {}
+            for name, parameter in parameters.items():
+                tensor = placement.gather(parameter, shares[name])
+                if is_writer:
+                    whole[name] = tensor.detach().to("cpu", copy=True)
+            if is_writer:
+                self._write(step, sigma_rel, whole)
+        trainer.strategy.barrier("snapshots written")
+
+    def _write(self, step: int, sigma_rel: float, whole: Mapping[str, Tensor]) -> None:
+        """One that cannot be written is missing later; the run goes on."""
+        try:
+            write_snapshot(self.run_dir, step, sigma_rel, whole)
+        except OSError as error:
+            log.error(str(error))

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from sd_training.callbacks.run_record import package_versions
-from sd_training.checkpoint.durable import replace_text
+from sd_training.checkpoint.atomic_io import replace_text
 from sd_training.data.problems import printable
-from sd_training.rank_log import get_logger
+from sd_training.log import get_logger
 from sd_training.redaction import HIDDEN, is_secret, redacted
 
 log = get_logger(__name__)

@@ -1,7 +1,11 @@
-"""Stops a run that was asked to, and has it save when asked: all ranks after the same optimizer step."""
+"""Stops a run that was asked to, and has it save when asked: all ranks after the same optimizer step.
+
+When a process must have ended, without anybody sending a signal: `experiment.max_hours`, and SLURM's time limit.
+"""
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -11,15 +15,52 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, distributed
 
-from sd_training.callbacks.deadlines import Deadlines
-from sd_training.callbacks.every_step import OptimizerStepCallback
-from sd_training.callbacks.save_times import SaveTimes
-from sd_training.checkpoint.durable import replace_text
-from sd_training.exit_status import STOPPED
-from sd_training.rank_log import get_logger
-from sd_training.stop_signals import StopSignals
+from sd_training.callbacks.base import OptimizerStepCallback
+from sd_training.callbacks.save import SaveTimes
+from sd_training.checkpoint.atomic_io import replace_text
+from sd_training.errors import EXIT_STOPPED
+from sd_training.log import get_logger
+from sd_training.signals import StopSignals
 from sd_training.training.base_module import TrainedModule
-from sd_training.watch.status_file import tell_status
+from sd_training.watchdog.first_failure import tell_status
+
+SLURM_END_VARIABLE = "SLURM_JOB_END_TIME"
+"""Environment variable of the job's end [s since 1970], set by SLURM where the job has a time limit."""
+
+UNMEASURED_SAVE_S = 10.0
+"""What a save is taken to need before there was one."""
+
+
+class Deadlines:
+    """The nearest of the limits.
+
+    Args:
+        max_hours: allowed running time of this start; null: none.
+        started_s: when the program began [s of `time.monotonic`].
+        environment: of this process.
+        leave_s: what the process may need after its last save until it has ended.
+    """
+
+    def __init__(
+        self, max_hours: float | None, started_s: float, environment: Mapping[str, str], leave_s: float = 0.0
+    ) -> None:
+        self.leave_s = leave_s
+        self._ends_s = [] if max_hours is None else [started_s + 3600 * max_hours]
+        end = environment.get(SLURM_END_VARIABLE, "")
+        if end.isdigit():
+            self._ends_s.append(time.monotonic() + int(end) - time.time())
+
+    def is_near(self, save_s: float, step_s: float, num_in_flight: int = 0) -> bool:
+        """Whether what must still be done no longer fits twice, the way out once.
+
+        Args:
+            save_s: the longest save so far; 0: unmeasured.
+            step_s: the longest time between two optimizer steps so far.
+            num_in_flight: saves that must be waited for before the last one.
+        """
+        needed_s = (2 + num_in_flight) * (save_s or UNMEASURED_SAVE_S) + 2 * step_s + self.leave_s
+        return bool(self._ends_s) and min(self._ends_s) - time.monotonic() < needed_s
+
 
 log = get_logger(__name__)
 
@@ -104,7 +145,7 @@ class Preemption(OptimizerStepCallback):
             return
         if agreed.status or agreed.is_time_up:
             why = "a signal asks this run to stop" if agreed.status else "the time limit is near"
-            self.stop(trainer, agreed.status or STOPPED, why)
+            self.stop(trainer, agreed.status or EXIT_STOPPED, why)
         elif self._group is not None:
             self._begin_reduction(trainer, step)
 
@@ -138,7 +179,7 @@ class Preemption(OptimizerStepCallback):
 
     def status_asked(self, trainer: pl.Trainer) -> int:
         """0, or the exit status with which this process was asked to stop, or has to as the time is nearly up."""
-        return self.signals.status or (STOPPED if trainer.is_global_zero and self._is_time_up() else 0)
+        return self.signals.status or (EXIT_STOPPED if trainer.is_global_zero and self._is_time_up() else 0)
 
     def _is_time_up(self) -> bool:
         return self.deadlines.is_near(self.times.longest_s, self._longest_step_s, self.times.num_in_flight)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from sd_training.checkpoint.durable import replace_text
-from sd_training.rank_log import get_logger
+from sd_training.checkpoint.atomic_io import replace_text
+from sd_training.log import get_logger
 from sd_training.redaction import redacted
 
 log = get_logger(__name__)

@@ -15,16 +15,15 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, distributed
 
+from sd_training.callbacks.base import OptimizerStepCallback, Stopwatch
 from sd_training.callbacks.ema import Ema, export_weights
-from sd_training.callbacks.every_step import OptimizerStepCallback
-from sd_training.callbacks.metric_rows import MetricRows
+from sd_training.callbacks.metrics import MetricRows
 from sd_training.callbacks.preemption import Preemption
-from sd_training.callbacks.stopwatch import Stopwatch
 from sd_training.data.held_out import HeldOutData
-from sd_training.distributed.peers import Peers
-from sd_training.models.compilation import without_compiling
+from sd_training.log import get_logger
 from sd_training.models.encoders import autocast
-from sd_training.rank_log import get_logger
+from sd_training.models.execution import without_compiling
+from sd_training.parallel.cpu_group import Peers
 from sd_training.training.base_module import TrainedModule
 from sd_training.types import PixelBatch
 

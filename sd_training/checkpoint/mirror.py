@@ -18,14 +18,26 @@ from typing import Any
 import obstore
 from obstore.store import ObjectStore
 
-from sd_training.checkpoint import manifest, seal
-from sd_training.checkpoint.durable import files_below
-from sd_training.checkpoint.kinds import to_keep
-from sd_training.checkpoint.rotation import MIN_KEPT
-from sd_training.checkpoint.writer import Fence
+from sd_training.checkpoint.atomic_io import files_below
+from sd_training.checkpoint.folder import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    adopt_partial,
+    begin_partial,
+    folder_name,
+    manifest_text,
+    parse_manifest,
+    remove_partial,
+    sealed_checkpoints,
+    step_of,
+    verify_checkpoint,
+)
+from sd_training.checkpoint.retention import MIN_KEPT, to_keep
+from sd_training.checkpoint.run_lock import RunLock
+from sd_training.data.storage.object_store import is_outage, open_store, reason_of
 from sd_training.errors import ConfigError, DamagedCheckpointsError, TakenOverError
-from sd_training.object_store import is_outage, open_store, reason_of
-from sd_training.rank_log import get_logger
+from sd_training.log import get_logger
 
 log = get_logger(__name__)
 
@@ -85,15 +97,15 @@ class Mirror:
         with self._errors_named():
             return [step for step in self._folders() if self._has_manifest(step)]
 
-    def send(self, folder: Path, fence: Fence) -> None:
+    def send(self, folder: Path, fence: RunLock) -> None:
         """Copies a sealed checkpoint, its manifest last; one that is there already is left alone.
 
         Raises:
             MirrorError: it could not be sent.
             TakenOverError: another start has the run.
         """
-        step = seal.step_of(folder)
-        own, copied = folder / manifest.NAME, self._path(step, manifest.NAME)
+        step = step_of(folder)
+        own, copied = folder / MANIFEST_NAME, self._path(step, MANIFEST_NAME)
         with self._errors_named():
             if self._has_manifest(step):
                 if self._is_same(copied, own.read_bytes()):
@@ -107,7 +119,7 @@ class Mirror:
             fence.check()
             self._put(own, copied)
 
-    def rotate(self, newest: int, keep: int, num_best: int, best_by: str, fence: Fence) -> None:
+    def rotate(self, newest: int, keep: int, num_best: int, best_by: str, fence: RunLock) -> None:
         """Deletes what the run folder would: all but the newest `keep`, milestones and the best. Also half sent ones,
         and copies above the newest: the run has gone back behind them. A copy whose manifest cannot be used, as one of
         another version of this program, is left, is named in the log, and counts for nothing.
@@ -130,7 +142,7 @@ class Mirror:
                     fence.check()
                     self._remove(step)
 
-    def restore(self, root: Path, fence: Fence) -> Path | None:
+    def restore(self, root: Path, fence: RunLock) -> Path | None:
         """Fetches the newest whole copy, where the run's own folder of checkpoints has none as new that verifies.
 
         Args:
@@ -142,7 +154,9 @@ class Mirror:
             OSError: nothing can be written here.
             DamagedCheckpointsError: there are copies, none of them is whole, and `root` holds nothing either.
         """
-        own = next((seal.step_of(folder) for folder in reversed(seal.sealed(root)) if not seal.verify(folder)), -1)
+        own = next(
+            (step_of(folder) for folder in reversed(sealed_checkpoints(root)) if not verify_checkpoint(folder)), -1
+        )
         newer = [step for step in self.steps() if step > own]
         for step in reversed(newer):
             log.info(f"{root} has nothing whole as new as {self._url_of(step)}: fetching it")
@@ -151,25 +165,25 @@ class Mirror:
             except _BadCopy as error:
                 log.error(f"{self._url_of(step)} cannot be used: {error}")
             finally:
-                seal.abandon(root, step, fence)
+                remove_partial(root, step, fence)
         if newer and own < 0:
             raise DamagedCheckpointsError(
                 f"checkpoint.mirror: {self.root} holds copies of checkpoints, but none of them can be used"
             )
         return None
 
-    def _fetch(self, step: int, root: Path, fence: Fence) -> Path:
+    def _fetch(self, step: int, root: Path, fence: RunLock) -> Path:
         with self._errors_named():
             recorded = self._manifest(step)
-        partial = seal.begin(root, step, sum(file.size for file in recorded.files.values()), fence)
+        partial = begin_partial(root, step, sum(file.size for file in recorded.files.values()), fence)
         if partial is None:
-            return root / seal.folder_name(step)
+            return root / folder_name(step)
         with self._errors_named():
             for name, file in recorded.files.items():
                 self._get(step, name, partial, file.size)
-        (partial / manifest.NAME).write_text(manifest.to_text(recorded), encoding="utf-8")
+        (partial / MANIFEST_NAME).write_text(manifest_text(recorded), encoding="utf-8")
         try:
-            return seal.adopt(partial, fence)
+            return adopt_partial(partial, fence)
         except ValueError as error:
             raise _BadCopy(str(error)) from error
 
@@ -188,22 +202,22 @@ class Mirror:
         self._left = left
         return found
 
-    def _manifest(self, step: int) -> manifest.Manifest:
+    def _manifest(self, step: int) -> Manifest:
         """Of the copy; no more than a manifest may have is read."""
-        path = self._path(step, manifest.NAME)
+        path = self._path(step, MANIFEST_NAME)
         try:
             size = self._size(path)
-            if size > manifest.MAX_BYTES:
-                raise _BadCopy(f"{manifest.NAME} has {size:,} bytes, at most {manifest.MAX_BYTES:,} are read")
+            if size > MAX_MANIFEST_BYTES:
+                raise _BadCopy(f"{MANIFEST_NAME} has {size:,} bytes, at most {MAX_MANIFEST_BYTES:,} are read")
             raw = self._read(path) if size else b""
         except FileNotFoundError as error:
-            raise _HalfSent(f"{manifest.NAME} is missing") from error
+            raise _HalfSent(f"{MANIFEST_NAME} is missing") from error
         if not raw.endswith(b"}"):
-            raise _HalfSent(f"{manifest.NAME} has no end")
+            raise _HalfSent(f"{MANIFEST_NAME} has no end")
         try:
-            recorded = manifest.parse(raw)
+            recorded = parse_manifest(raw)
         except ValueError as error:
-            raise _BadCopy(f"{manifest.NAME}: {error}") from error
+            raise _BadCopy(f"{MANIFEST_NAME}: {error}") from error
         if recorded.step != step:
             raise _BadCopy(f"its manifest is that of step {recorded.step:,}")
         return recorded
@@ -239,7 +253,7 @@ class Mirror:
     def _remove(self, step: int) -> None:
         """The manifest first: without it there is no copy."""
         if self._has_manifest(step):
-            obstore.delete(self._store, self._path(step, manifest.NAME))
+            obstore.delete(self._store, self._path(step, MANIFEST_NAME))
         for files in obstore.list(self._store, self._path(step)):
             obstore.delete(self._store, [file["path"] for file in files])
 
@@ -255,16 +269,16 @@ class Mirror:
 
     def _has_manifest(self, step: int) -> bool:
         try:
-            obstore.head(self._store, self._path(step, manifest.NAME))
+            obstore.head(self._store, self._path(step, MANIFEST_NAME))
         except FileNotFoundError:
             return False
         return True
 
     def _path(self, step: int, name: str = "") -> str:
-        return f"{self._prefix}/{seal.folder_name(step)}/{name}".rstrip("/")
+        return f"{self._prefix}/{folder_name(step)}/{name}".rstrip("/")
 
     def _url_of(self, step: int) -> str:
-        return f"{self.root}/{seal.folder_name(step)}"
+        return f"{self.root}/{folder_name(step)}"
 
     @contextmanager
     def _errors_named(self) -> Iterator[None]:

@@ -1,16 +1,94 @@
-"""What a start of a run changes against the start before it, and what of that it must not change by accident."""
+"""What a start of a run changes against the start before it, and what of that it must not change by accident.
+
+The resolved configuration as text, without secrets.
+
+Permissions that only the person at the command line can give: a configuration file may come from elsewhere.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from sd_training.config.dump import resolved_yaml
 from sd_training.config.fields import options
-from sd_training.config.problems import is_below, shown
+from sd_training.config.problems import COMMAND_LINE, Problem, is_below, shown, where
 from sd_training.config.schema import Config
+from sd_training.redaction import note_secret, redacted_values
+
+PERMISSIONS = ("allow_pipe",)
+"""Names of options that a file cannot set to true."""
+
+
+def not_permitted(values: Any, origins: Mapping[str, str]) -> list[Problem]:
+    """One problem per permission that a file gives.
+
+    Asked twice: for the content of each file, whose merge keys hide where a value stands, and for what all sources
+    together say, where a value may have come from another option.
+
+    Args:
+        values: containers.
+        origins: dotted key → where it was set.
+    """
+    dotted = plain_keys(origins)
+    found = []
+    for path, value in _permissions(values, ""):
+        origin = where(path, dotted)
+        if value is not False and value is not None and origin != f" ({COMMAND_LINE})":
+            text = f"is {shown(value)}{origin}; this permission is given on the command line only ({path}=true)"
+            found.append(Problem(path, text))
+    return found
+
+
+def plain_keys(origins: Mapping[str, str]) -> dict[str, str]:
+    """The same with `mix[0].params` written as `mix.0.params`."""
+    return {key.replace("[", ".").replace("]", ""): origin for key, origin in origins.items()}
+
+
+def without_permissions(holder: Any) -> Any:
+    """A copy in which no option of that name stands: what is written to a file."""
+    if isinstance(holder, Mapping):
+        return {key: without_permissions(value) for key, value in holder.items() if key not in PERMISSIONS}
+    return [without_permissions(value) for value in holder] if isinstance(holder, list) else holder
+
+
+def _permissions(holder: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Every value of a permission, wherever it stands."""
+    entries = holder.items() if isinstance(holder, Mapping) else enumerate(holder) if isinstance(holder, list) else ()
+    for key, value in entries:
+        if key in PERMISSIONS:
+            yield f"{prefix}{key}", value
+        else:
+            yield from _permissions(value, f"{prefix}{key}.")
+
+
+def to_plain(config: Config) -> dict[str, Any]:
+    """Plain containers of a configuration; `wandb.api_key` is null, and other secrets are hidden (`redaction`)."""
+    plain: dict[str, Any] = asdict(config)
+    note_secret(plain["wandb"]["api_key"])
+    plain["wandb"]["api_key"] = None
+    hidden: dict[str, Any] = redacted_values(plain)
+    return hidden
+
+
+def resolved_yaml(config: Config) -> str:
+    """YAML that `load_config` reads back to the same configuration, except for W&B's key, what URLs hide, and the
+    permissions that the command line alone can give."""
+    return str(yaml.safe_dump(without_permissions(to_plain(config)), sort_keys=False, allow_unicode=True, width=120))
+
+
+def chosen_options(config: Config) -> dict[str, Any]:
+    """Dotted option → value of every option that is not at its default, without secrets."""
+    plain, changed = to_plain(config), {}
+    for key, option in options().items():
+        value: Any = plain
+        for step in key.split("."):
+            value = value[step]
+        if value != option.default:
+            changed[key] = value
+    return changed
+
 
 EXPORTED = (
     "conditioning.null_text",

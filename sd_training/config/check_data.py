@@ -9,7 +9,7 @@ from sd_training.config.fields import defaults
 from sd_training.config.filters import parse_filters
 
 _TABLES = ("Parquet", "Table", "HuggingFace")
-_READ_BY: dict[str, tuple[str, ...]] = {
+_DATA_READ_BY: dict[str, tuple[str, ...]] = {
     "image_column": _TABLES,
     "caption_column": _TABLES,
     "tags": ("TagFolder",),
@@ -46,7 +46,7 @@ def _source(prefix: str, entry: DatasetConfig | MixEntry) -> Iterator[str]:
         yield f"{prefix}.params.path: is empty; give a tar file, a folder, a glob or a brace pattern"
     for problem in parse_filters(params.filters)[1]:
         yield problem.replace("dataset.", f"{prefix}.", 1)
-    for name, kinds in _READ_BY.items():
+    for name, kinds in _DATA_READ_BY.items():
         if entry.type not in kinds and _is_set(getattr(params, name), defaults(SourceParams)[name]):
             yield f"{prefix}.params.{name}: is only read with {prefix}.type={' or '.join(kinds)}, not {entry.type}"
     yield from _captions(prefix, entry)

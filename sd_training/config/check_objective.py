@@ -5,7 +5,7 @@ from typing import Any
 
 from sd_training.config.objective_schema import ObjectiveConfig
 
-_READ_BY: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+_OBJECTIVE_READ_BY: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "timestep_density": {
         "mean": ("logit_normal", "log_normal"),
         "std": ("logit_normal", "log_normal"),
@@ -38,23 +38,23 @@ def objective_problems(objective: ObjectiveConfig) -> list[str]:
     Args:
         objective: with its preset filled in; rules about the prediction type wait until it is known.
     """
-    rules = (_unread, _ranges, _given_twice, _products)
+    rules = (_unread_objective, _ranges, _given_twice, _products)
     return [f"objective.{problem}" for rule in rules for problem in rule(objective)]
 
 
-def _is_default(group: Any, name: str) -> bool:
+def _is_group_default(group: Any, name: str) -> bool:
     return bool(getattr(group, name) == getattr(type(group)(), name))
 
 
-def _unread(objective: ObjectiveConfig) -> Iterator[str]:
-    for key, readers in _READ_BY.items():
+def _unread_objective(objective: ObjectiveConfig) -> Iterator[str]:
+    for key, readers in _OBJECTIVE_READ_BY.items():
         group = getattr(objective, key)
         name = group.name or _DEFAULT_NAME[key]
         for option, names in readers.items():
-            if name not in names and not _is_default(group, option):
+            if name not in names and not _is_group_default(group, option):
                 yield f"{key}.{option}: is only read with objective.{key}.name={' or '.join(names)}, not {name}"
     for option, modes in _BY_MODE.items():
-        if objective.shift.mode not in modes and not _is_default(objective.shift, option):
+        if objective.shift.mode not in modes and not _is_group_default(objective.shift, option):
             yield f"shift.{option}: is only read with objective.shift.mode={modes[0]}, not {objective.shift.mode}"
     if objective.offset_noise_by_level and not objective.offset_noise:
         yield "offset_noise_by_level: is only read with objective.offset_noise above 0"
@@ -71,7 +71,7 @@ def _unread_bias(objective: ObjectiveConfig) -> Iterator[str]:
         "bias_range": ("range",),
     }
     for option, kinds in readers.items():
-        if density.bias not in kinds and not _is_default(density, option):
+        if density.bias not in kinds and not _is_group_default(density, option):
             yield f"timestep_density.{option}: is only read with bias={' or '.join(kinds)}, not {density.bias}"
 
 
@@ -93,7 +93,7 @@ def _given_twice(objective: ObjectiveConfig) -> Iterator[str]:
     name, gamma = objective.loss_weighting.name, objective.snr_gamma
     if gamma is not None and name not in (None, "min_snr"):
         yield f"snr_gamma: means loss_weighting.name=min_snr, but that is {name}; keep one"
-    elif gamma is not None and not _is_default(objective.loss_weighting, "gamma"):
+    elif gamma is not None and not _is_group_default(objective.loss_weighting, "gamma"):
         yield "snr_gamma: means loss_weighting.gamma, which is given as well; keep one"
 
 

@@ -1,5 +1,5 @@
 """The language of metadata filters. Text becomes a tree of comparisons by the grammar below; it is never evaluated as
-code. `data/filters.py` turns the tree into a pyarrow expression over the index.
+code. `data/index/selection.py` turns the tree into a pyarrow expression over the index.
 
     filters:
       original_width: ">=512"                  a field and its condition; all entries must hold

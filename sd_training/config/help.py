@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable
 
 from sd_training.config.fields import Option, groups, options
-from sd_training.config.suggest import suggest
+from sd_training.config.problems import suggest
 from sd_training.errors import ConfigError
 
 _USUAL = (

@@ -2,6 +2,16 @@
 
 Pydantic checks types and bounds and reports every problem at once. Keys of the sd-training README keep their names,
 meanings and defaults. `docs/config.md` is generated from this file. Rules between fields live in `check.py`.
+
+How a run is spread over processes: strategy, mesh, offload, compilation. Importable without torch.
+
+Options of the checkpoints that a run resumes from.
+
+What a run is measured on while it trains. Importable without torch.
+
+How long a process of a run may do one thing. Importable without torch.
+
+What a run does about numbers that went wrong. Importable without torch.
 """
 
 from typing import Annotated, Literal, get_args
@@ -10,26 +20,167 @@ from pydantic import BeforeValidator, Field
 from pydantic.config import JsonDict
 from pydantic.dataclasses import dataclass
 
-from sd_training.config.checkpoint_schema import CheckpointConfig
 from sd_training.config.data_schema import DatasetConfig, DatasetParams
 from sd_training.config.model_schema import ModelConfig, PartConfig
-from sd_training.config.numerics_schema import NumericsConfig
 from sd_training.config.objective_schema import ObjectiveConfig
 from sd_training.config.optimizer_schema import LRScheduleConfig, LRScheduleParams, OptimizerConfig, OptimizerParams
-from sd_training.config.parallel_schema import DistributedConfig, TrainerConfig
-from sd_training.config.validation_schema import ValidationConfig
-from sd_training.config.value_types import (
-    SCHEMA,
-    BelowOne,
-    Count,
-    Int,
-    Positive,
-    PositiveInt,
-    Probability,
-    no_bool,
-)
-from sd_training.config.watch_schema import WatchConfig
-from sd_training.stop_signals import SAVE_SIGNALS, STOP_SIGNALS, SignalName
+from sd_training.config.value_types import SCHEMA, BelowOne, Count, Int, Positive, PositiveInt, Probability, no_bool
+from sd_training.signals import SAVE_SIGNALS, STOP_SIGNALS, SignalName
+
+StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "deepspeed_1", "deepspeed_2", "deepspeed_3"]
+MeshAxis = Annotated[int, BeforeValidator(no_bool), Field(ge=-1)]
+MESH_AXES = ("data", "fsdp", "tensor")
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class MeshConfig:
+    """Processes as a block of `data` × `fsdp` × `tensor`, instead of a strategy; the product is the number of
+    processes. At most one is -1: as many as are left. All 1: not set."""
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the run is laid out by axes."""
+        return any(getattr(self, axis) != 1 for axis in MESH_AXES)
+
+    data: MeshAxis = 1
+    """Copies of the weights, each with its own samples."""
+    fsdp: MeshAxis = 1
+    """Processes that share one copy of the weights, each with its own samples."""
+    tensor: MeshAxis = 1
+    """Processes that share the matrices of a transformer block and its samples."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class DistributedConfig:
+    """How weights, gradients and optimizer state lie over the processes; the numbers of a run do not depend on it."""
+
+    strategy: Literal["auto"] | StrategyName = "auto"
+    """`auto`: as `mesh` says; without one, one process needs no process group, several use `ddp`. `fsdp` cuts weights,
+    gradients and optimizer state over all processes, `hsdp` over those of a machine. `deepspeed_1` cuts the optimizer
+    state, `deepspeed_2` the gradients too, `deepspeed_3` the weights too. See docs/scaling.md."""
+    mesh: MeshConfig = Field(default_factory=MeshConfig)
+    """Processes by axis, such as `{data: -1, fsdp: 8, tensor: 1}`."""
+    reshard_after_forward: bool = True
+    """fsdp, hsdp: give the weights of a block back after its forward pass. False is faster and needs more memory."""
+    offload_optimizer: bool = False
+    """deepspeed: keep the optimizer state in CPU memory and update there."""
+    offload_parameters: bool = False
+    """fsdp, hsdp: keep weights, gradients and optimizer state in CPU memory. deepspeed_3: the weights."""
+    deepspeed_config: str | None = None
+    """deepspeed: a JSON file of DeepSpeed options, those that docs/scaling.md lists; what this trainer decides itself
+    (batch sizes, optimizer, clipping, precision) must not be in it, nor another stage."""
+    dist_backend: Literal["nccl", "gloo", "mpi"] = "nccl"
+    """Communication library; `nccl` becomes `gloo` on a machine without CUDA, with one line saying so."""
+    dist_url: str = "env://"
+    """Rendezvous: `env://` reads MASTER_ADDR and MASTER_PORT as torchrun and SLURM set them; `tcp://host:port` sets
+    them."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class TrainerConfig:
+    """Which devices train, and how the network is run on them. torchrun and SLURM decide the number of processes
+    themselves."""
+
+    accelerator: Literal["auto", "cpu", "cuda", "gpu", "mps"] = "auto"
+    """Device kind; ROCm devices are `cuda`."""
+    devices: Literal["auto"] | PositiveInt = "auto"
+    """Processes on this machine when started with plain `python`; `auto`: every GPU, or one CPU process."""
+    num_nodes: PositiveInt | None = None
+    """Machines; null takes it from torchrun or SLURM."""
+    compile: bool | Literal["blocks", "full"] = False
+    """torch.compile of the denoiser. `blocks` (or true): its repeated blocks, one after the other, which starts soon.
+    `full`: the whole network. One graph per bucket size."""
+    channels_last: Literal["auto"] | bool = "auto"
+    """Lay out convolutional denoisers and the autoencoder with channels last; `auto`: on CUDA."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class CheckpointConfig:
+    """Resumable state beside the exported pipeline (docs/checkpoints.md)."""
+
+    keep: Annotated[int, BeforeValidator(no_bool), Field(ge=2)] = 2
+    """Newest checkpoints kept; at least two, so that a damaged newest one never loses the run [count]."""
+    save_every_minutes: Positive | None = None
+    """Save as well when the last save is this long ago [minutes]; null: only every `experiment.save_every` steps."""
+    milestone_every: Count = 0
+    """Save every so many optimizer steps as well, and never delete these checkpoints; 0: none."""
+    keep_best: Count = 0
+    """Keep so many checkpoints with the lowest loss (`best_by`), beside the newest ones; 0: none. It is never a reason
+    to save [count]."""
+    best_by: Literal["training_loss", "validation_loss"] = "training_loss"
+    """`training_loss`: the mean since the save before. `validation_loss`: of the weights that are exported, after the
+    step of the checkpoint; needs `validation.path`."""
+    max_failed_saves: PositiveInt = 3
+    """A save that fails (full disk, quota, read-only folder) is told and tried again when the next one is due; so many
+    in a row end the run with status 74 [count]. The last save of a run must succeed."""
+    asynchronous: bool = False
+    """Copy what is saved to CPU memory after the optimizer step, and write, hash, flush and export it in the background
+    while training goes on. The same bytes. One save at a time: the next one and the end of the run wait for it. Memory
+    beside the training: each process its part of a checkpoint, the first one the exported network as well."""
+    mirror: str | None = None
+    """URL of a folder (`s3://…`, `gs://…` or `file:///…`) that gets copies of the checkpoints, in the background, at
+    `<mirror>/<experiment.name>/checkpoints`; a run whose own folder has nothing as new goes on from there. Keys and
+    endpoints come from the environment."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class ValidationConfig:
+    """The loss on pictures that are not trained on, always with the same noise at the same noise levels
+    (docs/validation.md)."""
+
+    path: str | list[str] | None = None
+    """Held-out data, read as `dataset.params.path` is: of the type, and with the filters, captions and sizes of
+    `dataset`, but cut from the middle and not mirrored. null: no validation."""
+    every: PositiveInt = 1000
+    """Measure every so many optimizer steps, before the first one and after the last one."""
+    num_samples: PositiveInt = 512
+    """Samples, spread evenly over the held-out data; all of them where there are fewer [count]."""
+    num_levels: PositiveInt = 8
+    """Noise levels at which each sample is measured: the middles of so many equally likely parts of
+    `objective.timestep_density` [count]."""
+
+
+SECTIONS = ("start", "data", "step", "save", "validate")
+"""What a process does, in the words of the options `watch.<section>_s`."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class WatchConfig:
+    """The hang watch (docs/watch.md): a process that stays in one section for longer writes down what it was doing and
+    ends the run with status 87. null: as long as it likes."""
+
+    start_s: Positive | None = 1800.0
+    """From the loading of the model to the end of the first optimizer step, compilation included [s]."""
+    data_s: Positive | None = 600.0
+    """Waiting for a micro-batch [s]."""
+    step_s: Positive | None = 600.0
+    """Forward, backward, optimizer and metrics of a micro-batch [s]."""
+    save_s: Positive | None = 1800.0
+    """A checkpoint and its export [s]."""
+    validate_s: Positive | None = 1800.0
+    """Drawing previews or evaluation images, or a whole validation [s]."""
+    collective_timeout_s: Positive = 2400.0
+    """How long the processes of a group wait for each other; longer than the sections, which say more [s]."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class NumericsConfig:
+    """Non-finite steps, loss spikes, and replicas that no longer agree (docs/numerics.md)."""
+
+    max_skipped_in_a_row: PositiveInt = 10
+    """A step with a non-finite loss or gradient is skipped. After so many in a row the run goes back to a checkpoint
+    from before the first of them [optimizer steps]."""
+    max_rollbacks: Count = 3
+    """The run ends with status 86 when it would go back once more; 0 ends it the first time [count]."""
+    on_spike: Literal["record", "rollback"] = "record"
+    """What a loss spike leads to: an incident file, or that and going back to a checkpoint from before it."""
+    spike_threshold: Annotated[float, BeforeValidator(no_bool), Field(gt=0, allow_inf_nan=False)] = 6.0
+    """A spike is a median of the last 5 steps' log loss that lies so many robust standard deviations (1.4826 × median
+    absolute deviation) above the median of the 200 steps before."""
+    digest_every: Count = 1000
+    """Compare the trained weights of all replicas, bit for bit, every so many optimizer steps and before every save;
+    0: never. Only with ddp and hsdp."""
+
 
 _SIGNALS: JsonDict = {"allowed": f"a list of {', '.join(get_args(SignalName))}"}
 

@@ -11,27 +11,22 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 
-from sd_training.config.batch_plan import BatchPlan
-from sd_training.config.changes import differences
+from sd_training.config.changes import differences, without_permissions
 from sd_training.config.data_schema import DatasetConfig, MixEntry
-from sd_training.config.permissions import without_permissions
+from sd_training.config.plan import BatchPlan
 from sd_training.config.problems import shown
-from sd_training.config.validation_schema import ValidationConfig
-from sd_training.data.bad_samples import BadSampleLog
-from sd_training.data.buckets import BucketTable
-from sd_training.data.captions import Tokenizer
-from sd_training.data.dataset import DrawSettings, TrainingSamples
+from sd_training.config.schema import ValidationConfig
 from sd_training.data.held_out import HeldOutData
-from sd_training.data.loader import TrainingLoader
-from sd_training.data.mixture import Mixture, Share
+from sd_training.data.index.report import DataReport, make_report
+from sd_training.data.loader import TrainingLoader, WorkerDeaths
 from sd_training.data.opened import OpenDataset, all_problems, open_dataset
-from sd_training.data.order import OrderSettings, SampleOrder
-from sd_training.data.report import DataReport, make_report
-from sd_training.data.run_order import RunOrder
-from sd_training.data.sizes import training_sizes
-from sd_training.data.worker_deaths import WorkerDeaths
+from sd_training.data.order.buckets import BucketTable, training_sizes
+from sd_training.data.order.order import Mixture, OrderSettings, RunOrder, SampleOrder, Share
+from sd_training.data.samples.bad_samples import BadSampleLog
+from sd_training.data.samples.captions import Tokenizer
+from sd_training.data.samples.sample import DrawSettings, TrainingSamples
 from sd_training.errors import CheckpointError, Checks, ConfigError
-from sd_training.rank_log import get_logger
+from sd_training.log import get_logger
 from sd_training.redaction import redacted_values
 
 log = get_logger(__name__)

@@ -6,21 +6,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sd_training.config.batch_plan import counted
 from sd_training.config.data_schema import DatasetConfig
-from sd_training.config.validation_schema import ValidationConfig
-from sd_training.data.bad_samples import BadSampleLog
-from sd_training.data.buckets import BucketTable
-from sd_training.data.captions import Dropout, Tokenizer
-from sd_training.data.collate import collate
-from sd_training.data.dataset import DrawSettings, TrainingSamples, Visit
-from sd_training.data.locations import shown
+from sd_training.config.plan import counted
+from sd_training.config.schema import ValidationConfig
 from sd_training.data.opened import OpenDataset, all_problems, open_dataset
+from sd_training.data.order.buckets import BucketTable, training_sizes
 from sd_training.data.problems import SkippedSample, printable
-from sd_training.data.sizes import training_sizes
-from sd_training.data.sources import UNITS
+from sd_training.data.samples.bad_samples import BadSampleLog
+from sd_training.data.samples.captions import Dropout, Tokenizer
+from sd_training.data.samples.sample import DrawSettings, TrainingSamples, Visit, collate
+from sd_training.data.sources.choose import UNITS
+from sd_training.data.storage.locations import shown
 from sd_training.errors import ConfigError, DataError, OutageError
-from sd_training.rank_log import get_logger
+from sd_training.log import get_logger
 from sd_training.types import PixelBatch
 
 log = get_logger(__name__)

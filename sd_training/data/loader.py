@@ -1,24 +1,204 @@
-"""The loader of a run: micro-batches of one rank, from any optimizer step on."""
+"""The loader of a run: micro-batches of one rank, from any optimizer step on.
 
+Loader processes are forked from a small server process, never from the training process.
+
+A child of the training process would keep a copy of its memory alive: weights, optimizer and EMA are written in place
+at the next step, so every page of them would exist twice (measured: resuming a UNet of 860 million parameters on a CPU
+took 10 GiB more, and was killed). It would also inherit the locks of the threads that CUDA, NCCL and remote storage
+run, in whatever state they are.
+
+SLURM and a terminal send their signals to every process of a run. The server, and the loader processes after it, are
+started with these blocked: they must go on until the training process has saved.
+
+Loader processes that end before their work is done: killed for memory, or with the server they are forked from.
+
+What a loader process reads is a function of the position, so nothing is lost with one: the micro-batches that were
+under way are asked for again.
+"""
+
+import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+import signal
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from sd_training.config.batch_plan import BatchPlan
-from sd_training.data.bad_samples import BadSampleLog
-from sd_training.data.collate import Delivery, collate
-from sd_training.data.dataset import TrainingSamples, Visit
-from sd_training.data.order import slots
-from sd_training.data.run_order import RunOrder
-from sd_training.data.worker_deaths import WorkerDeaths
-from sd_training.data.worker_server import obey_only, worker_context
-from sd_training.errors import DataError, OutageError
-from sd_training.rank_log import get_logger
+from sd_training.config.plan import BatchPlan
+from sd_training.data.order.order import RunOrder, slots
+from sd_training.data.samples.bad_samples import BadSampleLog
+from sd_training.data.samples.sample import Delivery, TrainingSamples, Visit, collate
+from sd_training.errors import ConfigError, DataError, OutageError
+from sd_training.incidents import note_incident
+from sd_training.log import get_logger
+from sd_training.signals import FOR_THE_TRAINING_PROCESS
 from sd_training.types import PixelBatch
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+_PRELOADED = ["sd_training.data.worker_imports"]
+"""Imported once by the server, so that its children start at once."""
+
+_LOOK_EVERY_S = 1.0
+
+
+def worker_context() -> BaseContext:
+    """How loader processes are started; starts the server unless it runs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    with _importable(), _signals_blocked(FOR_THE_TRAINING_PROCESS - {signal.SIGINT, signal.SIGTERM}):
+        resource_tracker.ensure_running()  # blocks SIGINT and SIGTERM for itself, and unblocks them afterwards
+        with _signals_blocked(FOR_THE_TRAINING_PROCESS):
+            _start()
+    return context
+
+
+@contextmanager
+def _importable() -> Iterator[None]:
+    """The server looks for what it preloads in its own path only, which knows nothing of ours."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), before)))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+@contextmanager
+def _signals_blocked(numbers: set[signal.Signals]) -> Iterator[None]:
+    """A process started inside never gets these signals; this one gets them afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def obey_only(pid: int) -> None:
+    """In a loader process: ends it when the process `pid` says so by SIGTERM, or is gone; nobody else's SIGTERM does.
+
+    torch ends a loader process that hangs by SIGTERM, and notices a lost parent by the parent's id, which is the
+    server's here. The sender of a signal is only known to who waits for it.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_TRAINING_PROCESS)
+
+    def wait() -> None:
+        while _is_alive(pid):
+            received = signal.sigtimedwait({signal.SIGTERM}, _LOOK_EVERY_S)
+            if received is not None and received.si_pid == pid:
+                break
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True, name="sigterm").start()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _start() -> None:
+    """The server listens on a socket in the folder for temporary files.
+
+    Raises:
+        ConfigError: that folder's name leaves no room in the 108 characters that Linux has for a socket's.
+    """
+    try:
+        forkserver.ensure_running()
+    except OSError as error:
+        if "too long" not in str(error):
+            raise
+        folder = tempfile.gettempdir()
+        raise ConfigError(
+            f"TMPDIR: {folder} is too long for a socket in it; use a folder of at most 60 characters"
+        ) from error
+
+
+log = get_logger(__name__)
+
+MAX_DEATHS = 3
+"""Within `WINDOW_STEPS`; more is no accident."""
+WINDOW_STEPS = 1000
+_SETTLES_S = 2.0
+"""The end of a process is known a moment after its connections have closed."""
+
+
+class WorkerDeaths:
+    """Counts them, and says when it is too much.
+
+    Args:
+        run_dir: its `incidents.jsonl` gets a line for each; None writes nothing.
+    """
+
+    def __init__(self, run_dir: Path | None) -> None:
+        self.run_dir = run_dir
+        self._steps = deque[int]()
+
+    def explain(self, workers: Sequence[BaseProcess], step: int, error: Exception) -> None:
+        """Returns where a loader process has died and the loader may be built again.
+
+        Args:
+            workers: loader processes of a loader that raised `error`.
+            step: optimizer step that waits for data.
+
+        Raises:
+            Exception: `error` itself, when all of them live.
+            DataError: too many died.
+        """
+        how = _how_they_ended(workers)
+        if not how:
+            raise error
+        while self._steps and self._steps[0] <= step - WINDOW_STEPS:
+            self._steps.popleft()
+        self._steps.append(step)
+        if self.run_dir is not None:
+            note_incident(self.run_dir, "loader process died", step, how=how)
+        if len(self._steps) > MAX_DEATHS:
+            raise DataError(
+                f"loader processes died {len(self._steps)} times within {WINDOW_STEPS:,} optimizer steps, the last "
+                f"{how} at step {step:,}; SIGKILL often means that the machine ran out of memory: lower system.workers "
+                "or system.batch_size"
+            )
+        log.error(f"a loader process {how} at optimizer step {step:,}; the loader starts again there, nothing is lost")
+
+
+def _how_they_ended(workers: Sequence[BaseProcess]) -> str:
+    """Of the first one that has; empty where all live."""
+    end_s = time.monotonic() + _SETTLES_S
+    while workers:
+        for worker in workers:
+            if not worker.is_alive():
+                return _reason(worker.exitcode)
+        if time.monotonic() > end_s:
+            break
+        time.sleep(0.05)
+    return ""
+
+
+def _reason(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    if exit_code == 255:  # what multiprocessing says of a process whose server is gone
+        return "was lost with the server it was forked from"
+    return f"ended with status {exit_code}"
+
 
 log = get_logger(__name__)
 

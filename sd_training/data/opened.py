@@ -1,8 +1,12 @@
-"""One data set, opened: indexed, filtered, put into buckets, ready to be read."""
+"""One data set, opened: indexed, filtered, put into buckets, ready to be read.
 
-from collections.abc import Sequence
+The caption of a visit, for each kind of data set.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,19 +14,73 @@ from numpy.typing import NDArray
 from sd_training.config.class_prompts import read_class_prompts
 from sd_training.config.data_schema import DatasetParams, SourceParams
 from sd_training.config.filters import parse_filters
-from sd_training.config.local_paths import output_path
-from sd_training.data.buckets import BucketTable, Merge, merge_small
-from sd_training.data.caption_choice import CAPTION, caption_rules, check_fields, fields_needed
-from sd_training.data.captioners import Captioner, ChosenCaptions, ClassCaptions, TagCaptions
-from sd_training.data.captions import Prompts
-from sd_training.data.index import DatasetIndex, load_index
-from sd_training.data.locations import shown
+from sd_training.config.paths import output_path
+from sd_training.data.index.selection import Selection, filter_lines, select
+from sd_training.data.index.store import DatasetIndex, load_index
+from sd_training.data.order.buckets import BucketTable, Merge, merge_small
 from sd_training.data.problems import Problems
-from sd_training.data.selection import Selection, filter_lines, select
-from sd_training.data.source import SampleReader
-from sd_training.data.sources import access_of, fitting_type, make_source
-from sd_training.data.tag_rules import limited, tag_rules
+from sd_training.data.samples.caption_choice import (
+    CAPTION,
+    CaptionRules,
+    caption_rules,
+    check_fields,
+    choose_caption,
+    fields_needed,
+    finish_caption,
+)
+from sd_training.data.samples.captions import Prompts, class_name
+from sd_training.data.sources.base import SampleReader
+from sd_training.data.sources.choose import access_of, fitting_type, make_source
+from sd_training.data.sources.tags import TagRules, limited, read_tags, tag_caption, tag_rules
+from sd_training.data.storage.locations import shown
 from sd_training.errors import ConfigError, DataError
+
+Chance = Callable[[str], np.random.Generator]
+"""Purpose → the generator of this visit for it."""
+
+
+class Captioner(Protocol):
+    """Sample → caption; copied into loader processes."""
+
+    def __call__(self, sample: int, chance: Chance) -> str:
+        """Raises BadSample (skip it) or DataError (stop)."""
+
+
+class ClassCaptions:
+    """A prompt of the sample's class, one of several drawn per visit, in the place of a caption."""
+
+    def __init__(self, index: DatasetIndex, prompts: Prompts, rules: CaptionRules) -> None:
+        self.index, self.prompts, self.rules = index, prompts, rules
+
+    def __call__(self, sample: int, chance: Chance) -> str:
+        choices = self.prompts[class_name(self.index.text("cls", sample) or "")]
+        prompt = choices[0] if len(choices) == 1 else choices[chance("caption").integers(len(choices))]
+        return finish_caption(prompt, lambda field: self.index.metadata_text(field, sample), self.rules, chance)
+
+
+class ChosenCaptions:
+    """The sample's own caption or a metadata field, by rules."""
+
+    def __init__(self, index: DatasetIndex, reader: SampleReader, rules: CaptionRules) -> None:
+        self.index, self.reader, self.rules = index, reader, rules
+
+    def __call__(self, sample: int, chance: Chance) -> str:
+        return choose_caption(lambda field: self._text(field, sample), self.rules, chance)
+
+    def _text(self, field: str, sample: int) -> str | None:
+        if field != CAPTION:
+            return self.index.metadata_text(field, sample)
+        return self.reader.caption(sample) if self.index.numbers("caption_length")[sample] >= 0 else None
+
+
+class TagCaptions:
+    """Tags put together anew at every visit."""
+
+    def __init__(self, index: DatasetIndex, rules: TagRules) -> None:
+        self.index, self.rules = index, rules
+
+    def __call__(self, sample: int, chance: Chance) -> str:
+        return tag_caption(read_tags(self.index.text("caption", sample) or ""), self.rules, chance)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,17 @@
 Most weightings are published for one prediction type. All of them are functions of the noise level that multiply the
 squared error of x_0; here they are written as w·σ², which is finite everywhere, and turned into a weight of the error
 that the denoiser makes. With a = α² and s = σ²: SNR = a / s.
+
+The learned uncertainty of each noise level (Karras et al. 2024, arXiv:2312.02696, section 2.2 and eq. 21).
+
+Trained beside the denoiser, it ends at the logarithm of the expected loss, so that every noise level contributes
+equally; nothing of it is exported.
 """
 
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sd_training.config.objective_schema import LossWeightingConfig, PredictionType
 
@@ -89,3 +94,31 @@ def loss_weights(
         case "edm":
             weight = edm(s, sigma_data)
     return (weight * _per_target(prediction_type, a, s, sigma_data)).float()
+
+
+CHANNELS = 128
+_MIN_LEVEL = 1e-6
+
+
+class LevelUncertainty(nn.Module):
+    """u(σ): random Fourier features of ¼ ln(σ / α) and one linear map, which starts at 0.
+
+    Args:
+        seed: of the features, which are never trained.
+    """
+
+    frequencies: Tensor
+    phases: Tensor
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.register_buffer("frequencies", 2 * math.pi * torch.randn(CHANNELS, generator=generator))
+        self.register_buffer("phases", 2 * math.pi * torch.rand(CHANNELS, generator=generator))
+        self.weight = nn.Parameter(torch.zeros(CHANNELS))
+
+    def forward(self, signal: Tensor, sigma: Tensor) -> Tensor:
+        """[B] u from α and σ [B]."""
+        ratio = sigma.float().clamp(min=_MIN_LEVEL) / signal.float().clamp(min=_MIN_LEVEL)
+        features = math.sqrt(2) * torch.cos(torch.outer(ratio.log() / 4, self.frequencies) + self.phases)
+        return features @ self.weight / math.sqrt(CHANNELS)

@@ -1,6 +1,8 @@
 """The training objective, written once: noise schedule × prediction type × timestep density × loss weighting × loss.
 
 Every random number comes with the batch, drawn per sample by the loader, so all of this is a pure function.
+
+How large an error is. Every function keeps the shape of `error`.
 """
 
 from collections.abc import Callable
@@ -10,13 +12,41 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from sd_training.config.objective_schema import ObjectiveConfig, PredictionType, ShiftConfig, TimestepDensityConfig
+from sd_training.config.objective_schema import (
+    LossConfig,
+    ObjectiveConfig,
+    PredictionType,
+    ShiftConfig,
+    TimestepDensityConfig,
+)
 from sd_training.diffusion import timestep_density as density
-from sd_training.diffusion.loss import huber_delta, pseudo_huber
 from sd_training.diffusion.loss_weighting import loss_weights
 from sd_training.diffusion.noise_schedule import NoiseSchedule
 from sd_training.diffusion.prediction import input_scale, noised, target_of
 from sd_training.types import Draws, NoisedBatch
+
+
+def pseudo_huber(error: Tensor, delta: Tensor | float) -> Tensor:
+    """2δ (√(e² + δ²) - δ): e² for small errors, 2δ|e| for large ones (Khrapov et al. 2024, arXiv:2403.16728)."""
+    square = error.square()
+    return 2.0 * delta * square / ((square + delta**2).sqrt() + delta)
+
+
+def huber_delta(config: LossConfig, signal: Tensor, sigma: Tensor, time: Tensor) -> Tensor | float:
+    """δ of each sample (arXiv:2403.16728, section 4).
+
+    Args:
+        signal, sigma: [B] α and σ.
+        time: [B] noise level in [0, 1].
+    """
+    match config.huber_schedule:
+        case "constant":
+            return config.huber_delta
+        case "snr":
+            return (1.0 - config.huber_delta) / (1.0 + sigma / signal.clamp(min=1e-6)).square() + config.huber_delta
+        case "exponential":
+            return config.huber_delta**time
+
 
 Density = Callable[[Tensor], Tensor]
 """Uniform draws [B] → time [B]."""

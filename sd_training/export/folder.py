@@ -11,11 +11,11 @@ import torch
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from safetensors import SafetensorError, safe_open
 
-import sd_training.models.mmdit_pipeline  # noqa: F401 - makes its class known to diffusers
+import sd_training.models.families.mmdit_pipeline  # noqa: F401 - makes its class known to diffusers
 from sd_training.errors import DataError
-from sd_training.models.stored_settings import folder_settings_problems
+from sd_training.models.load import folder_settings_problems
 
-_LIBRARIES = ("diffusers", "transformers", "stable_diffusion", "sd_training.models.mmdit_rope")
+_LIBRARIES = ("diffusers", "transformers", "stable_diffusion", "sd_training.models.families.mmdit_rope")
 """Where parts may come from; "stable_diffusion" is diffusers' own module of the safety checker."""
 _PROBES = 64
 _PROBE_BYTES = 4096

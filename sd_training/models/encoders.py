@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from sd_training.log import get_logger
 from sd_training.models.family import Family
-from sd_training.rank_log import get_logger
 from sd_training.types import Conditioning, PixelBatch
 
 log = get_logger(__name__)

@@ -10,7 +10,7 @@ import diffusers
 import transformers
 
 from sd_training.errors import ConfigError
-from sd_training.models.mmdit_rope import MMDiTRope
+from sd_training.models.families.mmdit_rope import MMDiTRope
 
 
 def _named(library: ModuleType, *names: str) -> dict[str, type]:

@@ -11,8 +11,7 @@ from typing import Any
 
 from sd_training.config.check_objective import objective_problems
 from sd_training.config.model_schema import ModelConfig
-from sd_training.config.objective_presets import with_preset
-from sd_training.config.objective_schema import ObjectiveConfig, PredictionType
+from sd_training.config.objective_schema import ObjectiveConfig, PredictionType, with_preset
 from sd_training.diffusion.noise_schedule import FlowSchedule, NoiseSchedule, SigmaSchedule, discrete_schedule_of
 from sd_training.errors import ConfigError
 from sd_training.models.load import effective_part, load_noise_scheduler, stored_scheduler

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sd_training.config.suggest import suggest
-from sd_training.data.captions import Tokenizer
+from sd_training.config.problems import suggest
+from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError
 
 POOLINGS = ("none", "eos", "mean", "projection")

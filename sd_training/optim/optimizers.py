@@ -1,21 +1,307 @@
-"""Optimizers by name."""
+"""Optimizers by name.
+
+Lion (Chen et al. 2023, arXiv:2302.06675) from lion-pytorch, with few kernels for all tensors.
+
+AdamW with 8-bit state (Dettmers et al. 2022, arXiv:2110.02861) from bitsandbytes.
+
+AdamW on bf16 weights that loses no small updates: fp32 arithmetic, then rounding at random without bias.
+
+Muon for hidden matrices and AdamW for everything else, as one optimizer.
+
+Parameter groups: what is trained at which share of the learning rate, with or without weight decay.
+"""
 
 import importlib
-from collections.abc import Iterable
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from sd_training.config.optimizer_schema import OptimizerConfig
 from sd_training.errors import ConfigError
-from sd_training.optim.eight_bit import eight_bit_adamw, require_cuda
-from sd_training.optim.lion import lion
-from sd_training.optim.muon import MuonWithAdamW
-from sd_training.optim.parameter_groups import Group, by_mesh, parameter_groups
-from sd_training.optim.skipped_steps import skipping
-from sd_training.optim.stochastic_rounding import StochasticRoundingAdamW
+from sd_training.optim.gradients import SkippingOptimizer, skipping
+
+
+def lion(library: Any) -> Any:
+    """`Lion` as a class that skips marked steps and parts without a gradient.
+
+    Args:
+        library: the module `lion_pytorch.foreach`.
+    """
+
+    class Lion(SkippingOptimizer, library.Lion):
+        """The library's own step fails on a group without any gradient."""
+
+        def update(self) -> None:
+            every = self.param_groups
+            self.param_groups = [group for group in every if any(p.grad is not None for p in group["params"])]
+            try:
+                library.Lion.step(self)
+            finally:
+                self.param_groups = every
+
+    return Lion
+
+
+def require_cuda() -> None:
+    """8-bit kernels are made for GPUs; on the CPU they would be many times slower than fp32 ones.
+
+    Raises:
+        ConfigError: there is no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError("optimizer.name: adamw_8bit needs a CUDA device, and there is none; use optimizer.name=adamw")
+
+
+def eight_bit_adamw(library: Any) -> Any:
+    """`AdamW8bit` as a class that skips marked steps and calls the hooks of `load_state_dict`.
+
+    Args:
+        library: the module `bitsandbytes.optim`.
+    """
+
+    class AdamW8bit(SkippingOptimizer, library.AdamW8bit):
+        """The library's own loading calls no hooks."""
+
+        def update(self) -> None:
+            library.AdamW8bit.step(self)
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            super().load_state_dict(state_dict)
+            for hook in self._optimizer_load_state_dict_post_hooks.values():
+                hook(self)
+
+    return AdamW8bit
+
+
+Group: TypeAlias = dict[str, Any]
+
+_AT_THE_ENDS = re.compile(
+    r"(^|\.)[^.]*embed[^.]*\.|(^|\.)conv_(in|out)\.|^[^.]+\.(proj_(in|out)[^.]*|final_layer|lm_head)\."
+    r"|^[^.]+\.(patchify|unpatchify|text_projections|pooled_projection|caption_projection|final_modulation)\."
+)
+"""Embeddings, and the first and last layer of a network, by their usual names in diffusers and transformers."""
+
+
+def parameter_groups(
+    config: OptimizerConfig, named_parameters: Iterable[tuple[str, nn.Parameter]], learning_rate: float
+) -> list[Group]:
+    """The parameters by part, by weight decay and, with `muon`, by how they are updated.
+
+    Args:
+        named_parameters: names begin with the part: `denoiser.…`, `text_encoder.…`.
+        learning_rate: peak learning rate of parts that have none of their own.
+
+    Returns:
+        Groups in the order of their first parameter, with the keys `params`, `part`, `lr`, `lr_factor` (the part's peak
+        as a share of `learning_rate`), `weight_decay` and `is_matrix` (updated by Muon).
+
+    Raises:
+        ConfigError: `optimizer.rates_by_part` names a part that is not trained.
+    """
+    groups: dict[tuple[str, bool, bool], Group] = {}
+    for name, parameter in named_parameters:
+        part = name.partition(".")[0]
+        has_decay = not (config.no_decay_on_norms_and_biases and is_norm_or_bias(name, parameter))
+        is_matrix = config.name == "muon" and is_hidden_matrix(name, parameter)
+        key = (part, has_decay, is_matrix)
+        if key not in groups:
+            rate = config.rates_by_part.get(part, learning_rate)
+            groups[key] = {
+                "params": [],
+                "part": part,
+                "lr": rate,
+                "lr_factor": 1.0 if rate == learning_rate else rate / learning_rate,
+                "weight_decay": config.params.weight_decay if has_decay else 0.0,
+                "is_matrix": is_matrix,
+            }
+        groups[key]["params"].append(parameter)
+    _check_parts(config, {part for part, _, _ in groups})
+    return list(groups.values())
+
+
+def is_norm_or_bias(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay makes little sense: a bias, the weight of a norm, a scale."""
+    return parameter.ndim <= 1 or name.endswith(".bias")
+
+
+def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether Muon updates it: the weight of a linear layer or a convolution between the first and the last layer
+    (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; a kernel [out, in, …] is a matrix [out, in · …])."""
+    is_weight = name.endswith(".weight") and parameter.ndim >= 2
+    return is_weight and min(parameter.shape[:2]) > 1 and not _AT_THE_ENDS.search(name)
+
+
+def _check_parts(config: OptimizerConfig, parts: set[str]) -> None:
+    unknown = sorted(set(config.rates_by_part) - parts)
+    if unknown:
+        raise ConfigError(
+            f"optimizer.rates_by_part: {', '.join(unknown)} is not trained; trained parts: {', '.join(sorted(parts))}"
+        )
+
+
+def by_mesh(groups: Iterable[Group]) -> list[Group]:
+    """Groups of parameters that one kernel can update: those that tensor parallelism cuts lie over other processes."""
+    split: list[Group] = []
+    for group in groups:
+        parts: dict[object, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            parts.setdefault(mesh, []).append(parameter)
+        split += [{**group, "params": parameters} for parameters in parts.values()]
+    return split
+
+
+_MAX_COPIED_ELEMENTS = 2**26  # fp32 copies that live at once: 256 MiB of weights, as much of gradients
+
+
+def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
+    """fp32 to one of the two neighbouring bf16 values, with probabilities that keep the mean (Gupta et al. 2015,
+    arXiv:1502.02551, section 3).
+
+    Args:
+        values: fp32, any shape. What bf16 can hold, infinities and NaN are kept.
+        generator: of the device of `values`.
+
+    Returns:
+        bf16, the same shape.
+    """
+    # bf16 is the upper half of fp32: a uniform draw added to the lower half carries as often as the value is near
+    # the upper neighbour.
+    bits = values.contiguous().view(torch.int32)
+    draws = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
+    rounded = ((bits + draws) & -0x10000).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
+
+
+def rounding_generator(seed: int, step: int, device: torch.device) -> torch.Generator:
+    """The generator of one optimizer step: the same on every rank, so that replicas stay equal."""
+    key = np.random.SeedSequence([seed % 2**64, step]).generate_state(
+        1, np.uint32
+    )  # torch's CPU generator reads 32 bits
+    return torch.Generator(device).manual_seed(int(key[0]))
+
+
+class StochasticRoundingAdamW(SkippingOptimizer):
+    """`torch.optim.AdamW` computed in fp32; bf16 weights are rounded stochastically, fp32 weights are not rounded.
+
+    The averages are kept in fp32.
+
+    Args:
+        groups: parameter groups with `lr` and `weight_decay`.
+        seed: of the rounding; the number of the step is the other half of the key.
+        betas: of AdamW.
+        eps: of AdamW.
+        fused: AdamW in one kernel.
+    """
+
+    def __init__(self, groups: list[Group], *, seed: int, betas: tuple[float, float], eps: float, fused: bool) -> None:
+        self._adamw = torch.optim.AdamW([torch.zeros(1)], betas=betas, eps=eps, fused=fused)
+        self._seed = seed
+        super().__init__([{**self._adamw.defaults, "num_steps": 0, **group} for group in groups], {})
+
+    def update(self) -> None:
+        """One step."""
+        generators: dict[torch.device, torch.Generator] = {}
+        for group in self.param_groups:
+            group["num_steps"] += 1
+            for weights in _chunks([weight for weight in group["params"] if weight.grad is not None]):
+                self._update(weights, group, generators)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which would cast the averages to the type of the weights."""
+        super().load_state_dict(state_dict)
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        for index, weight in zip(saved, weights, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                if self.state[weight][name].dtype != value.dtype:
+                    self.state[weight][name] = value.to(weight.device, copy=True)
+
+    def _update(self, weights: list[Tensor], group: Group, generators: dict[torch.device, torch.Generator]) -> None:
+        copies = [weight.detach().float() for weight in weights]  # fp32 weights are updated in place
+        for weight, copy in zip(weights, copies, strict=True):
+            assert weight.grad is not None
+            copy.grad = weight.grad.float()
+            self._adamw.state[copy] = self.state[weight]
+        self._adamw.param_groups = [{**group, "params": copies}]
+        self._adamw.step()
+        self._adamw.state.clear()
+        for weight, copy in zip(weights, copies, strict=True):
+            if weight.dtype == torch.bfloat16:
+                if weight.device not in generators:
+                    generators[weight.device] = rounding_generator(self._seed, group["num_steps"], weight.device)
+                weight.copy_(round_stochastically(copy, generators[weight.device]))
+
+
+def _chunks(weights: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Weights in order, a limited number of elements at a time."""
+    chunk: list[Tensor] = []
+    for weight in weights:
+        if chunk and sum(w.numel() for w in chunk) + weight.numel() > _MAX_COPIED_ELEMENTS:
+            yield chunk
+            chunk = []
+        chunk.append(weight)
+    if chunk:
+        yield chunk
+
+
+class MuonWithAdamW(SkippingOptimizer):
+    """Groups with `is_matrix` go to `torch.optim.Muon`, the others to `torch.optim.AdamW`.
+
+    Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) replaces the averaged gradient of a matrix by a
+    nearly orthogonal one. Its learning rate is multiplied by 0.2 √max(rows, columns) (Liu et al. 2025,
+    arXiv:2502.16982, eq. 4), which gives the update AdamW's usual size, so that one learning rate and one weight decay
+    serve both. Kernels are seen as matrices [out, in · height · width].
+
+    Args:
+        groups: parameter groups with `lr`, `weight_decay` and `is_matrix`.
+        momentum: decay of the gradient average of matrices.
+        betas: of AdamW.
+        eps: of AdamW.
+        fused: AdamW in one kernel.
+    """
+
+    def __init__(
+        self, groups: list[Group], *, momentum: float, betas: tuple[float, float], eps: float, fused: bool
+    ) -> None:
+        placeholder = [torch.zeros(1, 1)]
+        self._muon = torch.optim.Muon(placeholder, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+        self._adamw = torch.optim.AdamW(placeholder, betas=betas, eps=eps, fused=fused)
+        super().__init__([{**self._defaults(group), **group} for group in groups], {})
+
+    def update(self) -> None:
+        """One step of both."""
+        for group in self.param_groups:
+            if group["is_matrix"]:
+                self._update_matrices(group)
+        self._adamw.param_groups = [group for group in self.param_groups if not group["is_matrix"]]
+        self._adamw.state = self.state
+        self._adamw.step()
+
+    def _defaults(self, group: Group) -> dict[str, Any]:
+        return (self._muon if group["is_matrix"] else self._adamw).defaults
+
+    def _update_matrices(self, group: Group) -> None:
+        """Views are made anew at every step: weights may have moved or changed their layout since the last one."""
+        weights: list[Tensor] = [weight for weight in group["params"] if weight.grad is not None]
+        matrices = [weight.detach().flatten(1) for weight in weights]
+        for weight, matrix in zip(weights, matrices, strict=True):
+            assert weight.grad is not None
+            matrix.grad = weight.grad.flatten(1)
+        self._muon.param_groups = [{**group, "params": matrices}]
+        self._muon.state = defaultdict(dict, zip(matrices, [self.state[weight] for weight in weights], strict=True))
+        self._muon.step()
+        for weight, matrix in zip(weights, matrices, strict=True):
+            if matrix.data_ptr() != weight.data_ptr():  # channels-last kernels cannot be viewed as matrices
+                weight.copy_(matrix.view(weight.shape))
+
 
 _FROM_OPTIONS = ("lr_factor", "weight_decay", "betas", "eps", "momentum", "d_coef")
 """What a group takes from the options of today instead of a checkpoint."""

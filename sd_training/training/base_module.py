@@ -1,11 +1,13 @@
 """What every trained module shares: optimizer, learning rate, clipping, and the numbers that are logged.
 
 Nothing here waits for the device: losses, norms and flags stay tensors until a callback reads them.
+
+What is remembered of a micro-batch until the host next looks: small tensors that stay on the device.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
@@ -13,11 +15,26 @@ from torch import Tensor, nn
 
 from sd_training.config.schema import OptimizerConfig
 from sd_training.errors import CheckpointError
-from sd_training.optim.clipping import clip_gradients
+from sd_training.optim.gradients import clip_gradients
 from sd_training.optim.lr_schedules import LRSchedule
 from sd_training.optim.optimizers import make_optimizer
-from sd_training.training.seen import SeenMicroBatch
 from sd_training.types import PixelBatch
+
+
+class SeenMicroBatch(NamedTuple):
+    """One forward pass of this process. Nothing here holds a graph."""
+
+    loss: Tensor
+    """[] as it was minimised."""
+    sample_losses: Tensor
+    """[B] its shares."""
+    positions: Tensor
+    """[B] int64, as in the batch."""
+    sample_ids: Tensor
+    """[B] int64, as in the batch."""
+    timesteps: Tensor | None
+    """[B] what the denoiser was told of the noise level; None for autoencoders."""
+
 
 PART = "denoiser"
 """The trained network's name in `optimizer.rates_by_part`."""

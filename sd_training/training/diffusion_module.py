@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sd_training.diffusion.loss_weighting import LevelUncertainty
 from sd_training.diffusion.objective import Objective
-from sd_training.diffusion.uncertainty import LevelUncertainty
 from sd_training.models.encoders import Encoders
 from sd_training.training.base_module import PART, Optimization, TrainedModule, spread_non_finite
 from sd_training.types import Conditioning, NoisedBatch, PixelBatch

@@ -11,8 +11,13 @@ from numpy.typing import NDArray
 
 from sd_training.build.models import objective_of
 from sd_training.config.model_schema import ModelConfig, PartConfig
-from sd_training.config.objective_presets import with_preset
-from sd_training.config.objective_schema import LossConfig, LossWeightingConfig, ObjectiveConfig, TimestepDensityConfig
+from sd_training.config.objective_schema import (
+    LossConfig,
+    LossWeightingConfig,
+    ObjectiveConfig,
+    TimestepDensityConfig,
+    with_preset,
+)
 from sd_training.diffusion.objective import Objective
 from sd_training.models.schedulers import Schedulers, load_schedulers
 from tests.conformance.reference import BETAS, DISCRETE, PREDICTIONS, SCHEDULES, WEIGHTINGS, Array, Setting

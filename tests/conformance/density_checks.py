@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from sd_training.config.data_schema import DatasetParams
 from sd_training.config.objective_schema import ObjectiveConfig, ShiftConfig, TimestepDensityConfig
-from sd_training.data.buckets import BucketTable
-from sd_training.data.dataset import DrawSettings, TrainingSamples, Visit
+from sd_training.data.order.buckets import BucketTable
+from sd_training.data.samples.sample import DrawSettings, TrainingSamples, Visit
 from sd_training.types import LatentGrid
 from tests.conformance import densities
 from tests.conformance.cases import objective_for

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from sd_training.diffusion.loss_weighting import LevelUncertainty
 from sd_training.diffusion.noise_schedule import DiscreteSchedule
 from sd_training.diffusion.objective import Objective
-from sd_training.diffusion.uncertainty import LevelUncertainty
 from tests.conformance import reference
 from tests.conformance.cases import draws_of, numbers, objective_for, settings, tensor, varied
 from tests.conformance.reference import DISCRETE, Array, Setting

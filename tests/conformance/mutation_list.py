@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from sd_training.data import dataset
+from sd_training.data.samples import sample as dataset
 from sd_training.diffusion import loss_weighting, noise_schedule, objective, prediction, timestep_density
 from sd_training.diffusion.noise_schedule import DiscreteSchedule, FlowSchedule, SigmaSchedule
 from sd_training.diffusion.objective import Objective

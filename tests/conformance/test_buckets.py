@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sd_training.data.buckets import BucketTable
-from sd_training.data.order import OrderSettings, SampleOrder
+from sd_training.data.order.buckets import BucketTable
+from sd_training.data.order.order import OrderSettings, SampleOrder
 from sd_training.diffusion.objective import Objective
 from tests.conformance.cases import draws_of, numbers, objective_for, settings, tensor
 

@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 
 from sd_training.config.check_objective import objective_problems
-from sd_training.config.objective_presets import PRESETS, with_preset
 from sd_training.config.objective_schema import (
+    PRESETS,
     LossConfig,
     LossWeightingConfig,
     ObjectiveConfig,
     ShiftConfig,
     TimestepDensityConfig,
+    with_preset,
 )
 
 

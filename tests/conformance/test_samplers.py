@@ -8,7 +8,7 @@ from sd_training.build.models import objective_of
 from sd_training.config.model_schema import ModelConfig, PartConfig
 from sd_training.config.objective_schema import ObjectiveConfig
 from sd_training.errors import ConfigError
-from sd_training.export.samplers import SAMPLERS
+from sd_training.export.draw import SAMPLERS
 from sd_training.models.schedulers import load_schedulers
 from tests.conformance import sampler_checks
 from tests.conformance.cases import Parts, schedulers_for

@@ -47,7 +47,7 @@ Record = dict[str, Any]
 
 def resolved(words: Sequence[str]) -> Record:
     """The resolved configuration of a command line."""
-    from sd_training.config.dump import to_plain
+    from sd_training.config.changes import to_plain
     from sd_training.config.load import load_config
 
     return to_plain(load_config(list(words)))
@@ -84,7 +84,7 @@ def options_with_defaults() -> Record:
 
 def presets() -> list[str]:
     """Names for `objective.preset`."""
-    from sd_training.config.objective_presets import PRESETS
+    from sd_training.config.objective_schema import PRESETS
 
     return list(PRESETS)
 
@@ -93,8 +93,8 @@ class Filters:
     """Rows of metadata, stored as a shard and indexed, and which of them pass a filter."""
 
     def __init__(self, rows: Sequence[bytes | None], folder: Path) -> None:
-        from sd_training.data.index import load_index
-        from sd_training.data.tar_source import TarSource
+        from sd_training.data.index.store import load_index
+        from sd_training.data.sources.tar import TarSource
         from tests import makers
         from tests.unit.data.making import ACCESS
 
@@ -106,7 +106,7 @@ class Filters:
     def passing(self, filters: Mapping[str, Any]) -> Any:
         """[N] bool, or None where the filter is refused."""
         from sd_training.config.filters import parse_filters
-        from sd_training.data.filters import evaluate
+        from sd_training.data.index.selection import evaluate
 
         rules, problems = parse_filters(filters)
         if problems:

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from sd_training.config.mesh import Mesh
 from sd_training.config.model_schema import ModelConfig
 from sd_training.config.objective_schema import ObjectiveConfig
+from sd_training.config.plan import Mesh
 from sd_training.config.schema import ConditioningConfig
-from sd_training.distributed.strategies import CutOptions, CutProcesses, Cuts
-from sd_training.models.families import load_family
+from sd_training.models.families.table import load_family
 from sd_training.models.family import Family
-from sd_training.optim.clipping import clip_gradients
+from sd_training.optim.gradients import clip_gradients
+from sd_training.parallel.strategies import CutOptions, CutProcesses, Cuts
 from sd_training.types import NoisedBatch
 
 

@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-from sd_training.quiet import quiet_libraries
+from sd_training.log import quiet_libraries
 
 quiet_libraries()  # before they are imported, as train.py does
 

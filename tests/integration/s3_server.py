@@ -14,7 +14,7 @@ from typing import Any
 import boto3
 
 from scripts.free_port import free_port
-from sd_training import object_store
+from sd_training.data.storage import object_store as object_store
 
 BUCKET = "shards"
 _STARTUP_S = 300

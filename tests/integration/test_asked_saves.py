@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.exit_status import STOPPED
+from sd_training.errors import EXIT_STOPPED
 from tests.integration.training import AtStep, options, train
 
 
@@ -41,4 +41,4 @@ def test_a_run_ends_before_its_time_limit(
     else:
         changes["experiment__max_hours"] = 5 / 3600
     run = train(options(tmp_path / "run", pipeline_dir, shards_dir, **changes))
-    assert run.exit_status == STOPPED and saved_steps(tmp_path / "run") == ["step=1"]
+    assert run.exit_status == EXIT_STOPPED and saved_steps(tmp_path / "run") == ["step=1"]

@@ -9,9 +9,9 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from sd_training.callbacks.every_step import OptimizerStepCallback
+from sd_training.callbacks.base import OptimizerStepCallback
 from sd_training.callbacks.preemption import STEP_FILE_VARIABLE
-from sd_training.checkpoint import seal
+from sd_training.checkpoint.folder import sealed_checkpoints, verify_checkpoint
 from sd_training.errors import SaveError
 from sd_training.training.base_module import TrainedModule
 from tests.integration.failing_saves import FullDisk
@@ -88,7 +88,7 @@ def test_the_same_bytes_as_without(
     for step in (4, 8):
         one, other = (checkpoint_tensors(tmp_path / name, step) for name in ("one", "other"))
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-        assert seal.verify(tmp_path / "other" / "checkpoints" / f"step={step}") == []
+        assert verify_checkpoint(tmp_path / "other" / "checkpoints" / f"step={step}") == []
     one, other = (files(tmp_path / name / "current_pipeline") for name in ("one", "other"))
     assert one == other
     assert (tmp_path / "other" / "exported_step").read_text() == "8\n"
@@ -109,7 +109,7 @@ def test_a_failure_in_the_background_is_told_at_the_next_save(
     train_with(Watched(4, 5), argv)
     assert told == ["-", "-", "-", "2", "2", "2", "2", "6"]  # as it stood before each step
     assert [incident["optimizer_step"] for incident in incidents(tmp_path / "run")] == [4]
-    assert [folder.name for folder in seal.sealed(tmp_path / "run" / "checkpoints")] == ["step=6", "step=8"]
+    assert [folder.name for folder in sealed_checkpoints(tmp_path / "run" / "checkpoints")] == ["step=6", "step=8"]
     assert not list((tmp_path / "run").rglob("*.partial*"))
     with pytest.raises(SaveError, match="the last save of this run"):
         train_with(FullDisk(10, 10), [*argv, "experiment.num_examples_to_see=80"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sd_training.config.batch_plan import BatchPlan
+from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
 from sd_training.errors import ConfigError, DataError
 from sd_training.types import PixelBatch

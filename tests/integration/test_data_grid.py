@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.data_schema import BucketConfig, CaptionConfig
+from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
 from sd_training.types import PixelBatch
 from tests import makers

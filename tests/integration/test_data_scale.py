@@ -12,15 +12,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.filters import parse_filters
-from sd_training.data.buckets import BucketTable, ladder, merge_small
-from sd_training.data.caption_choice import CaptionRules
-from sd_training.data.index import DatasetIndex, load_index
-from sd_training.data.order import OrderSettings, SampleOrder
+from sd_training.config.plan import BatchPlan
+from sd_training.data.index.selection import select
+from sd_training.data.index.store import DatasetIndex, load_index
+from sd_training.data.order.buckets import BucketTable, ladder, merge_small
+from sd_training.data.order.order import OrderSettings, SampleOrder
 from sd_training.data.problems import Problems
-from sd_training.data.selection import select
-from sd_training.data.source import SampleReader, Unit, UnitScan
+from sd_training.data.samples.caption_choice import CaptionRules
+from sd_training.data.sources.base import SampleReader, Unit, UnitScan
 from tests import makers
 from tests.integration.training import ROOT
 from tests.unit.data.making import training_data

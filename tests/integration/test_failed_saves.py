@@ -10,7 +10,7 @@ import pytest
 
 from sd_training.build.run import Run
 from sd_training.callbacks.preemption import STEP_FILE_VARIABLE
-from sd_training.checkpoint import seal
+from sd_training.checkpoint.folder import newest_verified, verify_checkpoint
 from sd_training.errors import SaveError
 from sd_training.export.folder import folder_problems
 from tests.integration.failing_saves import FullDisk
@@ -52,7 +52,7 @@ def test_a_full_disk_is_survived(
         def on_optimizer_step(self, *arguments: Any) -> None:
             super().on_optimizer_step(*arguments)
             if arguments[-1] == 5:  # right after the failed save of step 4
-                assert names(run_dir) == ["step=2"] and seal.verify(run_dir / "checkpoints" / "step=2") == []
+                assert names(run_dir) == ["step=2"] and verify_checkpoint(run_dir / "checkpoints" / "step=2") == []
                 assert not list(run_dir.glob("*.partial*")) and folder_problems(run_dir / "current_pipeline") == []
                 kept.append((run_dir / "exported_step").read_bytes())
             if arguments[-1] == 6:  # step 5 was the first one that could tell the launcher of step 4
@@ -98,7 +98,7 @@ def test_too_many_or_the_last_one_end_the_run(
     with pytest.raises(SaveError, match=text):
         train_with(FullDisk(*full), argv)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    newest = seal.newest_verified(tmp_path / "run" / "checkpoints")
+    newest = newest_verified(tmp_path / "run" / "checkpoints")
     assert newest is not None and newest.name == ("step=2" if most == 2 else "step=6")
     assert names(tmp_path / "run") == (["step=2"] if most == 2 else ["step=4", "step=6"])
 

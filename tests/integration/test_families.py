@@ -24,7 +24,7 @@ def refused(*args, **kwargs):
     raise AssertionError("a connection was asked for")
 socket.socket.connect = socket.create_connection = socket.getaddrinfo = refused
 import diffusers, numpy, torch
-import sd_training.models.mmdit_pipeline
+import sd_training.models.families.mmdit_pipeline
 from sd_training.export.draw import draw_images
 left_out = {"text_encoder_3": None, "tokenizer_3": None} if "without_t5" in sys.argv[3] else {}
 pipeline = diffusers.DiffusionPipeline.from_pretrained(

@@ -14,8 +14,8 @@ from scripts.campaign.signals import is_inside_save
 from scripts.campaign.slurm import gaps_of_record
 from scripts.campaign.tiny_run import TinyRun, digest_of
 from scripts.campaign.watch import slowness
-from sd_training.checkpoint.seal import write_sealed
-from sd_training.checkpoint.tensor_files import write_state, write_tensors
+from sd_training.checkpoint.folder import write_sealed
+from sd_training.checkpoint.tensors import write_state, write_tensors
 from sd_training.errors import UserError
 
 

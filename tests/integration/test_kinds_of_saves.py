@@ -10,18 +10,18 @@ import torch
 
 from sd_training.build.plan import make_plan
 from sd_training.build.run import build_run
-from sd_training.callbacks.every_step import OptimizerStepCallback
-from sd_training.checkpoint import seal
+from sd_training.callbacks.base import OptimizerStepCallback
+from sd_training.checkpoint.folder import read_info, sealed_checkpoints
 from sd_training.config.load import load_config
-from sd_training.distributed.sealing import Sealing
 from sd_training.errors import DataError
+from sd_training.parallel.saves import Sealing
 from sd_training.training.base_module import TrainedModule
-from sd_training.watch.hang_watch import HangWatch
+from sd_training.watchdog.hang import HangWatch
 from tests.integration.training import checkpoint_tensors, losses, options, prepare, torchrun, train, train_in_processes
 
 
 def names(run_dir: Path) -> list[str]:
-    return [folder.name for folder in seal.sealed(run_dir / "checkpoints")]
+    return [folder.name for folder in sealed_checkpoints(run_dir / "checkpoints")]
 
 
 def test_milestones_and_the_best_stay(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_milestones_and_the_best_stay(pipeline_dir: Path, shards_dir: Path, tmp_
     run_losses = losses(tmp_path / "run")
     best = run_losses.index(min(run_losses)) + 1
     assert names(tmp_path / "run") == [f"step={step}" for step in sorted({3, 6, 7, 8, best})]
-    stored = seal.read_info(tmp_path / "run" / "checkpoints" / "step=3")
+    stored = read_info(tmp_path / "run" / "checkpoints" / "step=3")
     assert stored == {"is_milestone": True, "mean_loss": pytest.approx(run_losses[2]), "validation_loss": None}
 
 

@@ -10,8 +10,8 @@ import pytorch_lightning as pl
 import torch
 from diffusers import DiffusionPipeline
 
-import sd_training.models.mmdit_pipeline  # noqa: F401 - makes its class known to diffusers
-from sd_training.build import network
+import sd_training.models.families.mmdit_pipeline  # noqa: F401 - makes its class known to diffusers
+from sd_training.build import models as network
 from sd_training.build.dry_run import describe
 from sd_training.build.plan import make_plan
 from sd_training.build.run import build_run

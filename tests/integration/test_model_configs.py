@@ -16,7 +16,7 @@ from sd_training.config.load import load_config
 from sd_training.config.schema import Config
 from sd_training.errors import ConfigError
 from sd_training.models.cost import forward_flops, parameter_counts
-from sd_training.models.families import load_family
+from sd_training.models.families.table import load_family
 from sd_training.models.family import Family
 from tests import makers
 from tests.family_makers import t5_tokenizer

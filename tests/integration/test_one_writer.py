@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 
-from sd_training.callbacks.every_step import OptimizerStepCallback
+from sd_training.callbacks.base import OptimizerStepCallback
 from sd_training.errors import TakenOverError
 from sd_training.training.base_module import TrainedModule
 from tests.integration.training import metrics, options, train

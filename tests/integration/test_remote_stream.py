@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.data_schema import RemoteConfig
-from sd_training.data import remote_files
-from sd_training.data.byte_files import Access
+from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
-from sd_training.data.shards import expand_shards
-from sd_training.errors import OutageError
-from sd_training.exit_status import STOPPED
+from sd_training.data.sources.shards import expand_shards
+from sd_training.data.storage import remote as remote_files
+from sd_training.data.storage.files import Access
+from sd_training.errors import EXIT_STOPPED, OutageError
 from tests import makers
 from tests.integration.fault_proxy import FaultProxy, running
 from tests.integration.s3_server import BUCKET, S3Server, s3_environment, s3_server
@@ -99,7 +98,7 @@ def test_a_server_that_goes_away_asks_for_another_start(
         data.report()
     with pytest.raises(OutageError, match="after 2 attempts") as error:
         stream(data)
-    assert error.value.exit_status == STOPPED
+    assert error.value.exit_status == EXIT_STOPPED
 
 
 def test_a_listing_that_fails_is_never_an_empty_one(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:

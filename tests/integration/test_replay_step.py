@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from scripts import replay_step
-from sd_training.config.batch_plan import BatchPlan
-from sd_training.config.dump import resolved_yaml
+from sd_training.config.changes import resolved_yaml
 from sd_training.config.load import load_config
+from sd_training.config.plan import BatchPlan
 from sd_training.errors import NumericError, UserError
 from tests import family_makers
 from tests.integration.training import options, train

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from sd_training.build.plan import make_plan
 from sd_training.build.start import Start, find_start, make_mirror
-from sd_training.callbacks import saves
+from sd_training.callbacks import save as saves
 from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
 from tests.integration.training import CrashAfter, Interrupted, metrics, options, prepare, train, train_in_processes

@@ -19,8 +19,8 @@ from sd_training.build.plan import make_plan
 from sd_training.callbacks.preemption import STEP_FILE_VARIABLE
 from sd_training.cli import run_cli
 from sd_training.config.load import load_config
-from sd_training.run_log import RunLog
-from sd_training.stop_signals import INTERRUPTED, STOPPED, StopSignals
+from sd_training.log import RunLog
+from sd_training.signals import INTERRUPTED, STOPPED, StopSignals
 from tests.integration.record_ids import read_ids
 from tests.integration.test_training import assert_same_tensors
 from tests.integration.training import ROOT, checkpoint_tensors, losses, metrics, options, train

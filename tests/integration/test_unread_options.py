@@ -55,7 +55,7 @@ READ_IN_VAIN = {
     "validation.num_levels": "an autoencoder has one loss per sample, not one per noise level",
 }
 """Options that are refused although some code looks at them."""
-NOT_THE_RUN = ("dataclasses", "sd_training.config.check", "sd_training.config.dump", "sd_training.config.permissions")
+NOT_THE_RUN = ("dataclasses", "sd_training.config.check", "sd_training.config.changes", "sd_training.config.changes")
 """Modules that look at every option, and use none."""
 
 

@@ -11,9 +11,8 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from sd_training.checkpoint import seal
-from sd_training.errors import DataError
-from sd_training.exit_status import STOPPED
+from sd_training.checkpoint.folder import read_info, sealed_checkpoints, step_of
+from sd_training.errors import EXIT_STOPPED, DataError
 from tests import makers
 from tests.integration.spoiled_held_out import empty
 from tests.integration.training import (
@@ -96,7 +95,7 @@ class SignalAfter(pl.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize(("step", "status"), [(4, STOPPED), (8, 0)])
+@pytest.mark.parametrize(("step", "status"), [(4, EXIT_STOPPED), (8, 0)])
 def test_a_run_that_is_asked_to_stop_while_it_is_measured_stops_there_and_is_measured_when_it_goes_on(
     step: int, status: int, pipeline_dir: Path, shards_dir: Path, held_out: Path, tmp_path: Path
 ) -> None:
@@ -127,7 +126,7 @@ def test_held_out_data_that_goes_away_costs_no_step(
         words = [str(gone), *argv]
         said = train_in_processes(words, processes, "tests.integration.spoiled_held_out", status=1)
         assert said.count("error: validation.path") == 1
-    assert [folder.name for folder in seal.sealed(tmp_path / "run" / "checkpoints")] == ["step=4"]
+    assert [folder.name for folder in sealed_checkpoints(tmp_path / "run" / "checkpoints")] == ["step=4"]
 
 
 def test_the_best_by_it_stay(pipeline_dir: Path, shards_dir: Path, held_out: Path, tmp_path: Path) -> None:
@@ -138,9 +137,9 @@ def test_the_best_by_it_stay(pipeline_dir: Path, shards_dir: Path, held_out: Pat
     train(options(tmp_path / "run", pipeline_dir, shards_dir, **(EVERY | changes)))
     found = means(tmp_path / "run", "trained")
     best = min((step for step in found if step), key=lambda step: found[step])
-    kept = [seal.step_of(folder) for folder in seal.sealed(tmp_path / "run" / "checkpoints")]
+    kept = [step_of(folder) for folder in sealed_checkpoints(tmp_path / "run" / "checkpoints")]
     assert kept == sorted({best, 7, 8})
-    assert seal.read_info(tmp_path / "run" / "checkpoints" / "step=8")["validation_loss"] == pytest.approx(found[8])
+    assert read_info(tmp_path / "run" / "checkpoints" / "step=8")["validation_loss"] == pytest.approx(found[8])
 
 
 def test_an_autoencoder_has_no_noise_levels(

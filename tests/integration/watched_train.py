@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import train
-from sd_training.stop_signals import StopSignals
+from sd_training.signals import StopSignals
 
 # As `python train.py`: the warning of the time limit is noted before the seconds in which torch is imported.
 SIGNALS = StopSignals()

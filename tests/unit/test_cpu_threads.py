@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from sd_training import cpu_threads
+from sd_training import cli as cpu_threads
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN = """
 import multiprocessing, os, sys
-from sd_training.cpu_threads import let_threads_sleep, share_cores
+from sd_training.cli import let_threads_sleep, share_cores
 let_threads_sleep()
 import torch
-from sd_training.data.worker_server import worker_context
+from sd_training.data.loader import worker_context
 
 if __name__ == "__main__":
     share_cores(int(sys.argv[1]))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.incident_log import note_incident
+from sd_training.incidents import note_incident
 from tests.file_size_limit import file_size_limit
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.build.local_files import local_problems
+from sd_training.build.preflight import local_problems
 from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
 from tests import makers

@@ -5,7 +5,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys, warnings
-from sd_training.quiet import quiet_libraries
+from sd_training.log import quiet_libraries
 quiet_libraries()
 import torch
 from torch import distributed, nn

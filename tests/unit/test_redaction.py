@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from sd_training import redaction
-from sd_training.config.dump import to_plain
+from sd_training.config.changes import to_plain
 from sd_training.config.load import load_config
-from sd_training.rank_log import get_logger
+from sd_training.log import get_logger
 from sd_training.redaction import for_terminal, redacted, redacted_values
 from tests.unit.config.loading import BASE
 

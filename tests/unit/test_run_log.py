@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from tqdm import tqdm
 
-from sd_training import rank_log, run_log
-from sd_training.checkpoint.writer import Fence, take
+from sd_training import log as rank_log
+from sd_training import log as run_log
+from sd_training.checkpoint.run_lock import RunLock, acquire_run_lock
 from sd_training.errors import DataError
-from sd_training.rank_log import FOR_FILE, get_logger, write_lines_by
-from sd_training.run_log import RunLog
+from sd_training.log import FOR_FILE, RunLog, get_logger, write_lines_by
 from tests.file_size_limit import file_size_limit
 
 log = get_logger(__name__)
@@ -94,11 +94,11 @@ def test_a_full_disk_costs_lines_and_says_so_once(tmp_path: Path, console: io.St
 
 
 def test_who_lost_the_folder_writes_nothing_any_more(tmp_path: Path, console: io.StringIO) -> None:
-    fence = take(tmp_path)
+    fence = acquire_run_lock(tmp_path)
     with RunLog().kept() as kept:
         kept.open(tmp_path, fence.check)
         log.info("mine")
-        newer = Fence(tmp_path, fence.number + 1, "another")
+        newer = RunLock(tmp_path, fence.number + 1, "another")
         (tmp_path / "writers" / f"{newer.number}.json").write_text('{"token": "another"}')
         log.info("a zombie's")
     fence.release()

@@ -3,7 +3,7 @@ import signal
 
 import pytest
 
-from sd_training.stop_signals import INTERRUPTED, STOPPED, StopSignals
+from sd_training.signals import INTERRUPTED, STOPPED, StopSignals
 
 ALL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 OTHERS = (signal.SIGUSR2, signal.SIGHUP)

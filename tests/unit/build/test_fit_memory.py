@@ -10,7 +10,7 @@ from sd_training.build.estimate import measure, meta_networks, run_memory
 from sd_training.build.fit_memory import USABLE_SHARE, micro_batches, propose, strategies
 from sd_training.config.fit_target import FitTarget
 from sd_training.config.load import load_config
-from sd_training.config.mesh import find_layout
+from sd_training.config.plan import find_layout
 from sd_training.config.schema import Config
 from sd_training.errors import ConfigError
 from tests.family_makers import save_pipeline

@@ -5,8 +5,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from sd_training.build.memory import Memory, ModelSize, has_weight_copies, standing_memory
-from sd_training.config.mesh import Layout, Mesh, find_layout
-from sd_training.config.parallel_schema import DistributedConfig, MeshConfig
+from sd_training.config.plan import Layout, Mesh, find_layout
+from sd_training.config.schema import DistributedConfig, MeshConfig
 
 # 1,000 parameters, 800 of them in blocks of 200, of which 600 are in matrices; 50 frozen; AdamW.
 SIZE = ModelSize(

@@ -4,18 +4,18 @@ import pytest
 
 from sd_training.build.start import _unreadable
 from sd_training.checkpoint.mirror import MirrorError
-from sd_training.exit_status import MISTAKE, STOPPED
-from sd_training.object_store import is_outage
+from sd_training.data.storage.object_store import is_outage
+from sd_training.errors import EXIT_MISTAKE, EXIT_STOPPED
 
 
 @pytest.mark.parametrize(
     ("cause", "status"),
     [
-        ("Generic S3 error: after 5 retries - Server returned non-2xx status code: 503 Slow Down", STOPPED),
-        ("Generic S3 error: after 5 retries - HTTP error: error sending request", STOPPED),
-        ("Generic HTTP error: HTTP error: error sending request: invalid peer certificate", MISTAKE),
-        ("Server returned non-2xx status code: 403 Forbidden", MISTAKE),
-        ("Not a directory (os error 20)", MISTAKE),
+        ("Generic S3 error: after 5 retries - Server returned non-2xx status code: 503 Slow Down", EXIT_STOPPED),
+        ("Generic S3 error: after 5 retries - HTTP error: error sending request", EXIT_STOPPED),
+        ("Generic HTTP error: HTTP error: error sending request: invalid peer certificate", EXIT_MISTAKE),
+        ("Server returned non-2xx status code: 403 Forbidden", EXIT_MISTAKE),
+        ("Not a directory (os error 20)", EXIT_MISTAKE),
     ],
 )
 def test_a_mirror_that_is_away_asks_for_another_start(cause: str, status: int) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from sd_training.build.wandb_login import chosen_mode, missing_login, wandb_problems
+from sd_training.build.preflight import chosen_mode, missing_login, wandb_problems
 from sd_training.config.schema import WandbConfig
 from tests.integration.commands import ROOT
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 ASKED = """
-from sd_training.build.wandb_login import missing_login
+from sd_training.build.preflight import missing_login
 from sd_training.config.schema import WandbConfig
 print(missing_login(WandbConfig()))
 """

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from sd_training.callbacks.deadlines import SLURM_END_VARIABLE, UNMEASURED_SAVE_S, Deadlines
+from sd_training.callbacks.preemption import SLURM_END_VARIABLE, UNMEASURED_SAVE_S, Deadlines
 
 
 @pytest.mark.parametrize(("save_s", "step_s", "needed_s"), [(0, 0, 2 * UNMEASURED_SAVE_S), (30, 5, 70)])

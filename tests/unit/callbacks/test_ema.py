@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from sd_training.callbacks.ema import Ema, decay_at, export_weights
-from sd_training.callbacks.weight_staging import WeightStaging
+from sd_training.callbacks.ema import Ema, WeightStaging, decay_at, export_weights
 from sd_training.config.schema import EmaConfig, OptimizerConfig
-from sd_training.distributed.placement import Replicas
 from sd_training.errors import CheckpointError
 from sd_training.optim.power_function_ema import gamma_of
+from sd_training.parallel.sharding import Replicas
 from sd_training.training.base_module import Optimization, TrainedModule
 
 

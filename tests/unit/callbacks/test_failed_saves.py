@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.callbacks.failed_saves import FailedSaves
+from sd_training.callbacks.save import FailedSaves
 from sd_training.errors import SaveError
 
 FULL = OSError(errno.ENOSPC, "checkpoint step=2 could not be written to /x: No space left on device; 0.00 GiB are free")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.callbacks.metric_rows import MetricRows
+from sd_training.callbacks.metrics import MetricRows
 from tests.file_size_limit import file_size_limit
 
 COLUMNS = ("optimizer_step", "loss", "l1")

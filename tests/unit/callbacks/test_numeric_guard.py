@@ -12,7 +12,7 @@ import torch
 
 from sd_training.build.run import Run
 from sd_training.callbacks.ema import Ema
-from sd_training.callbacks.numeric_guard import NumericGuard
+from sd_training.callbacks.numerics import NumericGuard
 from sd_training.errors import NumericError
 from sd_training.training.base_module import spread_non_finite
 from tests.integration.training import CrashAfter, Interrupted, checkpoint_tensors, options, train

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 
-from sd_training.callbacks.deadlines import Deadlines
-from sd_training.callbacks.preemption import STEP_FILE_VARIABLE, Preemption
-from sd_training.callbacks.save_times import SaveTimes
-from sd_training.exit_status import INTERRUPTED, STOPPED
-from sd_training.stop_signals import StopSignals
-from sd_training.watch.status_file import STATUS_FILE_VARIABLE
+from sd_training.callbacks.preemption import STEP_FILE_VARIABLE, Deadlines, Preemption
+from sd_training.callbacks.save import SaveTimes
+from sd_training.errors import EXIT_INTERRUPTED, EXIT_STOPPED
+from sd_training.signals import StopSignals
+from sd_training.watchdog.first_failure import STATUS_FILE_VARIABLE
 from tests.file_size_limit import file_size_limit
 from tests.unit.checkpoint.test_seal import listening_to_the_log
 
@@ -52,7 +51,7 @@ def test_a_step_file_that_cannot_be_written_is_told_once_and_ends_nothing(
     assert path.read_text() == "6\n"
 
 
-@pytest.mark.parametrize("status", [STOPPED, INTERRUPTED])
+@pytest.mark.parametrize("status", [EXIT_STOPPED, EXIT_INTERRUPTED])
 def test_the_status_of_a_run_that_stops_is_told_when_all_is_saved(
     status: int, trainer: pl.Trainer, preemption: Preemption, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

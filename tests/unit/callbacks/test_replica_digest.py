@@ -2,7 +2,7 @@
 
 import pytest
 
-from sd_training.callbacks.replica_digest import odd_ranks
+from sd_training.callbacks.numerics import odd_ranks
 
 
 @pytest.mark.parametrize(

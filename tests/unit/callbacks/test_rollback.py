@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.callbacks.rollback import Rollback, newest_before
-from sd_training.checkpoint.seal import write_sealed
+from sd_training.callbacks.numerics import Rollback, newest_before
+from sd_training.checkpoint.folder import write_sealed
 
 DONE = Rollback(at=40, to=10, first_bad=15, kind="skipped")
 

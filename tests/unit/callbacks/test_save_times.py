@@ -2,7 +2,7 @@
 
 import time
 
-from sd_training.callbacks.save_times import SaveTimes
+from sd_training.callbacks.save import SaveTimes
 
 
 def test_a_save_that_is_waited_for() -> None:

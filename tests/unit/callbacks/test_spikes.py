@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from sd_training.callbacks.spikes import MIN_HISTORY, RECENT, Spike, SpikeDetector
+from sd_training.callbacks.anomalies import MIN_HISTORY, RECENT, Spike, SpikeDetector
 
 STEPS = 10_000
 

@@ -4,9 +4,8 @@ import math
 
 import pytest
 
-from sd_training.callbacks.step_judge import SKIPPED, StepJudge, Trouble
-from sd_training.callbacks.step_window import StepReport
-from sd_training.config.numerics_schema import NumericsConfig
+from sd_training.callbacks.anomalies import SKIPPED, StepJudge, StepReport, Trouble
+from sd_training.config.schema import NumericsConfig
 
 
 def judge_of(bad: set[int], steps: int = 20) -> StepJudge:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from sd_training.callbacks.weight_staging import WeightStaging
+from sd_training.callbacks.ema import WeightStaging
 
 
 @pytest.mark.parametrize("threads", [1, 3, 8])

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from sd_training.checkpoint.codec import join, split
+from sd_training.checkpoint.tensors import join_tensors, split_tensors
 from tests.unit.checkpoint.exact import assert_same
 
 
 def through_json(state: Any) -> Any:
-    value, tensors = split(state)
-    return join(json.loads(json.dumps(value, allow_nan=False)), tensors)
+    value, tensors = split_tensors(state)
+    return join_tensors(json.loads(json.dumps(value, allow_nan=False)), tensors)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_tensors_come_back_at_their_places() -> None:
 
 def test_tensor_names_are_paths_and_tensors_are_not_copied() -> None:
     weight = torch.randn(2)
-    _, tensors = split({"state_dict": {"net.weight": weight}})
+    _, tensors = split_tensors({"state_dict": {"net.weight": weight}})
     assert tensors["state_dict/net.weight"] is weight
 
 
@@ -69,7 +69,7 @@ def test_colliding_and_reserved_paths_get_names_of_their_own() -> None:
         "1": torch.tensor(4),
         "__metadata__": torch.tensor(5),
     }
-    _, tensors = split(state)
+    _, tensors = split_tensors(state)
     assert len(tensors) == 5 and "__metadata__" not in tensors
     assert_same(through_json(state), state)
 
@@ -88,15 +88,15 @@ def test_a_lone_tensor_is_a_state() -> None:
     ids=["channels last", "transposed", "size one"],
 )
 def test_layout_of_gapless_tensors_is_kept(tensor: torch.Tensor) -> None:
-    value, tensors = split({"t": tensor})
+    value, tensors = split_tensors({"t": tensor})
     stored = {name: t.contiguous() for name, t in tensors.items()}  # as a file gives them back
-    assert_same(join(value, stored), {"t": tensor})
+    assert_same(join_tensors(value, stored), {"t": tensor})
 
 
 def test_tensor_with_gaps_keeps_its_values() -> None:
     tensor = torch.arange(12).reshape(3, 4)[:, ::2]
-    value, tensors = split(tensor)
-    assert torch.equal(join(value, tensors), tensor) and "stride" not in value
+    value, tensors = split_tensors(tensor)
+    assert torch.equal(join_tensors(value, tensors), tensor) and "stride" not in value
 
 
 class Number(int):
@@ -118,13 +118,13 @@ class Number(int):
         torch.zeros(2, 2).to_sparse(),
         {torch.tensor(1): 2},
         {object(): 1},
-        split,
+        split_tensors,
     ],
     ids=lambda bad: type(bad).__name__,
 )
 def test_anything_else_is_refused_with_its_path(bad: Any) -> None:
     with pytest.raises(TypeError, match=r"callbacks/Ema/0"):
-        split({"callbacks": {"Ema": [bad]}})
+        split_tensors({"callbacks": {"Ema": [bad]}})
 
 
 @pytest.mark.parametrize(
@@ -134,10 +134,10 @@ def test_anything_else_is_refused_with_its_path(bad: Any) -> None:
 )
 def test_foreign_json_is_refused(value: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
-        join({"a": [value]}, {})
+        join_tensors({"a": [value]}, {})
 
 
 @pytest.mark.parametrize("stride", [[1, 10**9], [0, 0], [2, 1], [-1, 2], [3], ["x", 1], {"a": 1}, 5])
 def test_a_stride_with_gaps_takes_no_memory(stride: object) -> None:
     with pytest.raises((ValueError, TypeError)):
-        join({"$tensor": "a", "stride": stride}, {"a": torch.zeros(2, 3)})
+        join_tensors({"$tensor": "a", "stride": stride}, {"a": torch.zeros(2, 3)})

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from sd_training.checkpoint import durable, seal
-from sd_training.checkpoint.durable import require_free, system_error
+from sd_training.checkpoint.atomic_io import replace_text, require_free_space, system_error, write_failure
+from sd_training.checkpoint.folder import begin_partial
 from tests.file_size_limit import file_size_limit
 
 
@@ -26,31 +26,31 @@ def test_the_systems_error_is_found(text: str, number: int | None) -> None:
 
 def test_too_little_space_is_found_before_writing(tmp_path: Path) -> None:
     folder = tmp_path / "not" / "yet"
-    require_free(folder, 10)
+    require_free_space(folder, 10)
     with pytest.raises(OSError, match=r"1,152,921,504,607,895,552 bytes are needed, [\d,]+ are free") as error:
-        require_free(folder, 2**60)
+        require_free_space(folder, 2**60)
     assert error.value.errno == errno.ENOSPC
-    assert durable.write_failure("x", folder, error.value).errno == errno.ENOSPC
+    assert write_failure("x", folder, error.value).errno == errno.ENOSPC
 
 
 def test_a_checkpoint_that_does_not_fit_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nothing was written"):
-        seal.begin(tmp_path / "checkpoints", 1, needed_bytes=2**60)
+        begin_partial(tmp_path / "checkpoints", 1, needed_bytes=2**60)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_small_file_is_replaced_whole_or_stays(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("old")
     with pytest.raises(OSError), file_size_limit(100):
-        durable.replace_text(tmp_path / "file", "x" * 200)
+        replace_text(tmp_path / "file", "x" * 200)
     assert (tmp_path / "file").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
     (tmp_path / "link").symlink_to("file")
-    durable.replace_text(tmp_path / "link", "x" * 200)
+    replace_text(tmp_path / "link", "x" * 200)
     assert (tmp_path / "file").read_text() == "x" * 200 and len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_device_is_never_replaced() -> None:
     with pytest.raises(OSError, match="No space left"):
-        durable.replace_text(Path("/dev/full"), "7\n")
-    durable.replace_text(Path("/dev/null"), "7\n")
+        replace_text(Path("/dev/full"), "7\n")
+    replace_text(Path("/dev/null"), "7\n")
     assert Path("/dev/full").is_char_device() and Path("/dev/null").is_char_device()

@@ -9,8 +9,16 @@ from pathlib import Path
 
 import torch
 
-from sd_training.checkpoint import rotation, seal
-from sd_training.checkpoint.tensor_files import read_state, write_state, write_tensors
+from sd_training.checkpoint.folder import (
+    newest_verified,
+    remove_leftovers,
+    sealed_checkpoints,
+    step_of,
+    verify_checkpoint,
+    write_sealed,
+)
+from sd_training.checkpoint.retention import rotate
+from sd_training.checkpoint.tensors import read_state, write_state, write_tensors
 from tests.unit.checkpoint.exact import assert_same
 from tests.unit.kill import killed_after
 
@@ -29,14 +37,14 @@ def save(root: Path, step: int) -> None:
             write_tensors(folder, part, {"all": tensor}, 0, 1)
         write_state(folder, {"global_step": step})
 
-    seal.write_sealed(root, step, write, {})
+    write_sealed(root, step, write, {})
 
 
 def save_for_ever(root: Path, first: int, done: Callable[[int], None]) -> None:
     for step in itertools.count(first):
         save(root, step)
         done(step)
-        rotation.rotate(root, 2, trusted=[root / f"step={step}"])
+        rotate(root, 2, trusted=[root / f"step={step}"])
 
 
 def seconds_of_a_save(root: Path) -> float:
@@ -57,17 +65,17 @@ def test_every_kill_leaves_a_good_newest_checkpoint(tmp_path: Path) -> None:
         acknowledged = max([acknowledged, *steps])
         pace *= 1 if steps else 1.1  # a child saves more slowly than its parent did, or the machine became busy
         assert kill < 6 * KILLS, f"{acknowledged} saves, {interrupted} of them interrupted"
-        interrupted += bool(seal.sweep(root))
-        newest = seal.newest_verified(root)
+        interrupted += bool(remove_leftovers(root))
+        newest = newest_verified(root)
         if newest is None:
             assert acknowledged == 0
             continue
-        assert seal.step_of(newest) in (acknowledged, acknowledged + 1)  # sealed, but killed before it could say so
-        acknowledged = seal.step_of(newest)
+        assert step_of(newest) in (acknowledged, acknowledged + 1)  # sealed, but killed before it could say so
+        acknowledged = step_of(newest)
         state, stored = read_state(newest)
         assert state == {"global_step": acknowledged}
         assert_same({part: stored[part]["all"] for part in ("w", "v")}, tensors_of(acknowledged))
-        good = [folder for folder in seal.sealed(root) if not seal.verify(folder)]
+        good = [folder for folder in sealed_checkpoints(root) if not verify_checkpoint(folder)]
         assert len(good) >= min(2, acknowledged)
         assert {path.name for path in root.iterdir()} == {path.name for path in good}
         if kill >= KILLS and acknowledged >= 5 and interrupted >= 3:  # kills did fall into saves, and saves went on

@@ -5,17 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.checkpoint import kinds, rotation, seal
+from sd_training.checkpoint.folder import sealed_checkpoints, write_sealed
+from sd_training.checkpoint.retention import protected_checkpoints, retention_info, rotate
 
 
 def save(root: Path, step: int, mean_loss: float | None = None, *, is_milestone: bool = False) -> Path:
-    info = kinds.info_of(is_milestone=is_milestone, mean_loss=mean_loss)
-    return seal.write_sealed(root, step, lambda folder: (folder / "w").write_bytes(b"w") and None, info)
+    info = retention_info(is_milestone=is_milestone, mean_loss=mean_loss)
+    return write_sealed(root, step, lambda folder: (folder / "w").write_bytes(b"w") and None, info)
 
 
 def rotated(root: Path, num_best: int) -> list[str]:
-    rotation.rotate(root, 2, protected=kinds.protected(root, num_best))
-    return [folder.name for folder in seal.sealed(root)]
+    rotate(root, 2, protected=protected_checkpoints(root, num_best))
+    return [folder.name for folder in sealed_checkpoints(root)]
 
 
 @pytest.mark.parametrize(
@@ -34,16 +35,18 @@ def test_what_is_left(tmp_path: Path, num_best: int, left: list[str]) -> None:
 
 def test_the_best_by_validation_are_others(tmp_path: Path) -> None:
     for step, (training, held_out) in enumerate([(0.1, 0.9), (0.2, 0.3), (0.3, 0.5), (0.4, 0.8), (0.0, None)], start=1):
-        info = kinds.info_of(is_milestone=False, mean_loss=training, validation_loss=held_out)
-        seal.write_sealed(tmp_path, step, lambda folder: (folder / "w").write_bytes(b"w") and None, info)
-    chosen = {by: [f.name for f in kinds.protected(tmp_path, 2, by)] for by in ("training_loss", "validation_loss")}
+        info = retention_info(is_milestone=False, mean_loss=training, validation_loss=held_out)
+        write_sealed(tmp_path, step, lambda folder: (folder / "w").write_bytes(b"w") and None, info)
+    chosen = {
+        by: [f.name for f in protected_checkpoints(tmp_path, 2, by)] for by in ("training_loss", "validation_loss")
+    }
     assert chosen == {"training_loss": ["step=5", "step=1"], "validation_loss": ["step=2", "step=3"]}
 
 
 def test_without_facts_nothing_is_protected(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        seal.write_sealed(tmp_path, step, lambda folder: (folder / "w").write_bytes(b"w") and None, {})
-    assert kinds.protected(tmp_path, 2) == []
+        write_sealed(tmp_path, step, lambda folder: (folder / "w").write_bytes(b"w") and None, {})
+    assert protected_checkpoints(tmp_path, 2) == []
 
 
 def test_a_damaged_manifest_is_left_alone(tmp_path: Path) -> None:

@@ -5,9 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.checkpoint import manifest, rotation, seal
+from sd_training.checkpoint.folder import (
+    MANIFEST_NAME,
+    has_ever_saved,
+    newest_verified,
+    read_info,
+    remove_leftovers,
+    sealed_checkpoints,
+    verify_checkpoint,
+    write_sealed,
+)
 from sd_training.checkpoint.mirror import Mirror
-from sd_training.checkpoint.writer import UNFENCED
+from sd_training.checkpoint.retention import rotate
+from sd_training.checkpoint.run_lock import NO_LOCK
 from sd_training.errors import DamagedCheckpointsError
 from tests.unit.checkpoint.test_seal import fill, link, names, truncate, write_steps
 
@@ -27,41 +37,41 @@ def moved(disk: Path, *folders: Path) -> None:
 def test_links_are_checkpoints(root: Path, disk: Path) -> None:
     folders = write_steps(root, 1, 2)
     moved(disk, *folders)
-    assert seal.ever_finished(root) and seal.sealed(root) == folders
-    assert seal.newest_verified(root) == folders[1] and seal.read_info(folders[1]) == {"step": 2}
-    assert seal.write_sealed(root, 2, lambda _: pytest.fail("must not write"), {}) == folders[1]
+    assert has_ever_saved(root) and sealed_checkpoints(root) == folders
+    assert newest_verified(root) == folders[1] and read_info(folders[1]) == {"step": 2}
+    assert write_sealed(root, 2, lambda _: pytest.fail("must not write"), {}) == folders[1]
 
 
 def test_rotation_removes_the_link_alone(root: Path, disk: Path) -> None:
     folders = write_steps(root, 1, 2, 3, 4)
     moved(disk, *folders[:2])
-    assert [folder.name for folder in rotation.rotate(root, 2)] == ["step=2", "step=1"]
+    assert [folder.name for folder in rotate(root, 2)] == ["step=2", "step=1"]
     assert names(root) == ["step=3", "step=4"]
-    assert all(seal.verify(disk / name) == [] for name in ("step=1", "step=2"))
+    assert all(verify_checkpoint(disk / name) == [] for name in ("step=1", "step=2"))
 
 
 def test_a_damaged_one_is_set_aside_as_a_link(root: Path, disk: Path) -> None:
     older, newest = write_steps(root, 1, 2)
     moved(disk, newest)
     truncate(disk / "step=2" / "weights.bin")
-    assert seal.newest_verified(root) == older
+    assert newest_verified(root) == older
     assert (root / "step=2.damaged").is_symlink() and names(disk) == ["step=2"]
 
 
-@pytest.mark.parametrize("name", ["weights.bin", manifest.NAME])
+@pytest.mark.parametrize("name", ["weights.bin", MANIFEST_NAME])
 def test_a_link_inside_stays_damage(root: Path, disk: Path, name: str) -> None:
     moved(disk, *write_steps(root, 1))
     link(disk / "step=1" / name)
-    assert any(name in problem for problem in seal.verify(root / "step=1"))
+    assert any(name in problem for problem in verify_checkpoint(root / "step=1"))
 
 
 def test_links_that_lead_nowhere_are_no_fresh_start(root: Path, disk: Path) -> None:
     """The other disk is not there."""
     moved(disk, *write_steps(root, 1, 2))
     disk.rename(disk.with_name("elsewhere"))
-    assert seal.ever_finished(root)
+    assert has_ever_saved(root)
     with pytest.raises(DamagedCheckpointsError, match=r"step=2: it is a link to .*/disk/step=2, where no folder is"):
-        seal.newest_verified(root)
+        newest_verified(root)
     assert names(root) == ["step=1", "step=2"]
 
 
@@ -69,7 +79,7 @@ def test_a_save_replaces_a_link_that_leads_nowhere(root: Path, disk: Path) -> No
     for count in (1, 2, 3):
         moved(disk, *write_steps(root, 1))
         (disk / "step=1").rename(disk / f"{count}")
-    assert seal.verify(write_steps(root, 1)[0]) == []
+    assert verify_checkpoint(write_steps(root, 1)[0]) == []
     assert names(root) == ["step=1", "step=1.damaged", "step=1.damaged-2", "step=1.damaged-3"]
 
 
@@ -80,7 +90,7 @@ def test_what_a_kill_left_of_a_link_is_swept(root: Path, disk: Path, is_there: b
     fill(disk / "kept")
     for name in ("step=2.deleting", "step=3.partial"):
         (root / name).symlink_to(disk / ("kept" if is_there else "gone"))
-    seal.sweep(root)
+    remove_leftovers(root)
     assert names(root) == ["step=1"] and (disk / "kept" / "weights.bin").is_file()
 
 
@@ -88,14 +98,14 @@ def test_a_folder_of_checkpoints_that_leads_nowhere_is_refused(root: Path, disk:
     write_steps(root, 1)
     os.rename(root, disk / "checkpoints")
     root.symlink_to(disk / "checkpoints")
-    assert seal.newest_verified(root) == root / "step=1"
+    assert newest_verified(root) == root / "step=1"
     disk.rename(disk.with_name("elsewhere"))
     with pytest.raises(DamagedCheckpointsError, match=r"checkpoints is a link to .*/disk/checkpoints"):
-        seal.ever_finished(root)
+        has_ever_saved(root)
 
 
 def test_a_copy_is_made_of_what_a_link_leads_to(root: Path, disk: Path, tmp_path: Path) -> None:
     mirror = Mirror(f"file://{tmp_path}/store", "run")
     moved(disk, *write_steps(root, 1))
-    mirror.send(root / "step=1", UNFENCED)
-    assert seal.verify(tmp_path / "store" / "run" / "checkpoints" / "step=1") == []
+    mirror.send(root / "step=1", NO_LOCK)
+    assert verify_checkpoint(tmp_path / "store" / "run" / "checkpoints" / "step=1") == []

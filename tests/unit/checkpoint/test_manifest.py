@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.checkpoint import manifest, seal
+from sd_training.checkpoint.folder import (
+    MANIFEST_NAME,
+    FileRecord,
+    Manifest,
+    manifest_text,
+    read_info,
+    verify_checkpoint,
+    write_sealed,
+)
 from sd_training.errors import CheckpointError
 
 
@@ -16,22 +24,22 @@ def folder(tmp_path: Path) -> Path:
     def fill(target: Path) -> None:
         (target / "weights.bin").write_bytes(b"weights")
 
-    return seal.write_sealed(tmp_path, 1, fill, {"world_size": 4})
+    return write_sealed(tmp_path, 1, fill, {"world_size": 4})
 
 
 def test_every_bit_of_the_manifest_counts(folder: Path) -> None:
-    path = folder / manifest.NAME
+    path = folder / MANIFEST_NAME
     whole = path.read_bytes()
     for position in range(len(whole)):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ (1 << position % 8)]) + whole[position + 1 :])
-        assert seal.verify(folder), f"byte {position}"
+        assert verify_checkpoint(folder), f"byte {position}"
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/../../secret", "a//b", "./a", "..\\secret", "", "."])
 def test_a_manifest_that_leaves_its_folder_is_refused(folder: Path, name: str) -> None:
-    record = manifest.FileRecord(1, "0" * 64)
-    (folder / manifest.NAME).write_text(manifest.to_text(manifest.Manifest(1, {}, {name: record})))
-    (problem,) = seal.verify(folder)
+    record = FileRecord(1, "0" * 64)
+    (folder / MANIFEST_NAME).write_text(manifest_text(Manifest(1, {}, {name: record})))
+    (problem,) = verify_checkpoint(folder)
     assert "outside of its folder" in problem
 
 
@@ -52,12 +60,12 @@ def test_a_manifest_that_leaves_its_folder_is_refused(folder: Path, name: str) -
     ids=lambda text: text[:30].encode("unicode_escape").decode(),
 )
 def test_a_manifest_that_is_none_is_a_problem_not_a_crash(folder: Path, text: str) -> None:
-    (folder / manifest.NAME).write_bytes(text.encode("utf-8", "surrogatepass"))
-    assert len(seal.verify(folder)) == 1
+    (folder / MANIFEST_NAME).write_bytes(text.encode("utf-8", "surrogatepass"))
+    assert len(verify_checkpoint(folder)) == 1
     with pytest.raises(CheckpointError, match="MANIFEST"):
-        seal.read_info(folder)
+        read_info(folder)
 
 
 def test_manifest_is_readable_json(folder: Path) -> None:
-    listed = json.loads((folder / manifest.NAME).read_text())["files"]
+    listed = json.loads((folder / MANIFEST_NAME).read_text())["files"]
     assert {name: entry["size"] for name, entry in listed.items()} == {"weights.bin": 7}

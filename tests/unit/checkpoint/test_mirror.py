@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.checkpoint import kinds, manifest, rotation, seal
+from sd_training.checkpoint.folder import MAX_MANIFEST_BYTES, verify_checkpoint, write_sealed
 from sd_training.checkpoint.mirror import Mirror, MirrorError
-from sd_training.checkpoint.writer import UNFENCED, take
+from sd_training.checkpoint.retention import discard_checkpoint, retention_info
+from sd_training.checkpoint.run_lock import NO_LOCK, acquire_run_lock
 from sd_training.errors import DamagedCheckpointsError, TakenOverError
 from tests.unit.checkpoint.test_seal import CONTENT, fill
 
@@ -20,8 +21,8 @@ def mirror(tmp_path: Path) -> Mirror:
 
 def sent(mirror: Mirror, root: Path, *steps: int, milestone: int = 0) -> None:
     for step in steps:
-        info = kinds.info_of(is_milestone=step == milestone, mean_loss=None)
-        mirror.send(seal.write_sealed(root, step, fill, info), UNFENCED)
+        info = retention_info(is_milestone=step == milestone, mean_loss=None)
+        mirror.send(write_sealed(root, step, fill, info), NO_LOCK)
 
 
 def copy_of(mirror: Mirror, step: int) -> Path:
@@ -29,12 +30,12 @@ def copy_of(mirror: Mirror, step: int) -> Path:
 
 
 def test_what_is_sent_comes_back_as_it_was(mirror: Mirror, root: Path) -> None:
-    assert mirror.steps() == [] and mirror.restore(root, UNFENCED) is None
+    assert mirror.steps() == [] and mirror.restore(root, NO_LOCK) is None
     sent(mirror, root, 2, 4)
-    assert mirror.steps() == [2, 4] and mirror.restore(root, UNFENCED) is None  # nothing that is not here
+    assert mirror.steps() == [2, 4] and mirror.restore(root, NO_LOCK) is None  # nothing that is not here
     shutil.rmtree(root)
-    assert mirror.restore(root, UNFENCED) == root / "step=4"
-    assert seal.verify(root / "step=4") == [] and [path.name for path in root.iterdir()] == ["step=4"]
+    assert mirror.restore(root, NO_LOCK) == root / "step=4"
+    assert verify_checkpoint(root / "step=4") == [] and [path.name for path in root.iterdir()] == ["step=4"]
     assert (root / "step=4" / "parts" / "0.bin").read_bytes() == CONTENT["parts/0.bin"]
 
 
@@ -56,18 +57,18 @@ def test_a_damaged_copy_is_not_used(name: str, damage: str, mirror: Mirror, root
     changed = {"flip": bytes([content[0] ^ 1]) + content[1:], "cut": content[:-1], "grow": content + b" "}
     path.unlink() if damage == "remove" else path.write_bytes(changed[damage])
     shutil.rmtree(root)
-    assert mirror.restore(root, UNFENCED) == root / "step=2"
+    assert mirror.restore(root, NO_LOCK) == root / "step=2"
     assert [path.name for path in root.iterdir()] == ["step=2"]
 
 
 def test_no_whole_copy_is_refused_where_nothing_else_is_left(mirror: Mirror, root: Path) -> None:
     sent(mirror, root, 2)
     (copy_of(mirror, 2) / "weights.bin").write_bytes(b"")
-    sent_again = seal.write_sealed(root, 1, fill, {})
-    assert (mirror.restore(root, UNFENCED) is None and sent_again.is_dir()) or (root / "step=2").is_dir()
+    sent_again = write_sealed(root, 1, fill, {})
+    assert (mirror.restore(root, NO_LOCK) is None and sent_again.is_dir()) or (root / "step=2").is_dir()
     shutil.rmtree(root)
     with pytest.raises(DamagedCheckpointsError, match="none of them can be used"):
-        mirror.restore(root, UNFENCED)
+        mirror.restore(root, NO_LOCK)
 
 
 def test_a_copy_of_another_step_is_not_used(mirror: Mirror, root: Path) -> None:
@@ -75,7 +76,7 @@ def test_a_copy_of_another_step_is_not_used(mirror: Mirror, root: Path) -> None:
     os.rename(copy_of(mirror, 2), copy_of(mirror, 9))
     shutil.rmtree(root)
     with pytest.raises(DamagedCheckpointsError):
-        mirror.restore(root, UNFENCED)
+        mirror.restore(root, NO_LOCK)
 
 
 @pytest.mark.parametrize("name", ["step=²", "step=007", "step=", "step=1x", "step=-1", "step=" + "1" * 200])
@@ -88,11 +89,11 @@ def test_folders_of_others_are_none_of_its_own(name: str, mirror: Mirror, root: 
 def test_it_is_rotated_like_the_run_folder(mirror: Mirror, root: Path) -> None:
     sent(mirror, root, 1, 2, 3, 4, 5, milestone=2)
     (copy_of(mirror, 3) / "MANIFEST.json").unlink()
-    mirror.rotate(5, 4, 0, "training_loss", UNFENCED)
+    mirror.rotate(5, 4, 0, "training_loss", NO_LOCK)
     assert mirror.steps() == [1, 2, 4, 5] and not copy_of(mirror, 3).exists()  # a half sent one
-    mirror.rotate(5, 0, 0, "training_loss", UNFENCED)
+    mirror.rotate(5, 0, 0, "training_loss", NO_LOCK)
     assert mirror.steps() == [2, 4, 5] and not copy_of(mirror, 1).exists()
-    mirror.rotate(4, 2, 0, "training_loss", UNFENCED)  # the run went back to step 3 and has done step 4 again
+    mirror.rotate(4, 2, 0, "training_loss", NO_LOCK)  # the run went back to step 3 and has done step 4 again
     assert mirror.steps() == [2, 4]
 
 
@@ -101,16 +102,16 @@ def test_what_is_there_is_not_sent_again(mirror: Mirror, root: Path) -> None:
     before = (copy_of(mirror, 2) / "weights.bin").stat().st_mtime_ns
     sent(mirror, root, 2)
     assert (copy_of(mirror, 2) / "weights.bin").stat().st_mtime_ns == before
-    rotation.discard(root / "step=2")
-    seal.write_sealed(root, 2, fill, {"other": True})
-    mirror.send(root / "step=2", UNFENCED)
+    discard_checkpoint(root / "step=2")
+    write_sealed(root, 2, fill, {"other": True})
+    mirror.send(root / "step=2", NO_LOCK)
     assert (copy_of(mirror, 2) / "MANIFEST.json").read_bytes() == (root / "step=2" / "MANIFEST.json").read_bytes()
 
 
 def test_a_damaged_newest_one_here_is_replaced_by_its_copy(mirror: Mirror, root: Path) -> None:
     sent(mirror, root, 2, 4)
     (root / "step=4" / "weights.bin").write_bytes(b"")
-    assert mirror.restore(root, UNFENCED) == root / "step=4" and seal.verify(root / "step=4") == []
+    assert mirror.restore(root, NO_LOCK) == root / "step=4" and verify_checkpoint(root / "step=4") == []
     assert sorted(path.name for path in root.iterdir()) == ["step=2", "step=4", "step=4.damaged"]
 
 
@@ -125,15 +126,15 @@ def test_a_mirror_that_cannot_be_asked_is_no_damaged_copy(
 
     monkeypatch.setattr(mirror, "_get", unreachable)
     with pytest.raises(MirrorError, match="reset"):
-        mirror.restore(root, UNFENCED)
+        mirror.restore(root, NO_LOCK)
     assert list(root.iterdir()) == []
 
 
 def test_whoever_lost_the_run_publishes_and_deletes_nothing(mirror: Mirror, root: Path) -> None:
     sent(mirror, root, 1, 2, 3)
-    old = take(root.parent)
-    take(root.parent)
-    folder = seal.write_sealed(root, 4, fill, {})
+    old = acquire_run_lock(root.parent)
+    acquire_run_lock(root.parent)
+    folder = write_sealed(root, 4, fill, {})
     for act in (lambda: mirror.send(folder, old), lambda: mirror.rotate(3, 2, 0, "training_loss", old)):
         with pytest.raises(TakenOverError):
             act()
@@ -143,7 +144,7 @@ def test_whoever_lost_the_run_publishes_and_deletes_nothing(mirror: Mirror, root
 def test_errors_name_the_option(tmp_path: Path, root: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MirrorError, match=r"checkpoint\.mirror: .*/file/run/checkpoints"):
-        Mirror(f"file://{tmp_path}/file", "run").send(seal.write_sealed(root, 1, fill, {}), UNFENCED)
+        Mirror(f"file://{tmp_path}/file", "run").send(write_sealed(root, 1, fill, {}), NO_LOCK)
     assert Mirror(f"file://{tmp_path}/none", "run").steps() == [] and not (tmp_path / "none").exists()
 
 
@@ -159,10 +160,10 @@ def fill_anew(folder: Path) -> None:
 def test_whoever_lost_the_run_leaves_the_copy_of_its_successor(
     mirror: Mirror, root: Path, has_other_copy: bool
 ) -> None:
-    folder = seal.write_sealed(root, 4, fill, {})
-    successor = seal.write_sealed(root.parent / "other", 4, fill_anew, {})
-    old = take(root.parent)
-    new = take(root.parent)
+    folder = write_sealed(root, 4, fill, {})
+    successor = write_sealed(root.parent / "other", 4, fill_anew, {})
+    old = acquire_run_lock(root.parent)
+    new = acquire_run_lock(root.parent)
     if has_other_copy:
         mirror.send(successor, new)
     before = contents(copy_of(mirror, 4))
@@ -183,7 +184,7 @@ def manifest_of(mirror: Mirror, step: int) -> bytes:
 def test_rotation_takes_a_cut_manifest_for_a_half_sent_copy(kept_bytes: int, mirror: Mirror, root: Path) -> None:
     sent(mirror, root, 1, 2, 3, 4)
     damaged(mirror, 2, manifest_of(mirror, 2)[:kept_bytes])
-    mirror.rotate(4, 3, 0, "training_loss", UNFENCED)
+    mirror.rotate(4, 3, 0, "training_loss", NO_LOCK)
     assert mirror.steps() == [1, 3, 4] and not copy_of(mirror, 2).exists()
 
 
@@ -202,7 +203,7 @@ def test_rotation_leaves_what_it_cannot_judge_and_names_it_once(
     for step in (1, 6):  # older than the newest, and one that another program got further with
         damaged(mirror, step, made[damage])
     for _ in range(2):
-        mirror.rotate(5, 2, 0, "training_loss", UNFENCED)
+        mirror.rotate(5, 2, 0, "training_loss", NO_LOCK)
     assert mirror.steps() == [1, 4, 5, 6] and (copy_of(mirror, 1) / "weights.bin").exists()
     assert sum(f"{mirror.root}/step=1 is left as it is" in message for message in caplog.messages) == 1
 
@@ -210,7 +211,7 @@ def test_rotation_leaves_what_it_cannot_judge_and_names_it_once(
 def test_rotation_never_deletes_the_newest(mirror: Mirror, root: Path) -> None:
     sent(mirror, root, 1, 2, 3)
     damaged(mirror, 3, b"")
-    mirror.rotate(3, 2, 0, "training_loss", UNFENCED)
+    mirror.rotate(3, 2, 0, "training_loss", NO_LOCK)
     assert mirror.steps() == [1, 2, 3]
 
 
@@ -225,13 +226,13 @@ def test_a_manifest_that_vanishes_while_others_are_read_is_none(
         return read(path)
 
     monkeypatch.setattr(mirror, "_read", vanishing)
-    mirror.rotate(3, 2, 0, "training_loss", UNFENCED)
+    mirror.rotate(3, 2, 0, "training_loss", NO_LOCK)
     assert mirror.steps() == [1, 3]
 
 
 def test_a_huge_manifest_is_never_read(mirror: Mirror, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent(mirror, root, 1, 2, 3)
-    os.truncate(copy_of(mirror, 2) / "MANIFEST.json", manifest.MAX_BYTES + 1)
+    os.truncate(copy_of(mirror, 2) / "MANIFEST.json", MAX_MANIFEST_BYTES + 1)
     read, asked = mirror._read, []
 
     def noted(path: str) -> bytes:
@@ -239,11 +240,11 @@ def test_a_huge_manifest_is_never_read(mirror: Mirror, root: Path, monkeypatch: 
         return read(path)
 
     monkeypatch.setattr(mirror, "_read", noted)
-    mirror.rotate(3, 2, 0, "training_loss", UNFENCED)
+    mirror.rotate(3, 2, 0, "training_loss", NO_LOCK)
     assert mirror.steps() == [1, 2, 3]
     shutil.rmtree(root)
     (copy_of(mirror, 3) / "weights.bin").unlink()
-    assert mirror.restore(root, UNFENCED) == root / "step=1"
+    assert mirror.restore(root, NO_LOCK) == root / "step=1"
     assert not any("step=2" in path for path in asked)
     sent(mirror, root, 2)
     assert manifest_of(mirror, 2) == (root / "step=2" / "MANIFEST.json").read_bytes()

@@ -11,7 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.checkpoint import manifest, rotation, seal
+from sd_training.checkpoint.folder import (
+    MANIFEST_NAME,
+    has_ever_saved,
+    newest_verified,
+    read_info,
+    remove_leftovers,
+    sealed_checkpoints,
+    step_of,
+    verify_checkpoint,
+    write_sealed,
+)
+from sd_training.checkpoint.retention import discard_checkpoint
 from sd_training.errors import CheckpointError
 from tests.file_size_limit import file_size_limit
 
@@ -25,7 +36,7 @@ def fill(folder: Path) -> None:
 
 
 def write_steps(root: Path, *steps: int) -> list[Path]:
-    return [seal.write_sealed(root, step, fill, {"step": step}) for step in steps]
+    return [write_sealed(root, step, fill, {"step": step}) for step in steps]
 
 
 def names(root: Path) -> list[str]:
@@ -33,15 +44,15 @@ def names(root: Path) -> list[str]:
 
 
 def test_a_sealed_folder_holds_what_was_written(root: Path) -> None:
-    folder = seal.write_sealed(root, 12, fill, {"world_size": 4, "nested": {"a": [1.5, None]}})
+    folder = write_sealed(root, 12, fill, {"world_size": 4, "nested": {"a": [1.5, None]}})
     assert names(root) == ["step=12"] and folder == root / "step=12"
     assert {name: (folder / name).read_bytes() for name in CONTENT} == CONTENT
-    assert seal.verify(folder) == [] and seal.newest_verified(root) == folder
-    assert seal.read_info(folder) == {"world_size": 4, "nested": {"a": [1.5, None]}}
+    assert verify_checkpoint(folder) == [] and newest_verified(root) == folder
+    assert read_info(folder) == {"world_size": 4, "nested": {"a": [1.5, None]}}
 
 
 def test_no_checkpoint_is_not_an_error(root: Path) -> None:
-    assert seal.newest_verified(root) is None and seal.sealed(root) == [] and seal.sweep(root) == []
+    assert newest_verified(root) is None and sealed_checkpoints(root) == [] and remove_leftovers(root) == []
 
 
 def test_order_is_by_number(root: Path) -> None:
@@ -49,20 +60,20 @@ def test_order_is_by_number(root: Path) -> None:
     (root / "step=5000").write_text("a file")
     (root / "step=x").mkdir()
     (root / "step=7.partial").mkdir()
-    assert [folder.name for folder in seal.sealed(root)] == ["step=99", "step=900", "step=1000"]
-    assert seal.newest_verified(root) == root / "step=1000"
+    assert [folder.name for folder in sealed_checkpoints(root)] == ["step=99", "step=900", "step=1000"]
+    assert newest_verified(root) == root / "step=1000"
 
 
 def test_a_verified_checkpoint_of_the_same_step_is_kept(root: Path) -> None:
     (folder,) = write_steps(root, 3)
-    assert seal.write_sealed(root, 3, lambda _: pytest.fail("must not write"), {}) == folder
-    assert seal.read_info(folder) == {"step": 3}
+    assert write_sealed(root, 3, lambda _: pytest.fail("must not write"), {}) == folder
+    assert read_info(folder) == {"step": 3}
 
 
 def test_a_damaged_checkpoint_of_the_same_step_is_set_aside(root: Path) -> None:
     (folder,) = write_steps(root, 3)
     (folder / "weights.bin").write_bytes(b"")
-    assert seal.verify(write_steps(root, 3)[0]) == []
+    assert verify_checkpoint(write_steps(root, 3)[0]) == []
     assert names(root) == ["step=3", "step=3.damaged"]
 
 
@@ -89,16 +100,16 @@ DAMAGES = [flip_bit, truncate, empty, Path.unlink, link]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
-@pytest.mark.parametrize("name", [*CONTENT, manifest.NAME])
+@pytest.mark.parametrize("name", [*CONTENT, MANIFEST_NAME])
 def test_damage_is_found_and_the_older_one_is_used(
     root: Path, name: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     older, newest = write_steps(root, 1, 2)
     damage(newest / name)
-    (problem,) = seal.verify(newest)
+    (problem,) = verify_checkpoint(newest)
     assert name in problem
     with caplog.at_level(logging.ERROR), listening_to_the_log():
-        assert seal.newest_verified(root) == older
+        assert newest_verified(root) == older
     assert names(root) == ["step=1", "step=2.damaged"]
     assert problem in caplog.text
 
@@ -119,7 +130,7 @@ def test_all_damaged_is_refused_and_stays_refused(root: Path) -> None:
         truncate(folder / "weights.bin")
     for _ in range(2):
         with pytest.raises(CheckpointError) as error:
-            seal.newest_verified(root)
+            newest_verified(root)
         for word in (str(root), "step=1", "step=2", "weights.bin has 10,239 bytes", "take another experiment.name"):
             assert word in str(error.value)
         assert names(root) == ["step=1", "step=2"]
@@ -128,28 +139,28 @@ def test_all_damaged_is_refused_and_stays_refused(root: Path) -> None:
 def test_only_set_aside_ones_left_is_refused(root: Path) -> None:
     _, newest = write_steps(root, 1, 2)
     empty(newest / "state.json")
-    rotation.discard(seal.newest_verified(root) or root)
+    discard_checkpoint(newest_verified(root) or root)
     with pytest.raises(CheckpointError, match=r"step=2\.damaged: set aside earlier"):
-        seal.newest_verified(root)
+        newest_verified(root)
 
 
 def test_leftovers_are_no_finished_checkpoints(root: Path) -> None:
-    assert not seal.ever_finished(root)
+    assert not has_ever_saved(root)
     for name in ("step=2.partial", "step=3.deleting"):
         (root / name).mkdir(parents=True)
-    assert not seal.ever_finished(root)
+    assert not has_ever_saved(root)
     (root / "step=2.partial").rename(root / "step=2.damaged-2")
-    assert seal.ever_finished(root)
-    rotation.discard(root / "step=2.damaged-2")
+    assert has_ever_saved(root)
+    discard_checkpoint(root / "step=2.damaged-2")
     write_steps(root, 3)
-    assert seal.ever_finished(root)
+    assert has_ever_saved(root)
 
 
 def test_a_second_damaged_one_of_a_step_gets_a_name(root: Path) -> None:
     write_steps(root, 1)
     for _ in range(3):
         empty(write_steps(root, 2)[0] / "state.json")
-        seal.newest_verified(root)
+        newest_verified(root)
     assert names(root) == ["step=1", "step=2.damaged", "step=2.damaged-2", "step=2.damaged-3"]
 
 
@@ -159,15 +170,15 @@ def test_a_half_written_newest_is_ignored_and_swept(root: Path) -> None:
         (root / name).mkdir()
         fill(root / name)
     (root / "notes.partial").mkdir()
-    assert seal.newest_verified(root) == good
-    assert [path.name for path in seal.sweep(root)] == ["step=2.partial", "step=3.deleting"]
+    assert newest_verified(root) == good
+    assert [path.name for path in remove_leftovers(root)] == ["step=2.partial", "step=3.deleting"]
     assert names(root) == ["notes.partial", "step=1"]
 
 
 def test_a_folder_under_another_step_is_refused(root: Path) -> None:
     (folder,) = write_steps(root, 1)
     folder.rename(root / "step=9")
-    assert seal.verify(root / "step=9") == ["MANIFEST.json belongs to step 1"]
+    assert verify_checkpoint(root / "step=9") == ["MANIFEST.json belongs to step 1"]
 
 
 def test_a_full_disk_leaves_the_older_ones_and_nothing_else(root: Path) -> None:
@@ -175,8 +186,8 @@ def test_a_full_disk_leaves_the_older_ones_and_nothing_else(root: Path) -> None:
     with pytest.raises(OSError) as error, file_size_limit(5000):
         write_steps(root, 2)
     assert str(root) in str(error.value) and "GiB are free" in str(error.value) and "step=2" in str(error.value)
-    assert names(root) == ["step=1"] and seal.verify(older) == []
-    assert seal.verify(write_steps(root, 2)[0]) == []  # and once there is space again it works
+    assert names(root) == ["step=1"] and verify_checkpoint(older) == []
+    assert verify_checkpoint(write_steps(root, 2)[0]) == []  # and once there is space again it works
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path: Path) -> None:
@@ -192,13 +203,13 @@ def test_other_errors_pass_through_and_leave_nothing(root: Path, error: BaseExce
         raise error
 
     with pytest.raises(type(error)):
-        seal.write_sealed(root, 1, fail, {})
+        write_sealed(root, 1, fail, {})
     assert names(root) == []
 
 
 def test_info_that_is_not_json_leaves_nothing(root: Path) -> None:
     with pytest.raises(TypeError):
-        seal.write_sealed(root, 1, fill, {"bad": {1, 2}})
+        write_sealed(root, 1, fill, {"bad": {1, 2}})
     assert names(root) == []
 
 
@@ -216,7 +227,7 @@ def test_nobody_else_can_write_whatever_the_umask(root: Path, umask: int, folder
 @pytest.mark.parametrize("name", ["last.ckpt", "step=", "step=1.partial", "step=-1", "step=1x"])
 def test_step_of_refuses_other_names(name: str) -> None:
     with pytest.raises(ValueError, match="step=N"):
-        seal.step_of(Path("checkpoints") / name)
+        step_of(Path("checkpoints") / name)
 
 
 def test_a_checkpoint_is_found_without_torch(root: Path) -> None:

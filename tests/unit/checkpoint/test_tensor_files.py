@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sd_training.checkpoint.tensor_files import read_state, write_state, write_tensors
+from sd_training.checkpoint.tensors import read_state, write_state, write_tensors
 from sd_training.errors import CheckpointError
 from tests.unit.checkpoint.exact import assert_same
 

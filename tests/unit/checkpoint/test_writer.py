@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.checkpoint import rotation, seal, writer
+from sd_training.checkpoint import run_lock as writer
+from sd_training.checkpoint.folder import (
+    begin_partial,
+    remove_leftovers,
+    seal_partial,
+    sealed_checkpoints,
+    write_sealed,
+)
+from sd_training.checkpoint.retention import rotate
+from sd_training.checkpoint.run_lock import RunLock, _held_locks, acquire_run_lock
 from sd_training.errors import ConfigError, TakenOverError
 from sd_training.export.pipeline import recover_exports
 
@@ -20,14 +29,14 @@ PROGRAM = (
 )
 
 
-def elsewhere(run_dir: Path) -> writer.Fence:
+def elsewhere(run_dir: Path) -> RunLock:
     """A start on another machine: it does not see the lock, and this process keeps thinking that it has it."""
     (run_dir / "writer.lock").unlink()
-    mine = dict(writer._locks)
-    writer._locks.clear()
-    fence = writer.take(run_dir)
+    mine = dict(_held_locks)
+    _held_locks.clear()
+    fence = acquire_run_lock(run_dir)
     fence.release()
-    writer._locks.update(mine)
+    _held_locks.update(mine)
     return fence
 
 
@@ -36,7 +45,7 @@ def fill(folder: Path) -> None:
 
 
 def test_the_newest_start_owns_the_folder(tmp_path: Path) -> None:
-    first = writer.take(tmp_path)
+    first = acquire_run_lock(tmp_path)
     first.check()
     second = elsewhere(tmp_path)
     second.check()
@@ -48,7 +57,7 @@ def test_the_newest_start_owns_the_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["", "{", "[1]", '{"token": "other"}', None])
 def test_a_claim_that_is_not_ours_is_somebody_elses(tmp_path: Path, damage: str | None) -> None:
-    fence = writer.take(tmp_path)
+    fence = acquire_run_lock(tmp_path)
     path = tmp_path / "writers" / "1.json"
     path.unlink() if damage is None else path.write_text(damage)
     with pytest.raises(TakenOverError):
@@ -60,9 +69,9 @@ def test_a_second_start_while_the_first_lives_is_refused(tmp_path: Path) -> None
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "taken\n"
         with pytest.raises(ConfigError, match=rf"start 1 \(process {other.pid} on .*still lives"):
-            writer.take(tmp_path)
+            acquire_run_lock(tmp_path)
         other.communicate()
-    assert writer.take(tmp_path).number == 2  # its lock went with it
+    assert acquire_run_lock(tmp_path).number == 2  # its lock went with it
 
 
 def held(run_dir: Path, **owner: str) -> int:
@@ -85,7 +94,7 @@ ELSEWHERE = {"host": "node-that-is-lost", "boot_id": "another"}
 )
 def test_a_lock_of_another_machine_refuses_nobody(owner: dict[str, str], tmp_path: Path) -> None:
     lost = held(tmp_path, **owner)
-    fence = writer.take(tmp_path)
+    fence = acquire_run_lock(tmp_path)
     fence.check()
     assert fence.number == 2 and sorted(os.listdir(tmp_path)) == ["start.lock", "writer.lock", "writers"]
     assert os.listdir(tmp_path / "writers") == ["2.json"]
@@ -106,7 +115,7 @@ def test_a_lock_of_another_machine_refuses_nobody(owner: dict[str, str], tmp_pat
 def test_a_lock_of_this_machine_refuses(owner: dict[str, str], tmp_path: Path) -> None:
     lock = held(tmp_path, **owner)
     with pytest.raises(ConfigError, match=r"start 1 .*SLURM job 5.* still lives"):
-        writer.take(tmp_path)
+        acquire_run_lock(tmp_path)
     assert os.listdir(tmp_path / "writers") == ["1.json"]
     os.close(lock)
 
@@ -142,14 +151,14 @@ def test_of_starts_at_once_one_takes_over_from_a_lost_machine(is_held: bool, tmp
 
 
 def test_this_process_may_take_a_folder_again(tmp_path: Path) -> None:
-    first, second = writer.take(tmp_path), writer.take(tmp_path)
+    first, second = acquire_run_lock(tmp_path), acquire_run_lock(tmp_path)
     second.check()
     with pytest.raises(TakenOverError):
         first.check()
 
 
 def test_released_means_free_for_others(tmp_path: Path) -> None:
-    writer.take(tmp_path).release()
+    acquire_run_lock(tmp_path).release()
     handle = os.open(tmp_path / "writer.lock", os.O_RDWR)
     writer.fcntl.flock(handle, writer.fcntl.LOCK_EX | writer.fcntl.LOCK_NB)
     os.close(handle)
@@ -158,7 +167,7 @@ def test_released_means_free_for_others(tmp_path: Path) -> None:
 def test_a_claim_says_who_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
-    first = writer.take(tmp_path)
+    first = acquire_run_lock(tmp_path)
     owner = json.loads((tmp_path / "writers" / "1.json").read_text())
     assert (owner["job_id"], owner["restart_count"], owner["pid"]) == ("77", "3", os.getpid())
     assert HERE.items() <= owner.items()
@@ -169,42 +178,42 @@ def test_a_claim_says_who_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_former_start_publishes_and_deletes_nothing(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
-    old = writer.take(tmp_path)
+    old = acquire_run_lock(tmp_path)
     for step in (1, 2, 3):
-        seal.write_sealed(root, step, fill, {})
-    half = seal.begin(root, 4, fence=old)
+        write_sealed(root, step, fill, {})
+    half = begin_partial(root, 4, fence=old)
     assert half is not None and half.name == "step=4.partial-1"
     fill(half)
     elsewhere(tmp_path)
     for act in (
-        lambda: seal.finish(half, {}, old),
-        lambda: seal.begin(root, 5, fence=old),
-        lambda: rotation.rotate(root, 2, fence=old),
+        lambda: seal_partial(half, {}, old),
+        lambda: begin_partial(root, 5, fence=old),
+        lambda: rotate(root, 2, fence=old),
     ):
         with pytest.raises(TakenOverError):
             act()
-    assert [folder.name for folder in seal.sealed(root)] == ["step=1", "step=2", "step=3"]
+    assert [folder.name for folder in sealed_checkpoints(root)] == ["step=1", "step=2", "step=3"]
 
 
 def test_one_that_has_looked_already_finds_nothing_to_publish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped between its look at the fence and the rename: the start after it swept the folder."""
     root = tmp_path / "checkpoints"
-    old = writer.take(tmp_path)
-    half = seal.begin(root, 4, fence=old)
+    old = acquire_run_lock(tmp_path)
+    half = begin_partial(root, 4, fence=old)
     assert half is not None
     fill(half)
-    look, looks = writer.Fence.check, []
+    look, looks = RunLock.check, []
 
-    def stopped_after_it(fence: writer.Fence) -> None:
+    def stopped_after_it(fence: RunLock) -> None:
         look(fence)
         if not looks:
             looks.append(fence)
             elsewhere(tmp_path)
-            seal.sweep(root)
+            remove_leftovers(root)
 
-    monkeypatch.setattr(writer.Fence, "check", stopped_after_it)
+    monkeypatch.setattr(RunLock, "check", stopped_after_it)
     with pytest.raises(FileNotFoundError):
-        seal.finish(half, {}, old)
+        seal_partial(half, {}, old)
     assert list(root.iterdir()) == []
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sd_training.config.batch_plan import BatchPlan
+from sd_training.config.plan import BatchPlan
 from sd_training.errors import ConfigError
 
 

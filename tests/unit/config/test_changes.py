@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.config.changes import EXPORTED, changed_options, refused_changes
-from sd_training.config.dump import resolved_yaml
+from sd_training.config.changes import EXPORTED, changed_options, refused_changes, resolved_yaml
 from sd_training.config.fields import groups, options
 from sd_training.config.load import load_config
 from tests.unit.config.loading import BASE, only

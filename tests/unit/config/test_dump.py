@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from sd_training.config.dump import resolved_yaml, to_plain
+from sd_training.config.changes import resolved_yaml, to_plain
 from sd_training.config.load import load_config
 
 ARGV = (

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.config import expansion, sources
+from sd_training.config import sources
+from sd_training.config import sources as expansion
 from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
 from tests.unit.config.loading import BASE, only, write

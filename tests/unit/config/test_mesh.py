@@ -2,8 +2,8 @@
 
 import pytest
 
-from sd_training.config.mesh import Layout, Mesh, find_layout
-from sd_training.config.parallel_schema import DistributedConfig, MeshConfig
+from sd_training.config.plan import Layout, Mesh, find_layout
+from sd_training.config.schema import DistributedConfig, MeshConfig
 from sd_training.errors import ConfigError
 
 

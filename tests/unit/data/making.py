@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from sd_training.config.batch_plan import BatchPlan
+from sd_training.config.plan import BatchPlan
 from sd_training.config.schema import DatasetConfig, DatasetParams
-from sd_training.data.byte_files import Access, open_bytes
-from sd_training.data.captions import Dropout, Tokenizer
 from sd_training.data.datamodule import TrainingData
-from sd_training.data.dataset import DrawSettings
-from sd_training.data.index import DatasetIndex, load_index
-from sd_training.data.tar_index import TarScan, scan_tar
-from sd_training.data.tar_source import TarSource
+from sd_training.data.index.store import DatasetIndex, load_index
+from sd_training.data.samples.captions import Dropout, Tokenizer
+from sd_training.data.samples.sample import DrawSettings
+from sd_training.data.sources.tar import TarSource
+from sd_training.data.sources.tar_index import TarScan, scan_tar
+from sd_training.data.storage.files import Access, open_bytes
 from sd_training.types import LatentGrid, PixelBatch
 from tests import makers
 

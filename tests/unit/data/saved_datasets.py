@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sd_training.data.caption_choice import captions_in
-from sd_training.data.huggingface_source import HuggingFaceSource
-from sd_training.data.index import DatasetIndex, load_index
+from sd_training.data.index.store import DatasetIndex, load_index
+from sd_training.data.samples.caption_choice import captions_in
+from sd_training.data.sources.saved_dataset import HuggingFaceSource
 from tests import makers
 from tests.unit.data.making import ACCESS
 

@@ -15,16 +15,14 @@ import pytest
 from PIL import Image
 
 from sd_training.config.data_schema import TagConfig
-from sd_training.data.folder_source import FolderSource
-from sd_training.data.huggingface_source import HuggingFaceSource
-from sd_training.data.parquet_source import ParquetSource
-from sd_training.data.shards import expand_shards
-from sd_training.data.source import Source
-from sd_training.data.table_rows import TABLE_EXTENSIONS
-from sd_training.data.table_source import TableSource
-from sd_training.data.tag_rules import read_tags, tag_rules
-from sd_training.data.tag_source import TagSource
-from sd_training.data.tar_source import TarSource
+from sd_training.data.sources.base import Source
+from sd_training.data.sources.folder import FolderSource
+from sd_training.data.sources.parquet import ParquetSource
+from sd_training.data.sources.saved_dataset import HuggingFaceSource
+from sd_training.data.sources.shards import expand_shards
+from sd_training.data.sources.table import TABLE_EXTENSIONS, TableSource
+from sd_training.data.sources.tags import TagSource, read_tags, tag_rules
+from sd_training.data.sources.tar import TarSource
 from tests import makers
 from tests.unit.data.making import ACCESS
 

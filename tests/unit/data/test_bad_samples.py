@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from sd_training.data.bad_samples import BadSampleLog
 from sd_training.data.problems import SkippedSample
+from sd_training.data.samples.bad_samples import BadSampleLog
 from sd_training.errors import DataError
 
 

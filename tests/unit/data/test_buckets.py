@@ -3,7 +3,7 @@ import time
 import numpy as np
 import pytest
 
-from sd_training.data.buckets import BucketTable, histogram, ladder, ladders, merge_small
+from sd_training.data.order.buckets import BucketTable, histogram, ladder, ladders, merge_small
 
 
 def arrays(*sizes: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:

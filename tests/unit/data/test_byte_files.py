@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.data.byte_files import Access, FileMissing, FileState, file_state, find_state, open_bytes, seekable
+from sd_training.data.storage.files import Access, FileMissing, FileState, file_state, find_state, open_bytes, seekable
 from sd_training.errors import ConfigError, DataError
 
 ACCESS = Access()

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from sd_training.config.data_schema import CaptionConfig
-from sd_training.data.caption_choice import (
+from sd_training.data.order.draws import generator
+from sd_training.data.problems import BadSample
+from sd_training.data.samples.caption_choice import (
     CaptionRules,
     Placeholder,
     caption_rules,
@@ -17,8 +19,6 @@ from sd_training.data.caption_choice import (
     finish_caption,
     parse_template,
 )
-from sd_training.data.draws import generator
-from sd_training.data.problems import BadSample
 from sd_training.errors import ConfigError, DataError
 
 TAGS = "one, two, three, four, five, six, seven, eight"

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from sd_training.data.captions import Dropout, Tokenizer, class_name, drops
+from sd_training.data.samples.captions import Dropout, Tokenizer, class_name, drops
 from sd_training.errors import ConfigError
 from tests import makers
 

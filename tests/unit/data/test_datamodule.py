@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sd_training.config.batch_plan import BatchPlan
+from sd_training.config.plan import BatchPlan
 from sd_training.errors import CheckpointError, ConfigError, DataError
 from sd_training.types import PixelBatch
 from tests import makers

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from sd_training.config.data_schema import BucketConfig, DatasetConfig, DatasetParams
-from sd_training.config.validation_schema import ValidationConfig
-from sd_training.data.bad_samples import BadSampleLog
-from sd_training.data.captions import Dropout
-from sd_training.data.dataset import DrawSettings
+from sd_training.config.schema import ValidationConfig
 from sd_training.data.held_out import HeldOutData
+from sd_training.data.samples.bad_samples import BadSampleLog
+from sd_training.data.samples.captions import Dropout
+from sd_training.data.samples.sample import DrawSettings
 from sd_training.errors import ConfigError, DataError
 from sd_training.types import LatentGrid, PixelBatch
 from tests.makers import caption_samples, caption_shards, write_shard

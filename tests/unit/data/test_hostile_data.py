@@ -25,12 +25,15 @@ from scripts.campaign.hostile_files import (
     tar_header,
     tar_member,
 )
-from sd_training.data import file_samples, image_decode, parquet_source, tar_index
-from sd_training.data.image_decode import FORMATS, ImageRules, decode, image_size
-from sd_training.data.index_columns import MAX_FIELDS
-from sd_training.data.parquet_source import ParquetSource
+from sd_training.data.index.columns import MAX_FIELDS
 from sd_training.data.problems import BadSample
-from sd_training.data.tar_index import TarScan
+from sd_training.data.samples import image as image_decode
+from sd_training.data.samples.image import FORMATS, ImageRules, decode, image_size
+from sd_training.data.sources import files as file_samples
+from sd_training.data.sources import parquet as parquet_source
+from sd_training.data.sources import tar_index as tar_index
+from sd_training.data.sources.parquet import ParquetSource
+from sd_training.data.sources.tar_index import TarScan
 from sd_training.errors import DataError
 from tests import makers
 from tests.unit.data.making import ACCESS, scanned

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sd_training.data.caption_choice import captions_in
-from sd_training.data.huggingface_source import HuggingFaceSource
+from sd_training.data.samples.caption_choice import captions_in
+from sd_training.data.sources.saved_dataset import HuggingFaceSource
 from sd_training.errors import DataError
 from tests.unit.data.making import ACCESS
 from tests.unit.data.saved_datasets import IMAGES, cells, image_and_caption, index_of, named
@@ -94,6 +94,8 @@ def test_splits_are_named(tmp_path: Path) -> None:
 
 def test_the_library_is_not_imported() -> None:
     """Loader and index processes stay small."""
-    code = "import sys, sd_training.data.huggingface_source; print({'datasets', 'pandas', 'torch'} & set(sys.modules))"
+    code = (
+        "import sys, sd_training.data.sources.saved_dataset; print({'datasets', 'pandas', 'torch'} & set(sys.modules))"
+    )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == "set()"

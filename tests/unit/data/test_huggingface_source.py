@@ -6,8 +6,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from sd_training.data.huggingface_source import HuggingFaceSource
 from sd_training.data.problems import BadSample
+from sd_training.data.sources.saved_dataset import HuggingFaceSource
 from sd_training.errors import ConfigError, DataError
 from tests import makers
 from tests.unit.data.locked_folder import locked

@@ -9,8 +9,8 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageCms
 
-from sd_training.data.image_decode import ImageRules, decode, image_size
 from sd_training.data.problems import BadSample
+from sd_training.data.samples.image import ImageRules, decode, image_size
 from tests import makers
 
 MANY = 10**8

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sd_training.data.image_decode import ImageRules, decode
-from sd_training.data.image_transforms import Wanted, cover_scale, place, read_picture
+from sd_training.data.samples.image import ImageRules, Wanted, cover_scale, decode, place, read_picture
 from tests import makers
 
 RULES = ImageRules(max_pixels=10**8)

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sd_training.config.batch_plan import BatchPlan
-from sd_training.data import index as index_module
-from sd_training.data.index import default_index_dir
+from sd_training.config.plan import BatchPlan
+from sd_training.data.index import store as index_module
+from sd_training.data.index.store import default_index_dir
 from sd_training.errors import DataError
 from tests import makers
 from tests.integration.training import ROOT
@@ -176,7 +176,7 @@ def test_reading_samples_does_not_import_pandas(shards: list[Path], tmp_path: Pa
     samples = training_data(shards[0].parent, BatchPlan(4, 1, 1, 8)).samples()
     (tmp_path / "samples").write_bytes(pickle.dumps(samples))
     script = (
-        "import pickle, sys; from sd_training.data.dataset import Visit;"
+        "import pickle, sys; from sd_training.data.samples.sample import Visit;"
         f"samples = pickle.load(open({str(tmp_path / 'samples')!r}, 'rb'));"
         "print(samples[Visit(0, 0, 3, 0, 0, 1)].sample_id, 'pandas' in sys.modules)"
     )

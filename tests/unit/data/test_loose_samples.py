@@ -7,9 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sd_training.data.folder_source import FolderSource
-from sd_training.data.index import load_index
-from sd_training.data.loose_samples import Columns, LooseSample, open_source
+from sd_training.data.index.store import load_index
+from sd_training.data.sources.folder import FolderSource
+from sd_training.data.sources.shard_writer import Columns, LooseSample, open_source
 from sd_training.errors import ConfigError, DataError
 
 

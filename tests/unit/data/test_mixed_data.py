@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.data_schema import DatasetConfig, DatasetParams, MixEntry, SourceParams
+from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
 from sd_training.errors import CheckpointError, DataError
 from tests import makers

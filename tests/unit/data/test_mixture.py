@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from sd_training.data.mixture import Mixture, Share
+from sd_training.data.order.order import Mixture, Share
 from sd_training.errors import ConfigError
 
 

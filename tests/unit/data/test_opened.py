@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.data_schema import BucketConfig, CaptionConfig, DatasetParams, TagConfig
+from sd_training.config.plan import BatchPlan
 from sd_training.data.opened import OpenDataset, open_dataset
-from sd_training.data.sizes import training_sizes
+from sd_training.data.order.buckets import training_sizes
 from sd_training.errors import DataError
 from tests import makers
 from tests.unit.data.making import stream, training_data

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sd_training.config.batch_plan import BatchPlan
-from sd_training.data.order import OrderSettings, SampleOrder, StepSamples, slots
+from sd_training.config.plan import BatchPlan
+from sd_training.data.order.order import OrderSettings, SampleOrder, StepSamples, slots
 
 GLOBAL_BATCH = 8
 

@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.data_schema import CaptionConfig, RemoteConfig
-from sd_training.data.byte_files import Access
-from sd_training.data.index import DatasetIndex, load_index
-from sd_training.data.parquet_source import ParquetSource
+from sd_training.config.plan import BatchPlan
+from sd_training.data.index.store import DatasetIndex, load_index
 from sd_training.data.problems import BadSample
+from sd_training.data.sources.parquet import ParquetSource
+from sd_training.data.storage.files import Access
 from sd_training.errors import ConfigError, DataError
 from tests import makers
 from tests.unit.data.making import equal_bits, joined, stream, training_data

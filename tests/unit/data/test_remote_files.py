@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.data import remote_files
-from sd_training.data.byte_files import Access, FileMissing, FileState, LocalFile, file_state, find_state, open_bytes
-from sd_training.data.shard_cache import shard_cache
+from sd_training.data.storage import remote as remote_files
+from sd_training.data.storage.files import Access, FileMissing, FileState, LocalFile, file_state, find_state, open_bytes
+from sd_training.data.storage.shard_cache import shard_cache
 from sd_training.errors import DataError, OutageError
 from tests.integration.fault_proxy import FaultProxy, running
 from tests.integration.http_files import WebFiles, web_files
@@ -172,7 +172,7 @@ def read_pieces(location: str, seed: int, results: "multiprocessing.SimpleQueue[
 
 
 def test_loader_processes_read_beside_their_parent(web: WebFiles) -> None:
-    """They come from a server that has read nothing, as in `data/worker_server.py`."""
+    """They come from a server that has read nothing, as in `data/loader.py`."""
     context = multiprocessing.get_context("forkserver")
     file = open_bytes(f"{web.url}/a.tar", RANGE)
     results = context.SimpleQueue()

@@ -3,7 +3,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from sd_training.config.data_schema import BucketConfig
-from sd_training.data.report_page import report_page
+from sd_training.data.index.report import report_page
 from tests import makers
 from tests.unit.data.making import training_data
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from sd_training.config.filters import parse_filters
-from sd_training.data.caption_choice import CAPTION, CaptionRules, fields_needed
-from sd_training.data.captions import Prompts
-from sd_training.data.selection import Selection, select
+from sd_training.data.index.selection import Selection, select
+from sd_training.data.samples.caption_choice import CAPTION, CaptionRules, fields_needed
+from sd_training.data.samples.captions import Prompts
 from sd_training.errors import DataError
 from tests import makers
 from tests.unit.data.making import tar_index

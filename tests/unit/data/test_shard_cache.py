@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.data.shard_cache import GIB, ShardCache
+from sd_training.data.storage.shard_cache import GIB, ShardCache
 from sd_training.errors import DataError
 
 KIB = 1024 / GIB

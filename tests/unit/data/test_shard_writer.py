@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sd_training.data.loose_samples import LooseSample
 from sd_training.data.problems import BadSample
-from sd_training.data.shard_writer import encode_sample, write_shards
+from sd_training.data.sources.shard_writer import LooseSample, encode_sample, write_shards
 from tests import makers
 from tests.unit.data.making import scanned
 

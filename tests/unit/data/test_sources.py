@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from sd_training.config.filters import parse_filters
-from sd_training.data.caption_choice import CaptionRules
-from sd_training.data.image_decode import ImageRules, decode
-from sd_training.data.index import DatasetIndex, load_index
+from sd_training.data.index.selection import select
+from sd_training.data.index.store import DatasetIndex, load_index
 from sd_training.data.problems import BadSample
-from sd_training.data.selection import select
-from sd_training.data.source import SampleReader
+from sd_training.data.samples.caption_choice import CaptionRules
+from sd_training.data.samples.image import ImageRules, decode
+from sd_training.data.sources.base import SampleReader
 from sd_training.errors import DataError
 from tests.unit.data.source_cases import CASES, Case, Sample, make_sample
 

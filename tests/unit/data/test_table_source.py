@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from sd_training.config.filters import parse_filters
-from sd_training.data.caption_choice import captions_in
-from sd_training.data.file_reader import checked_path, join
-from sd_training.data.file_samples import caption_of, length_of
-from sd_training.data.filters import evaluate
-from sd_training.data.index import DatasetIndex, load_index
+from sd_training.data.index.selection import evaluate
+from sd_training.data.index.store import DatasetIndex, load_index
 from sd_training.data.problems import BadSample
-from sd_training.data.table_source import TableSource
+from sd_training.data.samples.caption_choice import captions_in
+from sd_training.data.sources.files import caption_of, checked_path, join, length_of
+from sd_training.data.sources.table import TableSource
 from sd_training.errors import ConfigError, DataError
 from tests import makers
 from tests.unit.data.making import ACCESS
@@ -250,7 +249,7 @@ def test_the_caption_column_can_be_filtered(images: Path) -> None:
 
 
 def test_more_rows_than_are_held_at_once(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd_training.data.table_source.ROWS_AT_ONCE", 2)
+    monkeypatch.setattr("sd_training.data.sources.table.ROWS_AT_ONCE", 2)
     rows = [json.dumps({"path": f"{n}.jpg", "caption": f"c{n}", f"only{n}": n}) for n in range(1, 6)]
     index = index_of(write(images, "t.jsonl", *rows), ["only1", "only5"])
     assert keys(index) == ["1.jpg", "2.jpg", "3.jpg", "4.jpg", "5.jpg"]
@@ -259,7 +258,7 @@ def test_more_rows_than_are_held_at_once(images: Path, monkeypatch: pytest.Monke
 
 
 def test_too_many_fields_are_named(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd_training.data.file_samples.MAX_FIELDS", 3)
+    monkeypatch.setattr("sd_training.data.sources.files.MAX_FIELDS", 3)
     row = json.dumps({"path": "1.jpg", "caption": "x", "a": 1, "b": 2, "c": 3})
     index = index_of(write(images, "t.jsonl", row))
     assert index.fields == {"caption", "a", "b"} and named(index) == [("", "more than 3 metadata fields")]

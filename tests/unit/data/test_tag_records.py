@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sd_training.data.tag_rules import Tagged, read_tag_record, read_tags, write_tags
+from sd_training.data.sources.tags import Tagged, read_tag_record, read_tags, write_tags
 from tests.unit.data.tag_example import KINDLE
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from sd_training.config.data_schema import TagConfig
-from sd_training.data.draws import generator
-from sd_training.data.tag_rules import (
+from sd_training.data.order.draws import generator
+from sd_training.data.sources.tags import (
     Tagged,
     TagRecord,
     TagRules,

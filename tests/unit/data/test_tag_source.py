@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from sd_training.config.batch_plan import BatchPlan
 from sd_training.config.data_schema import TagConfig
-from sd_training.data.index import load_index
-from sd_training.data.tag_rules import tag_rules
-from sd_training.data.tag_source import TagSource
+from sd_training.config.plan import BatchPlan
+from sd_training.data.index.store import load_index
+from sd_training.data.sources.tags import TagSource, tag_rules
 from sd_training.errors import ConfigError, DataError
 from tests import makers
 from tests.unit.data.locked_folder import locked

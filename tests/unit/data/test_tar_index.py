@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.data.index_columns import read_metadata
+from sd_training.data.index.columns import read_metadata
 from tests import makers
 from tests.unit.data.making import scanned
 

@@ -8,11 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from sd_training.config.filters import parse_filters
-from sd_training.data.caption_choice import CaptionRules, captions_in
-from sd_training.data.index import DatasetIndex
+from sd_training.data.index.selection import select
+from sd_training.data.index.store import DatasetIndex
 from sd_training.data.problems import BadSample
-from sd_training.data.selection import select
-from sd_training.data.tar_source import TarSource
+from sd_training.data.samples.caption_choice import CaptionRules, captions_in
+from sd_training.data.sources.tar import TarSource
 from tests import makers
 from tests.unit.data.making import ACCESS, tar_index
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sd_training.config.batch_plan import BatchPlan
-from sd_training.data.worker_deaths import MAX_DEATHS, WINDOW_STEPS, WorkerDeaths
+from sd_training.config.plan import BatchPlan
+from sd_training.data.loader import MAX_DEATHS, WINDOW_STEPS, WorkerDeaths
 from sd_training.errors import DataError
 from sd_training.types import PixelBatch
 from tests.unit.data.making import training_data

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from sd_training.config.batch_plan import BatchPlan
-from sd_training.stop_signals import FOR_THE_TRAINING_PROCESS
+from sd_training.config.plan import BatchPlan
+from sd_training.signals import FOR_THE_TRAINING_PROCESS
 from tests.unit.data.making import training_data
 
 
@@ -32,7 +32,7 @@ def test_a_folder_for_temporary_files_that_is_too_long_for_a_socket(tmp_path: Pa
     folder.mkdir()
     code = """
 from sd_training.cli import run_cli
-from sd_training.data.worker_server import worker_context
+from sd_training.data.loader import worker_context
 run_cli(worker_context)
 """
     done = subprocess.run(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import StableDiffusionPipeline
 
-from sd_training.export.compare import bit_differences, differences
+from sd_training.export.pipeline import bit_differences, differences
 from tests import makers
 
 

@@ -8,8 +8,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 from numpy.typing import NDArray
 
-from sd_training.export.draw import draw_images
-from sd_training.export.samplers import make_sampler
+from sd_training.export.draw import draw_images, make_sampler
 from tests import makers
 
 PROMPTS = ["a red square", "a blue circle", "a big digit"]

@@ -16,8 +16,14 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline
 
-from sd_training.export.compare import bit_differences, differences
-from sd_training.export.pipeline import ExportError, export_pipeline, keep_export, recover_exports
+from sd_training.export.pipeline import (
+    ExportError,
+    bit_differences,
+    differences,
+    export_pipeline,
+    keep_export,
+    recover_exports,
+)
 from tests import makers
 from tests.unit.kill import killed_after
 

@@ -7,9 +7,16 @@ import torch
 from torch import Tensor
 
 from sd_training.errors import DataError
-from sd_training.export import posthoc
-from sd_training.export.ema_snapshots import Snapshot, find_snapshots, write_snapshot
-from sd_training.export.posthoc import Mixture, averaged_parameters, load_mixture, plan_mixture
+from sd_training.export import ema_snapshots as posthoc
+from sd_training.export.ema_snapshots import (
+    Mixture,
+    Snapshot,
+    averaged_parameters,
+    find_snapshots,
+    load_mixture,
+    plan_mixture,
+    write_snapshot,
+)
 from tests import makers
 
 

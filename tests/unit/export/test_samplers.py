@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sd_training.errors import ConfigError
-from sd_training.export.samplers import SAMPLERS, make_sampler, samplers_for
+from sd_training.export.draw import SAMPLERS, make_sampler, samplers_for
 from tests import makers
 
 

@@ -29,7 +29,7 @@ from sd_training.models.activations import (
 )
 from sd_training.models.encoding_memory import encoding_bytes_per_sample
 from sd_training.models.fake import FP32_ON_CUDA, cuda_autocast
-from sd_training.models.families import load_family
+from sd_training.models.families.table import load_family
 from sd_training.models.family import Family
 from tests import makers
 from tests.family_makers import PIPELINES, save_pipeline

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers.models.attention_processor import XFormersAttnProcessor
 
-from sd_training.models.attention import attention_sentence, log, use_fast_attention, xformers_problems
+from sd_training.models.execution import attention_sentence, log, use_fast_attention, xformers_problems
 from tests.family_makers import PIPELINES
 
 

@@ -16,15 +16,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sd_training.errors import ConfigError
-from sd_training.models.compilation import (
+from sd_training.models.execution import (
     compile_blocks,
     compile_whole,
     graphs_compiled,
+    recompute_activations,
     require_compiler,
     without_compiling,
 )
 from sd_training.models.family import Family
-from sd_training.models.recompute import recompute_activations
 from tests import makers
 from tests.unit.models.denoiser_steps import load_tiny, loss_and_gradients, loss_of, saved_bytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 
-from sd_training.models.copies import copy_with_weights
+from sd_training.build.models import copy_with_weights
 
 
 def test_a_copy_has_the_settings_of_today() -> None:

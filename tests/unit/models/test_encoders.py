@@ -7,8 +7,8 @@ import torch
 
 from sd_training.config.schema import ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.models.encoders import Encoders
+from sd_training.models.families.stable_diffusion import StableDiffusion
 from sd_training.models.schedulers import load_schedulers
-from sd_training.models.stable_diffusion import StableDiffusion
 from tests import makers
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from sd_training.config.schema import ConditioningConfig, ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.errors import ConfigError
-from sd_training.models.families import FAMILIES, load_family
+from sd_training.models.families.table import FAMILIES, load_family
 from sd_training.models.family import Family
 from tests.family_makers import PIPELINES, save_pipeline
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from sd_training.config.schema import ConditioningConfig, ModelConfig, ObjectiveConfig, PartConfig
-from sd_training.data.sizes import size_problems
+from sd_training.data.order.buckets import size_problems
 from sd_training.errors import ConfigError
-from sd_training.models.families import load_family
+from sd_training.models.families.table import load_family
 from sd_training.models.family import Family, downscale_factor
 from sd_training.models.load import load_network, load_weights
 from tests import makers

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sd_training.models.memory_format import use_channels_last, wants_channels_last
+from sd_training.models.execution import use_channels_last, wants_channels_last
 from tests import makers
 from tests.unit.models.denoiser_steps import load_tiny, loss_and_gradients
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sd_training.models.mmdit_blocks import (
+from sd_training.models.families.mmdit_rope import (
     JointBlock,
     SwiGLU,
     TextProjection,

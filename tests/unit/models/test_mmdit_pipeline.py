@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from sd_training.errors import ConfigError
-from sd_training.export.compare import differences
 from sd_training.export.draw import draw_images
-from sd_training.models.mmdit_pipeline import MMDiTRopePipeline
-from sd_training.models.mmdit_rope import MMDiTRope
+from sd_training.export.pipeline import differences
+from sd_training.models.families.mmdit_pipeline import MMDiTRopePipeline
+from sd_training.models.families.mmdit_rope import MMDiTRope
 from sd_training.models.text_states import encode_tokens, tokenize
 from tests import makers
 
@@ -39,7 +39,7 @@ def refused(*args, **kwargs):
     raise AssertionError("a connection was asked for")
 socket.socket.connect = socket.create_connection = socket.getaddrinfo = refused
 import numpy, torch, diffusers
-from sd_training.models.mmdit_pipeline import MMDiTRopePipeline
+from sd_training.models.families.mmdit_pipeline import MMDiTRopePipeline
 for name, cls in (("own", MMDiTRopePipeline), ("plain", diffusers.DiffusionPipeline)):
     pipeline = cls.from_pretrained(sys.argv[1], low_cpu_mem_usage=False)
     assert type(pipeline) is MMDiTRopePipeline
@@ -261,7 +261,7 @@ def test_folder_gives_back_the_same_picture_without_network(pipeline: MMDiTRopeP
     assert differences(pipeline, folder) == []
     assert [path.name for path in folder.rglob("*") if path.suffix in {".py", ".bin", ".pt", ".pkl"}] == []
     index = json.loads((folder / "model_index.json").read_text())
-    assert index["transformer"] == ["sd_training.models.mmdit_rope", "MMDiTRope"]
+    assert index["transformer"] == ["sd_training.models.families.mmdit_rope", "MMDiTRope"]
     assert index["_class_name"] == "MMDiTRopePipeline"
     assert index["text_options"]["text_encoder_3"]["layer"] == -2
     expected = pipeline(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sd_training.models.mmdit_rope import MMDiTRope
+from sd_training.models.families.mmdit_rope import MMDiTRope
 
 TINY: dict[str, Any] = {
     "in_channels": 4,

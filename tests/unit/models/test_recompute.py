@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from sd_training.models.execution import is_kept, recompute_activations
 from sd_training.models.family import Family
-from sd_training.models.recompute import is_kept, recompute_activations
 from tests.family_makers import PIPELINES
 from tests.unit.models.denoiser_steps import activation_bytes, load_tiny, loss_and_gradients, loss_of
 
@@ -81,7 +81,7 @@ def test_dropout_is_drawn_again_alike(is_selective: bool) -> None:
 
 @pytest.mark.parametrize("is_selective", MODES.values(), ids=MODES)
 def test_without_autograd_it_is_the_plain_block(is_selective: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("sd_training.models.recompute.checkpoint")
+    monkeypatch.delattr("sd_training.models.execution.checkpoint")
     block = Counted()
     recompute_activations([block], is_selective=is_selective)
     with torch.no_grad():

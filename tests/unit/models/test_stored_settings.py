@@ -11,8 +11,7 @@ from scripts.campaign.hostile_files import canary_pickle
 from sd_training.config.model_schema import ModelConfig
 from sd_training.errors import ConfigError, DataError
 from sd_training.export.folder import load_pipeline
-from sd_training.models.load import load_network, load_noise_scheduler, load_tokenizer
-from sd_training.models.stored_settings import refused_settings
+from sd_training.models.load import load_network, load_noise_scheduler, load_tokenizer, refused_settings
 
 
 def edit(path: Path, **changes: object) -> None:

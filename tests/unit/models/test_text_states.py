@@ -11,7 +11,7 @@ from tokenizers import models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from sd_training.data.captions import Tokenizer
+from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError
 from sd_training.models.text_states import TextOptions, encode_texts, encode_tokens, tokenize
 from tests import makers

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sd_training.optim.evaluation_weights import evaluation_weights
+from sd_training.callbacks.ema import evaluation_weights
 from tests.unit.optim.toy import build, toy, train, values
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sd_training.callbacks.ema import evaluation_weights
 from sd_training.errors import ConfigError
-from sd_training.optim.evaluation_weights import evaluation_weights
 from sd_training.optim.optimizers import make_optimizer
 from tests.unit.optim.toy import config, toy
 

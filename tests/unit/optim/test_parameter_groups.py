@@ -6,7 +6,7 @@ from diffusers import AutoencoderKL, DiTTransformer2DModel, UNet2DConditionModel
 from torch import nn
 
 from sd_training.errors import ConfigError
-from sd_training.optim.parameter_groups import is_hidden_matrix, is_norm_or_bias, parameter_groups
+from sd_training.optim.optimizers import is_hidden_matrix, is_norm_or_bias, parameter_groups
 from tests.unit.optim.toy import Toy, config, named, toy
 
 BLOCKS = {"norm_num_groups": 4, "block_out_channels": (8, 16)}

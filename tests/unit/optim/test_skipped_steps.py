@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sd_training.checkpoint import codec
+from sd_training.checkpoint.tensors import join_tensors, split_tensors
 from sd_training.optim.optimizers import make_optimizer
 from tests.unit.optim.toy import NAMES, Toy, build, config, named, set_gradients, toy, train, values
 
@@ -20,12 +20,12 @@ def prodigy_moves_sooner(name: str) -> dict[str, float]:
 
 
 def through_a_file(state: Any) -> Any:
-    plain, tensors = codec.split(state)
-    return codec.join(json.loads(json.dumps(plain, allow_nan=False)), {k: v.clone() for k, v in tensors.items()})
+    plain, tensors = split_tensors(state)
+    return join_tensors(json.loads(json.dumps(plain, allow_nan=False)), {k: v.clone() for k, v in tensors.items()})
 
 
 def same(first: Any, second: Any) -> bool:
-    (plain, tensors), (other_plain, other_tensors) = codec.split(first), codec.split(second)
+    (plain, tensors), (other_plain, other_tensors) = split_tensors(first), split_tensors(second)
     return plain == other_plain and all(torch.equal(tensors[k], other_tensors[k]) for k in tensors | other_tensors)
 
 

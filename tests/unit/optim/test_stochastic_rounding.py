@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sd_training.errors import ConfigError
-from sd_training.optim.optimizers import make_optimizer
-from sd_training.optim.stochastic_rounding import round_stochastically, rounding_generator
+from sd_training.optim.optimizers import make_optimizer, round_stochastically, rounding_generator
 from tests.unit.optim.toy import build, config, set_gradients, toy, train, values
 
 CPU = torch.device("cpu")
@@ -141,7 +140,7 @@ def test_a_marked_step_is_skipped_and_draws_nothing() -> None:
 def test_chunks_change_nothing_but_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, cut = toy(torch.bfloat16), toy(torch.bfloat16)
     train(build("adamw", whole, stochastic_rounding=True), whole, 0, 2)
-    monkeypatch.setattr("sd_training.optim.stochastic_rounding._MAX_COPIED_ELEMENTS", 100)
+    monkeypatch.setattr("sd_training.optim.optimizers._MAX_COPIED_ELEMENTS", 100)
     train(build("adamw", cut, stochastic_rounding=True), cut, 0, 2)
     assert all(torch.equal(a, b) for a, b in zip(values(whole), values(cut), strict=True))
 

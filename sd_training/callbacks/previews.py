@@ -1,0 +1,172 @@
+"""Pictures while training: previews from fixed prompts, and evaluation images from a caption file at each save.
+
+Both are split over the ranks and drawn with the weights that are exported. They use generators of their own, so
+training is the same with and without them.
+"""
+
+import shutil
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+
+from sd_training.callbacks.background_logger import BackgroundLogger
+from sd_training.callbacks.base import OptimizerStepCallback, Stopwatch
+from sd_training.callbacks.ema import Ema, export_weights
+from sd_training.config.schema import SamplingConfig
+from sd_training.export.draw import draw_images
+from sd_training.export.pictures import picture_grid
+from sd_training.log import get_logger
+from sd_training.models.encoders import autocast
+from sd_training.models.execution import without_compiling
+from sd_training.training.base_module import TrainedModule
+
+log = get_logger(__name__)
+
+_GRID_COLUMNS = 8
+_GRID_PICTURES = 64
+
+
+@dataclass(frozen=True)
+class PictureJob:
+    """What is drawn, when, and where to."""
+
+    name: str
+    """Folder below `samples/step_N/`, and tag in the loggers."""
+    every: int
+    """Optimizer steps between drawings; also drawn at the end of the run."""
+    prompts: Sequence[tuple[str, str]]
+    """(file stem, caption) pairs."""
+    as_tar: bool = False
+    """Pack the images into `NAME.tar` and remove the folder."""
+    at_start: bool = False
+    """Draw also before the first step of a new run: what the model can do untrained."""
+
+
+class Pictures(OptimizerStepCallback):
+    """Draws one job's pictures on all ranks.
+
+    Args:
+        job: prompts and times.
+        samples_dir: the run's `samples/`.
+        resolution: height and width [pixels].
+        sampling: steps, guidance, first seed, batch size.
+        pipeline: makes the pipeline around the live modules.
+        precision: autocast type, as in training.
+        ema: the average to draw with, if there is one.
+        stopwatch: stands still while drawing.
+    """
+
+    def __init__(
+        self,
+        job: PictureJob,
+        samples_dir: Path,
+        resolution: int,
+        sampling: SamplingConfig,
+        pipeline: Callable[[], DiffusionPipeline],
+        precision: str,
+        ema: Ema | None,
+        stopwatch: Stopwatch,
+    ) -> None:
+        self.job = job
+        self.samples_dir = samples_dir
+        self.resolution = resolution
+        self.sampling = sampling
+        self.pipeline = pipeline
+        self.precision = precision
+        self.ema = ema
+        self.stopwatch = stopwatch
+
+    @property
+    def state_key(self) -> str:
+        """Two jobs of one run are two callbacks."""
+        return f"Pictures.{self.job.name}"
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Draw before the first step where the job asks for it; a resumed run has done so."""
+        super().on_train_start(trainer, pl_module)
+        assert isinstance(pl_module, TrainedModule)
+        if self.job.at_start and trainer.global_step == 0:
+            self._draw(trainer, pl_module, 0)
+
+    def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+        """Draw when due."""
+        if self.is_due(trainer, step, self.job.every):
+            self._draw(trainer, module, step)
+
+    def _draw(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+        """Collective; a run that was asked to stop has no time for it."""
+        if trainer.should_stop:
+            return
+        folder = self.samples_dir / f"step_{step}" / self.job.name
+        with self.stopwatch.paused("validate"):
+            with export_weights(module, self.ema):
+                images = self._draw_share(trainer)
+            with _unwritten_told(self.job.name, step):
+                folder.mkdir(parents=True, exist_ok=True)
+                for i, image in images.items():
+                    image.save(folder / f"{self.job.prompts[i][0]}.png")
+            trainer.strategy.barrier("pictures drawn")
+            if trainer.is_global_zero:
+                with _unwritten_told(self.job.name, step):
+                    self._publish(trainer, folder, step)
+
+    def _draw_share(self, trainer: pl.Trainer) -> dict[int, Image.Image]:
+        """This rank's pictures by number of the prompt, which the seed belongs to, not to the rank."""
+        share = self._share(trainer.strategy)
+        if not share:
+            return {}
+        with torch.no_grad(), autocast(trainer.strategy.root_device, self.precision), without_compiling():
+            images = draw_images(
+                self.pipeline(),
+                [self.job.prompts[i][1] for i in share],
+                [self.sampling.seed + i for i in share],
+                height=self.resolution,
+                width=self.resolution,
+                num_inference_steps=self.sampling.num_inference_steps,
+                guidance_scale=self.sampling.guidance_scale,
+                batch_size=self.sampling.batch_size,
+            )
+            return dict(zip(share, images, strict=True))  # drawn while they are taken
+
+    def _share(self, strategy: Any) -> list[int]:
+        """Numbers of the prompts that this rank draws. Where a forward pass is collective, all ranks draw equally many:
+        some draw again what another draws as well, which gives the same picture."""
+        count = len(self.job.prompts)
+        own, missing = strategy.dealt(count)
+        return own + [strategy.data_rank % count] * missing if strategy.has_collective_forward else own
+
+    def _publish(self, trainer: pl.Trainer, folder: Path, step: int) -> None:
+        """Grid picture, loggers, tar."""
+        shown = [folder / f"{stem}.png" for stem, _ in self.job.prompts[:_GRID_PICTURES]]
+        grid = picture_grid([Image.open(path) for path in shown], _GRID_COLUMNS)
+        grid.save(folder.with_name(f"{folder.name}_grid.png"))
+        _log_picture(trainer, self.job.name, grid, step)
+        if self.job.as_tar:
+            with tarfile.open(folder.with_suffix(".tar"), "w") as tar:
+                for path in sorted(folder.iterdir()):
+                    tar.add(path, arcname=path.name)
+            shutil.rmtree(folder)
+
+
+@contextmanager
+def _unwritten_told(name: str, step: int) -> Iterator[None]:
+    """Pictures that cannot be written are lost, and the run goes on."""
+    try:
+        yield
+    except OSError as error:
+        log.error(f"pictures {name!r} of step {step:,} could not be written: {error}")
+
+
+def _log_picture(trainer: pl.Trainer, tag: str, picture: Image.Image, step: int) -> None:
+    """To every logger that shows pictures."""
+    for logger in trainer.loggers:
+        if isinstance(logger, BackgroundLogger):
+            logger.log_picture(tag, picture, step)

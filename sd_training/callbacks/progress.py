@@ -1,0 +1,84 @@
+"""Images seen, images/s, time left and loss: a bar on a terminal, lines now and then anywhere else."""
+
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytorch_lightning as pl
+from tqdm import tqdm
+
+from sd_training.callbacks.base import OptimizerStepCallback
+from sd_training.callbacks.metrics import Metrics
+from sd_training.log import FOR_FILE, get_logger, write_lines_by
+from sd_training.training.base_module import TrainedModule
+
+log = get_logger(__name__)
+
+_LINE_EVERY_S = 30.0
+"""Between two lines where there is no terminal, and in `train.log`."""
+
+
+class ProgressBar(OptimizerStepCallback):
+    """Over the whole run, counted in images.
+
+    Args:
+        metrics: where the loss comes from; the bar itself never waits for the device.
+        images_before: how many images the steps before a step take.
+        num_steps: optimizer steps of the run.
+    """
+
+    def __init__(self, metrics: Metrics, images_before: Callable[[int], int], num_steps: int) -> None:
+        self.metrics = metrics
+        self.images_before = images_before
+        self.num_steps = num_steps
+        self._bar: tqdm | None = None
+        self._started = self._line = (0.0, 0)
+        """Time [s] and images of the start, and of the newest line."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A resumed run's bar starts where it stopped."""
+        super().on_train_start(trainer, pl_module)
+        done = self.images_before(trainer.global_step)
+        self._started = self._line = (time.monotonic(), done)
+        if trainer.is_global_zero and sys.stderr.isatty():
+            total = self.images_before(self.num_steps)
+            self._bar = tqdm(total=total, initial=done, unit="img", desc="training", mininterval=1, dynamic_ncols=True)
+            write_lines_by(lambda line: tqdm.write(line, file=sys.stderr))
+
+    def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+        """Advance by the images of the step."""
+        if not trainer.is_global_zero:
+            return
+        done, now_s = self.images_before(step), time.monotonic()
+        loss = f", loss {self.metrics.latest['loss']:.4f}" if "loss" in self.metrics.latest else ""
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"step {step}{loss}", refresh=False)
+            self._bar.update(done - self._bar.n)
+        if now_s >= self._line[0] + _LINE_EVERY_S or step == self.num_steps:
+            # Of the time since the last line: saves and pictures slow down the line they belong to only.
+            per_s = (done - self._line[1]) / max(now_s - self._line[0], 1e-9)
+            self._line = (now_s, done)
+            self._write_line(step, done, per_s, loss)
+
+    def _write_line(self, step: int, done: int, per_s: float, loss: str) -> None:
+        spent_s, new = time.monotonic() - self._started[0], done - self._started[1]
+        left = timedelta(seconds=round(spent_s / max(new, 1) * (self.images_before(self.num_steps) - done)))
+        log.info(
+            f"step {step:,} of {self.num_steps:,}: {done:,} images, {per_s:.1f} images/s, {left} left{loss}",
+            extra=None if self._bar is None else FOR_FILE,
+        )
+
+    def on_exception(self, *_: object) -> None:
+        """What went wrong is told below the bar."""
+        self._close()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Leave the finished bar on the terminal."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            write_lines_by(None)
+            self._bar.close()
+            self._bar = None

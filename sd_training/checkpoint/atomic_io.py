@@ -1,0 +1,156 @@
+"""Folders that survive a crash: flush to disk, remove, and say plainly why a write failed. Needs no torch."""
+
+import errno
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+_FOLDER_MODE = 0o775  # before the umask; never writable for everybody
+_NOT_EXECUTABLE = 0o666
+_SYSTEM_ERROR = re.compile(r"\bos error (\d+)|\bcode: (\d+)")
+_SLACK_BYTES = 2**20
+"""Asked for beside what files hold: folders, manifests, the rest of last blocks."""
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Every file below `folder`, in a fixed order."""
+    return (path for path in sorted(folder.rglob("*")) if not path.is_dir())
+
+
+def make_empty_folder(folder: Path) -> None:
+    """Makes an empty folder that others cannot write to; whatever had the name before is removed."""
+    remove_durably(folder)
+    folder.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+    folder.mkdir(mode=_FOLDER_MODE)
+
+
+def flush_folder(folder: Path) -> None:
+    """Makes renames, creations and removals inside `folder` durable."""
+    _flush(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def flush_file(path: Path) -> None:
+    """Makes a file durable, and as accessible as its folder is, but to nobody more (see `flush_tree`)."""
+    path.chmod(stat.S_IMODE(path.parent.stat().st_mode) & _FOLDER_MODE & _NOT_EXECUTABLE)
+    _flush(path, os.O_RDONLY)
+
+
+def flush_tree(folder: Path) -> None:
+    """Makes everything below `folder` durable, and as accessible as `folder` itself is, but to nobody more.
+
+    Writers disagree about permissions: safetensors makes files that only the owner can read, others follow the umask.
+    """
+    mode = stat.S_IMODE(folder.stat().st_mode) & _FOLDER_MODE
+    for path in files_below(folder):
+        path.chmod(mode & _NOT_EXECUTABLE)
+        _flush(path, os.O_RDONLY)
+    for path in [*(p for p in sorted(folder.rglob("*"), reverse=True) if p.is_dir()), folder]:
+        path.chmod(mode)
+        flush_folder(path)
+
+
+def forget_cached(path: Path) -> None:
+    """Asks the system to drop its copy of a flushed file, so that reading it again reads the disk."""
+    if hasattr(os, "posix_fadvise"):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
+
+
+def remove_durably(path: Path) -> None:
+    """Removes a file, a link (not what it points to) or a folder; nothing happens when it does not exist.
+
+    Raises:
+        OSError: it could not be removed.
+    """
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def remove_quietly(path: Path) -> None:
+    """`remove_durably` while another error is on its way up: that one is the one to report."""
+    try:
+        remove_durably(path)
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a small file beside `path` and renames it, so that `path` is whole after a kill or on a full disk: the new
+    one or the one before. Links are followed; a device or a pipe is written to, as a rename would put an end to it.
+
+    Raises:
+        OSError: it could not be written; nothing is left beside.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    beside = path.with_name(f"{path.name}.partial")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        _flush(beside, os.O_RDONLY)
+        os.replace(beside, path)
+    except OSError:
+        remove_quietly(beside)
+        raise
+
+
+def system_error(error: Exception) -> OSError | None:
+    """The error of the system inside one of safetensors or tokenizers, which tell it in their text only; None for
+    others."""
+    found = _SYSTEM_ERROR.search(str(error))
+    return None if found is None else OSError(int(found[1] or found[2]), str(error))
+
+
+def free_bytes(folder: Path) -> int:
+    """Space that this user may fill on the file system that holds, or will hold, `folder` [bytes].
+
+    Raises:
+        OSError: the system does not say.
+    """
+    return shutil.disk_usage(next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))).free
+
+
+def require_free_space(folder: Path, needed_bytes: int) -> None:
+    """To be called before `needed_bytes` are written to `folder`, so that a full disk costs no writing.
+
+    Raises:
+        OSError: ENOSPC, naming both figures. A file system that does not tell its free space passes.
+    """
+    try:
+        free = free_bytes(folder)
+    except OSError:
+        return
+    if needed_bytes + _SLACK_BYTES > free:
+        wanted = f"{needed_bytes + _SLACK_BYTES:,} bytes are needed, {free:,} are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {wanted}; nothing was written")
+
+
+def write_failure(what: str, folder: Path, error: BaseException) -> OSError:
+    """The error to raise when `what` could not be written: names the folder, the cause and the free space [GiB]."""
+    number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+    cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return OSError(number, f"{what} could not be written to {folder}: {cause}; {_free_space(folder)}")
+
+
+def _free_space(folder: Path) -> str:
+    try:
+        return f"{free_bytes(folder) / 2**30:.2f} GiB are free there"
+    except OSError as error:
+        return f"free space unknown ({error})"
+
+
+def _flush(path: Path, flags: int) -> None:
+    handle = os.open(path, flags)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

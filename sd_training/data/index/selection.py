@@ -1,0 +1,301 @@
+"""Which samples of the index take part: the declared members are there, the class is known, the filters hold.
+
+Metadata filters as pyarrow expressions over the columns of the index: no image is read.
+
+Logic has three values (Kleene 1938), as Arrow's `and_kleene` and its siblings have: a comparison with a null, missing
+or NaN value is null, `not` leaves it null, and a sample passes only where the whole filter is true.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from sd_training.config.filters import Filter, Value, long_integer
+from sd_training.data.index.columns import NUMBER, TEXT
+from sd_training.data.index.store import DatasetIndex
+from sd_training.data.problems import EXAMPLES_KEPT, Problems, SkippedSample
+from sd_training.data.samples.caption_choice import CAPTION, CaptionRules, template_fields, uses_caption
+from sd_training.data.samples.captions import Prompts, class_name
+from sd_training.data.storage.locations import shown
+from sd_training.errors import DataError
+
+Mask = NDArray[np.bool_]
+BUILT_IN = frozenset({"width", "height", "aspect_ratio", "caption_length"})
+"""Fields of the index itself, where no metadata field has the name: pixels, width / height, and bytes."""
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+
+
+def evaluate(condition: Filter, columns: pa.Table, num_samples: int) -> Mask:
+    """[N] bool: which samples pass.
+
+    Args:
+        condition: the filter.
+        columns: of the index: `number:<field>`, `text:<field>`, and `width`, `height`, `caption_length`; a field
+            without columns is missing everywhere.
+        num_samples: N, also when there are no columns.
+    """
+    from pyarrow import acero  # imports pyarrow.dataset, which runs without filters need not load
+
+    columns = columns.select([name for name in columns.column_names if _is_read(name, condition.fields())])
+    if not columns.num_columns:  # a table without columns has no rows
+        columns = pa.table({"rows": pa.nulls(num_samples)})
+    passes = pc.coalesce(_expression(condition, columns), pc.scalar(False))
+    table = acero.Declaration.from_sequence(
+        [
+            acero.Declaration("table_source", acero.TableSourceNodeOptions(columns)),
+            acero.Declaration("project", acero.ProjectNodeOptions([passes], ["passes"])),
+        ]
+    ).to_table(use_threads=False)  # threads would not keep the order of rows
+    return np.asarray(table["passes"].to_numpy(), dtype=np.bool_)
+
+
+def _is_read(column: str, fields: set[str]) -> bool:
+    return column in ("width", "height", "caption_length") or column.removeprefix(NUMBER).removeprefix(TEXT) in fields
+
+
+def _expression(node: Filter, columns: pa.Table) -> pc.Expression:
+    """True, false or null for every row."""
+    if node.parts:
+        parts = [_expression(part, columns) for part in node.parts]
+        return ~parts[0] if node.operator == "not" else _balanced(node.operator, parts)
+    number, text = _number(node.field, columns), _text(node.field, columns)
+    is_present = number.is_valid() if text is None else number.is_valid() | text.is_valid()
+    if node.operator == "null":
+        return ~is_present
+    if node.operator in _COMPARISONS:
+        return _COMPARISONS[node.operator](number, node.values[0])
+    found = _is_one_of(number, text, node.values, columns, node.field)
+    return pc.if_else(is_present, ~found if node.operator == "!=" else found, _null(pa.bool_()))
+
+
+def _null(kind: pa.DataType) -> pc.Expression:
+    """Not a constant of the module: making one imports pandas where it is installed, in every loader process."""
+    return pc.scalar(pa.scalar(None, kind))
+
+
+def _balanced(word: str, parts: Sequence[pc.Expression]) -> pc.Expression:
+    """A balanced tree: Arrow recurses over the depth of an expression, and a filter may have thousands of parts."""
+    if len(parts) == 1:
+        return parts[0]
+    half = len(parts) // 2
+    left, right = _balanced(word, parts[:half]), _balanced(word, parts[half:])
+    return left & right if word == "and" else left | right
+
+
+def _number(field: str, columns: pa.Table) -> pc.Expression:
+    """The field's number; null where it has none."""
+    names = set(columns.column_names)
+    if NUMBER + field in names:
+        value = pc.field(NUMBER + field)
+        return pc.if_else(pc.is_nan(value), _null(pa.float64()), value)
+    if TEXT + field in names or field not in BUILT_IN or not BUILT_IN - {"aspect_ratio"} <= names:
+        return _null(pa.float64())
+    if field == "aspect_ratio":
+        return _known("width", 1) / _known("height", 1)
+    return _known(field, 0 if field == "caption_length" else 1)
+
+
+def _known(column: str, least: int) -> pc.Expression:
+    """A column of the index; smaller numbers mean that the value is not known."""
+    value = pc.field(column).cast(pa.float64())
+    return pc.if_else(value >= least, value, _null(pa.float64()))
+
+
+def _text(field: str, columns: pa.Table) -> pc.Expression | None:
+    """The field's text, null where the value was not written as text; None where no value was."""
+    return pc.field(TEXT + field) if TEXT + field in columns.column_names else None
+
+
+def _is_one_of(
+    number: pc.Expression, text: pc.Expression | None, values: Sequence[Value], columns: pa.Table, field: str
+) -> pc.Expression:
+    """Never null. Numbers written as text are equal to the number."""
+    numbers = [found for found in map(_as_number, values) if found is not None]
+    is_number = number.isin(pa.array(numbers, pa.float64()))
+    texts = [spelling for value in values if isinstance(value, str) for spelling in _spellings(value)]
+    if text is None or not texts:
+        return is_number
+    return is_number | text.isin(pa.array(texts, columns.schema.field(TEXT + field).type))
+
+
+def _spellings(value: str) -> set[str]:
+    """Tables have true and false in other cases too: pandas writes True."""
+    is_truth = value.lower() in ("true", "false")
+    return {value, value.lower(), value.upper(), value.title()} if is_truth else {value}
+
+
+def _as_number(value: Value) -> float | None:
+    """The number that a text is. A long integer is none and is compared as text; neither are `1_000` and digits of
+    other scripts, which `float` would read and the index does not."""
+    if isinstance(value, str) and (not value.isascii() or "_" in value or long_integer(value)):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+_EMPTY_CELL = "caption is empty"
+"""As sources of tables name it."""
+_NO_TEXT = r'^(\[\s*("\s*"\s*(,\s*"\s*"\s*)*)?\])?$'
+"""Nothing, or a JSON list without texts: `captions_in` finds no caption there."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The survivors and how they were chosen."""
+
+    survivors: NDArray[np.int64]
+    """[n] indices into the data set's index, ascending."""
+    num_usable: int
+    """Samples that have all members, before filters."""
+    rules: list[tuple[Filter, int]]
+    """Filters, each with the usable samples that pass it alone."""
+    problems: Problems
+    """Of the shards and of the samples that lack something."""
+
+
+def select(
+    index: DatasetIndex,
+    filters: list[Filter],
+    prompts: Prompts | None,
+    captions: CaptionRules,
+    *,
+    captions_needed: bool = True,
+    max_pixels: int | None = None,
+) -> Selection:
+    """Chooses the samples.
+
+    Args:
+        prompts: class id → prompts for classification data; None for captioned data.
+        captions: where captions come from; a sample with none of them, or without a field of the template, is left out.
+        captions_needed: False where captions are never read: samples without one or without a class take part.
+        max_pixels: larger images are left out; None: no limit.
+
+    Raises:
+        DataError: nothing is left; the message says what each filter alone and all together keep.
+    """
+    problems = Problems()
+    problems.merge(index.problems)
+    problems.forget(_EMPTY_CELL)  # whether the sample needs it, and misses it, is found below
+    usable = _with_text(index, prompts, captions, problems) if captions_needed else np.ones(len(index), dtype=np.bool_)
+    passed = [usable & evaluate(rule, index.columns, len(index)) for rule in filters]
+    survivors = np.flatnonzero(np.logical_and.reduce([usable, *passed]))
+    if max_pixels is not None:
+        survivors = _small_enough(index, survivors, max_pixels, problems)
+    rules = [(rule, int(mask.sum())) for rule, mask in zip(filters, passed, strict=True)]
+    selection = Selection(survivors, int(usable.sum()), rules, problems)
+    if not len(survivors):
+        raise DataError(_nothing_left(index, selection))
+    return selection
+
+
+def _small_enough(
+    index: DatasetIndex, samples: NDArray[np.int64], max_pixels: int, problems: Problems
+) -> NDArray[np.int64]:
+    """Without the images that reading would refuse: found there, they count as damage and may end the run."""
+    widths, heights = index.numbers("width")[samples], index.numbers("height")[samples]
+    is_large = widths.astype(np.int64) * heights > max_pixels
+
+    def size_of(sample: int) -> str:
+        width, height = index.numbers("width")[sample], index.numbers("height")[sample]
+        return f"{width} × {height}, at most {max_pixels} are allowed"
+
+    _name(index, samples[is_large], "image has too many pixels", problems, size_of)
+    return samples[~is_large]
+
+
+def _with_text(index: DatasetIndex, prompts: Prompts | None, captions: CaptionRules, problems: Problems) -> Mask:
+    usable = _captioned(index, captions, problems) if prompts is None else _classified(index, prompts, problems)
+    for field in sorted(template_fields(captions) - {CAPTION}):
+        has_text = _has_text(index, field)
+        _name(index, np.flatnonzero(usable & ~has_text), f"caption template has no text: {field}", problems)
+        usable &= has_text
+    return usable
+
+
+def _captioned(index: DatasetIndex, captions: CaptionRules, problems: Problems) -> Mask:
+    """As `choose_caption` decides at every visit."""
+    usable: Mask = np.full(len(index), not uses_caption(captions))
+    for field in captions.weights:
+        # An own caption that is empty is one, unless there are others to draw.
+        shortest = 0 if len(captions.weights) == 1 else 1
+        usable |= index.numbers("caption_length") >= shortest if field == CAPTION else _has_text(index, field)
+    _name(index, np.flatnonzero(~usable), "caption missing", problems)
+    return usable
+
+
+def _has_text(index: DatasetIndex, field: str) -> Mask:
+    """Where a metadata field gives at least one text that is not empty; numbers are written as text."""
+    names = index.columns.column_names
+    usable: Mask = np.zeros(len(index), dtype=np.bool_)
+    if NUMBER + field in names:
+        usable |= np.asarray(pc.is_valid(index.columns[NUMBER + field]).to_numpy())
+    if TEXT + field in names:
+        trimmed = pc.utf8_trim_whitespace(index.columns[TEXT + field])
+        is_empty = pc.match_substring_regex(trimmed, _NO_TEXT)  # null where the value is a number or missing
+        usable |= np.asarray(pc.fill_null(pc.invert(is_empty), False).to_numpy())
+    return usable
+
+
+def _classified(index: DatasetIndex, prompts: Prompts, problems: Problems) -> Mask:
+    """Looks each distinct class up once."""
+    encoded = index.columns["cls"].combine_chunks().dictionary_encode()
+    known = np.array([class_name(value) in prompts for value in encoded.dictionary.to_pylist()] + [False])
+    codes = pc.fill_null(encoded.indices, len(known) - 1).to_numpy(zero_copy_only=False)
+    usable: Mask = known[codes]
+    has_class = pc.is_valid(encoded).to_numpy(zero_copy_only=False)
+    _name(index, np.flatnonzero(~has_class), "class missing", problems)
+
+    def class_of(sample: int) -> str:
+        return f"class {index.text('cls', sample)!r}"
+
+    _name(index, np.flatnonzero(has_class & ~usable), "class without a prompt", problems, class_of)
+    return usable
+
+
+def _name(
+    index: DatasetIndex,
+    samples: NDArray[np.int64],
+    reason: str,
+    problems: Problems,
+    detail: Callable[[int], str] | None = None,
+) -> None:
+    for sample in samples[:EXAMPLES_KEPT].tolist():
+        told = reason if detail is None else f"{reason}: {detail(sample)}"
+        problems.add(SkippedSample(*index.name(sample), told))
+    if len(samples) > EXAMPLES_KEPT:
+        problems.add(SkippedSample("", "", reason), count=len(samples) - EXAMPLES_KEPT)
+
+
+def filter_lines(index: DatasetIndex, selection: Selection) -> list[str]:
+    """One line per filter with its survivors, and the fields that no sample has."""
+    lines = [f"{rule}: {count:,} samples" for rule, count in selection.rules]
+    for field in sorted(set().union(*(rule.fields() for rule, _ in selection.rules)) - index.fields - BUILT_IN):
+        fields = ", ".join(sorted(index.fields)[:20]) or "none"
+        lines.append(f"no sample has the metadata field '{field}' (fields found: {fields})")
+    return lines
+
+
+def _nothing_left(index: DatasetIndex, selection: Selection) -> str:
+    others = f" and {len(index.units) - 1:,} more" if len(index.units) > 1 else ""
+    where = f"{shown(index.units[0].location)}{others}"
+    lines = [f"dataset.params.path: no sample is left of the {len(index):,} in {where}"]
+    if selection.rules:
+        lines.append(f"{selection.num_usable:,} have all members; dataset.params.filters keep of these, each alone:")
+        lines += [f"  {line}" for line in filter_lines(index, selection)]
+        lines.append("  all together: 0 samples; loosen the filters")
+    if selection.problems.total():
+        lines.append(f"problems: {selection.problems.text()}")
+    return "\n".join(lines)

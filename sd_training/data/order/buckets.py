@@ -1,0 +1,281 @@
+"""Aspect-ratio buckets: which heights and widths are trained, and which sample goes where.
+
+Sizes are (height, width) in pixels, as everywhere; files tell (width, height), and the two are easily swapped.
+
+Options → the heights and widths that pictures are trained at.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sd_training.config.data_schema import DatasetParams
+from sd_training.errors import ConfigError
+
+Size = tuple[int, int]
+"""(height, width) [pixels]."""
+Buckets = NDArray[np.int32]
+"""[N] number of a bucket in its table; -1 (`NO_BUCKET`) is none."""
+_SAME_ASPECT = 1e-9
+
+
+NO_BUCKET = -1
+
+
+class Merge(NamedTuple):
+    """A bucket with too few samples, and the one they joined."""
+
+    source: int
+    target: int
+    """`NO_BUCKET`: they are left out."""
+    num_samples: int
+
+
+def ladder(max_area: int, step: int, min_side: int, max_side: int, max_aspect: float) -> list[Size]:
+    """For each width the largest height within `max_area`, mirrored, with the largest square.
+
+    The rule of NovelAI's aspect-ratio bucketing (2022): sides are multiples of `step`.
+
+    Args:
+        max_area: largest height × width [pixels].
+        step, min_side, max_side: of the sides [pixels].
+        max_aspect: largest ratio of the longer to the shorter side.
+
+    Raises:
+        ValueError: no size fits.
+    """
+    smallest = -(-min_side // step) * step
+    sizes = set[Size]()
+    for width in range(smallest, max_side + 1, step):
+        height = min(max_side, max_area // width) // step * step
+        if height >= smallest and max(width, height) / min(width, height) <= max_aspect:
+            sizes |= {(height, width), (width, height)}
+    square = min(max_side, int(max_area**0.5)) // step * step
+    if square >= smallest:
+        sizes.add((square, square))
+    if not sizes:
+        raise ValueError(
+            f"no size has sides from {min_side} to {max_side} pixels in steps of {step}, at most {max_area:,} pixels "
+            f"and an aspect of at most {max_aspect:g}"
+        )
+    return sorted(sizes, key=lambda size: (size[1] / size[0], size))
+
+
+def ladders(max_area: int, step: int, min_side: int, max_side: int, max_aspect: float) -> list[Size]:
+    """The ladder, and smaller ones of half, a quarter, … of its area, for images that must not be enlarged.
+
+    Ladder after ladder, each by rising aspect ratio; a size is listed once.
+    """
+    sizes = dict.fromkeys(ladder(max_area, step, min_side, max_side, max_aspect))
+    area, smallest = max_area // 2, (-(-min_side // step) * step) ** 2
+    while area >= smallest:
+        sizes |= dict.fromkeys(ladder(area, step, min_side, max_side, max_aspect))
+        area //= 2
+    return list(sizes)
+
+
+@dataclass(frozen=True)
+class BucketTable:
+    """The sizes of a run."""
+
+    sizes: tuple[Size, ...]
+    upscale: bool = True
+    """Whether an image may be enlarged to fill its bucket. If not, `sizes` are ladders as `ladders` gives them: where
+    the aspect ratio does not rise, another ladder begins."""
+
+    @cached_property
+    def _log_aspects(self) -> NDArray[np.float64]:
+        return np.array([np.log(width / height) for height, width in self.sizes])
+
+    @cached_property
+    def _areas(self) -> NDArray[np.int64]:
+        return np.array([height * width for height, width in self.sizes], dtype=np.int64)
+
+    @cached_property
+    def _aspects(self) -> tuple[NDArray[np.float64], list[NDArray[np.int32]]]:
+        """Distinct log aspects, ascending, and the buckets of each, largest first."""
+        logs = self._log_aspects
+        order = np.argsort(logs, kind="stable")
+        groups = np.split(order, np.flatnonzero(np.diff(logs[order]) > _SAME_ASPECT) + 1)
+        largest_first = [group[np.argsort(-self._areas[group], kind="stable")].astype(np.int32) for group in groups]
+        return np.array([logs[group[0]] for group in groups]), largest_first
+
+    def area_factors(self) -> tuple[int, ...]:
+        """Of each bucket: how many pictures of its size have at most the pixels of one of the largest."""
+        return tuple(int(self._areas.max() // area) for area in self._areas)
+
+    @cached_property
+    def _ladders(self) -> list[NDArray[np.int32]]:
+        """Buckets of each ladder by rising aspect ratio; the ladder with the largest bucket comes first."""
+        starts = np.flatnonzero(np.diff(self._log_aspects) <= _SAME_ASPECT) + 1
+        members = np.split(np.arange(len(self.sizes), dtype=np.int32), starts)
+        return sorted(members, key=lambda buckets: -int(self._areas[buckets].max()))
+
+    def assign(self, widths: NDArray[np.int32], heights: NDArray[np.int32]) -> Buckets:
+        """The bucket of each image: the nearest by |log aspect|.
+
+        Of several with that aspect, the largest that needs no enlarging, or else the smallest, which enlarges least.
+        Where nothing may be enlarged, the nearest of the largest ladder whose nearest bucket the image covers; without
+        one, the largest bucket of any aspect that it covers; and none when there is none. An image of unknown size has
+        no bucket unless there is only one to have.
+
+        Args:
+            widths, heights: [N] of the upright images [pixels]; 0 is unknown.
+        """
+        known = (widths > 0) & (heights > 0)
+        if len(self.sizes) == 1 and self.upscale:
+            return np.zeros(len(widths), dtype=np.int32)
+        bucket = np.full(len(widths), -1, dtype=np.int32)
+        if known.any():
+            bucket[known] = self._assign_known(widths[known], heights[known])
+        return bucket
+
+    def _assign_known(self, widths: NDArray[np.int32], heights: NDArray[np.int32]) -> Buckets:
+        aspects = np.log(widths / heights)
+        if not self.upscale:
+            return self._assign_covered(widths, heights, aspects)
+        logs, groups = self._aspects
+        nearest = np.searchsorted((logs[1:] + logs[:-1]) / 2, aspects)
+        bucket = np.array([group[-1] for group in groups], dtype=np.int32)[nearest]
+        for number, group in enumerate(groups):
+            mine = np.flatnonzero(nearest == number) if len(group) > 1 else np.empty(0, dtype=np.intp)
+            for candidate in group[-2::-1]:  # the largest comes last and stays
+                height, width = self.sizes[candidate]
+                bucket[mine[(widths[mine] >= width) & (heights[mine] >= height)]] = candidate
+        return bucket
+
+    def _assign_covered(
+        self, widths: NDArray[np.int32], heights: NDArray[np.int32], aspects: NDArray[np.float64]
+    ) -> Buckets:
+        """Ladder by ladder, because one nearest aspect over all ladders would draw large images to small buckets."""
+        bucket, sides = np.full(len(widths), -1, dtype=np.int32), np.array(self.sizes)
+        homeless = np.arange(len(widths))
+        for ladder_buckets in self._ladders:
+            logs = self._log_aspects[ladder_buckets]
+            nearest = ladder_buckets[np.searchsorted((logs[1:] + logs[:-1]) / 2, aspects[homeless])]
+            fits = (heights[homeless] >= sides[nearest, 0]) & (widths[homeless] >= sides[nearest, 1])
+            bucket[homeless[fits]] = nearest[fits]
+            homeless = homeless[~fits]
+        self._cover(bucket, widths, heights)
+        return bucket
+
+    def _cover(self, bucket: Buckets, widths: NDArray[np.int32], heights: NDArray[np.int32]) -> None:
+        """Gives images without a bucket the largest one of any aspect that they cover."""
+        homeless = np.flatnonzero(bucket < 0)
+        for candidate in np.argsort(self._areas, kind="stable"):
+            height, width = self.sizes[candidate]
+            bucket[homeless[(widths[homeless] >= width) & (heights[homeless] >= height)]] = candidate
+
+
+def merge_small(
+    bucket_of: Buckets, table: BucketTable, min_count: int | NDArray[np.int64]
+) -> tuple[Buckets, list[Merge]]:
+    """Joins each bucket that holds fewer than `min_count` samples with the nearest one in use, smallest bucket first.
+
+    A batch has one bucket, and one with fewer samples than a batch could never fill it. Where nothing may be enlarged,
+    a bucket joins one that is nowhere larger; its samples are left out when there is none.
+
+    Args:
+        bucket_of: without -1.
+        min_count: for all buckets, or of each.
+
+    Returns:
+        The new buckets, -1 for samples that are left out, and what was joined with what.
+    """
+    merges: list[Merge] = []
+    target_of = np.arange(len(table.sizes), dtype=np.int32)
+    counts = np.bincount(bucket_of, minlength=len(table.sizes))
+    while len(used := np.flatnonzero(counts)) > 1 and len(short := np.flatnonzero((counts < min_count) & (counts > 0))):
+        smallest_first = short[np.argsort(counts[short], kind="stable")].tolist()
+        merge = _merge(smallest_first, used, table, counts)
+        merges.append(merge)
+        target_of[target_of == merge.source] = merge.target
+        counts[merge.source] = 0
+        if merge.target != NO_BUCKET:
+            counts[merge.target] += merge.num_samples
+    return target_of[bucket_of], merges
+
+
+def _merge(short: Sequence[int], used: NDArray[np.intp], table: BucketTable, counts: NDArray[np.intp]) -> Merge:
+    """The first of the short buckets that may join another; when none may, the first is given up."""
+    for bucket in short:
+        if others := _joinable(bucket, used, table):
+            return Merge(bucket, _nearest(bucket, others, table), int(counts[bucket]))
+    return Merge(short[0], NO_BUCKET, int(counts[short[0]]))
+
+
+def _joinable(bucket: int, used: NDArray[np.intp], table: BucketTable) -> list[int]:
+    others = [int(other) for other in used if other != bucket]
+    if table.upscale:
+        return others
+    height, width = table.sizes[bucket]
+    return [b for b in others if table.sizes[b][0] <= height and table.sizes[b][1] <= width]
+
+
+def _nearest(bucket: int, others: Iterable[int], table: BucketTable) -> int:
+    """By |log aspect|, then by |log area|."""
+
+    def distance(other: int) -> tuple[float, float, int]:
+        (h, w), (other_h, other_w) = table.sizes[bucket], table.sizes[other]
+        aspect, area = np.log(w / h / (other_w / other_h)), np.log(w * h / (other_w * other_h))
+        return round(abs(float(aspect)), 9), round(abs(float(area)), 9), other
+
+    return min(others, key=distance)
+
+
+def histogram(bucket_of: Buckets, table: BucketTable) -> list[tuple[Size, int]]:
+    """(height, width) and samples of each bucket in use, in the order of the table."""
+    counts = np.bincount(bucket_of, minlength=len(table.sizes))
+    return [(size, int(count)) for size, count in zip(table.sizes, counts, strict=True) if count]
+
+
+def training_sizes(params: DatasetParams) -> BucketTable:
+    """The buckets of a run; without buckets, the square of `resolution`.
+
+    Raises:
+        ConfigError: the options give no bucket.
+    """
+    side, buckets = params.resolution, params.buckets
+    if buckets.mode == "off":
+        return BucketTable(((side, side),))
+    if buckets.mode == "table":
+        return BucketTable(_given(buckets.sizes))
+    make = ladder if buckets.upscale else ladders
+    try:
+        sizes = make(
+            max_area=buckets.max_area or side * side,
+            step=buckets.step,
+            min_side=buckets.min_side or side // 2,
+            max_side=buckets.max_side or side * 2,
+            max_aspect=buckets.max_aspect,
+        )
+    except ValueError as error:
+        raise ConfigError(f"dataset.params.buckets: {error}") from error
+    return BucketTable(tuple(sizes), buckets.upscale)
+
+
+def _given(sizes: list[list[int]] | None) -> tuple[tuple[int, int], ...]:
+    if not sizes or any(len(size) != 2 for size in sizes):
+        raise ConfigError("dataset.params.buckets.sizes: must be a list of [height, width] pairs with mode=table")
+    return tuple(dict.fromkeys((height, width) for height, width in sizes))
+
+
+def size_problems(factor: int, sizes: Sequence[tuple[int, int]], patch_size: int = 1) -> list[str]:
+    """A problem for each height or width [pixels] that is not a multiple of the downscale factor and the patches.
+
+    UNets need no more: diffusers hands their upsamplers the size to reach when a level does not halve evenly.
+    """
+    option = "dataset.params.resolution" if len(sizes) == 1 else "dataset.params.buckets"
+    multiple, problems = factor * patch_size, []
+    patches = f" × the denoiser's patch size {patch_size}" if patch_size > 1 else ""
+    for side in sorted({side for size in sizes for side in size if side % multiple}):
+        below, above = side // multiple * multiple, (side // multiple + 1) * multiple
+        near = f"{below} or {above}" if below else f"{above}"
+        problems.append(
+            f"{option}: {side} is not a multiple of the autoencoder's downscale factor {factor}{patches}; use {near}"
+        )
+    return problems

@@ -1,0 +1,300 @@
+"""Image file bytes → an upright RGB array, decoded no larger than needed.
+
+Image file bytes → the cut, resized, perhaps mirrored picture of one visit.
+"""
+
+import io
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import simplejpeg
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from PIL import Image, ImageCms, ImageOps
+
+from sd_training.data.problems import BadSample
+
+FORMATS = ["JPEG", "PNG", "WEBP"]
+_ORIENTATION_SOURCES = ("exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp")
+_ORIENTATION_TAG = 0x0112
+_TURNED = (5, 6, 7, 8)
+"""EXIF orientations whose stored width is the upright height."""
+_WHITE = (255, 255, 255, 255)
+_MARGIN = 1.2
+"""A JPEG is decoded at least so much larger than needed; with less, aliasing of the reduced picture is seen (34 dB
+instead of 40 dB against decoding in full, on a photograph of 640 × 427 for 256)."""
+LeastScale = Callable[[int, int], float]
+_LONGEST_SIDE = 2**31 - 1
+"""The index holds 32 bits; only a damaged header says more."""
+MAX_SCANS = 100
+"""Passes over a progressive JPEG [count]; usual ones have ten. Each takes the time of a decoding, and few bytes."""
+BYTES_PER_PIXEL = 25
+"""Most memory that decoding takes per pixel of the file [bytes], measured over all kinds of images; WebP needs it."""
+_JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
+_EIGHTHS = 8
+"""libjpeg-turbo scales by n / 8 while it decodes."""
+
+
+@dataclass(frozen=True)
+class ImageRules:
+    """What is done to every image."""
+
+    max_pixels: int
+    """Larger images are refused before they are decoded."""
+    icc_to_srgb: bool = False
+    """Convert images with a colour profile to sRGB."""
+    keeps_alpha: bool = False
+    """Give alpha as a fourth channel, besides laying the image on white."""
+
+
+@dataclass(frozen=True)
+class DecodedImage:
+    """An upright RGB image, perhaps decoded at reduced scale."""
+
+    pixels: NDArray[np.uint8]
+    """[height, width, 3], or 4 of an image with alpha where it is kept. At reduced scale the last row and column may
+    lie partly outside of the picture."""
+    original_size: tuple[int, int]
+    """Height and width of the upright file [pixels]."""
+    scale: float = 1.0
+    """Pixels of `pixels` per pixel of the file, along one side."""
+
+
+def image_size(file: BinaryIO) -> tuple[int, int]:
+    """Width and height of the upright image [pixels], from the header alone; (0, 0) when it cannot be told."""
+    try:
+        with _opened(file) as image:
+            width, height = image.size
+            if max(width, height) > _LONGEST_SIDE:
+                return 0, 0
+            return (height, width) if _is_turned(image) else (width, height)
+    except Exception:  # Pillow's parsers raise many kinds on damaged files
+        return 0, 0
+
+
+def _opened(file: BinaryIO) -> Image.Image:
+    """Only the header is read. `max_pixels` decides before anything is decoded, so Pillow's own limit has no say."""
+    Image.MAX_IMAGE_PIXELS = None
+    return Image.open(file, formats=FORMATS)
+
+
+def decode(data: bytes, rules: ImageRules, least_scale: LeastScale | None = None) -> DecodedImage:
+    """Decodes a JPEG, PNG or WebP file; alpha is laid on white.
+
+    Args:
+        data: the file.
+        rules: limits and colour.
+        least_scale: (height, width) of the upright file → the scale that the picture is needed at. JPEGs are then
+            decoded at the next larger scale of n / 8, which their cosine transform gives almost for free.
+
+    Raises:
+        BadSample: it is none of these formats, is larger than `max_pixels` (known before decoding), or is damaged.
+    """
+    image = _open(data, rules.max_pixels)
+    try:
+        width, height = image.size[::-1] if _is_turned(image) else image.size
+        if least_scale is not None and _is_plain_jpeg(image, rules):
+            reduced = _decode_reduced(data, (height, width), least_scale(height, width))
+            if reduced is not None:
+                return reduced
+        upright = _upright(image)
+        profile = upright.info.get("icc_profile") if rules.icc_to_srgb else None
+        rgb = _to_rgb(_to_srgb(upright, profile) if profile else upright, rules.keeps_alpha)
+        return DecodedImage(np.array(rgb), (height, width))  # torch wants to own what it reads
+    except Exception as error:  # Pillow's decoders raise many kinds on damaged files
+        raise BadSample(f"image cannot be decoded: {type(error).__name__}: {error}") from error
+
+
+def _is_plain_jpeg(image: Image.Image, rules: ImageRules) -> bool:
+    """What libjpeg-turbo is trusted with; the rest goes Pillow's way."""
+    has_profile = rules.icc_to_srgb and "icc_profile" in image.info
+    return image.format == "JPEG" and image.mode in ("RGB", "L") and not has_profile and _orientation(image) == 1
+
+
+def _decode_reduced(data: bytes, size: tuple[int, int], scale: float) -> DecodedImage | None:
+    """None for a file that libjpeg-turbo has a complaint about: Pillow decides whether it can be read."""
+    eighths = min(_EIGHTHS, math.ceil(scale * _MARGIN * _EIGHTHS))
+    height, width = (-(-side * eighths // _EIGHTHS) for side in size)
+    try:
+        pixels = simplejpeg.decode_jpeg(data, "RGB", min_height=height, min_width=width, min_factor=1)
+    except ValueError:
+        return None
+    # Of tiny pictures a smaller scale may have the same size.
+    return DecodedImage(pixels, size, eighths / _EIGHTHS) if pixels.shape[:2] == (height, width) else None
+
+
+def _open(data: bytes, max_pixels: int) -> Image.Image:
+    if not data:
+        raise BadSample("image file is empty")
+    try:
+        image = _opened(io.BytesIO(data))
+    except Exception as error:
+        raise BadSample("image is not a readable JPEG, PNG or WebP file") from error
+    width, height = image.size
+    if width * height > max_pixels:
+        raise BadSample(f"image has too many pixels: {width} × {height}, at most {max_pixels} are allowed")
+    # By content: a segment that tells of further pictures makes Pillow call a JPEG file MPO.
+    if data.startswith(_JPEG) and (scans := data.count(_SCAN)) > MAX_SCANS:
+        raise BadSample(f"image has too many scans: {scans:,}, at most {MAX_SCANS} are read")
+    return image
+
+
+def _orientation(image: Image.Image) -> int:
+    """As EXIF tells it; 1 is upright."""
+    if not any(source in image.info for source in _ORIENTATION_SOURCES):
+        return 1
+    try:
+        return int(image.getexif().get(_ORIENTATION_TAG, 1))
+    except Exception:  # damaged EXIF says nothing about the picture
+        return 1
+
+
+def _is_turned(image: Image.Image) -> bool:
+    return _orientation(image) in _TURNED
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    if not any(source in image.info for source in _ORIENTATION_SOURCES):
+        return image
+    image.load()
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # damaged EXIF says nothing about the picture, which has been read by now
+        return image
+
+
+def _to_srgb(image: Image.Image, profile: bytes) -> Image.Image:
+    """The image in sRGB; unchanged where the profile is damaged or of another colour space than the image."""
+    if image.mode not in ("RGB", "L", "CMYK"):
+        return image
+    image.load()
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        converted = ImageCms.profileToProfile(image, source, ImageCms.createProfile("sRGB"), outputMode="RGB")
+    except (ImageCms.PyCMSError, OSError, ValueError):
+        return image
+    return image if converted is None else converted
+
+
+def _to_rgb(image: Image.Image, keeps_alpha: bool = False) -> Image.Image:
+    image.load()
+    if image.mode.startswith("I"):
+        image = _from_16_bit(image)
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    on_white = Image.alpha_composite(Image.new("RGBA", image.size, _WHITE), image).convert("RGB")
+    if keeps_alpha:
+        on_white.putalpha(image.getchannel("A"))
+    return on_white
+
+
+def _from_16_bit(image: Image.Image) -> Image.Image:
+    """The high byte, as Pillow takes for 16-bit colour; its own conversion of 16-bit grey clips at 255."""
+    return Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The picture that a visit is to give."""
+
+    height: int
+    width: int
+    top: float | None = None
+    left: float | None = None
+    """Where the cut begins, in [0, 1) of the room that there is; None is the centre."""
+    flip: bool = False
+    """Mirror from left to right, after the cut."""
+
+
+class Picture(NamedTuple):
+    """Pixels, and where they are from: SDXL's micro-conditioning, in the order height, width."""
+
+    pixels: NDArray[np.uint8]
+    """[3, H, W]."""
+    original_size: tuple[int, int]
+    """Of the upright file [pixels]."""
+    crop_top_left: tuple[int, int]
+    """Of the cut in the resized image, as the mirrored picture shows it [pixels]."""
+    alpha: NDArray[np.uint8] | None = None
+    """[1, H, W] where it was asked for; 255 everywhere of an image without alpha."""
+
+
+class Placement(NamedTuple):
+    """A cut of height × width out of an image that was resized to cover it."""
+
+    box: tuple[float, float, float, float]
+    """Left, top, right, bottom of the cut in the image as it is [pixels]."""
+    crop_top_left: tuple[int, int]
+    """[pixels of the resized image], before mirroring."""
+    resized: tuple[int, int]
+    """Height and width of the resized image [pixels]."""
+
+
+def cover_scale(image_height: int, image_width: int, wanted: Wanted) -> float:
+    """The smallest factor by which an image can be resized to cover the wanted picture."""
+    return max(wanted.height / image_height, wanted.width / image_width)
+
+
+def place(image_height: int, image_width: int, wanted: Wanted) -> Placement:
+    """Where the cut lies.
+
+    The sizes are those of the upright file, so that a JPEG decoded at reduced scale is cut at the very same place.
+    """
+    scale = cover_scale(image_height, image_width, wanted)
+    resized = max(wanted.height, round(image_height * scale)), max(wanted.width, round(image_width * scale))
+    top, left = _start(wanted.top, resized[0] - wanted.height), _start(wanted.left, resized[1] - wanted.width)
+    y, x = image_height / resized[0], image_width / resized[1]
+    box = (left * x, top * y, min((left + wanted.width) * x, image_width), min((top + wanted.height) * y, image_height))
+    return Placement(box, (top, left), resized)
+
+
+def _start(fraction: float | None, room: int) -> int:
+    return room // 2 if fraction is None else int(fraction * (room + 1))
+
+
+def read_picture(data: bytes, wanted: Wanted, rules: ImageRules) -> Picture:
+    """Decodes, cuts, resizes and mirrors; only the pixels of the cut are resized.
+
+    The image is never resized as a whole, so that a picture of 1 × 100,000 pixels needs no memory.
+
+    Raises:
+        BadSample: the image cannot be used.
+    """
+    decoded = decode(data, rules, lambda height, width: cover_scale(height, width, wanted))
+    placement = place(*decoded.original_size, wanted)
+    top, left = placement.crop_top_left
+    if wanted.flip:
+        left = placement.resized[1] - wanted.width - left
+    pixels, alpha = _cut(decoded, placement, wanted), None
+    if rules.keeps_alpha:
+        alpha = pixels[3:] if len(pixels) == 4 else np.full_like(pixels[:1], 255)
+    return Picture(pixels[:3], decoded.original_size, (top, left), alpha)
+
+
+def _cut(decoded: DecodedImage, placement: Placement, wanted: Wanted) -> NDArray[np.uint8]:
+    """[3 or 4, H, W]. The edges of the cut are rounded to whole pixels of the decoded image.
+
+    torch's antialiased bicubic resize of uint8 is Pillow's, to one unit of rounding, at a third of its time.
+    """
+    height, width = decoded.pixels.shape[:2]
+    left, right = _edges(placement.box[0] * decoded.scale, placement.box[2] * decoded.scale, width)
+    top, bottom = _edges(placement.box[1] * decoded.scale, placement.box[3] * decoded.scale, height)
+    cut = torch.from_numpy(decoded.pixels[top:bottom, left:right]).permute(2, 0, 1)[None]
+    size = (wanted.height, wanted.width)
+    if cut.shape[2:] != size:
+        cut = F.interpolate(cut, size=size, mode="bicubic", antialias=True)
+    pixels = cut[0].flip(2) if wanted.flip else cut[0]
+    return np.ascontiguousarray(pixels.numpy())
+
+
+def _edges(first: float, end: float, length: int) -> tuple[int, int]:
+    """Whole pixels, at least one, inside the image."""
+    start = min(round(first), length - 1)
+    return start, max(start + 1, min(round(end), length))

@@ -1,0 +1,130 @@
+"""Object stores and web servers, through obstore (Rust's object_store): `s3://`, `gs://`, `http(s)://` and `file://`.
+
+obstore retries failed requests with growing waits, resumes a body that breaks off, pages through listings, and takes
+keys, endpoints and proxies from the environment. Its threads do not survive a fork, so processes that use it are
+started by spawn or by a fork server that has not used it (`data/loader.py`).
+"""
+
+import importlib.util
+import os
+import re
+from datetime import datetime, timedelta, timezone
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import obstore
+from obstore.store import GCSStore, HTTPStore, LocalStore, ObjectStore, S3Store
+
+from sd_training.errors import ConfigError
+from sd_training.redaction import redacted
+
+FIRST_WAIT_S = 0.2
+"""Wait after the first failure of a request; every further one is twice as long."""
+LONGEST_WAIT_S = 20.0
+_TRANSIENT_STATUS = frozenset({408, 425, 429, *range(500, 600)} - {501, 505})
+_STATUS = re.compile(r"status code: (\d{3})")
+_METADATA_SERVICES = ("/latest/api/token", "metadata.google.internal")
+"""Where a cloud's machines get the keys of their role; asked last, when there are no others."""
+_PROFILE_TTL = timedelta(minutes=15)
+"""A role's keys are asked for again after this; botocore renews them before they expire."""
+
+
+def open_store(url: str, num_retries: int, timeout_s: float) -> tuple[ObjectStore, str]:
+    """The store of a URL and the path in it; one client serves all paths of a bucket or host.
+
+    Args:
+        url: `s3://bucket/key`, `gs://bucket/key`, `http(s)://host/path`, or `file:///folder` (the store is then that
+            folder, which is made and whose empty folders are removed, and the path is empty).
+        num_retries: attempts after the first [count].
+        timeout_s: longest wait for a connection, and between two pieces of an answer [s].
+
+    Raises:
+        ConfigError: the store cannot be used with this environment.
+    """
+    scheme, _, rest = url.partition("://")
+    scheme = scheme.lower()
+    if scheme == "file":
+        folder = Path(unquote(rest))
+        return LocalStore(folder, mkdir=True, automatic_cleanup=True), ""
+    if scheme in ("s3", "gs"):
+        bucket, _, path = rest.partition("/")
+        return _client(f"{scheme}://{bucket}", num_retries, timeout_s, os.getpid()), path.rstrip("/")
+    parts = urlsplit(url)
+    if parts.query or "//" in parts.path:  # such a URL must reach the server as it is written
+        return _client(url, num_retries, timeout_s, os.getpid()), ""
+    return _client(f"{scheme}://{parts.netloc}", num_retries, timeout_s, os.getpid()), unquote(parts.path).strip("/")
+
+
+@lru_cache(maxsize=256)
+def _client(root: str, num_retries: int, timeout_s: float, pid: int) -> Any:
+    """Cached by process: a forked one must not use its parent's."""
+    pause = {"init_backoff": timedelta(seconds=FIRST_WAIT_S), "max_backoff": timedelta(seconds=LONGEST_WAIT_S)}
+    settings: dict[str, Any] = {
+        "client_options": {
+            "allow_http": True,
+            "connect_timeout": timedelta(seconds=timeout_s),
+            "read_timeout": timedelta(seconds=timeout_s),
+            "timeout": timedelta(days=1),  # of a whole transfer; a slow one is no failure
+        },
+        "retry_config": {
+            "max_retries": num_retries,
+            "backoff": {**pause, "base": 2},
+            "retry_timeout": timedelta(days=1),
+        },
+    }
+    scheme, _, bucket = root.partition("://")
+    try:
+        if scheme == "s3":
+            return S3Store(bucket, **settings, **_profile())
+        if scheme == "gs":
+            return GCSStore(bucket, **settings)
+        return HTTPStore(root, **settings)
+    except obstore.exceptions.BaseError as error:
+        raise ConfigError(f"{redacted(root)} cannot be used: {reason_of(error)}") from None
+
+
+def _profile() -> dict[str, Any]:
+    """Keys of `~/.aws` and of a profile, which obstore does not read, by botocore where the environment has no keys."""
+    if os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE"):
+        return {}
+    names = (("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), ("AWS_CONFIG_FILE", "~/.aws/config"))
+    files = [os.path.expanduser(os.environ.get(variable) or default) for variable, default in names]
+    profile = os.environ.get("AWS_PROFILE")
+    if not profile and not any(map(os.path.exists, files)):
+        return {}
+    if importlib.util.find_spec("botocore") is None:
+        if profile:
+            raise ConfigError(f"AWS_PROFILE: is {profile}, and reading profiles needs a package: pip install boto3")
+        return {}
+    from botocore.session import Session
+
+    credentials = Session().get_credentials()
+    if credentials is None:
+        return {}
+
+    def provide() -> dict[str, Any]:
+        keys = credentials.get_frozen_credentials()
+        found = {"access_key_id": keys.access_key, "secret_access_key": keys.secret_key, "token": keys.token}
+        return {**found, "expires_at": datetime.now(timezone.utc) + _PROFILE_TTL}
+
+    return {"credential_provider": provide}
+
+
+def reason_of(error: BaseException) -> str:
+    """One line about a failure, without secrets and without obstore's dump of its own state."""
+    text = str(error).partition("Debug source")[0]
+    if any(service in text for service in _METADATA_SERVICES):
+        return "no credentials were found in the environment, in the provider's files or from this machine's role"
+    return redacted(" ".join(text.split()))[:400] or type(error).__name__
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether a server cannot be reached or is not well, after all retries: another start may succeed."""
+    text = str(error)
+    if any(service in text for service in _METADATA_SERVICES):
+        return False
+    if found := _STATUS.search(text):
+        return int(found[1]) in _TRANSIENT_STATUS
+    return "HTTP error" in text and "certificate" not in text.lower()

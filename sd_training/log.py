@@ -1,0 +1,241 @@
+"""Log lines on stderr with the time, from the first process only, so that 64 ranks do not say a thing 64 times.
+
+`train.log` in the run folder: what the run said on the terminal, over all of its starts.
+
+The first process writes every line, the others their warnings and errors; ranks and secrets are marked and hidden as on
+the terminal. A line is one write at the end of the file, opened for it alone, so that ranks on other machines can write
+too and nothing is held open. Nothing that the disk does ends the run: lines that cannot be written are lost.
+
+Keeps the advice that libraries print at import and load out of a run's output; their errors still show.
+
+Import before torch, diffusers and transformers: they read these settings once.
+"""
+
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sd_training.errors import UserError
+from sd_training.redaction import for_terminal
+
+TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
+_ROOT = logging.getLogger("sd_training")
+
+
+def global_rank() -> int:
+    """Rank of this process by the launcher's variables (torchrun, SLURM); 0 when started alone."""
+    for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return 0
+
+
+def is_main_process() -> bool:
+    """Whether this is the first process of the run."""
+    return global_rank() == 0
+
+
+class LineFormatter(logging.Formatter):
+    """`2026-01-31 12:00:00 rank 3: warning: text`; rank 0 and information have no mark. What is logged may come from
+    outside (names of samples, messages of libraries), so secrets are hidden."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(message)s", TIME_FORMAT)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Part of `format`, which adds a traceback where the record has one."""
+        rank = "" if is_main_process() else f"rank {global_rank()}: "
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        record.message = f"{rank}{level}{record.message}"
+        return super().formatMessage(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The whole record."""
+        return for_terminal(super().format(record))
+
+
+class _Console(logging.StreamHandler):
+    """Errors come from every rank, warnings and information from the first one only. A stderr that takes nothing, such
+    as a file on a full disk, costs the line."""
+
+    write_beside: Callable[[str], None] | None = None
+    """Writes a line above a progress bar; null: there is none."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not is_for_file(record) and (record.levelno >= logging.ERROR or is_main_process())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            if self.write_beside is None:
+                self.stream.write(self.format(record) + self.terminator)
+                self.flush()
+            else:
+                self.write_beside(self.format(record))
+        except OSError:
+            return
+        except Exception:
+            self.handleError(record)
+
+
+_console = _Console(sys.stderr)
+_console.setFormatter(LineFormatter())
+FOR_FILE = {"is_for_file": True}
+"""`extra` of a record that a terminal shows in another way, such as progress."""
+
+
+def is_for_file(record: logging.LogRecord) -> bool:
+    """Whether a record was logged with `FOR_FILE`."""
+    return "is_for_file" in vars(record)
+
+
+def write_lines_by(write: Callable[[str], None] | None) -> None:
+    """While a progress bar is on the terminal, lines are written by it; null: there is none any more."""
+    _console.write_beside = write
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Logger of a module. The handler is put on the package's root logger once."""
+    if not _ROOT.handlers:
+        _ROOT.addHandler(_console)
+        _ROOT.setLevel(logging.INFO)
+        _ROOT.propagate = False
+    return logging.getLogger(name if name.startswith("sd_training") else f"sd_training.{name}")
+
+
+log = get_logger(__name__)
+
+FILE_NAME = "train.log"
+MAX_BYTES = 32 * 2**20
+"""A larger file becomes `train.log.1`, in place of the one before: both take at most twice as much."""
+_MAX_EARLY = 1000
+"""Lines that are kept until the run folder is this process's [count]."""
+
+
+class RunLog(logging.Handler):
+    """Collects lines from its making on, and writes them once there is a run folder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(LineFormatter())
+        self._path: Path | None = None
+        self._check: Callable[[], None] = lambda: None
+        self._early: deque[str] = deque(maxlen=_MAX_EARLY)
+        self._is_failing = self._is_cut = False
+
+    def open(self, run_dir: Path, check: Callable[[], None]) -> None:
+        """Lines so far and from now on go to the file in `run_dir`, which the first process has made.
+
+        Args:
+            check: raises where another start has taken the folder over; then nothing is written any more.
+        """
+        self._path, self._check = run_dir / FILE_NAME, check
+        early, self._early = self._early, deque(maxlen=_MAX_EARLY)
+        for line in early:
+            self._write(line)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Before the folder is known, all ranks warn of the same things."""
+        return is_main_process() or record.levelno >= (logging.ERROR if self._path is None else logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """As one line, or the lines of a block."""
+        line = self.format(record)
+        if self._path is None:
+            self._early.append(line)
+        else:
+            self._write(line)
+
+    @contextmanager
+    def kept(self) -> Iterator["RunLog"]:
+        """Inside, lines are collected and written; an exception that ends the run is added."""
+        root = logging.getLogger("sd_training")
+        root.addHandler(self)
+        try:
+            yield self
+        except KeyboardInterrupt:
+            self.add("interrupted")
+            raise
+        except Exception as error:
+            self.add_exception(error)
+            raise
+        finally:
+            root.removeHandler(self)
+
+    def add_exception(self, error: Exception) -> None:
+        """A mistake of the user without its traceback."""
+        is_mistake = isinstance(error, UserError)
+        self.add(str(error) if is_mistake else "".join(traceback.format_exception(error)).rstrip())
+
+    def add(self, text: str) -> None:
+        """An error that was, or will be, told on the terminal by other means."""
+        self.handle(log.makeRecord(log.name, logging.ERROR, "", 0, text, (), None))
+
+    def _write(self, line: str) -> None:
+        assert self._path is not None
+        try:
+            self._check()
+            _append(self._path, f"{line}\n".encode(errors="replace"), after_cut=self._is_cut)
+            self._is_failing = self._is_cut = False
+            if is_main_process() and self._path.stat().st_size > MAX_BYTES:
+                os.replace(self._path, self._path.with_name(f"{FILE_NAME}.1"))
+        except (UserError, FileNotFoundError):
+            return  # the next save ends this process, on all ranks; or the first process has not made the folder yet
+        except OSError as error:
+            self._is_cut = True
+            if not self._is_failing:
+                self._is_failing = True  # before the warning, which comes here as well
+                log.warning(f"{self._path} cannot be written ({error.strerror}); lines until it can are lost there")
+
+
+def _append(path: Path, line: bytes, *, after_cut: bool) -> None:
+    """
+    Args:
+        after_cut: the line before may have been written in part.
+
+    Raises:
+        OSError: it could not be written, or not all of it.
+    """
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        line = b"\n" + line if after_cut else line
+        while line:
+            line = line[os.write(handle, line) :]
+    finally:
+        os.close(handle)
+
+
+_ERRORS_ONLY = (
+    # Lightning sets the level of its top loggers when it is imported; the ones below it, which speak, keep theirs.
+    "pytorch_lightning.utilities.rank_zero",
+    "lightning_fabric.utilities.rank_zero",
+    "lightning_fabric.utilities.distributed",  # "Initializing distributed: GLOBAL_RANK: 0", from every rank
+    "pytorch_lightning.trainer.connectors.checkpoint_connector",
+    "xformers",  # a block of advice when its extension was built for another PyTorch, used or not
+    "bitsandbytes.backends.cpu.ops",  # "pip install kernels", for 4-bit weights, which nothing here uses
+)
+_ADVICE = (
+    # DDP copies such a gradient, as it did before it had views: 1×1 convolutions in channels_last on some CPUs.
+    "Grad strides do not match bucket view strides",
+    # A pipeline is asked for its type as diffusers before 0.40 knows it.
+    "`torch_dtype` is deprecated",
+    "This DataLoader will create",  # more loader processes than cores, which is what waiting for storage needs
+)
+_LIGHTNING = r"pytorch_lightning|lightning_fabric"
+"""It warns of how it is called, which is this program's business and not the user's: workers, intervals, old names."""
+
+
+def quiet_libraries() -> None:
+    """Errors only from the libraries; anything the user set himself stays."""
+    for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
+        os.environ.setdefault(name, "error")
+    for name in _ERRORS_ONLY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for message in _ADVICE:
+        warnings.filterwarnings("ignore", message=message)
+    warnings.filterwarnings("ignore", module=_LIGHTNING)

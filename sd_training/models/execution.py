@@ -1,0 +1,223 @@
+"""torch.compile of a denoiser, in place: names of modules, weights and exports stay what they are.
+
+Blocks of the same class and shapes share their graphs, so block by block starts sooner than the whole network, and
+what shards or wraps the blocks keeps working. Shapes are static: one set of graphs per bucket size.
+
+Which attention kernels a denoiser runs on.
+
+Channels last: [B, C, H, W] weights and activations that lie in memory as [B, H, W, C], which tensor cores want.
+
+Activations of repeated blocks that are made again in the backward pass instead of being kept (Chen et al. 2016,
+arXiv:1604.06174).
+
+Only `forward` of a block is replaced, on the block itself: names of weights, classes and exports stay what they are,
+and whatever wraps or compiles the block afterwards sees an ordinary block.
+"""
+
+import os
+import platform
+import shutil
+import sysconfig
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+import torch._dynamo
+from diffusers import ModelMixin
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from sd_training.errors import ConfigError
+from sd_training.log import get_logger
+
+_CXX_COMPILERS = ("g++", "clang++", "c++")
+_C_COMPILERS = ("gcc", "clang", "cc")
+_SPARE_GRAPHS = 16
+
+
+def compile_blocks(blocks: list[nn.Module], *, num_sizes: int, backend: str = "inductor") -> None:
+    """Compiles each block by itself, when it first runs.
+
+    Args:
+        blocks: the denoiser's repeated blocks; compiled in place.
+        num_sizes: bucket sizes of the run; each has graphs of its own.
+        backend: of torch.compile.
+    """
+    # torch.compile counts graphs per function, and all modules are called through the same one. Twice, because
+    # the first graphs of a block may be made for another autocast or autograd state.
+    allow_graphs(2 * num_sizes * len(blocks) + _SPARE_GRAPHS)
+    for block in blocks:
+        block.compile(dynamic=False, backend=backend)
+
+
+def compile_whole(denoiser: nn.Module, *, num_sizes: int, backend: str = "inductor") -> None:
+    """Compiles the network as one; arguments as of `compile_blocks`."""
+    compile_blocks([denoiser], num_sizes=num_sizes, backend=backend)
+
+
+def allow_graphs(count: int) -> None:
+    """Lets torch.compile keep `count` graphs of one function; beyond its own limit of 8 it would silently stop
+    compiling."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, count)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, count)
+
+
+def graphs_compiled() -> int:
+    """Graphs that torch.compile has made in this process so far."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def without_compiling() -> AbstractContextManager[None]:
+    """Inside this scope compiled modules run as they were written: other batch sizes and shapes make no graphs."""
+    scope: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return scope
+
+
+def require_compiler(accelerator: str) -> None:
+    """Looks for what torch.compile needs beside Python packages, before a run starts.
+
+    Args:
+        accelerator: "cpu" or "cuda".
+
+    Raises:
+        ConfigError: no C++ compiler (CPU), no Triton or C compiler (CUDA), or no headers of Python.
+    """
+    names, variable = (_C_COMPILERS, "CC") if accelerator == "cuda" else (_CXX_COMPILERS, "CXX")
+    chosen = os.environ.get(variable)
+    if not any(shutil.which(name) for name in ((chosen,) if chosen else names)):
+        given = f"{variable}={chosen}" if chosen else f"none of {', '.join(names)}"
+        raise ConfigError(
+            f"trainer.compile: needs a {'C' if accelerator == 'cuda' else 'C++'} compiler, but {given} is found; "
+            f"install one (Debian: apt-get install g++), name it in {variable}, or set trainer.compile=false"
+        )
+    if accelerator == "cuda" and find_spec("triton") is None:
+        raise ConfigError(
+            "trainer.compile: needs Triton on CUDA, which is not installed; install it (pip install triton) or set "
+            "trainer.compile=false"
+        )
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        raise ConfigError(
+            f"trainer.compile: needs the headers of Python, but {header} does not exist; install them (Debian: "
+            f"apt-get install python{platform.python_version().rpartition('.')[0]}-dev) or set trainer.compile=false"
+        )
+
+
+log = get_logger(__name__)
+
+_HOOK = "set_use_memory_efficient_attention_xformers"
+"""Method of the attention modules that diffusers can switch to xformers; networks have one of this name, too, which
+calls those of their modules and does nothing where there is none."""
+
+
+def xformers_problems(denoiser: Any) -> list[str]:
+    """Why `model.xformers` cannot have an effect on this network, on whatever device; empty when it can."""
+    if _switchable(denoiser):
+        return []
+    name = type(denoiser).__name__
+    return [
+        f"model.xformers: true, but {name} has no attention that diffusers can run on xformers; it runs on PyTorch's "
+        "fused attention: set model.xformers=false"
+    ]
+
+
+def use_fast_attention(denoiser: Any, device: torch.device) -> None:
+    """xformers attention where it works, PyTorch's fused attention elsewhere; logs which of them runs."""
+    reason = "there is no CUDA device"
+    if device.type == "cuda":
+        try:
+            denoiser.enable_xformers_memory_efficient_attention()
+            reason = "diffusers has not switched to it"
+        except (ImportError, AttributeError, ValueError, NotImplementedError, RuntimeError) as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    log.info(f"model.xformers: {attention_sentence(denoiser, reason)}")
+
+
+def attention_sentence(denoiser: Any, reason: str) -> str:
+    """What the attention of a network runs on, from the network itself; `reason`: why it is not xformers."""
+    modules, name = _switchable(denoiser), type(denoiser).__name__
+    switched = sum(_runs_on_xformers(module) for module in modules)
+    if switched == 0:
+        return f"{name} runs on PyTorch's fused attention instead ({reason})"
+    return f"{switched} of {len(modules)} attention modules of {name} run on xformers"
+
+
+def _switchable(denoiser: Any) -> list[Any]:
+    return [module for module in denoiser.modules() if hasattr(module, _HOOK) and not isinstance(module, ModelMixin)]
+
+
+def _runs_on_xformers(module: Any) -> bool:
+    """diffusers either exchanges the processor, or names a backend in it."""
+    processor = module.processor
+    backend = getattr(processor, "_attention_backend", None)
+    return "XFormers" in type(processor).__name__ or getattr(backend, "value", None) == "xformers"
+
+
+def wants_channels_last(option: Literal["auto"] | bool, accelerator: str) -> bool:
+    """What `trainer.channels_last` says on this kind of device; `auto` is CUDA only."""
+    return accelerator == "cuda" if option == "auto" else option
+
+
+def use_channels_last(network: Any) -> None:
+    """Lays convolution kernels out with channels last. A convolution with such a kernel answers in the same layout
+    whatever it is given, so inputs need no conversion. Values, shapes and exports stay the same."""
+    network.to(memory_format=torch.channels_last)
+
+
+_PRODUCTS = {"aten.mm", "aten.addmm", "aten.convolution"}
+"""Not `aten.bmm`: batched products are the scores of unfused attention, which are larger than all else in a block."""
+_ATTENTION = ("aten._scaled_dot_product_", "aten._flash_attention_forward", "aten._efficient_attention_forward")
+_XFORMERS = "xformers"
+
+
+def recompute_activations(blocks: Sequence[nn.Module], *, every: int = 1, is_selective: bool = False) -> None:
+    """Makes every `every`-th block, from the first one on, keep its inputs only while autograd is on.
+
+    Losses and gradients are the same to the bit; random numbers drawn inside (dropout) are drawn again alike.
+
+    Args:
+        blocks: changed in place. To be called before blocks are compiled or sharded.
+        is_selective: also keep the results of attention, matrix products and convolutions, which are slow to make
+            again; norms, activations and sums are recomputed.
+    """
+    forward = _forward_selectively if is_selective else _forward_whole
+    for block in blocks[::every]:
+        # A bound method, not a closure: a copy of the block then runs the copy's weights.
+        block.forward = MethodType(forward, block)
+
+
+def _forward_whole(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    forward = type(block).forward
+    if not torch.is_grad_enabled():
+        return forward(block, *args, **kwargs)
+    return checkpoint(forward, block, *args, use_reentrant=False, **kwargs)
+
+
+def _forward_selectively(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    forward = type(block).forward
+    if not torch.is_grad_enabled():
+        return forward(block, *args, **kwargs)
+    return checkpoint(forward, block, *args, use_reentrant=False, context_fn=_selective_contexts, **kwargs)
+
+
+def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_kept(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@cache
+def is_kept(operation: Any) -> bool:
+    """Whether selective recomputation keeps the result of an operation such as `torch.ops.aten.mm.default`."""
+    name = str(operation).rpartition(".")[0]
+    if name.startswith(_XFORMERS):
+        return "forward" in name or "fwd" in name
+    return name in _PRODUCTS or name.startswith(_ATTENTION)

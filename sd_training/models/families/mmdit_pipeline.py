@@ -1,0 +1,253 @@
+"""The diffusers pipeline of the project's own denoiser `MMDiTRope`.
+
+A saved folder loads by `MMDiTRopePipeline.from_pretrained(folder)`, and once this module has been imported also by
+`diffusers.DiffusionPipeline.from_pretrained(folder)`. The folder names classes of this package; it holds no code.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline, ImagePipelineOutput
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sd_training.errors import ConfigError
+from sd_training.models.families.mmdit_rope import MMDiTRope
+from sd_training.models.text_states import TextOptions, TextStates, encode_texts, tokenize
+
+ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+"""Names of the text encoders, in the order of their states; each has a tokenizer of the same number."""
+OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+
+
+class MMDiTRopePipeline(DiffusionPipeline):
+    """Text to image with a rectified flow.
+
+    Args:
+        vae: maps latents to pictures; its `shift_factor` and `scaling_factor` are undone.
+        transformer: the denoiser.
+        scheduler: its timesteps are σ × 1000.
+        text_encoder, text_encoder_2, text_encoder_3: any text encoder or decoder of transformers.
+        tokenizer, tokenizer_2, tokenizer_3: theirs.
+        text_options: for each of `ENCODERS` that there is, the fields of `TextOptions` that differ from its defaults.
+
+    Raises:
+        ConfigError: encoders, tokenizers, options and transformer do not fit together.
+    """
+
+    model_cpu_offload_seq = "text_encoder->text_encoder_2->text_encoder_3->transformer->vae"
+    _optional_components = ["text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3"]  # noqa: RUF012
+
+    def __init__(
+        self,
+        vae: AutoencoderKL,
+        transformer: MMDiTRope,
+        scheduler: FlowMatchEulerDiscreteScheduler,
+        text_encoder: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        text_encoder_2: PreTrainedModel | None = None,
+        tokenizer_2: PreTrainedTokenizerBase | None = None,
+        text_encoder_3: PreTrainedModel | None = None,
+        tokenizer_3: PreTrainedTokenizerBase | None = None,
+        text_options: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.register_modules(
+            vae=vae,
+            transformer=transformer,
+            scheduler=scheduler,
+            text_encoder=text_encoder,
+            tokenizer=tokenizer,
+            text_encoder_2=text_encoder_2,
+            tokenizer_2=tokenizer_2,
+            text_encoder_3=text_encoder_3,
+            tokenizer_3=tokenizer_3,
+        )
+        self.options = self._read_options(text_options or {})
+        # A mapping, as diffusers takes every list in model_index.json for a part of the pipeline.
+        self.register_to_config(text_options={name: option.to_mapping() for name, option in self.options.items()})
+        self.vae_scale_factor = 2 ** (len(vae.config.block_out_channels) - 1)
+        self.image_processor = VaeImageProcessor(vae_scale_factor=self.vae_scale_factor)
+
+    def _read_options(self, given: Mapping[str, Any]) -> dict[str, TextOptions]:
+        """Options by encoder name, for the encoders that there are."""
+        present = [name for name in ENCODERS if getattr(self, name) is not None]
+        problems = [f"text_options.{name}: there is no such text encoder" for name in given if name not in present]
+        problems += [f"{name}: has no tokenizer" for name in present if getattr(self, _tokenizer_of(name)) is None]
+        options = {}
+        for name in present:
+            try:
+                options[name] = TextOptions.from_mapping(given.get(name, {}))
+            except ConfigError as error:
+                problems += [f"text_options.{name}.{problem}" for problem in error.problems]
+        if problems := problems or self._misfits(options):
+            raise ConfigError(problems)
+        return options
+
+    def _misfits(self, options: Mapping[str, TextOptions]) -> list[str]:
+        """Text that the transformer has no input for, and inputs that no encoder feeds."""
+        dims, pooled_dim = list(self.transformer.config.text_dims), self.transformer.config.pooled_dim
+        streams = [name for name, option in options.items() if option.layer is not None]
+        pooled = [name for name, option in options.items() if option.pooling != "none"]
+        problems = []
+        if len(streams) != len(dims):
+            problems.append(f"transformer.text_dims: {dims}, but states come from {', '.join(streams) or 'nowhere'}")
+        if bool(pooled) != bool(pooled_dim):
+            come = ", ".join(pooled) or "nowhere"
+            problems.append(f"transformer.pooled_dim: {pooled_dim}, but pooled vectors come from {come}")
+        return problems
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str | Sequence[str],
+        negative_prompt: str | Sequence[str] = "",
+        height: int | None = None,
+        width: int | None = None,
+        num_inference_steps: int = 28,
+        guidance_scale: float = 5.0,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        latents: Tensor | None = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
+    ) -> ImagePipelineOutput | tuple[Any]:
+        """Draws one picture per prompt.
+
+        Args:
+            prompt: one or several.
+            negative_prompt: one for all, or one for each prompt; only read when guidance is on.
+            height, width: [pixels], multiples of the size of a token; None is the size of the transformer's base grid.
+            num_inference_steps: calls of the scheduler.
+            guidance_scale: s in v = v_null + s (v_cond - v_null) (Ho & Salimans 2022); 1 is off.
+            generator: one, or one for each prompt.
+            latents: [B, C, h, w] initial noise; None draws it.
+            output_type: 'pil', 'np' ([B, H, W, 3] in [0, 1]), 'pt' ([B, 3, H, W] in [0, 1]) or 'latent'.
+            return_dict: False returns a tuple.
+
+        Raises:
+            ValueError: sizes or counts that do not fit, or an unknown output type.
+        """
+        if output_type not in OUTPUT_TYPES:
+            raise ValueError(f"output_type {output_type!r} is not one of {', '.join(OUTPUT_TYPES)}")
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        height, width = self._check_size(height, width)
+        conditioning = self._conditioning(prompts, negative_prompt, guidance_scale)
+        latents = self._initial_latents(len(prompts), height, width, generator, latents)
+        latents = self._integrate(latents, conditioning, num_inference_steps, guidance_scale, generator)
+        images = latents if output_type == "latent" else self._decode(latents, output_type)
+        self.maybe_free_model_hooks()
+        return ImagePipelineOutput(images=images) if return_dict else (images,)
+
+    def encode_prompts(self, prompts: Sequence[str]) -> TextStates:
+        """What the text encoders say about the prompts, on the pipeline's device."""
+        device = self._execution_device
+        pairs = [
+            tokenize(getattr(self, _tokenizer_of(name)), prompts, option.max_tokens)
+            for name, option in self.options.items()
+        ]
+        return encode_texts(
+            encoders=[getattr(self, name) for name in self.options],
+            tokens=[tokens.to(device) for tokens, _ in pairs],
+            masks=[mask.to(device) for _, mask in pairs],
+            options=list(self.options.values()),
+        )
+
+    def _check_size(self, height: int | None, width: int | None) -> tuple[int, int]:
+        config = self.transformer.config
+        token = self.vae_scale_factor * config.patch_size
+        height, width = (side or config.rope_base_size * token for side in (height, width))
+        if height % token or width % token:
+            raise ValueError(f"height and width are {height} × {width} pixels; both must be multiples of {token}")
+        return height, width
+
+    def _conditioning(self, prompts: list[str], negative: str | Sequence[str], guidance_scale: float) -> dict[str, Any]:
+        """Arguments of the transformer; with guidance the null conditioning of the batch comes first."""
+        if guidance_scale != 1:
+            nulls = [negative] * len(prompts) if isinstance(negative, str) else list(negative)
+            if len(nulls) != len(prompts):
+                raise ValueError(f"{len(nulls)} negative prompts for {len(prompts)} prompts")
+            prompts = nulls + prompts
+        text, dtype = self.encode_prompts(prompts), self.transformer.dtype
+        return {
+            "encoder_hidden_states": [states.to(dtype) for states in text.states],
+            "encoder_attention_mask": text.masks,
+            "pooled_projections": None if text.pooled is None else text.pooled.to(dtype),
+        }
+
+    def _initial_latents(
+        self,
+        count: int,
+        height: int,
+        width: int,
+        generator: torch.Generator | list[torch.Generator] | None,
+        latents: Tensor | None,
+    ) -> Tensor:
+        """[B, C, h, w] float32 noise."""
+        side = self.vae_scale_factor
+        shape = (count, self.transformer.config.in_channels, height // side, width // side)
+        if latents is None:
+            return randn_tensor(shape, generator=generator, device=self._execution_device, dtype=torch.float32)
+        if latents.shape != shape:
+            raise ValueError(f"latents have shape {tuple(latents.shape)}, not {shape}")
+        return latents.to(self._execution_device, torch.float32)
+
+    def _integrate(
+        self,
+        latents: Tensor,
+        conditioning: Mapping[str, Any],
+        steps: int,
+        guidance_scale: float,
+        generator: torch.Generator | list[torch.Generator] | None,
+    ) -> Tensor:
+        """From noise to latents along the velocity."""
+        self.scheduler.set_timesteps(steps, device=latents.device, **self._dynamic_shift(latents))
+        is_random = "generator" in inspect.signature(self.scheduler.step).parameters
+        options: dict[str, Any] = {"generator": generator} if is_random else {}
+        for timestep in self.progress_bar(self.scheduler.timesteps):
+            velocity = self._velocity(latents, timestep, conditioning, guidance_scale)
+            latents = self.scheduler.step(velocity, timestep, latents, return_dict=False, **options)[0]
+        return latents
+
+    def _velocity(
+        self, latents: Tensor, timestep: Tensor, conditioning: Mapping[str, Any], guidance_scale: float
+    ) -> Tensor:
+        """v_cond without guidance, else v_null + s (v_cond - v_null), in float32."""
+        guided = guidance_scale != 1
+        inputs = torch.cat([latents, latents]) if guided else latents
+        velocity = self.transformer(
+            inputs.to(self.transformer.dtype), timestep.expand(len(inputs)), return_dict=False, **conditioning
+        )[0].float()
+        if not guided:
+            return velocity
+        null, conditioned = velocity.chunk(2)
+        return null + guidance_scale * (conditioned - null)
+
+    def _dynamic_shift(self, latents: Tensor) -> dict[str, float]:
+        """`mu` for a scheduler that shifts by the number of tokens: linear between its two ends."""
+        config = self.scheduler.config
+        if not config.use_dynamic_shifting:
+            return {}
+        tokens = latents.shape[-2] * latents.shape[-1] // self.transformer.config.patch_size**2
+        slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
+        return {"mu": config.base_shift + slope * (tokens - config.base_image_seq_len)}
+
+    def _decode(self, latents: Tensor, output_type: str) -> Any:
+        config = self.vae.config
+        unscaled = latents / config.scaling_factor + (config.shift_factor or 0.0)
+        pixels = self.vae.decode(unscaled.to(self.vae.dtype), return_dict=False)[0]
+        return self.image_processor.postprocess(pixels.float(), output_type=output_type)
+
+
+def _tokenizer_of(encoder: str) -> str:
+    return encoder.replace("text_encoder", "tokenizer")
+
+
+# `DiffusionPipeline.from_pretrained` looks the class that model_index.json names up in diffusers' own namespace. Its
+# `custom_pipeline` would do as well, but runs a file out of the folder.
+diffusers.MMDiTRopePipeline = MMDiTRopePipeline

@@ -1,0 +1,169 @@
+"""Where a run runs: devices and processes, from torchrun, SLURM or the config. No process group is made here."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import torch
+from torch import distributed
+
+from sd_training.config.schema import DistributedConfig, TrainerConfig
+from sd_training.errors import ConfigError
+from sd_training.log import get_logger
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Processes of a run."""
+
+    accelerator: str
+    """Lightning's name of the device kind: cpu, cuda or mps."""
+    devices: int
+    """Processes per machine."""
+    num_nodes: int
+    """Machines."""
+    launcher: Literal["own", "torchrun", "slurm"] = "own"
+    """Who starts the processes."""
+
+    @property
+    def processes(self) -> int:
+        """World size."""
+        return self.devices * self.num_nodes
+
+
+def _accelerator(config: TrainerConfig) -> str:
+    """The device kind, checked to exist here."""
+    wanted = "cuda" if config.accelerator == "gpu" else config.accelerator
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if wanted == "auto":
+        return "cuda" if available["cuda"] else "mps" if available["mps"] else "cpu"
+    if not available[wanted]:
+        raise ConfigError(
+            f"trainer.accelerator: {config.accelerator!r} is not available on this machine; use auto or cpu"
+        )
+    return wanted
+
+
+def _from_launcher() -> tuple[int, int, Literal["torchrun", "slurm"]] | None:
+    """(processes per machine, machines, who) as torchrun or srun set them, or null when started alone; a job of one
+    task starts its processes itself."""
+    env = os.environ
+    if "LOCAL_WORLD_SIZE" in env and "WORLD_SIZE" in env:
+        local = int(env["LOCAL_WORLD_SIZE"])
+        return local, _quotient(int(env["WORLD_SIZE"]), local, "LOCAL_WORLD_SIZE"), "torchrun"
+    if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+        nodes = int(env.get("SLURM_NNODES", "1"))
+        return _quotient(int(env["SLURM_NTASKS"]), nodes, "SLURM_NNODES"), nodes, "slurm"
+    return None
+
+
+def _quotient(processes: int, each: int, name: str) -> int:
+    """How many times `each` makes all processes."""
+    if processes % each:
+        raise ConfigError(
+            f"{name}: the launcher started {processes} processes, which {each} does not divide; start the same number "
+            "on every machine (srun --ntasks-per-node, torchrun --nproc_per_node)"
+        )
+    return processes // each
+
+
+def find_launch(config: TrainerConfig, *, is_described: bool = False) -> Launch:
+    """Devices and processes of this run.
+
+    Args:
+        is_described: the run is only described: it may be one of other machines than this one.
+
+    Raises:
+        ConfigError: when the config contradicts the launcher or the machine.
+    """
+    accelerator = _accelerator(config)
+    launched = _from_launcher()
+    if launched is not None:
+        devices, num_nodes, launcher = launched
+        if config.devices not in ("auto", devices):
+            raise ConfigError(
+                f"trainer.devices: {config.devices}, but the launcher started {devices} processes per machine"
+            )
+        if config.num_nodes not in (None, num_nodes):
+            raise ConfigError(f"trainer.num_nodes: {config.num_nodes}, but the launcher runs on {num_nodes} machines")
+        _check_visible(accelerator, devices)
+        return Launch(accelerator, devices, num_nodes, launcher)
+    if is_described and config.devices != "auto":
+        return Launch(accelerator, config.devices, config.num_nodes or 1)
+    if (config.num_nodes or 1) > 1:
+        raise ConfigError(
+            f"trainer.num_nodes: {config.num_nodes} machines need a launcher; start with torchrun or srun (see README)"
+        )
+    visible = torch.cuda.device_count() if accelerator == "cuda" else 1
+    devices = visible if config.devices == "auto" else config.devices
+    if accelerator != "cpu" and devices > visible:
+        raise ConfigError(f"trainer.devices: {devices}, but this machine has {visible}")
+    return Launch(accelerator, devices, 1)
+
+
+def _check_visible(accelerator: str, devices: int) -> None:
+    """Every process of a machine must see the GPUs of all of them."""
+    visible = torch.cuda.device_count() if accelerator == "cuda" else devices
+    if devices > visible:
+        raise ConfigError(
+            f"trainer.devices: the launcher started {devices} processes on this machine, but they see {visible} GPUs; "
+            "start one for each GPU, and let each see all of them (srun --gpus-per-node, not --gpus-per-task)"
+        )
+
+
+def process_group_backend(config: DistributedConfig, accelerator: str) -> str:
+    """The communication library; `nccl` without CUDA becomes `gloo`, said in one line.
+
+    Raises:
+        ConfigError: this PyTorch was built without it.
+    """
+    if config.dist_backend == "mpi" and not torch.distributed.is_mpi_available():
+        raise ConfigError("distributed.dist_backend: mpi, but this PyTorch was built without it; use nccl or gloo")
+    if config.dist_backend == "nccl" and accelerator != "cuda":
+        log.info("distributed.dist_backend: nccl needs CUDA, so gloo is used here")
+        return "gloo"
+    return config.dist_backend
+
+
+def set_rendezvous(dist_url: str) -> None:
+    """`tcp://host:port` names the first process's address; `env://` leaves it to the launcher."""
+    if dist_url == "env://":
+        return
+    address = urlsplit(dist_url)
+    if address.scheme != "tcp" or not address.hostname or not address.port:
+        raise ConfigError(f"distributed.dist_url: {dist_url!r} is neither env:// nor tcp://host:port")
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address.hostname, str(address.port)
+
+
+def use_one_worker_per_gloo_group() -> None:
+    """Every gloo group that this process makes from now on has one worker thread; PyTorch starts two.
+
+    PyTorch (2.13) has a data race between the two. After a collective each of them assigns its name to one
+    `std::string`, `pgStatus_->lastCompletedWorkName` in `ProcessGroupGloo::runLoop`, without a lock. Names of up to 15
+    characters are stored inside the string. ALLGATHER_COALESCED, with which `DTensor.full_tensor` gathers, is on the
+    heap: two assignments at the same time free one block twice, and later any thread may crash. With one worker there
+    is nothing to race with. No upstream report of it was found on 2026-11-22.
+
+    torch ignores `pg_options` for gloo, hence the change of the constructor.
+    """
+    if distributed.is_gloo_available():
+        gloo: Any = distributed.ProcessGroupGloo
+        gloo.__init__ = _init_with_one_worker
+
+
+_init_gloo: Any = distributed.ProcessGroupGloo.__init__ if distributed.is_gloo_available() else None
+
+
+def _init_with_one_worker(group: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    """As torch's constructor of a gloo group does with a timeout, but for the number of threads."""
+    gloo: Any = distributed.ProcessGroupGloo
+    options = gloo._Options()
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    options._devices = [gloo.create_device(interface=name) for name in interfaces.split(",") if name]
+    options._devices = options._devices or [gloo.create_default_device()]
+    options._timeout, options._threads = timeout, 1
+    _init_gloo(group, store, rank, size, options)

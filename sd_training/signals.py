@@ -1,0 +1,129 @@
+"""Signals that ask something of a run. The handlers only take a note; `callbacks/preemption.py` acts on it.
+
+SIGTERM   preemption, torchrun, `kill`: save and end with status 75
+SIGUSR1   SLURM's warning before the time limit: the same
+SIGUSR2   save now and go on
+SIGINT    Ctrl-C: save and end with status 130, which is said at once; the second one kills at once
+
+`system.stop_signals` and `system.save_signals` choose other ones.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any, Literal, NoReturn
+
+from sd_training.errors import EXIT_INTERRUPTED, EXIT_STOPPED
+from sd_training.log import TIME_FORMAT, is_main_process
+
+SignalName = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGCONT", "SIGXCPU"]
+"""Signals that may be given a meaning. SIGCONT comes first at a preemption by SLURM; SIGXCPU is LSF's warning."""
+STOP_SIGNALS: tuple[SignalName, ...] = ("SIGTERM", "SIGUSR1")
+SAVE_SIGNALS: tuple[SignalName, ...] = ("SIGUSR2",)
+FOR_THE_TRAINING_PROCESS = {
+    *(signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCONT, signal.SIGXCPU),
+    signal.SIGINT,
+}
+"""SLURM and a terminal send them to every process of a run; its loader processes must not hear them."""
+
+_ONLY_WITH_A_STEP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Before the first step there is nothing to save, so they end the process."""
+_AT_CTRL_C = "Ctrl-C: saving after this optimizer step, then ending; press Ctrl-C again to end at once without saving"
+_STDERR = 2
+_MAY_BE_IGNORED = (signal.SIGINT, signal.SIGHUP)
+"""Ignored where a shell started the run in the background, or with nohup."""
+
+
+class StopSignals:
+    """What this process was asked to do. Handlers are Python's, so the main thread runs them between two bytecodes."""
+
+    def __init__(self) -> None:
+        self.started_s = time.monotonic()
+        """When the program began [s of `time.monotonic`]."""
+        self.status = 0
+        """0, or the exit status that the strongest signal so far asks for: `EXIT_STOPPED` or `EXIT_INTERRUPTED`."""
+        self.num_saves_asked = 0
+        """Signals so far that asked for a save."""
+        self._stop = _numbers(STOP_SIGNALS)
+        self._save = _numbers(SAVE_SIGNALS)
+        self._is_expecting = False
+        self._before: dict[int, Any] = {}
+
+    def choose(self, stop: Sequence[SignalName], save: Sequence[SignalName]) -> None:
+        """Other signals than the default ones; those that now mean nothing get their handler of before."""
+        self._stop, self._save = _numbers(stop), _numbers(save)
+        for number in set(self._before) - {*self._stop, *self._save, signal.SIGINT}:
+            signal.signal(number, self._before.pop(number))
+        if self._is_expecting:
+            self.expect_warning()
+
+    def expect_warning(self) -> None:
+        """From the start of the program on, the warning before the time limit is noted and kills nothing.
+
+        SIGTERM and Ctrl-C still end a process that has nothing to save yet.
+        """
+        self._is_expecting = True
+        for number in (*self._stop, *self._save):
+            if number not in _ONLY_WITH_A_STEP:
+                self._handle(number)
+
+    def listen(self) -> None:
+        """From the first optimizer step on, every signal is noted."""
+        for number in (*self._stop, *self._save, signal.SIGINT):
+            if number not in _MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN:
+                self._handle(number)
+
+    def restore(self) -> None:
+        """The handlers of before, unless a signal came: then another one must not break the way out.
+
+        A warning that the program notes since its start means nothing any more, as all is saved. It is ignored and not
+        noted: the interpreter, when it is taken down, puts the deadly default in the place of every handler of its own
+        (`_PySignal_Fini` of CPython). SIGTERM ends the process again; a launcher may have to.
+        """
+        if self.status:
+            return
+        for number, handler in self._before.items():
+            is_warning = self._is_expecting and number not in _ONLY_WITH_A_STEP
+            signal.signal(number, signal.SIG_IGN if is_warning else handler)
+        self._before.clear()
+
+    def leave(self, status: int) -> NoReturn:
+        """Ends the process with `status`. A launcher that ends all processes when the first one has ended sends
+        SIGTERM, which must not change the status of the others on their last metres."""
+        for number in (*self._stop, *self._save, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        raise SystemExit(status)
+
+    def _handle(self, number: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            before = signal.signal(number, self._note)
+            self._before.setdefault(number, signal.SIG_DFL if before is None else before)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if number in self._save:
+            self.num_saves_asked += 1
+        elif number != signal.SIGINT:
+            self.status = max(self.status, EXIT_STOPPED)
+        elif self.status == EXIT_INTERRUPTED:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        else:
+            self.status = EXIT_INTERRUPTED
+            if is_main_process():
+                _say(_AT_CTRL_C)
+
+
+def _numbers(names: Sequence[SignalName]) -> tuple[signal.Signals, ...]:
+    return tuple(signal.Signals[name] for name in names)
+
+
+def _say(text: str) -> None:
+    """As a log line, on a line of its own: the terminal shows `^C`, or a bar. Not by `sys.stderr`: the handler may come
+    in the middle of a write to it, and a second one is refused."""
+    start = "\n" if os.isatty(_STDERR) else ""
+    with suppress(OSError):
+        os.write(_STDERR, f"{start}{time.strftime(TIME_FORMAT)} {text}\n".encode())

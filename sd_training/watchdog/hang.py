@@ -1,0 +1,204 @@
+"""Ends a run in which a process does nothing any more, and leaves what every process was doing.
+
+A process marks what it is about to do: start, data, step, save or validate, each with a limit of its own. A thread
+counts; it asks no device and waits for none. Who stays too long writes the stacks of its threads, tells the others by a
+note in the run folder, so that they write theirs, and ends with status 87.
+
+The thread needs Python's lock. Where something holds that for longer than the limit, faulthandler's own thread, which
+needs none, writes the stacks to stderr; the process then ends when the lock is let go, or by its peers or its launcher.
+"""
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from sd_training.errors import EXIT_HANG
+from sd_training.log import FOR_FILE, get_logger
+from sd_training.watchdog.first_failure import End, FirstEnd, tell_status
+
+log = get_logger(__name__)
+
+PEERS_S = 3.0
+"""Between the note and the end: the others see the note in this time, and write their stacks."""
+OWN_END_S = 20.0
+"""A process whose peer ended for another reason than a hang gets so long to end by itself."""
+_STDERR = 2
+_WRITING_S = 5.0
+"""A file system that hangs, or a stderr that nobody reads, must not keep the process from ending."""
+_LOCK_HELD_S = 5.0
+"""Beyond the limit, until faulthandler takes the lock for lost."""
+
+
+@dataclass
+class _Stay:
+    """A section that a process is in."""
+
+    section: str
+    step: int
+    awake_s: float = 0.0
+    """How long, without the time in which the process was stopped as a whole, as SLURM does to suspend a job."""
+
+
+class HangWatch:
+    """One per process. Marking costs an assignment; outside of `running` nothing else happens.
+
+    Args:
+        limits_s: section → longest stay; null: no limit.
+        run_dir: the run folder; stacks go to `hangs/rank-R.txt` in it.
+        rank: of this process.
+        status: what the process ends with after a hang.
+    """
+
+    def __init__(
+        self, limits_s: Mapping[str, float | None], run_dir: Path, rank: int = 0, status: int = EXIT_HANG
+    ) -> None:
+        self.limits_s = limits_s
+        self.run_dir = run_dir
+        self.rank = rank
+        self.status = status
+        self.first_end = FirstEnd(run_dir, rank)
+        self.local_peers: Mapping[int, int] = {}
+        """Rank → process id of the others on this machine."""
+        self._stay = _Stay("start", 0)
+        self._tick_s = min([1.0, *(limit / 5 for limit in limits_s.values() if limit is not None)])
+        self._is_over = threading.Event()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Counts inside; the first section is `start`."""
+        self._stay = _Stay("start", 0)
+        for act in (self._count, self._look_at_others):
+            threading.Thread(target=act, daemon=True, name="hang watch").start()
+        try:
+            yield
+        finally:
+            self._is_over.set()
+
+    def enter(self, section: str, step: int) -> None:
+        """From now on this process is in `section`.
+
+        Args:
+            step: optimizer steps completed.
+        """
+        self._stay = _Stay(section, step)
+
+    @contextmanager
+    def inside(self, section: str) -> Iterator[None]:
+        """A section in another one, whose time stands still."""
+        outer = self._stay
+        self._stay = _Stay(section, outer.step)
+        try:
+            yield
+        finally:
+            self._stay = outer
+
+    def _count(self) -> None:
+        """The time that this thread sleeps longer than it should is no time of the section: the process was stopped."""
+        last_s = time.monotonic()
+        while not self._is_over.wait(self._tick_s):
+            now_s, stay = time.monotonic(), self._stay
+            stay.awake_s += min(now_s - last_s, 2 * self._tick_s)
+            last_s = now_s
+            limit_s = self.limits_s.get(stay.section)
+            if limit_s is None:
+                faulthandler.cancel_dump_traceback_later()
+            elif stay.awake_s > limit_s:
+                self._end(stay, limit_s)
+            else:
+                faulthandler.dump_traceback_later(limit_s + _LOCK_HELD_S, file=_STDERR)
+        faulthandler.cancel_dump_traceback_later()
+
+    def _end(self, stay: _Stay, limit_s: float) -> NoReturn:
+        text = (
+            f"rank {self.rank} stayed more than watch.{stay.section}_s={limit_s:g} s in section {stay.section} after "
+            f"optimizer step {stay.step:,}"
+        )
+        folder = self.run_dir / "hangs"
+
+        def say() -> None:
+            head = f"error: {text}; stacks follow, and those of all ranks are in {folder}"
+            _say(f"{head}\n{stacks()}")
+
+        def tell() -> None:
+            self.first_end.claim(EXIT_HANG, text)
+            self._write_stacks(text)
+
+        try:
+            # The run folder may be what does not answer, so each is told beside the others.
+            _within(_WRITING_S, lambda: tell_status(EXIT_HANG), tell, say, lambda: log.error(text, extra=FOR_FILE))
+            self._wake_peers()
+            time.sleep(PEERS_S)
+        finally:
+            os._exit(self.status)
+
+    def _look_at_others(self) -> None:
+        """A thread of its own: a file system that hangs must not stop the counting."""
+        while not self._is_over.wait(self._tick_s):
+            end = self.first_end.of_another()
+            if end is not None:
+                self._follow(end)
+
+    def _follow(self, end: End) -> None:
+        if end.status == EXIT_HANG:
+            try:
+                _within(_WRITING_S, lambda: tell_status(EXIT_HANG), lambda: self._write_stacks(end.text))
+            finally:
+                os._exit(self.status)
+        # The first process may have found the note to be of an earlier start, and cleared it.
+        if not self._is_over.wait(OWN_END_S) and self.first_end.of_another() == end:
+            os._exit(end.status if self.status else 0)
+
+    def _write_stacks(self, text: str) -> None:
+        path = self.run_dir / "hangs" / f"rank-{self.rank}.txt"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as stream:
+                stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n{stacks()}\n")
+        except OSError as error:
+            _say(f"{path} cannot be written: {error}")
+
+    def _wake_peers(self) -> None:
+        """A peer on this machine that somebody stopped (SIGSTOP) goes on, sees the note and ends; else it would keep
+        its memory and its device."""
+        for pid in self.local_peers.values():
+            with suppress(OSError):  # it has ended
+                os.kill(pid, signal.SIGCONT)
+
+
+def stacks() -> str:
+    """Of all threads, the innermost call first. Not by faulthandler, which keeps Python's lock while it writes: a write
+    that does not come back would stop the process for good."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for ident, frame in sys._current_frames().items():
+        lines.append(f"Thread {ident:#x} ({names.get(ident, 'not of Python')}):")
+        inner: FrameType | None = frame
+        while inner is not None:
+            lines.append(f'  File "{inner.f_code.co_filename}", line {inner.f_lineno} in {inner.f_code.co_name}')
+            inner = inner.f_back
+    return "\n".join(lines)
+
+
+def _say(text: str) -> None:
+    """To stderr, whatever is behind it."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _within(limit_s: float, *acts: Callable[[], None]) -> None:
+    """Each in a thread; waits for them, but no longer than the limit."""
+    threads = [threading.Thread(target=act, daemon=True) for act in acts]
+    end_s = time.monotonic() + limit_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end_s - time.monotonic()))
