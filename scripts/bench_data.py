@@ -230,7 +230,7 @@ def main() -> None:
         data = make_data(dataset_of(arguments, Path(folder)), arguments.batch, arguments.workers)
         print(data.report().text())
         contestants = {"sd_training": own_batches(data)}
-        shards = [unit.location for unit in data.samples().datasets[0].index.units]
+        shards = [unit.location for unit in data.samples().datasets[0].index.shards]
         if data.dataset.type == "WebDataset" and all(os.path.isfile(shard) for shard in shards):
             contestants["webdataset"] = webdataset_batches(shards, data.dataset.params.resolution, arguments.batch)
         seconds = compete(contestants, arguments.turns, arguments.batches)

@@ -116,7 +116,7 @@ def read_saved_dataset(data: bytes, folder: Path, inputs: Inputs) -> bool:
     saved.mkdir()
     (saved / "x.arrow").touch()
     (saved / name.decode()).write_bytes(content)
-    return bool(HuggingFaceSource([str(saved)], Access()).units())
+    return bool(HuggingFaceSource([str(saved)], Access()).shards())
 
 
 def read_checkpoint(data: bytes, folder: Path, inputs: Inputs) -> bool:

@@ -104,8 +104,8 @@ class HeldOutData:
         log.info(self.sentence())
         own = self.open().samples.datasets
         self.bad_samples.report(all_problems(own), "the held-out data")
-        locations = {unit.location for dataset in trained for unit in dataset.index.units}
-        shared = [shown(unit.location) for unit in own[0].index.units if unit.location in locations]
+        locations = {unit.location for dataset in trained for unit in dataset.index.shards}
+        shared = [shown(unit.location) for unit in own[0].index.shards if unit.location in locations]
         if shared:
             units = counted(len(shared), UNITS[self.kind])
             log.warning(f"validation.path: trained on as well: {units}, such as {shared[0]}")

@@ -122,8 +122,8 @@ class OpenDataset:
 
     @cached_property
     def _survivors_by_location(self) -> dict[str, int]:
-        counts = np.bincount(self.index.numbers("unit")[self.survivors], minlength=len(self.index.units))
-        return {shown(unit.location): int(count) for unit, count in zip(self.index.units, counts, strict=True)}
+        counts = np.bincount(self.index.numbers("unit")[self.survivors], minlength=len(self.index.shards))
+        return {shown(unit.location): int(count) for unit, count in zip(self.index.shards, counts, strict=True)}
 
     @cached_property
     def _by_bucket(self) -> dict[int, NDArray[np.int64]]:
@@ -234,7 +234,7 @@ def _enough(index: DatasetIndex, selection: Selection, num_chosen: int, num_left
         return
     without = num_chosen - num_left
     unfit = f" ({without:,} more fit no bucket or have no readable size)" if without else ""
-    first = shown(index.units[0].location) + (" and further" if len(index.units) > 1 else "")
+    first = shown(index.shards[0].location) + (" and further" if len(index.shards) > 1 else "")
     repeat = ", or set dataset.params.resampled=true, which repeats samples" if num_left else ""
     lines = [
         f"dataset.params.path: {num_left:,} samples of {first} are left{unfit}, fewer than one "

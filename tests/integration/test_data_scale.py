@@ -20,7 +20,7 @@ from sd_training.data.order.buckets import BucketTable, ladder, merge_small
 from sd_training.data.order.order import OrderSettings, SampleOrder
 from sd_training.data.problems import Problems
 from sd_training.data.samples.caption_choice import CaptionRules
-from sd_training.data.sources.base import SampleReader, Unit, UnitScan
+from sd_training.data.sources.base import SampleReader, Shard, ShardScan
 from tests import makers
 from tests.integration.training import ROOT
 from tests.unit.data.making import training_data
@@ -33,10 +33,10 @@ class MadeUp:
 
     identity = "made up"
 
-    def units(self) -> list[Unit]:
-        return [Unit(f"{number:05d}.tar", 1, "1") for number in range(UNITS)]
+    def shards(self) -> list[Shard]:
+        return [Shard(f"{number:05d}.tar", 1, "1") for number in range(UNITS)]
 
-    def scan(self, unit: Unit) -> UnitScan:
+    def scan(self, unit: Shard) -> ShardScan:
         chance = np.random.default_rng(int(unit.location[:5]))
         sizes = chance.integers(256, 2049, (2, PER_UNIT))
         words = np.array(["en", "de", "fr"])[chance.integers(0, 3, PER_UNIT)]
@@ -52,7 +52,7 @@ class MadeUp:
             "number:language": pa.nulls(PER_UNIT, pa.float64()),
             "text:language": pa.array(words),
         }
-        return UnitScan(columns, Problems())
+        return ShardScan(columns, Problems())
 
     def reader(self, index: DatasetIndex) -> SampleReader:
         raise NotImplementedError

@@ -175,9 +175,9 @@ def _of_dataset(dataset: OpenDataset, num_steps: int, num_seen: int, table: Buck
     selection, index = dataset.selection, dataset.index
     num_enlarged, enlargement = _enlarged(dataset, table)
     return DatasetReport(
-        location=shown(index.units[0].location),
+        location=shown(index.shards[0].location),
         unit=UNITS[dataset.kind],
-        num_units=len(index.units),
+        num_units=len(index.shards),
         num_samples=len(index),
         num_usable=selection.num_usable,
         num_survivors=len(dataset.survivors),

@@ -289,8 +289,8 @@ def filter_lines(index: DatasetIndex, selection: Selection) -> list[str]:
 
 
 def _nothing_left(index: DatasetIndex, selection: Selection) -> str:
-    others = f" and {len(index.units) - 1:,} more" if len(index.units) > 1 else ""
-    where = f"{shown(index.units[0].location)}{others}"
+    others = f" and {len(index.shards) - 1:,} more" if len(index.shards) > 1 else ""
+    where = f"{shown(index.shards[0].location)}{others}"
     lines = [f"dataset.params.path: no sample is left of the {len(index):,} in {where}"]
     if selection.rules:
         lines.append(f"{selection.num_usable:,} have all members; dataset.params.filters keep of these, each alone:")

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from sd_training.data.index.columns import NUMBER, TEXT, field_names
 from sd_training.data.problems import Problems
-from sd_training.data.sources.base import Source, Unit, UnitScan
+from sd_training.data.sources.base import Shard, ShardScan, Source
 from sd_training.data.storage.locations import shown
 from sd_training.errors import DataError
 from sd_training.log import get_logger, is_main_process
@@ -46,13 +46,13 @@ _STANDARD: dict[str, tuple[pa.DataType, object]] = {
 """Columns that every index has, with the value of a scan that does not give them."""
 
 
-def index_path(source: Source, unit: Unit, index_dir: Path) -> Path:
+def index_path(source: Source, unit: Shard, index_dir: Path) -> Path:
     """Where the index of this very state of the unit is kept."""
     identity = json.dumps([source.identity, *unit, FORMAT_VERSION])
     return index_dir / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.parquet"
 
 
-def build_index_file(source: Source, unit: Unit, index_dir: Path) -> None:
+def build_index_file(source: Source, unit: Shard, index_dir: Path) -> None:
     """Scans the unit and writes its index. Several processes may do so at once: the last complete file stays."""
     scan = source.scan(unit)
     table = _table(scan)
@@ -100,7 +100,7 @@ def _is_wanted(name: str, fields: frozenset[str]) -> bool:
     return not field_names([name]) or bool(field_names([name]) & fields)
 
 
-def _table(scan: UnitScan) -> pa.Table:
+def _table(scan: ShardScan) -> pa.Table:
     columns = {name: _wide(column) for name, column in scan.columns.items()}
     rows = len(columns["key"])
     for name, (kind, value) in _STANDARD.items():
@@ -222,8 +222,8 @@ class DatasetIndex:
         fingerprint: sha256 over names, sizes and contents of the units; data may move.
     """
 
-    def __init__(self, path: Path, units: Sequence[Unit]) -> None:
-        self.path, self.units = path, list(units)
+    def __init__(self, path: Path, units: Sequence[Shard]) -> None:
+        self.path, self.shards = path, list(units)
         self._numbers: dict[str, NDArray[Any]] = {}
         self.columns, self.fields, self.problems, contents = read_joined(path)
         self.fingerprint = _fingerprint(units, contents)
@@ -251,10 +251,10 @@ class DatasetIndex:
 
     def name(self, sample: int) -> tuple[str, str]:
         """Location of the unit as it may be shown, without secrets, and key, of a sample."""
-        return shown(self.units[self.numbers("unit")[sample]].location), str(self.columns["key"][sample].as_py())
+        return shown(self.shards[self.numbers("unit")[sample]].location), str(self.columns["key"][sample].as_py())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "units": self.units}
+        return {"path": self.path, "units": self.shards}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["path"], state["units"])  # type: ignore[misc]
@@ -288,7 +288,7 @@ def load_index(source: Source, index_dir: Path | None, fields: Iterable[str] = (
         DataError: a unit or the index folder cannot be read or written.
     """
     folder = index_dir or default_index_dir()
-    units, wanted = source.units(), frozenset(fields)
+    units, wanted = source.shards(), frozenset(fields)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path = joined_path([index_path(source, unit, folder) for unit in units], wanted, folder)
@@ -310,7 +310,7 @@ def load_index(source: Source, index_dir: Path | None, fields: Iterable[str] = (
         ) from error
 
 
-def _read(source: Source, unit: Unit, folder: Path, fields: frozenset[str]) -> IndexFile:
+def _read(source: Source, unit: Shard, folder: Path, fields: frozenset[str]) -> IndexFile:
     path = index_path(source, unit, folder)
     try:
         return read_index_file(path, fields)
@@ -320,7 +320,7 @@ def _read(source: Source, unit: Unit, folder: Path, fields: frozenset[str]) -> I
         return read_index_file(path, fields)
 
 
-def _build(source: Source, missing: Sequence[Unit], folder: Path) -> None:
+def _build(source: Source, missing: Sequence[Shard], folder: Path) -> None:
     if len(missing) <= FEW_UNITS:
         for unit in missing:
             build_index_file(source, unit, folder)
@@ -343,7 +343,7 @@ def _processes(num_tasks: int) -> Executor:
     return ProcessPoolExecutor(count, mp_context=get_context("spawn")) if count > 1 else ThreadPoolExecutor(1)
 
 
-def _fingerprint(units: Sequence[Unit], contents: Sequence[str]) -> str:
+def _fingerprint(units: Sequence[Shard], contents: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for unit, content in zip(units, contents, strict=True):
         line = f"{unit.location.rstrip('/').rpartition('/')[2]}/{unit.size}/{content}\n"  # names hold no slash

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sd_training.data.index.store import DatasetIndex
 
 
-class Unit(NamedTuple):
+class Shard(NamedTuple):
     """A file or folder that is indexed as a whole, and again when its size or version changes."""
 
     location: str
@@ -28,7 +28,7 @@ class Unit(NamedTuple):
 
 
 @dataclass
-class UnitScan:
+class ShardScan:
     """The samples of one unit as columns of equal length, in a fixed order.
 
     `key` (text) is required. `width` and `height` are those of the upright image [pixels], 0 when unknown;
@@ -59,10 +59,10 @@ class Source(Protocol):
     def identity(self) -> str:
         """Everything besides the unit that decides what `scan` returns; a change of it indexes anew."""
 
-    def units(self) -> Sequence[Unit]:
+    def shards(self) -> Sequence[Shard]:
         """All units in a fixed order. Raises DataError when there are none, or one cannot be found."""
 
-    def scan(self, unit: Unit) -> UnitScan:
+    def scan(self, unit: Shard) -> ShardScan:
         """Indexes one unit. Damage is named in the problems; OSError and DataError are passed on."""
 
     def reader(self, index: "DatasetIndex") -> SampleReader:

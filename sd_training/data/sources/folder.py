@@ -8,7 +8,7 @@ from typing import NamedTuple
 from sd_training.data.index.columns import Scalar, read_metadata
 from sd_training.data.index.store import DatasetIndex
 from sd_training.data.problems import Problems
-from sd_training.data.sources.base import Unit, UnitScan
+from sd_training.data.sources.base import Shard, ShardScan
 from sd_training.data.sources.files import (
     MAX_TEXT_BYTES,
     ROWS_AT_ONCE,
@@ -49,16 +49,16 @@ class FolderSource:
     def identity(self) -> str:
         return "folder"
 
-    def units(self) -> list[Unit]:
+    def shards(self) -> list[Shard]:
         """As `Source.units`."""
-        units: dict[str, Unit] = {}
+        units: dict[str, Shard] = {}
         for root in self._roots():
             listings = {folder: _digest(_list(folder)) for folder in folders_below(root)}
             for folder, listing in listings.items():
                 if listing.has_images and folder not in units:
                     partner = next((listings[p] for p in partner_folders(root, folder) if p in listings), _NO_FILES)
                     size, version = listing.size + partner.size, f"{listing.version} {partner.version}".strip()
-                    units[folder] = Unit(folder, size, version)
+                    units[folder] = Shard(folder, size, version)
         if not units:
             names = ", ".join(sorted(IMAGE_SUFFIXES))
             raise DataError(f"dataset.params.path: no image file ({names}) in or below {', '.join(self.paths)}")
@@ -72,7 +72,7 @@ class FolderSource:
                 raise DataError(f"dataset.params.path: '{path}' {state}; ImageFolder reads folders")
         return roots
 
-    def scan(self, unit: Unit) -> UnitScan:
+    def scan(self, unit: Shard) -> ShardScan:
         """As `Source.scan`."""
         problems = Problems()
         columns = SampleColumns(unit.location, problems)
@@ -82,10 +82,10 @@ class FolderSource:
         images = scan.images()
         for start in range(0, len(images), ROWS_AT_ONCE):
             columns.add(list(scan.samples(images[start : start + ROWS_AT_ONCE])))
-        return UnitScan(columns.columns(), problems)
+        return ShardScan(columns.columns(), problems)
 
     def reader(self, index: DatasetIndex) -> FileReader:
-        return FileReader(index, Access(), [unit.location for unit in index.units], named_by=None)
+        return FileReader(index, Access(), [unit.location for unit in index.shards], named_by=None)
 
 
 class _File(NamedTuple):

@@ -34,7 +34,7 @@ from sd_training.data.sources.arrow_cells import (
     plain_type,
     without_long_texts,
 )
-from sd_training.data.sources.base import Unit, UnitScan
+from sd_training.data.sources.base import Shard, ShardScan
 from sd_training.data.sources.files import (
     FileReader,
     FileSample,
@@ -79,16 +79,16 @@ class ParquetSource:
     def identity(self) -> str:
         return json.dumps(["parquet", *self.wanted])
 
-    def units(self) -> list[Unit]:
+    def shards(self) -> list[Shard]:
         states = [file_state(file, self.access) for file in self.files]
-        return [Unit(state.location, state.size, state.version) for state in states]
+        return [Shard(state.location, state.size, state.version) for state in states]
 
-    def scan(self, unit: Unit) -> UnitScan:
+    def scan(self, unit: Shard) -> ShardScan:
         problems = Problems()
         state = FileState(unit.location, unit.size, unit.version)
         with _opened(state, self.access) as table:
             scan = _ParquetScan(unit.location, table, self.wanted, self.access, problems)
-            return UnitScan(scan.run(), problems)
+            return ShardScan(scan.run(), problems)
 
     def reader(self, index: DatasetIndex) -> "ParquetReader":
         return ParquetReader(index, self.access, self.wanted)
@@ -198,7 +198,7 @@ class ParquetReader:
 
     def __init__(self, index: DatasetIndex, access: Access, wanted: Columns) -> None:
         self.index, self.access, self.wanted = index, access, wanted
-        self._files = FileReader(index, access, [folder_of(unit.location) for unit in index.units])
+        self._files = FileReader(index, access, [folder_of(unit.location) for unit in index.shards])
         self._open: OrderedDict[int, LocalFile] = OrderedDict()
 
     def image(self, sample: int) -> bytes:
@@ -219,11 +219,11 @@ class ParquetReader:
             return self._open[block]
         if len(self._open) >= MAX_OPEN_GROUPS:
             self._open.popitem(last=False)[1].close()
-        unit = self.index.units[self.index.numbers("unit")[sample]]
+        unit = self.index.shards[self.index.numbers("unit")[sample]]
         self._open[block] = self._unpacked(unit, int(self.index.numbers("at:group")[sample]))
         return self._open[block]
 
-    def _unpacked(self, unit: Unit, group: int) -> LocalFile:
+    def _unpacked(self, unit: Shard, group: int) -> LocalFile:
         key = json.dumps(["parquet", *unit, group, *self.wanted])
 
         def produce(path: Path) -> None:
@@ -249,7 +249,7 @@ class ParquetReader:
             file.close()
 
 
-def _contents(unit: Unit, access: Access, wanted: Columns, group: int) -> Iterator[pa.Buffer]:
+def _contents(unit: Shard, access: Access, wanted: Columns, group: int) -> Iterator[pa.Buffer]:
     """The images of a row group in the order in which the index counted their bytes.
 
     A generator, so that a full disk where they are written is not taken for damage of the table.

@@ -29,7 +29,7 @@ from sd_training.data.sources.arrow_cells import (
     plain,
     plain_type,
 )
-from sd_training.data.sources.base import Unit, UnitScan
+from sd_training.data.sources.base import Shard, ShardScan
 from sd_training.data.sources.files import (
     FileReader,
     FileSample,
@@ -80,11 +80,11 @@ class HuggingFaceSource:
     def identity(self) -> str:
         return json.dumps(["huggingface", *self.wanted])
 
-    def units(self) -> list[Unit]:
+    def shards(self) -> list[Shard]:
         states = [file_state(file, self.access) for path in self.paths for file in self._files(path)]
         if not states:
             raise DataError(f"dataset.params.path: no Arrow file in {', '.join(map(shown, self.paths)) or 'no folder'}")
-        return [Unit(state.location, state.size, state.version) for state in states]
+        return [Shard(state.location, state.size, state.version) for state in states]
 
     def _files(self, folder: str) -> list[str]:
         """The Arrow files of a saved dataset, in order."""
@@ -129,7 +129,7 @@ class HuggingFaceSource:
             raise DataError(f"'{shown(location)}' holds no JSON object; it is not what save_to_disk wrote")
         return value
 
-    def scan(self, unit: Unit) -> UnitScan:
+    def scan(self, unit: Shard) -> ShardScan:
         """As `Source.scan`."""
         problems = Problems()
         columns = SampleColumns(shown(unit.location), problems)
@@ -138,7 +138,7 @@ class HuggingFaceSource:
             offsets = scan.run(_content(unit.location, self.access))
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"'{shown(unit.location)}' is not a readable Arrow file: {error}") from error
-        return UnitScan(columns.columns() | {"at:image_offset": pa.array(offsets, pa.int64())}, problems)
+        return ShardScan(columns.columns() | {"at:image_offset": pa.array(offsets, pa.int64())}, problems)
 
     def reader(self, index: DatasetIndex) -> "HuggingFaceReader":
         return HuggingFaceReader(index, self.access)
@@ -285,7 +285,7 @@ class HuggingFaceReader:
     def __init__(self, index: DatasetIndex, access: Access) -> None:
         self.index = index
         self._inside = TarReader(index, access)
-        self._outside = FileReader(index, access, [folder_of(unit.location) for unit in index.units])
+        self._outside = FileReader(index, access, [folder_of(unit.location) for unit in index.shards])
 
     def image(self, sample: int) -> bytes:
         is_inside = self.index.numbers("at:image_offset")[sample] >= 0

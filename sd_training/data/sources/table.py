@@ -19,7 +19,7 @@ from sd_training.data.index.columns import read_scalars
 from sd_training.data.index.store import DatasetIndex
 from sd_training.data.problems import BadSample, Problems
 from sd_training.data.sources.arrow_cells import IMAGE_COLUMNS, PATH_COLUMNS, Columns, pick_columns
-from sd_training.data.sources.base import Unit, UnitScan
+from sd_training.data.sources.base import Shard, ShardScan
 from sd_training.data.sources.files import (
     ROWS_AT_ONCE,
     FileReader,
@@ -196,14 +196,14 @@ class TableSource:
     def identity(self) -> str:
         return json.dumps(["table with paths by ..", *self.wanted])
 
-    def units(self) -> list[Unit]:
+    def shards(self) -> list[Shard]:
         if not self.paths:
             raise DataError("dataset.params.path: names no table")
         with ThreadPoolExecutor(_STATES_AT_ONCE) as pool:
             states = list(pool.map(lambda path: file_state(path, self.access), self.paths))
-        return [Unit(state.location, state.size, state.version) for state in states]
+        return [Shard(state.location, state.size, state.version) for state in states]
 
-    def scan(self, unit: Unit) -> UnitScan:
+    def scan(self, unit: Shard) -> ShardScan:
         """As `Source.scan`."""
         problems = Problems()
         columns = SampleColumns(shown(unit.location), problems)
@@ -213,10 +213,10 @@ class TableSource:
             _TableScan(unit.location, table, self.wanted, self.access, columns).run()
         finally:
             file.close()
-        return UnitScan(columns.columns(), problems)
+        return ShardScan(columns.columns(), problems)
 
     def reader(self, index: DatasetIndex) -> FileReader:
-        return FileReader(index, self.access, [folder_of(unit.location) for unit in index.units])
+        return FileReader(index, self.access, [folder_of(unit.location) for unit in index.shards])
 
 
 class _Found(NamedTuple):

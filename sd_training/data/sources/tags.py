@@ -37,7 +37,7 @@ from sd_training.config.data_schema import TagConfig
 from sd_training.data.index.store import DatasetIndex
 from sd_training.data.problems import Problems
 from sd_training.data.samples.caption_choice import Draws
-from sd_training.data.sources.base import Unit, UnitScan
+from sd_training.data.sources.base import Shard, ShardScan
 from sd_training.data.sources.files import FileReader, FileSample, ImageInfo, SampleColumns, measure
 from sd_training.data.storage.files import Access
 from sd_training.data.storage.locations import entries_of, exists, folders_below, local_folders
@@ -332,9 +332,9 @@ class TagSource:
     def identity(self) -> str:
         return json.dumps(["tags", list(map(str, self.roots)), judged_by(self.rules)])
 
-    def units(self) -> list[Unit]:
+    def shards(self) -> list[Shard]:
         """As `Source.units`."""
-        units: dict[str, Unit] = {}
+        units: dict[str, Shard] = {}
         for root in self.roots:
             below = {unit.location: unit for unit in self._units_below(root)}
             if not below:
@@ -342,7 +342,7 @@ class TagSource:
             units |= below
         return list(units.values())
 
-    def _units_below(self, root: Path) -> Iterator[Unit]:
+    def _units_below(self, root: Path) -> Iterator[Shard]:
         """Units whose version tells which of their files are counted, because that depends on the other folders too."""
         step, num_before = self.rules.consider_every_nth or 1, 0
         for folder in folders_below(str(root / METADATA)) if exists(str(root / METADATA)) else ():
@@ -351,10 +351,10 @@ class TagSource:
                 lines = "".join(f"{name}\n{state.st_size} {state.st_mtime_ns}\n" for name, state in states)
                 digest = hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
                 version = digest if step == 1 else f"{digest} {num_before % step} of {step}"
-                yield Unit(folder, sum(state.st_size for _, state in states), version)
+                yield Shard(folder, sum(state.st_size for _, state in states), version)
                 num_before += len(files)
 
-    def scan(self, unit: Unit) -> UnitScan:
+    def scan(self, unit: Shard) -> ShardScan:
         """As `Source.scan`."""
         folder, problems = Path(unit.location), Problems()
         root, columns = self._root_of(folder), SampleColumns(unit.location, problems)
@@ -365,9 +365,9 @@ class TagSource:
         infos = measure([str(root / record.path) for _, record in records], self.access)
         pairs = zip(records, infos, strict=True)
         columns.add([s for (key, record), info in pairs if (s := self._sample(key, record, info, columns)) is not None])
-        return UnitScan(columns.columns(), problems)
+        return ShardScan(columns.columns(), problems)
 
-    def _considered(self, unit: Unit) -> list[str]:
+    def _considered(self, unit: Shard) -> list[str]:
         num_before = int((unit.version.split(" ")[1:] or ["0"])[0])
         return considered([path.name for path in _json_files(unit.location)], self.rules, num_before)
 
@@ -400,7 +400,7 @@ class TagSource:
         )
 
     def reader(self, index: DatasetIndex) -> FileReader:
-        roots = [str(self._root_of(Path(unit.location))) for unit in index.units]
+        roots = [str(self._root_of(Path(unit.location))) for unit in index.shards]
         return FileReader(index, self.access, roots, named_by="metadata file")
 
 

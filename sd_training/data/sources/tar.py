@@ -12,7 +12,7 @@ from sd_training.data.index.columns import MAX_FIELDS, Scalar, metadata_columns,
 from sd_training.data.index.store import DatasetIndex
 from sd_training.data.problems import BadSample, Problems, SkippedSample
 from sd_training.data.sources.arrow_cells import is_metadata, plain, plain_type
-from sd_training.data.sources.base import Unit, UnitScan
+from sd_training.data.sources.base import Shard, ShardScan
 from sd_training.data.sources.files import caption_of, length_of, utf8
 from sd_training.data.sources.tar_index import MAX_MEMBER_BYTES, TarSample, known_of, scan_tar
 from sd_training.data.storage.files import (
@@ -47,19 +47,21 @@ class TarSource:
     """
 
     def __init__(self, shards: Sequence[str], access: Access) -> None:
-        self.shards, self.access = list(shards), access
+        self.paths, self.access = list(shards), access
 
     @property
     def identity(self) -> str:
         return "tar"
 
-    def units(self) -> list[Unit]:
+    def shards(self) -> list[Shard]:
         with ThreadPoolExecutor(_STATES_AT_ONCE) as pool:
-            return list(pool.map(self._unit, self.shards))
+            return list(pool.map(self._unit, self.paths))
 
-    def _unit(self, shard: str) -> Unit:
+    def _unit(self, shard: str) -> Shard:
         state, sidecar = file_state(shard, self.access), self._sidecar(shard)
-        return Unit(shard, state.size, state.version if sidecar is None else state.version + _SIDECAR + sidecar.version)
+        return Shard(
+            shard, state.size, state.version if sidecar is None else state.version + _SIDECAR + sidecar.version
+        )
 
     def _sidecar(self, shard: str) -> FileState | None:
         """The table beside a shard, if it is there."""
@@ -68,7 +70,7 @@ class TarSource:
         stem, dot, _ = shard.rpartition(".")
         return find_state(f"{stem}.parquet", self.access) if dot else None
 
-    def scan(self, unit: Unit) -> UnitScan:
+    def scan(self, unit: Shard) -> ShardScan:
         """As `Source.scan`."""
         file = open_bytes(unit.location, self.access)
         try:
@@ -80,7 +82,7 @@ class TarSource:
         if known and scan.samples and all(known_of(known, sample.key) is None for sample in scan.samples):
             reason = "metadata table names no sample of its shard"
             scan.problems.add(SkippedSample(shown(unit.location), "", reason))
-        return UnitScan(_columns(shown(unit.location), scan.samples, scan.problems), scan.problems)
+        return ShardScan(_columns(shown(unit.location), scan.samples, scan.problems), scan.problems)
 
     def _known(self, shard: str) -> dict[str | int, dict[str, Scalar]]:
         sidecar = self._sidecar(shard)
@@ -167,7 +169,7 @@ class TarReader:
             return self._open[shard]
         if len(self._open) >= MAX_OPEN_SHARDS:
             self._open.popitem(last=False)[1].close()
-        unit = self.index.units[shard]
+        unit = self.index.shards[shard]
         state = FileState(unit.location, unit.size, unit.version.partition(_SIDECAR)[0])
         self._open[shard] = open_bytes(state, self.access)
         return self._open[shard]

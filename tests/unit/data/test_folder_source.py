@@ -111,16 +111,16 @@ def test_what_is_left_out_is_named(root: Path) -> None:
 def test_one_unit_per_folder_in_a_fixed_order(root: Path) -> None:
     add(root, "b/1.jpg", "a/z/2.jpg", "a/1.jpg", "texts/1.txt")
     source = FolderSource([str(root / "b"), str(root), f"{root}/a/"])
-    assert [unit.location for unit in source.units()] == [f"{root}/{name}" for name in ("b", "a", "a/z")]
+    assert [unit.location for unit in source.shards()] == [f"{root}/{name}" for name in ("b", "a", "a/z")]
 
 
 @pytest.mark.parametrize("changed", ["images/1.jpg", "captions/1.txt", "images/1.json", "captions/new.txt"])
 def test_a_unit_changes_with_its_files(root: Path, changed: str) -> None:
     add(root, "images/1.jpg", "captions/1.txt", "images/1.json", "other/1.jpg")
-    before = FolderSource([str(root)]).units()
+    before = FolderSource([str(root)]).shards()
     add(root, changed)
     os.utime(root / changed, ns=(1, 1))
-    after = FolderSource([str(root)]).units()
+    after = FolderSource([str(root)]).shards()
     assert before[0].version != after[0].version and before[1] == after[1]
 
 
@@ -145,7 +145,7 @@ def test_places_that_are_no_folders(root: Path) -> None:
     with pytest.raises(DataError, match=r"gone' does not exist"):
         index_of(root / "gone")
     with pytest.raises(ConfigError, match=r"'s3://bucket/set' is remote.*make_webdataset"):
-        FolderSource(["s3://bucket/set"]).units()
+        FolderSource(["s3://bucket/set"]).shards()
 
 
 def test_files_that_change_later_make_bad_samples(root: Path) -> None:

@@ -239,16 +239,16 @@ def test_parquet_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("caption", "m"):
         long = {name: pa.DictionaryArray.from_arrays(pa.array([0] * 100, pa.int32()), pa.array(["c" * (2 << 20)]))}
         source = parquet(tmp_path / f"{name}.parquet", **{**many, **long})
-        scan = source.scan(source.units()[0])
+        scan = source.scan(source.shards()[0])
         assert scan.problems.counts["texts have too many bytes"] == 2
         assert sum(column.nbytes for column in scan.columns.values()) < 2**20
     source = parquet(tmp_path / "many.parquet", **many)
     monkeypatch.setattr(file_samples, "MAX_UNIT_BYTES", 400_000)
     with pytest.raises(DataError, match=r"more than 400,000 bytes of captions and metadata; split it"):
-        source.scan(source.units()[0])
+        source.scan(source.shards()[0])
     monkeypatch.setattr(parquet_source, "MAX_GROUP_BYTES", 1000)
     with pytest.raises(DataError, match=r"row group 0 .* unpacks to .* bytes, at most 1,000"):
-        source.scan(source.units()[0])
+        source.scan(source.shards()[0])
 
 
 def test_types_of_other_programs_run_nothing(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_types_of_other_programs_run_nothing(tmp_path: Path) -> None:
     table = pa.table([pa.array([GOOD]), pa.array(["a"])], schema=schema.with_metadata({"pandas": "{"}))
     pq.write_table(table, tmp_path / "x.parquet")
     source = ParquetSource([str(tmp_path / "x.parquet")], ACCESS)
-    assert source.scan(source.units()[0]).columns["key"].to_pylist() == ["row 0"]
+    assert source.scan(source.shards()[0]).columns["key"].to_pylist() == ["row 0"]
     assert not canary.exists()
 
 
@@ -269,4 +269,4 @@ def test_tables_nested_too_deeply_are_a_sentence(tmp_path: Path) -> None:
         nested = pa.StructArray.from_arrays([nested], names=["a"])
     source = parquet(tmp_path / "x.parquet", z=nested)
     with pytest.raises(DataError, match="not a readable Parquet file"):
-        source.scan(source.units()[0])
+        source.scan(source.shards()[0])

@@ -33,7 +33,7 @@ def test_several_files_and_batches(tmp_path: Path) -> None:
     columns = {"image": cells(IMAGES), "text": captions}
     folder = save(tmp_path / "set", columns, {"image": datasets.Image(), "text": "string"}, num_shards=2)
     source = HuggingFaceSource([str(folder)], ACCESS)
-    assert [Path(unit.location).name for unit in source.units()] == [f"data-0000{i}-of-00002.arrow" for i in range(2)]
+    assert [Path(unit.location).name for unit in source.shards()] == [f"data-0000{i}-of-00002.arrow" for i in range(2)]
     index = index_of(folder)
     assert [image_and_caption(index, i) for i in range(6)] == [(IMAGES[i], [captions[i]]) for i in range(6)]
     assert index.numbers("width").tolist() == [40, 41, 42, 43, 44, 45]

@@ -185,9 +185,9 @@ def test_a_caption_column_of_numbers_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_given_twice_counts_once(tmp_path: Path) -> None:
     folder = write_arrow(tmp_path / "set", pa.table({"image": [IMAGES[0]], "caption": ["x"]}))
-    assert len(HuggingFaceSource([str(folder), f"{folder}/"], ACCESS).units()) == 1
+    assert len(HuggingFaceSource([str(folder), f"{folder}/"], ACCESS).shards()) == 1
 
 
 def test_a_folder_that_may_not_be_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match=r"'.*/set/state\.json' cannot be read: Permission denied"):
-        HuggingFaceSource([str(locked(tmp_path / "set", monkeypatch))], ACCESS).units()
+        HuggingFaceSource([str(locked(tmp_path / "set", monkeypatch))], ACCESS).shards()

@@ -50,9 +50,9 @@ def survivors(index: DatasetIndex, filters: dict[str, str]) -> list[int]:
 @every_source
 def test_units_are_stable(case: Case, folder: Path) -> None:
     source = case.open(folder)
-    units = source.units()
+    units = source.shards()
     assert len(units) == 2 and all(unit.size > 0 and unit.version for unit in units)
-    assert source.units() == units == pickle.loads(pickle.dumps(source)).units()
+    assert source.shards() == units == pickle.loads(pickle.dumps(source)).shards()
     assert pickle.loads(pickle.dumps(source)).identity == source.identity == case.open(folder).identity
 
 
@@ -138,7 +138,7 @@ def test_a_damaged_image_is_named_and_harms_no_other(case: Case, folder: Path) -
     with pytest.raises(BadSample, match="not a readable"):
         decode(reader.image(4), ImageRules(10**6))
     shard, key = index.name(4)
-    assert shard == index.units[0].location and ("004" in key or key == "row 4")
+    assert shard == index.shards[0].location and ("004" in key or key == "row 4")
     assert reader.image(3) == UNITS["a"][3].image and reader.image(5) == UNITS["b"][0].image
 
 

@@ -101,13 +101,13 @@ def test_every_folder_must_have_metadata(root: Path, tmp_path: Path) -> None:
     (tmp_path / "empty" / "metadata").mkdir(parents=True)
     for wrong in ("empty", "gone"):
         with pytest.raises(DataError, match=rf"no \.json file below '.*{wrong}/metadata'"):
-            TagSource([str(root), f"{tmp_path}/{wrong}"], ACCESS, tag_rules(TagConfig())).units()
+            TagSource([str(root), f"{tmp_path}/{wrong}"], ACCESS, tag_rules(TagConfig())).shards()
 
 
 def test_a_folder_that_cannot_be_read_is_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     locked(root / "metadata" / "a" / "locked", monkeypatch)
     with pytest.raises(DataError, match=r"'.*/a/locked' cannot be read: Permission denied"):
-        TagSource([str(root)], ACCESS, tag_rules(TagConfig())).units()
+        TagSource([str(root)], ACCESS, tag_rules(TagConfig())).shards()
 
 
 def test_links_are_followed_and_hidden_files_left_out(root: Path, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_fixed_choice_of_images(root: Path) -> None:
 
 def test_no_metadata_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no \.json file below '.*metadata'"):
-        TagSource([str(tmp_path)], ACCESS, tag_rules(TagConfig())).units()
+        TagSource([str(tmp_path)], ACCESS, tag_rules(TagConfig())).shards()
 
 
 def test_remote_folders_are_refused() -> None:
