@@ -11,7 +11,7 @@ import webdataset
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from scripts.tiny_parts import (
+from tests.tiny_parts import (
     UNET_PARAMS,
     save_tiny_pipeline,
     tiny_pipeline,

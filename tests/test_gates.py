@@ -16,13 +16,10 @@ CONVERTER = "scripts/convert_checkpoint.py"
 """The one place where a foreign pickle is opened: with `weights_only=True`, in a process without rights."""
 WITHOUT_RIGHTS = {
     CONVERTER: "legacy checkpoints of others",
-    "scripts/campaign/lightning_run.py": "what Lightning wrote a moment ago, in the campaign's baseline",
 }
 """Files that may call torch.load, always with `weights_only=True`, and what they read."""
 IMPORTERS = {
     "sd_training/optim/optimizers.py": "module names of its own table of optional packages",
-    "scripts/campaign/fork_server.py": "module names of its own list",
-    "scripts/fault_campaign.py": "module names of its own list",
 }
 """Files that import modules whose names are no literals, and where the names come from."""
 

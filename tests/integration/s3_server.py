@@ -13,8 +13,8 @@ from typing import Any
 
 import boto3
 
-from scripts.free_port import free_port
 from sd_training.data.storage import object_store as object_store
+from tests.free_port import free_port
 
 BUCKET = "shards"
 _STARTUP_S = 300

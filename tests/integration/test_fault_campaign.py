@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from scripts import fault_campaign
-from scripts.campaign import damage, kills
-from scripts.campaign.row import Row
-from scripts.campaign.signals import is_inside_save
-from scripts.campaign.slurm import gaps_of_record
-from scripts.campaign.tiny_run import TinyRun, digest_of
-from scripts.campaign.watch import slowness
 from sd_training.checkpoint.folder import write_sealed
 from sd_training.checkpoint.tensors import write_state, write_tensors
 from sd_training.errors import UserError
+from tests.faults import damage, kills
+from tests.faults.row import Row
+from tests.faults.signals import is_inside_save
+from tests.faults.slurm import gaps_of_record
+from tests.faults.tiny_run import TinyRun, digest_of
+from tests.faults.watch import slowness
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from scripts.campaign import fuzz
+from tests.faults import fuzz
 
 
 def test_every_surface_ends_in_a_result_or_in_our_error(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scripts.slurm_cluster import Cluster, missing_packages, slurm_cluster
 from tests.integration.record_ids import read_ids
 from tests.integration.test_training import assert_same_tensors
 from tests.integration.training import (
@@ -27,6 +26,7 @@ from tests.integration.training import (
     options,
     train_in_processes,
 )
+from tests.slurm_cluster import Cluster, missing_packages, slurm_cluster
 
 BATCH_FILE = ROOT / "batch_files/multinode-template.sbatch"
 STEPS = 24

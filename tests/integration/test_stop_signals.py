@@ -154,7 +154,7 @@ def test_ctrl_c_before_the_first_step(
 def test_a_signal_to_one_rank_stops_both_after_the_same_step(
     rank: int, tmp_path: Path, pipeline_dir: Path, shards_dir: Path
 ) -> None:
-    """Under real launchers; that the run then goes on to the bit is shown by `scripts/campaign/signals.py`."""
+    """Under real launchers; that the run then goes on to the bit is shown by `tests/faults/signals.py`."""
     changes = {"system__batch_size": 4, "experiment__save_every": 100}
     argv = options(tmp_path / "run", pipeline_dir, shards_dir, **changes)
     own = ["trainer.devices=2", "trainer.accelerator=cpu"]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts.strategy_report import ENGINES, Row, report
-from scripts.tiny_parts import flux
 from sd_training.build.estimate import meta_networks, model_size
 from sd_training.config.load import load_config
 from tests.family_makers import save_pipeline
 from tests.integration.training import ROOT, losses, options, train, train_in_processes
+from tests.strategy_report import ENGINES, Row, report
+from tests.tiny_parts import flux
 
 NAMES = [engine.name for engine in ENGINES]
 

@@ -1,6 +1,6 @@
 """The promises of a run: accumulation does not change it, and an interruption does not either.
 
-That the number of processes does not is shown by `scripts/campaign/elastic.py` and `scripts/strategy_report.py`.
+That the number of processes does not is shown by `tests/faults/elastic.py` and `tests/strategy_report.py`.
 """
 
 from pathlib import Path

@@ -15,12 +15,12 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from scripts.campaign.fork_server import shared_server
-from scripts.campaign.tiny_run import as_torchrun, stop_all
 from sd_training.build.plan import make_plan
 from sd_training.build.run import Run, build_run
 from sd_training.checkpoint.tensors import read_state
 from sd_training.config.load import load_config
+from tests.faults.fork_server import shared_server
+from tests.faults.tiny_run import as_torchrun, stop_all
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from scripts import convert_checkpoint
-from scripts.campaign.hostile_files import canary_pickle
 from scripts.convert_checkpoint import MAX_TENSORS, SPARE_BYTES, convert, limit_resources, load
 from sd_training.errors import DataError
+from tests.faults.hostile_files import canary_pickle
 
 ROOT = Path(__file__).parents[2]
 

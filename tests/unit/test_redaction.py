@@ -124,7 +124,7 @@ def test_what_a_secret_looks_like(text: str, wanted: str) -> None:
         "a cookie: chocolate and cream; the password to a garden",
         "tool --tokenizer clip --num-tokens 77 --keys a --key data/a.tar --token-file f",
         "tool --use-auth-token --recursive x; tool --no-password | cat",
-        "train.py --dry-run -p x; python -m scripts.campaign.secrets FOLDER",
+        "train.py --dry-run -p x; python -m tests.faults.secrets FOLDER",
         "curl -H 'Range: bytes=0-9' -H 'Accept: image/jpeg' u",
         "mkdir -p a/b && cp -k x y",
     ],

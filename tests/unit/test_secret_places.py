@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.campaign.secrets import places, said_by, untold
+from tests.faults.secrets import places, said_by, untold
 
 
 def test_planted_secrets_are_found(tmp_path: Path) -> None:

@@ -15,16 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from scripts.campaign.hostile_files import (
-    TAR_END,
-    canary_pickle,
-    pax_records,
-    png,
-    png_chunk,
-    png_text_bomb,
-    tar_header,
-    tar_member,
-)
 from sd_training.data.index.columns import MAX_FIELDS
 from sd_training.data.problems import BadSample
 from sd_training.data.samples import image as image_decode
@@ -36,6 +26,16 @@ from sd_training.data.sources.parquet import ParquetSource
 from sd_training.data.sources.tar_index import TarScan
 from sd_training.errors import DataError
 from tests import makers
+from tests.faults.hostile_files import (
+    TAR_END,
+    canary_pickle,
+    pax_records,
+    png,
+    png_chunk,
+    png_text_bomb,
+    tar_header,
+    tar_member,
+)
 from tests.unit.data.making import ACCESS, scanned
 
 GOOD = png(8, 8)

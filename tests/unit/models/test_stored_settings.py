@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from scripts.campaign.hostile_files import canary_pickle
 from sd_training.config.model_schema import ModelConfig
 from sd_training.errors import ConfigError, DataError
 from sd_training.export.folder import load_pipeline
 from sd_training.models.load import load_network, load_noise_scheduler, load_tokenizer, refused_settings
+from tests.faults.hostile_files import canary_pickle
 
 
 def edit(path: Path, **changes: object) -> None:

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from scripts.tiny_parts import tiny_vae
 from sd_training.config.schema import LRScheduleConfig, OptimizerConfig
 from sd_training.optim.lr_schedules import lr_schedule
 from sd_training.training.autoencoder_module import AutoencoderModule
 from sd_training.training.base_module import Optimization
+from tests.tiny_parts import tiny_vae
 
 
 def test_latents_that_are_not_finite_are_left_out() -> None:

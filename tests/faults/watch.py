@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.campaign.faulty_run import KILLS_AT
-from scripts.campaign.fork_server import Child, ForkServer, shared_server
-from scripts.campaign.row import Row
-from scripts.campaign.tiny_run import TinyRun, as_torchrun, make_tiny_parts, stop_all, tail
 from sd_training.errors import EXIT_BAD_DATA, EXIT_HANG, EXIT_MISTAKE
+from tests.faults.faulty_run import KILLS_AT
+from tests.faults.fork_server import Child, ForkServer, shared_server
+from tests.faults.row import Row
+from tests.faults.tiny_run import TinyRun, as_torchrun, make_tiny_parts, stop_all, tail
 
 RANKS = 2
 LIMIT_S = 8.0
@@ -90,7 +90,7 @@ def start(
         folder.mkdir(parents=True, exist_ok=True)
     words, log = [*tiny.words(ranks), *tiny.more], tiny.home / "log.txt"
     shared = {**tiny.environment(), "FAULT": kind, **(more or {})}
-    target = "scripts.campaign.faulty_run:train"
+    target = "tests.faults.faulty_run:train"
     return [server.start(target, words, log, shared | own) for own in as_torchrun(ranks)]
 
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scripts.campaign.fork_server import ForkServer, shared_server
-from scripts.campaign.row import Row
-from scripts.campaign.tiny_run import TinyRun, make_tiny_parts, run_to_end, stop_all, tail
 from sd_training.checkpoint.folder import folder_name, newest_verified
 from sd_training.errors import CheckpointError
+from tests.faults.fork_server import ForkServer, shared_server
+from tests.faults.row import Row
+from tests.faults.tiny_run import TinyRun, make_tiny_parts, run_to_end, stop_all, tail
 
 STEPS, SAVE_EVERY = 4, 2
 ENGINES = ("ddp", "fsdp", "deepspeed_3")

@@ -12,11 +12,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.campaign.fork_server import ForkServer, shared_server
-from scripts.campaign.row import Row
-from scripts.campaign.tiny_run import TinyRun, make_tiny_parts, run_to_end, tail
 from sd_training.checkpoint.folder import sealed_checkpoints
 from sd_training.errors import TakenOverError
+from tests.faults.fork_server import ForkServer, shared_server
+from tests.faults.row import Row
+from tests.faults.tiny_run import TinyRun, make_tiny_parts, run_to_end, tail
 
 STEPS, SAVE_EVERY = 12, 2
 _STEP_S = 0.15

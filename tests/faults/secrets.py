@@ -1,6 +1,6 @@
 """Secrets: runs with random ones everywhere a user may have them, and a search for each in all that they wrote or said.
 
-python -m scripts.campaign.secrets FOLDER
+python -m tests.faults.secrets FOLDER
 """
 
 import json
@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 
-from scripts.campaign.row import Row
-from scripts.campaign.tiny_run import as_torchrun
-from scripts.strategy_report import make_models
 from sd_training.cli import run_cli
 from sd_training.errors import ConfigError
+from tests.faults.row import Row
+from tests.faults.tiny_run import as_torchrun
+from tests.strategy_report import make_models
 
 ENVIRONMENT = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "SOME_SERVICE_PASSWORD")
 MISTAKEN = ("missing", "wrong")
@@ -130,7 +129,7 @@ def train_pair(folder: Path, name: str, words: list[str], known: Mapping[str, st
     `proxy`: the second alone has a proxy, which is not there."""
     environment = environment_of(folder, known) | {"FAULT": name}
     proxy = {"http_proxy": f"http://agent:{known['proxy password']}@127.0.0.1:9"} if name == "proxy" else {}
-    command = [sys.executable, "-m", "scripts.campaign.faulty_run", *words, f"experiment.name={name}"]
+    command = [sys.executable, "-m", "tests.faults.faulty_run", *words, f"experiment.name={name}"]
     children = []
     for rank, (launched, more) in enumerate(zip(as_torchrun(2), ({}, proxy), strict=True)):
         own = {**environment, **launched, **more}
@@ -254,7 +253,7 @@ def untold(folder: Path, names: Sequence[str], url: str) -> Iterator[str]:
 def main() -> None:
     """Parse, run, print."""
     if len(sys.argv) != 2:
-        raise ConfigError("python -m scripts.campaign.secrets FOLDER")
+        raise ConfigError("python -m tests.faults.secrets FOLDER")
     for row in run(Path(sys.argv[1]), is_quick=False):
         print(f"{'kept  ' if row.is_kept else 'BROKEN'} {row.fault}, {row.trials} runs: {row.figure}")
 

@@ -14,10 +14,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.campaign.fork_server import Child, ForkServer, shared_server
-from scripts.campaign.lightning_kills import lightning_row
-from scripts.campaign.row import Row
-from scripts.campaign.tiny_run import TinyRun, digest_of, make_tiny_parts, other_file_system, run_to_end, stop_all, tail
+from tests.faults.fork_server import Child, ForkServer, shared_server
+from tests.faults.lightning_kills import lightning_row
+from tests.faults.row import Row
+from tests.faults.tiny_run import TinyRun, digest_of, make_tiny_parts, other_file_system, run_to_end, stop_all, tail
 
 STEPS, SAVE_EVERY = 12, 2
 STAGES = {"save": "the checkpoint was being written", "saved": "the pipeline was"}

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scripts.campaign.fork_server import Child, ForkServer, shared_server
-from scripts.campaign.row import Row
-from scripts.campaign.tiny_run import TinyRun, make_tiny_parts, run_to_end, stop_all, tail
 from sd_training.errors import EXIT_INTERRUPTED, EXIT_STOPPED
+from tests.faults.fork_server import Child, ForkServer, shared_server
+from tests.faults.row import Row
+from tests.faults.tiny_run import TinyRun, make_tiny_parts, run_to_end, stop_all, tail
 
 RANKS, STEPS, SIGNALS_PER_RUN, SAVE_EVERY = 2, 30, 3, 3
 _LIMIT_S = 300

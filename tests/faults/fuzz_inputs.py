@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from scripts.campaign.hostile_files import (
+from tests.faults.hostile_files import (
     TAR_END,
     canary_pickle,
     pax_records,

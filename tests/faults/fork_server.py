@@ -1,7 +1,7 @@
 """Starts runs in a second instead of ten: a process that has imported torch, Lightning, diffusers and the trainer once
 forks a child for every run. It has no threads of its own and no process group, so a child is as good as a new process.
 
-Started by `ForkServer`, which speaks JSON lines with it: python -m scripts.campaign.fork_server
+Started by `ForkServer`, which speaks JSON lines with it: python -m tests.faults.fork_server
 """
 
 import atexit
@@ -75,7 +75,7 @@ class ForkServer:
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "scripts.campaign.fork_server"],
+            [sys.executable, "-m", "tests.faults.fork_server"],
             cwd=ROOT,
             env={**os.environ, **own, **(environment or {})},
             stdin=subprocess.PIPE,
@@ -146,9 +146,9 @@ def _session_of(pid: int) -> int | None:
 _IMPORTED = (
     "train",
     "sd_training.build.run",
-    "scripts.campaign.watched_run",
-    "scripts.campaign.lightning_run",
-    "scripts.tiny_parts",
+    "tests.faults.watched_run",
+    "tests.faults.lightning_run",
+    "tests.tiny_parts",
     "tensorboard.summary",
     "torch.utils.tensorboard",
     "PIL.JpegImagePlugin",

@@ -18,10 +18,10 @@ import pytorch_lightning as pl
 import torch
 from torch import distributed
 
-from scripts.campaign.sleeping_samples import FAULT_STEP, SleepingSamples
 from sd_training.build import run as building
 from sd_training.callbacks.background_logger import BackgroundLogger
 from sd_training.data.datamodule import TrainingData
+from tests.faults.sleeping_samples import FAULT_STEP, SleepingSamples
 
 KILLS_AT = (3, 6, 9)
 _LEAVE_S = 3.0

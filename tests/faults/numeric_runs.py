@@ -1,6 +1,6 @@
-"""Runs with wrong numbers in them, one after the other in the same processes; `scripts/campaign/numerics.py` starts it.
+"""Runs with wrong numbers in them, one after the other in the same processes; `tests/faults/numerics.py` starts it.
 
-python -m scripts.campaign.numeric_runs JOBS.json
+python -m tests.faults.numeric_runs JOBS.json
 """
 
 import json

@@ -9,9 +9,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.campaign.fork_server import ForkServer
-from scripts.campaign.row import Row
-from scripts.campaign.tiny_run import TinyRun, make_tiny_parts, run_to_end
+from tests.faults.fork_server import ForkServer
+from tests.faults.row import Row
+from tests.faults.tiny_run import TinyRun, make_tiny_parts, run_to_end
 
 _CHECKED = {
     "LD_PRELOAD": "libc_malloc_debug.so.0",

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.campaign.fork_server import Child, ForkServer
-from scripts.free_port import free_port
-from scripts.tiny_options import tiny_run_options
+from tests.faults.fork_server import Child, ForkServer
+from tests.free_port import free_port
+from tests.tiny_options import tiny_run_options
 
 GLOBAL_BATCH = 8
-_TRAIN = "scripts.campaign.watched_run:train"
+_TRAIN = "tests.faults.watched_run:train"
 
 
 def make_parts(words: list[str]) -> None:
     """In a child of the fork server: a tiny pipeline and shards in the folder that is the one word."""
     import torch
 
-    from scripts.tiny_parts import save_picture_shards, save_tiny_pipeline
+    from tests.tiny_parts import save_picture_shards, save_tiny_pipeline
 
     torch.set_num_threads(1)
     save_tiny_pipeline(Path(words[0]) / "pipeline")
@@ -148,7 +148,7 @@ class TinyRun:
 def make_tiny_parts(server: ForkServer, folder: Path) -> Path:
     """`make_parts`, in a child; returns the folder."""
     folder.mkdir(parents=True)
-    server.call("scripts.campaign.tiny_run:make_parts", [str(folder)], folder / "log.txt")
+    server.call("tests.faults.tiny_run:make_parts", [str(folder)], folder / "log.txt")
     return folder
 
 

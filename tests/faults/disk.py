@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scripts.campaign.fork_server import Child, ForkServer, shared_server
-from scripts.campaign.row import Row
-from scripts.campaign.tiny_run import TinyRun, make_tiny_parts, run_to_end, tail
 from sd_training.checkpoint.folder import newest_verified, sealed_checkpoints, verify_checkpoint
 from sd_training.errors import SaveError
+from tests.faults.fork_server import Child, ForkServer, shared_server
+from tests.faults.row import Row
+from tests.faults.tiny_run import TinyRun, make_tiny_parts, run_to_end, tail
 
 STEPS, SAVE_EVERY = 12, 2
 _BEGINS, _ENDS_AT = SAVE_EVERY, 2 * SAVE_EVERY + 1

@@ -1,6 +1,6 @@
 """Breaks runs in every way that is promised to do no harm, and prints what came of it (docs/reliability.md).
 
-    python scripts/fault_campaign.py [--quick|--full] [out=build/campaign] [only=kills,signals]
+    python -m tests.faults [--quick|--full] [out=build/campaign] [only=kills,signals]
 
 --quick takes minutes and is a part of the tests; --full takes hours and writes its tables into docs/reliability.md,
 each part as soon as it has ended.
@@ -18,12 +18,11 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+ROOT = Path(__file__).resolve().parents[2]
 
-from scripts.campaign.row import Row
 from sd_training.cli import run_cli
 from sd_training.errors import UserError
+from tests.faults.row import Row
 
 PARTS = (
     "kills",
@@ -39,7 +38,7 @@ PARTS = (
     "secrets",
     "slurm",
 )
-"""Modules of scripts/campaign/ with `run(folder, is_quick) -> list[Row]`, in the order of the table."""
+"""Modules of tests/faults/ with `run(folder, is_quick) -> list[Row]`, in the order of the table."""
 REPORT = ROOT / "docs" / "reliability.md"
 
 
@@ -50,7 +49,7 @@ def run_part(name: str, folder: Path, is_quick: bool) -> list[Row]:
     (folder / name).mkdir(parents=True)
     start_s = time.monotonic()
     try:
-        part = importlib.import_module(f"scripts.campaign.{name}")
+        part = importlib.import_module(f"tests.faults.{name}")
         rows: list[Row] = part.run(folder / name, is_quick)
     except Exception as error:  # the other parts are still worth running
         sys.excepthook(type(error), error, error.__traceback__)
@@ -83,7 +82,7 @@ def circumstances(part: str, is_quick: bool, seconds: float) -> str:
     return (
         f"{datetime.date.today()}, commit {commit.stdout.strip() or 'unknown'}, Python {platform.python_version()}, "
         f"{versions}, Linux {platform.release().partition('-')[0]}, {os.cpu_count()} cores, {memory_gib:.0f} GiB; "
-        f"`python scripts/fault_campaign.py --{'quick' if is_quick else 'full'} only={part}` took "
+        f"`python -m tests.faults --{'quick' if is_quick else 'full'} only={part}` took "
         f"{seconds / 60:.1f} minutes."
     )
 

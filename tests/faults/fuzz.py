@@ -1,6 +1,6 @@
 """Fuzz: every input that comes from outside ends in a normal result or in the project's own error.
 
-    python -m scripts.campaign.fuzz FOLDER [inputs=10000] [seed=1]
+    python -m tests.faults.fuzz FOLDER [inputs=10000] [seed=1]
 
 Inputs run in child processes, some hundred in each, so that memory and crashes are seen. What fails is written to the
 folder with its traceback; the same seed makes the same inputs.
@@ -18,14 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
 import torch
 
-from scripts.campaign.fuzz_inputs import Inputs
-from scripts.campaign.hostile_files import TAR_END, tar_member
-from scripts.campaign.row import Row
 from sd_training.checkpoint.folder import folder_name, verify_checkpoint, write_sealed
 from sd_training.checkpoint.tensors import read_state, write_state, write_tensors
 from sd_training.cli import run_cli
@@ -37,6 +31,9 @@ from sd_training.data.sources.saved_dataset import HuggingFaceSource
 from sd_training.data.sources.tar_index import scan_tar
 from sd_training.data.storage.files import Access, open_bytes
 from sd_training.errors import ConfigError, UserError
+from tests.faults.fuzz_inputs import Inputs
+from tests.faults.hostile_files import TAR_END, tar_member
+from tests.faults.row import Row
 
 SEED = 1
 QUICK, FULL = 600, 10_000
@@ -254,7 +251,7 @@ def main() -> None:
     words = sys.argv[1:]
     given = dict(word.partition("=")[::2] for word in words[1:])
     if not words or given.keys() - {"inputs", "seed"} or not all(value.isdigit() for value in given.values()):
-        raise ConfigError("python -m scripts.campaign.fuzz FOLDER [inputs=10000] [seed=1]")
+        raise ConfigError("python -m tests.faults.fuzz FOLDER [inputs=10000] [seed=1]")
     rows = fuzz(Path(words[0]), int(given.get("inputs", FULL)), int(given.get("seed", SEED)))
     for row in rows:
         print(f"{'kept  ' if row.is_kept else 'BROKEN'} {row.fault}, {row.trials:,} inputs: {row.figure}")

@@ -8,9 +8,9 @@ import signal
 import time
 from pathlib import Path
 
-from scripts.campaign.fork_server import ForkServer
-from scripts.campaign.row import Row
-from scripts.campaign.tiny_run import other_file_system
+from tests.faults.fork_server import ForkServer
+from tests.faults.row import Row
+from tests.faults.tiny_run import other_file_system
 
 STEPS, SAVE_EVERY = 12, 2
 _ADAM = 3
@@ -26,7 +26,7 @@ def lightning_row(server: ForkServer, folder: Path, size: int, kills: int) -> Ro
         size: of a checkpoint [bytes].
         kills: how many.
     """
-    from scripts.campaign.lightning_run import problem_of
+    from tests.faults.lightning_run import problem_of
 
     folder.mkdir(parents=True)
     temporary = other_file_system(folder)
@@ -54,7 +54,7 @@ def _kill_in_a_save(
     """Returns how long the saves before took [s]."""
     words = [str(home), str(width), str(STEPS), str(SAVE_EVERY)]
     environment = {"WATCH_DIR": str(home), "TMPDIR": str(temporary)}
-    child = server.start("scripts.campaign.lightning_run:train", words, home / "log.txt", environment)
+    child = server.start("tests.faults.lightning_run:train", words, home / "log.txt", environment)
     marks, wanted = home / "marks_0.jsonl", chance.choice((1, 2, 3))
     while not marks.exists() or marks.read_text().count('"save"') < wanted:
         if child.poll() is not None:

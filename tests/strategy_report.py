@@ -1,7 +1,7 @@
 """Does the result of a run depend on how it is spread? Trains a tiny model with real data under every strategy, on CPU
 processes over gloo, and prints one table (docs/scaling.md).
 
-    python scripts/strategy_report.py [steps=20] [folder=build/strategies]
+    python -m tests.strategy_report [steps=20] [folder=build/strategies]
 """
 
 import json
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 from sd_training.log import quiet_libraries
 
@@ -26,11 +25,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from scripts.tiny_options import tiny_run_options
-from scripts.tiny_parts import flux, save_picture_shards
 from sd_training.checkpoint.tensors import read_state
 from sd_training.cli import run_cli
 from sd_training.errors import UserError
+from tests.tiny_options import tiny_run_options
+from tests.tiny_parts import flux, save_picture_shards
 
 GLOBAL_BATCH = 8
 
@@ -121,9 +120,9 @@ def run_jobs(folder: Path, jobs: list[dict[str, object]], processes: int) -> Non
     """
     listing, log = folder / f"jobs_{processes}.json", folder / f"log_{processes}.txt"
     listing.write_text(json.dumps(jobs))
-    alone = [sys.executable, "-m", "scripts.strategy_runs"]
+    alone = [sys.executable, "-m", "tests.strategy_runs"]
     several = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = alone if processes == 1 else [*several, "-m", "scripts.strategy_runs"]
+    command = alone if processes == 1 else [*several, "-m", "tests.strategy_runs"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with log.open("a") as stream:
         ended = subprocess.run(

@@ -18,10 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.campaign.fork_server import ROOT, shared_server
-from scripts.campaign.row import Row
-from scripts.campaign.tiny_run import GLOBAL_BATCH, TinyRun, make_tiny_parts, run_to_end
-from scripts.slurm_cluster import Cluster, missing_packages, slurm_cluster
+from tests.faults.fork_server import ROOT, shared_server
+from tests.faults.row import Row
+from tests.faults.tiny_run import GLOBAL_BATCH, TinyRun, make_tiny_parts, run_to_end
+from tests.slurm_cluster import Cluster, missing_packages, slurm_cluster
 
 RANKS, REQUEUES, STEPS, SAVE_EVERY = 2, 10, 60, 5
 _BATCH_FILE = ROOT / "batch_files" / "multinode-template.sbatch"
@@ -53,7 +53,7 @@ class Job:
         if self.hold is not None:
             variables["WATCH_HOLD"] = f"{self.hold}:{home / 'go'}"
         exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-        command = shlex.join([sys.executable, "-u", "-m", "scripts.campaign.watched_run", *self.tiny.words(RANKS)])
+        command = shlex.join([sys.executable, "-u", "-m", "tests.faults.watched_run", *self.tiny.words(RANKS)])
         python.write_text(f"#!/bin/bash\nexport {exports}\ncd {shlex.quote(str(ROOT))}\nexec {command}\n")
         python.chmod(0o755)
         size = [f"--nodes={self.nodes}", f"--ntasks-per-node={RANKS // self.nodes}", "--gpus-per-node=1"]

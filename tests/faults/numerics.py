@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from scripts.campaign.numeric_runs import Fault, Outcome, run_one, write_outcome
-from scripts.campaign.row import Row
-from scripts.strategy_report import make_models
-from scripts.tiny_options import tiny_run_options
 from sd_training.callbacks.anomalies import RECENT, SpikeDetector
 from sd_training.errors import UserError
+from tests.faults.numeric_runs import Fault, Outcome, run_one, write_outcome
+from tests.faults.row import Row
+from tests.strategy_report import make_models
+from tests.tiny_options import tiny_run_options
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 12
@@ -82,7 +82,7 @@ def start_pair(folder: Path, jobs: list[Job]) -> None:
     described = [{"name": job.name, "argv": job.arguments(folder), "fault": asdict(job.fault)} for job in jobs]
     listing.write_text(json.dumps(described), encoding="utf-8")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [sys.executable, *torchrun, "-m", "scripts.campaign.numeric_runs", str(listing)]
+    command = [sys.executable, *torchrun, "-m", "tests.faults.numeric_runs", str(listing)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     with log.open("w") as stream:
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT)

@@ -7,10 +7,10 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scripts.campaign.fork_server import ForkServer, shared_server
-from scripts.campaign.row import Row
-from scripts.campaign.tiny_run import GLOBAL_BATCH, TinyRun, make_tiny_parts, run_to_end, stop_all, tail
 from sd_training.errors import EXIT_STOPPED
+from tests.faults.fork_server import ForkServer, shared_server
+from tests.faults.row import Row
+from tests.faults.tiny_run import GLOBAL_BATCH, TinyRun, make_tiny_parts, run_to_end, stop_all, tail
 
 STEPS = 24
 MAX_LOSS_DIFFERENCE = 1e-5

@@ -1,6 +1,6 @@
-"""Runs of `scripts/strategy_report.py`, one after the other in the same processes, which it starts.
+"""Runs of `tests/strategy_report.py`, one after the other in the same processes, which it starts.
 
-python -m scripts.strategy_runs JOBS.json
+python -m tests.strategy_runs JOBS.json
 """
 
 import json

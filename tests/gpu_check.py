@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 from sd_training.log import quiet_libraries
 
@@ -29,12 +28,12 @@ from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNe
 from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from scripts.tiny_parts import tiny_text_encoder, tiny_tokenizer, tiny_vae
 from sd_training.cli import run_cli
 from sd_training.config.load import load_config
 from sd_training.errors import UserError
 from sd_training.models.cost import forward_flops
 from sd_training.models.families.table import load_family
+from tests.tiny_parts import tiny_text_encoder, tiny_tokenizer, tiny_vae
 
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "fp32": ("model.mixed_precision=no",),

@@ -10,7 +10,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from scripts.campaign.watched_run import begin, watch_saves
+from tests.faults.watched_run import begin, watch_saves
 
 
 class Plain(pl.LightningModule):

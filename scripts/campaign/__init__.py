@@ -1,1 +1,0 @@
-"""The parts of `scripts/fault_campaign.py`: each breaks runs in one way and says what came of it."""
