@@ -36,7 +36,7 @@ from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.samples.captions import Encoded, Tokenizer
 from sd_training.data.samples.image import Wanted, cover_scale, decode, read_picture
-from sd_training.data.samples.sample import DrawSettings, Visit, VisitedSample, collate
+from sd_training.data.samples.sample import DrawSettings, Example, SampleRequest, collate
 from sd_training.errors import ConfigError, DataError
 from sd_training.log import quiet_libraries
 from sd_training.types import LatentGrid
@@ -131,7 +131,7 @@ def _timed(action: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def readable_visits(data: TrainingData, samples: int) -> tuple[list[Visit], list[VisitedSample]]:
+def readable_visits(data: TrainingData, samples: int) -> tuple[list[SampleRequest], list[Example]]:
     """Of about so many first visits of a run those that can be read, and what they give.
 
     Raises:
@@ -141,7 +141,7 @@ def readable_visits(data: TrainingData, samples: int) -> tuple[list[Visit], list
     first = zip(range(batches), data.loader(0, lambda: 0).visits(0), strict=False)
     visits = [visit for _, batch in first for visit in batch]
     visited = [(visit, dataset[visit]) for visit in visits]
-    good = [(visit, sample) for visit, sample in visited if isinstance(sample, VisitedSample) and not sample.skipped]
+    good = [(visit, sample) for visit, sample in visited if isinstance(sample, Example) and not sample.skipped]
     if not good:
         raise DataError(f"dataset.params.path: none of the first {len(visits):,} samples of a run can be read")
     return [visit for visit, _ in good], [sample for _, sample in good]

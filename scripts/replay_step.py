@@ -205,7 +205,7 @@ def replay(incident: Incident, plan: Plan, trained: Trained, data: TrainingData)
     every micro-batch that has one is printed."""
     module, device = trained.module, torch.device(plan.launch.accelerator)
     module.to(device)
-    module.bring_companions(device)
+    module.move_frozen_to(device)
     watch = FirstNonFinite(_watched(trained))
     samples, batch_plan = list[ReplayedSample](), incident.batch
     for rank, micro, batch in micro_batches(incident, data):

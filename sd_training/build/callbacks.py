@@ -109,7 +109,7 @@ def _banner(plan: Plan, start: Start, data: TrainingData, what: str, step: int) 
     machines = "" if launch.num_nodes == 1 else f" on {launch.num_nodes} machines"
     processes = "1 process" if launch.processes == 1 else f"{launch.processes} processes{machines}"
     average = f"EMA with decay {config.ema.decay:g} is exported" if config.model.use_ema else "no EMA"
-    samples = sum(len(dataset.survivors) for dataset in data.datasets())
+    samples = sum(len(dataset.selected) for dataset in data.datasets())
     done = f"resuming after optimizer step {step:,} of {plan.batch.num_steps:,}" if step else "a new run"
     rows = {
         "run folder": f"{plan.run_dir}, {done}",

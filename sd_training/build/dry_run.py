@@ -179,7 +179,7 @@ def _summary(described: _Described) -> str:
         "trains": ", ".join(f"{name} ({_millions(counts[name])})" for name in counts if name in described.trained),
         "keeps frozen": ", ".join(f"{name} ({_millions(counts[name])})" for name in frozen),
         "predicts": str(described.family.schedulers.prediction_type) if described.family else "",
-        "data": "; ".join(f"{d.num_survivors:,} of {d.place} ({d.location})" for d in described.report.datasets),
+        "data": "; ".join(f"{d.num_selected:,} of {d.place} ({d.location})" for d in described.report.datasets),
         "at": _sizes(config),
         "length": plan.batch.sentence(),
         "": "; ".join(f"each sample {d.epochs:,.2f} times" for d in described.report.datasets),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sd_training.callbacks.base import gathered
 from sd_training.config.schema import NumericsConfig
-from sd_training.training.base_module import SeenMicroBatch
+from sd_training.training.base_module import MicroBatchRecord
 
 RECENT = 5
 HISTORY = 200
@@ -139,7 +139,7 @@ class SampleReport(NamedTuple):
 @dataclass
 class _Step:
     step: int
-    micro_batches: list[SeenMicroBatch]
+    micro_batches: list[MicroBatchRecord]
     flag: Tensor | None
 
 
@@ -147,11 +147,11 @@ class _Step:
 class StepWindow:
     """Collects on every process; `read` and `samples` are collective."""
 
-    _micro_batches: list[SeenMicroBatch] = field(default_factory=list)
+    _micro_batches: list[MicroBatchRecord] = field(default_factory=list)
     _steps: list[_Step] = field(default_factory=list)
     _last_read: dict[int, _Step] = field(default_factory=dict)
 
-    def add_micro_batch(self, seen: SeenMicroBatch | None) -> None:
+    def add_micro_batch(self, seen: MicroBatchRecord | None) -> None:
         """Another forward pass of the step that is under way."""
         if seen is not None:
             self._micro_batches.append(seen)

@@ -145,7 +145,7 @@ class NumericGuard(OptimizerStepCallback):
     ) -> None:
         """Keeps what the module remembers of each micro-batch."""
         assert isinstance(pl_module, TrainedModule)
-        self._window.add_micro_batch(pl_module.seen)
+        self._window.add_micro_batch(pl_module.last_micro_batch)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:

@@ -21,7 +21,7 @@ from sd_training.data.index.report import DataReport, make_report
 from sd_training.data.loader import TrainingLoader, WorkerDeaths
 from sd_training.data.opened import OpenDataset, all_problems, open_dataset
 from sd_training.data.order.buckets import BucketTable, training_sizes
-from sd_training.data.order.order import Mixture, OrderSettings, RunOrder, SampleOrder, Share
+from sd_training.data.order.order import MixtureSchedule, MixtureShare, OrderSettings, RunOrder, SampleOrder
 from sd_training.data.samples.bad_samples import BadSampleLog
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.data.samples.sample import DrawSettings, TrainingSamples
@@ -191,7 +191,7 @@ class TrainingData(pl.LightningDataModule):
         digest = hashlib.sha256()
         for dataset in self._open().datasets:
             digest.update(dataset.index.fingerprint.encode())
-            digest.update(dataset.survivors.astype("<i8").tobytes())
+            digest.update(dataset.selected.astype("<i8").tobytes())
             digest.update(dataset.bucket_of.astype("<i4").tobytes())
         digest.update(repr((self.table.sizes, self._shares())).encode())
         return digest.hexdigest()
@@ -202,7 +202,7 @@ class TrainingData(pl.LightningDataModule):
         return {
             "options": self._options(),
             "fingerprint": self.fingerprint(),
-            "num_samples": sum(len(dataset.survivors) for dataset in opened.datasets),
+            "num_samples": sum(len(dataset.selected) for dataset in opened.datasets),
             "seed": self.draws.seed,
             "global_batch": self.plan.global_batch,
             "constant_area": self.dataset.params.buckets.constant_area,
@@ -251,7 +251,7 @@ class TrainingData(pl.LightningDataModule):
             checks.finish()
             datasets = [one for one in made if one is not None]
             orders = [SampleOrder(self._order_settings(i), d.block_of, d.bucket_of) for i, d in enumerate(datasets)]
-            mixture = Mixture(self._shares(), self.draws.seed, self.plan.num_steps)
+            mixture = MixtureSchedule(self._shares(), self.draws.seed, self.plan.num_steps)
             self._opened = _Opened(datasets, RunOrder(datasets, orders, mixture))
         return self._opened
 
@@ -267,13 +267,13 @@ class TrainingData(pl.LightningDataModule):
         """Of each bucket: how many times the global batch a step of it takes."""
         return self.table.area_factors() if self.dataset.params.buckets.constant_area else (1,) * len(self.table.sizes)
 
-    def _shares(self) -> list[Share]:
+    def _shares(self) -> list[MixtureShare]:
         entries: list[DatasetConfig | MixEntry] = [self.dataset, *self.dataset.mix]
-        return [Share(entry.weight, entry.start_step, entry.end_step) for entry in entries]
+        return [MixtureShare(entry.weight, entry.start_step, entry.end_step) for entry in entries]
 
     def _survivors_of_shard(self, location: str) -> int:
         """Samples that take part of the units at a location."""
-        return sum(dataset.survivors_of(location) for dataset in self._open().datasets)
+        return sum(dataset.num_selected_of(location) for dataset in self._open().datasets)
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

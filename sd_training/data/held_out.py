@@ -14,7 +14,7 @@ from sd_training.data.order.buckets import BucketTable, training_sizes
 from sd_training.data.problems import SkippedSample, printable
 from sd_training.data.samples.bad_samples import BadSampleLog
 from sd_training.data.samples.captions import Dropout, Tokenizer
-from sd_training.data.samples.sample import DrawSettings, TrainingSamples, Visit, collate
+from sd_training.data.samples.sample import DrawSettings, SampleRequest, TrainingSamples, collate
 from sd_training.data.sources.choose import UNITS
 from sd_training.data.storage.locations import shown
 from sd_training.errors import ConfigError, DataError, OutageError
@@ -30,7 +30,7 @@ _SEED = 2**40
 @dataclass(frozen=True)
 class _Opened:
     samples: TrainingSamples
-    batches: list[list[Visit]]
+    batches: list[list[SampleRequest]]
     """Each of one bucket; they depend on nothing but the data and the options."""
 
 
@@ -93,7 +93,7 @@ class HeldOutData:
     def sentence(self) -> str:
         """What is measured when."""
         config, opened = self.config, self.open()
-        count, total = sum(map(len, opened.batches)), len(opened.samples.datasets[0].survivors)
+        count, total = sum(map(len, opened.batches)), len(opened.samples.datasets[0].selected)
         return (
             f"validation: {count:,} of {total:,} held-out samples at {config.num_levels} noise levels, every "
             f"{config.every:,} optimizer steps"
@@ -147,15 +147,15 @@ class HeldOutData:
         log.warning(f"validation.path: {shard} {key} cannot be used, another sample stands in for it: {reason}")
 
 
-def _batches(dataset: OpenDataset, num_samples: int, batch_size: int) -> list[list[Visit]]:
+def _batches(dataset: OpenDataset, num_samples: int, batch_size: int) -> list[list[SampleRequest]]:
     """Samples at equal distances, bucket by bucket."""
-    total = len(dataset.survivors)
+    total = len(dataset.selected)
     count = min(num_samples, total)
     chosen = np.arange(count) * total // count
     buckets, batches = dataset.bucket_of[chosen], []
     for bucket in np.unique(buckets).tolist():
         positions = np.flatnonzero(buckets == bucket)
-        samples = dataset.survivors[chosen[positions]].tolist()
-        visits = [Visit(p, 0, s, bucket, 0, 1) for p, s in zip(positions.tolist(), samples, strict=True)]
+        samples = dataset.selected[chosen[positions]].tolist()
+        visits = [SampleRequest(p, 0, s, bucket, 0, 1) for p, s in zip(positions.tolist(), samples, strict=True)]
         batches += [visits[start : start + batch_size] for start in range(0, len(visits), batch_size)]
     return batches

@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, Sampler
 from sd_training.config.plan import BatchPlan
 from sd_training.data.order.order import RunOrder, slots
 from sd_training.data.samples.bad_samples import BadSampleLog
-from sd_training.data.samples.sample import Delivery, TrainingSamples, Visit, collate
+from sd_training.data.samples.sample import SampleRequest, TrainingSamples, WorkerResult, collate
 from sd_training.errors import ConfigError, DataError, OutageError
 from sd_training.incidents import note_incident
 from sd_training.log import get_logger
@@ -206,7 +206,7 @@ PREFETCHED = 2
 """Micro-batches each loader process reads ahead."""
 
 
-class VisitSampler(Sampler[list[Visit]]):
+class RequestSampler(Sampler[list[SampleRequest]]):
     """Lists of visits, one list per micro-batch of this rank, from optimizer step `first_step` to the last; of that
     step without the first `num_done` micro-batches."""
 
@@ -216,7 +216,7 @@ class VisitSampler(Sampler[list[Visit]]):
     def __len__(self) -> int:
         return max(0, (self.plan.num_steps - self.first_step) * self.plan.accumulation - self.num_done)
 
-    def __iter__(self) -> Iterator[list[Visit]]:
+    def __iter__(self) -> Iterator[list[SampleRequest]]:
         for step in range(self.first_step, self.plan.num_steps):
             chosen, first = self.order.at(step), step * self.order.positions_per_step
             factor = len(chosen.samples) // self.plan.global_batch
@@ -224,7 +224,7 @@ class VisitSampler(Sampler[list[Visit]]):
                 mine = slots(micro_index, self.rank, self.plan, factor)
                 pairs = zip(mine, chosen.samples[mine.start : mine.stop].tolist(), strict=True)
                 count = len(chosen.samples)
-                yield [Visit(first + s, chosen.dataset, sample, chosen.bucket, s, count) for s, sample in pairs]
+                yield [SampleRequest(first + s, chosen.dataset, sample, chosen.bucket, s, count) for s, sample in pairs]
 
 
 @dataclass
@@ -265,11 +265,11 @@ class TrainingLoader:
             rule = f"longer than the {limits} tokens of the text encoder"
             log.info(f"{self.num_truncated:,} captions ({share:.1%}) were {rule} and were cut")
 
-    def visits(self, first_step: int, num_done: int = 0) -> VisitSampler:
+    def visits(self, first_step: int, num_done: int = 0) -> RequestSampler:
         """What the loader processes are asked for, micro-batch by micro-batch."""
-        return VisitSampler(self.order, self.plan, self.rank, first_step, num_done)
+        return RequestSampler(self.order, self.plan, self.rank, first_step, num_done)
 
-    def _all_deliveries(self, next_micro_batch: int) -> Iterator[Delivery]:
+    def _all_deliveries(self, next_micro_batch: int) -> Iterator[WorkerResult]:
         """To the end of the run. Loader processes that die are replaced by new ones, which begin with the micro-batch
         that is waited for."""
         end = len(self)
@@ -285,7 +285,7 @@ class TrainingLoader:
                 self.deaths.explain(workers, next_micro_batch // self.plan.accumulation, error)
             del iterator  # its loader processes end before new ones are made
 
-    def _deliveries(self, first_micro_batch: int) -> "DataLoader[Delivery]":
+    def _deliveries(self, first_micro_batch: int) -> "DataLoader[WorkerResult]":
         first_step, num_done = divmod(first_micro_batch, self.plan.accumulation)
         return DataLoader(
             self.dataset,  # type: ignore[arg-type]  # a delivery is what collate makes of the samples

@@ -91,7 +91,7 @@ class OpenDataset:
     """`dataset.type`."""
     index: DatasetIndex
     selection: Selection
-    survivors: NDArray[np.int64]
+    selected: NDArray[np.int64]
     """[n] samples of the index that take part, ascending."""
     bucket_of: NDArray[np.int32]
     """[n] bucket of each survivor."""
@@ -107,22 +107,22 @@ class OpenDataset:
     @cached_property
     def block_of(self) -> NDArray[np.int32]:
         """[n] block of each survivor."""
-        blocks: NDArray[np.int32] = self.index.numbers("block")[self.survivors]
+        blocks: NDArray[np.int32] = self.index.numbers("block")[self.selected]
         return blocks
 
     def in_bucket(self, bucket: int) -> NDArray[np.int64]:
         """Samples of the index in a bucket."""
         if bucket not in self._by_bucket:
-            self._by_bucket[bucket] = self.survivors[self.bucket_of == bucket]
+            self._by_bucket[bucket] = self.selected[self.bucket_of == bucket]
         return self._by_bucket[bucket]
 
-    def survivors_of(self, location: str) -> int:
+    def num_selected_of(self, location: str) -> int:
         """How many survivors the units at a location have."""
         return self._survivors_by_location.get(location, 0)
 
     @cached_property
     def _survivors_by_location(self) -> dict[str, int]:
-        counts = np.bincount(self.index.numbers("unit")[self.survivors], minlength=len(self.index.shards))
+        counts = np.bincount(self.index.numbers("unit")[self.selected], minlength=len(self.index.shards))
         return {shown(unit.location): int(count) for unit, count in zip(self.index.shards, counts, strict=True)}
 
     @cached_property
@@ -183,7 +183,7 @@ def _open(
     selection = select(
         index, rules, prompts, captions, captions_needed=captions_needed, max_pixels=params.max_image_pixels
     )
-    chosen = selection.survivors
+    chosen = selection.selected
     if kind == "TagFolder" and source_params.tags.limit_images is not None:
         chosen = chosen[limited([index.name(int(sample))[1] for sample in chosen], source_params.tags.limit_images)]
     survivors, bucket_of, merges = _in_buckets(index, selection, chosen, table, batches, params.resampled)
@@ -193,7 +193,7 @@ def _open(
         captioner = ClassCaptions(index, prompts, captions)
     elif kind == "TagFolder":
         captioner = TagCaptions(index, tag_rules(source_params.tags))
-    without, over_limit = len(chosen) - len(survivors), len(selection.survivors) - len(chosen)
+    without, over_limit = len(chosen) - len(survivors), len(selection.selected) - len(chosen)
     return OpenDataset(kind, index, selection, survivors, bucket_of, merges, without, over_limit, reader, captioner)
 
 

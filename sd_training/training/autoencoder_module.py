@@ -38,8 +38,8 @@ class AutoencoderModule(TrainedModule):
         losses = l1 + self.kl_weight * kl
         loss = losses.mean()
         self._measure(latents.detach())
-        self.remember(loss=loss, l1=l1.mean(), kl=kl.mean())
-        self.remember_samples(batch, loss, losses, None)
+        self.log_scalars(loss=loss, l1=l1.mean(), kl=kl.mean())
+        self.record_samples(batch, loss, losses, None)
         return spread_non_finite(loss)
 
     def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, None]:

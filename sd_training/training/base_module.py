@@ -21,7 +21,7 @@ from sd_training.optim.optimizers import make_optimizer
 from sd_training.types import PixelBatch
 
 
-class SeenMicroBatch(NamedTuple):
+class MicroBatchRecord(NamedTuple):
     """One forward pass of this process. Nothing here holds a graph."""
 
     loss: Tensor
@@ -83,7 +83,7 @@ class TrainedModule(pl.LightningModule):
         self.has_gradient_scaler = has_gradient_scaler
         self.reset_logged()
         self.was_step_skipped: Tensor | None = None
-        self.seen: SeenMicroBatch | None = None
+        self.last_micro_batch: MicroBatchRecord | None = None
         """The latest micro-batch."""
         self._has_dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in network.modules())
 
@@ -93,14 +93,14 @@ class TrainedModule(pl.LightningModule):
         self.logged_micro_batches = 0
         self.grad_norm: Tensor | None = None
 
-    def remember(self, **values: Tensor) -> None:
+    def log_scalars(self, **values: Tensor) -> None:
         """Add scalars of a micro-batch to the logging window, on the device."""
         for name, value in values.items():
             value = value.detach().float()
             self.logged_sums[name] = self.logged_sums[name] + value if name in self.logged_sums else value
         self.logged_micro_batches += 1
 
-    def remember_samples(self, batch: PixelBatch, loss: Tensor, losses: Tensor, timesteps: Tensor | None) -> None:
+    def record_samples(self, batch: PixelBatch, loss: Tensor, losses: Tensor, timesteps: Tensor | None) -> None:
         """Keep what an incident tells of the micro-batch, on the device.
 
         Args:
@@ -109,7 +109,9 @@ class TrainedModule(pl.LightningModule):
             losses: [B] of each sample.
             timesteps: [B], where there are any.
         """
-        self.seen = SeenMicroBatch(loss.detach(), losses.detach(), batch.positions, batch.sample_ids, timesteps)
+        self.last_micro_batch = MicroBatchRecord(
+            loss.detach(), losses.detach(), batch.positions, batch.sample_ids, timesteps
+        )
 
     def on_train_batch_start(self, batch: PixelBatch, batch_index: int) -> None:
         """Dropout layers alone use torch's global generator: key it by rank and step, so that resume is exact."""
@@ -117,7 +119,7 @@ class TrainedModule(pl.LightningModule):
             strategy: Any = self.trainer.strategy
             torch.manual_seed(batch_index * strategy.data_ranks + strategy.data_rank)
 
-    def bring_companions(self, device: torch.device) -> None:
+    def move_frozen_to(self, device: torch.device) -> None:
         """Put what the training step uses, but is no child module, on `device`."""
 
     def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, Tensor | None]:
@@ -155,7 +157,7 @@ class TrainedModule(pl.LightningModule):
         for name, parameter in self.network.named_parameters():
             yield f"{PART}.{name}", parameter
 
-    def facts(self) -> dict[str, Any]:
+    def resume_requirements(self) -> dict[str, Any]:
         """Option → value of what a checkpoint cannot be continued without."""
         config = self.optimization.config
         return {
@@ -165,7 +167,7 @@ class TrainedModule(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Says what was trained how."""
-        checkpoint["trained_as"] = self.facts()
+        checkpoint["trained_as"] = self.resume_requirements()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuses to go on with another optimizer or objective, whose state and weights mean something else.
@@ -175,7 +177,9 @@ class TrainedModule(pl.LightningModule):
         """
         before: dict[str, Any] = checkpoint.get("trained_as", {})
         changed = [
-            f"{key} was {before[key]}, now {now}" for key, now in self.facts().items() if before.get(key, now) != now
+            f"{key} was {before[key]}, now {now}"
+            for key, now in self.resume_requirements().items()
+            if before.get(key, now) != now
         ]
         if changed:
             raise CheckpointError(

@@ -46,9 +46,9 @@ class DiffusionModule(TrainedModule):
         if self.uncertainty is not None:
             yield from ((f"uncertainty.{name}", p) for name, p in self.uncertainty.named_parameters())
 
-    def facts(self) -> dict[str, Any]:
-        """As `TrainedModule.facts`, with what the denoiser answers and what is trained beside it."""
-        return super().facts() | {
+    def resume_requirements(self) -> dict[str, Any]:
+        """As `TrainedModule.resume_requirements`, with what the denoiser answers and what is trained beside it."""
+        return super().resume_requirements() | {
             "objective.prediction_type": self.objective.prediction_type,
             "objective.rescale_betas_zero_snr": bool(self.objective.config.rescale_betas_zero_snr),
             "objective.loss_weighting.name=learned_uncertainty": self.uncertainty is not None,
@@ -57,9 +57,9 @@ class DiffusionModule(TrainedModule):
 
     def on_fit_start(self) -> None:
         """The module's own device is the CPU where FSDP2 offloads weights."""
-        self.bring_companions(self.trainer.strategy.root_device)
+        self.move_frozen_to(self.trainer.strategy.root_device)
 
-    def bring_companions(self, device: torch.device) -> None:
+    def move_frozen_to(self, device: torch.device) -> None:
         """Encoders, and the tables of the objective."""
         self.encoders.to(device)
         self.objective = self.objective.to(device)
@@ -68,8 +68,8 @@ class DiffusionModule(TrainedModule):
         """Mean loss of a micro-batch (Rombach et al. 2022, arXiv:2112.10752, eq. 3)."""
         losses, timesteps = self.sample_losses(batch, self.trainer.global_step)
         loss = losses.mean()
-        self.remember(loss=loss)
-        self.remember_samples(batch, loss, losses, timesteps)
+        self.log_scalars(loss=loss)
+        self.record_samples(batch, loss, losses, timesteps)
         return spread_non_finite(loss)
 
     def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, Tensor]:

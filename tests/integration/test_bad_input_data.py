@@ -124,7 +124,7 @@ def test_a_caption_that_is_not_utf8_is_counted(tmp_path: Path) -> None:
 def test_a_bomb_is_found_before_the_run(tmp_path: Path) -> None:
     data = training_data(with_bad(tmp_path, jpg=None, png=bomb()))
     assert data.report().problem_counts == {"image has too many pixels": 1}
-    assert data.report().num_survivors == GOOD
+    assert data.report().num_selected == GOOD
 
 
 def test_a_bomb_takes_no_memory(tmp_path: Path) -> None:
@@ -219,10 +219,10 @@ def test_filter_text_with_code_in_it(shards_dir: Path, tmp_path: Path) -> None:
 def test_metadata_that_is_no_json_object(tmp_path: Path, metadata: bytes) -> None:
     with_bad(tmp_path, json=metadata)
     data = training_data(tmp_path, filters={"original_width": ">=0"})
-    assert data.report().num_survivors == GOOD
+    assert data.report().num_selected == GOOD
     if not metadata.startswith(b'{"a"'):
         assert data.report().problem_counts == {"metadata is not a JSON object": 1}
-    assert training_data(tmp_path).report().num_survivors == GOOD + 1  # without a filter it is not needed
+    assert training_data(tmp_path).report().num_selected == GOOD + 1  # without a filter it is not needed
 
 
 def test_class_out_of_range(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_every_survivor_comes_once_per_epoch(folder: Path, reference: dict[int, 
     }
     counts = np.bincount(list(planned.values()), minlength=SHARDS * PER_SHARD)
     survivors = [n for n in range(SHARDS * PER_SHARD) if (n // PER_SHARD) % 9 and n % 5]
-    assert opened.survivors.tolist() == survivors
+    assert opened.selected.tolist() == survivors
     epochs = STEPS * GLOBAL_BATCH / len(survivors)
     assert counts.sum() == counts[survivors].sum()
     assert set(counts[survivors]) <= {int(epochs) - 1, int(epochs), int(epochs) + 1}

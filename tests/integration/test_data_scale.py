@@ -63,7 +63,7 @@ def open_million(index_dir: Path) -> tuple[SampleOrder, float]:
     start = time.perf_counter()
     rules, _ = parse_filters({"aesthetic": ">=2", "where": "language in [en, de] and aspect_ratio < 3"})
     index = load_index(MadeUp(), index_dir, ["aesthetic", "language"])
-    survivors = select(index, rules, None, CaptionRules()).survivors
+    survivors = select(index, rules, None, CaptionRules()).selected
     table = BucketTable(tuple(ladder(1 << 20, 64, 512, 2048, 3.0)))
     bucket_of = table.assign(index.numbers("width")[survivors], index.numbers("height")[survivors])
     bucket_of, _ = merge_small(bucket_of, table, 256)

@@ -40,12 +40,12 @@ class DatasetReport:
     """Of its first unit."""
     unit: str
     """What a unit is called: shard, file, table or folder."""
-    num_units: int
+    num_shards: int
     num_samples: int
     """Samples with an image, in all units."""
     num_usable: int
     """Of these, with caption or known class."""
-    num_survivors: int
+    num_selected: int
     """Of these, passing all filters, with a bucket."""
     num_without_bucket: int
     """Passing all filters, but too small for any bucket, of unknown size, or in a bucket that is left out."""
@@ -73,11 +73,11 @@ class DatasetReport:
     @property
     def place(self) -> str:
         """How many samples are where."""
-        return f"{counted(self.num_samples, 'sample')} in {counted(self.num_units, self.unit)}"
+        return f"{counted(self.num_samples, 'sample')} in {counted(self.num_shards, self.unit)}"
 
     def warnings(self) -> list[str]:
         """What is allowed but probably not meant."""
-        found, share = [], self.num_enlarged / self.num_survivors
+        found, share = [], self.num_enlarged / self.num_selected
         if share >= _MANY_ENLARGED:
             found.append(
                 f"dataset.params.resolution: {share:.0%} of the images are smaller than the size they are trained at; "
@@ -85,9 +85,9 @@ class DatasetReport:
                 "and blurred by it. Lower the resolution, leave them out (dataset.params.filters.width='>=…'), or use "
                 "dataset.params.buckets.mode=ladder with upscale=false"
             )
-        if self.epochs is not None and self.epochs > _MANY_EPOCHS and self.num_survivors < _SMALL_SET:
+        if self.epochs is not None and self.epochs > _MANY_EPOCHS and self.num_selected < _SMALL_SET:
             found.append(
-                f"experiment.num_examples_to_see: {counted(self.num_survivors, 'sample')} {self.epochs:,.0f} times "
+                f"experiment.num_examples_to_see: {counted(self.num_selected, 'sample')} {self.epochs:,.0f} times "
                 "each; so many repeats of a small set are learnt by heart. Give more data or a shorter run"
             )
         return found
@@ -103,8 +103,8 @@ class DatasetReport:
             lines.append(f"  without a bucket ({why}): {self.num_without_bucket:,} samples")
         if self.num_over_limit:
             lines.append(f"  left out by dataset.params.tags.limit_images: {self.num_over_limit:,} samples")
-        if self.filter_lines or self.num_survivors < self.num_usable:
-            lines.append(f"  left: {self.num_survivors:,} samples")
+        if self.filter_lines or self.num_selected < self.num_usable:
+            lines.append(f"  left: {self.num_selected:,} samples")
         if self.buckets:
             shown = ", ".join(f"{h}×{w} {count:,}" for (h, w), count in self.buckets)
             lines.append(f"  buckets (height×width samples): {shown}")
@@ -118,10 +118,10 @@ class DatasetReport:
             median, largest = self.enlargement
             lines.append(
                 f"  enlarged to the size they are trained at: {counted(self.num_enlarged, 'image')} "
-                f"({self.num_enlarged / self.num_survivors:.1%}), {median:.2f} times (median), at most {largest:.2f}"
+                f"({self.num_enlarged / self.num_selected:.1%}), {median:.2f} times (median), at most {largest:.2f}"
             )
         if self.epochs is not None and self.num_steps is not None:
-            samples, steps = counted(self.num_survivors, "sample"), counted(self.num_steps, "step")
+            samples, steps = counted(self.num_selected, "sample"), counted(self.num_steps, "step")
             lines.append(f"  the run sees {samples} {self.epochs:,.2f} times each, in {steps}")
         return lines
 
@@ -138,9 +138,9 @@ class DataReport:
         return sum(dataset.num_samples for dataset in self.datasets)
 
     @property
-    def num_survivors(self) -> int:
+    def num_selected(self) -> int:
         """Samples that take part."""
-        return sum(dataset.num_survivors for dataset in self.datasets)
+        return sum(dataset.num_selected for dataset in self.datasets)
 
     @property
     def problem_counts(self) -> dict[str, int]:
@@ -177,10 +177,10 @@ def _of_dataset(dataset: OpenDataset, num_steps: int, num_seen: int, table: Buck
     return DatasetReport(
         location=shown(index.shards[0].location),
         unit=UNITS[dataset.kind],
-        num_units=len(index.shards),
+        num_shards=len(index.shards),
         num_samples=len(index),
         num_usable=selection.num_usable,
-        num_survivors=len(dataset.survivors),
+        num_selected=len(dataset.selected),
         num_without_bucket=dataset.num_without_bucket,
         num_over_limit=dataset.num_over_limit,
         filter_lines=filter_lines(index, selection),
@@ -192,7 +192,7 @@ def _of_dataset(dataset: OpenDataset, num_steps: int, num_seen: int, table: Buck
         num_enlarged=num_enlarged,
         enlargement=enlargement,
         num_steps=num_steps if of_run else None,
-        epochs=num_seen / len(dataset.survivors) if of_run else None,
+        epochs=num_seen / len(dataset.selected) if of_run else None,
     )
 
 
@@ -200,8 +200,8 @@ def _enlarged(dataset: OpenDataset, table: BucketTable) -> tuple[int, tuple[floa
     """How many survivors are smaller than their bucket, and by which factor (median, largest): an image is resized to
     cover its bucket. Images of unknown size are left out."""
     target = np.array(table.sizes, dtype=np.float64)[dataset.bucket_of]
-    heights = dataset.index.numbers("height")[dataset.survivors]
-    widths = dataset.index.numbers("width")[dataset.survivors]
+    heights = dataset.index.numbers("height")[dataset.selected]
+    widths = dataset.index.numbers("width")[dataset.selected]
     known = (heights > 0) & (widths > 0)
     factors = np.maximum(target[known, 0] / heights[known], target[known, 1] / widths[known])
     factors = factors[factors > 1]
@@ -218,7 +218,7 @@ def _merge_line(table: BucketTable, merge: tuple[int, int, int]) -> str:
 
 
 def _caption_lengths(dataset: OpenDataset) -> list[tuple[int, int]]:
-    lengths = dataset.index.numbers("caption_length")[dataset.survivors]
+    lengths = dataset.index.numbers("caption_length")[dataset.selected]
     lengths = lengths[lengths >= 0]
     if not len(lengths):
         return []
@@ -272,12 +272,12 @@ def cut_captions(
     """
     end_s, lengths = time.monotonic() + limit_s, {name: list[int]() for name in tokenizers}
     for dataset in datasets if tokenizers else ():
-        count = min(len(dataset.survivors), max(1, most // len(datasets)))
-        for number, place in enumerate(np.arange(count) * len(dataset.survivors) // count):
+        count = min(len(dataset.selected), max(1, most // len(datasets)))
+        for number, place in enumerate(np.arange(count) * len(dataset.selected) // count):
             if time.monotonic() > end_s:
                 break
             try:
-                caption = dataset.captioner(int(dataset.survivors[place]), partial(_chance, seed, number))
+                caption = dataset.captioner(int(dataset.selected[place]), partial(_chance, seed, number))
             except BadSample:
                 continue
             for name, tokenizer in tokenizers.items():
@@ -329,7 +329,7 @@ def _sections(dataset: OpenDataset, summary: DatasetReport) -> list[str]:
         named = [(f"{height} × {width}", count) for (height, width), count in summary.buckets]
         parts += ["<h3>Buckets (height × width)</h3>", _bars(named)]
     parts += _image_plots(dataset)
-    lengths = dataset.index.numbers("caption_length")[dataset.survivors]
+    lengths = dataset.index.numbers("caption_length")[dataset.selected]
     if (lengths >= 0).any():
         parts += ["<h3>Caption length [bytes]</h3>", _bars(_histogram(lengths[lengths >= 0].astype(np.float64)))]
     return [*parts, *_problems(dataset)]
@@ -338,12 +338,12 @@ def _sections(dataset: OpenDataset, summary: DatasetReport) -> list[str]:
 def _survivors(dataset: OpenDataset, summary: DatasetReport) -> list[tuple[str, int]]:
     rules = [(f"filter {rule}, alone", count) for rule, count in dataset.selection.rules]
     every = [("with an image", summary.num_samples), ("with all members", summary.num_usable)]
-    return [*every, *rules, ("left", summary.num_survivors)]
+    return [*every, *rules, ("left", summary.num_selected)]
 
 
 def _image_plots(dataset: OpenDataset) -> list[str]:
-    widths = dataset.index.numbers("width")[dataset.survivors].astype(np.float64)
-    heights = dataset.index.numbers("height")[dataset.survivors].astype(np.float64)
+    widths = dataset.index.numbers("width")[dataset.selected].astype(np.float64)
+    heights = dataset.index.numbers("height")[dataset.selected].astype(np.float64)
     known = (widths > 0) & (heights > 0)
     if not known.any():
         return []

@@ -156,7 +156,7 @@ _NO_TEXT = r'^(\[\s*("\s*"\s*(,\s*"\s*"\s*)*)?\])?$'
 class Selection:
     """The survivors and how they were chosen."""
 
-    survivors: NDArray[np.int64]
+    selected: NDArray[np.int64]
     """[n] indices into the data set's index, ascending."""
     num_usable: int
     """Samples that have all members, before filters."""

@@ -244,7 +244,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True)
-class Share:
+class MixtureShare:
     """When and how often a data set is drawn from."""
 
     weight: float
@@ -253,7 +253,7 @@ class Share:
     """The first step that does not draw from it; None: the end of the run."""
 
 
-class Mixture:
+class MixtureSchedule:
     """Looks up the data set of a step, and how many steps have drawn from it before.
 
     Args:
@@ -265,7 +265,7 @@ class Mixture:
         ConfigError: some step has no data set.
     """
 
-    def __init__(self, shares: Sequence[Share], seed: int, num_steps: int) -> None:
+    def __init__(self, shares: Sequence[MixtureShare], seed: int, num_steps: int) -> None:
         self.num_steps = num_steps
         self.dataset_of: NDArray[np.unsignedinteger] | None = None
         if len(shares) == 1 and shares[0].start_step == 0 and shares[0].end_step is None:
@@ -299,7 +299,7 @@ class Mixture:
         return [int(count) for count in np.bincount(self.dataset_of, minlength=num_datasets)]
 
 
-def _choose(shares: Sequence[Share], step: int, places: np.ndarray) -> np.ndarray:
+def _choose(shares: Sequence[MixtureShare], step: int, places: np.ndarray) -> np.ndarray:
     active = [i for i, s in enumerate(shares) if s.start_step <= step and (s.end_step is None or step < s.end_step)]
     if not active:
         raise ConfigError(
@@ -322,8 +322,10 @@ class ChosenSamples(NamedTuple):
 class RunOrder:
     """Looks steps up; a pure function of its arguments."""
 
-    def __init__(self, datasets: Sequence[OpenDataset], orders: Sequence[SampleOrder], mixture: Mixture) -> None:
-        self._survivors = [dataset.survivors for dataset in datasets]
+    def __init__(
+        self, datasets: Sequence[OpenDataset], orders: Sequence[SampleOrder], mixture: MixtureSchedule
+    ) -> None:
+        self._survivors = [dataset.selected for dataset in datasets]
         self.orders, self.mixture = list(orders), mixture
         self.positions_per_step = max(int(order.batches.max()) for order in orders)
         """Position of a sample in the run = step × this + slot: a step of small pictures may take more samples than

@@ -213,7 +213,7 @@ class Wanted:
     """Mirror from left to right, after the cut."""
 
 
-class Picture(NamedTuple):
+class CroppedImage(NamedTuple):
     """Pixels, and where they are from: SDXL's micro-conditioning, in the order height, width."""
 
     pixels: NDArray[np.uint8]
@@ -226,7 +226,7 @@ class Picture(NamedTuple):
     """[1, H, W] where it was asked for; 255 everywhere of an image without alpha."""
 
 
-class Placement(NamedTuple):
+class CropPlacement(NamedTuple):
     """A cut of height × width out of an image that was resized to cover it."""
 
     box: tuple[float, float, float, float]
@@ -242,7 +242,7 @@ def cover_scale(image_height: int, image_width: int, wanted: Wanted) -> float:
     return max(wanted.height / image_height, wanted.width / image_width)
 
 
-def place(image_height: int, image_width: int, wanted: Wanted) -> Placement:
+def place(image_height: int, image_width: int, wanted: Wanted) -> CropPlacement:
     """Where the cut lies.
 
     The sizes are those of the upright file, so that a JPEG decoded at reduced scale is cut at the very same place.
@@ -252,14 +252,14 @@ def place(image_height: int, image_width: int, wanted: Wanted) -> Placement:
     top, left = _start(wanted.top, resized[0] - wanted.height), _start(wanted.left, resized[1] - wanted.width)
     y, x = image_height / resized[0], image_width / resized[1]
     box = (left * x, top * y, min((left + wanted.width) * x, image_width), min((top + wanted.height) * y, image_height))
-    return Placement(box, (top, left), resized)
+    return CropPlacement(box, (top, left), resized)
 
 
 def _start(fraction: float | None, room: int) -> int:
     return room // 2 if fraction is None else int(fraction * (room + 1))
 
 
-def read_picture(data: bytes, wanted: Wanted, rules: ImageRules) -> Picture:
+def read_picture(data: bytes, wanted: Wanted, rules: ImageRules) -> CroppedImage:
     """Decodes, cuts, resizes and mirrors; only the pixels of the cut are resized.
 
     The image is never resized as a whole, so that a picture of 1 × 100,000 pixels needs no memory.
@@ -275,10 +275,10 @@ def read_picture(data: bytes, wanted: Wanted, rules: ImageRules) -> Picture:
     pixels, alpha = _cut(decoded, placement, wanted), None
     if rules.keeps_alpha:
         alpha = pixels[3:] if len(pixels) == 4 else np.full_like(pixels[:1], 255)
-    return Picture(pixels[:3], decoded.original_size, (top, left), alpha)
+    return CroppedImage(pixels[:3], decoded.original_size, (top, left), alpha)
 
 
-def _cut(decoded: DecodedImage, placement: Placement, wanted: Wanted) -> NDArray[np.uint8]:
+def _cut(decoded: DecodedImage, placement: CropPlacement, wanted: Wanted) -> NDArray[np.uint8]:
     """[3 or 4, H, W]. The edges of the cut are rounded to whole pixels of the decoded image.
 
     torch's antialiased bicubic resize of uint8 is Pillow's, to one unit of rounding, at a third of its time.

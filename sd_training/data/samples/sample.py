@@ -19,7 +19,7 @@ from sd_training.data.order.buckets import BucketTable
 from sd_training.data.order.draws import generator
 from sd_training.data.problems import BadSample, SkippedSample, printable
 from sd_training.data.samples.captions import Dropout, Encoded, Tokenizer
-from sd_training.data.samples.image import ImageRules, Picture, Wanted, read_picture
+from sd_training.data.samples.image import CroppedImage, ImageRules, Wanted, read_picture
 from sd_training.errors import DataError, OutageError
 from sd_training.types import LatentGrid, PixelBatch
 
@@ -27,7 +27,7 @@ _NOTHING = np.empty(0, dtype=np.float32)
 _NO_MASK = np.empty(0, dtype=np.uint8)
 
 
-class Visit(NamedTuple):
+class SampleRequest(NamedTuple):
     """What a loader process is asked for."""
 
     position: int
@@ -73,7 +73,7 @@ class DrawSettings:
 
 
 @dataclass
-class VisitedSample:
+class Example:
     """One position's share of a PixelBatch, and the samples that were skipped on the way to it."""
 
     pixels: NDArray[np.uint8]
@@ -94,7 +94,7 @@ class VisitedSample:
 
 
 @dataclass
-class FailedVisit:
+class FailedExample:
     """An error for the main process: raised in a loader process it would reach the user as a traceback."""
 
     message: str
@@ -103,7 +103,7 @@ class FailedVisit:
     """Whether another start may succeed."""
 
 
-class TrainingSamples(Dataset[VisitedSample | FailedVisit]):
+class TrainingSamples(Dataset[Example | FailedExample]):
     """Maps a visit to a sample; the result depends on the arguments, the position and the files alone.
 
     Args:
@@ -128,7 +128,7 @@ class TrainingSamples(Dataset[VisitedSample | FailedVisit]):
         lengths = [len(dataset.index) for dataset in self.datasets]
         self.first_ids = [sum(lengths[:number]) for number in range(len(lengths))]
 
-    def __getitem__(self, visit: Visit) -> VisitedSample | FailedVisit:
+    def __getitem__(self, visit: SampleRequest) -> Example | FailedExample:
         skipped, most = list[SkippedSample](), self.params.max_bad_in_row
         try:
             for attempt in range(most):
@@ -139,23 +139,23 @@ class TrainingSamples(Dataset[VisitedSample | FailedVisit]):
                     skipped.append(SkippedSample(*name, printable(str(reason)), visit.position))
                     visit = visit._replace(sample=self._replacement(visit, attempt))
         except DataError as error:
-            return FailedVisit(str(error), skipped, isinstance(error, OutageError))
+            return FailedExample(str(error), skipped, isinstance(error, OutageError))
         last = skipped[-1]
         message = f"{most} samples in a row could not be used; the last: {last.shard} {last.key}: {last.reason}"
-        return FailedVisit(f"{message} (dataset.params.max_bad_in_row={most})", skipped)
+        return FailedExample(f"{message} (dataset.params.max_bad_in_row={most})", skipped)
 
-    def _replacement(self, visit: Visit, attempt: int) -> int:
+    def _replacement(self, visit: SampleRequest, attempt: int) -> int:
         """Another sample of the same bucket; which one depends on the position alone."""
         choices = self.datasets[visit.dataset].in_bucket(visit.bucket)
         return int(choices[generator(self.draws.seed, "replacement", visit.position, attempt).integers(len(choices))])
 
-    def _read(self, visit: Visit, skipped: list[SkippedSample]) -> VisitedSample:
+    def _read(self, visit: SampleRequest, skipped: list[SkippedSample]) -> Example:
         height, width = self.table.sizes[visit.bucket]
         picture = self._picture(visit, height, width)
         draws, position = self.draws, visit.position
         dropped = draws.dropout.draw(draws.seed, position, list(self.tokenizers))
         shape = draws.grid.shape(height, width)
-        return VisitedSample(
+        return Example(
             pixels=picture.pixels,
             texts=self._texts(visit, dropped),
             dropped=dropped,
@@ -172,7 +172,7 @@ class TrainingSamples(Dataset[VisitedSample | FailedVisit]):
             skipped=skipped,
         )
 
-    def _picture(self, visit: Visit, height: int, width: int) -> Picture:
+    def _picture(self, visit: SampleRequest, height: int, width: int) -> CroppedImage:
         params, seed = self.params, self.draws.seed
         top, left = None, None
         if params.crop == "random":
@@ -181,7 +181,7 @@ class TrainingSamples(Dataset[VisitedSample | FailedVisit]):
         wanted = Wanted(height, width, top, left, bool(flip))
         return read_picture(self.datasets[visit.dataset].reader.image(visit.sample), wanted, self.rules)
 
-    def _texts(self, visit: Visit, dropped: Mapping[str, bool]) -> dict[str, Encoded]:
+    def _texts(self, visit: SampleRequest, dropped: Mapping[str, bool]) -> dict[str, Encoded]:
         """The visit's caption for every text encoder; it is not even read where all of them go without."""
         caption = ""
         if any(not dropped[name] for name in self.tokenizers):
@@ -190,7 +190,7 @@ class TrainingSamples(Dataset[VisitedSample | FailedVisit]):
         pairs = self.tokenizers.items()
         return {name: tokenizer.encode_counted("" if dropped[name] else caption) for name, tokenizer in pairs}
 
-    def _timestep_draw(self, visit: Visit) -> float:
+    def _timestep_draw(self, visit: SampleRequest) -> float:
         draws = self.draws
         draw = float(generator(draws.seed, "timestep", visit.position).random(dtype=np.float32))
         if not draws.is_stratified:
@@ -215,7 +215,7 @@ def _strata(seed: int, step: int, count: int) -> NDArray[np.int64]:
 
 
 @dataclass
-class Delivery:
+class WorkerResult:
     """What a loader process hands over for one micro-batch."""
 
     batch: PixelBatch | None
@@ -230,19 +230,19 @@ class Delivery:
     is_outage: bool = False
     """As an OutageError."""
 
-    def pin_memory(self) -> "Delivery":
+    def pin_memory(self) -> "WorkerResult":
         """Called by torch's DataLoader in its pinning thread."""
         return replace(self, batch=self.batch and self.batch.pin_memory())
 
 
-def collate(visits: Sequence[VisitedSample | FailedVisit]) -> Delivery:
+def collate(visits: Sequence[Example | FailedExample]) -> WorkerResult:
     """Stacks the samples in the order of their positions."""
     were_good = [not visit.skipped for visit in visits]
     skipped = [problem for visit in visits for problem in visit.skipped]
-    samples = [visit for visit in visits if isinstance(visit, VisitedSample)]
-    failures = [visit for visit in visits if isinstance(visit, FailedVisit)]
+    samples = [visit for visit in visits if isinstance(visit, Example)]
+    failures = [visit for visit in visits if isinstance(visit, FailedExample)]
     if failures:
-        return Delivery(None, skipped, were_good, failure=failures[0].message, is_outage=failures[0].is_outage)
+        return WorkerResult(None, skipped, were_good, failure=failures[0].message, is_outage=failures[0].is_outage)
     encoders = list(samples[0].texts)
     batch = PixelBatch(
         pixels=torch.from_numpy(np.stack([s.pixels for s in samples])),
@@ -261,8 +261,8 @@ def collate(visits: Sequence[VisitedSample | FailedVisit]) -> Delivery:
         positions=torch.tensor([s.position for s in samples], dtype=torch.int64),
         sample_ids=torch.tensor([s.sample_id for s in samples], dtype=torch.int64),
     )
-    return Delivery(batch, skipped, were_good, sum(_is_cut(s) for s in samples))
+    return WorkerResult(batch, skipped, were_good, sum(_is_cut(s) for s in samples))
 
 
-def _is_cut(sample: VisitedSample) -> bool:
+def _is_cut(sample: Example) -> bool:
     return any(text.num_cut > 0 for text in sample.texts.values())

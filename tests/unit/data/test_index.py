@@ -176,9 +176,9 @@ def test_reading_samples_does_not_import_pandas(shards: list[Path], tmp_path: Pa
     samples = training_data(shards[0].parent, BatchPlan(4, 1, 1, 8)).samples()
     (tmp_path / "samples").write_bytes(pickle.dumps(samples))
     script = (
-        "import pickle, sys; from sd_training.data.samples.sample import Visit;"
+        "import pickle, sys; from sd_training.data.samples.sample import SampleRequest;"
         f"samples = pickle.load(open({str(tmp_path / 'samples')!r}, 'rb'));"
-        "print(samples[Visit(0, 0, 3, 0, 0, 1)].sample_id, 'pandas' in sys.modules)"
+        "print(samples[SampleRequest(0, 0, 3, 0, 0, 1)].sample_id, 'pandas' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["3", "False"]

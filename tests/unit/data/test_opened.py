@@ -62,7 +62,7 @@ def test_captions_that_nobody_reads_may_be_missing(tmp_path: Path) -> None:
         del sample["txt"]
     makers.write_shard(tmp_path / "a.tar", samples)
     params = DatasetParams(path=str(tmp_path), captions=CaptionConfig(fields={"nowhere": 1}))
-    assert len(opened(params, captions_needed=False).survivors) == 8
+    assert len(opened(params, captions_needed=False).selected) == 8
     with pytest.raises(DataError, match="no sample has 'nowhere'"):
         opened(params)
 
@@ -75,7 +75,7 @@ def test_an_empty_cell_is_named_once(tmp_path: Path) -> None:
     data = training_data(tmp_path / "t.csv", kind="Table")
     assert data.report().problem_counts == {"caption missing": 1}
     other = training_data(tmp_path / "t.csv", kind="Table", captions=CaptionConfig(fields={"long": 1}))
-    assert other.report().problem_counts == {} and other.report().num_survivors == 6
+    assert other.report().problem_counts == {} and other.report().num_selected == 6
 
 
 def test_limited_tag_folders_say_so(tmp_path: Path) -> None:

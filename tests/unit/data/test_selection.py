@@ -48,33 +48,33 @@ def test_empty_fields_are_found_before_training(tmp_path: Path) -> None:
     texts = ["long", "", " \n", [""], ["", " "], [], ["", "b"], "[]", 7, None, "[x]"]
     folder = described(tmp_path, *({"long": text} for text in texts), {})
     selection = selected(folder, captions=CaptionRules(fields={"long": 1}))
-    assert [([*texts, "missing"][i]) for i in selection.survivors] == ["long", ["", "b"], 7, "[x]"]
+    assert [([*texts, "missing"][i]) for i in selection.selected] == ["long", ["", "b"], 7, "[x]"]
     assert selection.problems.counts == {"caption missing": 8}
-    assert len(selected(folder, captions=CaptionRules(fields={"long": 1, CAPTION: 1})).survivors) == 12
+    assert len(selected(folder, captions=CaptionRules(fields={"long": 1, CAPTION: 1})).selected) == 12
 
 
 def test_an_empty_own_caption_counts_only_where_it_is_the_only_one(tmp_path: Path) -> None:
     folder = described(tmp_path, {"long": "a"}, {}, caption="")
-    assert selected(folder).survivors.tolist() == [0, 1]
-    assert selected(folder, captions=CaptionRules(fields={"long": 1, CAPTION: 1})).survivors.tolist() == [0]
+    assert selected(folder).selected.tolist() == [0, 1]
+    assert selected(folder, captions=CaptionRules(fields={"long": 1, CAPTION: 1})).selected.tolist() == [0]
 
 
 def test_every_field_of_the_template_is_needed(tmp_path: Path) -> None:
     folder = described(tmp_path, {"style": "oil"}, {"style": ""}, {}, {"style": 3})
     selection = selected(folder, captions=CaptionRules(template="{caption}, {style}"))
-    assert selection.survivors.tolist() == [0, 3]
+    assert selection.selected.tolist() == [0, 3]
     assert selection.problems.text() == f"caption template has no text 2 (first: {folder}/a.tar 1, style)"
     del_caption = makers.caption_samples(1)[0] | {"json": b'{"style": "ink"}'}
     del_caption.pop("txt")
     makers.write_shard(folder / "b.tar", [del_caption])
-    assert selected(folder, captions=CaptionRules(template="{style}")).survivors.tolist() == [0, 3, 4]
+    assert selected(folder, captions=CaptionRules(template="{style}")).selected.tolist() == [0, 3, 4]
 
 
 def test_class_prompts_in_a_template_too(tmp_path: Path) -> None:
     samples = [{"__key__": f"{i}", "jpg": b"x", "cls": b"0", "json": b'{"style": "%s"}' % (b"a" * i)} for i in range(3)]
     makers.write_shard(tmp_path / "a.tar", samples)
     rules = CaptionRules(template="{caption}, {style}")
-    assert selected(tmp_path, prompts={"0": ["zero"]}, captions=rules).survivors.tolist() == [1, 2]
+    assert selected(tmp_path, prompts={"0": ["zero"]}, captions=rules).selected.tolist() == [1, 2]
 
 
 def test_nobody_misses_captions_that_are_not_read(tmp_path: Path) -> None:
@@ -82,16 +82,16 @@ def test_nobody_misses_captions_that_are_not_read(tmp_path: Path) -> None:
     del samples[2]["txt"]
     makers.write_shard(tmp_path / "a.tar", samples)
     selection = selected(tmp_path, captions_needed=False)
-    assert selection.survivors.tolist() == [0, 1, 2, 3]
+    assert selection.selected.tolist() == [0, 1, 2, 3]
     assert not selection.problems.total()
-    assert len(selected(tmp_path, prompts={"0": ["zero"]}, captions_needed=False).survivors) == 4
+    assert len(selected(tmp_path, prompts={"0": ["zero"]}, captions_needed=False).selected) == 4
 
 
 def test_images_of_too_many_pixels_are_left_out_and_named(tmp_path: Path) -> None:
     samples = [*makers.caption_samples(3), *makers.caption_samples(2, first=3, width=80)]
     makers.write_shard(tmp_path / "a.tar", samples)
     selection = selected(tmp_path, max_pixels=40 * 32)
-    assert selection.survivors.tolist() == [0, 1, 2]
+    assert selection.selected.tolist() == [0, 1, 2]
     first = f"first: {tmp_path}/a.tar 000003, 80 × 32, at most 1280 are allowed"
     assert selection.problems.text() == f"image has too many pixels 2 ({first})"
     assert not selected(tmp_path, {"width": "<=40"}, max_pixels=40 * 32).problems.total()
@@ -101,7 +101,7 @@ def test_images_of_too_many_pixels_are_left_out_and_named(tmp_path: Path) -> Non
 
 def test_filters_alone_and_together(shards_dir: Path) -> None:
     selection = selected(shards_dir, {"original_width": ">=50", "pwatermark": "<0.25"})
-    assert selection.survivors.tolist() == [i for i in range(32) if 40 + i >= 50 and (i % 10) / 10 < 0.25]
+    assert selection.selected.tolist() == [i for i in range(32) if 40 + i >= 50 and (i % 10) / 10 < 0.25]
     assert [count for _, count in selection.rules] == [22, 11]
 
 
@@ -122,7 +122,7 @@ def test_missing_captions_are_named(tmp_path: Path) -> None:
     del samples[2]["txt"]
     makers.write_shard(tmp_path / "a.tar", samples)
     selection = selected(tmp_path)
-    assert selection.survivors.tolist() == [0, 1, 3]
+    assert selection.selected.tolist() == [0, 1, 3]
     assert selection.problems.text() == f"caption missing 1 (first: {tmp_path}/a.tar 000002)"
 
 
@@ -133,7 +133,7 @@ def test_unknown_and_missing_classes_are_named(tmp_path: Path) -> None:
     ]
     makers.write_shard(tmp_path / "a.tar", samples)
     selection = selected(tmp_path, prompts={"0": ["zero"], "1": ["one"], "x": ["ex"]})
-    assert selection.survivors.tolist() == [0, 1, 4]
+    assert selection.selected.tolist() == [0, 1, 4]
     assert selection.problems.counts == {"class missing": 1, "class without a prompt": 1}
     assert "class '7'" in selection.problems.text()
 

@@ -44,7 +44,7 @@ def read_all(reader: SampleReader, count: int) -> list[tuple[bytes, str]]:
 def survivors(index: DatasetIndex, filters: dict[str, str]) -> list[int]:
     rules, problems = parse_filters(filters)
     assert problems == []
-    return [int(sample) for sample in select(index, rules, None, CaptionRules()).survivors]
+    return [int(sample) for sample in select(index, rules, None, CaptionRules()).selected]
 
 
 @every_source

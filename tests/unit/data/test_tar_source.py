@@ -59,7 +59,7 @@ def captions(shard: Path) -> list[str]:
     index = tar_index([shard])
     selection = select(index, [], None, CaptionRules())
     reader = TarSource([str(shard)], ACCESS).reader(index)
-    return [reader.caption(int(sample)) for sample in selection.survivors]
+    return [reader.caption(int(sample)) for sample in selection.selected]
 
 
 def test_the_caption_of_the_metadata_where_there_is_no_text_member(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_words_of_truth_in_any_case(tmp_path: Path) -> None:
     index = tar_index([makers.write_shard(tmp_path / "0.tar", samples)], ["nsfw"])
     for wanted, expected in {False: [0, 2], True: [1]}.items():
         rules, _ = parse_filters({"nsfw": wanted})
-        assert select(index, rules, None, CaptionRules()).survivors.tolist() == expected
+        assert select(index, rules, None, CaptionRules()).selected.tolist() == expected
 
 
 def test_long_integers_stay_apart_from_their_neighbours(tmp_path: Path) -> None:
@@ -111,4 +111,4 @@ def test_long_integers_stay_apart_from_their_neighbours(tmp_path: Path) -> None:
     index = tar_index([makers.write_shard(tmp_path / "0.tar", samples)], ["id"])
     for written, expected in {first: [0], first + 1: [1, 2], f"!={first}": [1, 2, 3], f">={first}": [0, 1, 2]}.items():
         rules, _ = parse_filters({"id": written})
-        assert select(index, rules, None, CaptionRules()).survivors.tolist() == expected, written
+        assert select(index, rules, None, CaptionRules()).selected.tolist() == expected, written
