@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from sd_training import __version__
-from sd_training.cli import let_threads_sleep, run_cli, share_cores
+from sd_training.cli import run_cli, set_passive_wait, share_cores
 from sd_training.errors import ConfigError
 from sd_training.log import RunLog, get_logger, is_main_process, quiet_libraries
 from sd_training.signals import StopSignals
@@ -65,7 +65,7 @@ def _start(argv: Sequence[str], signals: StopSignals, run_log: RunLog) -> None:
     config = load_config(words, local_problems)
 
     quiet_libraries()
-    let_threads_sleep()
+    set_passive_wait()
     from sd_training.build.plan import make_plan
     from sd_training.data.loader import worker_context
 
@@ -102,13 +102,13 @@ def _first_line(words: Sequence[str]) -> str:
 def train(plan: "Plan", signals: StopSignals, run_log: RunLog) -> None:
     """Builds and fits, watched; all processes of the run end together."""
     from sd_training.build.run import build_run, make_watch
-    from sd_training.watchdog.first_failure import ended_together
+    from sd_training.watchdog.first_failure import exit_together
 
     watch, is_child = make_watch(plan), plan.launch.launcher == "own" and not is_main_process()
     together: AbstractContextManager[None] = nullcontext()
     if plan.launch.processes > 1:
-        together = ended_together(
-            watch.first_end, is_child=is_child, local_peers=lambda: watch.local_peers, run_log=run_log
+        together = exit_together(
+            watch.first_failure, is_child=is_child, local_peers=lambda: watch.local_peers, run_log=run_log
         )
     with together, watch.running():
         run = build_run(plan, signals, watch, run_log)

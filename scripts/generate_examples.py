@@ -22,10 +22,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sd_training.cli import let_threads_sleep, share_cores
+from sd_training.cli import set_passive_wait, share_cores
 from sd_training.log import quiet_libraries
 
-let_threads_sleep()
+set_passive_wait()
 quiet_libraries()
 
 import diffusers

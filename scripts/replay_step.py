@@ -24,11 +24,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from sd_training.cli import let_threads_sleep, share_cores
+from sd_training.cli import set_passive_wait, share_cores
 from sd_training.log import quiet_libraries
 
 quiet_libraries()
-let_threads_sleep()
+set_passive_wait()
 
 import torch
 

@@ -37,7 +37,7 @@ def run_cli(main: Callable[[], None]) -> None:
         if not is_main_process():
             _leave_it_to_the_first(error.exit_status)
         print_error(error)
-        tell_torchrun(str(error))
+        write_torchrun_error(str(error))
         raise SystemExit(error.exit_status) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -51,7 +51,7 @@ def print_error(error: UserError) -> None:
             print(f"error: {for_terminal(line)}", file=sys.stderr, flush=True)
 
 
-def tell_torchrun(text: str) -> None:
+def write_torchrun_error(text: str) -> None:
     """Writes down why this process ends; without it torchrun says where to read about tracebacks."""
     path = os.environ.get(_TORCHRUN_VARIABLE)
     if path:
@@ -74,7 +74,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 """What a container may use: quota and period [µs], or "max"."""
 
 
-def let_threads_sleep() -> None:
+def set_passive_wait() -> None:
     """OpenMP threads that wait for each other sleep; they spin by default, and one that has lost its core to another
     process then holds up all the others. Call before torch is imported: OpenMP reads this once."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

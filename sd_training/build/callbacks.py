@@ -11,9 +11,9 @@ import torch
 from sd_training.build.models import Trained
 from sd_training.build.plan import Plan
 from sd_training.build.start import Start
-from sd_training.callbacks.base import Stopwatch
+from sd_training.callbacks.base import TrainingTimer
 from sd_training.callbacks.ema import Ema, EmaSnapshots, NoEma
-from sd_training.callbacks.heartbeat import HangMarks
+from sd_training.callbacks.heartbeat import Heartbeat
 from sd_training.callbacks.metrics import MetricRows, Metrics
 from sd_training.callbacks.numerics import NumericGuard, ReplicaDigest
 from sd_training.callbacks.preemption import Preemption
@@ -48,10 +48,10 @@ def build_callbacks(
 ) -> list[pl.Callback]:
     """In the order they act after an optimizer step: stop, average, guard, log, measure, draw, save, copy, show."""
     config, batch = plan.config, plan.batch
-    stopwatch = Stopwatch(watch)
+    timer = TrainingTimer(watch)
     ema = _ema(plan, trained) if config.model.use_ema else None
-    validation = _validation(plan, data, ema, stopwatch, preemption, fence)
-    metrics = Metrics(plan.run_dir / "metrics.csv", config.logging.every, data.images_before, ema, stopwatch, fence)
+    validation = _validation(plan, data, ema, timer, preemption, fence)
+    metrics = Metrics(plan.run_dir / "metrics.csv", config.logging.every, data.images_before, ema, timer, fence)
 
     def facts() -> dict[str, Any]:
         return {
@@ -70,12 +70,12 @@ def build_callbacks(
         config.experiment.save_only_most_recent,
         trained.exported,
         ema,
-        stopwatch,
+        timer,
         preemption.times,
         fence,
         lambda step: _losses(step, metrics, validation),
     )
-    guard = _numeric_guard(plan, data, stopwatch, saves, ema)
+    guard = _numeric_guard(plan, data, timer, saves, ema)
     callbacks: list[pl.Callback | None] = [
         preemption,
         RunRecord(plan.run_dir, resolved_yaml(config), facts, lambda step: _banner(plan, start, data, what, step)),
@@ -87,11 +87,11 @@ def build_callbacks(
         metrics,
         CompileWatch(config.logging.every) if config.trainer.compile else None,
         validation,
-        *_picture_callbacks(plan, trained, ema, stopwatch),
+        *_picture_callbacks(plan, trained, ema, timer),
         saves,
-        None if mirror is None else Mirroring(plan.run_dir, mirror, saves, stopwatch, _save_limit_s(plan)),
+        None if mirror is None else Mirroring(plan.run_dir, mirror, saves, timer, _save_limit_s(plan)),
         ProgressBar(metrics, data.images_before, batch.num_steps) if config.logging.progress_bar else None,
-        HangMarks(watch),
+        Heartbeat(watch),
         GarbageCollection(),
     ]
     return [callback for callback in callbacks if callback is not None]
@@ -122,7 +122,7 @@ def _banner(plan: Plan, start: Start, data: TrainingData, what: str, step: int) 
     return "\n".join([*lines, *([indent(start.changes(), "  ")] if start.changed else [])])
 
 
-def _numeric_guard(plan: Plan, data: TrainingData, stopwatch: Stopwatch, saves: Saves, ema: Ema | None) -> NumericGuard:
+def _numeric_guard(plan: Plan, data: TrainingData, timer: TrainingTimer, saves: Saves, ema: Ema | None) -> NumericGuard:
     """With what `scripts/replay_step.py` needs to find a step's samples and draws again."""
     config, batch = plan.config, plan.batch
 
@@ -138,11 +138,11 @@ def _numeric_guard(plan: Plan, data: TrainingData, stopwatch: Stopwatch, saves: 
         }
 
     every = config.logging.every
-    return NumericGuard(config.numerics, every, plan.run_dir, data.name_of, stopwatch, facts, ema, saves)
+    return NumericGuard(config.numerics, every, plan.run_dir, data.name_of, timer, facts, ema, saves)
 
 
 def _validation(
-    plan: Plan, data: TrainingData, ema: Ema | None, stopwatch: Stopwatch, preemption: Preemption, fence: RunLock
+    plan: Plan, data: TrainingData, ema: Ema | None, timer: TrainingTimer, preemption: Preemption, fence: RunLock
 ) -> Validation | None:
     if data.held_out is None:
         return None
@@ -152,7 +152,7 @@ def _validation(
     quantiles = [(number + 0.5) / count for number in range(count)]
     path = plan.run_dir / "validation.csv"
     rows = MetricRows(path, COLUMNS, fence)
-    return Validation(data.held_out, config.every, quantiles, rows, plan.precision, ema, stopwatch, preemption)
+    return Validation(data.held_out, config.every, quantiles, rows, plan.precision, ema, timer, preemption)
 
 
 def _losses(step: int, metrics: Metrics, validation: Validation | None) -> dict[str, float | None]:
@@ -183,7 +183,7 @@ def _may_change_ema(config: Config) -> bool:
     return "model.use_ema" in config.experiment.allow_changed
 
 
-def _picture_callbacks(plan: Plan, trained: Trained, ema: Ema | None, stopwatch: Stopwatch) -> list[Pictures]:
+def _picture_callbacks(plan: Plan, trained: Trained, ema: Ema | None, timer: TrainingTimer) -> list[Pictures]:
     """Previews and evaluation images; there is nothing to draw while an autoencoder is trained."""
     config = plan.config
     if trained.family is None:
@@ -200,6 +200,6 @@ def _picture_callbacks(plan: Plan, trained: Trained, ema: Ema | None, stopwatch:
             log.warning(f"experiment.eval_caption_file: {config.experiment.eval_caption_file} has no caption to draw")
     resolution, samples_dir = config.dataset.params.resolution, plan.run_dir / "samples"
     return [
-        Pictures(job, samples_dir, resolution, config.sampling, trained.family.pipeline, plan.precision, ema, stopwatch)
+        Pictures(job, samples_dir, resolution, config.sampling, trained.family.pipeline, plan.precision, ema, timer)
         for job in jobs
     ]

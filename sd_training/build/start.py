@@ -24,7 +24,7 @@ from sd_training.data.datamodule import TrainingData
 from sd_training.errors import CheckpointError, ConfigError, OutageError, SaveError, UserError
 from sd_training.export.pipeline import CURRENT, KEPT, recover_exports
 from sd_training.log import is_main_process
-from sd_training.watchdog.first_failure import FirstEnd
+from sd_training.watchdog.first_failure import FirstFailure
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def own_run_dir(plan: Plan, mirror: Mirror | None) -> RunLock:
         raise ConfigError(f"experiment.log_dir: {plan.run_dir} cannot be made: {error.strerror}") from error
     try:
         fence = acquire_run_lock(plan.run_dir)
-        FirstEnd(plan.run_dir, 0).clear()
+        FirstFailure(plan.run_dir, 0).clear()
         remove_leftovers(checkpoints)
         recover_exports(plan.run_dir)
         if mirror is not None:

@@ -19,7 +19,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from sd_training.callbacks.base import gathered
+from sd_training.callbacks.base import gather_ranks
 from sd_training.config.schema import NumericsConfig
 from sd_training.training.base_module import MicroBatchRecord
 
@@ -175,7 +175,7 @@ class StepWindow:
         losses = torch.stack([m.loss.float() for step in steps for m in step.micro_batches])
         flags = [losses.new_zeros(()) if s.flag is None else s.flag.to(losses.device).float() for s in steps]
         rows = torch.cat([torch.stack(flags)[:, None], losses.view(len(steps), -1)], dim=1)
-        by_rank = gathered(trainer, rows).tolist()
+        by_rank = gather_ranks(trainer, rows).tolist()
         return [
             StepReport(step.step, [rows[i][1:] for rows in by_rank], any(rows[i][0] for rows in by_rank))
             for i, step in enumerate(steps)
@@ -189,7 +189,7 @@ class StepWindow:
             columns = (seen.positions, seen.sample_ids, seen.sample_losses, times)
             rows.append(torch.stack([column.cpu().double() for column in columns], dim=1))
         sharing: int = getattr(trainer.strategy, "ranks_per_share", 1)
-        everyone = gathered(trainer, torch.stack(rows)).tolist()
+        everyone = gather_ranks(trainer, torch.stack(rows)).tolist()
         reports = [
             SampleReport(rank, micro, int(position), int(sample), loss, None if time < 0 else time)
             for rank, micro_batches in enumerate(everyone)
@@ -204,7 +204,7 @@ SKIPPED, SPIKE = "skipped", "spike"
 """Kinds of findings; also the kinds of their incidents."""
 
 
-class Trouble(NamedTuple):
+class RollbackReason(NamedTuple):
     """Why the run should go back to an older checkpoint."""
 
     kind: str
@@ -213,14 +213,14 @@ class Trouble(NamedTuple):
     last_step: int
 
 
-class Finding(NamedTuple):
+class Anomaly(NamedTuple):
     """What is wrong with a step."""
 
     kind: str
     spike: Spike | None = None
 
 
-class StepJudge:
+class AnomalyDetector:
     """Takes every step of the run in order.
 
     Args:
@@ -232,30 +232,30 @@ class StepJudge:
 
     def __init__(self, config: NumericsConfig) -> None:
         self.config = config
-        self.trouble: Trouble | None = None
+        self.trouble: RollbackReason | None = None
         self._detector = SpikeDetector(config.spike_threshold)
         self._in_a_row = 0
         self._first_in_a_row = 0
 
-    def add(self, report: StepReport) -> Finding | None:
+    def add(self, report: StepReport) -> Anomaly | None:
         """What is wrong with the next step, if anything."""
         if report.was_skipped or not report.is_loss_finite:
             self._count_skipped(report.step)
-            return Finding(SKIPPED)
+            return Anomaly(SKIPPED)
         self._in_a_row = 0
         spike = self._detector.add(report.step, report.loss)
         if spike is None:
             return None
         if self.config.on_spike == "rollback":
-            self.trouble = self.trouble or Trouble(SPIKE, spike.first_step, report.step)
-        return Finding(SPIKE, spike)
+            self.trouble = self.trouble or RollbackReason(SPIKE, spike.first_step, report.step)
+        return Anomaly(SPIKE, spike)
 
     def _count_skipped(self, step: int) -> None:
         if self._in_a_row == 0:
             self._first_in_a_row = step
         self._in_a_row += 1
         if self._in_a_row >= self.config.max_skipped_in_a_row:
-            self.trouble = self.trouble or Trouble(SKIPPED, self._first_in_a_row, step)
+            self.trouble = self.trouble or RollbackReason(SKIPPED, self._first_in_a_row, step)
 
     def forget(self) -> None:
         """After a rollback: the last steps belong to weights that are gone."""
@@ -275,5 +275,5 @@ class StepJudge:
     def load(self, state: dict[str, Any]) -> None:
         """Goes on as if it had never stopped."""
         self._in_a_row, self._first_in_a_row = int(state["in_a_row"]), int(state["first_in_a_row"])
-        self.trouble = None if state["trouble"] is None else Trouble(*state["trouble"])
+        self.trouble = None if state["trouble"] is None else RollbackReason(*state["trouble"])
         self._detector.load(state["detector"])

@@ -54,8 +54,8 @@ class OptimizerStepCallback(pl.Callback):
         return every > 0 and (step % every == 0 or step == trainer.max_steps or trainer.should_stop)
 
 
-class Stopwatch:
-    """Runs from its making; stands still inside `paused`.
+class TrainingTimer:
+    """Runs from its making; stands still inside `excluded`.
 
     Args:
         watch: told what is done meanwhile; null: nobody is.
@@ -67,7 +67,7 @@ class Stopwatch:
         self._paused_s = 0.0
 
     @contextmanager
-    def paused(self, section: str) -> Iterator[None]:
+    def excluded(self, section: str) -> Iterator[None]:
         """The time inside does not count.
 
         Args:
@@ -91,7 +91,7 @@ class Stopwatch:
         return max(elapsed_s, 1e-9)
 
 
-def gathered(trainer: pl.Trainer, tensor: Tensor) -> Tensor:
+def gather_ranks(trainer: pl.Trainer, tensor: Tensor) -> Tensor:
     """Collective: [ranks, ...] the tensor of every rank, of one shape everywhere, on the CPU."""
     if trainer.world_size == 1:
         return tensor[None].cpu()

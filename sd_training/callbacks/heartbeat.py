@@ -8,11 +8,11 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from sd_training.callbacks.base import gathered
+from sd_training.callbacks.base import gather_ranks
 from sd_training.watchdog.hang import HangWatch
 
 
-class HangMarks(pl.Callback):
+class Heartbeat(pl.Callback):
     """The last of the callbacks, so that what the others do after a step still belongs to the step.
 
     The first optimizer step belongs to the start: it compiles, and finds the fastest kernels.
@@ -28,7 +28,7 @@ class HangMarks(pl.Callback):
         self._first_step = trainer.global_step
         if trainer.world_size > 1:
             own_node = zlib.crc32(platform.node().encode())
-            everyone = gathered(trainer, torch.tensor([own_node, os.getpid()])).tolist()
+            everyone = gather_ranks(trainer, torch.tensor([own_node, os.getpid()])).tolist()
             self.watch.local_peers = {
                 rank: pid for rank, (node, pid) in enumerate(everyone) if node == own_node and pid != os.getpid()
             }

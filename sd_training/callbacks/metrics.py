@@ -17,7 +17,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from sd_training.callbacks.base import OptimizerStepCallback, Stopwatch
+from sd_training.callbacks.base import OptimizerStepCallback, TrainingTimer
 from sd_training.callbacks.ema import Ema
 from sd_training.checkpoint.atomic_io import replace_text
 from sd_training.checkpoint.run_lock import NO_LOCK, RunLock
@@ -137,7 +137,7 @@ class Metrics(OptimizerStepCallback):
         every: optimizer steps between rows.
         images_before: how many images the steps before a step take.
         ema: the average, if there is one.
-        stopwatch: shared with the callbacks that save and draw, so that images/s is the speed of training.
+        timer: shared with the callbacks that save and draw, so that images/s is the speed of training.
         fence: of this start of the run.
     """
 
@@ -147,14 +147,14 @@ class Metrics(OptimizerStepCallback):
         every: int,
         images_before: Callable[[int], int],
         ema: Ema | None,
-        stopwatch: Stopwatch,
+        timer: TrainingTimer,
         fence: RunLock = NO_LOCK,
     ) -> None:
         self.rows = MetricRows(csv_path, COLUMNS, fence)
         self.every = every
         self.images_before = images_before
         self.ema = ema
-        self.stopwatch = stopwatch
+        self.timer = timer
         self.latest: dict[str, float] = {}
         self._window_start = 0
         self._loss_sum, self._loss_steps = 0.0, 0
@@ -163,7 +163,7 @@ class Metrics(OptimizerStepCallback):
         """Drop rows that a killed run wrote after the checkpoint it resumes from."""
         super().on_train_start(trainer, pl_module)
         self._window_start = trainer.global_step
-        self.stopwatch.lap_s()
+        self.timer.lap_s()
         if trainer.is_global_zero:
             self.rows.keep_until(trainer.global_step)
 
@@ -172,7 +172,7 @@ class Metrics(OptimizerStepCallback):
         if not self.is_due(trainer, step, self.every):
             return
         metrics = self._reduced(trainer, module)
-        elapsed_s = self.stopwatch.lap_s()
+        elapsed_s = self.timer.lap_s()
         images_seen = self.images_before(step)
         images = images_seen - self.images_before(self._window_start)
         self._loss_sum += metrics["loss"] * (step - self._window_start)

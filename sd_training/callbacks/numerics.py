@@ -28,8 +28,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sd_training.callbacks.anomalies import SKIPPED, Finding, SampleReport, StepJudge, StepReport, StepWindow, Trouble
-from sd_training.callbacks.base import OptimizerStepCallback, Stopwatch, gathered
+from sd_training.callbacks.anomalies import (
+    SKIPPED,
+    Anomaly,
+    AnomalyDetector,
+    RollbackReason,
+    SampleReport,
+    StepReport,
+    StepWindow,
+)
+from sd_training.callbacks.base import OptimizerStepCallback, TrainingTimer, gather_ranks
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.incidents import FOLDER, Incidents
 from sd_training.callbacks.save import Saves, peers_of
@@ -115,7 +123,7 @@ class NumericGuard(OptimizerStepCallback):
         every: optimizer steps between looks.
         run_dir: the run folder, with `checkpoints/` and `incidents/`.
         name_of: names samples in incidents.
-        stopwatch: stands still while going back.
+        timer: stands still while going back.
         facts: gives further entries of every incident.
         ema: goes back as well.
         saves: writes a checkpoint after going back; null where nothing is ever saved.
@@ -127,16 +135,16 @@ class NumericGuard(OptimizerStepCallback):
         every: int,
         run_dir: Path,
         name_of: NameOf,
-        stopwatch: Stopwatch,
+        timer: TrainingTimer,
         facts: Callable[[], Mapping[str, Any]] = dict,
         ema: Ema | None = None,
         saves: Saves | None = None,
     ) -> None:
         self.config, self.every, self.name_of, self.ema = config, every, name_of, ema
-        self.stopwatch, self.saves = stopwatch, saves
+        self.timer, self.saves = timer, saves
         self.checkpoints = run_dir / "checkpoints"
         self.incidents = Incidents(run_dir / FOLDER, facts)
-        self.judge = StepJudge(config)
+        self.judge = AnomalyDetector(config)
         self.rollbacks: list[Rollback] = []
         self._window = StepWindow()
 
@@ -155,7 +163,7 @@ class NumericGuard(OptimizerStepCallback):
             return
         self._look(trainer, module)
         if self.judge.trouble is not None and step % self.every == 0:
-            with self.stopwatch.paused("save"):
+            with self.timer.excluded("save"):
                 self._go_back(trainer, module, step, self.judge.trouble)
 
     def _look(self, trainer: pl.Trainer, module: TrainedModule) -> None:
@@ -168,7 +176,7 @@ class NumericGuard(OptimizerStepCallback):
                     self._describe(module, report, finding, samples)
 
     def _describe(
-        self, module: TrainedModule, report: StepReport, finding: Finding, samples: list[SampleReport]
+        self, module: TrainedModule, report: StepReport, finding: Anomaly, samples: list[SampleReport]
     ) -> None:
         positions = sorted(sample.position for sample in samples)
         plan = module.optimization
@@ -195,7 +203,7 @@ class NumericGuard(OptimizerStepCallback):
         shard, key = self.name_of(sample.sample_id)
         return {**sample._asdict(), "shard": shard, "key": key}
 
-    def _go_back(self, trainer: pl.Trainer, module: TrainedModule, step: int, trouble: Trouble) -> None:
+    def _go_back(self, trainer: pl.Trainer, module: TrainedModule, step: int, trouble: RollbackReason) -> None:
         """Collective: to the newest checkpoint from before the trouble; the step and the data go on.
 
         Raises:
@@ -227,7 +235,7 @@ class NumericGuard(OptimizerStepCallback):
         except OSError as error:
             log.error(f"the run goes on, but a resume would go back once more: {error}")
 
-    def _hopeless(self, trouble: Trouble, why: str) -> str:
+    def _hopeless(self, trouble: RollbackReason, why: str) -> str:
         files = self.incidents.path(trouble.last_step, trouble.kind)
         return (
             f"optimizer steps {trouble.first_step:,} to {trouble.last_step:,} had {_WORDS[trouble.kind]}, and the run "
@@ -325,7 +333,7 @@ class ReplicaDigest(OptimizerStepCallback):
         replicas = _num_replicas(trainer)
         if replicas == 1:
             return
-        digests = gathered(trainer, bit_digest(p for _, p in module.named_trained() if p.requires_grad)).tolist()
+        digests = gather_ranks(trainer, bit_digest(p for _, p in module.named_trained() if p.requires_grad)).tolist()
         # Processes that hold the same block of the weights are as far apart as a replica has processes.
         ranks, has_majority = odd_ranks(digests, trainer.world_size // replicas)
         if ranks:

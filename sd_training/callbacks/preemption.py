@@ -22,7 +22,7 @@ from sd_training.errors import EXIT_STOPPED
 from sd_training.log import get_logger
 from sd_training.signals import StopSignals
 from sd_training.training.base_module import TrainedModule
-from sd_training.watchdog.first_failure import tell_status
+from sd_training.watchdog.first_failure import write_status
 
 SLURM_END_VARIABLE = "SLURM_JOB_END_TIME"
 """Environment variable of the job's end [s since 1970], set by SLURM where the job has a time limit."""
@@ -69,7 +69,7 @@ STEP_FILE_VARIABLE = "SD_TRAINING_STEP_FILE"
 
 
 @dataclass(frozen=True)
-class Wishes:
+class StopRequest:
     """What one rank asks for; of all ranks the largest of each counts."""
 
     status: int = 0
@@ -153,7 +153,7 @@ class Preemption(OptimizerStepCallback):
         """Everything is saved. What comes now, such as loggers that take leave, may be cut short by a launcher."""
         self._tell_launcher(trainer)
         if trainer.is_global_zero:
-            tell_status(self.status)
+            write_status(self.status)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Signals mean what they meant before."""
@@ -196,15 +196,15 @@ class Preemption(OptimizerStepCallback):
             self._longest_step_s = max(self._longest_step_s, now_s - self._last_end_s)
         self._last_end_s = now_s
 
-    def _own(self, trainer: pl.Trainer) -> Wishes:
+    def _own(self, trainer: pl.Trainer) -> StopRequest:
         """What this rank asks for now; a signal that asks for a save asks once."""
         asked = self.signals.num_saves_asked
         is_save_due, self._num_saves_seen = asked > self._num_saves_seen, asked
         if not trainer.is_global_zero:
-            return Wishes(self.signals.status, False, is_save_due)
+            return StopRequest(self.signals.status, False, is_save_due)
         if self.save_every_minutes is not None:
             is_save_due |= self.times.since_last_s >= 60 * self.save_every_minutes
-        return Wishes(self.signals.status, self._is_time_up(), is_save_due)
+        return StopRequest(self.signals.status, self._is_time_up(), is_save_due)
 
     def _begin_reduction(self, trainer: pl.Trainer, step: int) -> None:
         own = self._own(trainer)
@@ -215,14 +215,14 @@ class Preemption(OptimizerStepCallback):
             self._wishes, op=distributed.ReduceOp.MAX, group=self._group, async_op=True
         )
 
-    def _agreed(self, trainer: pl.Trainer, step: int) -> Wishes:
+    def _agreed(self, trainer: pl.Trainer, step: int) -> StopRequest:
         """The wishes of all ranks at the step before; of this process now where it is alone."""
         if self._group is None:
             return self._own(trainer)
         if self._reduction is None or self._wishes is None:
-            return Wishes()
+            return StopRequest()
         self._reduction.wait()
         self._reduction = None
         status, is_time_up, is_save_due = self._wishes.tolist()
         # Every rank knows of a save since the wish was made, which is what was wished for.
-        return Wishes(status, bool(is_time_up), bool(is_save_due) and self.times.last_step < self._asked_after)
+        return StopRequest(status, bool(is_time_up), bool(is_save_due) and self.times.last_step < self._asked_after)

@@ -18,7 +18,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from sd_training.callbacks.background_logger import BackgroundLogger
-from sd_training.callbacks.base import OptimizerStepCallback, Stopwatch
+from sd_training.callbacks.base import OptimizerStepCallback, TrainingTimer
 from sd_training.callbacks.ema import Ema, export_weights
 from sd_training.config.schema import SamplingConfig
 from sd_training.export.draw import draw_images
@@ -61,7 +61,7 @@ class Pictures(OptimizerStepCallback):
         pipeline: makes the pipeline around the live modules.
         precision: autocast type, as in training.
         ema: the average to draw with, if there is one.
-        stopwatch: stands still while drawing.
+        timer: stands still while drawing.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Pictures(OptimizerStepCallback):
         pipeline: Callable[[], DiffusionPipeline],
         precision: str,
         ema: Ema | None,
-        stopwatch: Stopwatch,
+        timer: TrainingTimer,
     ) -> None:
         self.job = job
         self.samples_dir = samples_dir
@@ -82,7 +82,7 @@ class Pictures(OptimizerStepCallback):
         self.pipeline = pipeline
         self.precision = precision
         self.ema = ema
-        self.stopwatch = stopwatch
+        self.timer = timer
 
     @property
     def state_key(self) -> str:
@@ -106,7 +106,7 @@ class Pictures(OptimizerStepCallback):
         if trainer.should_stop:
             return
         folder = self.samples_dir / f"step_{step}" / self.job.name
-        with self.stopwatch.paused("validate"):
+        with self.timer.excluded("validate"):
             with export_weights(module, self.ema):
                 images = self._draw_share(trainer)
             with _unwritten_told(self.job.name, step):

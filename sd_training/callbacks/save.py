@@ -22,7 +22,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from sd_training.callbacks.base import OptimizerStepCallback, Stopwatch
+from sd_training.callbacks.base import OptimizerStepCallback, TrainingTimer
 from sd_training.callbacks.ema import Ema, export_weights, placement_of, whole_weights
 from sd_training.checkpoint.atomic_io import free_bytes
 from sd_training.checkpoint.folder import folder_name, sealed_checkpoints, step_of
@@ -37,7 +37,7 @@ from sd_training.log import get_logger, is_main_process
 from sd_training.parallel.cpu_group import Peers
 from sd_training.parallel.saves import WholeCheckpoints
 from sd_training.training.base_module import TrainedModule
-from sd_training.watchdog.first_failure import is_of_the_network
+from sd_training.watchdog.first_failure import is_network_error
 
 
 class SaveTimes:
@@ -166,7 +166,7 @@ def save_what_is_left(trainer: pl.Trainer, exception: Exception, checkpoint: Cal
     if not step:
         return
     if not strategy.peers.agree(step):
-        if is_of_the_network(exception):
+        if is_network_error(exception):
             return  # another process ended first, and says so
         log.error(f"the steps since the last save are lost: other processes do not die of {exception!r:.200}")
         return
@@ -269,7 +269,7 @@ class Saves(OptimizerStepCallback):
         exported: makes what is exported, a pipeline or the autoencoder, around the live networks or, from whole
             weights by their name in the trained network, around a copy. Collective.
         ema: the average to export, if there is one.
-        stopwatch: stands still while saving.
+        timer: stands still while saving.
         times: says when a save is asked for, and is told of each.
         fence: of this start of the run; the first process asks it.
         take_losses: gives the losses that a manifest holds (see `retention_info`), after an optimizer step.
@@ -283,7 +283,7 @@ class Saves(OptimizerStepCallback):
         only_most_recent: bool,
         exported: Callable[[Mapping[str, Tensor] | None], Any],
         ema: Ema | None,
-        stopwatch: Stopwatch,
+        timer: TrainingTimer,
         times: SaveTimes,
         fence: RunLock,
         take_losses: Callable[[int], dict[str, float | None]],
@@ -294,7 +294,7 @@ class Saves(OptimizerStepCallback):
         self.only_most_recent = only_most_recent
         self.exported = exported
         self.ema = ema
-        self.stopwatch = stopwatch
+        self.timer = timer
         self.fence = fence
         self.take_losses = take_losses
         self.failures = FailedSaves(run_dir, config.max_failed_saves)
@@ -315,7 +315,7 @@ class Saves(OptimizerStepCallback):
         is_last = step == trainer.max_steps or trainer.should_stop
         is_written_later = self.config.asynchronous
         saving = self.times.saving(step, is_written_later=is_written_later)
-        with self.stopwatch.paused("save"), saving, self.settled.left_alone():
+        with self.timer.excluded("save"), saving, self.settled.left_alone():
             self.settle(is_last=False)
             with self._failures_told(step, is_last=is_last):
                 if is_written_later:
@@ -438,7 +438,7 @@ class Saves(OptimizerStepCallback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """The run ends. A save in the background is waited for, unless another process is missing in it."""
-        with self.stopwatch.paused("save"):
+        with self.timer.excluded("save"):
             try:
                 self.background.wait(_PATIENCE_S)
             except Exception as error:
@@ -525,12 +525,12 @@ class Mirroring(OptimizerStepCallback):
         run_dir: the run folder.
         mirror: gets the copies.
         saves: acts before this callback; deletes nothing that is on its way.
-        stopwatch: stands still while the end of the run waits.
+        timer: stands still while the end of the run waits.
         limit_s: so long the end of a run that is done waits for the last copy.
     """
 
-    def __init__(self, run_dir: Path, mirror: Mirror, saves: Saves, stopwatch: Stopwatch, limit_s: float) -> None:
-        self.run_dir, self.mirror, self.saves, self.stopwatch = run_dir, mirror, saves, stopwatch
+    def __init__(self, run_dir: Path, mirror: Mirror, saves: Saves, timer: TrainingTimer, limit_s: float) -> None:
+        self.run_dir, self.mirror, self.saves, self.timer = run_dir, mirror, saves, timer
         self.limit_s = limit_s
         self.background = Background()
         self._sent_step = -1
@@ -549,7 +549,7 @@ class Mirroring(OptimizerStepCallback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Collective: all wait for the last copy; also where nothing was left to train."""
         limit_s = AFTER_A_STOP_S if trainer.global_step < trainer.max_steps else self.limit_s
-        with self.stopwatch.paused("save"):
+        with self.timer.excluded("save"):
             peers_of(trainer).on_first(lambda: self._finish(limit_s))
 
     def _finish(self, limit_s: float) -> None:

@@ -15,7 +15,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, distributed
 
-from sd_training.callbacks.base import OptimizerStepCallback, Stopwatch
+from sd_training.callbacks.base import OptimizerStepCallback, TrainingTimer
 from sd_training.callbacks.ema import Ema, export_weights
 from sd_training.callbacks.metrics import MetricRows
 from sd_training.callbacks.preemption import Preemption
@@ -61,7 +61,7 @@ class Validation(OptimizerStepCallback):
         rows: of the run's `validation.csv`.
         precision: autocast type, as in training.
         ema: the average, if there is one.
-        stopwatch: stands still meanwhile.
+        timer: stands still meanwhile.
         preemption: a run that is to stop has no time for it.
     """
 
@@ -73,11 +73,11 @@ class Validation(OptimizerStepCallback):
         rows: MetricRows,
         precision: str,
         ema: Ema | None,
-        stopwatch: Stopwatch,
+        timer: TrainingTimer,
         preemption: Preemption,
     ) -> None:
         self.data, self.every, self.quantiles, self.rows = data, every, quantiles, rows
-        self.precision, self.ema, self.stopwatch, self.preemption = precision, ema, stopwatch, preemption
+        self.precision, self.ema, self.timer, self.preemption = precision, ema, timer, preemption
         self._peers: Peers | None = None
         self._latest: tuple[int, float] | None = None
 
@@ -127,7 +127,7 @@ class Validation(OptimizerStepCallback):
         """Returns 0, or the exit status that all ranks agreed on when one was asked to stop; then nothing is known."""
         measured: dict[str, Measured] = {}
         began_s = time.monotonic()
-        with self.stopwatch.paused("validate"):
+        with self.timer.excluded("validate"):
             for name, ema in ((TRAINED, None), *([(AVERAGE, self.ema)] if self.ema else [])):
                 one = self._measure(trainer, module, ema)
                 if isinstance(one, int):

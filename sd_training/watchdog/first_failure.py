@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from sd_training.cli import print_error, tell_torchrun
+from sd_training.cli import print_error, write_torchrun_error
 from sd_training.errors import EXIT_UNEXPECTED, UserError
 from sd_training.log import RunLog, get_logger, is_main_process
 from sd_training.redaction import redacted
@@ -38,7 +38,7 @@ _OF_A_START = (
 
 
 @dataclass(frozen=True)
-class End:
+class Failure:
     """Why a process ended."""
 
     rank: int
@@ -48,8 +48,8 @@ class End:
     """Which start of the run it was."""
 
 
-class FirstEnd:
-    """The file `first_end.json` of a run folder.
+class FirstFailure:
+    """The file `first_failure.json` of a run folder.
 
     Args:
         run_dir: the run folder.
@@ -58,7 +58,7 @@ class FirstEnd:
     """
 
     def __init__(self, run_dir: Path, rank: int, environment: Mapping[str, str] = os.environ) -> None:
-        self.path = run_dir / "first_end.json"
+        self.path = run_dir / "first_failure.json"
         self.rank = rank
         self.environment = environment
         stamp = self._stamp()
@@ -76,7 +76,7 @@ class FirstEnd:
         Args:
             rank: the process that ended, where that one left no note; null: this one.
         """
-        end = End(self.rank if rank is None else rank, status, text, self._start())
+        end = Failure(self.rank if rank is None else rank, status, text, self._start())
         partial = self.path.with_name(f".{self.path.name}.{self.rank}")
         try:
             partial.write_text(json.dumps(asdict(end)), encoding="utf-8")
@@ -91,7 +91,7 @@ class FirstEnd:
             return self.of_another() is None
         return True
 
-    def of_another(self) -> End | None:
+    def of_another(self) -> Failure | None:
         """The first end of this start of the run, if it was another process's."""
         end = self._current()
         return end if end is not None and end.rank != self.rank else None
@@ -101,7 +101,7 @@ class FirstEnd:
         end = self._current()
         return end is not None and end.rank == self.rank
 
-    def wait_for_another(self, limit_s: float, peers: Mapping[int, int] = MappingProxyType({})) -> End | None:
+    def wait_for_another(self, limit_s: float, peers: Mapping[int, int] = MappingProxyType({})) -> Failure | None:
         """The same, for a process that failed because of another one, which may be about to write it down.
 
         Args:
@@ -116,15 +116,15 @@ class FirstEnd:
             time.sleep(0.1)
         return end
 
-    def _current(self) -> End | None:
+    def _current(self) -> Failure | None:
         if self._stamp() == self._before:
             return None
         end = self._stored()
         return end if end is not None and end.start == self._start() else None
 
-    def _stored(self) -> End | None:
+    def _stored(self) -> Failure | None:
         try:
-            return End(**json.loads(self.path.read_text(encoding="utf-8")))
+            return Failure(**json.loads(self.path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
 
@@ -182,7 +182,7 @@ STATUS_FILE_VARIABLE = "SD_TRAINING_STATUS_FILE"
 """Environment variable of a file, of one start of a run, that gets its status."""
 
 
-def tell_status(status: int) -> None:
+def write_status(status: int) -> None:
     """Writes it down, unless it is 0 or another process has told one: the first end says why.
 
     To be called before anything that a launcher may not wait for. A file that cannot be written stops nobody: the
@@ -224,15 +224,15 @@ _MAX_REASON = 500
 """Of what the first one said, in the sentence of another [characters]."""
 
 
-def is_of_the_network(error: BaseException) -> bool:
+def is_network_error(error: BaseException) -> bool:
     """Whether an error is what a process meets when another one of the run has ended; RuntimeError is what torch raises
     in a collective, also inside a backward pass."""
     return isinstance(error, (RuntimeError, ConnectionError)) and _OF_THE_NETWORK.search(str(error)) is not None
 
 
 @contextmanager
-def ended_together(
-    first_end: FirstEnd,
+def exit_together(
+    first_failure: FirstFailure,
     *,
     is_child: bool,
     local_peers: Callable[[], Mapping[int, int]] = lambda: MappingProxyType({}),
@@ -241,7 +241,7 @@ def ended_together(
     """Around everything that several processes do together.
 
     Args:
-        first_end: note of the process that ends first.
+        first_failure: note of the process that ends first.
         is_child: started by the first process, which is killed at once when a child ends with another status than 0.
         local_peers: gives rank and process id of the others on this machine.
         run_log: gets what is printed here.
@@ -255,17 +255,17 @@ def ended_together(
         # Launchers end by SIGTERM who outlives another process; this one still has to say something.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         status = error.exit_status if isinstance(error, UserError) else EXIT_UNEXPECTED
-        other = first_end.wait_for_another(_OTHER_S, local_peers()) if is_of_the_network(error) else None
+        other = first_failure.wait_for_another(_OTHER_S, local_peers()) if is_network_error(error) else None
         text = redacted(f"{type(error).__name__}: {error}")
-        if other is None and not first_end.claim(status, text):
-            other = first_end.of_another()
-        tell_status(status if other is None else other.status)
+        if other is None and not first_failure.claim(status, text):
+            other = first_failure.of_another()
+        write_status(status if other is None else other.status)
         if other is not None:
-            _name(other, first_end.rank)
+            _name(other, first_failure.rank)
             raise SystemExit(0 if is_child else other.status) from None
-        tell_torchrun(text)
+        write_torchrun_error(text)
         # A mistake of all is else told by the first process, which has just left it to this one.
-        is_left_to_this = isinstance(error, UserError) and not is_main_process() and first_end.is_own()
+        is_left_to_this = isinstance(error, UserError) and not is_main_process() and first_failure.is_own()
         if not is_child and not is_left_to_this:
             raise
         if isinstance(error, UserError):
@@ -277,7 +277,7 @@ def ended_together(
         raise SystemExit(0 if is_child else status) from None
 
 
-def _name(end: End, rank: int) -> None:
+def _name(end: Failure, rank: int) -> None:
     """The lowest of the other ranks says who ended first. Mistakes are sentences, which that one has said itself."""
     if end.status == EXIT_UNEXPECTED and rank == int(end.rank == 0):
         said = " ".join(end.text.split())

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from sd_training.errors import EXIT_HANG
 from sd_training.log import FOR_FILE, get_logger
-from sd_training.watchdog.first_failure import End, FirstEnd, tell_status
+from sd_training.watchdog.first_failure import Failure, FirstFailure, write_status
 
 log = get_logger(__name__)
 
@@ -65,7 +65,7 @@ class HangWatch:
         self.run_dir = run_dir
         self.rank = rank
         self.status = status
-        self.first_end = FirstEnd(run_dir, rank)
+        self.first_failure = FirstFailure(run_dir, rank)
         self.local_peers: Mapping[int, int] = {}
         """Rank → process id of the others on this machine."""
         self._stay = _Stay("start", 0)
@@ -129,12 +129,12 @@ class HangWatch:
             _say(f"{head}\n{stacks()}")
 
         def tell() -> None:
-            self.first_end.claim(EXIT_HANG, text)
+            self.first_failure.claim(EXIT_HANG, text)
             self._write_stacks(text)
 
         try:
             # The run folder may be what does not answer, so each is told beside the others.
-            _within(_WRITING_S, lambda: tell_status(EXIT_HANG), tell, say, lambda: log.error(text, extra=FOR_FILE))
+            _within(_WRITING_S, lambda: write_status(EXIT_HANG), tell, say, lambda: log.error(text, extra=FOR_FILE))
             self._wake_peers()
             time.sleep(PEERS_S)
         finally:
@@ -143,18 +143,18 @@ class HangWatch:
     def _look_at_others(self) -> None:
         """A thread of its own: a file system that hangs must not stop the counting."""
         while not self._is_over.wait(self._tick_s):
-            end = self.first_end.of_another()
+            end = self.first_failure.of_another()
             if end is not None:
                 self._follow(end)
 
-    def _follow(self, end: End) -> None:
+    def _follow(self, end: Failure) -> None:
         if end.status == EXIT_HANG:
             try:
-                _within(_WRITING_S, lambda: tell_status(EXIT_HANG), lambda: self._write_stacks(end.text))
+                _within(_WRITING_S, lambda: write_status(EXIT_HANG), lambda: self._write_stacks(end.text))
             finally:
                 os._exit(self.status)
         # The first process may have found the note to be of an earlier start, and cleared it.
-        if not self._is_over.wait(OWN_END_S) and self.first_end.of_another() == end:
+        if not self._is_over.wait(OWN_END_S) and self.first_failure.of_another() == end:
             os._exit(end.status if self.status else 0)
 
     def _write_stacks(self, text: str) -> None:

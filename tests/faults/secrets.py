@@ -244,10 +244,10 @@ def untold(folder: Path, names: Sequence[str], url: str) -> Iterator[str]:
         said = said_by(folder, name, 1).read_text()
         if kind not in said or url[:-2] not in said:
             yield f"{name}: rank 1 does not name the data after {kind!r}:\n{said[-1000:]}"
-        path = folder / name / "first_end.json"
+        path = folder / name / "first_failure.json"
         end: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rank": None, "text": "no file"}
         if end["rank"] != 1 or url[:-2] not in end["text"]:
-            yield f"{name}: first_end.json is of rank {end['rank']}: {end['text']}"
+            yield f"{name}: first_failure.json is of rank {end['rank']}: {end['text']}"
 
 
 def main() -> None:

@@ -240,7 +240,7 @@ def clean(server: ForkServer, parts: Path, folder: Path, steps: int) -> Row:
     tiny = TinyRun(parts, folder / "clean", steps, 1000, folder / "tmp", more)
     began_s = time.monotonic()
     statuses = _statuses(start(server, tiny, "", RANKS), 3600)
-    alarms = int((tiny.run_dir / "hangs").exists()) + int((tiny.run_dir / "first_end.json").exists())
+    alarms = int((tiny.run_dir / "hangs").exists()) + int((tiny.run_dir / "first_failure.json").exists())
     problems = [] if statuses == [0] * RANKS and not alarms else [f"{statuses}\n{tail(tiny.home / 'log.txt')}"]
     return Row(
         "nothing",

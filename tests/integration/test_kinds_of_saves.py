@@ -161,5 +161,5 @@ def test_who_ends_alone_is_named_in_one_sentence(
         assert said.count("the steps since the last save are lost") == 1
         cause = said.partition("Root Cause")[2]
         assert f"rank      : {rank} (" in cause and "traceback : RuntimeError: a defect\n" in cause
-    assert (tmp_path / "run/first_end.json").is_file()
+    assert (tmp_path / "run/first_failure.json").is_file()
     assert said.count("exitcode  : 1 (pid") == (1 if how == "exit" else 2), said

@@ -31,7 +31,7 @@ class TestUntold:
             (tmp_path / part).mkdir(parents=True)
         incident = {"samples": [{"shard": f"{URL}0.tar?(hidden)"}]}
         (tmp_path / "defect" / "incidents" / "step=2.skipped.json").write_text(json.dumps(incident))
-        (tmp_path / "defect" / "first_end.json").write_text(json.dumps({"rank": 1, "text": f"no {URL}0.tar"}))
+        (tmp_path / "defect" / "first_failure.json").write_text(json.dumps({"rank": 1, "text": f"no {URL}0.tar"}))
         said_by(tmp_path, "defect", 1).write_text(f"Traceback (most recent call last)\nno {URL}0.tar")
         return tmp_path
 
@@ -44,12 +44,12 @@ class TestUntold:
         assert "none of 1 incidents" in problem
 
     def test_another_end(self, folder: Path) -> None:
-        (folder / "defect" / "first_end.json").write_text(json.dumps({"rank": 0, "text": f"no {URL}0.tar"}))
+        (folder / "defect" / "first_failure.json").write_text(json.dumps({"rank": 0, "text": f"no {URL}0.tar"}))
         (problem,) = untold(folder, ["defect"], URL)
         assert "of rank 0" in problem
 
     def test_nothing_left(self, folder: Path) -> None:
-        (folder / "defect" / "first_end.json").unlink()
+        (folder / "defect" / "first_failure.json").unlink()
         (folder / "defect" / "incidents" / "step=2.skipped.json").unlink()
         said_by(folder, "defect", 1).write_text("")
         assert len(list(untold(folder, ["defect"], URL))) == 3

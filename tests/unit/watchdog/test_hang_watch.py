@@ -124,7 +124,7 @@ def test_a_peer_that_failed_is_followed(ranks: Ranks, monkeypatch: pytest.Monkey
     """A process that waits for it for ever ends with its status, without stacks."""
     code = "\n    import sd_training.watchdog.hang as h; h.OWN_END_S = 0.5; stay_here(60)"
     process = ranks.start({"step": 60}, code)
-    assert HangWatch({}, ranks.folder, rank=7).first_end.claim(88, "too many bad samples")
+    assert HangWatch({}, ranks.folder, rank=7).first_failure.claim(88, "too many bad samples")
     assert process.wait(20) == 88
     assert not (ranks.folder / "hangs").exists()
 
@@ -133,10 +133,10 @@ def test_a_note_that_is_cleared_ends_nobody(ranks: Ranks) -> None:
     """It was of an earlier start; the first process tidies up at its own."""
     code = "\n    import sd_training.watchdog.hang as h; h.OWN_END_S = 3; stay_here(6)"
     process = ranks.start({"step": 60}, code)
-    first_end = HangWatch({}, ranks.folder, rank=7).first_end
-    assert first_end.claim(88, "too many bad samples")
+    first_failure = HangWatch({}, ranks.folder, rank=7).first_failure
+    assert first_failure.claim(88, "too many bad samples")
     time.sleep(1.5)
-    first_end.clear()
+    first_failure.clear()
     assert process.wait(20) == 0
 
 
@@ -157,14 +157,14 @@ def test_a_stderr_that_takes_nothing_keeps_nobody(kind: str, ranks: Ranks) -> No
     process = ranks.start({"step": 0.5}, act)
     assert process.wait(20) == EXIT_HANG
     assert "in stay_here" in ranks.stacks(0)
-    end = json.loads((ranks.folder / "first_end.json").read_text())
+    end = json.loads((ranks.folder / "first_failure.json").read_text())
     assert end["status"] == EXIT_HANG
 
 
 def test_the_batch_file_is_told_though_the_run_folder_does_not_answer(ranks: Ranks, tmp_path: Path) -> None:
     told = tmp_path / "status"
     act = """
-    watch.first_end.claim = lambda *_: stay_here(60)
+    watch.first_failure.claim = lambda *_: stay_here(60)
     watch.enter("step", 3)
     stay_here(60)"""
     process = ranks.start({"step": 0.5}, act, **{STATUS_FILE_VARIABLE: str(told)})
@@ -175,12 +175,12 @@ def test_a_follower_tells_the_batch_file_as_well(ranks: Ranks, tmp_path: Path) -
     """The first one may be cut off from the storage."""
     told = tmp_path / "status"
     process = ranks.start({"step": 60}, "stay_here(25)", **{STATUS_FILE_VARIABLE: str(told)})
-    assert HangWatch({}, ranks.folder, rank=7).first_end.claim(EXIT_HANG, "stuck")
+    assert HangWatch({}, ranks.folder, rank=7).first_failure.claim(EXIT_HANG, "stuck")
     assert process.wait(20) == EXIT_HANG and told.read_text() == f"{EXIT_HANG}\n"
 
 
 def test_a_follower_ends_though_it_cannot_write(ranks: Ranks) -> None:
     (ranks.folder / "hangs").write_text("in the way")
     process = ranks.start({"step": 60}, "\n    import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 2); stay_here(25)")
-    assert HangWatch({}, ranks.folder, rank=7).first_end.claim(EXIT_HANG, "stuck")
+    assert HangWatch({}, ranks.folder, rank=7).first_failure.claim(EXIT_HANG, "stuck")
     assert process.wait(20) == EXIT_HANG

@@ -11,14 +11,14 @@ import pytest
 from sd_training import log as rank_log
 from sd_training.errors import EXIT_UNEXPECTED, BadSamplesError
 from sd_training.redaction import hide_in_tracebacks
-from sd_training.watchdog.first_failure import FirstEnd, ended_together
+from sd_training.watchdog.first_failure import FirstFailure, exit_together
 from tests.unit.checkpoint.test_seal import listening_to_the_log
 
 START = {"MASTER_PORT": "15001", "SLURM_RESTART_COUNT": "0"}
 
 
-def ends(folder: Path, start: dict[str, str] = START) -> tuple[FirstEnd, FirstEnd]:
-    return FirstEnd(folder, 0, start), FirstEnd(folder, 1, start)
+def ends(folder: Path, start: dict[str, str] = START) -> tuple[FirstFailure, FirstFailure]:
+    return FirstFailure(folder, 0, start), FirstFailure(folder, 1, start)
 
 
 def test_one_process_is_the_first(tmp_path: Path) -> None:
@@ -61,8 +61,8 @@ def test_a_note_that_was_there_before_is_of_an_earlier_start(tmp_path: Path) -> 
 
 
 def test_a_process_that_was_slow_to_start_hears_of_one_that_failed_meanwhile(tmp_path: Path) -> None:
-    assert FirstEnd(tmp_path, 0, START).claim(2, "at once")
-    late = FirstEnd(tmp_path, 1, START)
+    assert FirstFailure(tmp_path, 0, START).claim(2, "at once")
+    late = FirstFailure(tmp_path, 1, START)
     assert not late.claim(2, "the same") and late.of_another() is not None
 
 
@@ -74,14 +74,14 @@ def test_a_file_that_is_none_says_nothing(text: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
-    assert FirstEnd(tmp_path / "missing", 0, START).claim(2, "why")
+    assert FirstFailure(tmp_path / "missing", 0, START).claim(2, "why")
 
 
 def test_a_mistake_is_told_by_the_first_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = ends(tmp_path)
-    with pytest.raises(BadSamplesError), ended_together(first, is_child=False):
+    with pytest.raises(BadSamplesError), exit_together(first, is_child=False):
         raise BadSamplesError("too many")
-    with pytest.raises(SystemExit) as ended, ended_together(second, is_child=False):
+    with pytest.raises(SystemExit) as ended, exit_together(second, is_child=False):
         raise BadSamplesError("too many here as well")
     assert ended.value.code == 88 and capsys.readouterr().err == ""
 
@@ -92,11 +92,11 @@ def test_a_mistake_that_another_process_was_first_with_is_told_by_that_one(
     """The first process leaves it to that one, and its launcher would end that one before it says anything."""
     first, second = ends(tmp_path)
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(SystemExit) as ended, ended_together(second, is_child=False):
+    with pytest.raises(SystemExit) as ended, exit_together(second, is_child=False):
         raise BadSamplesError("too many")
     assert ended.value.code == 88 and capsys.readouterr().err == "error: too many\n"
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(SystemExit) as ended, ended_together(first, is_child=False):
+    with pytest.raises(SystemExit) as ended, exit_together(first, is_child=False):
         raise BadSamplesError("too many")
     assert ended.value.code == 88 and capsys.readouterr().err == ""
 
@@ -104,17 +104,17 @@ def test_a_mistake_that_another_process_was_first_with_is_told_by_that_one(
 def test_who_fails_because_of_another_adds_no_traceback(tmp_path: Path) -> None:
     first, second = ends(tmp_path)
     second.claim(88, "too many")
-    with pytest.raises(SystemExit) as ended, ended_together(first, is_child=False):
+    with pytest.raises(SystemExit) as ended, exit_together(first, is_child=False):
         raise RuntimeError("connection closed by peer")
     assert ended.value.code == 88
 
 
 def test_a_child_says_it_itself_and_ends_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = ends(tmp_path)
-    with pytest.raises(SystemExit) as ended, ended_together(second, is_child=True):
+    with pytest.raises(SystemExit) as ended, exit_together(second, is_child=True):
         raise BadSamplesError("too many")
     assert ended.value.code == 0 and capsys.readouterr().err == "error: too many\n"
-    with pytest.raises(SystemExit) as ended, ended_together(first, is_child=False):
+    with pytest.raises(SystemExit) as ended, exit_together(first, is_child=False):
         raise RuntimeError("connection closed by peer")
     assert ended.value.code == 88
 
@@ -127,7 +127,7 @@ def test_a_child_prints_no_secret(
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     monkeypatch.setenv("HF_TOKEN", "canary-1")
     hide_in_tracebacks()
-    with pytest.raises(SystemExit), ended_together(ends(tmp_path)[1], is_child=True):
+    with pytest.raises(SystemExit), exit_together(ends(tmp_path)[1], is_child=True):
         raise RuntimeError("\x1b[2J canary-1 https://u:canary-2@h/x?sig=canary-3")
     said = capsys.readouterr().err
     assert "canary" not in said and "RuntimeError: \\u001b[2J (hidden) https://h/x?(hidden)" in said
@@ -138,13 +138,13 @@ def test_a_defect_keeps_its_traceback(
 ) -> None:
     monkeypatch.setattr("sd_training.watchdog.first_failure._OTHER_S", 0.0)
     first, second = ends(tmp_path)
-    with pytest.raises(SystemExit), ended_together(second, is_child=True):
+    with pytest.raises(SystemExit), exit_together(second, is_child=True):
         raise ZeroDivisionError
     assert "Traceback" in capsys.readouterr().err
     end = first.of_another()
     assert end is not None and end.status == EXIT_UNEXPECTED
     first.clear()
-    with pytest.raises(ZeroDivisionError), ended_together(first, is_child=False):
+    with pytest.raises(ZeroDivisionError), exit_together(first, is_child=False):
         raise ZeroDivisionError
 
 
@@ -155,7 +155,7 @@ def test_a_peer_that_is_gone_without_a_word_is_named(
     first, _ = ends(tmp_path)
     peer = subprocess.Popen([sys.executable, "-c", f"import os; {act}"])
     # Its parent has not asked for its status yet.
-    together = ended_together(first, is_child=False, local_peers=lambda: {1: peer.pid})
+    together = exit_together(first, is_child=False, local_peers=lambda: {1: peer.pid})
     with listening_to_the_log(), pytest.raises(SystemExit) as ended, together:
         raise RuntimeError("NCCL error: remote process exited")
     assert ended.value.code == EXIT_UNEXPECTED
@@ -172,10 +172,10 @@ def test_a_peer_that_is_gone_without_a_word_is_named(
 
 def test_the_sentence_comes_from_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_log._console, "stream", console := io.StringIO())
-    others = [FirstEnd(tmp_path, rank, START) for rank in range(3)]
+    others = [FirstFailure(tmp_path, rank, START) for rank in range(3)]
     others[0].claim(EXIT_UNEXPECTED, "ValueError: of\ntwo lines")
     for follower in others[1:]:
-        with pytest.raises(SystemExit), ended_together(follower, is_child=False):
+        with pytest.raises(SystemExit), exit_together(follower, is_child=False):
             raise RuntimeError("[pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer")
     assert console.getvalue().count("rank 0 ended first, so the others end too: ValueError: of two lines") == 1
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # of a launcher, which would cut the way out short
