@@ -48,7 +48,7 @@ from sd_training.config.schema import (
 from sd_training.diffusion.objective import Objective
 from sd_training.models.encoders import Encoders, autocast
 from sd_training.optim.lr_schedules import lr_schedule
-from sd_training.parallel.strategies import SingleProcess
+from sd_training.parallel.strategies import SingleProcessStrategy
 from sd_training.training.base_module import Optimization
 from sd_training.training.diffusion_module import DiffusionModule
 from sd_training.types import PixelBatch
@@ -207,7 +207,7 @@ def this_trainer(subject: Subject, loader: TurnLoader, variant: str = "") -> Non
         ema = Ema(EmaConfig(decay=EMA_DECAY, warmup=False))
         metrics = Metrics(Path(folder) / "metrics.csv", 10, lambda step: step * batch, ema, TrainingTimer())
         guard = NumericGuard(NumericsConfig(), 10, Path(folder), lambda sample: ("", str(sample)), TrainingTimer())
-        trainer = lightning_trainer(subject, [ema, guard, metrics], len(loader), SingleProcess(subject.device))
+        trainer = lightning_trainer(subject, [ema, guard, metrics], len(loader), SingleProcessStrategy(subject.device))
         trainer.fit(module, train_dataloaders=loader)
 
 

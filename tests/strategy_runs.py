@@ -22,7 +22,7 @@ from sd_training.callbacks.ema import Ema
 from sd_training.cli import run_cli
 from sd_training.config.load import load_config
 from sd_training.log import is_main_process
-from sd_training.parallel.zero import Zero
+from sd_training.parallel.zero import ZeroSharding
 
 
 def _bytes(tensors: list[Tensor]) -> int:
@@ -43,9 +43,9 @@ def _weights(parameter: nn.Parameter) -> Tensor:
 def local_bytes(run: Run) -> dict[str, int]:
     """Bytes of this process by what they are for; ZeRO's masters count as optimizer state."""
     strategy: Any = run.trainer.strategy
-    placement, parameters = strategy.placement, [p for p in run.module.parameters() if p.requires_grad]
-    states = [_local(v) for s in placement.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
-    masters = [placement.share(p) for p in parameters] if isinstance(placement, Zero) else []
+    sharding, parameters = strategy.sharding, [p for p in run.module.parameters() if p.requires_grad]
+    states = [_local(v) for s in sharding.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+    masters = [sharding.local_shard(p) for p in parameters] if isinstance(sharding, ZeroSharding) else []
     averages = [e.shares for e in run.trainer.callbacks if isinstance(e, Ema)]  # type: ignore[attr-defined]
     return {
         "weights": _bytes([_weights(p) for p in parameters]),

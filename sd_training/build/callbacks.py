@@ -42,7 +42,7 @@ def build_callbacks(
     trained: Trained,
     data: TrainingData,
     preemption: Preemption,
-    fence: RunLock,
+    run_lock: RunLock,
     watch: HangWatch,
     mirror: Mirror | None = None,
 ) -> list[pl.Callback]:
@@ -50,8 +50,8 @@ def build_callbacks(
     config, batch = plan.config, plan.batch
     timer = TrainingTimer(watch)
     ema = _ema(plan, trained) if config.model.use_ema else None
-    validation = _validation(plan, data, ema, timer, preemption, fence)
-    metrics = Metrics(plan.run_dir / "metrics.csv", config.logging.every, data.images_before, ema, timer, fence)
+    validation = _validation(plan, data, ema, timer, preemption, run_lock)
+    metrics = Metrics(plan.run_dir / "metrics.csv", config.logging.every, data.images_before, ema, timer, run_lock)
 
     def facts() -> dict[str, Any]:
         return {
@@ -72,7 +72,7 @@ def build_callbacks(
         ema,
         timer,
         preemption.times,
-        fence,
+        run_lock,
         lambda step: _losses(step, metrics, validation),
     )
     guard = _numeric_guard(plan, data, timer, saves, ema)
@@ -142,7 +142,7 @@ def _numeric_guard(plan: Plan, data: TrainingData, timer: TrainingTimer, saves: 
 
 
 def _validation(
-    plan: Plan, data: TrainingData, ema: Ema | None, timer: TrainingTimer, preemption: Preemption, fence: RunLock
+    plan: Plan, data: TrainingData, ema: Ema | None, timer: TrainingTimer, preemption: Preemption, run_lock: RunLock
 ) -> Validation | None:
     if data.held_out is None:
         return None
@@ -151,7 +151,7 @@ def _validation(
     count = 1 if plan.config.model.train == "vae" else config.num_levels
     quantiles = [(number + 0.5) / count for number in range(count)]
     path = plan.run_dir / "validation.csv"
-    rows = MetricRows(path, COLUMNS, fence)
+    rows = MetricRows(path, COLUMNS, run_lock)
     return Validation(data.held_out, config.every, quantiles, rows, plan.precision, ema, timer, preemption)
 
 

@@ -37,7 +37,7 @@ from sd_training.models.family import Family, downscale_factor, latent_grid
 from sd_training.models.load import effective_part, load_network
 from sd_training.models.schedulers import prediction_warning
 from sd_training.optim.lr_schedules import lr_schedule
-from sd_training.parallel.strategies import Cuts
+from sd_training.parallel.strategies import ShardingSpec
 from sd_training.training.autoencoder_module import AutoencoderModule
 from sd_training.training.base_module import PART, Optimization, TrainedModule
 from sd_training.training.diffusion_module import DiffusionModule
@@ -127,7 +127,7 @@ class Trained:
     exported: Callable[[Mapping[str, Tensor] | None], Any]
     """What a save exports: around the live networks, or around a copy with whole weights, by name in the network.
     Collective: an autoencoder's scale is measured on all ranks."""
-    cuts: Cuts
+    cuts: ShardingSpec
     """What of it strategies may cut."""
 
 
@@ -190,10 +190,10 @@ def fit_problems(config: Config, family: Family) -> list[str]:
     return problems
 
 
-def _cuts(family: Family, module: DiffusionModule) -> Cuts:
+def _cuts(family: Family, module: DiffusionModule) -> ShardingSpec:
     networks = list(family.trained_networks(module.encoders.is_text_trained).values())
     beside = [module.uncertainty] if module.uncertainty is not None else []
-    return Cuts([*networks, *beside], family.blocks(), family.tensor_plan)
+    return ShardingSpec([*networks, *beside], family.blocks(), family.tensor_plan)
 
 
 def _with_weights(family: Family, module: DiffusionModule, weights: Mapping[str, Tensor]) -> Family:
@@ -252,7 +252,7 @@ def _autoencoder(plan: Plan) -> Trained:
         _set_scale(vae, module.latent_statistics(), is_measured=is_measured)
         return vae if weights is None else copy_with_weights(vae, weights)
 
-    return Trained(module, latent_grid(vae), None, exported, Cuts([vae]))
+    return Trained(module, latent_grid(vae), None, exported, ShardingSpec([vae]))
 
 
 def _is_scale_measured(model: ModelConfig) -> bool:

@@ -34,7 +34,13 @@ from sd_training.models.encoders import AUTOCAST_DTYPE
 from sd_training.models.family import Family
 from sd_training.parallel.launch import process_group_backend, set_rendezvous, use_one_worker_per_gloo_group
 from sd_training.parallel.saves import WholeCheckpoints
-from sd_training.parallel.strategies import CutOptions, CutProcesses, Cuts, ReplicatedProcesses, SingleProcess
+from sd_training.parallel.strategies import (
+    FSDP2Options,
+    FSDP2Strategy,
+    ReplicatedStrategy,
+    ShardingSpec,
+    SingleProcessStrategy,
+)
 from sd_training.signals import StopSignals
 from sd_training.training.base_module import TrainedModule
 from sd_training.types import LatentGrid
@@ -48,7 +54,7 @@ LIGHTNING_PRECISION: dict[str, Literal["32-true", "bf16-mixed", "16-mixed"]] = {
 """This trainer's word for a precision → Lightning's."""
 
 
-def make_strategy(plan: Plan, cuts: Cuts) -> Strategy:
+def make_strategy(plan: Plan, cuts: ShardingSpec) -> Strategy:
     """What runs the step; one process needs no process group.
 
     Raises:
@@ -56,7 +62,7 @@ def make_strategy(plan: Plan, cuts: Cuts) -> Strategy:
     """
     if plan.layout.strategy == "single":
         device = torch.device("cuda", 0) if plan.launch.accelerator == "cuda" else torch.device(plan.launch.accelerator)
-        return SingleProcess(device=device)
+        return SingleProcessStrategy(device=device)
     config = plan.config.distributed
     set_rendezvous(config.dist_url)
     use_one_worker_per_gloo_group()
@@ -65,12 +71,12 @@ def make_strategy(plan: Plan, cuts: Cuts) -> Strategy:
         case "ddp":
             return _ddp(plan, backend)
         case "fsdp" | "hsdp":
-            options = CutOptions(
+            options = FSDP2Options(
                 AUTOCAST_DTYPE[plan.precision], config.reshard_after_forward, offload=config.offload_parameters
             )
             if options.offload and backend == "nccl":  # blocks in CPU memory are put together by gloo
                 backend = "cpu:gloo,cuda:nccl"
-            return CutProcesses(plan.layout.mesh, cuts, options, backend, _timeout(plan))
+            return FSDP2Strategy(plan.layout.mesh, cuts, options, backend, _timeout(plan))
         case _:
             return _deepspeed(plan, backend)
 
@@ -83,7 +89,7 @@ def _ddp(plan: Plan, backend: str) -> Strategy:
     """Gradients live in the communication buckets (no copy), accumulation communicates on the last micro-batch only
     (Lightning's `no_sync`), and every parameter is used once in every step (static graph; PyTorch cannot learn it from
     first micro-batch without communication)."""
-    return ReplicatedProcesses(
+    return ReplicatedStrategy(
         process_group_backend=backend,
         timeout=_timeout(plan),
         gradient_as_bucket_view=True,
@@ -119,18 +125,18 @@ def zero_options(plan: Plan) -> dict[str, Any]:
 
 
 def _deepspeed(plan: Plan, backend: str) -> Strategy:
-    from sd_training.parallel.deepspeed import ZeroProcesses
+    from sd_training.parallel.deepspeed import DeepSpeedZeroStrategy
 
-    return ZeroProcesses(zero_options(plan), plan.config.optimizer.max_grad_norm, backend, _timeout(plan))
+    return DeepSpeedZeroStrategy(zero_options(plan), plan.config.optimizer.max_grad_norm, backend, _timeout(plan))
 
 
 def precision_plugins(plan: Plan) -> list[Any]:
     """DeepSpeed rounds inputs unless it is told not to."""
     if not plan.layout.strategy.startswith("deepspeed"):
         return []
-    from sd_training.parallel.deepspeed import ZeroPrecision
+    from sd_training.parallel.deepspeed import DeepSpeedZeroPrecision
 
-    return [ZeroPrecision(LIGHTNING_PRECISION[plan.precision])]
+    return [DeepSpeedZeroPrecision(LIGHTNING_PRECISION[plan.precision])]
 
 
 log = get_logger(__name__)
@@ -192,9 +198,9 @@ def build_run(
     start = find_start(plan, mirror)
     if start.refusal is not None:
         raise start.refusal
-    fence = own_run_dir(plan, mirror)
+    run_lock = own_run_dir(plan, mirror)
     if run_log is not None:
-        run_log.open(plan.run_dir, fence.check)
+        run_log.open(plan.run_dir, run_lock.check)
     if start.is_done:
         log.info(f"{plan.run_dir} has already done its optimizer steps; it {start.sentence()}")
     resume_from = plan.run_dir / "checkpoints" if start.is_resumed else None
@@ -202,10 +208,10 @@ def build_run(
     data = make_data(plan, trained.family, trained.latent_grid)
     preemption = _preemption(plan, signals or StopSignals())
     watch = watch or HangWatch({}, plan.run_dir)
-    callbacks = build_callbacks(plan, start, trained, data, preemption, fence, watch, mirror)
+    callbacks = build_callbacks(plan, start, trained, data, preemption, run_lock, watch, mirror)
     strategy = make_strategy(plan, trained.cuts)
     assert isinstance(strategy, WholeCheckpoints)
-    strategy.fence, strategy.is_written_later = fence, plan.config.checkpoint.asynchronous
+    strategy.run_lock, strategy.asynchronous = run_lock, plan.config.checkpoint.asynchronous
     strategy.collective_timeout = timedelta(seconds=plan.config.watch.collective_timeout_s)
     trainer = _trainer(plan, callbacks, strategy)
     _without_signal_handling(trainer)

@@ -145,17 +145,17 @@ def own_run_dir(plan: Plan, mirror: Mirror | None) -> RunLock:
     except OSError as error:
         raise ConfigError(f"experiment.log_dir: {plan.run_dir} cannot be made: {error.strerror}") from error
     try:
-        fence = acquire_run_lock(plan.run_dir)
+        run_lock = acquire_run_lock(plan.run_dir)
         FirstFailure(plan.run_dir, 0).clear()
         remove_leftovers(checkpoints)
         recover_exports(plan.run_dir)
         if mirror is not None:
-            mirror.restore(checkpoints, fence)
+            mirror.restore(checkpoints, run_lock)
     except MirrorError as error:
         raise _unreadable(error) from error
     except OSError as error:
         raise SaveError(f"experiment.log_dir: {plan.run_dir} cannot be written: {error}") from error
-    return fence
+    return run_lock
 
 
 def _apparent(checkpoints: Path) -> tuple[UserError | None, Path | None]:

@@ -33,7 +33,7 @@ from sd_training.export.ema_snapshots import width_name, write_snapshot
 from sd_training.log import get_logger
 from sd_training.optim.power_function_ema import decay, gamma_of
 from sd_training.parallel.saves import AVERAGES
-from sd_training.parallel.sharding import Placement
+from sd_training.parallel.sharding import ParameterSharding
 from sd_training.training.base_module import TrainedModule
 
 _MOST_THREADS = 4
@@ -209,7 +209,7 @@ class Ema(OptimizerStepCallback):
         prefix: str = "",
     ) -> None:
         """Take this process's shares of whole tensors, or of the weights as they are."""
-        placement, parameters = placement_of(trainer), averaged_parameters(module)
+        sharding, parameters = sharding_of(trainer), averaged_parameters(module)
         missing = [] if source is None else [name for name in parameters if prefix + name not in source]
         if missing:
             raise CheckpointError(
@@ -217,7 +217,11 @@ class Ema(OptimizerStepCallback):
             )
         shares = self.averages.setdefault(part, {})
         for name, parameter in parameters.items():
-            own = placement.share(parameter) if source is None else placement.take(parameter, source[prefix + name])
+            own = (
+                sharding.local_shard(parameter)
+                if source is None
+                else sharding.shard_of(parameter, source[prefix + name])
+            )
             shares[name] = own.detach().to("cpu", torch.float32, copy=True).contiguous()
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
@@ -225,9 +229,9 @@ class Ema(OptimizerStepCallback):
         if step % self.config.update_every:
             return
         self.finish_update()
-        placement = placement_of(trainer)
+        sharding = sharding_of(trainer)
         kept_here = {name: p for name, p in averaged_parameters(module).items() if self.shares[name].numel()}
-        shares = {name: placement.share(parameter) for name, parameter in kept_here.items()}
+        shares = {name: sharding.local_shard(parameter) for name, parameter in kept_here.items()}
         if any(share.is_cuda for share in shares.values()):
             self.staging = self.staging or WeightStaging()
         if self.staging is None:
@@ -266,11 +270,11 @@ class Ema(OptimizerStepCallback):
         """Collective: the decay per optimizer step, and ‖average − weights‖ over all parameters (on a device, of the
         weights at the last update); 0 before the first update."""
         self.finish_update()
-        placement, total = placement_of(trainer), torch.zeros((), dtype=torch.float64)
+        sharding, total = sharding_of(trainer), torch.zeros((), dtype=torch.float64)
         for name, parameter in averaged_parameters(module).items():
             if name in self._now:
                 difference = self.shares[name] - self._now[name]
-                total += difference.double().square().sum() / placement.copies(parameter)
+                total += difference.double().square().sum() / sharding.copies(parameter)
         if trainer.world_size > 1:
             total = total.to(trainer.strategy.root_device)
             distributed.all_reduce(total)
@@ -284,16 +288,16 @@ class Ema(OptimizerStepCallback):
         Collective.
         """
         self.finish_update()
-        placement, parameters = placement_of(module.trainer), averaged_parameters(module)
-        kept = {name: placement.keep(parameter) for name, parameter in parameters.items()}
+        sharding, parameters = sharding_of(module.trainer), averaged_parameters(module)
+        kept = {name: sharding.backup(parameter) for name, parameter in parameters.items()}
         try:
             for name, parameter in parameters.items():
-                placement.lend(parameter, self.shares[name])
+                sharding.swap_in(parameter, self.shares[name])
             yield
         finally:
-            placement.settle()
+            sharding.reshard()
             for name, parameter in parameters.items():
-                placement.give_back(parameter, kept[name])
+                sharding.restore(parameter, kept[name])
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, object]
@@ -346,10 +350,10 @@ def averaged_parameters(module: TrainedModule) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.network.named_parameters() if p.requires_grad}
 
 
-def placement_of(trainer: pl.Trainer) -> Placement:
+def sharding_of(trainer: pl.Trainer) -> ParameterSharding:
     """Where the strategy keeps weights and optimizer state."""
-    placement: Placement = trainer.strategy.placement  # type: ignore[attr-defined]
-    return placement
+    sharding: ParameterSharding = trainer.strategy.sharding  # type: ignore[attr-defined]
+    return sharding
 
 
 @contextmanager
@@ -366,19 +370,19 @@ def export_weights(module: TrainedModule, ema: Ema | None) -> Iterator[None]:
             with evaluation_weights(module.trainer.optimizers[0]):
                 yield
     finally:
-        placement_of(module.trainer).settle()
+        sharding_of(module.trainer).reshard()
         module.network.train(was_training)
 
 
 def whole_weights(trainer: pl.Trainer, module: TrainedModule, ema: Ema | None) -> dict[str, Tensor]:
     """Collective: what is exported, put together on the CPU of the first process, by name in the network; empty on the
     others."""
-    placement, weights = placement_of(trainer), {}
+    sharding, weights = sharding_of(trainer), {}
     if ema is not None:
         ema.finish_update()
     for name, parameter in module.network.named_parameters():
         share = None if ema is None else ema.shares.get(name)
-        whole = placement.whole(parameter) if share is None else placement.gather(parameter, share)
+        whole = sharding.full_tensor(parameter) if share is None else sharding.gather(parameter, share)
         if trainer.is_global_zero:
             weights[name] = whole.detach().to("cpu", copy=True)
     return weights
@@ -404,7 +408,7 @@ class EmaSnapshots(OptimizerStepCallback):
         if step % self.config.update_every or not self.is_due(trainer, step, self.config.snapshot_every):
             return
         self.ema.finish_update()
-        placement, parameters = placement_of(trainer), averaged_parameters(module)
+        sharding, parameters = sharding_of(trainer), averaged_parameters(module)
         for number, sigma_rel in enumerate(self.config.tracks):
             shares, is_writer = (
                 self.ema.averages[track_part(sigma_rel)],
@@ -412,7 +416,7 @@ class EmaSnapshots(OptimizerStepCallback):
             )
             whole = {}
             for name, parameter in parameters.items():
-                tensor = placement.gather(parameter, shares[name])
+                tensor = sharding.gather(parameter, shares[name])
                 if is_writer:
                     whole[name] = tensor.detach().to("cpu", copy=True)
             if is_writer:

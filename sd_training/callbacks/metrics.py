@@ -37,13 +37,13 @@ class MetricRows:
     Args:
         path: the file.
         columns: names of the columns; the first one counts optimizer steps.
-        fence: of this start of the run: rows are the owner's, too.
+        run_lock: of this start of the run: rows are the owner's, too.
     """
 
-    def __init__(self, path: Path, columns: Sequence[str], fence: RunLock = NO_LOCK) -> None:
+    def __init__(self, path: Path, columns: Sequence[str], run_lock: RunLock = NO_LOCK) -> None:
         self.path = path
         self.columns = columns
-        self.fence = fence
+        self.run_lock = run_lock
         self._waiting: list[dict[str, str]] = []
 
     def keep_until(self, step: int) -> None:
@@ -73,7 +73,7 @@ class MetricRows:
         """Appends rows at once, and those that could not be written before them."""
         self._waiting = [*self._waiting, *map(dict, rows)][-_MAX_WAITING:]
         try:
-            self.fence.check()
+            self.run_lock.check()
             self._append(self._text(self._waiting, has_header=False))
         except TakenOverError:
             return  # the next save ends this process, on all ranks
@@ -138,7 +138,7 @@ class Metrics(OptimizerStepCallback):
         images_before: how many images the steps before a step take.
         ema: the average, if there is one.
         timer: shared with the callbacks that save and draw, so that images/s is the speed of training.
-        fence: of this start of the run.
+        run_lock: of this start of the run.
     """
 
     def __init__(
@@ -148,9 +148,9 @@ class Metrics(OptimizerStepCallback):
         images_before: Callable[[int], int],
         ema: Ema | None,
         timer: TrainingTimer,
-        fence: RunLock = NO_LOCK,
+        run_lock: RunLock = NO_LOCK,
     ) -> None:
-        self.rows = MetricRows(csv_path, COLUMNS, fence)
+        self.rows = MetricRows(csv_path, COLUMNS, run_lock)
         self.every = every
         self.images_before = images_before
         self.ema = ema

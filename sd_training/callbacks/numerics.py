@@ -40,13 +40,13 @@ from sd_training.callbacks.anomalies import (
 from sd_training.callbacks.base import OptimizerStepCallback, TrainingTimer, gather_ranks
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.incidents import FOLDER, Incidents
-from sd_training.callbacks.save import Saves, peers_of
+from sd_training.callbacks.save import Saves, cpu_group_of
 from sd_training.checkpoint.folder import folder_name, sealed_checkpoints, step_of, verify_checkpoint
 from sd_training.config.schema import NumericsConfig
 from sd_training.data.problems import printable
 from sd_training.errors import IntegrityError, NumericError
 from sd_training.log import get_logger
-from sd_training.parallel.cpu_group import Peers
+from sd_training.parallel.cpu_group import CpuGroup
 from sd_training.training.base_module import TrainedModule
 
 
@@ -68,7 +68,7 @@ def older_checkpoint(trainer: pl.Trainer, root: Path, before: int, done: Sequenc
 
     Those that a rollback has already left behind are not taken.
     """
-    step = peers_of(trainer).on_first(lambda: newest_before(root, before, done))
+    step = cpu_group_of(trainer).on_rank0(lambda: newest_before(root, before, done))
     return None if step is None else root / folder_name(step)
 
 
@@ -345,7 +345,7 @@ class ReplicaDigest(OptimizerStepCallback):
     ) -> NoReturn:
         # Processes of their own: those of the saves may be at work in the background.
         timeout = getattr(trainer.strategy, "collective_timeout", None)
-        hosts = Peers(trainer.global_rank, trainer.world_size, timeout).tell(socket.gethostname())
+        hosts = CpuGroup(trainer.global_rank, trainer.world_size, timeout).all_gather(socket.gethostname())
         path = self.incidents.path(step, "replicas")
         if trainer.is_global_zero:
             each = [

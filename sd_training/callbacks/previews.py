@@ -140,7 +140,7 @@ class Pictures(OptimizerStepCallback):
         """Numbers of the prompts that this rank draws. Where a forward pass is collective, all ranks draw equally many:
         some draw again what another draws as well, which gives the same picture."""
         count = len(self.job.prompts)
-        own, missing = strategy.dealt(count)
+        own, missing = strategy.split_over_ranks(count)
         return own + [strategy.data_rank % count] * missing if strategy.has_collective_forward else own
 
     def _publish(self, trainer: pl.Trainer, folder: Path, step: int) -> None:

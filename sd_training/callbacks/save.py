@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from sd_training.callbacks.base import OptimizerStepCallback, TrainingTimer
-from sd_training.callbacks.ema import Ema, export_weights, placement_of, whole_weights
+from sd_training.callbacks.ema import Ema, export_weights, sharding_of, whole_weights
 from sd_training.checkpoint.atomic_io import free_bytes
 from sd_training.checkpoint.folder import folder_name, sealed_checkpoints, step_of
 from sd_training.checkpoint.mirror import Mirror
@@ -34,7 +34,7 @@ from sd_training.errors import SaveError
 from sd_training.export.pipeline import export_pipeline, keep_export
 from sd_training.incidents import note_incident
 from sd_training.log import get_logger, is_main_process
-from sd_training.parallel.cpu_group import Peers
+from sd_training.parallel.cpu_group import CpuGroup
 from sd_training.parallel.saves import WholeCheckpoints
 from sd_training.training.base_module import TrainedModule
 from sd_training.watchdog.first_failure import is_network_error
@@ -73,12 +73,12 @@ class SaveTimes:
         return int(self._in_flight_since_s is not None)
 
     @contextmanager
-    def saving(self, step: int, *, is_written_later: bool) -> Iterator[None]:
+    def saving(self, step: int, *, asynchronous: bool) -> Iterator[None]:
         """Around a save. One that fails counts as well: the next is due when it would be, not at once.
 
         Args:
             step: optimizer steps completed.
-            is_written_later: in the background; `written` says when.
+            asynchronous: in the background; `written` says when.
         """
         began_s = time.monotonic()
         try:
@@ -86,7 +86,7 @@ class SaveTimes:
         finally:
             self._last_end_s = time.monotonic()
             self.last_step = step
-            if not is_written_later:
+            if not asynchronous:
                 self._longest_s = max(self._longest_s, self._last_end_s - began_s)
 
     def in_flight(self, began_s: float) -> None:
@@ -165,7 +165,7 @@ def save_what_is_left(trainer: pl.Trainer, exception: Exception, checkpoint: Cal
     assert isinstance(strategy, WholeCheckpoints)
     if not step:
         return
-    if not strategy.peers.agree(step):
+    if not strategy.cpu_group.agree(step):
         if is_network_error(exception):
             return  # another process ended first, and says so
         log.error(f"the steps since the last save are lost: other processes do not die of {exception!r:.200}")
@@ -174,13 +174,13 @@ def save_what_is_left(trainer: pl.Trainer, exception: Exception, checkpoint: Cal
         if strategy.root_device.type == "cuda":
             torch.cuda.synchronize()  # fails when the device is lost
         folder = checkpoint(trainer, step)
-        strategy.take_unwritten()()
+        strategy.take_pending_write()()
         log.error(f"{type(exception).__name__} after {step:,} optimizer steps; saved {folder}")
     except Exception as error:
         log.error(f"the steps since the last save are lost: {error}")
 
 
-class Settled(pl.Callback):
+class ConsistentState(pl.Callback):
     """Knows whether weights, optimizer and averages all are as after the last optimizer step: whether they may be saved
     when something fails. Acts after the callbacks that belong to the step."""
 
@@ -188,18 +188,18 @@ class Settled(pl.Callback):
 
     def on_before_optimizer_step(self, *_: Any) -> None:
         """From here on until the averages have seen the step, nothing fits together."""
-        self.is_settled = False
+        self.is_consistent = False
 
     def on_train_batch_end(self, *_: Any) -> None:
         """The callbacks before this one have."""
-        self.is_settled = True
+        self.is_consistent = True
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
         """Around a save: what fails in it is not saved once more."""
-        self.is_settled = False
+        self.is_consistent = False
         yield
-        self.is_settled = True
+        self.is_consistent = True
 
 
 class Background:
@@ -271,7 +271,7 @@ class Saves(OptimizerStepCallback):
         ema: the average to export, if there is one.
         timer: stands still while saving.
         times: says when a save is asked for, and is told of each.
-        fence: of this start of the run; the first process asks it.
+        run_lock: of this start of the run; the first process asks it.
         take_losses: gives the losses that a manifest holds (see `retention_info`), after an optimizer step.
     """
 
@@ -285,7 +285,7 @@ class Saves(OptimizerStepCallback):
         ema: Ema | None,
         timer: TrainingTimer,
         times: SaveTimes,
-        fence: RunLock,
+        run_lock: RunLock,
         take_losses: Callable[[int], dict[str, float | None]],
     ) -> None:
         self.run_dir = run_dir
@@ -295,7 +295,7 @@ class Saves(OptimizerStepCallback):
         self.exported = exported
         self.ema = ema
         self.timer = timer
-        self.fence = fence
+        self.run_lock = run_lock
         self.take_losses = take_losses
         self.failures = FailedSaves(run_dir, config.max_failed_saves)
         self.times = times
@@ -305,7 +305,7 @@ class Saves(OptimizerStepCallback):
         self.background = Background()
         self._begun_step = 0
         """Optimizer steps of the save in the background."""
-        self.settled = Settled()
+        self.settled = ConsistentState()
         """Acts after averages and guards, and before whatever may fail without a part in the step."""
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
@@ -313,12 +313,12 @@ class Saves(OptimizerStepCallback):
         if not (self.is_due(trainer, step, self.every) or self._is_milestone(step) or self.times.is_asked):
             return
         is_last = step == trainer.max_steps or trainer.should_stop
-        is_written_later = self.config.asynchronous
-        saving = self.times.saving(step, is_written_later=is_written_later)
+        asynchronous = self.config.asynchronous
+        saving = self.times.saving(step, asynchronous=asynchronous)
         with self.timer.excluded("save"), saving, self.settled.left_alone():
             self.settle(is_last=False)
             with self._failures_told(step, is_last=is_last):
-                if is_written_later:
+                if asynchronous:
                     self._begin(trainer, module, step)
                 else:
                     self._save(trainer, module, step)
@@ -342,7 +342,7 @@ class Saves(OptimizerStepCallback):
         """
         checkpoint = self._checkpoint(trainer, step)
         self.times.sealed_step = step
-        peers_of(trainer).on_first(lambda: self._rotate(checkpoint))
+        cpu_group_of(trainer).on_rank0(lambda: self._rotate(checkpoint))
         self._export(trainer, module, step)
         self.failures.succeeded()
 
@@ -350,7 +350,7 @@ class Saves(OptimizerStepCallback):
         """Collective: copies what `_save` would write, and has it written in the background; `settle` ends it."""
         began_s = time.monotonic()
         checkpoint = self._checkpoint(trainer, step)
-        write, peers = _strategy(trainer).take_unwritten(), peers_of(trainer)
+        write, cpu_group = _strategy(trainer).take_pending_write(), cpu_group_of(trainer)
         weights = self._copied_weights(trainer, module)
         exported = self.exported(weights if trainer.is_global_zero else None)
 
@@ -358,8 +358,8 @@ class Saves(OptimizerStepCallback):
             try:
                 write()
                 self.times.sealed_step = step
-                peers.on_first(lambda: self._rotate(checkpoint))
-                peers.on_first(lambda: self._write(step, exported))
+                cpu_group.on_rank0(lambda: self._rotate(checkpoint))
+                cpu_group.on_rank0(lambda: self._write(step, exported))
             finally:
                 self.times.written()
 
@@ -380,7 +380,7 @@ class Saves(OptimizerStepCallback):
 
     def _copied_weights(self, trainer: pl.Trainer, module: TrainedModule) -> dict[str, Tensor]:
         """Collective: what `_export` would export, on the CPU of the first process."""
-        if not placement_of(trainer).is_network_whole:
+        if not sharding_of(trainer).is_network_whole:
             return whole_weights(trainer, module, self.ema)
         with export_weights(module, self.ema):
             if not trainer.is_global_zero:
@@ -395,7 +395,7 @@ class Saves(OptimizerStepCallback):
         """
         self.settle()
         self._checkpoint(trainer, step)
-        _strategy(trainer).take_unwritten()()
+        _strategy(trainer).take_pending_write()()
         self.times.sealed_step = step
 
     def _checkpoint(self, trainer: pl.Trainer, step: int) -> Path:
@@ -417,7 +417,7 @@ class Saves(OptimizerStepCallback):
         try:
             best = protected_checkpoints(root, self.config.keep_best, self.config.best_by)
             kept = [*best, *([self.in_use] if self.in_use else [])]
-            rotate(root, self.config.keep, [newest], kept, self.fence)
+            rotate(root, self.config.keep, [newest], kept, self.run_lock)
         except OSError as error:
             log.warning(f"older checkpoints could not be deleted: {error}")
 
@@ -425,7 +425,7 @@ class Saves(OptimizerStepCallback):
         """A process that was killed between a checkpoint and its export left an older pipeline, and perhaps older
         checkpoints to delete: do both now."""
         super().on_train_start(trainer, pl_module)
-        peers_of(trainer)  # made by all processes together; at an exception they may not be together
+        cpu_group_of(trainer)  # made by all processes together; at an exception they may not be together
         self._export_what_was_left_out(trainer, pl_module)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -434,7 +434,7 @@ class Saves(OptimizerStepCallback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Another start may have the folder."""
-        self.fence.release()
+        self.run_lock.release()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """The run ends. A save in the background is waited for, unless another process is missing in it."""
@@ -443,17 +443,17 @@ class Saves(OptimizerStepCallback):
                 self.background.wait(_PATIENCE_S)
             except Exception as error:
                 log.error(f"save of step {self._begun_step:,} failed: {error}")
-            if isinstance(exception, Exception) and self.settled.is_settled:
+            if isinstance(exception, Exception) and self.settled.is_consistent:
                 save_what_is_left(trainer, exception, self._checkpoint)
-        self.fence.release()
+        self.run_lock.release()
 
     def _export_what_was_left_out(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         left_out, self._loaded_step = self._loaded_step, None
-        if left_out is None or peers_of(trainer).on_first(self._exported_step) >= left_out:
+        if left_out is None or cpu_group_of(trainer).on_rank0(self._exported_step) >= left_out:
             return
         assert isinstance(module, TrainedModule)
         with self._failures_told(left_out, is_last=trainer.global_step >= trainer.max_steps):
-            peers_of(trainer).on_first(lambda: self._rotate(self._folder(left_out)))
+            cpu_group_of(trainer).on_rank0(lambda: self._rotate(self._folder(left_out)))
             self._export(trainer, module, left_out)
 
     def _exported_step(self) -> int:
@@ -464,22 +464,22 @@ class Saves(OptimizerStepCallback):
 
     def _export(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Collective; the first process writes, and all get its error."""
-        peers = peers_of(trainer)
-        if placement_of(trainer).is_network_whole:
+        cpu_group = cpu_group_of(trainer)
+        if sharding_of(trainer).is_network_whole:
             with export_weights(module, self.ema):
                 exported = self.exported(None)
-                peers.on_first(lambda: self._write(step, exported))
+                cpu_group.on_rank0(lambda: self._write(step, exported))
         else:
             weights = whole_weights(trainer, module, self.ema)
             exported = self.exported(weights if trainer.is_global_zero else None)
-            peers.on_first(lambda: self._write(step, exported))
+            cpu_group.on_rank0(lambda: self._write(step, exported))
 
     def _write(self, step: int, exported: Any) -> None:
         current = self.run_dir / "current_pipeline"
         if self.only_most_recent:
-            export_pipeline(exported, current, self.fence)
+            export_pipeline(exported, current, self.run_lock)
         else:
-            keep_export(exported, self.run_dir, step, self.fence)
+            keep_export(exported, self.run_dir, step, self.run_lock)
         (self.run_dir / _EXPORTED).write_text(f"{step}\n", encoding="utf-8")
         log.info(f"saved step {step}: {self._folder(step)} and {current}")
 
@@ -501,9 +501,9 @@ class Saves(OptimizerStepCallback):
         progress["is_last_batch"] = False
 
 
-def peers_of(trainer: pl.Trainer) -> Peers:
+def cpu_group_of(trainer: pl.Trainer) -> CpuGroup:
     """The processes that save together."""
-    return _strategy(trainer).peers
+    return _strategy(trainer).cpu_group
 
 
 def _strategy(trainer: pl.Trainer) -> WholeCheckpoints:
@@ -550,7 +550,7 @@ class Mirroring(OptimizerStepCallback):
         """Collective: all wait for the last copy; also where nothing was left to train."""
         limit_s = AFTER_A_STOP_S if trainer.global_step < trainer.max_steps else self.limit_s
         with self.timer.excluded("save"):
-            peers_of(trainer).on_first(lambda: self._finish(limit_s))
+            cpu_group_of(trainer).on_rank0(lambda: self._finish(limit_s))
 
     def _finish(self, limit_s: float) -> None:
         end_s = time.monotonic() + limit_s
@@ -568,11 +568,11 @@ class Mirroring(OptimizerStepCallback):
 
     def _send(self, folder: Path) -> None:
         """In the thread."""
-        fence, config, step = self.saves.fence, self.saves.config, step_of(folder)
-        self.mirror.send(folder, fence)
+        run_lock, config, step = self.saves.run_lock, self.saves.config, step_of(folder)
+        self.mirror.send(folder, run_lock)
         self._sent_step = step
         log.info(f"copied {folder.name} to {self.mirror.root}")
-        self.mirror.rotate(step, config.keep, config.keep_best, config.best_by, fence)
+        self.mirror.rotate(step, config.keep, config.keep_best, config.best_by, run_lock)
 
     def _tell_failure(self, limit_s: float | None = None) -> bool:
         """Waits, and says whether it ended in time. A mirror that fails ends no run: everything is on this machine."""

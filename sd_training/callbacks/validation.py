@@ -23,7 +23,7 @@ from sd_training.data.held_out import HeldOutData
 from sd_training.log import get_logger
 from sd_training.models.encoders import autocast
 from sd_training.models.execution import without_compiling
-from sd_training.parallel.cpu_group import Peers
+from sd_training.parallel.cpu_group import CpuGroup
 from sd_training.training.base_module import TrainedModule
 from sd_training.types import PixelBatch
 
@@ -78,7 +78,7 @@ class Validation(OptimizerStepCallback):
     ) -> None:
         self.data, self.every, self.quantiles, self.rows = data, every, quantiles, rows
         self.precision, self.ema, self.timer, self.preemption = precision, ema, timer, preemption
-        self._peers: Peers | None = None
+        self._cpu_group: CpuGroup | None = None
         self._latest: tuple[int, float] | None = None
 
     def loss_after(self, step: int) -> float | None:
@@ -97,14 +97,14 @@ class Validation(OptimizerStepCallback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Training does not start when there is nothing left to train; the last measurement may have been broken
         off."""
-        if self._peers is None:
+        if self._cpu_group is None:
             self._make_up(trainer, pl_module)
 
     def _make_up(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         step = trainer.global_step
         # Saves have a group of their own, which a save in the background may be using.
-        self._peers = Peers(trainer.global_rank, trainer.world_size, self.preemption.timeout)
-        is_known = self._peers.on_first(lambda: self._is_known(step))
+        self._cpu_group = CpuGroup(trainer.global_rank, trainer.world_size, self.preemption.timeout)
+        is_known = self._cpu_group.on_rank0(lambda: self._is_known(step))
         if not is_known and self.is_due(trainer, step, self.every):
             assert isinstance(module, TrainedModule)
             self._measure_all(trainer, module, step)
@@ -163,14 +163,14 @@ class Validation(OptimizerStepCallback):
             sums = sums.to(device)
             distributed.all_reduce(sums)
         # Processes that share samples have measured the same.
-        total, times, count = (sums.cpu() / strategy.ranks_per_share).unbind(1)  # type: ignore[attr-defined]
+        total, times, count = (sums.cpu() / strategy.tensor_parallel_size).unbind(1)  # type: ignore[attr-defined]
         return Measured((total / count).tolist(), (times / count).tolist(), round(float(count[0])))
 
     def _share(self, strategy: Any) -> tuple[Iterator[PixelBatch], list[bool]]:
         """This rank's batches, and for each of the rounds, which are equally many on all ranks, whether its batch
         counts. In a round without one a rank waits, or passes some batch for nothing where a forward pass is
         collective."""
-        own, missing = strategy.dealt(len(self.data))
+        own, missing = strategy.split_over_ranks(len(self.data))
         passed = [0] * missing if strategy.has_collective_forward else []
         return self.data.batches(own + passed), [True] * len(own) + [False] * missing
 
@@ -181,14 +181,14 @@ class Validation(OptimizerStepCallback):
             batch = next(batches, None)
         except Exception as error:
             failure = error
-        assert self._peers is not None
-        self._peers.raise_first(failure)
+        assert self._cpu_group is not None
+        self._cpu_group.raise_first(failure)
         return batch
 
     def _agreed_status(self, trainer: pl.Trainer) -> int:
         """Collective."""
-        assert self._peers is not None
-        return max(self._peers.tell(self.preemption.status_asked(trainer)))
+        assert self._cpu_group is not None
+        return max(self._cpu_group.all_gather(self.preemption.status_asked(trainer)))
 
     def _tell(self, trainer: pl.Trainer, step: int, measured: dict[str, Measured]) -> None:
         rows = []

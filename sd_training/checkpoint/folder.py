@@ -3,7 +3,7 @@
 A folder `step=N` exists only after every file in it was flushed to disk and read back equal to `MANIFEST.json`; a
 process killed at any moment leaves at most a `step=N.partial-…` or `step=N.deleting` behind,
 which `remove_leftovers` removes.
-One process of a run calls these functions; the fence is asked before anything is published or deleted.
+One process of a run calls these functions; the run_lock is asked before anything is published or deleted.
 
 A `step=N` may be a link to a folder, as after a move to another disk. It is read like a folder; what is renamed or
 removed is the link. One that leads nowhere is a damaged checkpoint: the disk may be back tomorrow.
@@ -243,7 +243,7 @@ def write_sealed(root: Path, step: int, write: Callable[[Path], None], info: Map
     return root / folder_name(step)
 
 
-def begin_partial(root: Path, step: int, needed_bytes: int = 0, fence: RunLock = NO_LOCK) -> Path | None:
+def begin_partial(root: Path, step: int, needed_bytes: int = 0, run_lock: RunLock = NO_LOCK) -> Path | None:
     """An empty folder to write a checkpoint into, for `seal_partial`; None when `step=N` is there and verifies.
 
     The pieces of `write_sealed`, for a checkpoint that several processes write; one of them calls these functions.
@@ -252,23 +252,23 @@ def begin_partial(root: Path, step: int, needed_bytes: int = 0, fence: RunLock =
         root: the run's folder of checkpoints; made when missing.
         step: optimizer steps completed.
         needed_bytes: what will be written.
-        fence: of this start of the run, here and in the functions below.
+        run_lock: of this start of the run, here and in the functions below.
 
     Raises:
         OSError: it cannot be made, or there is less space than that.
         TakenOverError: another start has the run.
     """
-    fence.check()
+    run_lock.check()
     final = root / folder_name(step)
     if _is_sealed_already(final):
         return None
     require_free_space(root, needed_bytes)
-    partial = root / f"{folder_name(step)}{_PARTIAL}{fence.suffix}"
+    partial = root / f"{folder_name(step)}{_PARTIAL}{run_lock.suffix}"
     make_empty_folder(partial)
     return partial
 
 
-def seal_partial(partial: Path, info: Mapping[str, Any], fence: RunLock = NO_LOCK) -> Path:
+def seal_partial(partial: Path, info: Mapping[str, Any], run_lock: RunLock = NO_LOCK) -> Path:
     """Seals what was written into the folder that `begin_partial` gave; returns the checkpoint.
 
     Raises:
@@ -276,10 +276,10 @@ def seal_partial(partial: Path, info: Mapping[str, Any], fence: RunLock = NO_LOC
         TakenOverError: another start has the run.
     """
     _seal(partial, step_of(_final(partial)), info)
-    return _publish(partial, fence)
+    return _publish(partial, run_lock)
 
 
-def adopt_partial(partial: Path, fence: RunLock = NO_LOCK) -> Path:
+def adopt_partial(partial: Path, run_lock: RunLock = NO_LOCK) -> Path:
     """Seals a copy of a checkpoint, its manifest included, in the folder of `begin_partial`; returns the checkpoint.
 
     Raises:
@@ -294,17 +294,17 @@ def adopt_partial(partial: Path, fence: RunLock = NO_LOCK) -> Path:
         problems = [f"{MANIFEST_NAME} belongs to another step"]
     if problems:
         raise ValueError("; ".join(problems))
-    return _publish(partial, fence)
+    return _publish(partial, run_lock)
 
 
-def remove_partial(root: Path, step: int, fence: RunLock = NO_LOCK) -> None:
+def remove_partial(root: Path, step: int, run_lock: RunLock = NO_LOCK) -> None:
     """Removes what was written since `begin_partial`."""
-    remove_quietly(root / f"{folder_name(step)}{_PARTIAL}{fence.suffix}")
+    remove_quietly(root / f"{folder_name(step)}{_PARTIAL}{run_lock.suffix}")
 
 
-def remove_partial_after(root: Path, step: int, error: OSError, fence: RunLock = NO_LOCK) -> OSError:
+def remove_partial_after(root: Path, step: int, error: OSError, run_lock: RunLock = NO_LOCK) -> OSError:
     """`remove_partial`, and the error to raise: it names the folder, the cause and the free space."""
-    remove_partial(root, step, fence)
+    remove_partial(root, step, run_lock)
     return write_failure(f"checkpoint {folder_name(step)}", root, error)
 
 
@@ -427,12 +427,12 @@ def _final(partial: Path) -> Path:
     return partial.with_name(partial.name.partition(_PARTIAL)[0])
 
 
-def _publish(partial: Path, fence: RunLock) -> Path:
+def _publish(partial: Path, run_lock: RunLock) -> Path:
     final = _final(partial)
-    fence.check()
+    run_lock.check()
     os.rename(partial, final)
     flush_folder(final.parent)
-    _note_saved(fence.run_dir, step_of(final))
+    _note_saved(run_lock.run_dir, step_of(final))
     return final
 
 

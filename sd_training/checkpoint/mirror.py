@@ -97,7 +97,7 @@ class Mirror:
         with self._errors_named():
             return [step for step in self._folders() if self._has_manifest(step)]
 
-    def send(self, folder: Path, fence: RunLock) -> None:
+    def send(self, folder: Path, run_lock: RunLock) -> None:
         """Copies a sealed checkpoint, its manifest last; one that is there already is left alone.
 
         Raises:
@@ -110,16 +110,16 @@ class Mirror:
             if self._has_manifest(step):
                 if self._is_same(copied, own.read_bytes()):
                     return
-                fence.check()
+                run_lock.check()
                 obstore.delete(self._store, copied)
             for path in files_below(folder):
                 if path != own:
-                    fence.check()
+                    run_lock.check()
                     self._put(path, self._path(step, path.relative_to(folder).as_posix()))
-            fence.check()
+            run_lock.check()
             self._put(own, copied)
 
-    def rotate(self, newest: int, keep: int, num_best: int, best_by: str, fence: RunLock) -> None:
+    def rotate(self, newest: int, keep: int, num_best: int, best_by: str, run_lock: RunLock) -> None:
         """Deletes what the run folder would: all but the newest `keep`, milestones and the best. Also half sent ones,
         and copies above the newest: the run has gone back behind them. A copy whose manifest cannot be used, as one of
         another version of this program, is left, is named in the log, and counts for nothing.
@@ -128,7 +128,7 @@ class Mirror:
             newest: optimizer steps of the checkpoint that was just sent; stays.
             keep: as `checkpoint.keep`.
             num_best, best_by: as `checkpoint.keep_best` and `checkpoint.best_by`.
-            fence: of this start of the run.
+            run_lock: of this start of the run.
 
         Raises:
             MirrorError: it could not be asked, or something could not be deleted.
@@ -139,15 +139,15 @@ class Mirror:
             kept = {newest, *self._left, *list(infos)[-max(keep, MIN_KEPT) :], *to_keep(infos, num_best, best_by)}
             for step in self._folders():
                 if step not in kept:
-                    fence.check()
+                    run_lock.check()
                     self._remove(step)
 
-    def restore(self, root: Path, fence: RunLock) -> Path | None:
+    def restore(self, root: Path, run_lock: RunLock) -> Path | None:
         """Fetches the newest whole copy, where the run's own folder of checkpoints has none as new that verifies.
 
         Args:
             root: the run's folder of checkpoints.
-            fence: of this start of the run.
+            run_lock: of this start of the run.
 
         Raises:
             MirrorError: the mirror cannot be asked.
@@ -161,21 +161,21 @@ class Mirror:
         for step in reversed(newer):
             log.info(f"{root} has nothing whole as new as {self._url_of(step)}: fetching it")
             try:
-                return self._fetch(step, root, fence)
+                return self._fetch(step, root, run_lock)
             except _BadCopy as error:
                 log.error(f"{self._url_of(step)} cannot be used: {error}")
             finally:
-                remove_partial(root, step, fence)
+                remove_partial(root, step, run_lock)
         if newer and own < 0:
             raise DamagedCheckpointsError(
                 f"checkpoint.mirror: {self.root} holds copies of checkpoints, but none of them can be used"
             )
         return None
 
-    def _fetch(self, step: int, root: Path, fence: RunLock) -> Path:
+    def _fetch(self, step: int, root: Path, run_lock: RunLock) -> Path:
         with self._errors_named():
             recorded = self._manifest(step)
-        partial = begin_partial(root, step, sum(file.size for file in recorded.files.values()), fence)
+        partial = begin_partial(root, step, sum(file.size for file in recorded.files.values()), run_lock)
         if partial is None:
             return root / folder_name(step)
         with self._errors_named():
@@ -183,7 +183,7 @@ class Mirror:
                 self._get(step, name, partial, file.size)
         (partial / MANIFEST_NAME).write_text(manifest_text(recorded), encoding="utf-8")
         try:
-            return adopt_partial(partial, fence)
+            return adopt_partial(partial, run_lock)
         except ValueError as error:
             raise _BadCopy(str(error)) from error
 

@@ -69,7 +69,7 @@ def rotate(
     keep: int,
     trusted: Collection[Path] = (),
     protected: Collection[Path] = (),
-    fence: RunLock = NO_LOCK,
+    run_lock: RunLock = NO_LOCK,
 ) -> list[Path]:
     """Deletes checkpoints older than the `keep` newest verified ones.
 
@@ -78,7 +78,7 @@ def rotate(
         keep: verified checkpoints to leave [count]; fewer than 2 count as 2. Damaged ones do not count.
         trusted: checkpoints that were verified a moment ago and are not read again.
         protected: older ones that are left as well (`kinds`).
-        fence: of this start of the run.
+        run_lock: of this start of the run.
 
     Returns:
         What was deleted. An older one that is itself damaged is left for a person to look at.
@@ -88,7 +88,7 @@ def rotate(
         if good < max(keep, MIN_KEPT):
             good += folder in trusted or not verify_checkpoint(folder)
         elif folder not in protected and not verify_checkpoint(folder, contents=False):
-            fence.check()
+            run_lock.check()
             discard_checkpoint(folder)
             deleted.append(folder)
     return deleted

@@ -1,4 +1,4 @@
-"""One writer per run folder: a lock for starts on one machine, a fence for those on several.
+"""One writer per run folder: a lock for starts on one machine, a run_lock for those on several.
 
 RUN/writer.lock      locked by the process that writes, as long as it lives; a second start on the machine is refused
 RUN/writers/7.json   one small file per start, made exclusively; the highest number owns the folder
@@ -108,19 +108,19 @@ def _take(run_dir: Path) -> RunLock:
         is_locked = _lock(run_dir)
         if not is_locked:
             _refuse_if_here(run_dir, newest)
-        fence = RunLock(run_dir, newest + 1, secrets.token_hex(8))
+        run_lock = RunLock(run_dir, newest + 1, secrets.token_hex(8))
         try:
-            _claim(fence)
+            _claim(run_lock)
             if not is_locked:
-                _replace_lock(run_dir, fence.number)
-            fence.check()
+                _replace_lock(run_dir, run_lock.number)
+            run_lock.check()
         except (FileExistsError, TakenOverError):
             continue  # another start at this very moment; the later one has it
         break
     for older in _numbers(run_dir):
-        if older < fence.number:
+        if older < run_lock.number:
             _path(run_dir, older).unlink(missing_ok=True)
-    return fence
+    return run_lock
 
 
 @contextmanager
@@ -137,11 +137,11 @@ def _one_at_a_time(run_dir: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _claim(fence: RunLock) -> None:
-    assert fence.run_dir is not None
-    path = _path(fence.run_dir, fence.number)
+def _claim(run_lock: RunLock) -> None:
+    assert run_lock.run_dir is not None
+    path = _path(run_lock.run_dir, run_lock.number)
     owner = {
-        "token": fence.token,
+        "token": run_lock.token,
         "host": socket.gethostname(),
         "boot_id": _boot_id(),
         "pid": os.getpid(),

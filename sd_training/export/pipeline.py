@@ -170,23 +170,23 @@ class ExportError(OSError):
     """The exported folder does not give back what was in memory. The export before it is still in place."""
 
 
-def export_pipeline(pipeline: DiffusionPipeline | ModelMixin, destination: Path, fence: RunLock = NO_LOCK) -> None:
+def export_pipeline(pipeline: DiffusionPipeline | ModelMixin, destination: Path, run_lock: RunLock = NO_LOCK) -> None:
     """Replaces `destination` by `pipeline` in diffusers' layout, once the new folder was reloaded and compared.
 
     Args:
         pipeline: a whole pipeline, or one model such as an autoencoder; on any device. A part is copied to the CPU
             for the comparison, one part at a time.
         destination: folder to replace; a link there is replaced, not followed.
-        fence: of this start of the run.
+        run_lock: of this start of the run.
 
     Raises:
         OSError: it could not be written; names folder and free space. `destination` is as it was.
         ExportError: the folder does not load as what was written. `destination` is as it was.
         TakenOverError: another start has the run. `destination` is as it was.
     """
-    partial = _partial(destination, fence)
+    partial = _partial(destination, run_lock)
     try:
-        fence.check()
+        run_lock.check()
         recover_export(destination)
         require_free_space(destination.parent, _bytes(pipeline))
         make_empty_folder(partial)
@@ -194,7 +194,7 @@ def export_pipeline(pipeline: DiffusionPipeline | ModelMixin, destination: Path,
         problems = differences(pipeline, partial)
         if problems:
             raise ExportError(f"the pipeline written to {partial} is not the one in memory: {'; '.join(problems)}")
-        fence.check()
+        run_lock.check()
         _replace(destination, lambda: os.rename(partial, destination))
     except OSError as error:
         remove_quietly(partial)
@@ -204,17 +204,19 @@ def export_pipeline(pipeline: DiffusionPipeline | ModelMixin, destination: Path,
         raise
 
 
-def keep_export(pipeline: DiffusionPipeline | ModelMixin, run_dir: Path, step: int, fence: RunLock = NO_LOCK) -> Path:
+def keep_export(
+    pipeline: DiffusionPipeline | ModelMixin, run_dir: Path, step: int, run_lock: RunLock = NO_LOCK
+) -> Path:
     """Exports to `run_dir/pipelines/step_N` and points the link `run_dir/current_pipeline` at it.
 
     Returns:
         The new folder. Errors as in `export_pipeline`.
     """
     kept = run_dir / KEPT / f"step_{step}"
-    export_pipeline(pipeline, kept, fence)
+    export_pipeline(pipeline, kept, run_lock)
     current = run_dir / CURRENT
     recover_export(current)
-    link = _partial(current, fence)
+    link = _partial(current, run_lock)
     remove_durably(link)
     link.symlink_to(Path(KEPT) / kept.name)  # relative, so that the run folder can be moved
     if current.is_symlink():
@@ -248,8 +250,8 @@ def recover_exports(run_dir: Path) -> None:
         recover_export(kept / name)
 
 
-def _partial(destination: Path, fence: RunLock) -> Path:
-    return _beside(destination, f"partial{fence.suffix}")
+def _partial(destination: Path, run_lock: RunLock) -> Path:
+    return _beside(destination, f"partial{run_lock.suffix}")
 
 
 def _beside(destination: Path, suffix: str) -> Path:

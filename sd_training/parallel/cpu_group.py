@@ -26,7 +26,7 @@ _HASTE = timedelta(seconds=30)
 _POLL_S = 0.2
 
 
-class Peers:
+class CpuGroup:
     """All processes of the run.
 
     Args:
@@ -41,7 +41,7 @@ class Peers:
         self._group = distributed.new_group(backend="gloo", timeout=timeout) if count > 1 else None
         self._hasty_group = distributed.new_group(backend="gloo", timeout=_HASTE) if count > 1 else None
 
-    def tell(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Collective: what every process said, by rank.
 
         Args:
@@ -61,7 +61,7 @@ class Peers:
         distributed.all_gather(texts, padded, group=group)
         return [json.loads(bytes(t[: int(size)].tolist())) for t, size in zip(texts, sizes, strict=True)]
 
-    def meet(self, meanwhile: Callable[[], None]) -> None:
+    def barrier(self, meanwhile: Callable[[], None]) -> None:
         """Collective: waits for all. Python's handlers of signals run meanwhile, as they do not inside a collective.
 
         Args:
@@ -98,7 +98,7 @@ class Peers:
             UserError: one of `_KINDS`, on some process.
             Exception: this process's own failure of another kind; RuntimeError with its text on the others.
         """
-        told = [one for one in self.tell(None if failure is None else _described(failure)) if one is not None]
+        told = [one for one in self.all_gather(None if failure is None else _described(failure)) if one is not None]
         if not told:
             return
         # One process alone must not go on after a full disk while another one ends with a worse error.
@@ -106,7 +106,7 @@ class Peers:
         is_own = failure is not None and isinstance(failure, OSError) == ("errno" in worst)
         raise failure if failure is not None and is_own else _error(worst)
 
-    def on_first(self, act: Callable[[], _Result]) -> _Result:
+    def on_rank0(self, act: Callable[[], _Result]) -> _Result:
         """Collective: the first process acts; all get its result, which must be JSON, or its error as above."""
         result: Any = None
         failure: Exception | None = None
@@ -116,7 +116,7 @@ class Peers:
             except Exception as error:
                 failure = error
         self.raise_first(failure)
-        answer: _Result = self.tell(result)[0]
+        answer: _Result = self.all_gather(result)[0]
         return answer
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sd_training.errors import ConfigError
 from sd_training.parallel.saves import WholeCheckpoints
-from sd_training.parallel.zero import Zero, ZeroOptimizer, ZeroParameters
+from sd_training.parallel.zero import ZeroSharding, ZeroStage3Sharding, ZeroStage12Sharding
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 20
@@ -251,7 +251,7 @@ def _is_no_offload(key: str, value: Any) -> bool:
     return key in _OFFLOADS and isinstance(value, dict) and value.get("device") == "none"
 
 
-class ZeroProcesses(WholeCheckpoints, DeepSpeedStrategy):
+class DeepSpeedZeroStrategy(WholeCheckpoints, DeepSpeedStrategy):
     """ZeRO stages 1 to 3.
 
     Args:
@@ -303,9 +303,9 @@ class ZeroProcesses(WholeCheckpoints, DeepSpeedStrategy):
             parent, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(parent), leaf, buffer.to(self.root_device))
 
-    def make_placement(self) -> Zero:
+    def make_sharding(self) -> ZeroSharding:
         """By stage."""
-        return (ZeroParameters if self.zero_stage_3 else ZeroOptimizer)(self.deepspeed_engine)
+        return (ZeroStage3Sharding if self.zero_stage_3 else ZeroStage12Sharding)(self.deepspeed_engine)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """As `WholeCheckpoints`, with the scale of the loss."""
@@ -326,7 +326,7 @@ class ZeroProcesses(WholeCheckpoints, DeepSpeedStrategy):
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-class ZeroPrecision(DeepSpeedPrecision):
+class DeepSpeedZeroPrecision(DeepSpeedPrecision):
     """Types as every other strategy has them; tells the module what DeepSpeed did with the gradient."""
 
     def convert_input(self, data: Any) -> Any:

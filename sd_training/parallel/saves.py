@@ -41,8 +41,8 @@ from sd_training.checkpoint.tensors import (
 )
 from sd_training.errors import CheckpointError
 from sd_training.log import get_logger
-from sd_training.parallel.cpu_group import Peers
-from sd_training.parallel.sharding import Placement, bytes_here
+from sd_training.parallel.cpu_group import CpuGroup
+from sd_training.parallel.sharding import ParameterSharding, bytes_here
 
 
 class Sealing:
@@ -50,13 +50,13 @@ class Sealing:
 
     Args:
         folder: the checkpoint, `step=N`.
-        peers: the processes that write it.
-        fence: of this start of the run; the first process asks it.
+        cpu_group: the processes that write it.
+        run_lock: of this start of the run; the first process asks it.
     """
 
-    def __init__(self, folder: Path, peers: Peers, fence: RunLock) -> None:
-        self.root, self.step, self.peers = folder.parent, step_of(folder), peers
-        self.fence = fence
+    def __init__(self, folder: Path, cpu_group: CpuGroup, run_lock: RunLock) -> None:
+        self.root, self.step, self.cpu_group = folder.parent, step_of(folder), cpu_group
+        self.run_lock = run_lock
         self._partial = Path()
         self._failure: OSError | None = None
 
@@ -70,10 +70,10 @@ class Sealing:
             OSError: it cannot be made, or too little space is free; names both figures.
             TakenOverError: another start has the run.
         """
-        needed_bytes = sum(self.peers.tell(bytes_here))
+        needed_bytes = sum(self.cpu_group.all_gather(bytes_here))
 
         def make() -> str | None:
-            partial = begin_partial(self.root, self.step, needed_bytes, self.fence)
+            partial = begin_partial(self.root, self.step, needed_bytes, self.run_lock)
             return None if partial is None else str(partial)
 
         made = self._on_first(make)
@@ -85,7 +85,7 @@ class Sealing:
         if self._failure is not None:
             return
         try:
-            write_tensors(self._partial, part, tensors, self.peers.rank, self.peers.count)
+            write_tensors(self._partial, part, tensors, self.cpu_group.rank, self.cpu_group.count)
         except OSError as error:
             self._failure = error
 
@@ -104,7 +104,7 @@ class Sealing:
 
         def seal_it() -> None:
             write_state(self._partial, state)
-            seal_partial(self._partial, info, self.fence)
+            seal_partial(self._partial, info, self.run_lock)
 
         self._on_first(seal_it)
 
@@ -115,12 +115,12 @@ class Sealing:
             with self._tidied():
                 return act()
 
-        return self.peers.on_first(tidied)
+        return self.cpu_group.on_rank0(tidied)
 
     def _agree(self, failure: OSError | None) -> None:
         """All fail when one does; the first one tidies up."""
         with self._tidied():
-            self.peers.raise_first(failure)
+            self.cpu_group.raise_first(failure)
 
     @contextmanager
     def _tidied(self) -> Iterator[None]:
@@ -128,22 +128,22 @@ class Sealing:
         try:
             yield
         except OSError as error:
-            if self.peers.rank == 0:
-                raise remove_partial_after(self.root, self.step, error, self.fence) from error
+            if self.cpu_group.rank == 0:
+                raise remove_partial_after(self.root, self.step, error, self.run_lock) from error
             raise
         except BaseException:
-            if self.peers.rank == 0:
-                remove_partial(self.root, self.step, self.fence)
+            if self.cpu_group.rank == 0:
+                remove_partial(self.root, self.step, self.run_lock)
             raise
 
 
-def choose_checkpoint(root: Path, peers: Peers) -> Path:
+def choose_checkpoint(root: Path, cpu_group: CpuGroup) -> Path:
     """Collective: the newest verified checkpoint below `root`, the same on every process.
 
     Raises:
         CheckpointError: none of them verifies; with the same words on every process.
     """
-    return root / folder_name(peers.on_first(lambda: _choose(root)))
+    return root / folder_name(cpu_group.on_rank0(lambda: _choose(root)))
 
 
 def _choose(root: Path) -> int:
@@ -164,56 +164,56 @@ class WholeCheckpoints:
     """Mixed into Lightning's strategies.
 
     Attributes:
-        placement: where weights and optimizer state lie; known once the strategy is set up.
+        sharding: where weights and optimizer state lie; known once the strategy is set up.
         has_collective_forward: whether a forward pass of the network is a collective operation.
         does_clip: whether the engine clips gradients and skips non-finite steps itself.
     """
 
     has_collective_forward = False
     does_clip = False
-    ranks_per_share = 1
+    tensor_parallel_size = 1
     """Processes that draw the same samples."""
     num_replicas = 1
     """Copies of all weights that are updated alike, from the same averaged gradients."""
-    fence = NO_LOCK
+    run_lock = NO_LOCK
     """Of this start of the run, on the first process."""
     collective_timeout: timedelta | None = None
     """How long processes wait for each other; null: as long as torch likes."""
 
-    is_written_later = False
-    """Whether `save_checkpoint` only copies, and `take_unwritten` gives what writes: as much memory on the CPU as this
+    asynchronous = False
+    """Whether `save_checkpoint` only copies, and `take_pending_write` gives what writes: as much CPU memory as this
     process's part of a checkpoint takes on disk."""
 
     global_rank: int
     world_size: int
     lightning_module: pl.LightningModule
     optimizers: list[torch.optim.Optimizer]
-    _placement: Placement | None = None
-    _peers: Peers | None = None
+    _sharding: ParameterSharding | None = None
+    _cpu_group: CpuGroup | None = None
     _unwritten: Callable[[], None] | None = None
 
     @property
-    def placement(self) -> Placement:
+    def sharding(self) -> ParameterSharding:
         """Where weights and optimizer state lie."""
-        if self._placement is None:
-            self._placement = self.make_placement()
-        return self._placement
+        if self._sharding is None:
+            self._sharding = self.make_sharding()
+        return self._sharding
 
-    def make_placement(self) -> Placement:
+    def make_sharding(self) -> ParameterSharding:
         """Called once, after the engine was set up."""
         raise NotImplementedError
 
     @property
     def data_rank(self) -> int:
         """Which share of a global batch this process draws."""
-        return self.global_rank // self.ranks_per_share
+        return self.global_rank // self.tensor_parallel_size
 
     @property
     def data_ranks(self) -> int:
         """Shares that a global batch is cut into."""
-        return self.world_size // self.ranks_per_share
+        return self.world_size // self.tensor_parallel_size
 
-    def dealt(self, count: int) -> tuple[list[int], int]:
+    def split_over_ranks(self, count: int) -> tuple[list[int], int]:
         """Which of `count` things this process does when they are dealt out, and how many fewer these are than those of
         the process that does most."""
         own = list(range(self.data_rank, count, self.data_ranks))
@@ -254,13 +254,13 @@ class WholeCheckpoints:
         """
         state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         averages: Mapping[str, Mapping[str, Tensor]] = state.pop(AVERAGES, {})
-        sealing = Sealing(Path(filepath), self.peers, self.fence)
+        sealing = Sealing(Path(filepath), self.cpu_group, self.run_lock)
         if not sealing.begin(self._bytes_here(averages)):
             return
         described: dict[str, Any] = {}
         state |= {_OPTIMIZER: described, AVERAGES: sorted(averages)}
         parts = self._parts(averages, described)
-        if not self.is_written_later:
+        if not self.asynchronous:
             for part, tensors in parts.items():
                 sealing.write(part, self._dealt(tensors))
             sealing.finish(state, storage_options or {})
@@ -268,18 +268,18 @@ class WholeCheckpoints:
         copies = {part: self._dealt(tensors, is_copied=True) for part, tensors in parts.items()}
         self._unwritten = partial(_write, sealing, copies, deepcopy(state), storage_options or {})
 
-    def take_unwritten(self) -> Callable[[], None]:
-        """What the last save left to do, where `is_written_later`: collective, and of no use of the training's tensors,
-        so that a thread may do it. Nothing else may use `peers` meanwhile. Errors as in `save_checkpoint`."""
+    def take_pending_write(self) -> Callable[[], None]:
+        """What the last save left to do, where `asynchronous`: collective, and of no use of the training's tensors,
+        so that a thread may do it. Nothing else may use `cpu_group` meanwhile. Errors as in `save_checkpoint`."""
         unwritten, self._unwritten = self._unwritten, None
         return unwritten or (lambda: None)
 
     @property
-    def peers(self) -> Peers:
+    def cpu_group(self) -> CpuGroup:
         """The processes of the run; the first use is collective."""
-        if self._peers is None:
-            self._peers = Peers(self.global_rank, self.world_size, self.collective_timeout)
-        return self._peers
+        if self._cpu_group is None:
+            self._cpu_group = CpuGroup(self.global_rank, self.world_size, self.collective_timeout)
+        return self._cpu_group
 
     def _parts(
         self, averages: Mapping[str, Mapping[str, Tensor]], described: dict[str, Any]
@@ -293,16 +293,16 @@ class WholeCheckpoints:
 
     def _bytes_here(self, averages: Mapping[str, Mapping[str, Tensor]]) -> int:
         """What this process adds to a checkpoint [bytes]; all processes together give its size."""
-        placement, trained = self.placement, self._trained()
-        weights = sum(bytes_here([placement.share(p)]) // placement.copies(p) for p in trained.values())
+        sharding, trained = self.sharding, self._trained()
+        weights = sum(bytes_here([sharding.local_shard(p)]) // sharding.copies(p) for p in trained.values())
         shares = sum(
-            bytes_here([share]) // placement.copies(trained[name])
+            bytes_here([share]) // sharding.copies(trained[name])
             for average in averages.values()
             for name, share in average.items()
         )
         own = nn.Module.state_dict(self.lightning_module, keep_vars=True)
         unchanged = sum(value.numel() * value.element_size() for name, value in own.items() if name not in trained)
-        return weights + placement.state_bytes() + shares + (unchanged if self.global_rank == 0 else 0)
+        return weights + sharding.state_bytes() + shares + (unchanged if self.global_rank == 0 else 0)
 
     def _dealt(self, tensors: Iterator[tuple[str, Tensor]], *, is_copied: bool = False) -> dict[str, Tensor]:
         """This process's share of a stream of whole tensors: each goes to the process that has least so far.
@@ -326,7 +326,7 @@ class WholeCheckpoints:
         """Trained parameters, whole; frozen ones and buffers are the same everywhere."""
         trained = self._trained()
         for name, parameter in trained.items():
-            yield name, self.placement.whole(parameter)
+            yield name, self.sharding.full_tensor(parameter)
         yield from self._unchanged(trained)
 
     def _unchanged(self, trained: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
@@ -336,18 +336,18 @@ class WholeCheckpoints:
 
     def _optimizer_tensors(self, described: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         """Tensors of the optimizer's state; fills `described` with what they are put together to."""
-        groups = self.placement.groups()
+        groups = self.sharding.groups()
         described["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         described["state"] = {}
         for name, parameter in self._trained().items():
-            plain, tensors = split_tensors({name: self.placement.whole_state(parameter)})
+            plain, tensors = split_tensors({name: self.sharding.full_state(parameter)})
             described["state"] |= plain
             yield from tensors.items()
 
     def _average(self, shares: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._trained().items():
             if name in shares:
-                yield name, self.placement.gather(parameter, shares[name])
+                yield name, self.sharding.gather(parameter, shares[name])
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """The newest checkpoint below `checkpoint_path` that verifies, the same on every process; tensors are read when
@@ -356,7 +356,7 @@ class WholeCheckpoints:
         Raises:
             CheckpointError: none of them verifies, or it is of another format.
         """
-        chosen = choose_checkpoint(Path(checkpoint_path), self.peers)
+        chosen = choose_checkpoint(Path(checkpoint_path), self.cpu_group)
         log.info(f"resuming from {chosen}")
         return self.open_checkpoint(chosen)
 
@@ -389,7 +389,7 @@ class WholeCheckpoints:
             whole = stored[name]
             if name in trained:
                 _check_shape(name, whole, trained[name])
-                self.placement.load(trained[name], whole.to(trained[name].device))
+                self.sharding.load(trained[name], whole.to(trained[name].device))
             elif not hasattr(value, "full_tensor"):  # frozen weights in blocks are what they were at the start
                 value.detach().copy_(whole)
 
@@ -402,7 +402,7 @@ class WholeCheckpoints:
             state: dict[str, Any] = join_tensors(described["state"].get(names[id(parameter)], {}), tensors)
             return state
 
-        self.placement.load_optimizer(self._trained().values(), state_of, described["groups"])
+        self.sharding.load_optimizer(self._trained().values(), state_of, described["groups"])
 
 
 def _write(

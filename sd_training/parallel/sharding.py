@@ -1,4 +1,4 @@
-"""Where trained weights and optimizer state lie. Everything above asks a `Placement`, and no engine, for them.
+"""Where trained weights and optimizer state lie. Everything above asks a `ParameterSharding`, and no engine, for them.
 
 A *share* is the part of a parameter that a process averages and keeps: a whole tensor that was dealt to it (replicas),
 a block of it (FSDP2, tensor parallelism) or a run of its numbers (ZeRO). Checkpoints and exports are made of whole
@@ -24,7 +24,7 @@ _OF_THIS_RUN = {"params", "fused", "foreach", "capturable", "differentiable"}
 """Keys of an optimizer's groups that follow from the device and the strategy."""
 
 
-class Placement(ABC):
+class ParameterSharding(ABC):
     """How parameters lie over the processes. Methods marked collective are called by all of them, in the same order."""
 
     optimizer: torch.optim.Optimizer
@@ -33,34 +33,34 @@ class Placement(ABC):
     """Whether the network itself holds whole weights as training updates them, so that it can be exported as it is."""
 
     @abstractmethod
-    def share(self, parameter: nn.Parameter) -> Tensor:
+    def local_shard(self, parameter: nn.Parameter) -> Tensor:
         """This process's part of the weights that training updates; empty for none. A view."""
 
     @abstractmethod
-    def take(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    def shard_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         """This process's part of a whole tensor of the parameter's shape, as `share` cuts it."""
 
     @abstractmethod
     def gather(self, parameter: nn.Parameter, share: Tensor) -> Tensor:
         """Collective: the whole tensor, on the parameter's device, from what is like `share` on each process."""
 
-    def whole(self, parameter: nn.Parameter) -> Tensor:
+    def full_tensor(self, parameter: nn.Parameter) -> Tensor:
         """Collective: the whole tensor of the weights that training updates."""
-        return self.gather(parameter, self.share(parameter))
+        return self.gather(parameter, self.local_shard(parameter))
 
     @abstractmethod
-    def keep(self, parameter: nn.Parameter) -> Tensor | None:
+    def backup(self, parameter: nn.Parameter) -> Tensor | None:
         """What `give_back` needs to undo `lend`; None where the engine keeps a copy."""
 
     @abstractmethod
-    def lend(self, parameter: nn.Parameter, share: Tensor) -> None:
+    def swap_in(self, parameter: nn.Parameter, share: Tensor) -> None:
         """Collective: the network computes with the weights that these shares make, until `give_back`."""
 
     @abstractmethod
-    def give_back(self, parameter: nn.Parameter, kept: Tensor | None) -> None:
+    def restore(self, parameter: nn.Parameter, kept: Tensor | None) -> None:
         """Collective: the network computes with its own weights again, to the bit."""
 
-    def settle(self) -> None:  # noqa: B027 - most engines leave nothing open
+    def reshard(self) -> None:  # noqa: B027 - most engines leave nothing open
         """Ends what forward passes without a backward pass left open, such as gathered weights."""
 
     @abstractmethod
@@ -68,7 +68,7 @@ class Placement(ABC):
         """Collective: training goes on from these weights."""
 
     @abstractmethod
-    def whole_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+    def full_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Collective: the optimizer's state of a parameter, with whole tensors; empty before the first step."""
 
     @abstractmethod
@@ -91,7 +91,7 @@ class Placement(ABC):
         return self.optimizer.param_groups
 
 
-class Replicas(Placement):
+class ReplicatedSharding(ParameterSharding):
     """Every process has every weight: one process, or DDP. Averages are dealt out by size."""
 
     is_network_whole = True
@@ -104,11 +104,11 @@ class Replicas(Placement):
         self._rank = distributed.get_rank() if world_size > 1 else 0
         self._world_size = world_size
 
-    def share(self, parameter: nn.Parameter) -> Tensor:
+    def local_shard(self, parameter: nn.Parameter) -> Tensor:
         """All or nothing."""
-        return self.take(parameter, parameter.detach())
+        return self.shard_of(parameter, parameter.detach())
 
-    def take(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    def shard_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         """All or nothing."""
         return whole if self._owner[id(parameter)] == self._rank else whole.new_empty(0)
 
@@ -122,19 +122,19 @@ class Replicas(Placement):
         distributed.broadcast(whole, src=owner)
         return whole
 
-    def whole(self, parameter: nn.Parameter) -> Tensor:
+    def full_tensor(self, parameter: nn.Parameter) -> Tensor:
         """It is here already."""
         return parameter.detach()
 
-    def keep(self, parameter: nn.Parameter) -> Tensor:
+    def backup(self, parameter: nn.Parameter) -> Tensor:
         """A copy on the CPU."""
         return parameter.detach().to("cpu", copy=True)
 
-    def lend(self, parameter: nn.Parameter, share: Tensor) -> None:
+    def swap_in(self, parameter: nn.Parameter, share: Tensor) -> None:
         """The owner's tensor, everywhere."""
         self.load(parameter, self.gather(parameter, share))
 
-    def give_back(self, parameter: nn.Parameter, kept: Tensor | None) -> None:
+    def restore(self, parameter: nn.Parameter, kept: Tensor | None) -> None:
         """From the copy."""
         assert kept is not None
         self.load(parameter, kept)
@@ -144,7 +144,7 @@ class Replicas(Placement):
         with torch.no_grad():
             parameter.copy_(whole)
 
-    def whole_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+    def full_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Whatever the optimizer keeps."""
         return dict(self.optimizer.state.get(parameter, {}))
 
@@ -183,7 +183,7 @@ def deal(sizes: list[int], count: int) -> list[int]:
     return owners
 
 
-class Blocks(Placement):
+class DTensorSharding(ParameterSharding):
     """Every trained parameter is a DTensor; a share is this process's block of it."""
 
     is_network_whole = False
@@ -192,16 +192,16 @@ class Blocks(Placement):
         self.optimizer = optimizer
         self._cut_modules = [module for module in modules if isinstance(module, FSDPModule)]
 
-    def settle(self) -> None:
+    def reshard(self) -> None:
         """Weights that were gathered for drawing are given back; the next step would compute with them."""
         for module in self._cut_modules:
             module.reshard()
 
-    def share(self, parameter: nn.Parameter) -> Tensor:
+    def local_shard(self, parameter: nn.Parameter) -> Tensor:
         """The local block."""
         return _dtensor(parameter).to_local().detach()
 
-    def take(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    def shard_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         """The same block of another tensor; nothing is sent."""
         own = _dtensor(parameter)
         whole = whole.to(own.device_mesh.device_type)
@@ -217,24 +217,24 @@ class Blocks(Placement):
         )
         return whole.full_tensor()
 
-    def keep(self, parameter: nn.Parameter) -> Tensor:
+    def backup(self, parameter: nn.Parameter) -> Tensor:
         """A copy of the block on the CPU."""
-        return self.share(parameter).to("cpu", copy=True)
+        return self.local_shard(parameter).to("cpu", copy=True)
 
-    def lend(self, parameter: nn.Parameter, share: Tensor) -> None:
+    def swap_in(self, parameter: nn.Parameter, share: Tensor) -> None:
         """Nothing is sent."""
-        self.share(parameter).copy_(share)
+        self.local_shard(parameter).copy_(share)
 
-    def give_back(self, parameter: nn.Parameter, kept: Tensor | None) -> None:
+    def restore(self, parameter: nn.Parameter, kept: Tensor | None) -> None:
         """From the copy."""
         assert kept is not None
-        self.lend(parameter, kept)
+        self.swap_in(parameter, kept)
 
     def load(self, parameter: nn.Parameter, whole: Tensor) -> None:
         """This process's block of it."""
-        self.share(parameter).copy_(self.take(parameter, whole))
+        self.local_shard(parameter).copy_(self.shard_of(parameter, whole))
 
-    def whole_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+    def full_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Tensors of the parameter's shape are put together; counters are the same everywhere."""
         state = self.optimizer.state.get(parameter, {})
         return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
@@ -255,7 +255,7 @@ class Blocks(Placement):
         if key == "step":
             is_on_device = any(group.get("fused") for group in self.optimizer.param_groups)
             return value.to(own.to_local().device if is_on_device else "cpu", copy=True)
-        local = self.take(parameter, value).clone()
+        local = self.shard_of(parameter, value).clone()
         return DTensor.from_local(
             local, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
         )

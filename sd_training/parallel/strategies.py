@@ -14,11 +14,11 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from sd_training.config.plan import Mesh
 from sd_training.parallel.saves import WholeCheckpoints
-from sd_training.parallel.sharding import Blocks, Replicas
+from sd_training.parallel.sharding import DTensorSharding, ReplicatedSharding
 
 
 @dataclass(frozen=True)
-class Cuts:
+class ShardingSpec:
     """What of the trained module may be cut."""
 
     roots: Sequence[nn.Module]
@@ -37,7 +37,7 @@ class TensorPlan(Protocol):
 
 
 @dataclass(frozen=True)
-class CutOptions:
+class FSDP2Options:
     """How FSDP2 keeps the blocks."""
 
     low_precision: torch.dtype | None = None
@@ -46,15 +46,15 @@ class CutOptions:
     offload: bool = False
 
 
-class SingleProcess(WholeCheckpoints, SingleDeviceStrategy):
+class SingleProcessStrategy(WholeCheckpoints, SingleDeviceStrategy):
     """One process, without a process group."""
 
-    def make_placement(self) -> Replicas:
+    def make_sharding(self) -> ReplicatedSharding:
         """Everything is here."""
-        return Replicas(_trained(self), self.optimizers[0], 1)
+        return ReplicatedSharding(_trained(self), self.optimizers[0], 1)
 
 
-class ReplicatedProcesses(WholeCheckpoints, DDPStrategy):
+class ReplicatedStrategy(WholeCheckpoints, DDPStrategy):
     """DDP (Li et al. 2020, arXiv:2006.15704): every process has every weight and averages gradients."""
 
     @property
@@ -62,12 +62,12 @@ class ReplicatedProcesses(WholeCheckpoints, DDPStrategy):
         """Every process."""
         return self.world_size
 
-    def make_placement(self) -> Replicas:
+    def make_sharding(self) -> ReplicatedSharding:
         """Averages and files are dealt out."""
-        return Replicas(_trained(self), self.optimizers[0], self.world_size)
+        return ReplicatedSharding(_trained(self), self.optimizers[0], self.world_size)
 
 
-class CutProcesses(WholeCheckpoints, ModelParallelStrategy):
+class FSDP2Strategy(WholeCheckpoints, ModelParallelStrategy):
     """FSDP2, hybrid sharding and tensor parallelism: weights, gradients and optimizer state in blocks.
 
     Args:
@@ -81,11 +81,11 @@ class CutProcesses(WholeCheckpoints, ModelParallelStrategy):
     has_collective_forward = True
 
     def __init__(
-        self, mesh: Mesh, cuts: Cuts, options: CutOptions, backend: str, timeout: timedelta | None = None
+        self, mesh: Mesh, cuts: ShardingSpec, options: FSDP2Options, backend: str, timeout: timedelta | None = None
     ) -> None:
         super().__init__(process_group_backend=backend, save_distributed_checkpoint=False, timeout=timeout)
         self.mesh, self.cuts, self.options = mesh, cuts, options
-        self.ranks_per_share = mesh.tensor
+        self.tensor_parallel_size = mesh.tensor
         self.num_replicas = mesh.data
 
     def setup_environment(self) -> None:
@@ -97,7 +97,7 @@ class CutProcesses(WholeCheckpoints, ModelParallelStrategy):
         self.lightning_module._device_mesh = self._device_mesh
 
     def cut(self) -> None:
-        """Cuts the networks; called from `configure_model`, before the optimizer is made."""
+        """ShardingSpec the networks; called from `configure_model`, before the optimizer is made."""
         mesh = self.device_mesh
         if self.mesh.tensor > 1:
             assert self.cuts.tensor_plan is not None
@@ -127,9 +127,9 @@ class CutProcesses(WholeCheckpoints, ModelParallelStrategy):
         if not self.options.offload:
             super().model_to_device()
 
-    def make_placement(self) -> Blocks:
+    def make_sharding(self) -> DTensorSharding:
         """Blocks of DTensors."""
-        return Blocks(self.optimizers[0], self.lightning_module.modules())
+        return DTensorSharding(self.optimizers[0], self.lightning_module.modules())
 
 
 def _trained(strategy: Any) -> list[nn.Parameter]:

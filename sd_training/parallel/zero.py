@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from sd_training.parallel.sharding import Placement, StateOf
+from sd_training.parallel.sharding import ParameterSharding, StateOf
 
 
-class Zero(Placement):
+class ZeroSharding(ParameterSharding):
     """What all stages have in common.
 
     Args:
@@ -37,32 +37,32 @@ class Zero(Placement):
     def _cut(self, parameter: nn.Parameter, flat: Tensor) -> Tensor:
         """The parameter's share of a flat tensor."""
 
-    def share(self, parameter: nn.Parameter) -> Tensor:
+    def local_shard(self, parameter: nn.Parameter) -> Tensor:
         """A run of the parameter's numbers, as one row."""
         return self._cut(parameter, self._flat(parameter)).detach()
 
-    def keep(self, parameter: nn.Parameter) -> None:
+    def backup(self, parameter: nn.Parameter) -> None:
         """The masters are the copy."""
         return
 
-    def lend(self, parameter: nn.Parameter, share: Tensor) -> None:
+    def swap_in(self, parameter: nn.Parameter, share: Tensor) -> None:
         """The network's copy; the masters stay."""
         self._show(parameter, self.gather(parameter, share))
 
-    def give_back(self, parameter: nn.Parameter, kept: Tensor | None) -> None:
+    def restore(self, parameter: nn.Parameter, kept: Tensor | None) -> None:
         """From the masters, rounded as the engine rounds them."""
-        self._show(parameter, self.whole(parameter))
+        self._show(parameter, self.full_tensor(parameter))
 
     def load(self, parameter: nn.Parameter, whole: Tensor) -> None:
         """Masters and the network's copy."""
-        self.share(parameter).copy_(self.take(parameter, whole))
+        self.local_shard(parameter).copy_(self.shard_of(parameter, whole))
         self._show(parameter, whole)
 
     @abstractmethod
     def _show(self, parameter: nn.Parameter, whole: Tensor) -> None:
         """Collective: the network computes with these weights."""
 
-    def whole_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+    def full_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Put together per parameter, although DeepSpeed keeps it per flat tensor."""
         flat = self._flat(parameter)
         state = self.optimizer.state.get(flat, {})
@@ -91,7 +91,7 @@ class Zero(Placement):
             elif isinstance(value, Tensor):
                 if key not in own:
                     own[key] = torch.zeros_like(flat)
-                self._cut(parameter, own[key]).copy_(self.take(parameter, value))
+                self._cut(parameter, own[key]).copy_(self.shard_of(parameter, value))
 
     def _step(self, value: Tensor) -> int | Tensor:
         """The counter as this optimizer keeps it."""
@@ -101,7 +101,7 @@ class Zero(Placement):
         return value.to(self.zero.device if is_fused else "cpu", copy=True)
 
 
-class ZeroOptimizer(Zero):
+class ZeroStage12Sharding(ZeroSharding):
     """Stages 1 and 2: the network has every weight; masters and optimizer state are cut."""
 
     def __init__(self, engine: Any) -> None:
@@ -119,7 +119,7 @@ class ZeroOptimizer(Zero):
         address = mapping.hp_fragment_address
         return flat.narrow(0, address.start, address.numel)
 
-    def take(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    def shard_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         """The run of numbers that this process keeps."""
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is None:
@@ -130,7 +130,7 @@ class ZeroOptimizer(Zero):
     def gather(self, parameter: nn.Parameter, share: Tensor) -> Tensor:
         """A sum, because the runs are of different lengths; of the bits, so that minus zero survives."""
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-        self.take(parameter, whole).copy_(share)
+        self.shard_of(parameter, whole).copy_(share)
         distributed.all_reduce(whole.view(torch.int32))
         return whole.view(parameter.shape)
 
@@ -139,7 +139,7 @@ class ZeroOptimizer(Zero):
         parameter.data.copy_(whole)
 
 
-class ZeroParameters(Zero):
+class ZeroStage3Sharding(ZeroSharding):
     """Stage 3: the weights are cut as well. Every parameter is cut into equal runs, the last one filled up."""
 
     def _flat(self, parameter: nn.Parameter) -> Tensor:
@@ -155,7 +155,7 @@ class ZeroParameters(Zero):
         position: tuple[int, int, int] = self.zero.grad_position[self.zero.get_param_id(parameter)]
         return position
 
-    def take(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    def shard_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         """This process's run, with zeros behind the last number."""
         length = self._position(parameter)[2]
         start = distributed.get_rank() * length

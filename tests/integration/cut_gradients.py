@@ -14,7 +14,7 @@ from sd_training.config.schema import ConditioningConfig
 from sd_training.models.families.table import load_family
 from sd_training.models.family import Family
 from sd_training.optim.gradients import clip_gradients
-from sd_training.parallel.strategies import CutOptions, CutProcesses, Cuts
+from sd_training.parallel.strategies import FSDP2Options, FSDP2Strategy, ShardingSpec
 from sd_training.types import NoisedBatch
 
 
@@ -38,7 +38,9 @@ def backward(family: Family) -> tuple[float, dict[str, Tensor]]:
 
 def cut(family: Family, mesh: Mesh) -> None:
     """As the strategy cuts, without a trainer."""
-    strategy = CutProcesses(mesh, Cuts([family.denoiser], family.blocks(), family.tensor_plan), CutOptions(), "gloo")
+    strategy = FSDP2Strategy(
+        mesh, ShardingSpec([family.denoiser], family.blocks(), family.tensor_plan), FSDP2Options(), "gloo"
+    )
     sizes = (mesh.data, mesh.fsdp, mesh.tensor)
     strategy._device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "fsdp", "tensor"))
     strategy.cut()

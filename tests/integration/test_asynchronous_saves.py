@@ -34,14 +34,14 @@ class SlowToWrite(OptimizerStepCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         strategy: Any = trainer.strategy
-        take = strategy.take_unwritten
+        take = strategy.take_pending_write
 
         def slow() -> Any:
             write = take()
             self.gate.clear()
             return lambda: (self.gate.wait(60), write())
 
-        strategy.take_unwritten = slow
+        strategy.take_pending_write = slow
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         saves: Any = next(c for c in trainer.callbacks if type(c).__name__ == "Saves")  # type: ignore[attr-defined]

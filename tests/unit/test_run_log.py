@@ -94,14 +94,14 @@ def test_a_full_disk_costs_lines_and_says_so_once(tmp_path: Path, console: io.St
 
 
 def test_who_lost_the_folder_writes_nothing_any_more(tmp_path: Path, console: io.StringIO) -> None:
-    fence = acquire_run_lock(tmp_path)
+    run_lock = acquire_run_lock(tmp_path)
     with RunLog().kept() as kept:
-        kept.open(tmp_path, fence.check)
+        kept.open(tmp_path, run_lock.check)
         log.info("mine")
-        newer = RunLock(tmp_path, fence.number + 1, "another")
+        newer = RunLock(tmp_path, run_lock.number + 1, "another")
         (tmp_path / "writers" / f"{newer.number}.json").write_text('{"token": "another"}')
         log.info("a zombie's")
-    fence.release()
+    run_lock.release()
     assert lines(tmp_path) == ["mine"]
 
 

@@ -12,7 +12,7 @@ from sd_training.callbacks.ema import Ema, WeightStaging, decay_at, export_weigh
 from sd_training.config.schema import EmaConfig, OptimizerConfig
 from sd_training.errors import CheckpointError
 from sd_training.optim.power_function_ema import gamma_of
-from sd_training.parallel.sharding import Replicas
+from sd_training.parallel.sharding import ReplicatedSharding
 from sd_training.training.base_module import Optimization, TrainedModule
 
 
@@ -20,7 +20,7 @@ class StrategyFacts:
     """Where the weights of one process lie."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        self.placement = Replicas(parameters, optimizer, 1)
+        self.sharding = ReplicatedSharding(parameters, optimizer, 1)
 
 
 class TrainerFacts:

@@ -27,7 +27,7 @@ def preemption() -> Preemption:
 
 
 def saved(preemption: Preemption, trainer: pl.Trainer, step: int) -> None:
-    with preemption.times.saving(step, is_written_later=False):
+    with preemption.times.saving(step, asynchronous=False):
         preemption.times.sealed_step = step
     preemption._tell_launcher(trainer)
 
@@ -70,7 +70,7 @@ def test_a_save_that_was_not_sealed_is_not_told(
 ) -> None:
     monkeypatch.setenv(STEP_FILE_VARIABLE, str(tmp_path / "step"))
     saved(preemption, trainer, 2)
-    with pytest.raises(OSError), preemption.times.saving(4, is_written_later=False):
+    with pytest.raises(OSError), preemption.times.saving(4, asynchronous=False):
         raise OSError
     preemption._tell_launcher(trainer)
     assert preemption.times.last_step == 4 and (tmp_path / "step").read_text() == "2\n"

@@ -34,10 +34,10 @@ def elsewhere(run_dir: Path) -> RunLock:
     (run_dir / "writer.lock").unlink()
     mine = dict(_held_locks)
     _held_locks.clear()
-    fence = acquire_run_lock(run_dir)
-    fence.release()
+    run_lock = acquire_run_lock(run_dir)
+    run_lock.release()
     _held_locks.update(mine)
-    return fence
+    return run_lock
 
 
 def fill(folder: Path) -> None:
@@ -57,11 +57,11 @@ def test_the_newest_start_owns_the_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["", "{", "[1]", '{"token": "other"}', None])
 def test_a_claim_that_is_not_ours_is_somebody_elses(tmp_path: Path, damage: str | None) -> None:
-    fence = acquire_run_lock(tmp_path)
+    run_lock = acquire_run_lock(tmp_path)
     path = tmp_path / "writers" / "1.json"
     path.unlink() if damage is None else path.write_text(damage)
     with pytest.raises(TakenOverError):
-        fence.check()
+        run_lock.check()
 
 
 def test_a_second_start_while_the_first_lives_is_refused(tmp_path: Path) -> None:
@@ -94,15 +94,15 @@ ELSEWHERE = {"host": "node-that-is-lost", "boot_id": "another"}
 )
 def test_a_lock_of_another_machine_refuses_nobody(owner: dict[str, str], tmp_path: Path) -> None:
     lost = held(tmp_path, **owner)
-    fence = acquire_run_lock(tmp_path)
-    fence.check()
-    assert fence.number == 2 and sorted(os.listdir(tmp_path)) == ["start.lock", "writer.lock", "writers"]
+    run_lock = acquire_run_lock(tmp_path)
+    run_lock.check()
+    assert run_lock.number == 2 and sorted(os.listdir(tmp_path)) == ["start.lock", "writer.lock", "writers"]
     assert os.listdir(tmp_path / "writers") == ["2.json"]
     # From now on the lock is this start's: another one on this machine is refused while it lives, and only then.
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     refused = subprocess.run(command, input="", capture_output=True, text=True)
     assert f"start 2 (process {os.getpid()} on " in refused.stderr and "still lives" in refused.stderr
-    fence.release()
+    run_lock.release()
     assert subprocess.run(command, input="", capture_output=True, text=True).stdout == "taken\n"
     os.close(lost)
 
@@ -181,14 +181,14 @@ def test_a_former_start_publishes_and_deletes_nothing(tmp_path: Path) -> None:
     old = acquire_run_lock(tmp_path)
     for step in (1, 2, 3):
         write_sealed(root, step, fill, {})
-    half = begin_partial(root, 4, fence=old)
+    half = begin_partial(root, 4, run_lock=old)
     assert half is not None and half.name == "step=4.partial-1"
     fill(half)
     elsewhere(tmp_path)
     for act in (
         lambda: seal_partial(half, {}, old),
-        lambda: begin_partial(root, 5, fence=old),
-        lambda: rotate(root, 2, fence=old),
+        lambda: begin_partial(root, 5, run_lock=old),
+        lambda: rotate(root, 2, run_lock=old),
     ):
         with pytest.raises(TakenOverError):
             act()
@@ -196,18 +196,18 @@ def test_a_former_start_publishes_and_deletes_nothing(tmp_path: Path) -> None:
 
 
 def test_one_that_has_looked_already_finds_nothing_to_publish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped between its look at the fence and the rename: the start after it swept the folder."""
+    """Stopped between its look at the run_lock and the rename: the start after it swept the folder."""
     root = tmp_path / "checkpoints"
     old = acquire_run_lock(tmp_path)
-    half = begin_partial(root, 4, fence=old)
+    half = begin_partial(root, 4, run_lock=old)
     assert half is not None
     fill(half)
     look, looks = RunLock.check, []
 
-    def stopped_after_it(fence: RunLock) -> None:
-        look(fence)
+    def stopped_after_it(run_lock: RunLock) -> None:
+        look(run_lock)
         if not looks:
-            looks.append(fence)
+            looks.append(run_lock)
             elsewhere(tmp_path)
             remove_leftovers(root)
 

@@ -9,17 +9,17 @@ import torch
 from torch import distributed
 
 from sd_training.errors import CheckpointError, DamagedCheckpointsError, TakenOverError
-from sd_training.parallel.cpu_group import Peers
+from sd_training.parallel.cpu_group import CpuGroup
 
 
-class Told(Peers):
+class Told(CpuGroup):
     """This process is the second of three; the others say what they are given."""
 
     def __init__(self, others: list[object]) -> None:
         super().__init__(1, 1)
         self.others = others
 
-    def tell(self, value: object) -> list[object]:
+    def all_gather(self, value: object) -> list[object]:
         first, last = self.others
         return [first, value, last]
 
@@ -29,12 +29,12 @@ DEFECT = {"kind": "ZeroDivisionError", "text": "a defect"}
 
 
 def test_one_process_alone() -> None:
-    peers = Peers(0, 1)
-    assert peers.tell({"a": [1, None]}) == [{"a": [1, None]}]
-    assert peers.on_first(lambda: 3) == 3
-    peers.raise_first(None)
+    cpu_group = CpuGroup(0, 1)
+    assert cpu_group.all_gather({"a": [1, None]}) == [{"a": [1, None]}]
+    assert cpu_group.on_rank0(lambda: 3) == 3
+    cpu_group.raise_first(None)
     with pytest.raises(ZeroDivisionError):
-        peers.on_first(lambda: 1 // 0)
+        cpu_group.on_rank0(lambda: 1 // 0)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_they_wait_as_long_as_they_are_told() -> None:
     """A process that never comes is missed after this time, not after one of this module's own."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        group = Peers(0, 2, timedelta(seconds=123))._group
+        group = CpuGroup(0, 2, timedelta(seconds=123))._group
         assert group is not None
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=123)
     finally:
@@ -72,4 +72,4 @@ def test_they_wait_as_long_as_they_are_told() -> None:
 
 def test_others_do_not_act() -> None:
     act: Callable[[], None] = lambda: pytest.fail("only the first process acts")  # noqa: E731
-    assert Peers(1, 1).on_first(act) is None
+    assert CpuGroup(1, 1).on_rank0(act) is None

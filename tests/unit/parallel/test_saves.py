@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from sd_training.checkpoint.folder import sealed_checkpoints
 from sd_training.errors import CheckpointError
-from sd_training.parallel.strategies import SingleProcess
+from sd_training.parallel.strategies import SingleProcessStrategy
 from tests.unit.checkpoint.exact import assert_same
 
 
@@ -69,7 +69,7 @@ def train(steps: int, fused: bool = True, resume: Path | None = None, precision:
     trainer = pl.Trainer(
         max_steps=steps,
         accelerator="cpu",
-        strategy=SingleProcess(torch.device("cpu")),
+        strategy=SingleProcessStrategy(torch.device("cpu")),
         precision=precision,
         callbacks=[Counter()],
         logger=False,

@@ -36,11 +36,11 @@ class Ranks:
         self.folder = folder
         self.all: list[subprocess.Popen[str]] = []
 
-    def start(self, limits: dict[str, float], act: str, *peers: int, **environment: str) -> "subprocess.Popen[str]":
+    def start(self, limits: dict[str, float], act: str, *cpu_group: int, **environment: str) -> "subprocess.Popen[str]":
         code = HEAD.replace("{limits}", repr(limits)) + f"    {act}\n"
         rank = str(len(self.all))
         process = subprocess.Popen(
-            [sys.executable, "-c", code, str(self.folder), rank, *map(str, peers)],
+            [sys.executable, "-c", code, str(self.folder), rank, *map(str, cpu_group)],
             env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
