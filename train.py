@@ -1,7 +1,6 @@
 """Train a latent text-to-image diffusion model.
 
     python train.py config=configs/x.yaml [config options as a.b.c=value …] [--dry-run]
-    python train.py config=configs/x.yaml --fit gpu_gib=80 [gpus=8]
     torchrun --nproc_per_node 8 -m train config=configs/x.yaml
     python train.py --help [GROUP or OPTION …]
 
@@ -44,24 +43,14 @@ def main() -> None:
 
 
 def _start(argv: Sequence[str], signals: StopSignals, run_log: RunLog) -> None:
-    dry_run, fit = "--dry-run" in argv, "--fit" in argv
-    words = [word for word in argv if word not in ("--dry-run", "--fit")]
-    unknown = [word for word in words if word.startswith("-")]
-    if unknown:
-        raise ConfigError(
-            [f"{word}: is no option; options are --dry-run, --fit, --help and a.b.c=value" for word in unknown]
-        )
-    if dry_run and fit:
-        raise ConfigError("--fit: looks for a way to run, --dry-run describes the one given; give one of them")
+    dry_run, words = "--dry-run" in argv, [word for word in argv if word != "--dry-run"]
+    if unknown := [word for word in words if word.startswith("-")]:
+        raise ConfigError([f"{word}: unknown option; use --dry-run, --help or a.b.c=value" for word in unknown])
     log.info(_first_line(words))
     # pydantic takes a second to import, torch and its friends several: what comes before need not wait for them.
     from sd_training.build.preflight import local_problems
-    from sd_training.config.fit_target import take_target
     from sd_training.config.load import load_config
 
-    target = None
-    if fit:
-        target, words = take_target(words)
     config = load_config(words, local_problems)
 
     quiet_libraries()
@@ -69,11 +58,6 @@ def _start(argv: Sequence[str], signals: StopSignals, run_log: RunLog) -> None:
     from sd_training.build.plan import make_plan
     from sd_training.data.loader import worker_context
 
-    if target is not None:
-        from sd_training.build.fit_memory import propose
-
-        print(propose(config, target))
-        return
     plan = make_plan(config, is_described=dry_run)
     if plan.launch.accelerator == "cpu" and not dry_run:
         share_cores(plan.launch.devices)

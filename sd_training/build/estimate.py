@@ -1,21 +1,42 @@
-"""What the memory of a run depends on, measured once on networks without weights; then the memory of any way to run."""
+"""Memory and compute of a run, estimated before it starts, for `--dry-run`.
 
+Weights, gradients and optimizer state follow from formulas of the strategy. Activations are the tensors that autograd
+saves while the real network runs on fake tensors, which have shapes, types and storages but no memory. Ψ is the number
+of trained parameters. The formulas follow Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, figure 1 and section 3.1);
+where two processes differ by rounding, the larger one counts.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from sd_training.build.memory import Memory, ModelSize, has_weight_copies, standing_memory
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
 from sd_training.build.models import vae_precision
+from sd_training.config.model_schema import ModelConfig
 from sd_training.config.plan import Layout
-from sd_training.config.schema import Config
+from sd_training.config.schema import Config, DistributedConfig
 from sd_training.data.order.buckets import training_sizes
 from sd_training.errors import ConfigError
-from sd_training.models.activations import Graph, family_graph, vae_graph
-from sd_training.models.cost import parameter_counts
-from sd_training.models.encoding_memory import encoding_bytes_per_sample
+from sd_training.models.execution import is_kept
 from sd_training.models.families.table import load_family
 from sd_training.models.family import Family
 from sd_training.models.load import load_network
+from sd_training.types import Conditioning, NoisedBatch
 
+FP32_BYTES = 4
 STATE_BYTES = {
     "adamw": 8,
     "adafactor": 1,
@@ -26,22 +47,67 @@ STATE_BYTES = {
     "muon": 8,
 }
 """Optimizer → bytes of state per parameter, at most; of adafactor, which keeps rows and columns, of large matrices."""
+DEEPSPEED_BUCKET = 200_000_000
+"""Numbers in a bucket of gradients: `reduce_bucket_size` of Lightning's DeepSpeedStrategy."""
+DEEPSPEED_REUSE = 1_000_000_000
+"""Weights used again within so many numbers stay gathered: DeepSpeed's `stage3_max_reuse_distance`."""
+DEVICE = torch.device("cpu")
+"""Of the fake tensors: PyTorch built for the CPU cannot index fake CUDA tensors."""
 
 
 @dataclass(frozen=True)
-class Workload:
-    """One training step of one model at its largest picture."""
+class ModelSize:
+    """Numbers of parameters, and bytes per parameter."""
 
-    size: ModelSize
-    graph: Graph
-    encoding_bytes: int
-    """Of the frozen autoencoder at work, per picture."""
-    picture: tuple[int, int]
-    """Height and width of the largest bucket [pixels]."""
+    trained: int
+    """Ψ."""
+    in_blocks: int
+    """Of these, in the repeated blocks; the rest is the root."""
+    block_matrices: int
+    """Of these, in matrices that the tensor axis shards."""
+    largest_block: int
+    frozen: int
+    """Frozen parameters: replicated on every process, in fp32."""
+    weight_bytes: int
+    """Of one trained weight as it is stored: 4, or 2 with `model.bf16_weights`."""
+    compute_bytes: int
+    """Of one weight in the forward pass: 2 under mixed precision, else 4."""
+    state_bytes: int
+    """Of the optimizer's state, per parameter."""
+    has_ema: bool
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process, by purpose."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    """State of the optimizer, and DeepSpeed's fp32 weights."""
+    frozen: int
+    buffers: int = 0
+    """Weights and gradients that a sharded run gathers temporarily."""
+    activations: int = 0
+    encoding: int = 0
+    """Of the frozen autoencoder, which runs before there are activations."""
+    cpu_ema: int = 0
+    cpu_offloaded: int = 0
+    """Weights, gradients and optimizer state in CPU memory."""
+
+    @property
+    def standing(self) -> int:
+        """On the device, without activations."""
+        return self.weights + self.gradients + self.optimizer + self.frozen + self.buffers
+
+    @property
+    def device(self) -> int:
+        """On the device at the peak."""
+        return self.standing + max(self.activations, self.encoding)
 
 
 def meta_networks(config: Config) -> tuple[dict[str, Any], Family | None]:
-    """Networks without weights by part name, and their family; an autoencoder that is trained has none.
+    """Networks on the meta device by part name, and their family; an autoencoder that is trained has none.
 
     Raises:
         ConfigError: parts cannot be made or do not fit together.
@@ -52,48 +118,55 @@ def meta_networks(config: Config) -> tuple[dict[str, Any], Family | None]:
     return family.networks(), family
 
 
+def parameter_counts(networks: Mapping[str, nn.Module]) -> dict[str, int]:
+    """Network → parameters."""
+    return {name: sum(p.numel() for p in network.parameters()) for name, network in networks.items()}
+
+
 def trained_names(config: Config, family: Family | None) -> set[str]:
     """Names of the networks that are trained."""
     return set(family.trained_networks(config.model.train_text_encoder)) if family else {"vae"}
 
 
-def measure(config: Config, networks: dict[str, Any], family: Family | None, precision: str) -> Workload:
-    """Counts of `meta_networks`; takes seconds.
+def largest_picture(config: Config) -> tuple[int, int]:
+    """Height and width of the largest bucket [pixels]."""
+    return max(training_sizes(config.dataset.params).sizes, key=lambda size: size[0] * size[1])
+
+
+def run_memory(
+    config: Config, networks: Mapping[str, Any], family: Family | None, layout: Layout, precision: str
+) -> Memory:
+    """Bytes of one process in a step at the largest picture; takes seconds.
 
     Args:
+        networks, family: as `meta_networks` gives them.
         precision: no, bf16 or fp16.
     """
-    picture = max(training_sizes(config.dataset.params).sizes, key=lambda size: size[0] * size[1])
-    size = model_size(config, networks, family, precision)
+    model, samples, picture = config.model, config.system.batch_size, largest_picture(config)
+    standing = standing_memory(model_size(config, networks, family, precision), layout, config.distributed)
     if family is None:
-        return Workload(size, vae_graph(networks["vae"], picture, precision=precision), 0, picture)
-    graph = family_graph(
-        family,
-        picture,
-        precision=precision,
-        is_text_trained=config.model.train_text_encoder,
-        has_bf16_weights=config.model.bf16_weights,
+        return replace(standing, activations=max(vae_activations(networks["vae"], model, picture, samples, precision)))
+    is_sharded = layout.strategy not in ("single", "ddp")
+    moments = family_activations(family, model, picture, samples, precision, is_sharded)
+    side = int(family.vae.tile_sample_min_size) if model.vae_tiling else max(picture)  # tiles are encoded one by one
+    encoding = encoding_bytes(
+        family.vae,
+        (min(side, picture[0]), min(side, picture[1])),
+        1 if model.vae_slicing else samples,
+        vae_precision(model, precision),
     )
-    at_once = _tile(family.vae, picture) if config.model.vae_tiling else picture
-    encoding = encoding_bytes_per_sample(family.vae, at_once, vae_precision(config.model, precision))
-    return Workload(size, graph, encoding, picture)
+    return replace(standing, activations=max(moments), encoding=encoding)
 
 
-def _tile(vae: Any, picture: tuple[int, int]) -> tuple[int, int]:
-    """Tiles are encoded one after the other."""
-    side = int(vae.tile_sample_min_size)
-    return min(side, picture[0]), min(side, picture[1])
-
-
-def model_size(config: Config, networks: dict[str, Any], family: Family | None, precision: str) -> ModelSize:
-    """Parameters by what becomes of them."""
+def model_size(config: Config, networks: Mapping[str, Any], family: Family | None, precision: str) -> ModelSize:
+    """Counts of the networks of a run."""
     counts, trained = parameter_counts(networks), trained_names(config, family)
-    blocks = [list(block.parameters()) for block in family.blocks()] if family else []
+    blocks = [sum(p.numel() for p in block.parameters()) for block in (family.blocks() if family else [])]
     return ModelSize(
         trained=sum(counts[name] for name in trained),
-        in_blocks=sum(p.numel() for block in blocks for p in block),
-        block_matrices=_shared_matrices(family) if family else 0,
-        largest_block=max((sum(p.numel() for p in block) for block in blocks), default=0),
+        in_blocks=sum(blocks),
+        block_matrices=_tensor_parallel_elements(family) if family else 0,
+        largest_block=max(blocks, default=0),
         frozen=sum(count for name, count in counts.items() if name not in trained),
         weight_bytes=2 if config.model.bf16_weights else 4,
         compute_bytes=4 if precision == "no" else 2,
@@ -102,57 +175,323 @@ def model_size(config: Config, networks: dict[str, Any], family: Family | None, 
     )
 
 
-def _shared_matrices(family: Family) -> int:
-    """Elements of the matrices that the family's plan deals out over the tensor axis; 0 without a plan."""
+def _tensor_parallel_elements(family: Family) -> int:
     try:
-        # A plan for one process leaves the blocks as they are.
-        plans = [(block, family.tensor_plan(block, 1)) for block in family.blocks()]
+        plans = [(block, family.tensor_plan(block, 1)) for block in family.blocks()]  # 1 changes nothing in the blocks
     except ConfigError:
         return 0
-    shared = [block.get_submodule(name).parameters(recurse=False) for block, plan in plans for name in plan]
-    return sum(p.numel() for parameters in shared for p in parameters if p.ndim == 2)
+    layers = [block.get_submodule(name) for block, plan in plans for name in plan]
+    return sum(p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.ndim == 2)
 
 
-def run_memory(workload: Workload, config: Config, layout: Layout) -> Memory:
-    """Bytes of one process; batch, recomputation and strategy are those of `config`."""
-    model, samples = config.model, config.system.batch_size
-    activations = workload.graph.activations(model.gradient_checkpointing, model.gradient_checkpointing_every)
-    return replace(
-        standing_memory(workload.size, layout, config.distributed),
-        activations=activations.num_bytes(samples, has_copies=has_weight_copies(layout)),
-        encoding=workload.encoding_bytes * (1 if model.vae_slicing else samples),
+def standing_memory(size: ModelSize, layout: Layout, options: DistributedConfig) -> Memory:
+    """Everything but activations and encoding."""
+    match layout.strategy:
+        case "single" | "ddp":
+            # ZeRO's baseline. With `gradient_as_bucket_view` DDP's buckets are the gradients; bf16 weights have bf16
+            # state; the EMA is sharded over the processes.
+            weights, state = size.weight_bytes * size.trained, size.state_bytes * size.trained
+            state = state * size.weight_bytes // FP32_BYTES
+            ema = _ema(size, size.trained, layout.mesh.data)
+            return Memory(weights, weights, state, FP32_BYTES * size.frozen, cpu_ema=ema)
+        case "fsdp" | "hsdp":
+            return _fsdp(size, layout, options)
+        case _:
+            return _deepspeed(size, layout, options)
+
+
+def _fsdp(size: ModelSize, layout: Layout, options: DistributedConfig) -> Memory:
+    """Weights, gradients and state are sharded over the fsdp axis, Pos+g+p of ZeRO's figure 1; matrices of blocks over
+    the tensor axis before that (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+
+    The root's weights stay gathered; of the blocks, the current and the next one (Zhao et al. 2023, arXiv:2304.11277,
+    section 3.3.2), and the gradient of one, as it was computed and in fp32 to be reduced.
+    """
+    shards, tensor = layout.mesh.fsdp, layout.mesh.tensor
+    local = size.trained - size.block_matrices + _shard(size.block_matrices, tensor)
+    root, block = size.trained - size.in_blocks, _shard(size.largest_block, tensor)
+    gathered = size.compute_bytes * (root + 2 * block if options.reshard_after_forward else local)
+    weights, state = FP32_BYTES * _shard(local, shards), size.state_bytes * _shard(local, shards)
+    memory = Memory(
+        weights,
+        weights,
+        state,
+        FP32_BYTES * size.frozen,
+        buffers=gathered + (size.compute_bytes + FP32_BYTES) * block,
+        cpu_ema=_ema(size, local, shards),
     )
+    if not options.offload_parameters:
+        return memory
+    return replace(memory, weights=0, gradients=0, optimizer=0, cpu_offloaded=2 * weights + state)
+
+
+def _deepspeed(size: ModelSize, layout: Layout, options: DistributedConfig) -> Memory:
+    """ZeRO's figure 1: Pos shards the optimizer's state and the fp32 weights, Pos+g the gradients, Pos+g+p the weights.
+
+    Weights and gradients have the type of the forward pass. An fp32 run keeps a second copy of the weights too, except
+    in stage 3 (deepspeed/runtime/zero/stage_1_and_2.py and stage3.py, 0.19). Stages 1 and 2 fill one bucket of
+    gradients while another is reduced (`overlap_comm`); stage 3 has one bucket, and keeps the weights gathered that the
+    backward pass uses again soon: the last half of the reuse distance, and the current block. With an offloaded
+    optimizer the gradients of its shard are on the CPU in fp32 (Ren et al. 2021, arXiv:2101.06840, section 3).
+    """
+    stage, shards = int(layout.strategy[-1]), layout.mesh.data
+    narrow, shard = size.compute_bytes, _shard(size.trained, shards)
+    has_master = narrow < FP32_BYTES or stage < 3
+    gathered = min(size.trained, DEEPSPEED_REUSE // 2 + size.largest_block)
+    memory = Memory(
+        weights=narrow * (shard if stage == 3 else size.trained),
+        gradients=narrow * (shard if stage >= 2 else size.trained),
+        optimizer=(size.state_bytes + FP32_BYTES * has_master) * shard,
+        frozen=FP32_BYTES * size.frozen,
+        buffers=narrow * (2 * DEEPSPEED_BUCKET if stage < 3 else DEEPSPEED_BUCKET + gathered),
+        cpu_ema=_ema(size, size.trained, shards),
+    )
+    if options.offload_optimizer:
+        moved = memory.optimizer + FP32_BYTES * shard
+        memory = replace(memory, optimizer=0, gradients=0 if stage >= 2 else memory.gradients, cpu_offloaded=moved)
+    if options.offload_parameters:
+        memory = replace(memory, weights=0, cpu_offloaded=memory.cpu_offloaded + memory.weights)
+    return memory
+
+
+def _ema(size: ModelSize, local: int, shards: int) -> int:
+    """The EMA is fp32 in CPU memory, whatever the weights are."""
+    return FP32_BYTES * _shard(local, shards) if size.has_ema else 0
+
+
+def _shard(count: int, shards: int) -> int:
+    return -(-count // shards)
+
+
+def family_activations(
+    family: Family, model: ModelConfig, size: tuple[int, int], samples: int, precision: str, is_sharded: bool = False
+) -> list[int]:
+    """`activation_moments` of a family's training step, without its loss.
+
+    Args:
+        family: with or without weights; it is not changed.
+        model: options of recomputation and of what is trained.
+        size: height and width [pixels].
+        samples: micro-batch.
+        precision: no, bf16 or fp16.
+        is_sharded: FSDP2 and DeepSpeed pass 2-byte weights to autocast, which then makes no copies of them.
+    """
+    has_narrow_weights = model.bf16_weights or (is_sharded and precision != "no")
+    with FakeTensorMode(), cuda_autocast(precision):
+        trained = {n: fake_copy(net).train() for n, net in family.trained_networks(model.train_text_encoder).items()}
+        for parameter in (p for network in trained.values() for p in network.parameters() if has_narrow_weights):
+            parameter.data = parameter.data.to(torch.bfloat16)
+        fake = family.with_parts(trained)
+        forward = partial(run_family, fake, size, samples, model.train_text_encoder)
+        return activation_moments([*trained.values()], fake.blocks(), forward, model)
+
+
+def vae_activations(
+    vae: AutoencoderKL, model: ModelConfig, size: tuple[int, int], samples: int, precision: str
+) -> list[int]:
+    """`activation_moments` of a training step of an autoencoder, without its loss."""
+    with FakeTensorMode(), cuda_autocast(precision):
+        fake = fake_copy(vae).train()
+        encoder, decoder = fake.encoder, fake.decoder
+        blocks = [*encoder.down_blocks, encoder.mid_block, decoder.mid_block, *decoder.up_blocks]  # as diffusers has it
+
+        def forward() -> object:
+            posterior = fake.encode(torch.zeros(samples, fake.config.in_channels, *size, device=DEVICE)).latent_dist
+            return fake.decode(posterior.mean + posterior.std)
+
+        return activation_moments([fake], blocks, forward, model)
+
+
+def run_family(family: Family, size: tuple[int, int], samples: int, is_text_trained: bool = False) -> list[Any]:
+    """A forward pass of what is trained, on blank input on `DEVICE`."""
+    results: list[Any] = []
+    noised, conditioning = _blank_batch(family, *size, samples, DEVICE)
+    if is_text_trained:
+        for encoder in family.text_encoders().values():
+            length = encoder.config.max_position_embeddings
+            results.append(encoder(torch.zeros(samples, length, dtype=torch.long, device=DEVICE)))
+        conditioning.states = [states.requires_grad_() for states in conditioning.states]
+    return [*results, family.predict(family.denoiser, noised, conditioning)]
+
+
+def activation_moments(
+    networks: Sequence[nn.Module], blocks: Sequence[nn.Module], forward: Callable[[], object], model: ModelConfig
+) -> list[int]:
+    """Bytes of activations at each moment that may be the peak; the networks' own parameters do not count.
+
+    A recomputed block keeps its inputs (Chen et al. 2016, arXiv:1604.06174), `selective` its products as well. The peak
+    is the end of the forward pass, when autocast still caches its copies of all weights, or the backward pass of one
+    recomputed block, when everything that this block saves exists again.
+
+    Args:
+        networks: whose forward pass is counted.
+        blocks: the repeated blocks.
+        forward: runs the forward pass.
+        model: `gradient_checkpointing` and `gradient_checkpointing_every`.
+
+    Returns:
+        The end of the forward pass first, then one entry per recomputed block.
+    """
+    recompute = model.gradient_checkpointing
+    recomputed = range(0, len(blocks) if recompute else 0, model.gradient_checkpointing_every)
+    recorder = _Recorder(networks, is_selective=recompute == "selective")
+    with ExitStack() as stack:
+        for number in recomputed:
+            enter = partial(recorder.enter_block, number)
+            stack.callback(blocks[number].register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(blocks[number].register_forward_hook(recorder.leave_block).remove)
+        stack.enter_context(recorder)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor))
+        result = forward()
+    del result
+    kept = recorder.kept | recorder.saved[None]
+    alive = [kept | recorder.weight_copies, *(kept | recorder.saved[number] for number in recomputed)]
+    return [sum(recorder.storages[key].nbytes() for key in keys) for keys in alive]
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes the storages that a forward pass saves, by the recomputed block that saves them (None: outside)."""
+
+    def __init__(self, networks: Sequence[nn.Module], *, is_selective: bool) -> None:
+        super().__init__()
+        self.is_selective = is_selective
+        self.block: int | None = None
+        self.own = {t.untyped_storage()._cdata for n in networks for t in (*n.parameters(), *n.buffers())}
+        self.storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
+        self.saved: dict[int | None, set[int]] = defaultdict(set)
+        self.kept: set[int] = set()
+        self.weight_copies: set[int] = set()
+
+    def enter_block(self, number: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self._add(self.kept, (args, kwargs))
+        self.block = number
+
+    def leave_block(self, *_: Any) -> None:
+        self.block = None
+
+    def save(self, tensor: Tensor) -> Tensor:
+        self._add(self.saved[self.block], tensor)
+        return tensor
+
+    def _add(self, keys: set[int], values: Any) -> None:
+        for tensor in (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.own:
+                self.storages[storage._cdata] = storage
+                keys.add(storage._cdata)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if self.block is not None:
+            if self.is_selective and is_kept(func):
+                self._add(self.kept, results)
+            elif func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.own:
+                self._add(self.weight_copies, results)
+        return results
+
+
+_FP32_NAMES = (
+    "layer_norm group_norm rms_norm pow rsqrt reciprocal exp log softplus softmax log_softmax sum cumsum prod "
+    "linalg_vector_norm upsample_nearest2d upsample_bilinear2d upsample_bicubic2d"
+)
+FP32_ON_CUDA = frozenset(_FP32_NAMES.split())
+"""Functions that autocast runs in fp32 on CUDA and not on the CPU (AT_FORALL_FP32 in ATen/autocast_mode.h), as far as
+denoisers and autoencoders call them."""
+
+
+class _CudaAutocast(TorchFunctionMode):
+    """Casts the inputs of `FP32_ON_CUDA`; otherwise a UNet's norms would be counted at half their size."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.strip("_") in FP32_ON_CUDA:
+            args, kwargs = tree_map(_fp32, args), tree_map(_fp32, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _fp32(value: Any) -> Any:
+    is_narrow = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_narrow else value
+
+
+@contextmanager
+def cuda_autocast(precision: str) -> Iterator[None]:
+    """Autocast on `DEVICE` that keeps what autocast on CUDA would keep; fp16 takes the bytes of bf16."""
+    if precision in ("no", "fp32"):
+        yield
+        return
+    with _CudaAutocast(), torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        yield
+
+
+def fake_copy(network: Any) -> Any:
+    """The network with fake tensors; to be called under FakeTensorMode."""
+    fakes: dict[int, Any] = {id(b): torch.empty(b.shape, dtype=b.dtype, device=DEVICE) for b in network.buffers()}
+    for own in network.parameters():
+        tensor = torch.empty(own.shape, dtype=own.dtype, device=DEVICE)
+        fakes[id(own)] = nn.Parameter(tensor, requires_grad=own.requires_grad)
+    return copy.deepcopy(network, fakes)  # deepcopy takes what it finds in the memo
+
+
+def encoding_bytes(vae: AutoencoderKL, size: tuple[int, int], samples: int, precision: str) -> int:
+    """Peak while the frozen autoencoder encodes pictures, without its weights, by torch's `MemTracker`."""
+    with FakeTensorMode(), cuda_autocast(precision), torch.no_grad():
+        fake = fake_copy(vae).eval()
+        fake.disable_slicing()  # MemTracker follows one call of each layer only
+        fake.disable_tiling()
+        pixels = torch.zeros(samples, fake.config.in_channels, *size, device=DEVICE)
+        tracker = MemTracker()
+        tracker.track_external(fake)
+        with tracker:
+            fake.encode(pixels)
+        own = sum(t.untyped_storage().nbytes() for t in (*fake.parameters(), *fake.buffers()))
+    return int(tracker.get_tracker_snapshot("peak")[DEVICE]["Total"]) - own
+
+
+def forward_flops(family: Family, height: int, width: int) -> int:
+    """FLOPs of the denoiser's forward pass for one picture [pixels]; a multiply-add counts as two.
+
+    Args:
+        family: on the meta device.
+    """
+    noised, conditioning = _blank_batch(family, height, width, 1, torch.device("meta"))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        family.predict(family.denoiser, noised, conditioning)
+    return int(counter.get_total_flops())
+
+
+def _blank_batch(
+    family: Family, height: int, width: int, count: int, device: torch.device
+) -> tuple[NoisedBatch, Conditioning]:
+    """Inputs of the denoiser of the right shapes for `count` pictures."""
+    latents = torch.zeros(count, *family.latent_grid().shape(height, width), device=device)
+    per_sample = torch.zeros(count, device=device)
+    noised = NoisedBatch(latents, per_sample, latents, per_sample, per_sample, per_sample)
+    return noised, family.blank_conditioning(count, device)
 
 
 def size_text(num_bytes: int) -> str:
-    """Bytes for a person."""
+    """`1.50 GiB`."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.2f} MiB"
 
 
-def memory_table(memory: Memory, config: Config, layout: Layout, picture: tuple[int, int]) -> str:
+def memory_table(memory: Memory, config: Config, layout: Layout) -> str:
     """The section of `--dry-run`."""
-    optimizer, (height, width) = config.optimizer.name, picture
-    parts = {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        optimizer: memory.optimizer,
-        "frozen": memory.frozen,
-        **({"buffers": memory.buffers} if memory.buffers else {}),
-    }
-    standing = " + ".join(f"{name} {size_text(count)}" for name, count in parts.items())
-    rows = {
-        "without activations": memory.standing,
-        "activations": memory.activations,
-        **({"or, before them, encoding": memory.encoding} if memory.encoding else {}),
-        "device, at most": memory.device,
-        **({"CPU: EMA": memory.cpu_ema} if memory.cpu_ema else {}),
-        **({"CPU: offloaded": memory.cpu_offloaded} if memory.cpu_offloaded else {}),
-    }
-    return "\n".join(
-        [
-            f"device memory per process, without activations: {size_text(memory.standing)} = {standing}",
-            f"memory per process with {layout.strategy}, batch_size {config.system.batch_size} at {height} × {width} "
-            "pixels on a GPU; an estimate, see docs/memory.md",
-            *(f"  {name:<26}{size_text(count):>12}" for name, count in rows.items()),
-        ]
+    height, width = largest_picture(config)
+    rows = (
+        ("weights", memory.weights),
+        ("gradients", memory.gradients),
+        (config.optimizer.name, memory.optimizer),
+        ("frozen", memory.frozen),
+        ("buffers", memory.buffers),
+        ("sum without activations", memory.standing),
+        ("activations", memory.activations),
+        ("or, before them, encoding", memory.encoding),
+        ("device, at most", memory.device),
+        ("CPU: EMA", memory.cpu_ema),
+        ("CPU: offloaded", memory.cpu_offloaded),
     )
+    title = (
+        f"memory per process with {layout.strategy}, batch_size {config.system.batch_size} at {height} × {width} "
+        "pixels on a GPU; an estimate, see docs/memory.md"
+    )
+    return "\n".join([title, *(f"  {name:<26}{size_text(count):>12}" for name, count in rows if count)])

@@ -65,17 +65,6 @@ def test_a_dry_run_needs_no_writable_folder(pipeline_dir: Path, shards_dir: Path
     assert "run folder    /proc/nowhere/run" in done.stdout
 
 
-def test_fit_is_asked_on_the_command_line(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
-    argv = options(tmp_path / "run", pipeline_dir, shards_dir)
-    done = started(argv, "--fit", "gpu_gib=80", "gpus=2")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("system.batch_size=")
-    for words, said in ((["--fit"], "gpu_gib: is required"), (["--fit", "--dry-run"], "--fit: looks for a way")):
-        done = started(argv, *words)
-        assert done.returncode == 2
-        assert f"\nerror: {said}" in f"\n{done.stderr}" and "Traceback" not in done.stderr
-
-
 def test_captions_without_a_row_do_not_cost_the_save(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "captions.csv").write_text("uid,caption\n")
     argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=16)

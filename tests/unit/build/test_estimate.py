@@ -1,10 +1,42 @@
-"""Parameters by what becomes of them."""
+"""The estimate of `--dry-run`: formulas worked out by hand; activations on fake tensors against real ones."""
 
+import re
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from sd_training.build.estimate import meta_networks, model_size
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from sd_training.build.estimate import (
+    FP32_ON_CUDA,
+    Memory,
+    ModelSize,
+    activation_moments,
+    cuda_autocast,
+    encoding_bytes,
+    fake_copy,
+    family_activations,
+    meta_networks,
+    model_size,
+    run_family,
+    standing_memory,
+    vae_activations,
+)
 from sd_training.config.load import load_config
-from tests.family_makers import save_pipeline
+from sd_training.config.objective_schema import ObjectiveConfig
+from sd_training.config.plan import find_layout
+from sd_training.config.schema import ConditioningConfig, DistributedConfig, MeshConfig, ModelConfig
+from sd_training.models.families.table import load_family
+from sd_training.models.family import Family
+from tests import makers
+from tests.family_makers import PIPELINES, save_pipeline
 
 
 def test_counts_of_a_model(tmp_path: Path) -> None:
@@ -32,3 +64,348 @@ def test_counts_of_a_model(tmp_path: Path) -> None:
     assert size.in_blocks == sum(p.numel() for block in blocks for p in block) < size.trained
     assert size.largest_block == max(sum(p.numel() for p in block) for block in blocks)
     assert size.block_matrices == 0  # UNets have no plan for the tensor axis
+
+
+# --- Weights, gradients and state ---
+
+# 1,000 parameters, 800 of them in blocks of 200, of which 600 are in matrices; 50 frozen; AdamW.
+SIZE = ModelSize(
+    trained=1000,
+    in_blocks=800,
+    block_matrices=600,
+    largest_block=200,
+    frozen=50,
+    weight_bytes=4,
+    compute_bytes=2,
+    state_bytes=8,
+    has_ema=True,
+)
+FP32 = replace(SIZE, compute_bytes=4)
+BUCKET = 200_000_000
+
+
+def memory(strategy: str, processes: int, size: ModelSize = SIZE, **options: bool) -> Memory:
+    distributed = DistributedConfig(strategy=strategy, **options)
+    return standing_memory(size, find_layout(distributed, processes, max(processes // 2, 1)), distributed)
+
+
+def parts(found: Memory) -> dict[str, int]:
+    return {name: count for name, count in asdict(found).items() if count}
+
+
+def test_one_process_and_copies() -> None:
+    whole = {"weights": 4000, "gradients": 4000, "optimizer": 8000, "frozen": 200, "cpu_ema": 4000}
+    assert parts(memory("single", 1)) == whole
+    assert parts(memory("single", 1, FP32)) == whole
+    assert parts(memory("ddp", 8)) == whole | {"cpu_ema": 500}
+    assert parts(memory("ddp", 3)) == whole | {"cpu_ema": 4 * 334}
+    assert parts(memory("ddp", 8, replace(SIZE, has_ema=False))) == {k: v for k, v in whole.items() if k != "cpu_ema"}
+
+
+def test_bf16_weights() -> None:
+    narrow = replace(SIZE, weight_bytes=2)
+    expected = {"weights": 2000, "gradients": 2000, "optimizer": 4000, "frozen": 200, "cpu_ema": 4000}
+    assert parts(memory("single", 1, narrow)) == expected
+
+
+def test_fsdp_cuts_everything_that_is_trained() -> None:
+    shard = {"weights": 1000, "gradients": 1000, "optimizer": 2000, "frozen": 200, "cpu_ema": 1000}
+    # The root's 200 and two blocks of 200 in bf16; a block's gradient in bf16 and in fp32.
+    assert parts(memory("fsdp", 4)) == shard | {"buffers": 2 * (200 + 2 * 200) + (2 + 4) * 200}
+    assert parts(memory("fsdp", 4, FP32)) == shard | {"buffers": 4 * 600 + 8 * 200}
+    kept = memory("fsdp", 4, reshard_after_forward=False)
+    assert parts(kept) == shard | {"buffers": 2 * 1000 + 6 * 200}
+
+
+def test_hsdp_cuts_inside_a_machine_only() -> None:
+    assert memory("hsdp", 8) == memory("fsdp", 4)
+
+
+def test_fsdp_offload() -> None:
+    expected = {"frozen": 200, "buffers": 2400, "cpu_ema": 1000, "cpu_offloaded": 4000}
+    assert parts(memory("fsdp", 4, offload_parameters=True)) == expected
+
+
+def test_the_tensor_axis_cuts_matrices_of_blocks() -> None:
+    options = DistributedConfig(mesh=MeshConfig(fsdp=2, tensor=2))
+    found = standing_memory(SIZE, find_layout(options, 4, 4), options)
+    local = (1000 - 600 // 2) // 2
+    shard = {"weights": 4 * local, "gradients": 4 * local, "optimizer": 8 * local, "cpu_ema": 4 * local}
+    assert parts(found) == shard | {"frozen": 200, "buffers": 2 * (200 + 2 * 100) + 6 * 100}
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients", "buffers"),
+    [
+        (1, 2000, 2000, 4 * BUCKET),
+        (2, 2000, 500, 4 * BUCKET),
+        (3, 500, 500, 2 * BUCKET + 2 * 1000),
+    ],
+)
+def test_deepspeed(stage: int, weights: int, gradients: int, buffers: int) -> None:
+    """Figure 1 of the ZeRO paper: 2Ψ + 2Ψ + 12Ψ, cut one after the other."""
+    expected = {"weights": weights, "gradients": gradients, "optimizer": 12 * 250, "frozen": 200, "cpu_ema": 1000}
+    assert parts(memory(f"deepspeed_{stage}", 4)) == expected | {"buffers": buffers}
+
+
+@pytest.mark.parametrize(("stage", "copy"), [(1, 4), (2, 4), (3, 0)])
+def test_deepspeed_in_fp32(stage: int, copy: int) -> None:
+    found = memory(f"deepspeed_{stage}", 4, FP32)
+    assert found.optimizer == (8 + copy) * 250
+    assert found.weights == (1000 if stage == 3 else 4000)
+
+
+def test_deepspeed_3_does_not_keep_a_large_model_whole() -> None:
+    large = replace(SIZE, trained=10**9, largest_block=10**7)
+    found = memory("deepspeed_3", 4, large)
+    assert found.buffers == 2 * (BUCKET + 5 * 10**8 + 10**7)
+
+
+def test_deepspeed_offload() -> None:
+    one = memory("deepspeed_1", 4, offload_optimizer=True)
+    assert (one.optimizer, one.gradients, one.cpu_offloaded) == (0, 2000, 12 * 250 + 4 * 250)
+    two = memory("deepspeed_2", 4, offload_optimizer=True)
+    assert (two.weights, two.optimizer, two.gradients, two.cpu_offloaded) == (2000, 0, 0, 12 * 250 + 4 * 250)
+    weights = memory("deepspeed_3", 4, offload_parameters=True)
+    assert (weights.weights, weights.optimizer, weights.cpu_offloaded) == (0, 3000, 500)
+    both = memory("deepspeed_3", 4, offload_optimizer=True, offload_parameters=True)
+    assert (both.weights, both.optimizer, both.cpu_offloaded) == (0, 0, 4000 + 500)
+
+
+def test_totals() -> None:
+    found = Memory(1, 20, 300, 4000, buffers=50000, activations=600000, encoding=700000)
+    assert (found.standing, found.device) == (54321, 754321)
+    assert replace(found, encoding=5).device == 654321
+
+
+# --- Activations ---
+
+PICTURE = (16, 32)
+SAMPLES = 4
+DEFAULTS = ModelConfig()
+
+
+def family_of(name: str, folder: Path) -> Family:
+    model = ModelConfig(pretrained=str(save_pipeline(name, folder / name)))
+    return load_family(model, ObjectiveConfig(), ConditioningConfig(), seed=0)
+
+
+@pytest.fixture(scope="module", params=PIPELINES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return family_of(request.param, tmp_path_factory.mktemp("family"))
+
+
+@pytest.fixture(scope="module")
+def unet_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return family_of("stable_diffusion", tmp_path_factory.mktemp("family"))
+
+
+def really_saved(family: Family, precision: str, samples: int, is_text_trained: bool = False) -> int:
+    """Bytes that autograd keeps of real tensors; torch alone, without the recorder."""
+    networks = list(family.trained_networks(is_text_trained).values())
+    own = {t.untyped_storage().data_ptr() for n in networks for t in (*n.train().parameters(), *n.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with cuda_autocast(precision), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run_family(family, PICTURE, samples, is_text_trained)
+    assert result
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("samples", [1, SAMPLES])
+def test_every_byte_of_every_family(family: Family, precision: str, samples: int) -> None:
+    assert family_activations(family, DEFAULTS, PICTURE, samples, precision) == [
+        really_saved(family, precision, samples)
+    ]
+
+
+def test_trained_text_is_counted(unet_family: Family) -> None:
+    (found,) = family_activations(unet_family, ModelConfig(train_text_encoder=True), PICTURE, SAMPLES, "bf16")
+    assert found == really_saved(unet_family, "bf16", SAMPLES, True)
+    assert found > family_activations(unet_family, DEFAULTS, PICTURE, SAMPLES, "bf16")[0]
+
+
+def test_narrow_weights_need_no_copies(unet_family: Family) -> None:
+    (wide,) = family_activations(unet_family, DEFAULTS, PICTURE, SAMPLES, "bf16")
+    (narrow,) = family_activations(unet_family, ModelConfig(bf16_weights=True), PICTURE, SAMPLES, "bf16")
+    parameters = sum(p.numel() for p in unet_family.denoiser.parameters())
+    assert 1.2 * parameters < wide - narrow <= 2 * parameters
+    assert family_activations(unet_family, DEFAULTS, PICTURE, SAMPLES, "bf16", is_sharded=True) == [narrow]
+    assert next(unet_family.denoiser.parameters()).dtype == torch.float32
+
+
+def test_cuda_keeps_more_of_norms_than_the_cpu(unet_family: Family) -> None:
+    """Per sample: the copies of the weights are the same."""
+
+    def on_cpu(samples: int) -> int:
+        with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
+            fake = unet_family.with_parts({"unet": fake_copy(unet_family.denoiser).train()})
+            return activation_moments([fake.denoiser], [], lambda: run_family(fake, PICTURE, samples), DEFAULTS)[0]
+
+    on_cuda = [family_activations(unet_family, DEFAULTS, PICTURE, samples, "bf16")[0] for samples in (2, 3)]
+    assert 1.2 < (on_cuda[1] - on_cuda[0]) / (on_cpu(3) - on_cpu(2)) < 2
+
+
+def fp32_names() -> set[str]:
+    """The list in PyTorch's own header."""
+    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    text = header.read_text(encoding="utf-8").partition("#define AT_FORALL_FP32(")[2]
+    return set(re.findall(r"_\((\w+)", text.partition("#define AT_FORALL_DIFFERENT")[0]))
+
+
+def test_the_fp32_operations_are_those_of_pytorch() -> None:
+    assert fp32_names() | {"rms_norm"} >= FP32_ON_CUDA  # which PyTorch 2.11 did not name yet
+
+
+class Names(TorchFunctionMode):
+    """What is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.add(func.__name__.strip("_"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_fp32_operation_of_a_family_is_missing(family: Family) -> None:
+    names = Names()
+    with FakeTensorMode(), names:
+        run_family(family.with_parts({family.denoiser_part: fake_copy(family.denoiser)}), PICTURE, 2)
+    assert "linear" in names.found
+    assert names.found & fp32_names() <= FP32_ON_CUDA
+
+
+# --- Recomputation ---
+
+
+class Block(nn.Module):
+    """Keeps its input, a product and a square."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sin().square()
+
+
+WIDTH, ROWS = 32, 5
+
+
+def chain(count: int, recompute: Callable[[int], bool] = lambda _: False) -> tuple[nn.ModuleList, Any]:
+    """Blocks one after the other, some really recomputed."""
+    blocks = nn.ModuleList(Block(WIDTH) for _ in range(count))
+
+    def forward() -> torch.Tensor:
+        x = torch.zeros(ROWS, WIDTH)
+        for number, block in enumerate(blocks):
+            # The call of a recomputed block is packed away, so that it is counted by its input alone.
+            x = checkpoint(block, x, use_reentrant=False) if recompute(number) else block(x)
+        return x
+
+    return blocks, forward
+
+
+def tracked(count: int, recompute: Callable[[int], bool]) -> int:
+    """Activations after the forward pass, by torch's own tracker."""
+    with FakeTensorMode():
+        blocks, forward = chain(count, recompute)
+        tracker = MemTracker()
+        tracker.track_external(blocks)
+        with tracker:
+            result = forward()
+            now = next(iter(tracker.get_tracker_snapshot("current").values()))
+    del result
+    return int(next(v for k, v in now.items() if getattr(k, "value", "") == "Activation"))
+
+
+TENSOR = 4 * WIDTH * ROWS
+"""Bytes of one tensor."""
+
+
+def moments(count: int, recompute: Any = False, every: int = 1, precision: str = "no") -> list[int]:
+    blocks, forward = chain(count)
+    with cuda_autocast(precision):
+        model = ModelConfig(gradient_checkpointing=recompute, gradient_checkpointing_every=every)
+        found = activation_moments([blocks], list(blocks), forward, model)
+    assert not any(block._forward_hooks or block._forward_pre_hooks for block in blocks)
+    return found
+
+
+@pytest.mark.parametrize(("every", "kept"), [(1, 4), (2, 8), (3, 8)])
+def test_recomputed_blocks_keep_their_input(every: int, kept: int) -> None:
+    """Each block saves its input, the product (for sin) and the sine (for square); four blocks, twelve tensors at most.
+
+    Every n-th block is recomputed, from the first: its input stays, and during its backward pass its two others exist.
+    """
+    assert moments(4) == [12 * TENSOR]
+    found = moments(4, True, every)
+    assert found == [kept * TENSOR, *[(kept + 2) * TENSOR] * len(range(0, 4, every))]
+    # The last result is alive, but the backward pass does not need it.
+    assert found[0] == tracked(4, lambda number: number % every == 0) - TENSOR
+
+
+def test_selective_keeps_products() -> None:
+    assert moments(3, "selective") == [6 * TENSOR, *[7 * TENSOR] * 3]
+
+
+def test_copies_of_recomputed_weights_live_until_the_forward_pass_ends() -> None:
+    copies = 2 * sum(p.numel() for p in chain(3)[0].parameters())
+    inputs = TENSOR + 2 * TENSOR // 2  # the first one is fp32
+    assert moments(3, True, precision="bf16")[0] == inputs + copies
+
+
+@pytest.mark.parametrize("recompute", ["selective", True])
+def test_recomputation_needs_less(unet_family: Family, recompute: Any) -> None:
+    def peak(recompute: Any, every: int = 1) -> int:
+        model = ModelConfig(gradient_checkpointing=recompute, gradient_checkpointing_every=every)
+        return max(family_activations(unet_family, model, PICTURE, 8, "no"))
+
+    assert peak(recompute) < peak(False)
+    assert peak(True) <= peak(True, 2)
+
+
+# --- The autoencoder ---
+
+
+def test_a_trained_autoencoder() -> None:
+    vae = makers.tiny_vae()
+    kept: dict[int, int] = {}
+    own = {p.untyped_storage().data_ptr() for p in vae.parameters()}
+    alive = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(tensor)
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        posterior = vae.train().encode(torch.zeros(3, 3, *PICTURE)).latent_dist
+        answer = vae.decode(posterior.mean + posterior.std).sample
+    assert answer.requires_grad
+    (found,) = vae_activations(vae, DEFAULTS, PICTURE, 3, "no")
+    assert found == sum(size for place, size in kept.items() if place not in own)
+    assert max(vae_activations(vae, ModelConfig(gradient_checkpointing=True), PICTURE, 3, "no")) < found
+
+
+def test_encoding_grows_with_the_picture() -> None:
+    vae = makers.tiny_vae()
+
+    def per_sample(size: tuple[int, int], precision: str) -> int:
+        return encoding_bytes(vae, size, 2, precision) - encoding_bytes(vae, size, 1, precision)
+
+    small, large = per_sample((16, 16), "fp32"), per_sample((32, 32), "fp32")
+    assert 3.5 * small < large < 4.5 * small
+    # At the peak of the first, widest block at least its input and its result exist: 8 channels.
+    assert small > 2 * 8 * 16 * 16 * 4
+    assert per_sample((32, 32), "bf16") < large
+    assert 0 <= encoding_bytes(vae, (16, 16), 1, "fp32") - small < small  # the weights are not counted
