@@ -8,7 +8,6 @@ The same command again resumes the run, also after SIGTERM or SIGUSR1: then it h
 (docs/watch.md lists the others).
 """
 
-import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -101,9 +100,6 @@ def train(plan: "Plan", signals: StopSignals, run_log: RunLog) -> None:
         log.info(f"stopped after {run.trainer.global_step:,} optimizer steps and saved; the same command goes on")
     else:
         log.info(f"done: {plan.run_dir / 'current_pipeline'}")
-    if run.is_logger_left:
-        sys.stdout.flush()
-        os._exit(run.exit_status)  # a logger that hangs would keep Python from ending
     if run.exit_status:
         signals.leave(run.exit_status)
 

@@ -82,7 +82,7 @@ def build_callbacks(
         ema or NoEma(may_drop=_may_change_ema(config)),
         EmaSnapshots(plan.run_dir, config.ema, ema) if ema is not None and config.ema.tracks else None,
         guard,
-        ReplicaDigest(config.numerics.digest_every, guard.incidents),
+        ReplicaDigest(config.numerics.digest_every, plan.run_dir),
         saves.settled,
         metrics,
         CompileWatch(config.logging.every) if config.trainer.compile else None,

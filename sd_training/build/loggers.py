@@ -1,20 +1,27 @@
-"""Where metrics and pictures go beside `metrics.csv`."""
+"""Loggers beside `metrics.csv`: TensorBoard and Weights & Biases. Whatever happens to them, training continues.
+
+Both queue what they are given: TensorBoard in a thread of its own, W&B in a process of its own. `run.log` waits for
+that process, not for the server, and `run.finish` has a time limit. `wandb.init` alone has none that holds: with a
+server that never answers it blocks for 50 to 110 s, whatever `init_timeout` and the timeouts of its requests are
+(wandb 0.31), so it runs in a thread, and what is logged meanwhile is kept.
+"""
 
 import os
 import sys
+import threading
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
-from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
+from pytorch_lightning.loggers import Logger, TensorBoardLogger
 from torch.utils.tensorboard.summary import hparams
 
 from sd_training.build.plan import Plan
 from sd_training.build.preflight import chosen_mode, missing_login
-from sd_training.callbacks.background_logger import TAKING_LEAVE_S, BackgroundLogger, leave_together
 from sd_training.checkpoint.atomic_io import replace_text
 from sd_training.config.changes import to_plain
 from sd_training.log import get_logger, is_main_process
@@ -22,11 +29,34 @@ from sd_training.redaction import redacted
 
 log = get_logger(__name__)
 
+FINISH_S = 30.0
+"""At the end of a run W&B has this long to send what is queued."""
+END_S = 2 * FINISH_S
+"""What the loggers may need after the last save: `FINISH_S`, and W&B's process until it has ended."""
+_STEP = "trainer/global_step"
+"""W&B's x axis, as Lightning names it."""
+
+
+def build_loggers(plan: Plan) -> list[Logger]:
+    """TensorBoard always; W&B when a key or a mode asks for it."""
+    tensorboard = TensorBoard(plan.run_dir, name="", version="tensorboard")
+    tensorboard.log_hyperparams(_flat(to_plain(plan.config)))
+    mode = chosen_mode(plan.config.wandb)
+    if mode == "auto":
+        reason = missing_login(plan.config.wandb)
+        mode = "online" if reason is None else "disabled"
+        if reason is not None:
+            log.info(f"W&B is off: {reason}")
+    if mode == "disabled":
+        return [tensorboard]
+    identifier = _wandb_id(plan.run_dir)
+    return [tensorboard, WandbLogger(lambda: _begin_wandb(plan, identifier, mode))]
+
 
 class TensorBoard(TensorBoardLogger):
-    """A full disk costs rows, not the run. The thread that writes ends with its first error, and every later call
-    repeats it, so that the next row begins with a new file. Its folder is used as it is: Lightning's expands variables
-    and `~` once more."""
+    """Rows that a full disk refuses are lost; the run continues. TensorBoard's writer thread ends with its first error,
+    and every later call repeats that error, so the next row begins a new file. The folder is used as it is: Lightning's
+    logger expands variables and `~` once more."""
 
     @property
     def log_dir(self) -> str:
@@ -57,6 +87,10 @@ class TensorBoard(TensorBoardLogger):
         """As Lightning's."""
         self._guarded(lambda: super(TensorBoard, self).finalize(status))
 
+    def log_picture(self, tag: str, picture: Image.Image, step: int) -> None:
+        """A picture of an optimizer step."""
+        self._guarded(lambda: self.experiment.add_image(tag, np.asarray(picture), step, dataformats="HWC"))
+
     def _guarded(self, act: Callable[[], None]) -> None:
         try:
             act()
@@ -65,49 +99,111 @@ class TensorBoard(TensorBoardLogger):
             self._experiment = None
 
 
-class _PrivateWandb(WandbLogger):
-    """W&B writes the command line into its files, so it gets to see one without secrets. By the time it is asked for,
-    further processes, which need the real one, have been started."""
+class WandbLogger(Logger):
+    """Logs to a W&B run. After the first failure, which is one warning, W&B is off.
+
+    Args:
+        begin: begins the run (`wandb.init`); called in a thread, at the first call. By then the processes of the run
+            have been started, which need the command line as it is (see `_begin_wandb`).
+    """
+
+    def __init__(self, begin: Callable[[], Any]) -> None:
+        super().__init__()
+        self._begin = begin
+        self._run: Future[Any] | None = None
+        self._kept: list[Callable[[Any], None]] = []
+        self._is_off = False
 
     @property
-    def experiment(self) -> Any:
-        """As the base class's."""
-        if self._experiment is None:
-            sys.argv = [redacted(word) for word in sys.argv]
-        return super().experiment
+    def name(self) -> str:
+        """For Lightning."""
+        return "W&B"
+
+    @property
+    def version(self) -> str:
+        """For Lightning; nothing depends on it."""
+        return ""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Numbers of an optimizer step."""
+        self._do(lambda run: run.log({**metrics, _STEP: step}))
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the options are the run's `config`."""
+
+    def save(self) -> None:
+        """Lightning calls it when training starts: the run begins."""
+        self._do(lambda run: None)
+
+    def log_picture(self, tag: str, picture: Image.Image, step: int) -> None:
+        """A picture of an optimizer step."""
+        from wandb import Image as WandbImage
+
+        self._do(lambda run: run.log({tag: [WandbImage(picture)], _STEP: step}))
+
+    def finalize(self, status: str) -> None:
+        """Sends what is queued, within the time limit."""
+        if self._run is not None:
+            self._do(lambda run: run.finish(), FINISH_S)
+            self._is_off = True
+
+    def _do(self, act: Callable[[Any], None], wait_s: float = 0.0) -> None:
+        if self._is_off:
+            return
+        if self._run is None:
+            self._run = Future()
+            threading.Thread(target=self._begin_run, args=(self._run,), daemon=True, name="wandb.init").start()
+        self._kept.append(act)
+        try:
+            if not self._run.done() and not wait_s:
+                return
+            run = self._run.result(wait_s)
+            kept, self._kept = self._kept, []
+            for one in kept:
+                one(run)
+        except (Exception, SystemExit) as error:
+            self._is_off = True
+            text = str(error).strip().partition("\n")[0][:300]
+            reason = f"{type(error).__name__}: {text}" if self._run.done() else f"no answer within {wait_s:g} s"
+            log.warning(f"W&B failed and is off from now on ({reason}); metrics.csv holds every number")
+
+    def _begin_run(self, result: Future[Any]) -> None:
+        try:
+            result.set_result(self._begin())
+        except BaseException as error:
+            result.set_exception(error)
 
 
-def build_loggers(plan: Plan) -> list[Logger]:
-    """TensorBoard always; W&B when a key or a mode asks for it. Both in threads of their own."""
-    wandb = plan.config.wandb
-    tensorboard = BackgroundLogger(
-        "TensorBoard",
-        lambda: _tensorboard(plan),
-        _picture_for_tensorboard,
+def _begin_wandb(plan: Plan, identifier: str, mode: str) -> Any:
+    import wandb  # optional, and takes a second to import
+
+    # W&B writes the command line into its files.
+    sys.argv = [redacted(word) for word in sys.argv]
+    # Only W&B's errors are printed; `setup` alone does not apply this where the search for a login has read settings.
+    wandb.termsetup(wandb.setup(wandb.Settings(show_info=False, show_warnings=False)).settings, None)
+    settings: dict[str, Any] = {"mode": mode, "finish_timeout": 0.8 * FINISH_S}
+    # A key of the configuration goes to W&B alone: the environment would pass it to every process started from here.
+    if plan.config.wandb.api_key is not None:
+        settings["api_key"] = plan.config.wandb.api_key
+    run = wandb.init(
+        name=plan.config.experiment.name,
+        project=plan.config.experiment.project,
+        entity=plan.config.wandb.entity,
+        dir=plan.run_dir,
+        id=identifier,
+        resume="allow",
+        config=to_plain(plan.config),
+        settings=wandb.Settings(**settings),
     )
-    mode = chosen_mode(wandb)
-    if mode == "auto":
-        reason = missing_login(wandb)
-        mode = "online" if reason is None else "disabled"
-        if reason is not None:
-            log.info(f"W&B is off: {reason}")
-    if mode == "disabled":
-        return [tensorboard]
-    identifier = _wandb_id(plan.run_dir)
-    server = BackgroundLogger("W&B", lambda: _wandb(plan, identifier, mode), _picture_for_wandb, _finish_wandb)
-    leave_together([tensorboard, server])
-    return [tensorboard, server]
-
-
-def _tensorboard(plan: Plan) -> Logger:
-    """With the options as hyper-parameters, which W&B gets when its run begins."""
-    logger = TensorBoard(plan.run_dir, name="", version="tensorboard")
-    logger.log_hyperparams(_flat(to_plain(plan.config)))
-    return logger
+    run.define_metric(_STEP)
+    run.define_metric("*", step_metric=_STEP, step_sync=True)
+    where = run.url if mode == "online" else f"offline; upload with `wandb sync {run.settings.sync_dir}`"
+    log.info(f"W&B: {where}")
+    return run
 
 
 def _flat(options: Mapping[str, Any], group: str = "") -> dict[str, bool | int | float | str]:
-    """Options by dotted name; TensorBoard's hyper-parameters are scalars, so lists become texts and nulls are left."""
+    """Options by dotted name; TensorBoard's hyper-parameters are scalars: lists become texts, nulls are left out."""
     flat: dict[str, bool | int | float | str] = {}
     for name, value in options.items():
         if isinstance(value, Mapping):
@@ -117,52 +213,8 @@ def _flat(options: Mapping[str, Any], group: str = "") -> dict[str, bool | int |
     return flat
 
 
-def _wandb(plan: Plan, identifier: str, mode: str) -> Logger:
-    """The run is begun at once, so that a server that refuses it is told of at the start."""
-    from wandb import Settings, setup, termsetup  # W&B is optional, and takes a second to import
-
-    # W&B prints its errors only; `setup` alone does not apply this where the search for a login has read settings.
-    termsetup(setup(Settings(show_info=False, show_warnings=False)).settings, None)
-    # A key of the configuration is told to W&B alone: the environment would tell every process started from here.
-    settings: dict[str, Any] = {"finish_timeout": TAKING_LEAVE_S * 0.8}
-    if plan.config.wandb.api_key is not None:
-        settings["api_key"] = plan.config.wandb.api_key
-    experiment = plan.config.experiment
-    logger = _PrivateWandb(
-        name=experiment.name,
-        project=experiment.project,
-        entity=plan.config.wandb.entity,
-        save_dir=plan.run_dir,
-        mode=mode,  # not Lightning's `offline`, which gives way to WANDB_MODE and changes it
-        id=identifier,
-        resume="allow",
-        config=to_plain(plan.config),
-        settings=Settings(**settings),
-    )
-    run = logger.experiment
-    where = run.url if mode == "online" else f"offline; upload with `wandb sync {run.settings.sync_dir}`"
-    log.info(f"W&B: {where}")
-    return logger
-
-
-def _finish_wandb(logger: Logger) -> None:
-    """Here, not when Python ends, where nothing would limit it."""
-    assert isinstance(logger, WandbLogger)
-    logger.experiment.finish()
-
-
-def _picture_for_tensorboard(logger: Logger, tag: str, picture: Image.Image, step: int) -> None:
-    assert isinstance(logger, TensorBoardLogger)
-    logger.experiment.add_image(tag, np.asarray(picture), step, dataformats="HWC")
-
-
-def _picture_for_wandb(logger: Logger, tag: str, picture: Image.Image, step: int) -> None:
-    assert isinstance(logger, WandbLogger)
-    logger.log_image(tag, [picture], step=step)
-
-
 def _wandb_id(run_dir: Path) -> str:
-    """The run's W&B id, kept in its folder so that a resumed run continues the same curves."""
+    """The W&B id of the run, kept in its folder so that a resumed run continues the same curves."""
     path = run_dir / "wandb_id"
     if path.exists() and (known := path.read_text(encoding="utf-8").strip()):
         return known

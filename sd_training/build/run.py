@@ -17,11 +17,10 @@ from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import Strategy
 
 from sd_training.build.callbacks import build_callbacks
-from sd_training.build.loggers import build_loggers
+from sd_training.build.loggers import END_S, build_loggers
 from sd_training.build.models import Trained, build_model
 from sd_training.build.plan import Plan
 from sd_training.build.start import find_start, make_mirror, own_run_dir
-from sd_training.callbacks.background_logger import TAKING_LEAVE_S, BackgroundLogger
 from sd_training.callbacks.preemption import Deadlines, Preemption
 from sd_training.callbacks.save import AFTER_A_STOP_S, SaveTimes
 from sd_training.config.schema import SECTIONS
@@ -167,11 +166,6 @@ class Run:
             return 0
         return self.preemption.status
 
-    @property
-    def is_logger_left(self) -> bool:
-        """After the fit: whether a logger failed or is still busy, and nobody is to wait for it."""
-        return any(isinstance(logger, BackgroundLogger) and logger.is_left for logger in self.trainer.loggers)
-
 
 def build_run(
     plan: Plan,
@@ -244,7 +238,7 @@ def make_watch(plan: Plan) -> HangWatch:
 def _preemption(plan: Plan, signals: StopSignals) -> Preemption:
     config = plan.config
     signals.choose(config.system.stop_signals, config.system.save_signals)
-    leave_s = TAKING_LEAVE_S + (0.0 if config.checkpoint.mirror is None else AFTER_A_STOP_S)
+    leave_s = END_S + (0.0 if config.checkpoint.mirror is None else AFTER_A_STOP_S)
     deadlines = Deadlines(config.experiment.max_hours, signals.started_s, os.environ, leave_s)
     return Preemption(
         signals, deadlines, SaveTimes(), config.checkpoint.save_every_minutes, config.watch.collective_timeout_s

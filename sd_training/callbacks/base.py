@@ -1,19 +1,16 @@
-"""The one place that tells optimizer steps from micro-batches.
-
-Time spent training, without the time spent saving and drawing, which the hang watch is told of.
-
-What every rank has, on every rank.
-"""
+"""What every callback is built on: one call per optimizer step, the run's clock, and what callbacks tell each other."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, distributed
 
+from sd_training.parallel.saves import WholeCheckpoints
 from sd_training.training.base_module import TrainedModule
 from sd_training.watchdog.hang import HangWatch
 
@@ -55,16 +52,16 @@ class OptimizerStepCallback(pl.Callback):
 
 
 class TrainingTimer:
-    """Runs from its making; stands still inside `excluded`.
+    """Measures time spent training, without what is done inside `excluded`.
 
     Args:
-        watch: told what is done meanwhile; null: nobody is.
+        watch: hang watch that is told which section the process is in.
     """
 
     def __init__(self, watch: HangWatch | None = None) -> None:
         self.watch = watch
         self._start_s = time.perf_counter()
-        self._paused_s = 0.0
+        self._excluded_s = 0.0
 
     @contextmanager
     def excluded(self, section: str) -> Iterator[None]:
@@ -81,22 +78,55 @@ class TrainingTimer:
                 with self.watch.inside(section):
                     yield
         finally:
-            self._paused_s += time.perf_counter() - began_s
+            self._excluded_s += time.perf_counter() - began_s
 
     def lap_s(self) -> float:
         """Seconds of training since the last lap; starts the next one."""
         now_s = time.perf_counter()
-        elapsed_s = now_s - self._start_s - self._paused_s
-        self._start_s, self._paused_s = now_s, 0.0
+        elapsed_s = now_s - self._start_s - self._excluded_s
+        self._start_s, self._excluded_s = now_s, 0.0
         return max(elapsed_s, 1e-9)
+
+
+@dataclass
+class RunState:
+    """The only mutable state that callbacks share. Each field has one writer, named in its description.
+
+    Steps are optimizer steps completed in this start of the run; -1: none yet.
+    """
+
+    save_requested: bool = False
+    """`Preemption`: all ranks save after this step, beside the steps at which a save is due."""
+    last_save_step: int = -1
+    """`Save`: the last save that was begun, whether it failed or not; the same on all ranks."""
+    last_save_end_s: float = field(default_factory=time.monotonic)
+    """`Save`: when that returned to training [s of `time.monotonic`]; before the first save, the start."""
+    sealed_step: int = -1
+    """`Save`: the newest checkpoint that is whole on disk."""
+    longest_save_s: float = 0.0
+    """`Save`: the longest save so far, from its beginning until it was sealed and exported; 0: none yet."""
+    pending_save_since_s: float | None = None
+    """`Save`: when a save that is still being written in the background was begun [s of `time.monotonic`]."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """`Metrics`: the newest row."""
+    window_losses: list[tuple[int, float]] = field(default_factory=list)
+    """`Metrics` appends (optimizer steps, mean loss) of each logging window; `Save` clears it with each checkpoint."""
+    validation_loss: tuple[int, float] | None = None
+    """`Validation`: step and loss of the newest one, of the weights that are exported; the same on all ranks."""
+
+
+def strategy_of(trainer: pl.Trainer) -> WholeCheckpoints:
+    """The trainer's strategy, as the ones of `parallel/` offer it beyond Lightning's."""
+    strategy = trainer.strategy
+    assert isinstance(strategy, WholeCheckpoints)
+    return strategy
 
 
 def gather_ranks(trainer: pl.Trainer, tensor: Tensor) -> Tensor:
     """Collective: [ranks, ...] the tensor of every rank, of one shape everywhere, on the CPU."""
     if trainer.world_size == 1:
         return tensor[None].cpu()
-    strategy: Any = trainer.strategy
-    own = tensor.to(strategy.root_device).contiguous()
-    everyone = [torch.empty_like(own) for _ in range(trainer.world_size)]
-    distributed.all_gather(everyone, own)
-    return torch.stack(everyone).cpu()
+    own = tensor.to(trainer.strategy.root_device).contiguous()
+    gathered = [torch.empty_like(own) for _ in range(trainer.world_size)]
+    distributed.all_gather(gathered, own)
+    return torch.stack(gathered).cpu()

@@ -1,22 +1,13 @@
-"""Non-finite steps and loss spikes: describes them, goes back to an older checkpoint, and ends a run in a dead end.
+"""Numbers that go wrong: records them as incidents, goes back to an older checkpoint, ends a run that cannot go on.
 
-A non-finite step is skipped on the device, in the optimizer (see `TrainedModule.configure_gradient_clipping`); what is
-done here reads losses and flags once per logging interval. docs/numerics.md says what is promised.
-
-Going back to an older checkpoint inside a run: weights, optimizer state and averages, but neither the step nor the
-data.
-
-The optimizer step goes on counting, so the batches that did the damage, and those since the checkpoint, are behind the
-run for good; no order of the data, name of a checkpoint or row of the metrics has two meanings.
-
-Replicas of the weights must stay equal to the bit: they start alike and are updated with the same gradients.
-
-Memory errors, a broken device or a lost message make them differ without anybody noticing: each replica then trains
-something else, and a checkpoint, which is dealt out over the processes, mixes them.
-
-A number that stands for the bits of many tensors, computed where they lie.
+A non-finite step is skipped on the device, in the optimizer (`TrainedModule.configure_gradient_clipping`). Here losses
+and flags of all ranks are read once per logging interval, `anomalies.py` decides what is wrong, and `NumericGuard`
+acts. `ReplicaDigest` compares replicas of the weights, which must stay equal to the bit: a memory error or a broken
+device makes each replica train something else, and a checkpoint, written by all of them, mixes them.
+docs/numerics.md says what is promised.
 """
 
+import math
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,52 +19,240 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sd_training.callbacks.anomalies import (
-    SKIPPED,
-    Anomaly,
-    AnomalyDetector,
-    RollbackReason,
-    SampleReport,
-    StepReport,
-    StepWindow,
-)
-from sd_training.callbacks.base import OptimizerStepCallback, TrainingTimer, gather_ranks
+from sd_training.callbacks.anomalies import SKIPPED, SPIKE, Anomaly, AnomalyDetector, RollbackReason, StepReport
+from sd_training.callbacks.base import OptimizerStepCallback, TrainingTimer, gather_ranks, strategy_of
 from sd_training.callbacks.ema import Ema
-from sd_training.callbacks.incidents import FOLDER, Incidents
-from sd_training.callbacks.save import Saves, cpu_group_of
+from sd_training.callbacks.save import Saves
 from sd_training.checkpoint.folder import folder_name, sealed_checkpoints, step_of, verify_checkpoint
 from sd_training.config.schema import NumericsConfig
 from sd_training.data.problems import printable
 from sd_training.errors import IntegrityError, NumericError
+from sd_training.incidents import incident_path, write_incident
 from sd_training.log import get_logger
 from sd_training.parallel.cpu_group import CpuGroup
-from sd_training.training.base_module import TrainedModule
+from sd_training.training.base_module import MicroBatchRecord, TrainedModule
+
+log = get_logger(__name__)
+
+_STATE = "numerics"
+"""Key of a checkpoint."""
+_WORDS = {SKIPPED: "a non-finite loss or gradient", SPIKE: "a loss spike"}
+_REMEDY = (
+    "Lower optimizer.params.learning_rate, set optimizer.max_grad_norm, or look at the samples that the file names; "
+    "scripts/replay_step.py runs the step again"
+)
 
 
 class Rollback(NamedTuple):
-    """One that was done."""
+    """A return to an older checkpoint: weights, optimizer state and averages, but neither the step nor the data."""
 
     at: int
-    """Optimizer steps completed when it was done; training goes on from here."""
+    """Optimizer steps completed when it was done; training continues from here."""
     to: int
-    """Optimizer steps of the checkpoint whose weights it goes on with."""
+    """Optimizer steps of the checkpoint whose weights were loaded."""
     first_bad: int
-    """The first step that was wrong [optimizer steps completed before it]."""
+    """The first wrong step [optimizer steps completed before it]."""
     kind: str
     """What was wrong: `skipped` or `spike`."""
 
 
-def older_checkpoint(trainer: pl.Trainer, root: Path, before: int, done: Sequence[Rollback]) -> Path | None:
-    """Collective: the newest checkpoint of fewer than `before` optimizer steps that verifies, the same everywhere.
+class _Step(NamedTuple):
+    """An optimizer step of this rank whose losses and flag are still on the device."""
 
-    Those that a rollback has already left behind are not taken.
+    step: int
+    """Optimizer steps completed before it."""
+    micro_batches: list[MicroBatchRecord]
+    skipped: Tensor | None
+    """Not 0 where it was skipped; None where the engine does not say."""
+
+
+class NumericGuard(OptimizerStepCallback):
+    """Reads losses every `every` optimizer steps, and before every save. Goes back only at a multiple of `every`, so
+    that a save or a signal does not change when that happens.
+
+    The optimizer step counts on after a rollback, so the batches that did the damage, and those since the checkpoint,
+    are used up; no order of the data, name of a checkpoint or row of the metrics gets two meanings.
+
+    Args:
+        config: limits and thresholds.
+        every: optimizer steps between reads.
+        run_dir: the run folder, with `checkpoints/` and `incidents/`.
+        name_of: sample id → location of its shard, and key.
+        timer: does not count the time of a rollback.
+        run_metadata: further entries of an incident, asked when one is written.
+        ema: goes back as well.
+        saves: writes a checkpoint after a rollback; null where nothing is saved.
     """
-    step = cpu_group_of(trainer).on_rank0(lambda: newest_before(root, before, done))
-    return None if step is None else root / folder_name(step)
+
+    def __init__(
+        self,
+        config: NumericsConfig,
+        every: int,
+        run_dir: Path,
+        name_of: Callable[[int], tuple[str, str]],
+        timer: TrainingTimer,
+        run_metadata: Callable[[], Mapping[str, Any]] = dict,
+        ema: Ema | None = None,
+        saves: Saves | None = None,
+    ) -> None:
+        self.config, self.every, self.run_dir, self.name_of = config, every, run_dir, name_of
+        self.timer, self.run_metadata, self.ema, self.saves = timer, run_metadata, ema, saves
+        self.detector = AnomalyDetector(config)
+        self.rollbacks: list[Rollback] = []
+        self._micro_batches: list[MicroBatchRecord] = []
+        self._unread: list[_Step] = []
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keeps what the module recorded of each micro-batch."""
+        assert isinstance(pl_module, TrainedModule)
+        if pl_module.last_micro_batch is not None:
+            self._micro_batches.append(pl_module.last_micro_batch)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+        """Collective where it is due."""
+        self._unread.append(_Step(step - 1, self._micro_batches, module.was_step_skipped))
+        self._micro_batches = []
+        if not self.is_due(trainer, step, self.every):
+            return
+        self._read(trainer, module)
+        if self.detector.rollback_reason is not None and step % self.every == 0:
+            with self.timer.excluded("save"):
+                self._roll_back(trainer, module, step, self.detector.rollback_reason)
+
+    def _read(self, trainer: pl.Trainer, module: TrainedModule) -> None:
+        """Collective: reads the steps since the last call, and records those that were wrong. The host waits for the
+        device, once."""
+        steps, self._unread = self._unread, []
+        if not steps or not steps[0].micro_batches:
+            return
+        losses = torch.stack([record.loss.float() for step in steps for record in step.micro_batches])
+        flags = [losses.new_zeros(()) if s.skipped is None else s.skipped.to(losses.device).float() for s in steps]
+        rows = torch.cat([torch.stack(flags)[:, None], losses.view(len(steps), -1)], dim=1)
+        by_rank = gather_ranks(trainer, rows).tolist()
+        for i, step in enumerate(steps):
+            report = StepReport(step.step, [rows[i][1:] for rows in by_rank], any(rows[i][0] for rows in by_rank))
+            anomaly = self.detector.add(report)
+            if anomaly is not None:
+                samples = self._samples(trainer, step)
+                if trainer.is_global_zero:
+                    self._record(module, report, anomaly, samples)
+
+    def _samples(self, trainer: pl.Trainer, step: _Step) -> list[dict[str, Any]]:
+        """Collective: the samples of a step, those with a non-finite loss first, then by loss."""
+        rows = []
+        for record in step.micro_batches:
+            losses = record.sample_losses
+            times = torch.full_like(losses, -1.0) if record.timesteps is None else record.timesteps
+            columns = (record.positions, record.sample_ids, losses, times)
+            rows.append(torch.stack([column.cpu().double() for column in columns], dim=1))
+        by_rank = gather_ranks(trainer, torch.stack(rows)).tolist()
+        samples = [
+            {"rank": rank, "micro_batch": micro, "position": int(position), "sample_id": int(sample), "loss": loss}
+            | {"timestep": None if time < 0 else time}
+            for rank, micro_batches in enumerate(by_rank)
+            if rank % strategy_of(trainer).tensor_parallel_size == 0
+            for micro, of_one in enumerate(micro_batches)
+            for position, sample, loss, time in of_one
+        ]
+        return sorted(samples, key=lambda s: (True, -s["loss"]) if math.isfinite(s["loss"]) else (False, 0.0))
+
+    def _record(
+        self, module: TrainedModule, report: StepReport, anomaly: Anomaly, samples: list[dict[str, Any]]
+    ) -> None:
+        positions = [sample["position"] for sample in samples]
+        plan = module.optimization
+        names = [dict(zip(("shard", "key"), self.name_of(sample["sample_id"]), strict=True)) for sample in samples]
+        spike = {} if anomaly.kind == SKIPPED else anomaly._asdict()
+        facts = {
+            "loss": report.loss,
+            "losses_by_rank": dict(enumerate(report.losses)),
+            "ranks_with_non_finite_loss": report.non_finite_ranks,
+            "learning_rate": plan.learning_rate * plan.schedule(report.step),
+            "first_position": min(positions),
+            "last_position": max(positions),
+            "num_samples": len(samples),
+            **{name: value for name, value in spike.items() if name != "kind"},
+            "samples": [sample | name for sample, name in zip(samples, names, strict=True)],
+        }
+        write_incident(self.run_dir, anomaly.kind, report.step, **facts, **self.run_metadata())
+        path = incident_path(self.run_dir, report.step, anomaly.kind)
+        where = f"positions {min(positions)} to {max(positions)}; {path}"
+        if anomaly.kind == SKIPPED:
+            log.warning(f"optimizer step {report.step} skipped: non-finite loss or gradient ({where})")
+        else:
+            log.warning(f"loss spike at optimizer step {report.step}: {report.loss:.4g} ({where})")
+
+    def _roll_back(self, trainer: pl.Trainer, module: TrainedModule, step: int, reason: RollbackReason) -> None:
+        """Collective: loads the newest checkpoint from before the anomaly.
+
+        Raises:
+            NumericError: there is none, or it was done too often.
+        """
+        if len(self.rollbacks) >= self.config.max_rollbacks:
+            raise self._no_way_back(reason, f"numerics.max_rollbacks={self.config.max_rollbacks} is reached")
+        if self.saves is not None:
+            self.saves.finish_pending()  # it may be the checkpoint to go back to
+        root = self.run_dir / "checkpoints"
+        strategy, before = strategy_of(trainer), reason.first_step
+        found = strategy.cpu_group.on_rank0(lambda: newest_before(root, before, self.rollbacks))
+        if found is None:
+            why = f"{root} has no checkpoint from before the first of them (checkpoint.keep keeps more)"
+            raise self._no_way_back(reason, why)
+        checkpoint = strategy.open_checkpoint(root / folder_name(found))
+        strategy.load_model_state_dict(checkpoint)
+        strategy.load_optimizer_state_dict(checkpoint)
+        precision = trainer.precision_plugin
+        if type(precision).__qualname__ in checkpoint:
+            precision.load_state_dict(checkpoint[type(precision).__qualname__])
+        if self.ema is not None:
+            self.ema.finish_update()
+            self.ema.on_load_checkpoint(trainer, module, checkpoint)
+        done = Rollback(step, found, before, reason.kind)
+        self.rollbacks.append(done)
+        self.detector.reset()
+        if trainer.is_global_zero:
+            facts = {"at": done.at, "to": done.to, "first_bad": done.first_bad, "reason": done.kind}
+            write_incident(self.run_dir, "rollback", reason.last_step, **facts)
+        log.warning(
+            f"{_WORDS[reason.kind]} since optimizer step {before:,}: loaded the weights of {folder_name(found)}; "
+            f"training continues with optimizer step {step:,}"
+        )
+        try:  # a resume must continue from here, not from a checkpoint that was left behind
+            if self.saves is not None:
+                self.saves.write_checkpoint(trainer, step)
+        except OSError as error:
+            log.error(f"training continues, but a resume would go back once more: {error}")
+
+    def _no_way_back(self, reason: RollbackReason, why: str) -> NumericError:
+        return NumericError(
+            f"optimizer steps {reason.first_step:,} to {reason.last_step:,} had {_WORDS[reason.kind]}, and the run "
+            f"cannot go back: {why}. See {incident_path(self.run_dir, reason.last_step, reason.kind)}. {_REMEDY}."
+        )
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Collective: a checkpoint knows of every step before it."""
+        assert isinstance(pl_module, TrainedModule)
+        self._read(trainer, pl_module)
+        checkpoint[_STATE] = self.detector.state() | {"rollbacks": [list(done) for done in self.rollbacks]}
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """What was counted before the checkpoint; those of older versions have no such entry."""
+        state = checkpoint.get(_STATE)
+        if state is not None:
+            self.detector.load(state)
+            self.rollbacks = [Rollback(*done) for done in state["rollbacks"]]
 
 
 def newest_before(root: Path, before: int, done: Sequence[Rollback]) -> int | None:
-    """As `older_checkpoint`, on the process that looks."""
+    """Step of the newest checkpoint of fewer than `before` optimizer steps that verifies, without those that a rollback
+    has already left behind; None: there is none."""
     for folder in reversed(sealed_checkpoints(root)):
         step = step_of(folder)
         is_left_behind = any(rollback.to < step < rollback.at for rollback in done)
@@ -82,233 +261,24 @@ def newest_before(root: Path, before: int, done: Sequence[Rollback]) -> int | No
     return None
 
 
-def restore(trainer: pl.Trainer, module: TrainedModule, folder: Path, ema: Ema | None) -> None:
-    """Collective: training goes on from the weights, optimizer state and averages of a checkpoint.
-
-    Raises:
-        CheckpointError: it is of another format or network.
-    """
-    strategy: Any = trainer.strategy
-    checkpoint = strategy.open_checkpoint(folder)
-    strategy.load_model_state_dict(checkpoint)
-    strategy.load_optimizer_state_dict(checkpoint)
-    precision = trainer.precision_plugin
-    if type(precision).__qualname__ in checkpoint:
-        precision.load_state_dict(checkpoint[type(precision).__qualname__])
-    if ema is not None:
-        ema.finish_update()
-        ema.on_load_checkpoint(trainer, module, checkpoint)
-
-
-log = get_logger(__name__)
-
-_STATE = "numerics"
-"""Key of a checkpoint."""
-_WORDS = {"skipped": "a non-finite loss or gradient", "spike": "a loss spike"}
-_REMEDY = (
-    "Lower optimizer.params.learning_rate, set optimizer.max_grad_norm, or look at the samples that the file names; "
-    "scripts/replay_step.py runs the step again"
-)
-
-NameOf = Callable[[int], tuple[str, str]]
-"""Sample id → location of its shard, and key."""
-
-
-class NumericGuard(OptimizerStepCallback):
-    """Looks every `every` optimizer steps, and whenever the run is saved; goes back only at a multiple of `every`, so
-    that a save or a signal does not move the moment.
-
-    Args:
-        config: limits and thresholds.
-        every: optimizer steps between looks.
-        run_dir: the run folder, with `checkpoints/` and `incidents/`.
-        name_of: names samples in incidents.
-        timer: stands still while going back.
-        facts: gives further entries of every incident.
-        ema: goes back as well.
-        saves: writes a checkpoint after going back; null where nothing is ever saved.
-    """
-
-    def __init__(
-        self,
-        config: NumericsConfig,
-        every: int,
-        run_dir: Path,
-        name_of: NameOf,
-        timer: TrainingTimer,
-        facts: Callable[[], Mapping[str, Any]] = dict,
-        ema: Ema | None = None,
-        saves: Saves | None = None,
-    ) -> None:
-        self.config, self.every, self.name_of, self.ema = config, every, name_of, ema
-        self.timer, self.saves = timer, saves
-        self.checkpoints = run_dir / "checkpoints"
-        self.incidents = Incidents(run_dir / FOLDER, facts)
-        self.judge = AnomalyDetector(config)
-        self.rollbacks: list[Rollback] = []
-        self._window = StepWindow()
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Keeps what the module remembers of each micro-batch."""
-        assert isinstance(pl_module, TrainedModule)
-        self._window.add_micro_batch(pl_module.last_micro_batch)
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-
-    def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        """Collective where it is due."""
-        self._window.end_step(step - 1, module.was_step_skipped)
-        if not self.is_due(trainer, step, self.every):
-            return
-        self._look(trainer, module)
-        if self.judge.trouble is not None and step % self.every == 0:
-            with self.timer.excluded("save"):
-                self._go_back(trainer, module, step, self.judge.trouble)
-
-    def _look(self, trainer: pl.Trainer, module: TrainedModule) -> None:
-        """Collective: judges the steps since the last look, and describes those that were wrong."""
-        for report in self._window.read(trainer):
-            finding = self.judge.add(report)
-            if finding is not None:
-                samples = self._window.samples(trainer, report.step)
-                if trainer.is_global_zero:
-                    self._describe(module, report, finding, samples)
-
-    def _describe(
-        self, module: TrainedModule, report: StepReport, finding: Anomaly, samples: list[SampleReport]
-    ) -> None:
-        positions = sorted(sample.position for sample in samples)
-        plan = module.optimization
-        facts: dict[str, Any] = {
-            "loss": report.loss,
-            "losses_by_rank": dict(enumerate(report.losses)),
-            "ranks_with_non_finite_loss": report.ranks,
-            "learning_rate": plan.learning_rate * plan.schedule(report.step),
-            "first_position": positions[0],
-            "last_position": positions[-1],
-            "num_samples": len(samples),
-        }
-        if finding.spike is not None:
-            facts |= finding.spike._asdict()
-        facts["samples"] = [self._named(sample) for sample in samples]
-        self.incidents.write(report.step, finding.kind, facts)
-        where = f"positions {positions[0]} to {positions[-1]}; {self.incidents.path(report.step, finding.kind)}"
-        if finding.kind == SKIPPED:
-            log.warning(f"optimizer step {report.step} skipped: non-finite loss or gradient ({where})")
-        else:
-            log.warning(f"loss spike at optimizer step {report.step}: {report.loss:.4g} ({where})")
-
-    def _named(self, sample: SampleReport) -> dict[str, Any]:
-        shard, key = self.name_of(sample.sample_id)
-        return {**sample._asdict(), "shard": shard, "key": key}
-
-    def _go_back(self, trainer: pl.Trainer, module: TrainedModule, step: int, trouble: RollbackReason) -> None:
-        """Collective: to the newest checkpoint from before the trouble; the step and the data go on.
-
-        Raises:
-            NumericError: there is none, or it was done too often.
-        """
-        if len(self.rollbacks) >= self.config.max_rollbacks:
-            raise NumericError(
-                self._hopeless(trouble, f"numerics.max_rollbacks={self.config.max_rollbacks} is reached")
-            )
-        if self.saves is not None:
-            self.saves.settle()  # what is written in the background may be what to go back to
-        target = older_checkpoint(trainer, self.checkpoints, trouble.first_step, self.rollbacks)
-        if target is None:
-            why = f"{self.checkpoints} has no checkpoint from before the first of them (checkpoint.keep keeps more)"
-            raise NumericError(self._hopeless(trouble, why))
-        restore(trainer, module, target, self.ema)
-        done = Rollback(step, step_of(target), trouble.first_step, trouble.kind)
-        self.rollbacks.append(done)
-        self.judge.forget()
-        if trainer.is_global_zero:
-            self.incidents.write(trouble.last_step, "rollback", done._asdict())
-        log.warning(
-            f"{_WORDS[trouble.kind]} since optimizer step {trouble.first_step:,}: went back to the weights of "
-            f"{target.name} and goes on with optimizer step {step:,}"
-        )
-        try:  # so that a resume goes on from here, and not from a checkpoint that was left behind
-            if self.saves is not None:
-                self.saves.write_checkpoint(trainer, step)
-        except OSError as error:
-            log.error(f"the run goes on, but a resume would go back once more: {error}")
-
-    def _hopeless(self, trouble: RollbackReason, why: str) -> str:
-        files = self.incidents.path(trouble.last_step, trouble.kind)
-        return (
-            f"optimizer steps {trouble.first_step:,} to {trouble.last_step:,} had {_WORDS[trouble.kind]}, and the run "
-            f"cannot go back: {why}. See {files}. {_REMEDY}."
-        )
-
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Collective: a checkpoint knows of every step before it."""
-        assert isinstance(pl_module, TrainedModule)
-        self._look(trainer, pl_module)
-        checkpoint[_STATE] = self.judge.state() | {"rollbacks": [list(done) for done in self.rollbacks]}
-
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """What was counted before the checkpoint; older checkpoints say nothing."""
-        state = checkpoint.get(_STATE)
-        if state is not None:
-            self.judge.load(state)
-            self.rollbacks = [Rollback(*done) for done in state["rollbacks"]]
-
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element → integers of that size."""
-_CHUNK = 1 << 22
-"""Elements at once: what is needed beside the tensors is 64 MiB."""
-
-
-def bit_digest(tensors: Iterable[Tensor]) -> Tensor:
-    """[] int64: the sum of every element's bits, as an integer, times an odd number of its own, modulo 2^64.
-
-    One flipped bit always changes it: a power of two below 2^64 times an odd number is no multiple of 2^64. Several
-    differences cancel with a probability of about 2^-64.
-
-    Args:
-        tensors: on one device, in the same order on every process; of a DTensor the local block counts.
-    """
-    total: Tensor | None = None
-    start = 0
-    for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        bits = local.detach().contiguous().view(-1).view(_INTEGERS[local.element_size()])
-        for chunk in bits.split(_CHUNK):
-            factors = torch.arange(start, start + len(chunk), device=chunk.device).mul_(2).add_(1)
-            part = factors.mul_(chunk).sum()
-            total = part if total is None else total + part
-            start += len(chunk)
-    return torch.zeros((), dtype=torch.int64) if total is None else total
-
-
-log = get_logger(__name__)
-
-
 class ReplicaDigest(OptimizerStepCallback):
     """Compares digests of the trained weights every `every` optimizer steps, and before every save.
 
     Args:
-        every: optimizer steps between comparisons; 0 never compares.
-        incidents: gets a file when replicas differ.
+        every: optimizer steps between comparisons; 0 disables them.
+        run_dir: gets an incident when replicas differ.
     """
 
-    def __init__(self, every: int, incidents: Incidents) -> None:
-        self.every, self.incidents = every, incidents
+    def __init__(self, every: int, run_dir: Path) -> None:
+        self.every, self.run_dir = every, run_dir
         self._compared_at = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """They start from the same weights."""
+        """Replicas start from the same weights."""
         super().on_train_start(trainer, pl_module)
         self._compared_at = trainer.global_step
-        if self.every and trainer.world_size > 1 and _num_replicas(trainer) == 1:
-            log.info("numerics.digest_every: no process has a copy of another's weights, so none are compared")
+        if self.every and trainer.world_size > 1 and strategy_of(trainer).num_replicas == 1:
+            log.info("numerics.digest_every: no rank has a copy of another's weights, so none are compared")
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Collective where it is due."""
@@ -319,48 +289,47 @@ class ReplicaDigest(OptimizerStepCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Collective: no checkpoint is made of replicas that differ."""
-        step = trainer.global_step
-        if self.every and step != self._compared_at:
+        if self.every and trainer.global_step != self._compared_at:
             assert isinstance(pl_module, TrainedModule)
-            self._compare(trainer, pl_module, step)
+            self._compare(trainer, pl_module, trainer.global_step)
 
     def _compare(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Collective.
 
         Raises:
-            IntegrityError: replicas differ; on every process.
+            IntegrityError: replicas differ; on every rank.
         """
-        replicas = _num_replicas(trainer)
+        replicas = strategy_of(trainer).num_replicas
         if replicas == 1:
             return
         digests = gather_ranks(trainer, bit_digest(p for _, p in module.named_trained() if p.requires_grad)).tolist()
-        # Processes that hold the same block of the weights are as far apart as a replica has processes.
+        # Ranks that hold the same block of the weights are as far apart as a replica has ranks.
         ranks, has_majority = odd_ranks(digests, trainer.world_size // replicas)
         if ranks:
-            self._stop(trainer, digests, ranks, has_majority, step)
+            self._end(trainer, digests, ranks, has_majority, step)
         self._compared_at = step
 
-    def _stop(
+    def _end(
         self, trainer: pl.Trainer, digests: Sequence[int], ranks: list[int], has_majority: bool, step: int
     ) -> NoReturn:
-        # Processes of their own: those of the saves may be at work in the background.
-        timeout = getattr(trainer.strategy, "collective_timeout", None)
-        hosts = CpuGroup(trainer.global_rank, trainer.world_size, timeout).all_gather(socket.gethostname())
-        path = self.incidents.path(step, "replicas")
+        # A group of its own: a save in the background may be using the strategy's.
+        group = CpuGroup(trainer.global_rank, trainer.world_size, strategy_of(trainer).collective_timeout)
+        hosts = group.all_gather(socket.gethostname())
         if trainer.is_global_zero:
             each = [
                 {"rank": rank, "host": hosts[rank], "digest": f"{digest % 2**64:016x}"}
                 for rank, digest in enumerate(digests)
             ]
             facts = {"differing_ranks": ranks, "has_majority": has_majority, "equal_at": self._compared_at}
-            self.incidents.write(step, "replicas", facts | {"ranks": each})
-        who = ", ".join(f"rank {rank} on {printable(hosts[rank])}" for rank in ranks)
+            write_incident(self.run_dir, "replicas", step, **facts, ranks=each)
+        named = ", ".join(f"rank {rank} on {printable(hosts[rank])}" for rank in ranks)
         verdict = "unlike the majority" if has_majority else "without a majority that says which is wrong"
         raise IntegrityError(
-            f"the weights of replicas differ after {step:,} optimizer steps: {who}, {verdict}. They were equal after "
-            f"{self._compared_at:,} steps, and nothing was saved since; see {path}. The same command goes on from "
-            "the newest checkpoint; leave a machine out that does this twice. Unlike devices may round differently: "
-            "then set numerics.digest_every=0"
+            f"the weights of replicas differ after {step:,} optimizer steps: {named}, {verdict}. They were equal after "
+            f"{self._compared_at:,} steps, and nothing was saved since; see "
+            f"{incident_path(self.run_dir, step, 'replicas')}. The same command continues from the newest checkpoint; "
+            "leave a machine out that does this twice. Unlike devices may round differently: then set "
+            "numerics.digest_every=0"
         )
 
 
@@ -369,7 +338,7 @@ def odd_ranks(digests: Sequence[int], distance: int) -> tuple[list[int], bool]:
     whether there was one.
 
     Args:
-        digests: of each rank.
+        digests: by rank.
         distance: ranks r, r + distance, r + 2 × distance … are copies of each other.
     """
     odd, has_majority = list[int](), True
@@ -382,6 +351,27 @@ def odd_ranks(digests: Sequence[int], distance: int) -> tuple[list[int], bool]:
     return sorted(odd), has_majority
 
 
-def _num_replicas(trainer: pl.Trainer) -> int:
-    count: int = getattr(trainer.strategy, "num_replicas", 1)
-    return count
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element → integers of that size."""
+_CHUNK = 1 << 22
+"""Elements at once: 64 MiB are needed beside the tensors."""
+
+
+def bit_digest(tensors: Iterable[Tensor]) -> Tensor:
+    """[] int64: the sum of every element's bits, as an integer, times an odd number of its own, modulo 2^64.
+
+    One flipped bit always changes it: a power of two below 2^64 times an odd number is no multiple of 2^64. Several
+    differences cancel with a probability of about 2^-64.
+
+    Args:
+        tensors: on one device, in the same order on every rank; of a DTensor the local shard counts.
+    """
+    total, start = torch.zeros((), dtype=torch.int64), 0
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        bits = local.detach().contiguous().view(-1).view(_INTEGERS[local.element_size()])
+        for chunk in bits.split(_CHUNK):
+            factors = torch.arange(start, start + len(chunk), device=chunk.device).mul_(2).add_(1)
+            total = total.to(chunk.device) + factors.mul_(chunk).sum()
+            start += len(chunk)
+    return total

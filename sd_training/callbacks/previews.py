@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import pytorch_lightning as pl
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 
-from sd_training.callbacks.background_logger import BackgroundLogger
 from sd_training.callbacks.base import OptimizerStepCallback, TrainingTimer
 from sd_training.callbacks.ema import Ema, export_weights
 from sd_training.config.schema import SamplingConfig
@@ -32,6 +31,14 @@ log = get_logger(__name__)
 
 _GRID_COLUMNS = 8
 _GRID_PICTURES = 64
+
+
+@runtime_checkable
+class PictureLogger(Protocol):
+    """A logger that shows pictures."""
+
+    def log_picture(self, tag: str, picture: Image.Image, step: int) -> None:
+        """A picture of an optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +155,9 @@ class Pictures(OptimizerStepCallback):
         shown = [folder / f"{stem}.png" for stem, _ in self.job.prompts[:_GRID_PICTURES]]
         grid = picture_grid([Image.open(path) for path in shown], _GRID_COLUMNS)
         grid.save(folder.with_name(f"{folder.name}_grid.png"))
-        _log_picture(trainer, self.job.name, grid, step)
+        for logger in trainer.loggers:
+            if isinstance(logger, PictureLogger):
+                logger.log_picture(self.job.name, grid, step)
         if self.job.as_tar:
             with tarfile.open(folder.with_suffix(".tar"), "w") as tar:
                 for path in sorted(folder.iterdir()):
@@ -163,10 +172,3 @@ def _unwritten_told(name: str, step: int) -> Iterator[None]:
         yield
     except OSError as error:
         log.error(f"pictures {name!r} of step {step:,} could not be written: {error}")
-
-
-def _log_picture(trainer: pl.Trainer, tag: str, picture: Image.Image, step: int) -> None:
-    """To every logger that shows pictures."""
-    for logger in trainer.loggers:
-        if isinstance(logger, BackgroundLogger):
-            logger.log_picture(tag, picture, step)

@@ -32,7 +32,7 @@ from sd_training.checkpoint.run_lock import RunLock
 from sd_training.config.schema import CheckpointConfig
 from sd_training.errors import SaveError
 from sd_training.export.pipeline import export_pipeline, keep_export
-from sd_training.incidents import note_incident
+from sd_training.incidents import write_incident
 from sd_training.log import get_logger, is_main_process
 from sd_training.parallel.cpu_group import CpuGroup
 from sd_training.parallel.saves import WholeCheckpoints
@@ -109,7 +109,7 @@ class FailedSaves:
     """Counts failed saves in a row; the same on every process.
 
     Args:
-        run_dir: the run folder; `incidents.jsonl` in it gets a line for each.
+        run_dir: the run folder; `incidents/` gets a file for each.
         most: so many in a row end the run.
     """
 
@@ -137,7 +137,7 @@ class FailedSaves:
         if is_main_process():
             log.error(f"save of step {step:,} failed ({self.in_a_row} in a row): {error}")
             facts = {"cause": str(error), "free_bytes": _free(self.run_dir), "failed_in_a_row": self.in_a_row}
-            note_incident(self.run_dir, "save failed", step, **facts)
+            write_incident(self.run_dir, "save", step, **facts)
         kept = f"older checkpoints in {self.run_dir / 'checkpoints'} are intact; the same command goes on from them"
         if is_last:
             raise SaveError(f"the last save of this run, of step {step:,}, failed: {error}; {kept}")
@@ -316,14 +316,14 @@ class Saves(OptimizerStepCallback):
         asynchronous = self.config.asynchronous
         saving = self.times.saving(step, asynchronous=asynchronous)
         with self.timer.excluded("save"), saving, self.settled.left_alone():
-            self.settle(is_last=False)
+            self.finish_pending(is_last=False)
             with self._failures_told(step, is_last=is_last):
                 if asynchronous:
                     self._begin(trainer, module, step)
                 else:
                     self._save(trainer, module, step)
             if is_last:
-                self.settle(is_last=True)
+                self.finish_pending(is_last=True)
 
     @contextmanager
     def _failures_told(self, step: int, *, is_last: bool) -> Iterator[None]:
@@ -347,7 +347,7 @@ class Saves(OptimizerStepCallback):
         self.failures.succeeded()
 
     def _begin(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        """Collective: copies what `_save` would write, and has it written in the background; `settle` ends it."""
+        """Collective: copies what `_save` would write, for a thread to write; `finish_pending` ends it."""
         began_s = time.monotonic()
         checkpoint = self._checkpoint(trainer, step)
         write, cpu_group = _strategy(trainer).take_pending_write(), cpu_group_of(trainer)
@@ -367,7 +367,7 @@ class Saves(OptimizerStepCallback):
         self.times.in_flight(began_s)
         self.background.start(finish)
 
-    def settle(self, *, is_last: bool = False) -> None:
+    def finish_pending(self, *, is_last: bool = False) -> None:
         """Collective: waits for the save in the background, and tells how it ended.
 
         Raises:
@@ -393,7 +393,7 @@ class Saves(OptimizerStepCallback):
         Raises:
             OSError: it could not be written.
         """
-        self.settle()
+        self.finish_pending()
         self._checkpoint(trainer, step)
         _strategy(trainer).take_pending_write()()
         self.times.sealed_step = step
@@ -580,6 +580,6 @@ class Mirroring(OptimizerStepCallback):
             self.background.wait(limit_s)
         except OSError as error:
             log.error(f"the copy in the mirror is behind or not tidied up: {error}")
-            note_incident(self.run_dir, "mirror failed", max(self.saves.times.last_step, 0), cause=str(error))
+            write_incident(self.run_dir, "mirror", max(self.saves.times.last_step, 0), cause=str(error))
             return not isinstance(error, TimeoutError)
         return True

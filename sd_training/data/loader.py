@@ -40,8 +40,8 @@ from sd_training.data.order.order import RunOrder, slots
 from sd_training.data.samples.bad_samples import BadSampleLog
 from sd_training.data.samples.sample import SampleRequest, TrainingSamples, WorkerResult, collate
 from sd_training.errors import ConfigError, DataError, OutageError
-from sd_training.incidents import note_incident
-from sd_training.log import get_logger
+from sd_training.incidents import write_incident
+from sd_training.log import get_logger, global_rank
 from sd_training.signals import FOR_THE_TRAINING_PROCESS
 from sd_training.types import PixelBatch
 
@@ -144,7 +144,7 @@ class WorkerDeaths:
     """Counts them, and says when it is too much.
 
     Args:
-        run_dir: its `incidents.jsonl` gets a line for each; None writes nothing.
+        run_dir: its `incidents/` gets a file for each; None writes nothing.
     """
 
     def __init__(self, run_dir: Path | None) -> None:
@@ -169,7 +169,7 @@ class WorkerDeaths:
             self._steps.popleft()
         self._steps.append(step)
         if self.run_dir is not None:
-            note_incident(self.run_dir, "loader process died", step, how=how)
+            write_incident(self.run_dir, f"loader-rank{global_rank()}", step, how=how)
         if len(self._steps) > MAX_DEATHS:
             raise DataError(
                 f"loader processes died {len(self._steps)} times within {WINDOW_STEPS:,} optimizer steps, the last "

@@ -123,10 +123,7 @@ def _never_ends(server: ForkServer, parts: Path, home: Path) -> list[str]:
 
 
 def _incidents(tiny: TinyRun) -> list[dict[str, Any]]:
-    path = tiny.run_dir / "incidents.jsonl"
-    if not path.exists():
-        return []
-    return [i for i in map(json.loads, path.read_text().splitlines()) if i["kind"] == "save failed"]
+    return [json.loads(path.read_text()) for path in (tiny.run_dir / "incidents").glob("step=*.save.json")]
 
 
 def _wait(child: Child, until: Callable[[], bool]) -> None:

@@ -95,10 +95,8 @@ def piped(folder: Path, port: int, known: Mapping[str, str]) -> list[str]:
             member = tarfile.TarInfo(name)
             member.size = len(content)
             shard.addfile(member, BytesIO(content))
-    header = f"'Authorization: Bearer {known['header']}' 'x-api-key: {known['second header']}'"
-    user = f"curl -u reader:{known['password']} {known['SOME_SERVICE_PASSWORD']}"
-    user += f" --password {known['password']} PGPASSWORD={known['password']} 'AccountKey={known['password']}'"
-    path = f"dataset.params.path=pipe:cat {folder}/broken/{{000..001}}.tar; : {header} {user}"
+    url = f"https://reader:{known['user information']}@127.0.0.1/x?sig={known['signed query']}"
+    path = f"dataset.params.path=pipe:cat {folder}/broken/{{000..001}}.tar; : {known['SOME_SERVICE_PASSWORD']} {url}"
     words = argv(folder, port, known, "experiment.name=piped", "dataset.params.allow_pipe=true")
     words += ["dataset.params.max_bad_fraction=1", "experiment.num_examples_to_see=64"]
     return [path, *words[1:]]
@@ -166,8 +164,8 @@ def run(folder: Path, is_quick: bool) -> list[Row]:
         shutil.rmtree(old, ignore_errors=True)
     folder.mkdir(parents=True)
     make_models(folder)
-    in_urls, in_commands = ("user information", "signed query", "second query"), ("header", "second header", "password")
-    names = (*ENVIRONMENT, "wandb.api_key", *in_urls, *in_commands, "proxy password")
+    in_urls = ("user information", "signed query", "second query", "proxy password")
+    names = (*ENVIRONMENT, "wandb.api_key", *in_urls)
     known = {name: secrets.token_hex(20) for name in names}
     with served(folder / "shards") as port, ThreadPoolExecutor(2) as pool:
         pair = pool.submit(pair_row, of_two, folder, port, known, is_quick)

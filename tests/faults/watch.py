@@ -217,7 +217,7 @@ def outage(server: ForkServer, parts: Path, folder: Path, steps: int) -> Row:
 def _beside_outage(server: ForkServer, tiny: TinyRun, more: Mapping[str, str]) -> tuple[float, str]:
     """Median speed [images/s], and what is wrong; `more` has W&B log to the server that never answers."""
     statuses = _statuses(start(server, tiny, "outage", 1, more))
-    said = "the logger W&B" in (tiny.home / "log.txt").read_text()
+    said = "W&B failed and is off" in (tiny.home / "log.txt").read_text()
     if statuses != [0] or said != bool(more) or len(tiny.losses()) != tiny.steps:
         return 0.0, f"statuses {statuses}\n{tail(tiny.home / 'log.txt')}"
     return _median_speed(tiny), ""

@@ -34,7 +34,8 @@ def train_with(full: FullDisk, argv: list[str]) -> Run:
 
 
 def incidents(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "incidents.jsonl").read_text().splitlines()]
+    """By step; the name of a file begins with it."""
+    return [json.loads(path.read_text()) for path in sorted((run_dir / "incidents").glob("step=*.json"))]
 
 
 def names(run_dir: Path) -> list[str]:

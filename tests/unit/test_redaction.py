@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import re
 import subprocess
 import sys
 import time
@@ -28,67 +27,12 @@ ROOT = Path(__file__).parents[2]
         ("'https://tok@host/x' and http://a/b?sig=1", "'https://host/x' and http://a/b?(hidden)"),
         ("s3://bucket/a?b*.tar", "s3://bucket/a?b*.tar"),
         ("s3://key:secret@bucket/a.tar", "s3://bucket/a.tar"),
-        (
-            "pipe:curl -H 'Authorization: Bearer ab.c' https://h/x?t=1 | cat",
-            "pipe:curl -H 'Authorization: Bearer (hidden)' https://h/x?(hidden) | cat",
-        ),
-        ("wandb.api_key=12345", "wandb.api_key=(hidden)"),
-        ('{"token": "xyz", "a": 1}', '{"token": "(hidden)", "a": 1}'),
-        ("AWS_SECRET_ACCESS_KEY=abc/def+1", "AWS_SECRET_ACCESS_KEY=(hidden)"),
-        ("seen hf_abcdefghijklmnopqrstuv.", "seen (hidden)."),
+        ("pipe:curl https://u:pw@h/x?t=1 | cat", "pipe:curl https://h/x?(hidden) | cat"),
         ("s3://u:p@ssword123@host/x", "s3://host/x"),
         ("'s3://u:p?a@b@host/x' a@b", "'s3://host/x' a@b"),
-        ("api_key: x", "api_key: (hidden)"),
-        ("  password: x\n  user: me", "  password: (hidden)\n  user: me"),
-        ("password: 12345678", "password: (hidden)"),
-        ("{'password': 'two words', 'a': 1}", "{'password': '(hidden)', 'a': 1}"),
-        (
-            "curl -H 'x-amz-security-token: x' -H \"X-API-Key: y\" u",
-            "curl -H 'x-amz-security-token: (hidden)' -H \"X-API-Key: (hidden)\" u",
-        ),
-        ("Authorization: token ghs_abc", "Authorization: token (hidden)"),
-        ("Authorization: abc", "Authorization: (hidden)"),
-        ("token: 12ab34cd56 was refused", "token: (hidden) was refused"),
-        ("x ghs_abcdefghijklmnopqrstuv y", "x (hidden) y"),
-        ("github_pat_11ABCDEFG0abcdefghij_klmnop", "(hidden)"),
-        ("curl -u user:pw http://h/x", "curl -u (hidden) http://h/x"),
-        ("curl -sSu 'user:p w' --proxy-user=a:b h", "curl -sSu (hidden) --proxy-user=(hidden) h"),
-        ('["curl -uuser:pw", "curl --user \\"a:b\\" h"]', '["curl -u(hidden)", "curl --user (hidden) h"]'),
-        ("pipe:tool --password hunter22 get x", "pipe:tool --password (hidden) get x"),
-        ("pipe:tool --db-password='two words' x", "pipe:tool --db-password=(hidden) x"),
-        ("pipe:tool --pass 'it\"s' -token a\\ b x", "pipe:tool --pass (hidden) -token (hidden) x"),
-        ("['tool --api-key s3cr3t', 'x']", "['tool --api-key (hidden)', 'x']"),
-        ('{"path": "pipe:tool --secret \\"a b\\" x"}', '{"path": "pipe:tool --secret (hidden) x"}'),
-        ("az --account-key ab12+/== -f -", "az --account-key (hidden) -f -"),
-        ("gcloud storage cat --access-token -ab x", "gcloud storage cat --access-token (hidden) x"),
-        ("mc --token 123456 | tool --accessToken=x", "mc --token (hidden) | tool --accessToken=(hidden)"),
-        ("az --connection-string 'A=b;AccountKey=c' x", "az --connection-string (hidden) x"),
-        ("curl --oauth2-bearer abc --cookie sid=x u", "curl --oauth2-bearer (hidden) --cookie (hidden) u"),
-        ("A=https;AccountName=x;AccountKey=ab12==;B=c", "A=https;AccountName=x;AccountKey=(hidden);B=c"),
-        ("PGPASSWORD=x psql", "PGPASSWORD=(hidden) psql"),
-        ("PGPASSWORD='two words' psql", "PGPASSWORD=(hidden) psql"),
-        ("MYSQL_PWD=x MYTOKEN=y SOME_KEY=z a", "MYSQL_PWD=(hidden) MYTOKEN=(hidden) SOME_KEY=(hidden) a"),
-        ("clientSecret=x&authToken=y", "clientSecret=(hidden)&authToken=(hidden)"),
-        ("https://h/x;jsessionid=ab", "https://h/x;jsessionid=(hidden)"),
-        ("sshpass -p x ssh h cat -p f", "sshpass -p (hidden) ssh h cat -p f"),
-        ("sshpass -v -px ssh h", "sshpass -v -p(hidden) ssh h"),
-        ("mysqldump -h x -py db", "mysqldump -h x -p(hidden) db"),
-        ("openssl enc -d -k x -in f; unzip -P y f", "openssl enc -d -k (hidden) -in f; unzip -P (hidden) f"),
-        ("openssl rsa -passin pass:x -passout pass:y", "openssl rsa -passin (hidden) -passout (hidden)"),
-        ("openssl rsa -passin 'pass:x y' -in f", "openssl rsa -passin (hidden) -in f"),
-        ("openssl rsa -passin env:WORD -in f", "openssl rsa -passin env:WORD -in f"),
-        ("7z x -so -py f", "7z x -so -p(hidden) f"),
-        ("lftp -u me,x h; smbclient -U me%x", "lftp -u (hidden) h; smbclient -U (hidden)"),
-        ("curl -H 'X-Auth-Key: ab c' u", "curl -H 'X-Auth-Key: (hidden)' u"),
-        ("curl -H X-Functions-Key:ab u", "curl -H X-Functions-Key:(hidden) u"),
-        ("wget --header='Cookie: sid=ab; x=cd' u", "wget --header='Cookie: (hidden)' u"),
-        ('wget --header "Authorization: A b=c, d=e" u', 'wget --header "Authorization: (hidden)" u'),
-        ("X-Auth-Key: ab12", "X-Auth-Key: (hidden)"),
-        ("Cookie: sid=ab; x=cd\nA: b", "Cookie: (hidden)\nA: b"),
-        ("{'Cookie': 'sid=ab; x=cd', 'a': 1}", "{'Cookie': '(hidden)', 'a': 1}"),
     ],
 )
-def test_what_a_secret_looks_like(text: str, wanted: str) -> None:
+def test_credentials_and_signatures_of_urls(text: str, wanted: str) -> None:
     assert redacted(text) == wanted
     assert redacted(wanted) == wanted
 
@@ -97,79 +41,21 @@ def test_what_a_secret_looks_like(text: str, wanted: str) -> None:
     "text",
     [
         "dataset.params.path=data/{000..999}.tar",
-        "model.tokenizer: unknown option",
         "tcp://first:80",
-        "wandb.api_key=null",
-        "key=3, keys: 4",
-        "a red fox; secret garden",
-        "token: 77 per caption",
-        "token: 77",
-        "tokens: 3",
-        "access_token: 3",
-        "unexpected token: comma",
-        "wandb.api_key: unknown option (command line); did you mean wandb.mode?",
-        "wandb.api_key: is required",
-        "api_key: null",
-        "use_auth_token: false",
-        "Authorization: required for this store",
-        "the key: a gift of 2019; secret: nobody knows",
-        "docker run -u 1000:1000 and python -u x.py:3",
-        "curl -XPUT -H a:b -o c:d https://host/up",
+        "a red fox; secret garden; token: 77 per caption",
         "someone@host:80/a and s3://bucket/a@b/c",
-        "optimizer.params.learning_rate=1e-4 num_tokens=77 max_tokens=77 token_masks=true",
-        "tokenizer: openai/clip and tokenizer=openai/clip, tokenizer_2: x",
-        "dataset.params.captions.num_kept_tags=3",
-        "/data/token_ids/x.tar /data/secret_garden/{0..9}.tar /keys/a.tar",
-        "monkey=3 turkey: 4 KEYS=3 NUM_TOKENS=77 MONKEY=3",
-        "a cookie: chocolate and cream; the password to a garden",
-        "tool --tokenizer clip --num-tokens 77 --keys a --key data/a.tar --token-file f",
-        "tool --use-auth-token --recursive x; tool --no-password | cat",
-        "train.py --dry-run -p x; python -m tests.faults.secrets FOLDER",
-        "curl -H 'Range: bytes=0-9' -H 'Accept: image/jpeg' u",
-        "mkdir -p a/b && cp -k x y",
+        "optimizer.params.learning_rate=1e-4 num_tokens=77 tokenizer=openai/clip",
     ],
 )
 def test_what_is_no_secret_stays(text: str) -> None:
     assert redacted(text) == text
 
 
-def test_no_other_option_of_the_configuration_is_a_secret() -> None:
-    names = re.findall(r"^\| `([a-z_0-9.*]+)` \|", (ROOT / "docs" / "config.md").read_text(), re.MULTILINE)
-    assert len(names) > 100 and "wandb.api_key" in names
-    for name in names:
-        for text in (f"{name}=ab12cd34ef", f"{name.rpartition('.')[2]}: ab12cd34ef"):
-            assert (redacted(text) == text) == (name != "wandb.api_key"), text
-
-
-HOSTILE = (
-    "a",
-    "a://",
-    "curl -u ",
-    "token: ",
-    "password:\t",
-    "a1+",
-    "token ",
-    "'",
-    "A",
-    "A=",
-    "--a",
-    " --a",
-    " --token ",
-)
-HOSTILE += ("sshpass ", "sshpass -p ", "mysql -h ", "-H a", "-H key", "cookie:a", "cookie: a=", "a-", "--password '")
-
-
 def test_hostile_text_takes_no_time() -> None:
-    for part in HOSTILE:
+    for part in ("a", "a://", "a1+", "'", "A=", "a@", "a://@", "?"):
         start = time.process_time()
         redacted(part * (200_000 // len(part)))
         assert time.process_time() - start < 2.0, part
-
-
-def test_values_of_secret_keys_in_containers() -> None:
-    held = {"token": "a", "x": {"api_key": "b", "password": None, "secret_key": "null", "tokens": "3"}}
-    hidden = {"token": "(hidden)", "x": {"api_key": "(hidden)", "password": None, "secret_key": "null", "tokens": "3"}}
-    assert redacted_values(held) == hidden
 
 
 def test_the_environment_and_noted_texts(monkeypatch: pytest.MonkeyPatch) -> None:

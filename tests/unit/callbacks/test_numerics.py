@@ -1,8 +1,8 @@
-"""Non-finite gradients: the step is skipped and described, and a run that makes no progress goes back, then stops."""
+"""Wrong numbers: a non-finite step is skipped and described, a run that makes no progress goes back and then ends, and
+replicas that differ are found. Runs of several processes are in tests/integration/test_numerics.py."""
 
 import json
 import math
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ import pytorch_lightning as pl
 import torch
 
 from sd_training.build.run import Run
+from sd_training.callbacks import numerics
 from sd_training.callbacks.ema import Ema
-from sd_training.callbacks.numerics import NumericGuard
+from sd_training.callbacks.numerics import NumericGuard, Rollback, bit_digest, newest_before, odd_ranks
+from sd_training.checkpoint.folder import write_sealed
 from sd_training.errors import NumericError
 from sd_training.training.base_module import spread_non_finite
 from tests.integration.training import CrashAfter, Interrupted, checkpoint_tensors, options, train
@@ -96,7 +98,6 @@ def test_a_poisoned_step_is_skipped_and_described(tmp_path: Path, pipeline_dir: 
     assert (told["optimizer_step"], told["first_position"], told["last_position"]) == (3, 24, 31)
     assert told["ranks_with_non_finite_loss"] == [0] and told["losses_by_rank"] == {"0": ["nan", "nan"]}
     assert (told["seed"], told["batch_plan"]["accumulation"]) == (0, 2) and "noise" in told["purposes_of_draws"]
-    assert told["versions"]["torch"] == metadata.version("torch")
     first, second, *others = told["samples"]
     assert {first["position"], second["position"]} == {26, 30}  # the third of each micro-batch
     assert first["loss"] == "nan" and all(isinstance(sample["loss"], float) for sample in others)
@@ -188,3 +189,89 @@ def test_a_run_without_an_older_checkpoint_ends(tmp_path: Path, pipeline_dir: Pa
     argv = options(tmp_path / "run", pipeline_dir, shards_dir, **SHORT)
     with pytest.raises(NumericError, match="no checkpoint from before the first"):
         train(argv, Poison(set(range(20))))
+
+
+DONE = Rollback(at=40, to=10, first_bad=15, kind="skipped")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for step in (10, 20, 30, 40, 50):
+        write_sealed(tmp_path, step, lambda folder: folder.joinpath("file").write_text("content"), {})
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("before", "done", "expected"),
+    [
+        (45, [], 40),
+        (40, [], 30),  # a checkpoint after 40 steps has the weights that step 40 found wrong
+        (10, [], None),
+        (41, [DONE], 40),
+        (40, [DONE], 10),  # 20 and 30 were left behind
+        (60, [DONE], 50),
+    ],
+)
+def test_the_newest_that_is_older(root: Path, before: int, done: list[Rollback], expected: int | None) -> None:
+    assert newest_before(root, before, done) == expected
+
+
+def test_a_damaged_one_is_not_taken(root: Path) -> None:
+    (root / "step=30" / "file").write_text("damaged")
+    assert newest_before(root, 40, []) == 20
+
+
+@pytest.mark.parametrize(
+    ("digests", "distance", "expected"),
+    [
+        ([7, 7, 7, 7], 1, ([], True)),
+        ([7, 7, 8, 7], 1, ([2], True)),
+        ([7, 9, 8, 7, 7], 1, ([1, 2], True)),
+        ([7, 8], 1, ([0, 1], False)),
+        ([7, 7, 8, 8], 1, ([0, 1, 2, 3], False)),
+        # Two replicas of two processes: ranks 0 and 2 are copies, and 1 and 3.
+        ([7, 8, 7, 8], 2, ([], True)),
+        ([7, 8, 7, 9], 2, ([1, 3], False)),
+        # Three of two.
+        ([7, 8, 7, 8, 6, 8], 2, ([4], True)),
+    ],
+)
+def test_odd_ranks(digests: list[int], distance: int, expected: tuple[list[int], bool]) -> None:
+    assert odd_ranks(digests, distance) == expected
+
+
+INTEGERS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_every_flipped_bit_changes_it(dtype: torch.dtype) -> None:
+    tensors = [torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).to(dtype), torch.zeros(4, dtype=dtype)]
+    before = int(bit_digest(tensors))
+    integers = INTEGERS[dtype]
+    for tensor in tensors:
+        bits = tensor.view(-1).view(integers)
+        for place in range(len(bits)):
+            for number in range(8 * tensor.element_size()):
+                is_sign = number == 8 * tensor.element_size() - 1
+                flip = torch.iinfo(integers).min if is_sign else 1 << number
+                bits[place] ^= flip
+                assert int(bit_digest(tensors)) != before
+                bits[place] ^= flip
+    assert int(bit_digest(tensors)) == before
+
+
+def test_places_count_over_chunks_and_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = torch.randn(100)
+    whole = int(bit_digest([numbers]))
+    monkeypatch.setattr(numerics, "_CHUNK", 7)
+    assert int(bit_digest([numbers])) == whole == int(bit_digest([numbers[:30], numbers[30:]]))
+    swapped = numbers.clone()
+    swapped[[3, 50]] = swapped[[50, 3]]
+    assert int(bit_digest([swapped])) != whole
+    assert int(bit_digest([-torch.zeros(1)])) != int(bit_digest([torch.zeros(1)]))
+
+
+def test_layout_in_memory_does_not_count() -> None:
+    image = torch.randn(2, 3, 4, 4)
+    assert int(bit_digest([image])) == int(bit_digest([image.to(memory_format=torch.channels_last)]))
+    assert int(bit_digest([])) == 0
