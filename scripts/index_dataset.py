@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = read_config(arguments)
     quiet_libraries()
     from sd_training.data.datamodule import TrainingData
-    from sd_training.data.index.report import report_page
+    from sd_training.data.index.report import DataReport, report_page
     from sd_training.data.samples.sample import DrawSettings
     from sd_training.types import LatentGrid
 
@@ -104,8 +105,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         run_dir=None,
     )
     report = data.report(of_run=is_run)
+    words = [word for word in arguments.what if is_option(word)]
+    if not any(word.startswith(("config=", "dataset.params.resolution=")) for word in words):
+        # The size that images are trained at is not known.
+        report = DataReport([replace(dataset, num_enlarged=0) for dataset in report.datasets])
     if is_run:
-        print(plan.sentence())
+        is_assumed = not any(word.startswith(("config=", "system.batch_size=")) for word in words)
+        remark = f"; batch_size {batch} is assumed, and config=… gives the run's own" if is_assumed else ""
+        print(f"{plan.sentence()}{remark}")
     print(report.text())
     if arguments.html is not None:
         page = report_page(data.datasets(), report, plan if is_run else None)

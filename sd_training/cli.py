@@ -95,7 +95,8 @@ def share_cores(processes: int) -> None:
     threads = max(1, (cores - 1) // processes)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
-    log.info(f"threads per process: {threads} ({cores} cores, {processes} processes); OMP_NUM_THREADS chooses another")
+    shared = f"{cores} core{'s' * (cores != 1)}, {processes} process{'es' * (processes != 1)}"
+    log.info(f"threads per process: {threads} ({shared}); OMP_NUM_THREADS chooses another")
 
 
 def _usable_cores() -> int:

@@ -17,7 +17,7 @@ LAYERS = {
     **dict.fromkeys(("redaction", "__version__"), -3),
     **dict.fromkeys(("errors", "types"), -2),
     "log": -1.5,
-    **dict.fromkeys(("cli", "signals", "incidents"), -1),
+    **dict.fromkeys(("cli", "hub", "signals", "incidents"), -1),
     "config": 0,
     **dict.fromkeys(("data", "diffusion", "optim", "watchdog"), 1),
     "checkpoint": 2,

@@ -196,7 +196,7 @@ def build_run(
     if run_log is not None:
         run_log.open(plan.run_dir, run_lock.check)
     if start.is_done:
-        log.info(f"{plan.run_dir} has already done its optimizer steps; it {start.sentence()}")
+        log.info("\n".join([f"{plan.run_dir} is finished; it {start.sentence()}", *filter(None, [start.changes()])]))
     resume_from = plan.run_dir / "checkpoints" if start.is_resumed else None
     trained = _model_or_all_problems(plan)
     data = make_data(plan, trained.family, trained.latent_grid)
@@ -220,7 +220,7 @@ def _model_or_all_problems(plan: Plan) -> Trained:
     if trained is not None:
         return trained
     if is_main_process():
-        log.warning(f"the model cannot be used, and the data is checked before the run ends: {checks.errors[0]}")
+        log.warning("the model cannot be used (see the error at the end); the data is checked as well")
         checks.run(make_data(plan, None, ANY_GRID).prepare_data)
     checks.finish()
     raise AssertionError("a check has failed")

@@ -20,10 +20,14 @@ from sd_training.checkpoint.mirror import Mirror, MirrorError
 from sd_training.checkpoint.run_lock import NO_LOCK, RunLock, acquire_run_lock
 from sd_training.checkpoint.tensors import read_state
 from sd_training.config.changes import Change, changed_options, refused_changes
-from sd_training.data.datamodule import TrainingData
+from sd_training.config.check import PARTS, value_of
+from sd_training.config.fields import options
+from sd_training.config.problems import is_below
+from sd_training.data.datamodule import TrainingData, order_problem
 from sd_training.errors import CheckpointError, ConfigError, OutageError, SaveError, UserError
 from sd_training.export.pipeline import CURRENT, KEPT, recover_exports
 from sd_training.log import is_main_process
+from sd_training.training.base_module import changed_requirements
 from sd_training.watchdog.first_failure import FirstFailure
 
 
@@ -98,7 +102,8 @@ def find_start(plan: Plan, mirror: Mirror | None) -> Start:
     if mirror is not None and copies and copies[-1] > step:
         step, source = copies[-1], f"{mirror.root}/{folder_name(copies[-1])}"
     changed = _changed(plan)
-    problems = refused_changes(changed, plan.config.experiment.allow_changed, plan.run_dir)
+    problems = refused_changes(_read(plan, changed), plan.config.experiment.allow_changed, plan.run_dir)
+    problems += _state_problems(plan, own, bool(problems)) if own is not None and source == str(own) else []
     refusal = ConfigError(problems) if problems else None
     return replace(start, step=step, source=source, changed=changed, refusal=refusal)
 
@@ -183,6 +188,36 @@ def _unreadable(error: MirrorError) -> ConfigError | OutageError:
     return OutageError(text) if error.is_outage else ConfigError(text)
 
 
+def _read(plan: Plan, changed: list[Change]) -> list[Change]:
+    """Without the settings of parts that `model.pretrained` replaces, at the last start and now."""
+    was_missing = any(change.key == "model.pretrained" and change.before is None for change in changed)
+    if plan.config.model.pretrained is None or was_missing:
+        return changed
+    # Those of a noise scheduler override what is stored.
+    unread = ["model.text_encoders", *(f"model.{part}" for part in PARTS if not part.startswith("noise_scheduler"))]
+    return [change for change in changed if not is_below(change.key, unread)]
+
+
+def _state_problems(plan: Plan, folder: Path, is_refused: bool) -> list[str]:
+    """Why a checkpoint cannot go on with these options, as far as they tell without model and data; the rest is found
+    when it is loaded.
+
+    Args:
+        is_refused: the run does not start anyway; changed options of the data are then named in any case.
+    """
+    try:
+        state = read_state(folder)[0]
+    except CheckpointError:
+        return []  # an older one is looked for when it is loaded
+    trained, config = state.get("trained_as", {}), plan.config
+    given = {key: value_of(config, key) for key in trained if key in options()}
+    trained_problem = changed_requirements(trained, {key: value for key, value in given.items() if value is not None})
+    before = state.get(TrainingData.__qualname__, {})
+    is_refused = is_refused or bool(trained_problem)
+    data_problem = order_problem(before, config.dataset, plan.batch, config.experiment.seed, is_refused=is_refused)
+    return [problem for problem in (trained_problem, data_problem) if problem]
+
+
 def _traces(run_dir: Path) -> list[str]:
     """What shows that a run has trained and saved in this folder, in words; empty when nothing does.
 
@@ -194,7 +229,7 @@ def _traces(run_dir: Path) -> list[str]:
     if (step := last_saved_step(run_dir)) is not None:
         saved.insert(0, f"last save after {step:,} optimizer steps")
     if any(first > 0 for first in (start.get("first_optimizer_step") for start in starts) if isinstance(first, int)):
-        saved.append("a resume")
+        saved.append(f"a start that resumed it in {RECORD}")
     if not saved:
         return []
     rows = MetricRows(run_dir / "metrics.csv", COLUMNS).last_step()

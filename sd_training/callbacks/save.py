@@ -184,7 +184,7 @@ class ConsistentState(pl.Callback):
     """Knows whether weights, optimizer and averages all are as after the last optimizer step: whether they may be saved
     when something fails. Acts after the callbacks that belong to the step."""
 
-    is_settled = False
+    is_consistent = False
 
     def on_before_optimizer_step(self, *_: Any) -> None:
         """From here on until the averages have seen the step, nothing fits together."""

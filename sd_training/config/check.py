@@ -29,6 +29,7 @@ from sd_training.config.model_schema import (
 from sd_training.config.objective_schema import with_preset
 from sd_training.config.optimizer_schema import optimizer_problems, warmup_length
 from sd_training.config.paths import output_problem
+from sd_training.config.problems import shown
 from sd_training.config.schema import MESH_AXES, SECTIONS, Config, DistributedConfig, ValidationConfig
 
 SHARDED_OPTIMIZERS = ("adamw", "lion")
@@ -258,7 +259,8 @@ def _partners(config: Config) -> Iterator[str]:
     for copy, original in _PARTNERS:
         first, second = value_of(config, copy), value_of(config, original)
         if first is not None and first != second:
-            yield f"{copy}: is {first}, but {original} is {second}; leave {copy} out or write ${{{original}}}"
+            values = f"is {shown(first)}, but {original} is {shown(second)}"
+            yield f"{copy}: {values}; leave {copy} out or write ${{{original}}}"
 
 
 def _least_batch(config: Config) -> int:
@@ -347,7 +349,7 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 def _local_paths(config: Config) -> Iterator[str]:
     for key, path in model_paths(config):
-        yield from _model_path(key, path)
+        yield from _model_path(config, key, path)
     mirror = config.checkpoint.mirror
     if mirror is not None and re.match(r"(s3|gs)://[^/]|file:///", mirror) is None:
         yield f"checkpoint.mirror: {mirror!r} is no URL of a folder; write s3://…, gs://… or file:///…"
@@ -377,15 +379,37 @@ def model_paths(config: Config) -> Iterator[tuple[str, str]]:
     yield from ((key, path) for key in keys if (path := value_of(config, key)) is not None)
 
 
-def _model_path(key: str, path: str) -> Iterator[str]:
+def _model_path(config: Config, key: str, path: str) -> Iterator[str]:
     """A hub id cannot start like a path, so a path that does not exist is a mistake."""
     if not os.path.exists(path):
         if path.startswith(("/", "./", "../", "~")):
             yield f"{key}: {path!r} does not exist{' (~ is not expanded)' if path.startswith('~') else ''}"
     elif os.path.isfile(path):
         yield f"{key}: {path!r} is a file; {_instead_of_file(key, Path(path))}"
-    elif not any(Path(path, name).is_file() for name in _MODEL_FILES):
-        yield from _instead_of_run(key, Path(path))
+    else:
+        yield from model_folder_problems(config, key, path)
+
+
+def model_folder_problems(config: Config, key: str, path: str) -> Iterator[str]:
+    """A folder that exists and holds no model, or one part where a whole pipeline is needed."""
+    is_pipeline = key == "model.pretrained" and config.model.train == "unet"
+    folder, names = Path(path), ("model_index.json",) if is_pipeline else _MODEL_FILES
+    if any((folder / name).is_file() for name in names):
+        return
+    run = list(_instead_of_run(key, folder))
+    if run:
+        yield from run
+    elif not is_pipeline:
+        if not any(True for name in _MODEL_FILES for _ in folder.glob(f"*/{name}")):
+            yield f"{key}: {path!r} holds no model: it has no config.json, and no folder in it has one"
+    elif (folder.absolute().parent / "model_index.json").is_file():
+        yield f"{key}: {path!r} is one part of a pipeline; write {key}={folder.absolute().parent}"
+    elif any((folder / name).is_file() for name in _MODEL_FILES):
+        part = folder.absolute().name
+        option = f"model.{part if part in PARTS else 'unet'}.pretrained"
+        yield f"{key}: {path!r} is one part, not a pipeline; give each part by its own option, such as {option}"
+    else:
+        yield f"{key}: {path!r} is no pipeline folder: it has no model_index.json"
 
 
 def _instead_of_file(key: str, path: Path) -> str:
@@ -424,7 +448,7 @@ def _ignored(config: Config) -> Iterator[str]:
     for key in IGNORED[config.model.train]:
         if not _is_default(config, key):
             value, train = value_of(config, key), config.model.train
-            yield f"{key}: is {value}, but nothing reads it with model.train={train}; remove it"
+            yield f"{key}: is {shown(value, key)}, but nothing reads it with model.train={train}; remove it"
     for part in PARTS if config.model.train == "vae" else ():
         keys = (f"model.{part}.{field.name}" for field in fields(PartConfig))
         if part != "vae" and not all(_is_default(config, key) for key in keys):

@@ -119,7 +119,8 @@ def find_layout(config: DistributedConfig, processes: int, devices: int) -> Layo
             if processes % devices or processes == devices:
                 raise ConfigError(
                     f"distributed.strategy: hsdp shares weights inside a machine and copies them between machines, but "
-                    f"there is one machine with {devices} processes; use fsdp, or distributed.mesh.data and .fsdp"
+                    f"there is one machine with {counted(devices, 'process', 'processes')}; use fsdp, or "
+                    "distributed.mesh.data and .fsdp"
                 )
             return Layout("hsdp", Mesh(processes // devices, devices, 1))
         case name:
@@ -141,7 +142,7 @@ def _filled(config: MeshConfig, processes: int) -> Mesh:
     if math.prod(sizes.values()) != processes:
         shape = " × ".join(f"{axis} {getattr(config, axis)}" for axis in MESH_AXES)
         raise ConfigError(
-            f"distributed.mesh: {shape} does not make {processes} processes; the product must be {processes}, and one "
-            "axis may be -1"
+            f"distributed.mesh: {shape} does not make {counted(processes, 'process', 'processes')}; the product "
+            f"must be {processes}, and one axis may be -1"
         )
     return Mesh(**sizes)

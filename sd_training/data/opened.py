@@ -15,6 +15,7 @@ from sd_training.config.class_prompts import read_class_prompts
 from sd_training.config.data_schema import DatasetParams, SourceParams
 from sd_training.config.filters import parse_filters
 from sd_training.config.paths import output_path
+from sd_training.config.plan import counted
 from sd_training.data.index.selection import Selection, filter_lines, select
 from sd_training.data.index.store import DatasetIndex, load_index
 from sd_training.data.order.buckets import BucketTable, Merge, merge_small
@@ -237,8 +238,9 @@ def _enough(index: DatasetIndex, selection: Selection, num_chosen: int, num_left
     first = shown(index.shards[0].location) + (" and further" if len(index.shards) > 1 else "")
     repeat = ", or set dataset.params.resampled=true, which repeats samples" if num_left else ""
     lines = [
-        f"dataset.params.path: {num_left:,} samples of {first} are left{unfit}, fewer than one "
-        f"optimizer step of {global_batch:,} takes; give more data, loosen dataset.params.filters, or lower "
+        f"dataset.params.path: {counted(num_left, 'sample')} of {first} {'is' if num_left == 1 else 'are'} "
+        f"left{unfit}, fewer than one optimizer step of {global_batch:,} takes; give more data, loosen "
+        "dataset.params.filters, or lower "
         f"system.batch_size × system.gradient_accumulation × processes{repeat}",
         *(f"filter {line}" for line in filter_lines(index, selection)),
     ]

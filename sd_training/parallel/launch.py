@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import distributed
 
+from sd_training.config.plan import counted
 from sd_training.config.schema import DistributedConfig, TrainerConfig
 from sd_training.errors import ConfigError
 from sd_training.log import get_logger
@@ -86,10 +87,13 @@ def find_launch(config: TrainerConfig, *, is_described: bool = False) -> Launch:
         devices, num_nodes, launcher = launched
         if config.devices not in ("auto", devices):
             raise ConfigError(
-                f"trainer.devices: {config.devices}, but the launcher started {devices} processes per machine"
+                f"trainer.devices: {config.devices}, but the launcher started "
+                f"{counted(devices, 'process', 'processes')} per machine"
             )
         if config.num_nodes not in (None, num_nodes):
-            raise ConfigError(f"trainer.num_nodes: {config.num_nodes}, but the launcher runs on {num_nodes} machines")
+            raise ConfigError(
+                f"trainer.num_nodes: {config.num_nodes}, but the launcher runs on {counted(num_nodes, 'machine')}"
+            )
         _check_visible(accelerator, devices)
         return Launch(accelerator, devices, num_nodes, launcher)
     if is_described and config.devices != "auto":
@@ -110,7 +114,8 @@ def _check_visible(accelerator: str, devices: int) -> None:
     visible = torch.cuda.device_count() if accelerator == "cuda" else devices
     if devices > visible:
         raise ConfigError(
-            f"trainer.devices: the launcher started {devices} processes on this machine, but they see {visible} GPUs; "
+            f"trainer.devices: the launcher started {devices} processes on this machine, but they see "
+            f"{counted(visible, 'GPU')}; "
             "start one for each GPU, and let each see all of them (srun --gpus-per-node, not --gpus-per-task)"
         )
 

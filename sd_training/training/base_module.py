@@ -5,7 +5,7 @@ Nothing here waits for the device: losses, norms and flags stay tensors until a 
 What is remembered of a micro-batch until the host next looks: small tensors that stay on the device.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
+from sd_training.config.changes import Change
 from sd_training.config.schema import OptimizerConfig
 from sd_training.errors import CheckpointError
 from sd_training.optim.gradients import clip_gradients
@@ -55,6 +56,17 @@ class Optimization:
     """DeepSpeed keeps the optimizer state in CPU memory and updates there."""
     seed: int = 0
     """Of stochastic rounding."""
+
+
+def changed_requirements(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The error of a checkpoint that was trained with other options; empty where none has changed."""
+    changed = [Change(key, before[key], value) for key, value in now.items() if before.get(key, value) != value]
+    if not changed:
+        return ""
+    return (
+        f"the checkpoint belongs to a run with other options: {'; '.join(change.sentence() for change in changed)}. "
+        "Restore them, or take another experiment.name and start from the exported pipeline (model.pretrained)"
+    )
 
 
 def spread_non_finite(loss: Tensor) -> Tensor:
@@ -176,16 +188,8 @@ class TrainedModule(pl.LightningModule):
             CheckpointError: naming every option that has changed.
         """
         before: dict[str, Any] = checkpoint.get("trained_as", {})
-        changed = [
-            f"{key} was {before[key]}, now {now}"
-            for key, now in self.resume_requirements().items()
-            if before.get(key, now) != now
-        ]
-        if changed:
-            raise CheckpointError(
-                f"the checkpoint belongs to a run with other options: {'; '.join(changed)}. Restore them, or take "
-                "another experiment.name and start from the exported pipeline (model.pretrained)"
-            )
+        if changed := changed_requirements(before, self.resume_requirements()):
+            raise CheckpointError(changed)
 
     @property
     def learning_rate(self) -> float:

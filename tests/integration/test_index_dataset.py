@@ -37,7 +37,8 @@ def test_a_run_is_projected_when_asked_for(tmp_path: Path, capsys: pytest.Captur
     makers.caption_shards(tmp_path / "data", shards=1, per_shard=20)
     index_dataset.main([str(tmp_path / "data"), "--images", "50"])
     text = capsys.readouterr().out
-    assert "= 1 image per optimizer step; 50 images = 50 steps" in text
+    assert "= 1 image per optimizer step; 50 images = 50 steps; batch_size 1 is assumed, and config=…" in text
+    assert "enlarged" not in text  # the size that they are trained at is not known
     assert "the run sees 20 samples 2.50 times each, in 50 steps" in text
 
 

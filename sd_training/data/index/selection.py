@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from sd_training.config.filters import Filter, Value, long_integer
+from sd_training.config.plan import counted
 from sd_training.data.index.columns import NUMBER, TEXT
 from sd_training.data.index.store import DatasetIndex
 from sd_training.data.problems import EXAMPLES_KEPT, Problems, SkippedSample
@@ -281,7 +282,7 @@ def _name(
 
 def filter_lines(index: DatasetIndex, selection: Selection) -> list[str]:
     """One line per filter with its survivors, and the fields that no sample has."""
-    lines = [f"{rule}: {count:,} samples" for rule, count in selection.rules]
+    lines = [f"{rule}: {counted(count, 'sample')}" for rule, count in selection.rules]
     for field in sorted(set().union(*(rule.fields() for rule, _ in selection.rules)) - index.fields - BUILT_IN):
         fields = ", ".join(sorted(index.fields)[:20]) or "none"
         lines.append(f"no sample has the metadata field '{field}' (fields found: {fields})")

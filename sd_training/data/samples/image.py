@@ -11,8 +11,6 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import simplejpeg
-import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image, ImageCms, ImageOps
 
@@ -283,6 +281,9 @@ def _cut(decoded: DecodedImage, placement: CropPlacement, wanted: Wanted) -> NDA
 
     torch's antialiased bicubic resize of uint8 is Pillow's, to one unit of rounding, at a third of its time.
     """
+    import torch  # here, because checks of options read image headers without it
+    import torch.nn.functional as F
+
     height, width = decoded.pixels.shape[:2]
     left, right = _edges(placement.box[0] * decoded.scale, placement.box[2] * decoded.scale, width)
     top, bottom = _edges(placement.box[1] * decoded.scale, placement.box[3] * decoded.scale, height)

@@ -12,6 +12,7 @@ from sd_training.config.model_schema import FAMILY_PARTS, FamilyName, ModelConfi
 from sd_training.config.objective_schema import ObjectiveConfig
 from sd_training.config.schema import ConditioningConfig
 from sd_training.errors import Checks, ConfigError
+from sd_training.hub import hub_problem
 from sd_training.models.families.flux import Flux
 from sd_training.models.families.mmdit import MMDiT
 from sd_training.models.families.pixart import PixArtSigma
@@ -19,7 +20,7 @@ from sd_training.models.families.sd3 import StableDiffusion3
 from sd_training.models.families.sdxl import StableDiffusionXL
 from sd_training.models.families.stable_diffusion import StableDiffusion
 from sd_training.models.family import Family
-from sd_training.models.load import hub_problem, load_network, load_tokenizer
+from sd_training.models.load import load_network, load_tokenizer
 from sd_training.models.schedulers import load_schedulers
 
 FAMILIES: Mapping[FamilyName, type[Family]] = {
