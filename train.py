@@ -107,7 +107,7 @@ def train(plan: "Plan", signals: StopSignals, run_log: RunLog) -> None:
 def _fit(run: "Run") -> None:
     """Lightning makes status 1 of a Ctrl-C before the first step, which is noted from then on only."""
     try:
-        run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.resume_from)
+        run.trainer.fit(run.module, datamodule=run.data)
     except SystemExit as ended:
         if isinstance(ended.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from None

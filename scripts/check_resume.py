@@ -30,7 +30,7 @@ from torch import Tensor, distributed
 
 from sd_training.build.plan import Plan, make_plan
 from sd_training.build.run import build_run
-from sd_training.checkpoint.tensors import read_state
+from sd_training.checkpoint.save import read_state
 
 _OPTIONS = {"steps": "4", "folder": str(ROOT / "build" / "check_resume")}
 _WITHOUT_EXTRAS = (
@@ -90,7 +90,7 @@ def _plan(words: list[str], steps: int, folder: Path, name: str) -> Plan:
 
 def _train(plan: Plan) -> None:
     run = build_run(plan)
-    run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.resume_from)
+    run.trainer.fit(run.module, datamodule=run.data)
     if run.exit_status:
         raise UserError("stopped by a signal; nothing was compared")
     del run

@@ -38,7 +38,7 @@ from sd_training.build.plan import Plan, make_plan
 from sd_training.build.run import make_data
 from sd_training.callbacks.run_record import CONFIG, RECORD, read_starts
 from sd_training.checkpoint.folder import sealed_checkpoints, step_of, verify_checkpoint
-from sd_training.checkpoint.tensors import read_state
+from sd_training.checkpoint.save import read_state
 from sd_training.cli import run_cli
 from sd_training.config.load import load_config
 from sd_training.config.one_device import ON_ONE_DEVICE

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sd_training.checkpoint.tensors import read_state
+from sd_training.checkpoint.save import read_state
 from sd_training.cli import run_cli
 from sd_training.errors import UserError
 from tests.tiny_options import tiny_run_options

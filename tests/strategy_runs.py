@@ -66,7 +66,7 @@ def train(argv: list[str]) -> None:
     """One run; leaves `bytes_RANK.json` in its folder."""
     plan = make_plan(load_config(argv))
     run = build_run(plan)
-    run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.resume_from)
+    run.trainer.fit(run.module, datamodule=run.data)
     rank = run.trainer.global_rank
     (plan.run_dir / f"bytes_{rank}.json").write_text(json.dumps(local_bytes(run)))
 

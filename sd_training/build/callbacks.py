@@ -74,6 +74,7 @@ def build_callbacks(
         preemption.times,
         run_lock,
         lambda step: _losses(step, metrics, validation),
+        start.is_resumed,
     )
     guard = _numeric_guard(plan, data, timer, saves, ema)
     callbacks: list[pl.Callback | None] = [

@@ -7,7 +7,6 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -32,7 +31,6 @@ from sd_training.log import RunLog, get_logger, global_rank, is_main_process
 from sd_training.models.encoders import AUTOCAST_DTYPE
 from sd_training.models.family import Family
 from sd_training.parallel.launch import process_group_backend, set_rendezvous, use_one_worker_per_gloo_group
-from sd_training.parallel.saves import WholeCheckpoints
 from sd_training.parallel.strategies import (
     FSDP2Options,
     FSDP2Strategy,
@@ -151,8 +149,6 @@ class Run:
     trainer: pl.Trainer
     module: TrainedModule
     data: TrainingData
-    resume_from: Path | None
-    """Folder of checkpoints, when there is one to resume from."""
     preemption: Preemption
 
     @property
@@ -197,19 +193,15 @@ def build_run(
         run_log.open(plan.run_dir, run_lock.check)
     if start.is_done:
         log.info("\n".join([f"{plan.run_dir} is finished; it {start.sentence()}", *filter(None, [start.changes()])]))
-    resume_from = plan.run_dir / "checkpoints" if start.is_resumed else None
     trained = _model_or_all_problems(plan)
     data = make_data(plan, trained.family, trained.latent_grid)
     preemption = _preemption(plan, signals or StopSignals())
     watch = watch or HangWatch({}, plan.run_dir)
     callbacks = build_callbacks(plan, start, trained, data, preemption, run_lock, watch, mirror)
     strategy = make_strategy(plan, trained.cuts)
-    assert isinstance(strategy, WholeCheckpoints)
-    strategy.run_lock, strategy.asynchronous = run_lock, plan.config.checkpoint.asynchronous
-    strategy.collective_timeout = timedelta(seconds=plan.config.watch.collective_timeout_s)
     trainer = _trainer(plan, callbacks, strategy)
     _without_signal_handling(trainer)
-    return Run(trainer, trained.module, data, resume_from, preemption)
+    return Run(trainer, trained.module, data, preemption)
 
 
 def _model_or_all_problems(plan: Plan) -> Trained:

@@ -18,7 +18,7 @@ from sd_training.checkpoint.folder import (
 )
 from sd_training.checkpoint.mirror import Mirror, MirrorError
 from sd_training.checkpoint.run_lock import NO_LOCK, RunLock, acquire_run_lock
-from sd_training.checkpoint.tensors import read_state
+from sd_training.checkpoint.save import read_state
 from sd_training.config.changes import Change, changed_options, refused_changes
 from sd_training.config.check import PARTS, value_of
 from sd_training.config.fields import options

@@ -10,7 +10,6 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, distributed
 
-from sd_training.parallel.saves import WholeCheckpoints
 from sd_training.training.base_module import TrainedModule
 from sd_training.watchdog.hang import HangWatch
 
@@ -113,13 +112,6 @@ class RunState:
     """`Metrics` appends (optimizer steps, mean loss) of each logging window; `Save` clears it with each checkpoint."""
     validation_loss: tuple[int, float] | None = None
     """`Validation`: step and loss of the newest one, of the weights that are exported; the same on all ranks."""
-
-
-def strategy_of(trainer: pl.Trainer) -> WholeCheckpoints:
-    """The trainer's strategy, as the ones of `parallel/` offer it beyond Lightning's."""
-    strategy = trainer.strategy
-    assert isinstance(strategy, WholeCheckpoints)
-    return strategy
 
 
 def gather_ranks(trainer: pl.Trainer, tensor: Tensor) -> Tensor:

@@ -32,8 +32,8 @@ from sd_training.errors import CheckpointError
 from sd_training.export.ema_snapshots import width_name, write_snapshot
 from sd_training.log import get_logger
 from sd_training.optim.power_function_ema import decay, gamma_of
-from sd_training.parallel.saves import AVERAGES
 from sd_training.parallel.sharding import ParameterSharding
+from sd_training.parallel.strategies import strategy_of
 from sd_training.training.base_module import TrainedModule
 
 _MOST_THREADS = 4
@@ -168,12 +168,18 @@ class Ema(OptimizerStepCallback):
         """The average that previews and exports use, as in `averages`."""
         return self.averages[PART]
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, object]
+    def load_averages(
+        self, trainer: pl.Trainer, module: TrainedModule, averages: Mapping[str, Mapping[str, Tensor]]
     ) -> None:
-        """Continue from a checkpoint's average, which is kept beside the raw weights that training resumes from."""
-        averages = checkpoint[AVERAGES]
-        assert isinstance(averages, Mapping) and isinstance(pl_module, TrainedModule)
+        """Continue from a checkpoint's averages, which are kept beside the raw weights that training resumes from.
+
+        Args:
+            averages: part → full tensors by parameter of the module.
+
+        Raises:
+            CheckpointError: an average is missing.
+        """
+        self.finish_update()
         for part in self._parts():
             if part == PART and part not in averages and self.may_begin_late:
                 log.warning("model.use_ema: the checkpoint has no average; one begins with the weights of today")
@@ -185,7 +191,7 @@ class Ema(OptimizerStepCallback):
                     "experiment.name and start from the exported pipeline (model.pretrained)"
                     + (f", or begin one now: {_ALLOW}" if part == PART else "")
                 )
-            self._begin(trainer, pl_module, part, averages[part], prefix="network.")
+            self._begin(trainer, module, part, averages[part], prefix="network.")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the average from `ema.path` or the initial weights, unless it goes on from a checkpoint."""
@@ -299,12 +305,10 @@ class Ema(OptimizerStepCallback):
             for name, parameter in parameters.items():
                 sharding.restore(parameter, kept[name])
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, object]
-    ) -> None:
-        """Hands the shares to the save, which puts them together tensor by tensor."""
+    def averages_by_module_name(self) -> dict[str, dict[str, Tensor]]:
+        """Part of a checkpoint → parameter of the module → this rank's shard."""
         self.finish_update()
-        checkpoint[AVERAGES] = {
+        return {
             part: {f"network.{name}": share for name, share in shares.items()} for part, shares in self.averages.items()
         }
 
@@ -327,8 +331,8 @@ class NoEma(pl.Callback):
         Raises:
             CheckpointError: it has one, and the run was not asked to drop it.
         """
-        averages = checkpoint[AVERAGES]
-        assert isinstance(averages, Mapping)
+        averages = checkpoint["averages"]
+        assert isinstance(averages, list)
         if PART not in averages:
             return
         if not self.may_drop:
@@ -352,8 +356,7 @@ def averaged_parameters(module: TrainedModule) -> dict[str, nn.Parameter]:
 
 def sharding_of(trainer: pl.Trainer) -> ParameterSharding:
     """Where the strategy keeps weights and optimizer state."""
-    sharding: ParameterSharding = trainer.strategy.sharding  # type: ignore[attr-defined]
-    return sharding
+    return strategy_of(trainer).sharding
 
 
 @contextmanager

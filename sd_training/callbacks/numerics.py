@@ -20,16 +20,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sd_training.callbacks.anomalies import SKIPPED, SPIKE, Anomaly, AnomalyDetector, RollbackReason, StepReport
-from sd_training.callbacks.base import OptimizerStepCallback, TrainingTimer, gather_ranks, strategy_of
+from sd_training.callbacks.base import OptimizerStepCallback, TrainingTimer, gather_ranks
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.save import Saves
 from sd_training.checkpoint.folder import folder_name, sealed_checkpoints, step_of, verify_checkpoint
+from sd_training.checkpoint.lightning_state import restore_precision
+from sd_training.checkpoint.save import load_checkpoint, open_checkpoint
 from sd_training.config.schema import NumericsConfig
 from sd_training.data.problems import printable
 from sd_training.errors import IntegrityError, NumericError
 from sd_training.incidents import incident_path, write_incident
 from sd_training.log import get_logger
 from sd_training.parallel.cpu_group import CpuGroup
+from sd_training.parallel.strategies import strategy_of
 from sd_training.training.base_module import MicroBatchRecord, TrainedModule
 
 log = get_logger(__name__)
@@ -201,15 +204,11 @@ class NumericGuard(OptimizerStepCallback):
         if found is None:
             why = f"{root} has no checkpoint from before the first of them (checkpoint.keep keeps more)"
             raise self._no_way_back(reason, why)
-        checkpoint = strategy.open_checkpoint(root / folder_name(found))
-        strategy.load_model_state_dict(checkpoint)
-        strategy.load_optimizer_state_dict(checkpoint)
-        precision = trainer.precision_plugin
-        if type(precision).__qualname__ in checkpoint:
-            precision.load_state_dict(checkpoint[type(precision).__qualname__])
+        stored = open_checkpoint(root / folder_name(found))
+        load_checkpoint(stored, module, strategy.sharding)
+        restore_precision(trainer, stored.state)
         if self.ema is not None:
-            self.ema.finish_update()
-            self.ema.on_load_checkpoint(trainer, module, checkpoint)
+            self.ema.load_averages(trainer, module, stored.averages())
         done = Rollback(step, found, before, reason.kind)
         self.rollbacks.append(done)
         self.detector.reset()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import pytorch_lightning as pl
 import torch
@@ -25,6 +25,7 @@ from sd_training.export.pictures import picture_grid
 from sd_training.log import get_logger
 from sd_training.models.encoders import autocast
 from sd_training.models.execution import without_compiling
+from sd_training.parallel.strategies import TrainingStrategy, strategy_of
 from sd_training.training.base_module import TrainedModule
 
 log = get_logger(__name__)
@@ -127,7 +128,7 @@ class Pictures(OptimizerStepCallback):
 
     def _draw_share(self, trainer: pl.Trainer) -> dict[int, Image.Image]:
         """This rank's pictures by number of the prompt, which the seed belongs to, not to the rank."""
-        share = self._share(trainer.strategy)
+        share = self._share(strategy_of(trainer))
         if not share:
             return {}
         with torch.no_grad(), autocast(trainer.strategy.root_device, self.precision), without_compiling():
@@ -143,7 +144,7 @@ class Pictures(OptimizerStepCallback):
             )
             return dict(zip(share, images, strict=True))  # drawn while they are taken
 
-    def _share(self, strategy: Any) -> list[int]:
+    def _share(self, strategy: TrainingStrategy) -> list[int]:
         """Numbers of the prompts that this rank draws. Where a forward pass is collective, all ranks draw equally many:
         some draw again what another draws as well, which gives the same picture."""
         count = len(self.job.prompts)

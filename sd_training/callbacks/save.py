@@ -26,16 +26,25 @@ from sd_training.callbacks.base import OptimizerStepCallback, TrainingTimer
 from sd_training.callbacks.ema import Ema, export_weights, sharding_of, whole_weights
 from sd_training.checkpoint.atomic_io import free_bytes
 from sd_training.checkpoint.folder import folder_name, sealed_checkpoints, step_of
+from sd_training.checkpoint.lightning_state import restore_training_state, training_state
 from sd_training.checkpoint.mirror import Mirror
 from sd_training.checkpoint.retention import protected_checkpoints, retention_info, rotate
 from sd_training.checkpoint.run_lock import RunLock
+from sd_training.checkpoint.save import (
+    PendingWrite,
+    TrainingContents,
+    load_checkpoint,
+    newest_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
+)
 from sd_training.config.schema import CheckpointConfig
 from sd_training.errors import SaveError
 from sd_training.export.pipeline import export_pipeline, keep_export
 from sd_training.incidents import write_incident
 from sd_training.log import get_logger, is_main_process
 from sd_training.parallel.cpu_group import CpuGroup
-from sd_training.parallel.saves import WholeCheckpoints
+from sd_training.parallel.strategies import strategy_of
 from sd_training.training.base_module import TrainedModule
 from sd_training.watchdog.first_failure import is_network_error
 
@@ -161,20 +170,18 @@ def save_what_is_left(trainer: pl.Trainer, exception: Exception, checkpoint: Cal
     Args:
         checkpoint: of Saves.
     """
-    step, strategy = trainer.global_step, trainer.strategy
-    assert isinstance(strategy, WholeCheckpoints)
+    step = trainer.global_step
     if not step:
         return
-    if not strategy.cpu_group.agree(step):
+    if not cpu_group_of(trainer).agree(step):
         if is_network_error(exception):
             return  # another process ended first, and says so
         log.error(f"the steps since the last save are lost: other processes do not die of {exception!r:.200}")
         return
     try:
-        if strategy.root_device.type == "cuda":
+        if trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize()  # fails when the device is lost
         folder = checkpoint(trainer, step)
-        strategy.take_pending_write()()
         log.error(f"{type(exception).__name__} after {step:,} optimizer steps; saved {folder}")
     except Exception as error:
         log.error(f"the steps since the last save are lost: {error}")
@@ -273,6 +280,7 @@ class Saves(OptimizerStepCallback):
         times: says when a save is asked for, and is told of each.
         run_lock: of this start of the run; the first process asks it.
         take_losses: gives the losses that a manifest holds (see `retention_info`), after an optimizer step.
+        is_resumed: whether the run continues from its newest checkpoint.
     """
 
     def __init__(
@@ -287,6 +295,7 @@ class Saves(OptimizerStepCallback):
         times: SaveTimes,
         run_lock: RunLock,
         take_losses: Callable[[int], dict[str, float | None]],
+        is_resumed: bool,
     ) -> None:
         self.run_dir = run_dir
         self.every = every
@@ -301,6 +310,7 @@ class Saves(OptimizerStepCallback):
         self.times = times
         self.in_use: Path | None = None
         """A checkpoint that is being copied elsewhere; it is deleted after a later save."""
+        self.is_resumed = is_resumed
         self._loaded_step: int | None = None
         self.background = Background()
         self._begun_step = 0
@@ -349,16 +359,16 @@ class Saves(OptimizerStepCallback):
     def _begin(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Collective: copies what `_save` would write, for a thread to write; `finish_pending` ends it."""
         began_s = time.monotonic()
-        checkpoint = self._checkpoint(trainer, step)
-        write, cpu_group = _strategy(trainer).take_pending_write(), cpu_group_of(trainer)
+        pending, cpu_group = self._store(trainer, step, asynchronous=True), cpu_group_of(trainer)
         weights = self._copied_weights(trainer, module)
         exported = self.exported(weights if trainer.is_global_zero else None)
 
         def finish() -> None:
             try:
-                write()
+                if pending is not None:
+                    pending.write()
                 self.times.sealed_step = step
-                cpu_group.on_rank0(lambda: self._rotate(checkpoint))
+                cpu_group.on_rank0(lambda: self._rotate(self._folder(step)))
                 cpu_group.on_rank0(lambda: self._write(step, exported))
             finally:
                 self.times.written()
@@ -395,14 +405,20 @@ class Saves(OptimizerStepCallback):
         """
         self.finish_pending()
         self._checkpoint(trainer, step)
-        _strategy(trainer).take_pending_write()()
         self.times.sealed_step = step
 
     def _checkpoint(self, trainer: pl.Trainer, step: int) -> Path:
-        folder = self._folder(step)
+        """Collective: seals a checkpoint; returns its folder."""
+        self._store(trainer, step, asynchronous=False)
+        return self._folder(step)
+
+    def _store(self, trainer: pl.Trainer, step: int, *, asynchronous: bool) -> PendingWrite | None:
         info = retention_info(is_milestone=self._is_milestone(step), **self.take_losses(step))
-        trainer.save_checkpoint(folder, storage_options=info)
-        return folder
+        state = training_state(trainer)
+        averages = {} if self.ema is None else self.ema.averages_by_module_name()
+        contents = TrainingContents(trainer.lightning_module, sharding_of(trainer), averages, state)
+        group = cpu_group_of(trainer)
+        return save_checkpoint(self._folder(step), contents, info, group, self.run_lock, asynchronous=asynchronous)
 
     def _folder(self, step: int) -> Path:
         return self.run_dir / "checkpoints" / folder_name(step)
@@ -420,6 +436,24 @@ class Saves(OptimizerStepCallback):
             rotate(root, self.config.keep, [newest], kept, self.run_lock)
         except OSError as error:
             log.warning(f"older checkpoints could not be deleted: {error}")
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Collective: continue from the newest checkpoint, the same on all ranks.
+
+        Raises:
+            CheckpointError: none verifies, or it is of another run.
+        """
+        if not self.is_resumed:
+            return
+        stored = open_checkpoint(newest_checkpoint(self.run_dir / "checkpoints", cpu_group_of(trainer)))
+        self._loaded_step = int(stored.state["global_step"])
+        log.info(f"resuming from {self._folder(self._loaded_step)}")
+        pl_module.on_load_checkpoint(stored.state)
+        load_checkpoint(stored, pl_module, sharding_of(trainer))
+        restore_training_state(trainer, stored.state)
+        if self.ema is not None:
+            assert isinstance(pl_module, TrainedModule)
+            self.ema.load_averages(trainer, pl_module, stored.averages())
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A process that was killed between a checkpoint and its export left an older pipeline, and perhaps older
@@ -483,33 +517,10 @@ class Saves(OptimizerStepCallback):
         (self.run_dir / _EXPORTED).write_text(f"{step}\n", encoding="utf-8")
         log.info(f"saved step {step}: {self._folder(step)} and {current}")
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Express the loop's micro-batch counters in today's accumulation.
-
-        Progress is counted in optimizer steps; Lightning also stores micro-batches, which mean something else after a
-        change of `system.gradient_accumulation` at the same global batch.
-        """
-        self._loaded_step = int(checkpoint["global_step"])
-        micro_batches = checkpoint["global_step"] * trainer.accumulate_grad_batches
-        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        for counts in (progress["total"], progress["current"]):
-            counts |= {"ready": micro_batches, "started": micro_batches, "processed": micro_batches}
-            # Saved inside on_train_batch_end, where Lightning has not yet counted the batch as completed.
-            counts["completed"] = micro_batches - 1
-        progress["is_last_batch"] = False
-
 
 def cpu_group_of(trainer: pl.Trainer) -> CpuGroup:
     """The processes that save together."""
-    return _strategy(trainer).cpu_group
-
-
-def _strategy(trainer: pl.Trainer) -> WholeCheckpoints:
-    strategy = trainer.strategy
-    assert isinstance(strategy, WholeCheckpoints)
-    return strategy
+    return strategy_of(trainer).cpu_group
 
 
 log = get_logger(__name__)

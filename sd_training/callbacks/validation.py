@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -24,6 +23,7 @@ from sd_training.log import get_logger
 from sd_training.models.encoders import autocast
 from sd_training.models.execution import without_compiling
 from sd_training.parallel.cpu_group import CpuGroup
+from sd_training.parallel.strategies import TrainingStrategy, strategy_of
 from sd_training.training.base_module import TrainedModule
 from sd_training.types import PixelBatch
 
@@ -147,7 +147,7 @@ class Validation(OptimizerStepCallback):
         Raises:
             DataError: the held-out data cannot be read, on some rank; whatever else its reading raises.
         """
-        device, strategy = trainer.strategy.root_device, trainer.strategy
+        device, strategy = trainer.strategy.root_device, strategy_of(trainer)
         sums = torch.zeros(len(self.quantiles), 3, dtype=torch.float64)
         with export_weights(module, ema), autocast(device, self.precision), without_compiling():
             batches, counted = self._share(strategy)
@@ -163,10 +163,10 @@ class Validation(OptimizerStepCallback):
             sums = sums.to(device)
             distributed.all_reduce(sums)
         # Processes that share samples have measured the same.
-        total, times, count = (sums.cpu() / strategy.tensor_parallel_size).unbind(1)  # type: ignore[attr-defined]
+        total, times, count = (sums.cpu() / strategy.tensor_parallel_size).unbind(1)
         return Measured((total / count).tolist(), (times / count).tolist(), round(float(count[0])))
 
-    def _share(self, strategy: Any) -> tuple[Iterator[PixelBatch], list[bool]]:
+    def _share(self, strategy: TrainingStrategy) -> tuple[Iterator[PixelBatch], list[bool]]:
         """This rank's batches, and for each of the rounds, which are equally many on all ranks, whether its batch
         counts. In a round without one a rank waits, or passes some batch for nothing where a forward pass is
         collective."""

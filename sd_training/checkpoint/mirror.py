@@ -1,10 +1,10 @@
 """Copies of a run's checkpoints in an object store or another folder (`checkpoint.mirror`). Needs no torch.
 
     URL/RUN/checkpoints/step=N/<every file>       first
-    URL/RUN/checkpoints/step=N/MANIFEST.json      last; without it there is no copy
+    URL/RUN/checkpoints/step=N/MANIFEST.json      last; without it the copy does not exist
 
-A run saves to its folder and resumes from it. The mirror gets what was sealed there, and gives it back to a run whose
-folder has less: a new machine, a lost disk. What comes back is compared with its manifest before it gets its name.
+A run saves to its folder and resumes from it. The mirror receives what was sealed there, and restores it for a run
+whose folder has less: a new machine, a lost disk. A copy is compared with its manifest before it gets its name.
 """
 
 import os
@@ -18,17 +18,17 @@ from typing import Any
 import obstore
 from obstore.store import ObjectStore
 
-from sd_training.checkpoint.atomic_io import files_below
+from sd_training.checkpoint.atomic_io import files_below, remove_quietly
 from sd_training.checkpoint.folder import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     Manifest,
-    adopt_partial,
+    ReadBackError,
     begin_partial,
     folder_name,
     manifest_text,
     parse_manifest,
-    remove_partial,
+    seal_partial,
     sealed_checkpoints,
     step_of,
     verify_checkpoint,
@@ -45,7 +45,7 @@ _NUM_RETRIES, _TIMEOUT_S = 5, 60.0
 
 
 class MirrorError(OSError):
-    """The mirror cannot be asked, or does not take what it is sent.
+    """The mirror cannot be read or written.
 
     Args:
         text: names the mirror and the reason.
@@ -58,11 +58,11 @@ class MirrorError(OSError):
 
 
 class _BadCopy(Exception):
-    """What is there is not what was sent."""
+    """A copy is not what was sent."""
 
 
-class _HalfSent(_BadCopy):
-    """Whoever sent it was stopped, or has begun to delete it."""
+class _IncompleteCopy(_BadCopy):
+    """Its sender was stopped, or has begun to delete it."""
 
 
 class Mirror:
@@ -80,49 +80,46 @@ class Mirror:
         scheme, _, place = url.partition("://")
         folder = "" if scheme == "file" else place.partition("/")[2].strip("/")
         self._prefix = "/".join(filter(None, (folder, run, "checkpoints")))
-        self._left: set[int] = set()
-        """Steps of the copies that the log has named because rotation leaves them."""
+        self._unusable: set[int] = set()
+        """Steps of the copies that rotation leaves alone and the log has named."""
 
     @cached_property
     def _store(self) -> ObjectStore:
-        """Opened when it is first asked; a local folder is then made."""
+        """Opened at its first use; a local folder is then made."""
         return open_store(self._url, _NUM_RETRIES, _TIMEOUT_S)[0]
 
     def steps(self) -> list[int]:
-        """Optimizer steps of the whole copies, oldest first.
+        """Optimizer steps of the complete copies, oldest first.
 
         Raises:
-            MirrorError: it cannot be asked.
+            MirrorError: it cannot be read.
         """
         with self._errors_named():
-            return [step for step in self._folders() if self._has_manifest(step)]
+            return [step for step in self._folders() if self._size(step, MANIFEST_NAME) is not None]
 
     def send(self, folder: Path, run_lock: RunLock) -> None:
-        """Copies a sealed checkpoint, its manifest last; one that is there already is left alone.
+        """Copies a sealed checkpoint, its manifest last; an equal copy is left alone.
 
         Raises:
             MirrorError: it could not be sent.
-            TakenOverError: another start has the run.
+            TakenOverError: another start has taken the run over.
         """
-        step = step_of(folder)
-        own, copied = folder / MANIFEST_NAME, self._path(step, MANIFEST_NAME)
+        step, own = step_of(folder), folder / MANIFEST_NAME
         with self._errors_named():
-            if self._has_manifest(step):
-                if self._is_same(copied, own.read_bytes()):
-                    return
-                run_lock.check()
-                obstore.delete(self._store, copied)
-            for path in files_below(folder):
-                if path != own:
-                    run_lock.check()
-                    self._put(path, self._path(step, path.relative_to(folder).as_posix()))
+            size = self._size(step, MANIFEST_NAME)
+            if size == own.stat().st_size and self._read(self._path(step, MANIFEST_NAME)) == own.read_bytes():
+                return
             run_lock.check()
-            self._put(own, copied)
+            if size is not None:
+                obstore.delete(self._store, self._path(step, MANIFEST_NAME))
+            for path in [*(path for path in files_below(folder) if path != own), own]:
+                run_lock.check()
+                obstore.put(self._store, self._path(step, path.relative_to(folder).as_posix()), path)
 
     def rotate(self, newest: int, keep: int, num_best: int, best_by: str, run_lock: RunLock) -> None:
-        """Deletes what the run folder would: all but the newest `keep`, milestones and the best. Also half sent ones,
-        and copies above the newest: the run has gone back behind them. A copy whose manifest cannot be used, as one of
-        another version of this program, is left, is named in the log, and counts for nothing.
+        """Deletes what the run folder would: all but the newest `keep`, milestones and the best; also incomplete copies
+        and copies above the newest, which a rollback has left behind. A copy whose manifest cannot be used, such as one
+        of another version of this program, is left alone and named in the log, and does not count.
 
         Args:
             newest: optimizer steps of the checkpoint that was just sent; stays.
@@ -131,41 +128,40 @@ class Mirror:
             run_lock: of this start of the run.
 
         Raises:
-            MirrorError: it could not be asked, or something could not be deleted.
-            TakenOverError: another start has the run.
+            MirrorError: it could not be read, or something could not be deleted.
+            TakenOverError: another start has taken the run over.
         """
         with self._errors_named():
             infos = {step: info for step, info in self._infos().items() if step <= newest}
-            kept = {newest, *self._left, *list(infos)[-max(keep, MIN_KEPT) :], *to_keep(infos, num_best, best_by)}
-            for step in self._folders():
-                if step not in kept:
-                    run_lock.check()
-                    self._remove(step)
+            kept = {newest, *self._unusable, *list(infos)[-max(keep, MIN_KEPT) :], *to_keep(infos, num_best, best_by)}
+            for step in set(self._folders()) - kept:
+                run_lock.check()
+                if self._size(step, MANIFEST_NAME) is not None:  # first: without it the copy does not exist
+                    obstore.delete(self._store, self._path(step, MANIFEST_NAME))
+                for files in obstore.list(self._store, self._path(step)):
+                    obstore.delete(self._store, [file["path"] for file in files])
 
     def restore(self, root: Path, run_lock: RunLock) -> Path | None:
-        """Fetches the newest whole copy, where the run's own folder of checkpoints has none as new that verifies.
+        """Fetches the newest intact copy, where the run's own folder has no checkpoint as new that verifies.
 
         Args:
             root: the run's folder of checkpoints.
             run_lock: of this start of the run.
 
         Raises:
-            MirrorError: the mirror cannot be asked.
+            MirrorError: the mirror cannot be read.
             OSError: nothing can be written here.
-            DamagedCheckpointsError: there are copies, none of them is whole, and `root` holds nothing either.
+            DamagedCheckpointsError: there are copies, none of them is intact, and `root` holds nothing either.
         """
-        own = next(
-            (step_of(folder) for folder in reversed(sealed_checkpoints(root)) if not verify_checkpoint(folder)), -1
-        )
+        intact = (step_of(folder) for folder in reversed(sealed_checkpoints(root)) if not verify_checkpoint(folder))
+        own = next(intact, -1)
         newer = [step for step in self.steps() if step > own]
         for step in reversed(newer):
-            log.info(f"{root} has nothing whole as new as {self._url_of(step)}: fetching it")
+            log.info(f"{root} has nothing intact as new as {self._url_of(step)}: fetching it")
             try:
                 return self._fetch(step, root, run_lock)
             except _BadCopy as error:
                 log.error(f"{self._url_of(step)} cannot be used: {error}")
-            finally:
-                remove_partial(root, step, run_lock)
         if newer and own < 0:
             raise DamagedCheckpointsError(
                 f"checkpoint.mirror: {self.root} holds copies of checkpoints, but none of them can be used"
@@ -178,42 +174,43 @@ class Mirror:
         partial = begin_partial(root, step, sum(file.size for file in recorded.files.values()), run_lock)
         if partial is None:
             return root / folder_name(step)
-        with self._errors_named():
-            for name, file in recorded.files.items():
-                self._get(step, name, partial, file.size)
-        (partial / MANIFEST_NAME).write_text(manifest_text(recorded), encoding="utf-8")
         try:
-            return adopt_partial(partial, run_lock)
-        except ValueError as error:
+            with self._errors_named():
+                for name, file in recorded.files.items():
+                    self._get(step, name, partial, file.size)
+            (partial / MANIFEST_NAME).write_text(manifest_text(recorded), encoding="utf-8")
+            return seal_partial(partial, None, run_lock)
+        except ReadBackError as error:
             raise _BadCopy(str(error)) from error
+        finally:
+            remove_quietly(partial)  # gone where it was sealed
 
     def _infos(self) -> dict[int, dict[str, Any]]:
-        """What the manifests say, oldest first. Of those that cannot be used, `_left` has all but the half sent."""
-        found, left = {}, set()
+        """What the usable manifests say, oldest first."""
+        found, unusable = {}, set()
         for step in self._folders():
             try:
                 found[step] = self._manifest(step).info
-            except _HalfSent:
+            except _IncompleteCopy:
                 continue
             except _BadCopy as error:
-                left.add(step)
-                if step not in self._left:
+                unusable.add(step)
+                if step not in self._unusable:
                     log.error(f"{self._url_of(step)} is left as it is, for you to delete: {error}")
-        self._left = left
+        self._unusable = unusable
         return found
 
     def _manifest(self, step: int) -> Manifest:
-        """Of the copy; no more than a manifest may have is read."""
-        path = self._path(step, MANIFEST_NAME)
+        """Of a copy; no more is read than a manifest may have."""
+        size = self._size(step, MANIFEST_NAME) or 0
+        if size > MAX_MANIFEST_BYTES:
+            raise _BadCopy(f"{MANIFEST_NAME} has {size:,} bytes, at most {MAX_MANIFEST_BYTES:,} are read")
         try:
-            size = self._size(path)
-            if size > MAX_MANIFEST_BYTES:
-                raise _BadCopy(f"{MANIFEST_NAME} has {size:,} bytes, at most {MAX_MANIFEST_BYTES:,} are read")
-            raw = self._read(path) if size else b""
-        except FileNotFoundError as error:
-            raise _HalfSent(f"{MANIFEST_NAME} is missing") from error
+            raw = self._read(self._path(step, MANIFEST_NAME)) if size else b""
+        except FileNotFoundError:
+            raw = b""
         if not raw.endswith(b"}"):
-            raise _HalfSent(f"{MANIFEST_NAME} has no end")
+            raise _IncompleteCopy(f"{MANIFEST_NAME} is missing or has no end")
         try:
             recorded = parse_manifest(raw)
         except ValueError as error:
@@ -222,57 +219,36 @@ class Mirror:
             raise _BadCopy(f"its manifest is that of step {recorded.step:,}")
         return recorded
 
-    def _size(self, path: str) -> int:
-        return int(obstore.head(self._store, path)["size"])
+    def _get(self, step: int, name: str, folder: Path, size: int) -> None:
+        """Compares sizes first: the copy may not be what was sent."""
+        found = self._size(step, name)
+        if found != size:
+            raise _BadCopy(f"{name} is missing" if found is None else f"{name} has {found:,} bytes, {size:,} were sent")
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        with (folder / name).open("wb") as target:
+            for chunk in obstore.get(self._store, self._path(step, name)).stream():
+                target.write(chunk)
+
+    def _size(self, step: int, name: str) -> int | None:
+        """Of a file [bytes]; None where it does not exist."""
+        try:
+            return int(obstore.head(self._store, self._path(step, name))["size"])
+        except FileNotFoundError:
+            return None
 
     def _read(self, path: str) -> bytes:
         return bytes(obstore.get(self._store, path).bytes())
 
-    def _is_same(self, path: str, content: bytes) -> bool:
-        return self._size(path) == len(content) and self._read(path) == content
-
-    def _get(self, step: int, name: str, folder: Path, size: int) -> None:
-        """The size is looked at first: what is there may not be what was sent."""
-        path = self._path(step, name)
-        try:
-            there = self._size(path)
-        except FileNotFoundError as error:
-            raise _BadCopy(f"{name} is missing") from error
-        if there != size:
-            raise _BadCopy(f"{name} has {there:,} bytes, {size:,} were sent")
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        with (folder / name).open("wb") as target:
-            for chunk in obstore.get(self._store, path).stream():
-                target.write(chunk)
-
-    def _put(self, path: Path, target: str) -> None:
-        obstore.put(self._store, target, path)
-        if (there := self._size(target)) != path.stat().st_size:
-            raise OSError(f"{target} has {there} bytes after it was sent, {path} has {path.stat().st_size}")
-
-    def _remove(self, step: int) -> None:
-        """The manifest first: without it there is no copy."""
-        if self._has_manifest(step):
-            obstore.delete(self._store, self._path(step, MANIFEST_NAME))
-        for files in obstore.list(self._store, self._path(step)):
-            obstore.delete(self._store, [file["path"] for file in files])
-
     def _folders(self) -> list[int]:
+        """Steps of all copies, complete or not, oldest first."""
         if self._url.startswith("file://"):
             try:
                 os.stat(self.root.removeprefix("file://"))
             except FileNotFoundError:
-                return []  # and nothing is made by asking
+                return []  # opening the store would make the folder
         found = obstore.list_with_delimiter(self._store, self._prefix)["common_prefixes"]
         names = [path.rstrip("/").rpartition("/")[2] for path in found]
         return sorted(int(name[5:]) for name in names if re.fullmatch(r"step=(0|[1-9][0-9]{0,14})", name))
-
-    def _has_manifest(self, step: int) -> bool:
-        try:
-            obstore.head(self._store, self._path(step, MANIFEST_NAME))
-        except FileNotFoundError:
-            return False
-        return True
 
     def _path(self, step: int, name: str = "") -> str:
         return f"{self._prefix}/{folder_name(step)}/{name}".rstrip("/")

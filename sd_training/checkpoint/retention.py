@@ -1,8 +1,7 @@
-"""Checkpoints that rotation leaves: milestones, and those with the lowest loss. Needs no torch.
+"""Which checkpoints of a run folder are deleted, and how. Needs no torch.
 
-Both are facts in a checkpoint's manifest, so they outlive the run that wrote them and a change of its options.
-
-Which checkpoints of a run folder are deleted, and how. Needs no torch.
+The newest stay, and those that their manifest marks: milestones, and those with the lowest loss. As both are in
+the manifest, they outlive the run that wrote them and a change of its options.
 """
 
 import os
@@ -15,8 +14,9 @@ from sd_training.checkpoint.folder import read_info, sealed_checkpoints, verify_
 from sd_training.checkpoint.run_lock import NO_LOCK, RunLock
 from sd_training.errors import CheckpointError
 
+MIN_KEPT = 2
+"""`rotate` never leaves fewer verified checkpoints: the newest may turn out damaged [count]."""
 _Name = TypeVar("_Name")
-_IS_MILESTONE = "is_milestone"
 _STORED_AS = {"training_loss": "mean_loss", "validation_loss": "validation_loss"}
 """`checkpoint.best_by` → name in a manifest."""
 
@@ -24,14 +24,14 @@ _STORED_AS = {"training_loss": "mean_loss", "validation_loss": "validation_loss"
 def retention_info(
     *, is_milestone: bool, mean_loss: float | None, validation_loss: float | None = None
 ) -> dict[str, Any]:
-    """What a manifest says of its checkpoint.
+    """What a manifest records for the functions below.
 
     Args:
-        is_milestone: never to be rotated.
-        mean_loss: of the training since the save before; null when nothing finite is known.
-        validation_loss: after the checkpoint's step; null when it was not measured then, or is not finite.
+        is_milestone: never to be deleted.
+        mean_loss: of the training since the save before; None when nothing finite is known.
+        validation_loss: after the checkpoint's step; None when it was not measured then, or is not finite.
     """
-    return {_IS_MILESTONE: is_milestone, "mean_loss": mean_loss, "validation_loss": validation_loss}
+    return {"is_milestone": is_milestone, "mean_loss": mean_loss, "validation_loss": validation_loss}
 
 
 def protected_checkpoints(root: Path, num_best: int, best_by: str = "training_loss") -> list[Path]:
@@ -42,26 +42,21 @@ def protected_checkpoints(root: Path, num_best: int, best_by: str = "training_lo
         num_best: how many, the newest ones included.
         best_by: as `checkpoint.best_by`.
     """
-    return to_keep({folder: _info(folder) for folder in sealed_checkpoints(root)}, num_best, best_by)
+    infos: dict[Path, dict[str, Any]] = {}
+    for folder in sealed_checkpoints(root):
+        try:
+            infos[folder] = read_info(folder)
+        except CheckpointError:
+            continue  # rotation leaves damaged ones anyway
+    return to_keep(infos, num_best, best_by)
 
 
 def to_keep(infos: Mapping[_Name, Mapping[str, Any]], num_best: int, best_by: str = "training_loss") -> list[_Name]:
-    """The same of checkpoints that are known by what their manifests say."""
+    """The same of checkpoints that are known by their manifests' `info`."""
     key = _STORED_AS[best_by]
     losses = {name: info[key] for name, info in infos.items() if isinstance(info.get(key), float)}
     best = sorted(losses, key=lambda name: losses[name])[:num_best]
-    return [*best, *(name for name, info in infos.items() if info.get(_IS_MILESTONE) is True)]
-
-
-def _info(folder: Path) -> dict[str, Any]:
-    try:
-        return read_info(folder)
-    except CheckpointError:
-        return {}  # rotation leaves damaged ones anyway
-
-
-MIN_KEPT = 2
-"""`rotate` never leaves fewer verified checkpoints: the newest may turn out damaged [count]."""
+    return [*best, *(name for name, info in infos.items() if info.get("is_milestone") is True)]
 
 
 def rotate(
@@ -77,7 +72,7 @@ def rotate(
         root: the run's folder of checkpoints.
         keep: verified checkpoints to leave [count]; fewer than 2 count as 2. Damaged ones do not count.
         trusted: checkpoints that were verified a moment ago and are not read again.
-        protected: older ones that are left as well (`kinds`).
+        protected: older ones that are left as well.
         run_lock: of this start of the run.
 
     Returns:

@@ -1,12 +1,11 @@
-"""What the processes of a run tell each other while they save: over gloo, as JSON, on a group of their own.
+"""JSON collectives among the ranks over gloo, on a group of its own, and errors that all ranks raise alike.
 
-No device takes part and nothing is unpickled; a thread that saves in the background may use its group while training
+No device takes part and nothing is unpickled. A thread that saves in the background may use its group while training
 uses the others.
 """
 
 import errno
 import json
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,97 +16,74 @@ from torch import distributed
 from sd_training.errors import CheckpointError, DamagedCheckpointsError, DataError, OutageError, TakenOverError
 
 _Result = TypeVar("_Result")
-_KINDS = {
+_SHARED_ERRORS = {
     kind.__name__: kind for kind in (CheckpointError, DamagedCheckpointsError, DataError, OutageError, TakenOverError)
 }
-"""Errors of one process that are the same error on the others."""
-_HASTE = timedelta(seconds=30)
-"""A process waits so long for one that may be about to die as well; mostly it is not."""
-_POLL_S = 0.2
+"""Errors of one rank that are raised as the same class on the others."""
+_SHORT_TIMEOUT = timedelta(seconds=30)
+"""How long `agree` waits for a rank that may be about to die as well."""
 
 
 class CpuGroup:
-    """All processes of the run.
+    """All ranks of the run.
 
     Args:
-        rank: number of this process.
-        count: how many there are; making the group is collective where there are several.
-        timeout: how long they wait for each other, such as for one that writes slowly; null: as long as torch likes.
+        rank: of this process.
+        world_size: number of ranks; making the group is collective where there are several.
+        timeout: how long ranks wait for each other, such as for one that writes slowly; None: torch's default.
     """
 
-    def __init__(self, rank: int, count: int, timeout: timedelta | None = None) -> None:
+    def __init__(self, rank: int, world_size: int, timeout: timedelta | None = None) -> None:
         self.rank = rank
-        self.count = count
-        self._group = distributed.new_group(backend="gloo", timeout=timeout) if count > 1 else None
-        self._hasty_group = distributed.new_group(backend="gloo", timeout=_HASTE) if count > 1 else None
+        self.world_size = world_size
+        self._group = distributed.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
+        self._short_group = distributed.new_group(backend="gloo", timeout=_SHORT_TIMEOUT) if world_size > 1 else None
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Collective: what every process said, by rank.
+        """Collective: the JSON value of every rank, by rank."""
+        return self._all_gather(value, self._group)
 
-        Args:
-            value: JSON.
-        """
-        return self._tell(value, self._group)
-
-    def _tell(self, value: Any, group: distributed.ProcessGroup | None) -> list[Any]:
+    def _all_gather(self, value: Any, group: distributed.ProcessGroup | None) -> list[Any]:
         if group is None:
             return [value]
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         distributed.all_gather(sizes, torch.tensor([text.numel()]), group=group)
         longest = int(torch.cat(sizes).max())
-        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.count)]
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
         padded = torch.cat([text, text.new_zeros(longest - text.numel())])
         distributed.all_gather(texts, padded, group=group)
         return [json.loads(bytes(t[: int(size)].tolist())) for t, size in zip(texts, sizes, strict=True)]
 
-    def barrier(self, meanwhile: Callable[[], None]) -> None:
-        """Collective: waits for all. Python's handlers of signals run meanwhile, as they do not inside a collective.
-
-        Args:
-            meanwhile: called a few times a second until all are here.
-        """
-        if self._group is None:
-            return
-        arrival = distributed.all_reduce(torch.zeros(1), group=self._group, async_op=True)
-        while not arrival.is_completed():
-            meanwhile()
-            time.sleep(_POLL_S)
-        arrival.wait()
-
     def agree(self, value: Any) -> bool:
-        """Whether all processes come here within half a minute, and say the same. Of use once: a process that waited in
-        vain cannot ask again.
-
-        Args:
-            value: JSON.
-        """
+        """Whether all ranks call this within half a minute with the same JSON value. A rank that waited in vain cannot
+        use it again."""
         try:
-            return all(said == value for said in self._tell(value, self._hasty_group))
-        except RuntimeError:  # it took too long, or the others have ended
+            return all(other == value for other in self._all_gather(value, self._short_group))
+        except RuntimeError:  # the timeout, or the other ranks have ended
             return False
 
     def raise_first(self, failure: Exception | None) -> None:
-        """Collective: all processes fail when one does, with the same kind of error.
+        """Collective: all ranks fail when one does, with the same class of error.
 
         Args:
-            failure: what went wrong here.
+            failure: of this rank.
 
         Raises:
-            OSError: some process could not write.
-            UserError: one of `_KINDS`, on some process.
-            Exception: this process's own failure of another kind; RuntimeError with its text on the others.
+            OSError: some rank could not write.
+            UserError: one of `_SHARED_ERRORS`, on some rank.
+            Exception: this rank's own failure of another class; RuntimeError with its text on the others.
         """
-        told = [one for one in self.all_gather(None if failure is None else _described(failure)) if one is not None]
-        if not told:
+        found = [one for one in self.all_gather(None if failure is None else _to_json(failure)) if one is not None]
+        if not found:
             return
-        # One process alone must not go on after a full disk while another one ends with a worse error.
-        worst = next((one for one in told if "errno" not in one), told[0])
+        # A rank must not continue after a full disk while another one ends with a worse error.
+        worst = next((one for one in found if "errno" not in one), found[0])
         is_own = failure is not None and isinstance(failure, OSError) == ("errno" in worst)
-        raise failure if failure is not None and is_own else _error(worst)
+        raise failure if failure is not None and is_own else _from_json(worst)
 
     def on_rank0(self, act: Callable[[], _Result]) -> _Result:
-        """Collective: the first process acts; all get its result, which must be JSON, or its error as above."""
+        """Collective: rank 0 acts; all ranks get its result, which must be JSON, or its error as in `raise_first`."""
         result: Any = None
         failure: Exception | None = None
         if self.rank == 0:
@@ -120,13 +96,13 @@ class CpuGroup:
         return answer
 
 
-def _described(failure: Exception) -> dict[str, Any]:
+def _to_json(failure: Exception) -> dict[str, Any]:
     if isinstance(failure, OSError):
         return {"errno": failure.errno or errno.EIO, "text": failure.strerror or str(failure)}
     return {"kind": type(failure).__name__, "text": str(failure)}
 
 
-def _error(described: dict[str, Any]) -> Exception:
+def _from_json(described: dict[str, Any]) -> Exception:
     if "errno" in described:
         return OSError(described["errno"], described["text"])
-    return _KINDS.get(described["kind"], RuntimeError)(described["text"])
+    return _SHARED_ERRORS.get(described["kind"], RuntimeError)(described["text"])

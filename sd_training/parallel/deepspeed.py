@@ -26,7 +26,7 @@ from pytorch_lightning.strategies import DeepSpeedStrategy
 from torch import Tensor
 
 from sd_training.errors import ConfigError
-from sd_training.parallel.saves import WholeCheckpoints
+from sd_training.parallel.strategies import TrainingStrategy
 from sd_training.parallel.zero import ZeroSharding, ZeroStage3Sharding, ZeroStage12Sharding
 
 MAX_BYTES = 2**20
@@ -136,7 +136,6 @@ def _too_deep(path: str) -> ConfigError:
     return ConfigError(f"{_WHERE} {path} holds JSON deeper than {MAX_DEPTH} levels; name a file of DeepSpeed's options")
 
 
-_LOSS_SCALE = "deepspeed_loss_scale"
 _DECIDED = {
     "train_batch_size": "system.batch_size",
     "train_micro_batch_size_per_gpu": "system.batch_size",
@@ -251,7 +250,7 @@ def _is_no_offload(key: str, value: Any) -> bool:
     return key in _OFFLOADS and isinstance(value, dict) and value.get("device") == "none"
 
 
-class DeepSpeedZeroStrategy(WholeCheckpoints, DeepSpeedStrategy):
+class DeepSpeedZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
     """ZeRO stages 1 to 3.
 
     Args:
@@ -266,8 +265,8 @@ class DeepSpeedZeroStrategy(WholeCheckpoints, DeepSpeedStrategy):
     def __init__(self, options: dict[str, Any], max_grad_norm: float | None, backend: str, timeout: timedelta) -> None:
         options = options | {"gradient_clipping": max_grad_norm or 0.0}
         super().__init__(config=options, process_group_backend=backend, timeout=timeout)
+        self.collective_timeout = timeout
         self.has_collective_forward = self.zero_stage_3
-        self._loss_scale: dict[str, Any] | None = None
 
     @property
     def root_device(self) -> torch.device:
@@ -306,24 +305,6 @@ class DeepSpeedZeroStrategy(WholeCheckpoints, DeepSpeedStrategy):
     def make_sharding(self) -> ZeroSharding:
         """By stage."""
         return (ZeroStage3Sharding if self.zero_stage_3 else ZeroStage12Sharding)(self.deepspeed_engine)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """As `WholeCheckpoints`, with the scale of the loss."""
-        scaler = getattr(self.deepspeed_engine.optimizer, "loss_scaler", None)
-        if getattr(scaler, "dynamic", False):
-            checkpoint[_LOSS_SCALE] = {key: getattr(scaler, key) for key in _SCALER}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """As `WholeCheckpoints`, with the scale of the loss."""
-        super().load_optimizer_state_dict(checkpoint)
-        scaler = getattr(self.deepspeed_engine.optimizer, "loss_scaler", None)
-        if getattr(scaler, "dynamic", False):  # a run that went on in bf16 has no scale
-            for key, value in checkpoint.get(_LOSS_SCALE, {}).items():
-                setattr(scaler, key, value)
-
-
-_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class DeepSpeedZeroPrecision(DeepSpeedPrecision):

@@ -1,9 +1,9 @@
-"""Weights and optimizer state cut by DeepSpeed's ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5).
+"""Weights and optimizer state sharded by DeepSpeed's ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5).
 
-DeepSpeed updates fp32 *masters* that it flattens and cuts; the network computes with copies, in bf16 or fp16 where the
-run is. Averages, checkpoints and exports are made of the masters. The attributes read here are those that
-`deepspeed.utils.tensor_fragment` (stages 1 and 2) and `runtime/zero/stage3.py` (stage 3) read for the same purpose; its
-own functions return whole tensors or no counters, so they cannot give a share.
+DeepSpeed updates flattened fp32 *master weights*, each rank a range of them; the network computes with copies, in bf16
+or fp16 where the run does. Averages, checkpoints and exports are made of the masters. The attributes read here are
+those that `deepspeed.utils.tensor_fragment` (stages 1 and 2) and `runtime/zero/stage3.py` (stage 3) read for the same
+purpose; DeepSpeed's own functions return full tensors or no counters, so they cannot return a shard.
 """
 
 from abc import abstractmethod
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from sd_training.parallel.sharding import ParameterSharding, StateOf
+
+_LOSS_SCALE_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class ZeroSharding(ParameterSharding):
@@ -31,78 +33,84 @@ class ZeroSharding(ParameterSharding):
 
     @abstractmethod
     def _flat(self, parameter: nn.Parameter) -> Tensor:
-        """The flat master tensor of this process that the parameter's share lies in."""
+        """The flat master tensor of this rank that contains the parameter's shard."""
 
     @abstractmethod
-    def _cut(self, parameter: nn.Parameter, flat: Tensor) -> Tensor:
-        """The parameter's share of a flat tensor."""
+    def _slice(self, parameter: nn.Parameter, flat: Tensor) -> Tensor:
+        """The parameter's shard of a flat tensor."""
+
+    @abstractmethod
+    def _update_network(self, parameter: nn.Parameter, full: Tensor) -> None:
+        """Collective: the network computes with these weights; the masters stay."""
 
     def local_shard(self, parameter: nn.Parameter) -> Tensor:
-        """A run of the parameter's numbers, as one row."""
-        return self._cut(parameter, self._flat(parameter)).detach()
+        """A range of the parameter's elements, as one row."""
+        return self._slice(parameter, self._flat(parameter)).detach()
 
     def backup(self, parameter: nn.Parameter) -> None:
         """The masters are the copy."""
         return
 
-    def swap_in(self, parameter: nn.Parameter, share: Tensor) -> None:
-        """The network's copy; the masters stay."""
-        self._show(parameter, self.gather(parameter, share))
+    def swap_in(self, parameter: nn.Parameter, shard: Tensor) -> None:
+        """Into the network's copy; the masters stay."""
+        self._update_network(parameter, self.gather(parameter, shard))
 
-    def restore(self, parameter: nn.Parameter, kept: Tensor | None) -> None:
+    def restore(self, parameter: nn.Parameter, backup: Tensor | None) -> None:
         """From the masters, rounded as the engine rounds them."""
-        self._show(parameter, self.full_tensor(parameter))
+        self._update_network(parameter, self.full_tensor(parameter))
 
-    def load(self, parameter: nn.Parameter, whole: Tensor) -> None:
+    def load(self, parameter: nn.Parameter, full: Tensor) -> None:
         """Masters and the network's copy."""
-        self.local_shard(parameter).copy_(self.shard_of(parameter, whole))
-        self._show(parameter, whole)
-
-    @abstractmethod
-    def _show(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        """Collective: the network computes with these weights."""
+        self.local_shard(parameter).copy_(self.shard_of(parameter, full))
+        self._update_network(parameter, full)
 
     def full_state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Put together per parameter, although DeepSpeed keeps it per flat tensor."""
+        """Per parameter, although DeepSpeed keeps it per flat tensor."""
         flat = self._flat(parameter)
-        state = self.optimizer.state.get(flat, {})
-        whole: dict[str, Any] = {}
-        for key, value in state.items():
+        full: dict[str, Any] = {}
+        for key, value in self.optimizer.state.get(flat, {}).items():
             if isinstance(value, Tensor) and value.shape == flat.shape:
-                whole[key] = self.gather(parameter, self._cut(parameter, value))
+                full[key] = self.gather(parameter, self._slice(parameter, value))
             elif key == "step":  # DeepSpeed's optimizers count in int, PyTorch's in a tensor
-                whole[key] = torch.tensor(float(value))
-        return whole
+                full[key] = torch.tensor(float(value))
+        return full
 
     def load_optimizer(
         self, parameters: Iterable[nn.Parameter], state_of: StateOf, groups: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Into the flat tensors. The groups hold options only, which are those of this run."""
+        """Into the flat tensors, made here where the optimizer has not yet. The groups hold options of this run."""
         for parameter in parameters:
-            self._load_state(parameter, state_of(parameter))
+            flat = self._flat(parameter)
+            own = self.optimizer.state[flat]
+            for key, value in state_of(parameter).items():
+                if key == "step":
+                    own[key] = self._step_count(value)
+                elif isinstance(value, Tensor):
+                    if key not in own:
+                        own[key] = torch.zeros_like(flat)
+                    self._slice(parameter, own[key]).copy_(self.shard_of(parameter, value))
 
-    def _load_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-        """Flat tensors that the optimizer has not made yet are made here."""
-        flat = self._flat(parameter)
-        own = self.optimizer.state[flat]
-        for key, value in state.items():
-            if key == "step":
-                own[key] = self._step(value)
-            elif isinstance(value, Tensor):
-                if key not in own:
-                    own[key] = torch.zeros_like(flat)
-                self._cut(parameter, own[key]).copy_(self.shard_of(parameter, value))
-
-    def _step(self, value: Tensor) -> int | Tensor:
+    def _step_count(self, value: Tensor) -> int | Tensor:
         """The counter as this optimizer keeps it."""
         if type(self.optimizer).__module__.startswith("deepspeed"):
             return int(value)
         is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
         return value.to(self.zero.device if is_fused else "cpu", copy=True)
 
+    def loss_scale(self) -> dict[str, Any]:
+        """Of fp16 runs; in other precisions the scale is not dynamic."""
+        scaler = self.zero.loss_scaler
+        return {key: getattr(scaler, key) for key in _LOSS_SCALE_KEYS} if scaler.dynamic else {}
+
+    def load_loss_scale(self, state: Mapping[str, Any]) -> None:
+        """Ignored in other precisions than fp16."""
+        if self.zero.loss_scaler.dynamic:
+            for key, value in state.items():
+                setattr(self.zero.loss_scaler, key, value)
+
 
 class ZeroStage12Sharding(ZeroSharding):
-    """Stages 1 and 2: the network has every weight; masters and optimizer state are cut."""
+    """Stages 1 and 2: the network has every weight; masters and optimizer state are sharded."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -112,68 +120,71 @@ class ZeroStage12Sharding(ZeroSharding):
         flat: Tensor = self.zero.single_partition_of_fp32_groups[self._group[id(parameter)]]
         return flat
 
-    def _cut(self, parameter: nn.Parameter, flat: Tensor) -> Tensor:
+    def _slice(self, parameter: nn.Parameter, flat: Tensor) -> Tensor:
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is None:
             return flat.narrow(0, 0, 0)
         address = mapping.hp_fragment_address
         return flat.narrow(0, address.start, address.numel)
 
-    def shard_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """The run of numbers that this process keeps."""
+    def shard_of(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
+        """The range of elements of this rank."""
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is None:
-            return whole.new_empty(0)
+            return full.new_empty(0)
         address = mapping.lp_fragment_address
-        return whole.flatten().narrow(0, address.start, address.numel)
+        return full.flatten().narrow(0, address.start, address.numel)
 
-    def gather(self, parameter: nn.Parameter, share: Tensor) -> Tensor:
-        """A sum, because the runs are of different lengths; of the bits, so that minus zero survives."""
-        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-        self.shard_of(parameter, whole).copy_(share)
-        distributed.all_reduce(whole.view(torch.int32))
-        return whole.view(parameter.shape)
+    def gather(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
+        """A sum, because the ranges differ in length; of the bits, so that minus zero survives."""
+        full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        self.shard_of(parameter, full).copy_(shard)
+        distributed.all_reduce(full.view(torch.int32))
+        return full.view(parameter.shape)
 
-    def _show(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        """The network's copy; the masters stay."""
-        parameter.data.copy_(whole)
+    def _update_network(self, parameter: nn.Parameter, full: Tensor) -> None:
+        parameter.data.copy_(full)
 
 
 class ZeroStage3Sharding(ZeroSharding):
-    """Stage 3: the weights are cut as well. Every parameter is cut into equal runs, the last one filled up."""
+    """Stage 3: the weights are sharded as well. Every parameter is cut into equal ranges, the last one padded."""
+
+    def full_shape(self, parameter: nn.Parameter) -> torch.Size:
+        """The parameter itself is empty between its uses."""
+        shape: torch.Size = parameter.ds_shape  # type: ignore[attr-defined]
+        return shape
 
     def _flat(self, parameter: nn.Parameter) -> Tensor:
         flat: Tensor = self.zero.fp32_partitioned_groups_flat[self._position(parameter)[0]]
         return flat
 
-    def _cut(self, parameter: nn.Parameter, flat: Tensor) -> Tensor:
+    def _slice(self, parameter: nn.Parameter, flat: Tensor) -> Tensor:
         _, start, length = self._position(parameter)
         return flat.narrow(0, start, length)
 
     def _position(self, parameter: nn.Parameter) -> tuple[int, int, int]:
-        """Flat tensor, start and length of the share."""
+        """Flat tensor, start and length of the shard."""
         position: tuple[int, int, int] = self.zero.grad_position[self.zero.get_param_id(parameter)]
         return position
 
-    def shard_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
-        """This process's run, with zeros behind the last number."""
+    def shard_of(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
+        """This rank's range, with zeros after the last element."""
         length = self._position(parameter)[2]
         start = distributed.get_rank() * length
-        run = whole.flatten()[start : start + length]
-        return torch.nn.functional.pad(run, (0, length - run.numel()))
+        own = full.flatten()[start : start + length]
+        return torch.nn.functional.pad(own, (0, length - own.numel()))
 
-    def gather(self, parameter: nn.Parameter, share: Tensor) -> Tensor:
-        """All runs, one after the other, without what fills them up."""
-        share = share.to(parameter.device).contiguous()
-        whole = share.new_empty(share.numel() * distributed.get_world_size())
-        distributed.all_gather_into_tensor(whole, share)
-        shape = parameter.ds_shape  # type: ignore[attr-defined]
-        return whole[: shape.numel()].view(shape)
+    def gather(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
+        """All ranges in order, without the padding."""
+        shard = shard.to(parameter.device).contiguous()
+        full = shard.new_empty(shard.numel() * distributed.get_world_size())
+        distributed.all_gather_into_tensor(full, shard)
+        shape = self.full_shape(parameter)
+        return full[: shape.numel()].view(shape)
 
-    def _show(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        """The cut copy that the network computes with; the masters stay."""
+    def _update_network(self, parameter: nn.Parameter, full: Tensor) -> None:
         from deepspeed.runtime.zero import GatheredParameters
 
         with GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
             if distributed.get_rank() == 0:
-                parameter.copy_(whole)
+                parameter.copy_(full)

@@ -19,6 +19,7 @@ from sd_training.errors import CheckpointError
 from sd_training.optim.gradients import clip_gradients
 from sd_training.optim.lr_schedules import LRSchedule
 from sd_training.optim.optimizers import make_optimizer
+from sd_training.parallel.strategies import strategy_of
 from sd_training.types import PixelBatch
 
 
@@ -128,7 +129,7 @@ class TrainedModule(pl.LightningModule):
     def on_train_batch_start(self, batch: PixelBatch, batch_index: int) -> None:
         """Dropout layers alone use torch's global generator: key it by rank and step, so that resume is exact."""
         if self._has_dropout:
-            strategy: Any = self.trainer.strategy
+            strategy = strategy_of(self.trainer)
             torch.manual_seed(batch_index * strategy.data_ranks + strategy.data_rank)
 
     def move_frozen_to(self, device: torch.device) -> None:
@@ -145,10 +146,8 @@ class TrainedModule(pl.LightningModule):
         raise NotImplementedError
 
     def configure_model(self) -> None:
-        """Lets strategies that cut weights do so, before the optimizer is made."""
-        cut = getattr(self.trainer.strategy, "cut", None)
-        if cut is not None:
-            cut()
+        """Strategies that shard weights do so here, before the optimizer is made."""
+        strategy_of(self.trainer).shard_network()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer over the network's trainable parameters; the learning rate is set before each step."""
@@ -208,7 +207,7 @@ class TrainedModule(pl.LightningModule):
         not finite has made its gradient so (`spread_non_finite`). Fused AdamW reads `found_inf` on the device; the host
         does not wait. With other optimizers it does (see `make_optimizer`). DeepSpeed does all of this itself.
         """
-        if getattr(self.trainer.strategy, "does_clip", False):
+        if strategy_of(self.trainer).clips_gradients:
             return
         trained = [parameter for _, parameter in self.named_trained()]
         self.grad_norm = clip_gradients(trained, self.optimization.config.max_grad_norm)

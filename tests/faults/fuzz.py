@@ -20,8 +20,8 @@ from types import FrameType
 
 import torch
 
-from sd_training.checkpoint.folder import folder_name, verify_checkpoint, write_sealed
-from sd_training.checkpoint.tensors import read_state, write_state, write_tensors
+from sd_training.checkpoint.folder import folder_name, verify_checkpoint
+from sd_training.checkpoint.save import read_state, write_state, write_tensors
 from sd_training.cli import run_cli
 from sd_training.config.filters import parse_filters
 from sd_training.config.load import load_config
@@ -31,6 +31,7 @@ from sd_training.data.sources.saved_dataset import HuggingFaceSource
 from sd_training.data.sources.tar_index import scan_tar
 from sd_training.data.storage.files import Access, open_bytes
 from sd_training.errors import ConfigError, UserError
+from tests.checkpoints import write_sealed
 from tests.faults.fuzz_inputs import Inputs
 from tests.faults.hostile_files import TAR_END, tar_member
 from tests.faults.row import Row

@@ -92,7 +92,7 @@ def run_one(argv: list[str], fault: Fault) -> Outcome:
     run = build_run(make_plan(load_config(argv)))
     run.trainer.callbacks.extend([Inject(fault), Follow(outcome)])  # type: ignore[attr-defined]
     try:
-        run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.resume_from)
+        run.trainer.fit(run.module, datamodule=run.data)
     except UserError as error:
         outcome.status, outcome.message = error.exit_status, str(error)
     averages = [e.shares.values() for e in run.trainer.callbacks if isinstance(e, Ema)]  # type: ignore[attr-defined]

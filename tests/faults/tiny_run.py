@@ -187,7 +187,7 @@ def digest_of(checkpoint: Path) -> str:
     """SHA-256 over name, type, shape and bytes of every tensor of a checkpoint, whichever process wrote it."""
     import torch
 
-    from sd_training.checkpoint.tensors import read_state
+    from sd_training.checkpoint.save import read_state
 
     digest = hashlib.sha256()
     stored: Mapping[str, Mapping[str, Any]] = read_state(checkpoint)[1]

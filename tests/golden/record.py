@@ -72,7 +72,7 @@ def fingerprint(run: Any) -> str:
 
 def fit(run: Any) -> None:
     """Train to the end; the run folder then has metrics.csv and current_pipeline."""
-    run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.resume_from)
+    run.trainer.fit(run.module, datamodule=run.data)
 
 
 def options_with_defaults() -> Record:

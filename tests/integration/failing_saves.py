@@ -29,7 +29,7 @@ def main() -> None:
     run = prepare(argv)
     if run.trainer.strategy.global_rank == int(rank):
         run.trainer.callbacks.insert(0, FullDisk(int(first), int(last)))  # type: ignore[attr-defined]
-    run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.resume_from)
+    run.trainer.fit(run.module, datamodule=run.data)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import hashlib
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from sd_training.callbacks.base import OptimizerStepCallback
 from sd_training.callbacks.preemption import STEP_FILE_VARIABLE
 from sd_training.checkpoint.folder import sealed_checkpoints, verify_checkpoint
+from sd_training.checkpoint.save import PendingWrite
 from sd_training.errors import SaveError
 from sd_training.training.base_module import TrainedModule
 from tests.integration.failing_saves import FullDisk
@@ -31,17 +33,15 @@ class SlowToWrite(OptimizerStepCallback):
         self.told: list[str] = []
         """What a launcher knows of the saves after each step."""
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        strategy: Any = trainer.strategy
-        take = strategy.take_pending_write
+    def slow(self, write: Callable[[PendingWrite], None]) -> Callable[[PendingWrite], None]:
+        """The write waits for the gate; it begins in the thread, when the next step may have been taken."""
 
-        def slow() -> Any:
-            write = take()
+        def waiting(pending: PendingWrite) -> None:
+            self.gate.wait(60)
             self.gate.clear()
-            return lambda: (self.gate.wait(60), write())
+            write(pending)
 
-        strategy.take_pending_write = slow
+        return waiting
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         saves: Any = next(c for c in trainer.callbacks if type(c).__name__ == "Saves")  # type: ignore[attr-defined]
@@ -82,6 +82,7 @@ def test_the_same_bytes_as_without(
 
     monkeypatch.setenv(STEP_FILE_VARIABLE, str(tmp_path / "step"))
     slow = Opened(tmp_path / "step")
+    monkeypatch.setattr(PendingWrite, "write", slow.slow(PendingWrite.write))
     train(options(tmp_path / "other", pipeline_dir, shards_dir, checkpoint__asynchronous=True, **changes), slow)
     assert slow.was_busy and slow.was_in_flight and slow.told[:7] == ["-"] * 7  # step 4 is not sealed before step 7
     assert (tmp_path / "step").read_text() == "8\n"

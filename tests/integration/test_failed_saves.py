@@ -29,7 +29,7 @@ def no_limit_afterwards() -> Iterator[None]:
 def train_with(full: FullDisk, argv: list[str]) -> Run:
     run = prepare(argv)
     run.trainer.callbacks.insert(0, full)  # type: ignore[attr-defined]
-    run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.resume_from)
+    run.trainer.fit(run.module, datamodule=run.data)
     return run
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from scripts import fault_campaign
-from sd_training.checkpoint.folder import write_sealed
-from sd_training.checkpoint.tensors import write_state, write_tensors
+from sd_training.checkpoint.save import write_state, write_tensors
 from sd_training.errors import UserError
+from tests.checkpoints import write_sealed
 from tests.faults import damage, kills
 from tests.faults.row import Row
 from tests.faults.signals import is_inside_save

@@ -81,7 +81,7 @@ def options_read(argv: list[str]) -> set[str]:
     record_reads(config, reads)
     plan = make_plan(config)
     run = build_run(plan, watch=make_watch(plan))
-    run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.resume_from)
+    run.trainer.fit(run.module, datamodule=run.data)
     return reads
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sd_training.build.plan import make_plan
 from sd_training.build.run import Run, build_run
-from sd_training.checkpoint.tensors import read_state
+from sd_training.checkpoint.save import read_state
 from sd_training.config.load import load_config
 from tests.faults.fork_server import shared_server
 from tests.faults.tiny_run import as_torchrun, stop_all
@@ -86,7 +86,7 @@ def train(argv: list[str], *callbacks: pl.Callback) -> Run:
     """Fit to the end, or to a callback's exception."""
     run = prepare(argv)
     run.trainer.callbacks.extend(callbacks)  # type: ignore[attr-defined]
-    run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.resume_from)
+    run.trainer.fit(run.module, datamodule=run.data)
     return run
 
 

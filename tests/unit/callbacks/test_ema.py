@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,14 +12,18 @@ from sd_training.config.schema import EmaConfig, OptimizerConfig
 from sd_training.errors import CheckpointError
 from sd_training.optim.power_function_ema import gamma_of
 from sd_training.parallel.sharding import ReplicatedSharding
+from sd_training.parallel.strategies import TrainingStrategy
 from sd_training.training.base_module import Optimization, TrainedModule
 
 
-class StrategyFacts:
+class StrategyFacts(TrainingStrategy):
     """Where the weights of one process lie."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        self.sharding = ReplicatedSharding(parameters, optimizer, 1)
+        self._made = ReplicatedSharding(parameters, optimizer, 1)
+
+    def make_sharding(self) -> ReplicatedSharding:
+        return self._made
 
 
 class TrainerFacts:
@@ -99,11 +102,10 @@ def test_without_an_average_the_own_weights_are_exported() -> None:
 def test_state_round_trip_continues_the_average() -> None:
     first, module = Ema(EmaConfig()), module_with(1.0)
     first.on_train_start(module._trainer, module)  # type: ignore[arg-type]
-    checkpoint: dict[str, Any] = {}
-    first.on_save_checkpoint(module._trainer, module, checkpoint)  # type: ignore[arg-type]
+    averages = first.averages_by_module_name()
     second = Ema(EmaConfig())
     set_weight(module, 5.0)
-    second.on_load_checkpoint(module._trainer, module, checkpoint)  # type: ignore[arg-type]
+    second.load_averages(module._trainer, module, averages)  # type: ignore[arg-type]
     second.on_train_start(module._trainer, module)  # type: ignore[arg-type]
     assert float(second.shares["weight"][0, 0]) == 1.0
 
@@ -111,7 +113,7 @@ def test_state_round_trip_continues_the_average() -> None:
 def test_a_checkpoint_without_an_average_is_refused() -> None:
     module = module_with(1.0)
     with pytest.raises(CheckpointError, match=r"model\.use_ema: true, but the checkpoint has no such average"):
-        Ema(EmaConfig()).on_load_checkpoint(module._trainer, module, {"averages": {}})  # type: ignore[arg-type]
+        Ema(EmaConfig()).load_averages(module._trainer, module, {})  # type: ignore[arg-type]
 
 
 def test_decay_and_distance_are_told() -> None:
@@ -147,6 +149,6 @@ def test_a_track_follows_its_power_function_beside_the_average() -> None:
 
 def test_a_track_that_the_checkpoint_lacks_is_named() -> None:
     module = module_with(1.0)
-    stored = {"averages": {"ema": {"network.weight": torch.zeros(1, 2), "network.bias": torch.zeros(1)}}}
+    stored = {"ema": {"network.weight": torch.zeros(1, 2), "network.bias": torch.zeros(1)}}
     with pytest.raises(CheckpointError, match=r"ema\.tracks: ema-sigma_rel=0\.100, but the checkpoint has no such"):
-        Ema(EmaConfig(tracks=[0.1])).on_load_checkpoint(module._trainer, module, stored)  # type: ignore[arg-type]
+        Ema(EmaConfig(tracks=[0.1])).load_averages(module._trainer, module, stored)  # type: ignore[arg-type]

@@ -14,9 +14,9 @@ from sd_training.build.run import Run
 from sd_training.callbacks import numerics
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.numerics import NumericGuard, Rollback, bit_digest, newest_before, odd_ranks
-from sd_training.checkpoint.folder import write_sealed
 from sd_training.errors import NumericError
 from sd_training.training.base_module import spread_non_finite
+from tests.checkpoints import write_sealed
 from tests.integration.training import CrashAfter, Interrupted, checkpoint_tensors, options, train
 
 SHORT = {"experiment__num_examples_to_see": 160, "numerics__max_skipped_in_a_row": 3}

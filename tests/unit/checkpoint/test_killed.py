@@ -15,10 +15,10 @@ from sd_training.checkpoint.folder import (
     sealed_checkpoints,
     step_of,
     verify_checkpoint,
-    write_sealed,
 )
 from sd_training.checkpoint.retention import rotate
-from sd_training.checkpoint.tensors import read_state, write_state, write_tensors
+from sd_training.checkpoint.save import read_state, write_state, write_tensors
+from tests.checkpoints import write_sealed
 from tests.unit.checkpoint.exact import assert_same
 from tests.unit.kill import killed_after
 

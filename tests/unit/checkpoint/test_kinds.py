@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.checkpoint.folder import sealed_checkpoints, write_sealed
+from sd_training.checkpoint.folder import sealed_checkpoints
 from sd_training.checkpoint.retention import protected_checkpoints, retention_info, rotate
+from tests.checkpoints import write_sealed
 
 
 def save(root: Path, step: int, mean_loss: float | None = None, *, is_milestone: bool = False) -> Path:

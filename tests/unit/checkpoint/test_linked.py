@@ -13,12 +13,12 @@ from sd_training.checkpoint.folder import (
     remove_leftovers,
     sealed_checkpoints,
     verify_checkpoint,
-    write_sealed,
 )
 from sd_training.checkpoint.mirror import Mirror
 from sd_training.checkpoint.retention import rotate
 from sd_training.checkpoint.run_lock import NO_LOCK
 from sd_training.errors import DamagedCheckpointsError
+from tests.checkpoints import write_sealed
 from tests.unit.checkpoint.test_seal import fill, link, names, truncate, write_steps
 
 

@@ -12,9 +12,9 @@ from sd_training.checkpoint.folder import (
     manifest_text,
     read_info,
     verify_checkpoint,
-    write_sealed,
 )
 from sd_training.errors import CheckpointError
+from tests.checkpoints import write_sealed
 
 
 @pytest.fixture

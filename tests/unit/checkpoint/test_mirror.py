@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.checkpoint.folder import MAX_MANIFEST_BYTES, verify_checkpoint, write_sealed
+from sd_training.checkpoint.folder import MAX_MANIFEST_BYTES, verify_checkpoint
 from sd_training.checkpoint.mirror import Mirror, MirrorError
 from sd_training.checkpoint.retention import discard_checkpoint, retention_info
 from sd_training.checkpoint.run_lock import NO_LOCK, acquire_run_lock
 from sd_training.errors import DamagedCheckpointsError, TakenOverError
+from tests.checkpoints import write_sealed
 from tests.unit.checkpoint.test_seal import CONTENT, fill
 
 

@@ -20,11 +20,10 @@ from sd_training.checkpoint.folder import (
     sealed_checkpoints,
     step_of,
     verify_checkpoint,
-    write_sealed,
 )
 from sd_training.checkpoint.retention import discard_checkpoint
 from sd_training.errors import CheckpointError
-from tests.file_size_limit import file_size_limit
+from tests.checkpoints import write_sealed
 
 CONTENT = {"weights.bin": bytes(range(256)) * 40, "state.json": b'{"a": 1}', "parts/0.bin": b"x" * 1000}
 
@@ -181,38 +180,6 @@ def test_a_folder_under_another_step_is_refused(root: Path) -> None:
     assert verify_checkpoint(root / "step=9") == ["MANIFEST.json belongs to step 1"]
 
 
-def test_a_full_disk_leaves_the_older_ones_and_nothing_else(root: Path) -> None:
-    (older,) = write_steps(root, 1)
-    with pytest.raises(OSError) as error, file_size_limit(5000):
-        write_steps(root, 2)
-    assert str(root) in str(error.value) and "GiB are free" in str(error.value) and "step=2" in str(error.value)
-    assert names(root) == ["step=1"] and verify_checkpoint(older) == []
-    assert verify_checkpoint(write_steps(root, 2)[0]) == []  # and once there is space again it works
-
-
-def test_a_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("a file is in the way")
-    with pytest.raises(OSError, match="checkpoints"):
-        write_steps(tmp_path / "checkpoints", 1)
-
-
-@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=repr)
-def test_other_errors_pass_through_and_leave_nothing(root: Path, error: BaseException) -> None:
-    def fail(folder: Path) -> None:
-        fill(folder)
-        raise error
-
-    with pytest.raises(type(error)):
-        write_sealed(root, 1, fail, {})
-    assert names(root) == []
-
-
-def test_info_that_is_not_json_leaves_nothing(root: Path) -> None:
-    with pytest.raises(TypeError):
-        write_sealed(root, 1, fill, {"bad": {1, 2}})
-    assert names(root) == []
-
-
 @pytest.mark.parametrize(("umask", "folder_mode", "file_mode"), [(0o000, 0o775, 0o664), (0o077, 0o700, 0o600)])
 def test_nobody_else_can_write_whatever_the_umask(root: Path, umask: int, folder_mode: int, file_mode: int) -> None:
     before = os.umask(umask)
@@ -233,8 +200,8 @@ def test_step_of_refuses_other_names(name: str) -> None:
 def test_a_checkpoint_is_found_without_torch(root: Path) -> None:
     write_steps(root, 7)
     program = (
-        "import sys, pathlib; from sd_training.checkpoint import seal; "
-        "print(seal.newest_verified(pathlib.Path(sys.argv[1]))); assert 'torch' not in sys.modules"
+        "import sys, pathlib; from sd_training.checkpoint import folder; "
+        "print(folder.newest_verified(pathlib.Path(sys.argv[1]))); assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", program, str(root)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(root / "step=7")

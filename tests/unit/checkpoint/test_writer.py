@@ -16,16 +16,16 @@ from sd_training.checkpoint.folder import (
     remove_leftovers,
     seal_partial,
     sealed_checkpoints,
-    write_sealed,
 )
 from sd_training.checkpoint.retention import rotate
 from sd_training.checkpoint.run_lock import RunLock, _held_locks, acquire_run_lock
 from sd_training.errors import ConfigError, TakenOverError
 from sd_training.export.pipeline import recover_exports
+from tests.checkpoints import write_sealed
 
 PROGRAM = (
-    "import sys, pathlib; from sd_training.checkpoint import writer; "
-    "writer.take(pathlib.Path(sys.argv[1])); print('taken', flush=True); sys.stdin.read()"
+    "import sys, pathlib; from sd_training.checkpoint import run_lock; "
+    "run_lock.acquire_run_lock(pathlib.Path(sys.argv[1])); print('taken', flush=True); sys.stdin.read()"
 )
 
 
@@ -128,10 +128,10 @@ def test_of_starts_at_once_one_takes_over_from_a_lost_machine(is_held: bool, tmp
         while locks:
             os.close(locks.pop())
     program = (
-        "import sys, pathlib; from sd_training.checkpoint import writer; print('ready', flush=True); input()\n"
+        "import sys, pathlib; from sd_training.checkpoint import run_lock; print('ready', flush=True); input()\n"
         "for folder in sys.argv[1:]:\n"
-        "    try: writer.take(pathlib.Path(folder)); print(folder)\n"
-        "    except writer.ConfigError: pass\n"
+        "    try: run_lock.acquire_run_lock(pathlib.Path(folder)); print(folder)\n"
+        "    except run_lock.ConfigError: pass\n"
         "print('.', flush=True); input()"
     )
     command = [sys.executable, "-c", program, *map(str, folders)]

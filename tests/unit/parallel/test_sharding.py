@@ -1,15 +1,15 @@
 """Dealing tensors to processes."""
 
-from sd_training.parallel.sharding import deal
+from sd_training.parallel.sharding import assign_by_size
 
 
 def test_everybody_gets_about_the_same() -> None:
     sizes = [100, 1, 60, 40, 30, 30, 1, 38]
-    owners = deal(sizes, 3)
+    owners = assign_by_size(sizes, 3)
     loads = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(3)]
     assert sum(loads) == 300 and max(loads) <= 110
 
 
 def test_more_processes_than_tensors() -> None:
-    assert sorted(deal([5, 5], 4)) == [0, 1]
-    assert deal([], 2) == []
+    assert sorted(assign_by_size([5, 5], 4)) == [0, 1]
+    assert assign_by_size([], 2) == []

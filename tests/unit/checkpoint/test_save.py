@@ -1,8 +1,10 @@
-"""A real Trainer with this project's strategy saves and resumes through sealed folders, bit for bit."""
+"""A real Trainer with this project's strategy saves and resumes through sealed folders, bit for bit; tensor files."""
 
+import json
 import os
 import resource
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,20 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from sd_training.checkpoint.folder import sealed_checkpoints
+from sd_training.checkpoint.lightning_state import restore_training_state, training_state
+from sd_training.checkpoint.run_lock import NO_LOCK
+from sd_training.checkpoint.save import (
+    TrainingContents,
+    load_checkpoint,
+    newest_checkpoint,
+    open_checkpoint,
+    read_state,
+    save_checkpoint,
+    write_state,
+    write_tensors,
+)
 from sd_training.errors import CheckpointError
-from sd_training.parallel.strategies import SingleProcessStrategy
+from sd_training.parallel.strategies import SingleProcessStrategy, strategy_of
 from tests.unit.checkpoint.exact import assert_same
 
 
@@ -65,19 +79,38 @@ class Counter(pl.Callback):
         self.rest = state_dict
 
 
+class Resume(pl.Callback):
+    """From the newest checkpoint below `root`."""
+
+    def __init__(self, root: Path | None) -> None:
+        self.root = root
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.root is not None:
+            stored = open_checkpoint(newest_checkpoint(self.root, strategy_of(trainer).cpu_group))
+            load_checkpoint(stored, pl_module, strategy_of(trainer).sharding)
+            restore_training_state(trainer, stored.state)
+
+
+def save(trainer: pl.Trainer, folder: Path) -> None:
+    strategy = strategy_of(trainer)
+    contents = TrainingContents(trainer.lightning_module, strategy.sharding, {}, training_state(trainer))
+    save_checkpoint(folder, contents, {}, strategy.cpu_group, NO_LOCK)
+
+
 def train(steps: int, fused: bool = True, resume: Path | None = None, precision: Any = "32-true") -> pl.Trainer:
     trainer = pl.Trainer(
         max_steps=steps,
         accelerator="cpu",
         strategy=SingleProcessStrategy(torch.device("cpu")),
         precision=precision,
-        callbacks=[Counter()],
+        callbacks=[Counter(), Resume(resume)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(TinyModule(fused), DataLoader(torch.zeros(5, 1), batch_size=1), ckpt_path=resume)
+    trainer.fit(TinyModule(fused), DataLoader(torch.zeros(5, 1), batch_size=1))
     return trainer
 
 
@@ -98,7 +131,7 @@ def contents(trainer: pl.Trainer) -> dict[str, Any]:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_resumed_training_equals_uninterrupted_training(tmp_path: Path, fused: bool, precision: str) -> None:
     whole = train(7, fused, precision=precision)
-    train(3, fused, precision=precision).save_checkpoint(tmp_path / "step=3")
+    save(train(3, fused, precision=precision), tmp_path / "step=3")
     resumed = train(7, fused, resume=tmp_path, precision=precision)
     assert_same(contents(resumed)["weights"], contents(whole)["weights"])
     for key in ("optimizer", "schedule", "callback", "step"):
@@ -107,7 +140,7 @@ def test_resumed_training_equals_uninterrupted_training(tmp_path: Path, fused: b
 
 def test_files_are_what_their_names_say(tmp_path: Path) -> None:
     trainer = train(2)
-    trainer.save_checkpoint(tmp_path / "step=2")
+    save(trainer, tmp_path / "step=2")
     folder = tmp_path / "step=2"
     names = ["MANIFEST.json", "optimizer.safetensors", "state.json", "state.safetensors", "weights.safetensors"]
     assert sorted(path.name for path in folder.iterdir()) == names
@@ -120,12 +153,12 @@ def test_files_are_what_their_names_say(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_an_os_error_and_training_can_go_on(tmp_path: Path) -> None:
     trainer = train(1)
-    trainer.save_checkpoint(tmp_path / "step=1")
+    save(trainer, tmp_path / "step=1")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
     try:
         with pytest.raises(OSError, match=r"step=2.*GiB are free") as error:
-            trainer.save_checkpoint(tmp_path / "step=2")
+            save(trainer, tmp_path / "step=2")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert str(tmp_path) in str(error.value)
@@ -136,12 +169,12 @@ def test_something_unstorable_is_named_and_nothing_is_left(tmp_path: Path) -> No
     trainer = train(1)
     trainer.callbacks[0].rest = {"where": tmp_path}  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match=r"callbacks/Counter/where is a pathlib"):
-        trainer.save_checkpoint(tmp_path / "step=1")
+        save(trainer, tmp_path / "step=1")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
-    train(1).save_checkpoint(tmp_path / "step=1")
+    save(train(1), tmp_path / "step=1")
     with (tmp_path / "step=1" / "weights.safetensors").open("r+b") as stream:
         stream.seek(-1, os.SEEK_END)
         stream.write(b"\7")
@@ -150,7 +183,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_weights_of_another_network_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train(1).save_checkpoint(tmp_path / "step=1")
+    save(train(1), tmp_path / "step=1")
     before = TinyModule.__init__
 
     def wider(self: TinyModule, fused: bool) -> None:
@@ -164,5 +197,83 @@ def test_weights_of_another_network_are_refused(tmp_path: Path, monkeypatch: pyt
 
 def test_a_path_that_is_no_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="step=N"):
-        train(1).save_checkpoint(tmp_path / "last.ckpt")
+        save(train(1), tmp_path / "last.ckpt")
     assert sealed_checkpoints(tmp_path) == []
+
+
+def round_trip(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any] | None = None) -> dict[str, Tensor]:
+    write_tensors(folder, "weights", tensors, 0, 1)
+    write_state(folder, state or {})
+    return dict(read_state(folder)[1]["weights"])
+
+
+def test_shared_tensors_are_stored_once_per_name(tmp_path: Path) -> None:
+    base = torch.arange(10.0)
+    tensors = {"a": base, "b": base, "head": base[:4], "tail": base[2:], "odd": base[1::2]}
+    loaded = round_trip(tmp_path, tensors)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    loaded["a"].zero_()
+    assert torch.equal(loaded["b"], base)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.uint8, torch.int64, torch.bool, torch.complex64])
+def test_tensor_types(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {"a": torch.tensor([0, 1, 2]).to(dtype), "b": torch.tensor(1).to(dtype), "c": torch.zeros(2, 0).to(dtype)}
+    loaded = round_trip(tmp_path, tensors)
+    assert_same({name: loaded[name] for name in tensors}, tensors)
+
+
+def test_nan_and_negative_zero_keep_their_bits(tmp_path: Path) -> None:
+    payload = torch.tensor([0x7FC12345, -(2**31), 1], dtype=torch.int32).view(torch.float32)
+    assert_same(round_trip(tmp_path, {"a": payload}), {"a": payload})
+
+
+def test_loaded_tensors_outlive_their_file(tmp_path: Path) -> None:
+    loaded = round_trip(tmp_path, {"a": torch.ones(100_000)})["a"]
+    os.truncate(tmp_path / "weights.safetensors", 0)  # a tensor on the mapped file would now kill the process
+    assert loaded.sum() == 100_000
+
+
+def test_the_files_of_several_writers_are_one_part(tmp_path: Path) -> None:
+    write_tensors(tmp_path, "ema-sigma_rel=0.050", {"a": torch.zeros(1)}, 0, 3)
+    write_tensors(tmp_path, "ema-sigma_rel=0.050", {}, 1, 3)  # nothing fell to this one
+    write_tensors(tmp_path, "ema-sigma_rel=0.050", {"b": torch.ones(1)}, 2, 3)
+    write_tensors(tmp_path, "ema", {"b": torch.full((1,), 2.0)}, 2, 3)
+    write_state(tmp_path, {})
+    stored = read_state(tmp_path)[1]
+    assert {part: {name: float(t) for name, t in tensors.items()} for part, tensors in stored.items()} == {
+        "ema-sigma_rel=0.050": {"a": 0.0, "b": 1.0},
+        "ema": {"b": 2.0},
+    }
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+
+
+def test_tensors_inside_the_state_come_back_in_their_place(tmp_path: Path) -> None:
+    state = {"loops": {"done": (1, None), "best": float("inf")}, "scale": torch.tensor(3.0)}
+    round_trip(tmp_path, {"a": torch.zeros(1)}, state)
+    assert_same(read_state(tmp_path)[0], state)
+
+
+def test_an_unstorable_value_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"hyper_parameters/where is a pathlib"):
+        write_state(tmp_path, {"hyper_parameters": {"where": tmp_path}})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda document: document | {"format": 1},
+        lambda document: document | {"checkpoint": {"a": {"$tensor": "missing"}}},
+        lambda document: {"format": 2},
+        lambda document: [],
+        lambda document: document | {"tensor_files": ["missing.safetensors"]},
+        lambda document: document | {"tensor_files": ["../weights.safetensors"]},
+        lambda document: document | {"tensor_files": ["weights.bin"]},
+    ],
+    ids=["format", "tensor", "keys", "list", "file", "outside", "kind"],
+)
+def test_another_format_is_refused(tmp_path: Path, change: Callable[[Any], Any]) -> None:
+    document = {"format": 2, "tensor_files": [], "checkpoint": {}}
+    (tmp_path / "state.json").write_text(json.dumps(change(document)))
+    with pytest.raises(CheckpointError, match="another format"):
+        read_state(tmp_path)
