@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from sd_training import __version__
 from sd_training.cli import run_cli, set_passive_wait, share_cores
+from sd_training.config.plan import counted
 from sd_training.errors import ConfigError
 from sd_training.log import RunLog, get_logger, is_main_process, quiet_libraries
 from sd_training.signals import StopSignals
@@ -97,7 +98,9 @@ def train(plan: "Plan", signals: StopSignals, run_log: RunLog) -> None:
         run = build_run(plan, signals, watch, run_log)
         _fit(run)
     if run.exit_status:
-        log.info(f"stopped after {run.trainer.global_step:,} optimizer steps and saved; the same command goes on")
+        log.info(
+            f"stopped after {counted(run.trainer.global_step, 'optimizer step')} and saved; the same command goes on"
+        )
     else:
         log.info(f"done: {plan.run_dir / 'current_pipeline'}")
     if run.exit_status:

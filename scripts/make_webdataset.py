@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from sd_training.cli import run_cli
 from sd_training.config.paths import path_argument
+from sd_training.config.plan import counted
 from sd_training.data.problems import Problems
 from sd_training.data.sources.shard_writer import Columns, open_source, write_shards
 from sd_training.errors import ConfigError, DataError
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     skipped = f"; skipped {problems.total():,}: {problems.text()}" if problems.total() else "; none skipped"
     if not samples:
         raise DataError(f"{args.input}: no sample can be used{skipped}. See {args.out / 'skipped.jsonl'}")
-    print(f"{samples:,} samples in {shards:,} shards in {args.out}{skipped}")
+    print(f"{counted(samples, 'sample')} in {counted(shards, 'shard')} in {args.out}{skipped}")
     print(f"check them:   python train.py config=YOUR.yaml dataset.params.path={args.out} --dry-run")
     print(f"train:        python train.py config=YOUR.yaml dataset.params.path={args.out}")
 

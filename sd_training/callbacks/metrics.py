@@ -21,6 +21,7 @@ from sd_training.callbacks.base import OptimizerStepCallback, TrainingTimer
 from sd_training.callbacks.ema import Ema
 from sd_training.checkpoint.atomic_io import replace_text
 from sd_training.checkpoint.run_lock import NO_LOCK, RunLock
+from sd_training.config.plan import counted
 from sd_training.errors import TakenOverError
 from sd_training.log import get_logger
 from sd_training.training.base_module import TrainedModule
@@ -82,7 +83,7 @@ class MetricRows:
                 log.error(f"{self.path} cannot be written ({error.strerror}); its rows wait in memory")
             return
         if len(self._waiting) > len(rows):
-            log.info(f"{self.path} can be written again: {len(self._waiting):,} rows added")
+            log.info(f"{self.path} can be written again: {counted(len(self._waiting), 'row')} added")
         self._waiting.clear()
 
     def _append(self, text: str) -> None:

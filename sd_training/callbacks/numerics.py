@@ -26,6 +26,7 @@ from sd_training.callbacks.save import Saves
 from sd_training.checkpoint.folder import folder_name, sealed_checkpoints, step_of, verify_checkpoint
 from sd_training.checkpoint.lightning_state import restore_precision
 from sd_training.checkpoint.save import load_checkpoint, open_checkpoint
+from sd_training.config.plan import counted
 from sd_training.config.schema import NumericsConfig
 from sd_training.data.problems import printable
 from sd_training.errors import IntegrityError, NumericError
@@ -324,8 +325,9 @@ class ReplicaDigest(OptimizerStepCallback):
         named = ", ".join(f"rank {rank} on {printable(hosts[rank])}" for rank in ranks)
         verdict = "unlike the majority" if has_majority else "without a majority that says which is wrong"
         raise IntegrityError(
-            f"the weights of replicas differ after {step:,} optimizer steps: {named}, {verdict}. They were equal after "
-            f"{self._compared_at:,} steps, and nothing was saved since; see "
+            f"the weights of replicas differ after {counted(step, 'optimizer step')}: {named}, {verdict}. "
+            "They were equal after "
+            f"{counted(self._compared_at, 'step')}, and nothing was saved since; see "
             f"{incident_path(self.run_dir, step, 'replicas')}. The same command continues from the newest checkpoint; "
             "leave a machine out that does this twice. Unlike devices may round differently: then set "
             "numerics.digest_every=0"

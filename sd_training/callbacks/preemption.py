@@ -18,8 +18,8 @@ from torch import Tensor, distributed
 from sd_training.callbacks.base import OptimizerStepCallback
 from sd_training.callbacks.save import SaveTimes
 from sd_training.checkpoint.atomic_io import replace_text
-from sd_training.errors import EXIT_STOPPED
-from sd_training.log import get_logger
+from sd_training.errors import EXIT_INTERRUPTED, EXIT_STOPPED
+from sd_training.log import FOR_FILE, get_logger
 from sd_training.signals import StopSignals
 from sd_training.training.base_module import TrainedModule
 from sd_training.watchdog.first_failure import write_status
@@ -175,7 +175,9 @@ class Preemption(OptimizerStepCallback):
         """After this optimizer step; all ranks do, with the same status."""
         self.status = status
         trainer.should_stop = True
-        log.info(f"{why}: saving after optimizer step {trainer.global_step:,}")
+        # The handler of Ctrl-C has said so on the terminal of its process.
+        is_said = self.signals.status == EXIT_INTERRUPTED
+        log.info(f"{why}: saving after optimizer step {trainer.global_step:,}", extra=FOR_FILE if is_said else None)
 
     def status_asked(self, trainer: pl.Trainer) -> int:
         """0, or the exit status with which this process was asked to stop, or has to as the time is nearly up."""

@@ -38,6 +38,7 @@ from sd_training.checkpoint.save import (
     open_checkpoint,
     save_checkpoint,
 )
+from sd_training.config.plan import counted
 from sd_training.config.schema import CheckpointConfig
 from sd_training.errors import SaveError
 from sd_training.export.pipeline import export_pipeline, keep_export
@@ -182,7 +183,7 @@ def save_what_is_left(trainer: pl.Trainer, exception: Exception, checkpoint: Cal
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize()  # fails when the device is lost
         folder = checkpoint(trainer, step)
-        log.error(f"{type(exception).__name__} after {step:,} optimizer steps; saved {folder}")
+        log.error(f"{type(exception).__name__} after {counted(step, 'optimizer step')}; saved {folder}")
     except Exception as error:
         log.error(f"the steps since the last save are lost: {error}")
 
@@ -447,7 +448,6 @@ class Saves(OptimizerStepCallback):
             return
         stored = open_checkpoint(newest_checkpoint(self.run_dir / "checkpoints", cpu_group_of(trainer)))
         self._loaded_step = int(stored.state["global_step"])
-        log.info(f"resuming from {self._folder(self._loaded_step)}")
         pl_module.on_load_checkpoint(stored.state)
         load_checkpoint(stored, pl_module, sharding_of(trainer))
         restore_training_state(trainer, stored.state)

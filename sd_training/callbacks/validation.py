@@ -18,6 +18,7 @@ from sd_training.callbacks.base import OptimizerStepCallback, TrainingTimer
 from sd_training.callbacks.ema import Ema, export_weights
 from sd_training.callbacks.metrics import MetricRows
 from sd_training.callbacks.preemption import Preemption
+from sd_training.config.plan import counted
 from sd_training.data.held_out import HeldOutData
 from sd_training.log import get_logger
 from sd_training.models.encoders import autocast
@@ -131,7 +132,9 @@ class Validation(OptimizerStepCallback):
             for name, ema in ((TRAINED, None), *([(AVERAGE, self.ema)] if self.ema else [])):
                 one = self._measure(trainer, module, ema)
                 if isinstance(one, int):
-                    log.info(f"validation loss after {step:,} optimizer steps: broken off, as the run is to stop")
+                    log.info(
+                        f"validation loss after {counted(step, 'optimizer step')}: broken off, as the run is to stop"
+                    )
                     return one
                 measured[name] = one
         self.preemption.leave_out(time.monotonic() - began_s)
@@ -204,7 +207,7 @@ class Validation(OptimizerStepCallback):
         for logger in trainer.loggers:
             logger.log_metrics(values, step)
         text = ", ".join(f"{one.loss:.6g} ({weights} weights)" for weights, one in measured.items())
-        log.info(f"validation loss after {step:,} optimizer steps: {text}")
+        log.info(f"validation loss after {counted(step, 'optimizer step')}: {text}")
 
 
 def _summed(losses: Tensor, timesteps: Tensor | None) -> Tensor:

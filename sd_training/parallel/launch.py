@@ -66,8 +66,8 @@ def _quotient(processes: int, each: int, name: str) -> int:
     """How many times `each` makes all processes."""
     if processes % each:
         raise ConfigError(
-            f"{name}: the launcher started {processes} processes, which {each} does not divide; start the same number "
-            "on every machine (srun --ntasks-per-node, torchrun --nproc_per_node)"
+            f"{name}: the launcher started {counted(processes, 'process', 'processes')}, which {each} does "
+            "not divide; start the same number on every machine (srun --ntasks-per-node, torchrun --nproc_per_node)"
         )
     return processes // each
 

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sd_training.config.plan import BatchPlan
+from sd_training.config.plan import BatchPlan, counted
 from sd_training.data.opened import OpenDataset
 from sd_training.data.order.draws import generator
 from sd_training.errors import ConfigError
@@ -106,7 +106,8 @@ class SampleOrder:
         if not settings.with_replacement and (self.sizes < self.batches).any():
             scarce = int(np.argmin(self.sizes - self.batches))
             raise ValueError(
-                f"a bucket has {self.sizes[scarce]} samples, fewer than the {self.batches[scarce]} of a step"
+                f"a bucket has {counted(int(self.sizes[scarce]), 'sample')}, fewer than the "
+                f"{self.batches[scarce]} of a step"
             )
         self.window = settings.window or self._default_window(len(block_of))
         self._epochs: OrderedDict[int, _Epoch] = OrderedDict()

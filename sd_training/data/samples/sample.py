@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from sd_training.config.data_schema import DatasetParams
+from sd_training.config.plan import counted
 from sd_training.data.opened import OpenDataset
 from sd_training.data.order.buckets import BucketTable
 from sd_training.data.order.draws import generator
@@ -141,7 +142,9 @@ class TrainingSamples(Dataset[Example | FailedExample]):
         except DataError as error:
             return FailedExample(str(error), skipped, isinstance(error, OutageError))
         last = skipped[-1]
-        message = f"{most} samples in a row could not be used; the last: {last.shard} {last.key}: {last.reason}"
+        message = (
+            f"{counted(most, 'sample')} in a row could not be used; the last: {last.shard} {last.key}: {last.reason}"
+        )
         return FailedExample(f"{message} (dataset.params.max_bad_in_row={most})", skipped)
 
     def _replacement(self, visit: SampleRequest, attempt: int) -> int:
