@@ -1,17 +1,18 @@
-"""One writer per run folder: a lock for starts on one machine, a run_lock for those on several.
+"""One writer per run folder: a file lock for starts on one machine, start numbers for those on several. Needs no torch.
 
 RUN/writer.lock      locked by the process that writes, as long as it lives; a second start on the machine is refused
 RUN/writers/7.json   one small file per start, made exclusively; the highest number owns the folder
 RUN/start.lock       locked while a start takes the folder: of several at once on a machine, one gets it
 
 Some network file systems show a lock to all machines, and a node that is cut off keeps its lock. So a lock refuses only
-where the newest start says that it is of this machine; else the file is replaced by one that the new start has locked.
+where the newest start records that it is of this machine; else the file is replaced by one that the new start has
+locked.
 
-A process that a scheduler gave up but that still lives (a zombie: stopped, or cut off) finds a higher number than its
-own before it publishes or deletes anything, and ends. Between that look and its rename there is a moment; so names of
+A process that a scheduler gave up but that still lives (stopped, or cut off) finds a higher number than its own before
+it publishes or deletes anything, and ends. Between that check and its rename there is a moment; so names of
 half-written folders carry the number, and a start removes those of others after it took the folder: then the rename
-finds nothing to rename. On network file systems a look may be as old as the client's cache of folders (NFS: up to 60 s
-by default); schedulers wait longer before they give a node up. Needs no torch.
+finds nothing to rename. On network file systems a check may be as old as the client's cache of folders (NFS: up to 60 s
+by default); schedulers wait longer before they give a node up.
 """
 
 import errno
@@ -33,9 +34,9 @@ from sd_training.log import get_logger
 log = get_logger(__name__)
 
 _LOCK = "writer.lock"
-_TAKING = "start.lock"
-_TAKING_S = 5.0
-"""A start that is stopped while it takes the folder keeps others waiting for so long."""
+_START_LOCK = "start.lock"
+_START_WAIT_S = 5.0
+"""A start that is stopped while it takes the folder makes others wait for so long."""
 _CLAIMS = "writers"
 _held_locks: dict[str, int] = {}
 """Descriptor of the lock by run folder, of this process: a later run in it takes over from an earlier one."""
@@ -46,9 +47,9 @@ class RunLock:
     """The right to write in a run folder, until another start takes it.
 
     Attributes:
-        run_dir: the run folder; none for folders that nobody contests.
+        run_dir: the run folder; None for folders that no other process writes in.
         number: of this start, from 1.
-        token: tells this start from any other one.
+        token: distinguishes this start from any other one.
     """
 
     run_dir: Path | None = None
@@ -65,7 +66,7 @@ class RunLock:
 
         Raises:
             TakenOverError: naming the start that has the folder now.
-            OSError: it cannot be found out.
+            OSError: the folder cannot be read.
         """
         if self.run_dir is None:
             return
@@ -84,11 +85,11 @@ class RunLock:
 
 
 NO_LOCK = RunLock()
-"""For folders that one process alone knows."""
+"""For folders that no other process writes in."""
 
 
 def acquire_run_lock(run_dir: Path) -> RunLock:
-    """Takes the folder over from whoever had it before.
+    """Takes the folder over from whichever start had it before.
 
     Args:
         run_dir: exists.
@@ -97,37 +98,33 @@ def acquire_run_lock(run_dir: Path) -> RunLock:
         ConfigError: a process of this machine writes there; names it.
         OSError: the folder cannot be written.
     """
-    with _one_at_a_time(run_dir):
-        return _take(run_dir)
-
-
-def _take(run_dir: Path) -> RunLock:
     (run_dir / _CLAIMS).mkdir(exist_ok=True)
-    while True:
-        newest = max(_numbers(run_dir), default=0)
-        is_locked = _lock(run_dir)
-        if not is_locked:
-            _refuse_if_here(run_dir, newest)
-        run_lock = RunLock(run_dir, newest + 1, secrets.token_hex(8))
-        try:
-            _claim(run_lock)
+    with _one_start_at_a_time(run_dir):
+        while True:
+            newest = max(_numbers(run_dir), default=0)
+            is_locked = _lock(run_dir)
             if not is_locked:
-                _replace_lock(run_dir, run_lock.number)
-            run_lock.check()
-        except (FileExistsError, TakenOverError):
-            continue  # another start at this very moment; the later one has it
-        break
-    for older in _numbers(run_dir):
-        if older < run_lock.number:
-            _path(run_dir, older).unlink(missing_ok=True)
+                _refuse_if_here(run_dir, newest)
+            run_lock = RunLock(run_dir, newest + 1, secrets.token_hex(8))
+            try:
+                _claim(run_dir, run_lock)
+                if not is_locked:
+                    _replace_lock(run_dir, run_lock.number)
+                run_lock.check()
+                break
+            except (FileExistsError, TakenOverError):
+                continue  # another start at this very moment; the later one has it
+        for older in _numbers(run_dir):
+            if older < run_lock.number:
+                _path(run_dir, older).unlink(missing_ok=True)
     return run_lock
 
 
 @contextmanager
-def _one_at_a_time(run_dir: Path) -> Iterator[None]:
-    """Starts on one machine wait for each other here; where there are no locks, they do not."""
-    end_s = time.monotonic() + _TAKING_S
-    handle = os.open(run_dir / _TAKING, os.O_RDWR | os.O_CREAT, 0o644)
+def _one_start_at_a_time(run_dir: Path) -> Iterator[None]:
+    """Starts on one machine wait for each other here; where the file system has no locks, they do not."""
+    end_s = time.monotonic() + _START_WAIT_S
+    handle = os.open(run_dir / _START_LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         with suppress(OSError):
             while not _flock(handle) and time.monotonic() < end_s:
@@ -137,9 +134,8 @@ def _one_at_a_time(run_dir: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _claim(run_lock: RunLock) -> None:
-    assert run_lock.run_dir is not None
-    path = _path(run_lock.run_dir, run_lock.number)
+def _claim(run_dir: Path, run_lock: RunLock) -> None:
+    path = _path(run_dir, run_lock.number)
     owner = {
         "token": run_lock.token,
         "host": socket.gethostname(),
@@ -149,19 +145,18 @@ def _claim(run_lock: RunLock) -> None:
         "restart_count": os.environ.get("SLURM_RESTART_COUNT"),
         "started_unix_s": int(time.time()),
     }
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        os.write(handle, json.dumps(owner).encode())
-        os.fsync(handle)
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(handle)
+    with path.open("x", encoding="utf-8") as file:
+        try:
+            file.write(json.dumps(owner))
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
 
 
 def _lock(run_dir: Path) -> bool:
-    """Whether nobody else has it; also where there are no locks."""
+    """Whether no other process has it; also where the file system has no locks."""
     _unlock(run_dir)
     handle = os.open(run_dir / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)  # not inherited by programs that this one starts
     try:
@@ -178,10 +173,10 @@ def _lock(run_dir: Path) -> bool:
 
 
 def _flock(handle: int) -> bool:
-    """Whether nobody else has it locked; then this process has.
+    """Whether no other process has it locked; then this process has.
 
     Raises:
-        OSError: there are no locks.
+        OSError: the file system has no locks.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -193,9 +188,14 @@ def _flock(handle: int) -> bool:
 
 
 def _refuse_if_here(run_dir: Path, number: int) -> None:
-    """Somebody has the lock, and this start is the newest one."""
-    owner = _read(run_dir, number)
-    if _is_here(owner):
+    """Another process has the lock, and `number` is the newest start. One that does not record its machine is of this
+    one; boots are compared before names, as containers have names of their own."""
+    owner, boot_id = _read(run_dir, number), _boot_id()
+    if owner.get("boot_id") and boot_id:
+        is_here = owner["boot_id"] == boot_id
+    else:
+        is_here = owner.get("host") in (None, socket.gethostname())
+    if is_here:
         raise ConfigError(
             f"experiment.name: {_described(number, owner)} writes in {run_dir} and still lives; end it first (it may "
             "be stopped), or choose another experiment.name"
@@ -203,16 +203,8 @@ def _refuse_if_here(run_dir: Path, number: int) -> None:
     log.warning(f"{run_dir}: {_described(number, owner)} still has it locked; it is taken over from that machine")
 
 
-def _is_here(owner: dict[str, Any]) -> bool:
-    """Whether a start is of this machine, since its last boot. One that does not say so is."""
-    theirs, ours = owner.get("boot_id"), _boot_id()
-    if theirs and ours:
-        return bool(theirs == ours)  # containers have names of their own
-    return owner.get("host") in (None, socket.gethostname())
-
-
 def _boot_id() -> str | None:
-    """Tells machines, and the boots of one, apart; null where the system has none."""
+    """Distinguishes machines, and the boots of one; None where the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -252,7 +244,7 @@ def _numbers(run_dir: Path) -> list[int]:
 
 
 def _read(run_dir: Path, number: int) -> dict[str, Any]:
-    """What a start says of itself; nothing when it cannot be read."""
+    """What a start records of itself; nothing when it cannot be read."""
     try:
         owner = json.loads(_path(run_dir, number).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -262,6 +254,6 @@ def _read(run_dir: Path, number: int) -> dict[str, Any]:
 
 def _described(number: int, owner: dict[str, Any]) -> str:
     if not owner:
-        return f"start {number}" if number else "nobody known"
+        return f"start {number}" if number else "an unknown start"
     job = f", SLURM job {owner['job_id']}" if owner.get("job_id") else ""
     return f"start {number} (process {owner.get('pid')} on {owner.get('host')}{job})"

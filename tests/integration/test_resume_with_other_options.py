@@ -15,7 +15,7 @@ from sd_training.config.load import load_config
 from sd_training.errors import CheckpointError, ConfigError
 from sd_training.types import LatentGrid
 from tests.integration.training import CrashAfter, Interrupted, checkpoint_tensors, metrics, options, prepare, train
-from tests.unit.checkpoint.test_seal import listening_to_the_log
+from tests.unit.checkpoint.test_folder import listening_to_the_log
 
 CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"optimizer__name": "lion"}, 'optimizer.name was "adamw", now "lion"'),

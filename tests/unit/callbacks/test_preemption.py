@@ -13,7 +13,7 @@ from sd_training.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from sd_training.signals import StopSignals
 from sd_training.watchdog.first_failure import STATUS_FILE_VARIABLE
 from tests.file_size_limit import file_size_limit
-from tests.unit.checkpoint.test_seal import listening_to_the_log
+from tests.unit.checkpoint.test_folder import listening_to_the_log
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 from sd_training.callbacks import run_record
 from sd_training.callbacks.run_record import RunRecord
 from tests.file_size_limit import file_size_limit
-from tests.unit.checkpoint.test_seal import listening_to_the_log
+from tests.unit.checkpoint.test_folder import listening_to_the_log
 
 
 def start(run_dir: Path, config: str) -> None:

@@ -12,7 +12,7 @@ from sd_training.checkpoint.retention import discard_checkpoint, retention_info
 from sd_training.checkpoint.run_lock import NO_LOCK, acquire_run_lock
 from sd_training.errors import DamagedCheckpointsError, TakenOverError
 from tests.checkpoints import write_sealed
-from tests.unit.checkpoint.test_seal import CONTENT, fill
+from tests.unit.checkpoint.test_folder import CONTENT, fill
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sd_training.errors import ConfigError
-from sd_training.parallel.deepspeed import TAKEN, deepspeed_options
+from sd_training.parallel.deepspeed import ALLOWED, deepspeed_options
 
 
 def options(path: Path | None, stage: int = 2, **offload: bool) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def test_offload_without_a_file() -> None:
         ({"fp16": {"enabled": True}}, "'fp16', which model.mixed_precision decides"),
         ({"zero_optimization": {"stage": 3}}, "has ZeRO stage 3, but distributed.strategy is deepspeed_2"),
         ([1], "is no JSON object"),
-        ({"zero_optimization": [1]}, "zero_optimization that is no JSON object"),
+        ({"zero_optimization": [1]}, "zero_optimization=\[1\], which must be a JSON object"),
         ({"zero_optimization": {"offload_optimizr": {}}}, "DeepSpeed refuses it: .*offload_optimizr"),
         ({"zero_optimization": {"round_robin_gradients": True}}, "round_robin_gradients=true: saves would not find"),
         ({"zero_optimization": {"compute_grad_norm": False}}, "compute_grad_norm=false: steps that are not finite"),
@@ -77,7 +77,7 @@ def test_offload_without_a_file() -> None:
         ({"steps_per_print": 0}, "steps_per_print=0, which must be a positive whole number"),
         ({"gradient_predivide_factor": "x"}, "gradient_predivide_factor='x', which must be a positive number"),
         ({"dump_state": 1}, "dump_state=1, which must be true or false"),
-        ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow: its processes keep"),
+        ({"zero_optimization": {"zenflow": {}}}, "zero_optimization.zenflow={}: its processes keep"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "say distributed.offload_optimizer=true"),
     ],
 )
@@ -126,14 +126,13 @@ def test_every_key_that_is_passed_on_is_one_of_deepspeed(tmp_path: Path) -> None
     }
     path.write_text(json.dumps(given))
     assert {key: options(path)[key] for key in given} == given
-    assert given.keys() | {"zero_optimization"} == set(TAKEN)
+    assert given.keys() | {"zero_optimization"} == set(ALLOWED)
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}", "deepspeed.json holds JSON deeper than 20"),
-        ('{"timers": ' + '{"a":' * 20 + "1" + "}" * 21, "deepspeed.json holds JSON deeper than 20"),
+        ('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}", "deepspeed.json holds JSON that is nested too deeply"),
         ('{"a": "' + "x" * 2**20 + '"}', "deepspeed.json is larger than 1 MiB"),
         ('{"a": ' + "1" * 5000 + "}", "cannot be read"),
         ('{"a": "\\ud800"}', "not pass on"),

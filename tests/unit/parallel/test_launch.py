@@ -76,7 +76,7 @@ def test_more_processes_than_the_gpus_they_see(environment: pytest.MonkeyPatch) 
     environment.setattr("torch.cuda.is_available", lambda: True)
     environment.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(
-        ConfigError, match=r"started 8 processes on this machine, but they see 1 GPUs; .*--gpus-per-node"
+        ConfigError, match=r"started 8 processes on this machine, but they see 1 GPU; .*--gpus-per-node"
     ):
         find_launch(TrainerConfig())
 

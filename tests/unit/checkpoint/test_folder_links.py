@@ -19,7 +19,7 @@ from sd_training.checkpoint.retention import rotate
 from sd_training.checkpoint.run_lock import NO_LOCK
 from sd_training.errors import DamagedCheckpointsError
 from tests.checkpoints import write_sealed
-from tests.unit.checkpoint.test_seal import fill, link, names, truncate, write_steps
+from tests.unit.checkpoint.test_folder import fill, link, names, truncate, write_steps
 
 
 @pytest.fixture
