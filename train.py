@@ -56,7 +56,7 @@ def _start(argv: Sequence[str], signals: StopSignals, run_log: RunLog) -> None:
     quiet_libraries()
     set_passive_wait()
     from sd_training.build.plan import make_plan
-    from sd_training.data.loader import worker_context
+    from sd_training.data.workers import worker_context
 
     plan = make_plan(config, is_described=dry_run)
     if plan.launch.accelerator == "cpu" and not dry_run:

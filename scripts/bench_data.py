@@ -35,7 +35,7 @@ from sd_training.config.load import load_data_config
 from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.samples.captions import Encoded, Tokenizer
-from sd_training.data.samples.image import Wanted, cover_scale, decode, read_picture
+from sd_training.data.samples.image import CropRequest, cover_scale, decode, read_image
 from sd_training.data.samples.sample import DrawSettings, Example, SampleRequest, collate
 from sd_training.errors import ConfigError, DataError
 from sd_training.log import quiet_libraries
@@ -138,7 +138,7 @@ def readable_visits(data: TrainingData, samples: int) -> tuple[list[SampleReques
         DataError: none can.
     """
     dataset, batches = data.samples(), -(-samples // data.plan.micro_batch)
-    first = zip(range(batches), data.loader(0, lambda: 0).visits(0), strict=False)
+    first = zip(range(batches), data.loader(0, lambda: 0).requests(0), strict=False)
     visits = [visit for _, batch in first for visit in batch]
     visited = [(visit, dataset[visit]) for visit in visits]
     good = [(visit, sample) for visit, sample in visited if isinstance(sample, Example) and not sample.skipped]
@@ -153,13 +153,13 @@ def ledger(data: TrainingData, samples: int) -> dict[str, float]:
     visits, visited = readable_visits(data, samples)
     read = [dataset.datasets[visit.dataset].reader.image for visit in visits]
     files = [image(visit.sample) for image, visit in zip(read, visits, strict=True)]
-    wanted = [Wanted(*data.table.sizes[visit.bucket]) for visit in visits]
+    wanted = [CropRequest(*data.table.sizes[visit.bucket]) for visit in visits]
     rules = dataset.rules
     pairs = list(zip(files, wanted, strict=True))
     seconds = {
         "read": _timed(lambda: [image(visit.sample) for image, visit in zip(read, visits, strict=True)]),
         "decode": _timed(lambda: [decode(f, rules, lambda h, w, to=to: cover_scale(h, w, to)) for f, to in pairs]),  # type: ignore[misc]
-        "decode and resize": _timed(lambda: [read_picture(file, to, rules) for file, to in pairs]),
+        "decode and resize": _timed(lambda: [read_image(file, to, rules) for file, to in pairs]),
     }
     seconds["whole visit"] = _timed(lambda: [dataset[visit] for visit in visits])
     seconds["collate"] = _timed(lambda: [collate(visited[i : i + batch]) for i in range(0, len(visited), batch)])

@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{plan.sentence()}{remark}")
     print(report.text())
     if arguments.html is not None:
-        page = report_page(data.datasets(), report, plan if is_run else None)
+        page = report_page(report, plan if is_run else None)
         try:
             arguments.html.write_text(page, encoding="utf-8")
         except OSError as error:

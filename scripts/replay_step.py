@@ -193,11 +193,11 @@ def micro_batches(incident: Incident, data: TrainingData) -> Iterator[tuple[int,
     """
     for rank in range(incident.batch.processes):
         loader = data.loader(rank, lambda: incident.step)
-        for micro, visits in enumerate(islice(loader.visits(incident.step), incident.batch.accumulation)):
-            delivery = collate([loader.dataset[visit] for visit in visits])
-            if delivery.batch is None:
-                raise DataError(str(delivery.failure))
-            yield rank, micro, delivery.batch
+        for micro, requests in enumerate(islice(loader.requests(incident.step), incident.batch.accumulation)):
+            result = collate([loader.dataset[request] for request in requests])
+            if result.batch is None:
+                raise result.error or DataError("no batch")
+            yield rank, micro, result.batch
 
 
 def replay(incident: Incident, plan: Plan, trained: Trained, data: TrainingData) -> list[ReplayedSample]:

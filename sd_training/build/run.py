@@ -24,8 +24,7 @@ from sd_training.callbacks.preemption import Deadlines, Preemption
 from sd_training.callbacks.save import AFTER_A_STOP_S, SaveTimes
 from sd_training.config.schema import SECTIONS
 from sd_training.data.datamodule import TrainingData
-from sd_training.data.samples.captions import Dropout
-from sd_training.data.samples.sample import DrawSettings
+from sd_training.data.samples.sample import DrawSettings, Dropout
 from sd_training.errors import EXIT_HANG, Checks, ConfigError
 from sd_training.log import RunLog, get_logger, global_rank, is_main_process
 from sd_training.models.encoders import AUTOCAST_DTYPE

@@ -1,4 +1,5 @@
-"""The data of a run as Lightning sees it: data sets, order and loader put together."""
+"""The data of a run as Lightning uses it: opens the data sets, makes their order and the loader, and checks on resume
+that the data are still the same."""
 
 import hashlib
 import os
@@ -16,15 +17,16 @@ from sd_training.config.data_schema import DatasetConfig, MixEntry
 from sd_training.config.plan import BatchPlan, counted
 from sd_training.config.problems import shown
 from sd_training.config.schema import ValidationConfig
+from sd_training.data.dataset import OpenDataset, open_dataset
 from sd_training.data.held_out import HeldOutData
 from sd_training.data.index.report import DataReport, make_report
-from sd_training.data.loader import TrainingLoader, WorkerDeaths
-from sd_training.data.opened import OpenDataset, all_problems, open_dataset
+from sd_training.data.loader import BadSampleLog, TrainingLoader
 from sd_training.data.order.buckets import BucketTable, training_sizes
 from sd_training.data.order.order import MixtureSchedule, MixtureShare, OrderSettings, RunOrder, SampleOrder
-from sd_training.data.samples.bad_samples import BadSampleLog
+from sd_training.data.problems import Problems
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.data.samples.sample import DrawSettings, TrainingSamples
+from sd_training.data.workers import WorkerDeaths
 from sd_training.errors import CheckpointError, Checks, ConfigError
 from sd_training.log import get_logger
 from sd_training.redaction import redacted_values
@@ -36,8 +38,8 @@ _DECISIVE = (
     *("path", "filters", "resolution", "buckets", "captions", "image_column", "caption_column", "tags"),
     "max_image_pixels",
 )
-"""Of `dataset.params`: what decides which samples there are and in which buckets."""
-_NAMES = {
+"""Of `dataset.params`: what decides which samples are selected and in which buckets."""
+_OPTION_OF = {
     "seed": "experiment.seed",
     "global_batch": "system.batch_size × system.gradient_accumulation × processes",
     "constant_area": "dataset.params.buckets.constant_area",
@@ -45,7 +47,7 @@ _NAMES = {
     "lanes": "dataset.params.lanes",
     "window": "dataset.params.window",
 }
-"""What a checkpoint says about the order → the option that decides it."""
+"""Entry of a checkpoint about the order → the option that decides it."""
 _DERIVED = ("lanes", "window")
 """Of these: what follows from others unless it is set."""
 
@@ -86,14 +88,14 @@ class TrainingData(pl.LightningDataModule):
         self.dataset, self.plan, self.workers = dataset, plan, workers
         self.run_dir = run_dir
         self.draws, self.tokenizers, self.captions_needed = draws, dict(tokenizers), captions_needed
-        self.table: BucketTable = training_sizes(dataset.params)
         params = dataset.params
+        self.table: BucketTable = training_sizes(params)
         self.bad_samples = BadSampleLog(
             run_dir,
             max_bad_fraction=params.max_bad_fraction,
             max_bad_in_row=params.max_bad_in_row,
             max_bad_shard_fraction=params.max_bad_shard_fraction,
-            shard_sizes=self._survivors_of_shard,
+            shard_sizes=lambda shard: sum(dataset.selected_of_shard.get(shard, 0) for dataset in self.datasets()),
         )
         self.held_out: HeldOutData | None = None
         """What the run is measured on."""
@@ -118,11 +120,13 @@ class TrainingData(pl.LightningDataModule):
         checks.finish()
 
     def setup(self, stage: str) -> None:
-        """Opens the index, and says and writes down what is wrong with the shards."""
-        datasets = self.datasets()
+        """Opens the index; logs and writes to a file what is wrong with the shards."""
+        datasets, problems = self.datasets(), Problems()
         if self.trainer is None or self.trainer.global_rank > 0:
             return
-        self.bad_samples.report(all_problems(datasets), "the data")
+        for dataset in datasets:
+            problems.merge(dataset.selection.problems)
+        self.bad_samples.report(problems, "the data")
         if self.held_out is not None:
             self.held_out.report(datasets)
 
@@ -144,13 +148,14 @@ class TrainingData(pl.LightningDataModule):
         """The micro-batches of `rank` from optimizer step `first_step()` on; usable without a trainer."""
         # Loader processes are forked; the tokenizers package would warn about its threads in every one of them.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        order = self._open().order
-        samples, bad, deaths = self.samples(), self.bad_samples, WorkerDeaths(self.run_dir)
-        return TrainingLoader(samples, order, self.plan, rank, self.workers, first_step, bad, deaths)
+        order, deaths = self._open().order, WorkerDeaths(self.run_dir)
+        return TrainingLoader(
+            self.samples(), order, self.plan, rank, self.workers, first_step, self.bad_samples, deaths
+        )
 
     def samples(self) -> TrainingSamples:
-        """The samples by visit."""
-        return TrainingSamples(self._open().datasets, self.table, self.dataset.params, self.tokenizers, self.draws)
+        """Request → example."""
+        return TrainingSamples(self.datasets(), self.table, self.dataset.params, self.tokenizers, self.draws)
 
     def datasets(self) -> list[OpenDataset]:
         """The data sets of the run, opened; the first is the main one."""
@@ -160,16 +165,9 @@ class TrainingData(pl.LightningDataModule):
         """How many images the optimizer steps before `step` take, over all processes."""
         return self._open().order.samples_before(step)
 
-    def positions_of(self, step: int) -> range:
-        """Positions in the run of the samples of an optimizer step."""
-        order = self._open().order
-        first = step * order.positions_per_step
-        return range(first, first + order.samples_before(step + 1) - order.samples_before(step))
-
     def name_of(self, sample_id: int) -> tuple[str, str]:
-        """Location of the shard and key of a batch's sample, as the data has them; hostile text."""
-        datasets = self._open().datasets
-        for dataset in datasets:
+        """Location of the shard and key of a batch's sample; hostile text."""
+        for dataset in self.datasets():
             if sample_id < len(dataset.index):
                 return dataset.index.name(sample_id)
             sample_id -= len(dataset.index)
@@ -179,7 +177,7 @@ class TrainingData(pl.LightningDataModule):
         """What the data set is; usable without a trainer.
 
         Args:
-            of_run: whether to say what the run draws from it.
+            of_run: whether to report what the run draws from it.
 
         Raises:
             DataError: it cannot be used.
@@ -188,24 +186,27 @@ class TrainingData(pl.LightningDataModule):
         return make_report(opened.datasets, opened.order, self.table, of_run=of_run)
 
     def fingerprint(self) -> str:
-        """sha256 of the samples that survive, their buckets and their order: equal means that the run sees the same."""
+        """sha256 of the selected samples, their buckets and their order: equal means that the run sees the same."""
         digest = hashlib.sha256()
-        for dataset in self._open().datasets:
+        for dataset in self.datasets():
             digest.update(dataset.index.fingerprint.encode())
             digest.update(dataset.selected.astype("<i8").tobytes())
             digest.update(dataset.bucket_of.astype("<i4").tobytes())
-        digest.update(repr((self.table.sizes, self._shares())).encode())
+        shares = (
+            f"Share(weight={e.weight!r}, start_step={e.start_step!r}, end_step={e.end_step!r})" for e in self._entries()
+        )
+        digest.update(f"({self.table.sizes!r}, [{', '.join(shares)}])".encode())
         return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint says about the data. The position is the optimizer step, which the trainer keeps."""
+        """The data's part of a checkpoint. The position is the optimizer step, which the trainer keeps."""
         opened = self._open()
         return {
             "options": _options(self.dataset),
             "fingerprint": self.fingerprint(),
             "num_samples": sum(len(dataset.selected) for dataset in opened.datasets),
             **_order(self.dataset, self.plan, self.draws.seed),
-            "lanes": [order.settings.num_lanes for order in opened.order.orders],
+            "lanes": [order.settings.num_streams for order in opened.order.orders],
             "window": [order.window for order in opened.order.orders],
         }
 
@@ -217,49 +218,39 @@ class TrainingData(pl.LightningDataModule):
         """
         changed = list(_changes(state_dict, self.state_dict()))
         if changed and self.dataset.params.allow_change:
-            log.warning("dataset.params.allow_change: the run goes on with other data: %s", "; ".join(changed))
+            log.warning("dataset.params.allow_change: the run continues with other data: %s", "; ".join(changed))
         elif changed:
             raise CheckpointError(_other_data(changed))
 
+    def _entries(self) -> list[DatasetConfig | MixEntry]:
+        return [self.dataset, *self.dataset.mix]
+
     def _open(self) -> _Opened:
-        if self._opened is None:
-            dataset, checks = self.dataset, Checks()
-            batches = self.plan.global_batch * np.array(self._factors(), dtype=np.int64)
-            open_one = partial(
-                open_dataset,
-                params=dataset.params,
-                table=self.table,
-                batches=batches,
-                captions_needed=self.captions_needed,
-            )
-            entries: list[DatasetConfig | MixEntry] = [dataset, *dataset.mix]
-            made = [checks.run(partial(open_one, entry.type, entry.params)) for entry in entries]
-            checks.finish()
-            datasets = [one for one in made if one is not None]
-            orders = [SampleOrder(self._order_settings(i), d.block_of, d.bucket_of) for i, d in enumerate(datasets)]
-            mixture = MixtureSchedule(self._shares(), self.draws.seed, self.plan.num_steps)
-            self._opened = _Opened(datasets, RunOrder(datasets, orders, mixture))
-        return self._opened
-
-    def _order_settings(self, dataset: int) -> OrderSettings:
-        """Two data sets of equal length must not be shuffled alike, so each has a seed of its own."""
-        params = self.dataset.params
-        seed = self.draws.seed + (dataset << 32)
-        return OrderSettings(
-            seed, self.plan.global_batch, params.lanes, params.window, params.resampled, self._factors()
+        if self._opened is not None:
+            return self._opened
+        params, plan, checks = self.dataset.params, self.plan, Checks()
+        # Of each bucket: how many times the global batch a step of it takes.
+        factors = self.table.area_factors() if params.buckets.constant_area else (1,) * len(self.table.sizes)
+        open_one = partial(
+            open_dataset,
+            params=params,
+            table=self.table,
+            batches=plan.global_batch * np.array(factors, dtype=np.int64),
+            captions_needed=self.captions_needed,
         )
-
-    def _factors(self) -> tuple[int, ...]:
-        """Of each bucket: how many times the global batch a step of it takes."""
-        return self.table.area_factors() if self.dataset.params.buckets.constant_area else (1,) * len(self.table.sizes)
-
-    def _shares(self) -> list[MixtureShare]:
-        entries: list[DatasetConfig | MixEntry] = [self.dataset, *self.dataset.mix]
-        return [MixtureShare(entry.weight, entry.start_step, entry.end_step) for entry in entries]
-
-    def _survivors_of_shard(self, location: str) -> int:
-        """Samples that take part of the units at a location."""
-        return sum(dataset.num_selected_of(location) for dataset in self._open().datasets)
+        made = [checks.run(partial(open_one, entry.type, entry.params)) for entry in self._entries()]
+        checks.finish()
+        datasets = [dataset for dataset in made if dataset is not None]
+        orders = []
+        for number, dataset in enumerate(datasets):
+            seed = self.draws.seed + (number << 32)  # data sets of equal length must not be shuffled alike
+            settings = OrderSettings(seed, plan.global_batch, params.lanes, params.window, params.resampled, factors)
+            block_of = dataset.index.numbers("block")[dataset.selected]
+            orders.append(SampleOrder(settings, block_of, dataset.bucket_of))
+        shares = [MixtureShare(entry.weight, entry.start_step, entry.end_step) for entry in self._entries()]
+        mixture = MixtureSchedule(shares, self.draws.seed, plan.num_steps)
+        self._opened = _Opened(datasets, RunOrder([d.selected for d in datasets], orders, mixture))
+        return self._opened
 
 
 def order_problem(
@@ -319,7 +310,7 @@ def _option_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[C
 def _order_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     for key, value in now.items():
         if value != before.get(key):
-            yield f"{_NAMES[key]} was {shown(before.get(key))}, now {shown(value)}"
+            yield f"{_OPTION_OF[key]} was {shown(before.get(key))}, now {shown(value)}"
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
@@ -334,7 +325,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
             yield f"the files of dataset.params.path, or what was chosen of them, have changed: {count}"
         elif now["num_samples"] != before.get("num_samples"):
             yield count
-    chosen = list(_order_changes(before, {key: now[key] for key in _NAMES if key not in _DERIVED}))
+    chosen = list(_order_changes(before, {key: now[key] for key in _OPTION_OF if key not in _DERIVED}))
     yield from chosen
     if not (is_named or chosen):  # they follow from the batch and the data where no option sets them
         yield from _order_changes(before, {key: now[key] for key in _DERIVED})

@@ -9,15 +9,15 @@ import numpy as np
 from sd_training.config.data_schema import DatasetConfig
 from sd_training.config.plan import counted
 from sd_training.config.schema import ValidationConfig
-from sd_training.data.opened import OpenDataset, all_problems, open_dataset
-from sd_training.data.order.buckets import BucketTable, training_sizes
+from sd_training.data.dataset import OpenDataset, open_dataset
+from sd_training.data.loader import BadSampleLog
+from sd_training.data.order.buckets import training_sizes
 from sd_training.data.problems import SkippedSample, printable
-from sd_training.data.samples.bad_samples import BadSampleLog
-from sd_training.data.samples.captions import Dropout, Tokenizer
-from sd_training.data.samples.sample import DrawSettings, SampleRequest, TrainingSamples, collate
+from sd_training.data.samples.captions import Tokenizer
+from sd_training.data.samples.sample import DrawSettings, Dropout, SampleRequest, TrainingSamples, collate
 from sd_training.data.sources.choose import UNITS
 from sd_training.data.storage.locations import shown
-from sd_training.errors import ConfigError, DataError, OutageError
+from sd_training.errors import ConfigError, DataError
 from sd_training.log import get_logger
 from sd_training.types import PixelBatch
 
@@ -42,7 +42,7 @@ class HeldOutData:
         config: where the samples are, and how many.
         batch_size: samples per forward pass.
         tokenizers: text encoder → tokenizer.
-        draws: as in training; what is there to regularise is left out.
+        draws: as in training; regularisation is disabled.
         bad_samples: names what cannot be used.
         captions_needed: whether samples without a caption are left out.
     """
@@ -66,7 +66,7 @@ class HeldOutData:
         self.draws = replace(draws, seed=_SEED, dropout=Dropout(), has_input_noise=False, is_stratified=False)
         self.bad_samples = bad_samples
         self._opened: _Opened | None = None
-        self._told: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
 
     def open(self) -> _Opened:
         """Index and choice of the samples, made once.
@@ -75,20 +75,17 @@ class HeldOutData:
             ConfigError, DataError: the data cannot be used.
         """
         if self._opened is None:
-            table = training_sizes(self.params)
-            dataset = self._open_dataset(table)
-            samples = TrainingSamples([dataset], table, self.params, self.tokenizers, self.draws)
+            table, params = training_sizes(self.params), self.params
+            at_least_one = np.ones(len(table.sizes), dtype=np.int64)
+            try:
+                dataset = open_dataset(
+                    self.kind, params, params, table, at_least_one, captions_needed=self.captions_needed
+                )
+            except (ConfigError, DataError) as error:
+                raise type(error)(str(error).replace("dataset.params.path", "validation.path")) from error
+            samples = TrainingSamples([dataset], table, params, self.tokenizers, self.draws)
             self._opened = _Opened(samples, _batches(dataset, self.config.num_samples, self.batch_size))
         return self._opened
-
-    def _open_dataset(self, table: BucketTable) -> OpenDataset:
-        """Errors name the option that the user wrote."""
-        at_least_one = np.ones(len(table.sizes), dtype=np.int64)
-        needed = self.captions_needed
-        try:
-            return open_dataset(self.kind, self.params, self.params, table, at_least_one, captions_needed=needed)
-        except (ConfigError, DataError) as error:
-            raise type(error)(str(error).replace("dataset.params.path", "validation.path")) from error
 
     def sentence(self) -> str:
         """What is measured when."""
@@ -100,15 +97,15 @@ class HeldOutData:
         )
 
     def report(self, trained: Sequence[OpenDataset]) -> None:
-        """Says what is measured when, what is wrong with the shards, and which of them are trained on as well."""
+        """Logs what is measured when, what is wrong with the shards, and which of them are trained on as well."""
         log.info(self.sentence())
-        own = self.open().samples.datasets
-        self.bad_samples.report(all_problems(own), "the held-out data")
-        locations = {unit.location for dataset in trained for unit in dataset.index.shards}
-        shared = [shown(unit.location) for unit in own[0].index.shards if unit.location in locations]
+        (own,) = self.open().samples.datasets
+        self.bad_samples.report(own.selection.problems, "the held-out data")
+        locations = {shard.location for dataset in trained for shard in dataset.index.shards}
+        shared = [shown(shard.location) for shard in own.index.shards if shard.location in locations]
         if shared:
-            units = counted(len(shared), UNITS[self.kind])
-            log.warning(f"validation.path: trained on as well: {units}, such as {shared[0]}")
+            shards = counted(len(shared), UNITS[self.kind])
+            log.warning(f"validation.path: trained on as well: {shards}, such as {shared[0]}")
 
     def __len__(self) -> int:
         """Batches."""
@@ -130,18 +127,19 @@ class HeldOutData:
 
     def _read(self, number: int) -> PixelBatch:
         opened = self.open()
-        delivery = collate([opened.samples[visit] for visit in opened.batches[number]])
-        for skipped in delivery.skipped:
-            self._tell(skipped)
-        if delivery.batch is None:
-            raise (OutageError if delivery.is_outage else DataError)(f"validation.path: {delivery.failure}")
-        return delivery.batch
+        result = collate([opened.samples[request] for request in opened.batches[number]])
+        for skipped in result.skipped:
+            self._warn(skipped)
+        if result.error is not None:
+            raise type(result.error)(f"validation.path: {result.error}")
+        assert result.batch is not None, "a result has a batch or an error"
+        return result.batch
 
-    def _tell(self, skipped: SkippedSample) -> None:
+    def _warn(self, skipped: SkippedSample) -> None:
         """Once for each sample; all of them are named in the file."""
-        if (skipped.shard, skipped.key) in self._told:
+        if (skipped.shard, skipped.key) in self._warned:
             return
-        self._told.add((skipped.shard, skipped.key))
+        self._warned.add((skipped.shard, skipped.key))
         self.bad_samples.name(skipped)
         shard, key, reason = (printable(part) for part in skipped[:3])
         log.warning(f"validation.path: {shard} {key} cannot be used, another sample stands in for it: {reason}")
@@ -156,6 +154,6 @@ def _batches(dataset: OpenDataset, num_samples: int, batch_size: int) -> list[li
     for bucket in np.unique(buckets).tolist():
         positions = np.flatnonzero(buckets == bucket)
         samples = dataset.selected[chosen[positions]].tolist()
-        visits = [SampleRequest(p, 0, s, bucket, 0, 1) for p, s in zip(positions.tolist(), samples, strict=True)]
-        batches += [visits[start : start + batch_size] for start in range(0, len(visits), batch_size)]
+        requests = [SampleRequest(p, 0, s, bucket, 0, 1) for p, s in zip(positions.tolist(), samples, strict=True)]
+        batches += [requests[start : start + batch_size] for start in range(0, len(requests), batch_size)]
     return batches

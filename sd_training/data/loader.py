@@ -1,213 +1,42 @@
-"""The loader of a run: micro-batches of one rank, from any optimizer step on.
+"""The loader of a run: micro-batches of one rank, from any optimizer step on, and the limits on bad samples."""
 
-Loader processes are forked from a small server process, never from the training process.
-
-A child of the training process would keep a copy of its memory alive: weights, optimizer and EMA are written in place
-at the next step, so every page of them would exist twice (measured: resuming a UNet of 860 million parameters on a CPU
-took 10 GiB more, and was killed). It would also inherit the locks of the threads that CUDA, NCCL and remote storage
-run, in whatever state they are.
-
-SLURM and a terminal send their signals to every process of a run. The server, and the loader processes after it, are
-started with these blocked: they must go on until the training process has saved.
-
-Loader processes that end before their work is done: killed for memory, or with the server they are forked from.
-
-What a loader process reads is a function of the position, so nothing is lost with one: the micro-batches that were
-under way are asked for again.
-"""
-
-import multiprocessing
+import fcntl
+import json
 import os
-import signal
-import tempfile
-import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import forkserver, resource_tracker
-from multiprocessing.context import BaseContext
-from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from sd_training.config.plan import BatchPlan
+from sd_training.config.plan import BatchPlan, counted
 from sd_training.data.order.order import RunOrder, slots
-from sd_training.data.samples.bad_samples import BadSampleLog
+from sd_training.data.problems import Problems, SkippedSample, printable
 from sd_training.data.samples.sample import SampleRequest, TrainingSamples, WorkerResult, collate
-from sd_training.errors import ConfigError, DataError, OutageError
-from sd_training.incidents import write_incident
-from sd_training.log import get_logger, global_rank
-from sd_training.signals import FOR_THE_TRAINING_PROCESS
+from sd_training.data.workers import WorkerDeaths, start_worker, worker_context
+from sd_training.errors import BadSamplesError
+from sd_training.log import get_logger
+from sd_training.redaction import redacted_values
 from sd_training.types import PixelBatch
 
-_ROOT = Path(__file__).resolve().parents[2]
-
-_PRELOADED = ["sd_training.data.worker_imports"]
-"""Imported once by the server, so that its children start at once."""
-
-_LOOK_EVERY_S = 1.0
-
-
-def worker_context() -> BaseContext:
-    """How loader processes are started; starts the server unless it runs."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    with _importable(), _signals_blocked(FOR_THE_TRAINING_PROCESS - {signal.SIGINT, signal.SIGTERM}):
-        resource_tracker.ensure_running()  # blocks SIGINT and SIGTERM for itself, and unblocks them afterwards
-        with _signals_blocked(FOR_THE_TRAINING_PROCESS):
-            _start()
-    return context
-
-
-@contextmanager
-def _importable() -> Iterator[None]:
-    """The server looks for what it preloads in its own path only, which knows nothing of ours."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), before)))
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
-
-
-@contextmanager
-def _signals_blocked(numbers: set[signal.Signals]) -> Iterator[None]:
-    """A process started inside never gets these signals; this one gets them afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def obey_only(pid: int) -> None:
-    """In a loader process: ends it when the process `pid` says so by SIGTERM, or is gone; nobody else's SIGTERM does.
-
-    torch ends a loader process that hangs by SIGTERM, and notices a lost parent by the parent's id, which is the
-    server's here. The sender of a signal is only known to who waits for it.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_TRAINING_PROCESS)
-
-    def wait() -> None:
-        while _is_alive(pid):
-            received = signal.sigtimedwait({signal.SIGTERM}, _LOOK_EVERY_S)
-            if received is not None and received.si_pid == pid:
-                break
-        os._exit(0)
-
-    threading.Thread(target=wait, daemon=True, name="sigterm").start()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def _start() -> None:
-    """The server listens on a socket in the folder for temporary files.
-
-    Raises:
-        ConfigError: that folder's name leaves no room in the 108 characters that Linux has for a socket's.
-    """
-    try:
-        forkserver.ensure_running()
-    except OSError as error:
-        if "too long" not in str(error):
-            raise
-        folder = tempfile.gettempdir()
-        raise ConfigError(
-            f"TMPDIR: {folder} is too long for a socket in it; use a folder of at most 60 characters"
-        ) from error
-
-
 log = get_logger(__name__)
 
-MAX_DEATHS = 3
-"""Within `WINDOW_STEPS`; more is no accident."""
-WINDOW_STEPS = 1000
-_SETTLES_S = 2.0
-"""The end of a process is known a moment after its connections have closed."""
-
-
-class WorkerDeaths:
-    """Counts them, and says when it is too much.
-
-    Args:
-        run_dir: its `incidents/` gets a file for each; None writes nothing.
-    """
-
-    def __init__(self, run_dir: Path | None) -> None:
-        self.run_dir = run_dir
-        self._steps = deque[int]()
-
-    def explain(self, workers: Sequence[BaseProcess], step: int, error: Exception) -> None:
-        """Returns where a loader process has died and the loader may be built again.
-
-        Args:
-            workers: loader processes of a loader that raised `error`.
-            step: optimizer step that waits for data.
-
-        Raises:
-            Exception: `error` itself, when all of them live.
-            DataError: too many died.
-        """
-        how = _how_they_ended(workers)
-        if not how:
-            raise error
-        while self._steps and self._steps[0] <= step - WINDOW_STEPS:
-            self._steps.popleft()
-        self._steps.append(step)
-        if self.run_dir is not None:
-            write_incident(self.run_dir, f"loader-rank{global_rank()}", step, how=how)
-        if len(self._steps) > MAX_DEATHS:
-            raise DataError(
-                f"loader processes died {len(self._steps)} times within {WINDOW_STEPS:,} optimizer steps, the last "
-                f"{how} at step {step:,}; SIGKILL often means that the machine ran out of memory: lower system.workers "
-                "or system.batch_size"
-            )
-        log.error(f"a loader process {how} at optimizer step {step:,}; the loader starts again there, nothing is lost")
-
-
-def _how_they_ended(workers: Sequence[BaseProcess]) -> str:
-    """Of the first one that has; empty where all live."""
-    end_s = time.monotonic() + _SETTLES_S
-    while workers:
-        for worker in workers:
-            if not worker.is_alive():
-                return _reason(worker.exitcode)
-        if time.monotonic() > end_s:
-            break
-        time.sleep(0.05)
-    return ""
-
-
-def _reason(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        return f"was killed by {signal.Signals(-exit_code).name}"
-    if exit_code == 255:  # what multiprocessing says of a process whose server is gone
-        return "was lost with the server it was forked from"
-    return f"ended with status {exit_code}"
-
-
-log = get_logger(__name__)
-
-PREFETCHED = 2
+BAD_SAMPLES_FILE = "bad_samples.jsonl"
+WINDOW = 100_000
+"""Samples read over which the share of bad ones is taken."""
+MIN_BAD_OF_SHARD = 10
+"""Fewer bad samples say nothing about a shard: a tiny one would end the run with its second bad sample."""
+_PREFETCHED = 2
 """Micro-batches each loader process reads ahead."""
 
 
 class RequestSampler(Sampler[list[SampleRequest]]):
-    """Lists of visits, one list per micro-batch of this rank, from optimizer step `first_step` to the last; of that
+    """Lists of requests, one list per micro-batch of this rank, from optimizer step `first_step` to the last; of that
     step without the first `num_done` micro-batches."""
 
     def __init__(self, order: RunOrder, plan: BatchPlan, rank: int, first_step: int, num_done: int = 0) -> None:
@@ -218,13 +47,13 @@ class RequestSampler(Sampler[list[SampleRequest]]):
 
     def __iter__(self) -> Iterator[list[SampleRequest]]:
         for step in range(self.first_step, self.plan.num_steps):
-            chosen, first = self.order.at(step), step * self.order.positions_per_step
-            factor = len(chosen.samples) // self.plan.global_batch
+            bucket, samples, dataset = self.order.at(step)
+            first, count = step * self.order.positions_per_step, len(samples)
+            factor = count // self.plan.global_batch
             for micro_index in range(self.num_done if step == self.first_step else 0, self.plan.accumulation):
-                mine = slots(micro_index, self.rank, self.plan, factor)
-                pairs = zip(mine, chosen.samples[mine.start : mine.stop].tolist(), strict=True)
-                count = len(chosen.samples)
-                yield [SampleRequest(first + s, chosen.dataset, sample, chosen.bucket, s, count) for s, sample in pairs]
+                own = slots(micro_index, self.rank, self.plan, factor)
+                pairs = zip(own, samples[own.start : own.stop].tolist(), strict=True)
+                yield [SampleRequest(first + slot, dataset, sample, bucket, slot, count) for slot, sample in pairs]
 
 
 @dataclass
@@ -232,7 +61,7 @@ class TrainingLoader:
     """Iterates over the PixelBatches of one rank.
 
     `len()` is always the number of micro-batches of the whole run, while iteration starts at the optimizer step that
-    `first_step` gives when it begins: a resumed run counts on where it was.
+    `first_step` gives when it begins: a resumed run continues its count.
     """
 
     dataset: TrainingSamples
@@ -242,7 +71,7 @@ class TrainingLoader:
     workers: int
     """Loader processes; 0 reads in this process."""
     first_step: Callable[[], int]
-    bad_samples: BadSampleLog
+    bad_samples: "BadSampleLog"
     deaths: WorkerDeaths
     num_truncated: int = 0
     """Captions so far that had more tokens than the text encoder takes."""
@@ -251,60 +80,201 @@ class TrainingLoader:
         return self.plan.num_steps * self.plan.accumulation
 
     def __iter__(self) -> Iterator[PixelBatch]:
-        num_visits = 0
-        for delivery in self._all_deliveries(self.first_step() * self.plan.accumulation):
-            num_visits += len(delivery.were_good)
-            self.bad_samples.count(delivery.were_good, delivery.skipped)
-            self.num_truncated += delivery.num_truncated
-            if delivery.batch is None:
-                raise (OutageError if delivery.is_outage else DataError)(delivery.failure)
-            yield delivery.batch
+        num_requests = 0
+        for result in self._results(self.first_step() * self.plan.accumulation):
+            num_requests += len(result.were_good)
+            self.bad_samples.count(result.were_good, result.skipped)
+            self.num_truncated += result.num_truncated
+            if result.error is not None:
+                raise result.error
+            assert result.batch is not None, "a result has a batch or an error"
+            yield result.batch
         if self.num_truncated:
-            share = self.num_truncated / num_visits
             limits = " and ".join(str(tokenizer.length) for tokenizer in self.dataset.tokenizers.values())
-            rule = f"longer than the {limits} tokens of the text encoder"
-            log.info(f"{self.num_truncated:,} captions ({share:.1%}) were {rule} and were cut")
+            log.info(
+                f"{self.num_truncated:,} captions ({self.num_truncated / num_requests:.1%}) were longer than the "
+                f"{limits} tokens of the text encoder and were truncated"
+            )
 
-    def visits(self, first_step: int, num_done: int = 0) -> RequestSampler:
+    def requests(self, first_step: int, num_done: int = 0) -> RequestSampler:
         """What the loader processes are asked for, micro-batch by micro-batch."""
         return RequestSampler(self.order, self.plan, self.rank, first_step, num_done)
 
-    def _all_deliveries(self, next_micro_batch: int) -> Iterator[WorkerResult]:
+    def _results(self, next_micro_batch: int) -> Iterator[WorkerResult]:
         """To the end of the run. Loader processes that die are replaced by new ones, which begin with the micro-batch
         that is waited for."""
         end = len(self)
         while next_micro_batch < end:
-            iterator = iter(self._deliveries(next_micro_batch))
+            iterator = iter(self._torch_loader(next_micro_batch))
             try:
                 while next_micro_batch < end:
-                    delivery = next(iterator)
+                    result = next(iterator)
                     next_micro_batch += 1
-                    yield delivery
+                    yield result
             except (RuntimeError, OSError, EOFError) as error:  # of a connection to a process that is gone, as well
-                workers = getattr(iterator, "_workers", [])
+                # torch's iterator over loader processes keeps them here; one without has none
+                workers = vars(iterator).get("_workers", [])
                 self.deaths.explain(workers, next_micro_batch // self.plan.accumulation, error)
             del iterator  # its loader processes end before new ones are made
 
-    def _deliveries(self, first_micro_batch: int) -> "DataLoader[WorkerResult]":
+    def _torch_loader(self, first_micro_batch: int) -> "DataLoader[WorkerResult]":
         first_step, num_done = divmod(first_micro_batch, self.plan.accumulation)
         return DataLoader(
-            self.dataset,  # type: ignore[arg-type]  # a delivery is what collate makes of the samples
-            batch_sampler=self.visits(first_step, num_done),
+            self.dataset,  # type: ignore[arg-type]  # collate makes a result of the examples
+            batch_sampler=self.requests(first_step, num_done),
             num_workers=self.workers,
             collate_fn=collate,
             pin_memory=torch.cuda.is_available(),
-            prefetch_factor=PREFETCHED if self.workers else None,
-            worker_init_fn=partial(_start_worker, dict(os.environ), os.getpid()) if self.workers else None,
+            prefetch_factor=_PREFETCHED if self.workers else None,
+            worker_init_fn=partial(start_worker, dict(os.environ), os.getpid()) if self.workers else None,
             multiprocessing_context=worker_context() if self.workers else None,
             generator=torch.Generator(),  # else torch's global generator is moved; nothing here draws from either
         )
 
 
-def _start_worker(environment: dict[str, str], parent: int, _: int) -> None:
-    """One thread, and no signals but those of the training process: Ctrl-C and preemption are its business.
+class BadSampleLog:
+    """Names each skipped sample once in `run_dir/bad_samples.jsonl`, and ends the run when there are too many.
 
-    The server that this process was forked from may have an older environment, without the keys of remote storage.
+    Every process of a run counts what it reads itself. A sample counts once, however often it is read: a small data set
+    with one bad sample is not a bad data set after a hundred epochs. Several processes append to the file, each line in
+    one write, and none repeats what another one, or an earlier start of the run, has named.
+
+    Args:
+        run_dir: None keeps the counts only.
+        max_bad_fraction: allowed share of bad samples in the last 100,000 read.
+        max_bad_in_row: the run stops when so many requested samples in a row could not be used.
+        max_bad_shard_fraction: allowed share of bad samples in one shard.
+        shard_sizes: location of a shard → selected samples of it.
     """
-    os.environ.update(environment)
-    torch.set_num_threads(1)
-    obey_only(parent)
+
+    def __init__(
+        self,
+        run_dir: Path | None,
+        *,
+        max_bad_fraction: float,
+        max_bad_in_row: int,
+        max_bad_shard_fraction: float,
+        shard_sizes: Callable[[str], int],
+    ) -> None:
+        self.path = None if run_dir is None else run_dir / BAD_SAMPLES_FILE
+        self.max_bad_fraction, self.max_bad_in_row = max_bad_fraction, max_bad_in_row
+        self.allowed = int(max_bad_fraction * WINDOW + 1e-6)  # 0.00007 * 100,000 is 6.999999999999999
+        self.max_bad_shard_fraction, self.shard_sizes = max_bad_shard_fraction, shard_sizes
+        self.problems = Problems()
+        self.num_read = 0
+        self._counted = set[tuple[str, str]]()
+        self._recent = deque[int]()  # for each bad sample of the window, how many samples had been read
+        self._of_shard = Counter[str]()
+        self._in_row = 0
+        self._named = set[tuple[str, str]]()
+        self._num_bytes_known = 0  # of the file: what `_named` holds
+        self._can_write = True
+
+    def report(self, problems: Problems, where: str) -> None:
+        """Logs what was found when the shards were indexed, and names it in the file."""
+        if problems.total():
+            log.warning(f"problems in {where}: {problems.text()}")
+        for problem in problems.named():
+            self.name(problem)
+
+    def count(self, were_good: Sequence[bool], skipped: Sequence[SkippedSample]) -> None:
+        """Counts one micro-batch.
+
+        Args:
+            were_good: for each request, in order, whether the requested sample itself could be used.
+            skipped: bad samples; several of a request when a replacement was bad, too.
+
+        Raises:
+            BadSamplesError: too many samples read by this process were bad.
+        """
+        self.num_read += sum(were_good) + len(skipped)
+        longest = 0
+        for was_good in were_good:
+            self._in_row = 0 if was_good else self._in_row + 1
+            longest = max(longest, self._in_row)
+        for problem in skipped:
+            if not self._counted:
+                named = (printable(part) for part in (problem.shard, problem.key, problem.reason))
+                where = self._where("it and all later ones are")
+                log.warning("a sample was skipped: %s %s: %s%s", *named, where)
+            if (problem.shard, problem.key) not in self._counted:
+                self._counted.add((problem.shard, problem.key))
+                self.problems.add(problem)
+                self._of_shard[problem.shard] += 1
+                self._recent.append(self.num_read)
+                self.name(problem)
+        while self._recent and self._recent[0] <= self.num_read - WINDOW:
+            self._recent.popleft()
+        if skipped and (broken := self._broken_limit({problem.shard for problem in skipped}, longest)):
+            raise BadSamplesError(f"{broken}: {self.problems.text()}{self._where('all are')}")
+
+    def _broken_limit(self, shards: set[str], in_row: int) -> str | None:
+        if len(self._recent) > self.allowed:
+            return (
+                f"{len(self._recent):,} of the last {min(self.num_read, WINDOW):,} samples could not be used; "
+                f"dataset.params.max_bad_fraction={self.max_bad_fraction:g} allows {self.allowed:,} of {WINDOW:,}"
+            )
+        if in_row >= self.max_bad_in_row:
+            option = f"dataset.params.max_bad_in_row={self.max_bad_in_row}"
+            return f"{counted(in_row, 'sample')} in a row could not be used ({option})"
+        for shard in shards:
+            bad, size = self._of_shard[shard], self.shard_sizes(shard)
+            if bad >= MIN_BAD_OF_SHARD and bad > self.max_bad_shard_fraction * size:
+                option = f"dataset.params.max_bad_shard_fraction={self.max_bad_shard_fraction:g}"
+                return f"{bad:,} of the {counted(size, 'sample')} of {shard} could not be used ({option})"
+        return None
+
+    def _where(self, which: str) -> str:
+        return f"; {which} named in {self.path}" if self.path and self._can_write else ""
+
+    def name(self, problem: SkippedSample) -> None:
+        """Writes the problem to the file, unless its sample has been named before."""
+        if self.path is None or not self._can_write:
+            return
+        entry: dict[str, Any] = redacted_values(problem._asdict())
+        sample = (entry["shard"], entry["key"])  # as they are read back
+        if sample in self._named:
+            return
+        self._named.add(sample)
+        try:
+            self._append(self.path, sample, json.dumps({**entry, "time": round(time.time(), 3)}))
+        except OSError as error:  # a full disk is no reason to lose the run that this file only describes
+            self._can_write = False
+            log.warning("%s cannot be written, bad samples are only counted from now on: %s", self.path, error)
+
+    def _append(self, path: Path, sample: tuple[str, str], line: str) -> None:
+        """Adds the line, unless another process has named the sample since this one last read the file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b", buffering=0) as file:
+            _lock(file.fileno())
+            start = self._num_bytes_known if self._num_bytes_known <= file.seek(0, os.SEEK_END) else 0  # a new file
+            file.seek(start)
+            new = file.read()
+            complete = new[: new.rfind(b"\n") + 1]
+            named = set(_names(complete))
+            self._named |= named
+            self._num_bytes_known = start + len(complete)
+            if sample not in named:
+                separator = b"\n" if len(complete) < len(new) else b""  # after a line that a crash cut off
+                self._num_bytes_known = start + len(new) + file.write(separator + line.encode() + b"\n")
+
+
+def _lock(descriptor: int) -> None:
+    """Waits a second at most: file systems without locks, and holders that hang, cost a repeated line, not the run."""
+    for _ in range(20):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(0.05)
+        except OSError:
+            return
+
+
+def _names(lines: bytes) -> Iterator[tuple[str, str]]:
+    for line in lines.decode("utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+            yield str(entry["shard"]), str(entry["key"])
+        except (ValueError, KeyError, TypeError):  # a line cut off by a crash
+            continue

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from sd_training.config.data_schema import CaptionConfig
 from sd_training.config.filters import parse_filters
 from sd_training.config.plan import BatchPlan
 from sd_training.data.index.selection import select
@@ -19,7 +20,6 @@ from sd_training.data.index.store import DatasetIndex, load_index
 from sd_training.data.order.buckets import BucketTable, ladder, merge_small
 from sd_training.data.order.order import OrderSettings, SampleOrder
 from sd_training.data.problems import Problems
-from sd_training.data.samples.caption_choice import CaptionRules
 from sd_training.data.sources.base import SampleReader, Shard, ShardScan
 from tests import makers
 from tests.integration.training import ROOT
@@ -63,11 +63,11 @@ def open_million(index_dir: Path) -> tuple[SampleOrder, float]:
     start = time.perf_counter()
     rules, _ = parse_filters({"aesthetic": ">=2", "where": "language in [en, de] and aspect_ratio < 3"})
     index = load_index(MadeUp(), index_dir, ["aesthetic", "language"])
-    survivors = select(index, rules, None, CaptionRules()).selected
+    selected = select(index, rules, None, CaptionConfig()).selected
     table = BucketTable(tuple(ladder(1 << 20, 64, 512, 2048, 3.0)))
-    bucket_of = table.assign(index.numbers("width")[survivors], index.numbers("height")[survivors])
+    bucket_of = table.assign(index.numbers("width")[selected], index.numbers("height")[selected])
     bucket_of, _ = merge_small(bucket_of, table, 256)
-    order = SampleOrder(OrderSettings(0, 256), index.numbers("block")[survivors], bucket_of)
+    order = SampleOrder(OrderSettings(0, 256), index.numbers("block")[selected], bucket_of)
     order.at(0)
     return order, time.perf_counter() - start
 
@@ -89,9 +89,9 @@ def test_a_million_samples(tmp_path: Path) -> None:
         "print(seconds, memory_mb(os.getpid()) - before, len(order.bucket_of))"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    seconds, megabytes, survivors = map(float, done.stdout.split())
-    print(f"{seconds:.2f} s, {megabytes:.0f} MB, {survivors:,.0f} survivors")
-    assert survivors > 400_000
+    seconds, megabytes, selected = map(float, done.stdout.split())
+    print(f"{seconds:.2f} s, {megabytes:.0f} MB, {selected:,.0f} selected")
+    assert selected > 400_000
     assert seconds < 2
     assert megabytes < 200
 

@@ -1,9 +1,8 @@
-"""Which samples of the index take part: the declared members are there, the class is known, the filters hold.
+"""Which samples of the index are selected: those with a caption or known class that pass all filters.
 
-Metadata filters as pyarrow expressions over the columns of the index: no image is read.
-
-Logic has three values (Kleene 1938), as Arrow's `and_kleene` and its siblings have: a comparison with a null, missing
-or NaN value is null, `not` leaves it null, and a sample passes only where the whole filter is true.
+Filters are evaluated as pyarrow expressions over the columns of the index; no image is read. Logic has three values
+(Kleene 1938), as Arrow's `and_kleene` and its siblings have: a comparison with a null, missing or NaN value is null,
+`not` leaves it null, and a sample passes only where the whole filter is true.
 """
 
 import operator
@@ -16,13 +15,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from sd_training.config.data_schema import CaptionConfig
 from sd_training.config.filters import Filter, Value, long_integer
 from sd_training.config.plan import counted
 from sd_training.data.index.columns import NUMBER, TEXT
 from sd_training.data.index.store import DatasetIndex
 from sd_training.data.problems import EXAMPLES_KEPT, Problems, SkippedSample
-from sd_training.data.samples.caption_choice import CAPTION, CaptionRules, template_fields, uses_caption
-from sd_training.data.samples.captions import Prompts, class_name
+from sd_training.data.samples.captions import CAPTION, Prompts, caption_weights, class_name, template_fields
 from sd_training.data.storage.locations import shown
 from sd_training.errors import DataError
 
@@ -48,7 +47,9 @@ def evaluate(condition: Filter, columns: pa.Table, num_samples: int) -> Mask:
     """
     from pyarrow import acero  # imports pyarrow.dataset, which runs without filters need not load
 
-    columns = columns.select([name for name in columns.column_names if _is_read(name, condition.fields())])
+    fields = condition.fields() | (BUILT_IN - {"aspect_ratio"})
+    read = [name for name in columns.column_names if name.removeprefix(NUMBER).removeprefix(TEXT) in fields]
+    columns = columns.select(read)
     if not columns.num_columns:  # a table without columns has no rows
         columns = pa.table({"rows": pa.nulls(num_samples)})
     passes = pc.coalesce(_expression(condition, columns), pc.scalar(False))
@@ -59,10 +60,6 @@ def evaluate(condition: Filter, columns: pa.Table, num_samples: int) -> Mask:
         ]
     ).to_table(use_threads=False)  # threads would not keep the order of rows
     return np.asarray(table["passes"].to_numpy(), dtype=np.bool_)
-
-
-def _is_read(column: str, fields: set[str]) -> bool:
-    return column in ("width", "height", "caption_length") or column.removeprefix(NUMBER).removeprefix(TEXT) in fields
 
 
 def _expression(node: Filter, columns: pa.Table) -> pc.Expression:
@@ -155,7 +152,7 @@ _NO_TEXT = r'^(\[\s*("\s*"\s*(,\s*"\s*"\s*)*)?\])?$'
 
 @dataclass(frozen=True)
 class Selection:
-    """The survivors and how they were chosen."""
+    """The selected samples and how they were chosen."""
 
     selected: NDArray[np.int64]
     """[n] indices into the data set's index, ascending."""
@@ -171,67 +168,58 @@ def select(
     index: DatasetIndex,
     filters: list[Filter],
     prompts: Prompts | None,
-    captions: CaptionRules,
+    captions: CaptionConfig,
     *,
     captions_needed: bool = True,
     max_pixels: int | None = None,
 ) -> Selection:
-    """Chooses the samples.
+    """Selects the samples.
 
     Args:
         prompts: class id → prompts for classification data; None for captioned data.
         captions: where captions come from; a sample with none of them, or without a field of the template, is left out.
-        captions_needed: False where captions are never read: samples without one or without a class take part.
-        max_pixels: larger images are left out; None: no limit.
+        captions_needed: False where captions are never read: samples without one or without a class are usable.
+        max_pixels: larger images are left out, because reading would refuse them, count them as damage and perhaps end
+            the run; None: no limit.
 
     Raises:
-        DataError: nothing is left; the message says what each filter alone and all together keep.
+        DataError: nothing is left; the message gives the samples that each filter alone keeps.
     """
     problems = Problems()
     problems.merge(index.problems)
     problems.forget(_EMPTY_CELL)  # whether the sample needs it, and misses it, is found below
-    usable = _with_text(index, prompts, captions, problems) if captions_needed else np.ones(len(index), dtype=np.bool_)
+    usable: Mask = np.ones(len(index), dtype=np.bool_)
+    if captions_needed:
+        usable = _captioned(index, captions, problems) if prompts is None else _classified(index, prompts, problems)
+        for field in sorted(template_fields(captions) - {CAPTION}):
+            has_text = _has_text(index, field)
+            _name(index, np.flatnonzero(usable & ~has_text), f"caption template has no text: {field}", problems)
+            usable &= has_text
     passed = [usable & evaluate(rule, index.columns, len(index)) for rule in filters]
-    survivors = np.flatnonzero(np.logical_and.reduce([usable, *passed]))
+    selected = np.flatnonzero(np.logical_and.reduce([usable, *passed]))
     if max_pixels is not None:
-        survivors = _small_enough(index, survivors, max_pixels, problems)
+        widths, heights = index.numbers("width"), index.numbers("height")
+        is_large = widths[selected].astype(np.int64) * heights[selected] > max_pixels
+
+        def size_of(sample: int) -> str:
+            return f": {widths[sample]} × {heights[sample]}, at most {max_pixels} are allowed"
+
+        _name(index, selected[is_large], "image has too many pixels", problems, size_of)
+        selected = selected[~is_large]
     rules = [(rule, int(mask.sum())) for rule, mask in zip(filters, passed, strict=True)]
-    selection = Selection(survivors, int(usable.sum()), rules, problems)
-    if not len(survivors):
+    selection = Selection(selected, int(usable.sum()), rules, problems)
+    if not len(selected):
         raise DataError(_nothing_left(index, selection))
     return selection
 
 
-def _small_enough(
-    index: DatasetIndex, samples: NDArray[np.int64], max_pixels: int, problems: Problems
-) -> NDArray[np.int64]:
-    """Without the images that reading would refuse: found there, they count as damage and may end the run."""
-    widths, heights = index.numbers("width")[samples], index.numbers("height")[samples]
-    is_large = widths.astype(np.int64) * heights > max_pixels
-
-    def size_of(sample: int) -> str:
-        width, height = index.numbers("width")[sample], index.numbers("height")[sample]
-        return f"{width} × {height}, at most {max_pixels} are allowed"
-
-    _name(index, samples[is_large], "image has too many pixels", problems, size_of)
-    return samples[~is_large]
-
-
-def _with_text(index: DatasetIndex, prompts: Prompts | None, captions: CaptionRules, problems: Problems) -> Mask:
-    usable = _captioned(index, captions, problems) if prompts is None else _classified(index, prompts, problems)
-    for field in sorted(template_fields(captions) - {CAPTION}):
-        has_text = _has_text(index, field)
-        _name(index, np.flatnonzero(usable & ~has_text), f"caption template has no text: {field}", problems)
-        usable &= has_text
-    return usable
-
-
-def _captioned(index: DatasetIndex, captions: CaptionRules, problems: Problems) -> Mask:
-    """As `choose_caption` decides at every visit."""
-    usable: Mask = np.full(len(index), not uses_caption(captions))
-    for field in captions.weights:
+def _captioned(index: DatasetIndex, captions: CaptionConfig, problems: Problems) -> Mask:
+    """Where `choose_caption` finds a caption."""
+    weights = caption_weights(captions)
+    usable: Mask = np.full(len(index), CAPTION not in template_fields(captions))
+    for field in weights:
         # An own caption that is empty is one, unless there are others to draw.
-        shortest = 0 if len(captions.weights) == 1 else 1
+        shortest = 0 if len(weights) == 1 else 1
         usable |= index.numbers("caption_length") >= shortest if field == CAPTION else _has_text(index, field)
     _name(index, np.flatnonzero(~usable), "caption missing", problems)
     return usable
@@ -251,7 +239,7 @@ def _has_text(index: DatasetIndex, field: str) -> Mask:
 
 
 def _classified(index: DatasetIndex, prompts: Prompts, problems: Problems) -> Mask:
-    """Looks each distinct class up once."""
+    """Where the class has a prompt; each distinct class is looked up once."""
     encoded = index.columns["cls"].combine_chunks().dictionary_encode()
     known = np.array([class_name(value) in prompts for value in encoded.dictionary.to_pylist()] + [False])
     codes = pc.fill_null(encoded.indices, len(known) - 1).to_numpy(zero_copy_only=False)
@@ -260,7 +248,7 @@ def _classified(index: DatasetIndex, prompts: Prompts, problems: Problems) -> Ma
     _name(index, np.flatnonzero(~has_class), "class missing", problems)
 
     def class_of(sample: int) -> str:
-        return f"class {index.text('cls', sample)!r}"
+        return f": class {index.text('cls', sample)!r}"
 
     _name(index, np.flatnonzero(has_class & ~usable), "class without a prompt", problems, class_of)
     return usable
@@ -271,17 +259,17 @@ def _name(
     samples: NDArray[np.int64],
     reason: str,
     problems: Problems,
-    detail: Callable[[int], str] | None = None,
+    detail: Callable[[int], str] = lambda sample: "",
 ) -> None:
+    """Counts all `samples` and names the first ones."""
     for sample in samples[:EXAMPLES_KEPT].tolist():
-        told = reason if detail is None else f"{reason}: {detail(sample)}"
-        problems.add(SkippedSample(*index.name(sample), told))
+        problems.add(SkippedSample(*index.name(sample), reason + detail(sample)))
     if len(samples) > EXAMPLES_KEPT:
         problems.add(SkippedSample("", "", reason), count=len(samples) - EXAMPLES_KEPT)
 
 
 def filter_lines(index: DatasetIndex, selection: Selection) -> list[str]:
-    """One line per filter with its survivors, and the fields that no sample has."""
+    """One line per filter with the samples that pass it alone, and the fields that no sample has."""
     lines = [f"{rule}: {counted(count, 'sample')}" for rule, count in selection.rules]
     for field in sorted(set().union(*(rule.fields() for rule, _ in selection.rules)) - index.fields - BUILT_IN):
         fields = ", ".join(sorted(index.fields)[:20]) or "none"

@@ -1,10 +1,8 @@
-"""The index of the data set: built unit by unit, kept on disk, mapped into memory as columns.
+"""The index of a data set: built shard by shard, kept on disk, mapped into memory as columns.
 
-The index of one unit: a parquet file with one row per sample, written once and replaced only as a whole.
-
-All units' indexes as one Arrow file that every process of a machine maps into memory and shares.
-
-Mapped pages belong to the page cache: ten loader processes hold an index of a million samples once.
+The index of one shard is a parquet file with one row per sample, written once and replaced only as a whole. The indexes
+of all shards are joined into one Arrow file that every process of a machine maps into memory: mapped pages belong to
+the page cache, so ten loader processes hold an index of a million samples once.
 """
 
 import hashlib
@@ -12,12 +10,12 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -32,10 +30,15 @@ from sd_training.data.storage.locations import shown
 from sd_training.errors import DataError
 from sd_training.log import get_logger, is_main_process
 
+log = get_logger(__name__)
+
 FORMAT_VERSION = 3
 CHECK = "check:"
 """Columns that count for the fingerprint only, such as checksums, and are not kept."""
-_UNIT_INFO = b"sd_training"
+FEW_SHARDS = 16
+"""Up to so many shards are indexed in this process: starting others would take longer."""
+MAX_PROCESSES = 16
+_INFO = b"sd_training"
 _STANDARD: dict[str, tuple[pa.DataType, object]] = {
     "width": (pa.int32(), 0),
     "height": (pa.int32(), 0),
@@ -44,189 +47,38 @@ _STANDARD: dict[str, tuple[pa.DataType, object]] = {
     "cls": (pa.large_string(), None),
 }
 """Columns that every index has, with the value of a scan that does not give them."""
-
-
-def index_path(source: Source, unit: Shard, index_dir: Path) -> Path:
-    """Where the index of this very state of the unit is kept."""
-    identity = json.dumps([source.identity, *unit, FORMAT_VERSION])
-    return index_dir / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.parquet"
-
-
-def build_index_file(source: Source, unit: Shard, index_dir: Path) -> None:
-    """Scans the unit and writes its index. Several processes may do so at once: the last complete file stays."""
-    scan = source.scan(unit)
-    table = _table(scan)
-    info = {"content_sha256": _content_hash(table), "problems": scan.problems.to_json()}
-    table = table.drop_columns([name for name in table.column_names if name.startswith(CHECK)])
-    table = table.replace_schema_metadata({_UNIT_INFO: json.dumps(info).encode()})
-    descriptor, temporary = tempfile.mkstemp(dir=index_dir, suffix=".partial")
-    os.close(descriptor)
-    try:
-        pq.write_table(table, temporary, compression="zstd")
-        os.replace(temporary, index_path(source, unit, index_dir))
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-@dataclass
-class IndexFile:
-    """One unit's index as read back."""
-
-    table: pa.Table
-    fields: frozenset[str]
-    """All metadata fields of the unit; `table` holds those that were asked for."""
-    content_sha256: str
-    problems: Problems
-
-
-def read_index_file(path: Path, fields: frozenset[str]) -> IndexFile:
-    """Reads the positions of the samples and the metadata columns of `fields`.
-
-    Raises:
-        OSError, ValueError: the file is missing, damaged (pyarrow's errors are of these kinds) or of another program.
-    """
-    with pq.ParquetFile(path, memory_map=True) as file:
-        schema = file.schema_arrow
-        info = json.loads((schema.metadata or {})[_UNIT_INFO]) if _UNIT_INFO in (schema.metadata or {}) else None
-        if info is None:
-            raise ValueError(f"{path} is not an index")
-        wanted = [name for name in schema.names if _is_wanted(name, fields)]
-        table = file.read(columns=wanted, use_threads=False).replace_schema_metadata(None)
-    return IndexFile(table, field_names(schema.names), info["content_sha256"], Problems.from_json(info["problems"]))
-
-
-def _is_wanted(name: str, fields: frozenset[str]) -> bool:
-    return not field_names([name]) or bool(field_names([name]) & fields)
-
-
-def _table(scan: ShardScan) -> pa.Table:
-    columns = {name: _wide(column) for name, column in scan.columns.items()}
-    rows = len(columns["key"])
-    for name, (kind, value) in _STANDARD.items():
-        if name not in columns:
-            columns[name] = pa.nulls(rows, kind) if value is None else pa.array(np.full(rows, value), kind)
-        elif columns[name].type != kind:
-            columns[name] = columns[name].cast(kind)
-    return pa.table(columns)
-
-
-def _wide(column: pa.Array) -> pa.Array:
-    """Texts of many units together pass the 2 GiB that 32-bit offsets can address."""
-    return column.cast(pa.large_string()) if pa.types.is_string(column.type) else column
-
-
-def _content_hash(table: pa.Table) -> str:
-    """Of everything that tells samples apart; offsets are left out, so that a shard written anew is the same data."""
-    digest = hashlib.sha256()
-    for name in sorted(name for name in table.column_names if not (name.startswith("at:") and "offset" in name)):
-        column = table[name]
-        digest.update(f"{name}\n".encode())
-        if pa.types.is_integer(column.type) and not column.null_count:
-            digest.update(column.to_numpy().astype("<i8").tobytes())
-        else:
-            digest.update(json.dumps(column.to_pylist(), default=str).encode())
-    return digest.hexdigest()
-
-
-_JOINED_INFO = b"sd_training"
-_KEPT_S = 30 * 24 * 3600
-"""Joined indexes that nobody has opened for so long are removed; they are made again from the units' in seconds."""
-_HALF_WRITTEN_S = 24 * 3600
-"""Nobody writes an index file for so long."""
-
-
-def joined_path(index_files: Sequence[Path], fields: frozenset[str], index_dir: Path) -> Path:
-    """Where the join of these files with these metadata fields is kept."""
-    identity = json.dumps([[path.name for path in index_files], sorted(fields)])
-    return index_dir / f"joined-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.arrow"
-
-
-def write_joined(files: Sequence[IndexFile], path: Path) -> None:
-    """Writes the join. Several processes may do so at once: the last complete file stays."""
-    sweep_joined(path.parent)
-    table = pa.concat_tables([file.table for file in files], promote_options="permissive")
-    rows = [file.table.num_rows for file in files]
-    table = table.append_column("unit", pa.array(np.repeat(np.arange(len(files), dtype=np.int32), rows)))
-    table = _with_global_blocks(table).combine_chunks().replace_schema_metadata({_JOINED_INFO: _info(files)})
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-    os.close(descriptor)
-    try:
-        with pa.OSFile(temporary, "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-            writer.write_table(table)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _info(files: Sequence[IndexFile]) -> bytes:
-    problems = Problems()
-    for file in files:
-        problems.merge(file.problems)
-    fields = sorted(frozenset().union(*(file.fields for file in files)))
-    contents = [file.content_sha256 for file in files]
-    return json.dumps({"fields": fields, "problems": problems.to_json(), "contents": contents}).encode()
-
-
-def _with_global_blocks(table: pa.Table) -> pa.Table:
-    """Blocks are numbered within their unit; here they are numbered over all of them."""
-    unit, block = table["unit"].to_numpy(), table["block"].to_numpy()
-    starts = np.empty(len(unit), dtype=bool)
-    starts[:1] = True
-    starts[1:] = (unit[1:] != unit[:-1]) | (block[1:] != block[:-1])
-    numbers = (np.cumsum(starts) - 1).astype(np.int32)
-    return table.set_column(table.column_names.index("block"), "block", pa.array(numbers))
-
-
-def read_joined(path: Path) -> tuple[pa.Table, frozenset[str], Problems, list[str]]:
-    """The table (mapped, not read), all metadata fields, the problems, and each unit's content hash.
-
-    Raises:
-        OSError, ValueError, KeyError: the file is missing, damaged or of another program.
-    """
-    os.utime(path)
-    table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-    info = json.loads(table.schema.metadata[_JOINED_INFO])
-    return table, frozenset(info["fields"]), Problems.from_json(info["problems"]), info["contents"]
-
-
-def sweep_joined(index_dir: Path) -> None:
-    """Removes joins that have not been opened for long, and what killed processes left half written."""
-    kept_s = dict.fromkeys(index_dir.glob("joined-*.arrow"), _KEPT_S)
-    for path, seconds in (kept_s | dict.fromkeys(index_dir.glob("*.partial"), _HALF_WRITTEN_S)).items():
-        try:
-            if time.time() - path.stat().st_mtime > seconds:
-                path.unlink()
-        except OSError:  # another process was faster
-            continue
-
-
-log = get_logger(__name__)
-
-FEW_UNITS = 16
-"""Up to so many units are indexed in this process: starting others would take longer."""
-MAX_PROCESSES = 16
+_JOINED_KEPT_S = 30 * 24 * 3600
+"""Joined indexes not opened for so long are removed; they are made again from the shards' in seconds."""
+_PARTIAL_KEPT_S = 24 * 3600
+"""Writing an index file takes less."""
 
 
 class DatasetIndex:
-    """Columns over all samples of all units, in the order of the units; mapped from a file, not held in memory.
+    """Columns over all samples of all shards, in the order of the shards; mapped from a file, not held in memory.
 
     Attributes:
         path: the joined index.
-        units: the units it was made from.
-        columns: arrow table: `key`, `unit`, `block`, `width`, `height`, `caption_length`, `cls`, `at:…`, perhaps
-            `caption`, and the metadata columns of the fields that were asked for.
-        fields: every metadata field that some unit has.
-        problems: what was wrong with the units.
-        fingerprint: sha256 over names, sizes and contents of the units; data may move.
+        shards: the shards it was made from.
+        columns: arrow table: `key`, `unit` (number of the shard), `block`, `width`, `height`, `caption_length`, `cls`,
+            `at:…`, perhaps `caption`, and the metadata columns of the fields that were asked for.
+        fields: every metadata field that some shard has.
+        problems: what was wrong with the shards.
+        fingerprint: sha256 over names, sizes and contents of the shards, without their folders.
     """
 
-    def __init__(self, path: Path, units: Sequence[Shard]) -> None:
-        self.path, self.shards = path, list(units)
+    def __init__(self, path: Path, shards: Sequence[Shard]) -> None:
+        """Raises OSError, ValueError or KeyError where the file is missing, damaged or of another program."""
+        self.path, self.shards = path, list(shards)
         self._numbers: dict[str, NDArray[Any]] = {}
-        self.columns, self.fields, self.problems, contents = read_joined(path)
-        self.fingerprint = _fingerprint(units, contents)
+        os.utime(path)
+        self.columns = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        info = json.loads(self.columns.schema.metadata[_INFO])
+        self.fields, self.problems = frozenset[str](info["fields"]), Problems.from_json(info["problems"])
+        digest = hashlib.sha256()
+        for shard, content in zip(shards, info["contents"], strict=True):
+            line = f"{shard.location.rstrip('/').rpartition('/')[2]}/{shard.size}/{content}\n"  # names hold no slash
+            digest.update(line.encode("utf-8", "backslashreplace"))
+        self.fingerprint = digest.hexdigest()
 
     def __len__(self) -> int:
         return int(self.columns.num_rows)
@@ -238,7 +90,7 @@ class DatasetIndex:
         return self._numbers[column]
 
     def text(self, column: str, sample: int) -> str | None:
-        """A value of a text column; None where it is null or nobody has the column."""
+        """A value of a text column; None where it is null or there is no such column."""
         return self.columns[column][sample].as_py() if column in self.columns.column_names else None
 
     def metadata_text(self, field: str, sample: int) -> str | None:
@@ -250,14 +102,11 @@ class DatasetIndex:
         return text
 
     def name(self, sample: int) -> tuple[str, str]:
-        """Location of the unit as it may be shown, without secrets, and key, of a sample."""
+        """Location of the shard as it may be shown, without secrets, and key, of a sample."""
         return shown(self.shards[self.numbers("unit")[sample]].location), str(self.columns["key"][sample].as_py())
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "units": self.shards}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["path"], state["units"])  # type: ignore[misc]
+    def __reduce__(self) -> tuple[type["DatasetIndex"], tuple[Path, list[Shard]]]:
+        return DatasetIndex, (self.path, self.shards)
 
 
 def _view(column: pa.ChunkedArray) -> NDArray[Any]:
@@ -277,7 +126,7 @@ def default_index_dir() -> Path:
 
 
 def load_index(source: Source, index_dir: Path | None, fields: Iterable[str] = ()) -> DatasetIndex:
-    """Indexes the units that are new or changed, and opens the index of all.
+    """Indexes the shards that are new or changed, and opens the index of all.
 
     Args:
         source: what to index.
@@ -285,24 +134,26 @@ def load_index(source: Source, index_dir: Path | None, fields: Iterable[str] = (
         fields: metadata fields that filters and captions need.
 
     Raises:
-        DataError: a unit or the index folder cannot be read or written.
+        DataError: a shard or the index folder cannot be read or written.
     """
     folder = index_dir or default_index_dir()
-    units, wanted = source.shards(), frozenset(fields)
+    shards, wanted = source.shards(), frozenset(fields)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path = joined_path([index_path(source, unit, folder) for unit in units], wanted, folder)
+        paths = [_shard_path(source, shard, folder) for shard in shards]
+        joined = folder / f"joined-{_name_of([[path.name for path in paths], sorted(wanted)])}.arrow"
         try:
-            return DatasetIndex(path, units)
+            return DatasetIndex(joined, shards)
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-            log.warning("the index %s is damaged (%s) and is joined again", path, error)
-        _build(source, [unit for unit in units if not index_path(source, unit, folder).exists()], folder)
+            log.warning("the index %s is damaged (%s) and is joined again", joined, error)
+        _build_missing(source, [shard for shard, path in zip(shards, paths, strict=True) if not path.exists()], folder)
         with ThreadPoolExecutor(8) as pool:
-            files = list(pool.map(lambda unit: _read(source, unit, folder, wanted), units))
-        write_joined(files, path)
-        return DatasetIndex(path, units)
+            files = list(pool.map(lambda shard: _read_or_rebuild(source, shard, folder, wanted), shards))
+        _sweep(folder)
+        _write_joined(files, joined)
+        return DatasetIndex(joined, shards)
     except OSError as error:
         raise DataError(
             f"the data cannot be indexed: {error}; dataset.params.index_dir must be a writable folder "
@@ -310,24 +161,28 @@ def load_index(source: Source, index_dir: Path | None, fields: Iterable[str] = (
         ) from error
 
 
-def _read(source: Source, unit: Shard, folder: Path, fields: frozenset[str]) -> IndexFile:
-    path = index_path(source, unit, folder)
-    try:
-        return read_index_file(path, fields)
-    except (OSError, ValueError, KeyError) as error:
-        log.warning("the index file %s is damaged (%s) and is built again", path, error)
-        build_index_file(source, unit, folder)
-        return read_index_file(path, fields)
+def _name_of(identity: object) -> str:
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
 
-def _build(source: Source, missing: Sequence[Shard], folder: Path) -> None:
-    if len(missing) <= FEW_UNITS:
-        for unit in missing:
-            build_index_file(source, unit, folder)
+def _shard_path(source: Source, shard: Shard, folder: Path) -> Path:
+    """Where the index of this very state of the shard is kept."""
+    return folder / f"{_name_of([source.identity, *shard, FORMAT_VERSION])}.parquet"
+
+
+def _build_missing(source: Source, missing: Sequence[Shard], folder: Path) -> None:
+    if len(missing) <= FEW_SHARDS:
+        for shard in missing:
+            _build(source, shard, folder)
         return
-    bar = tqdm(total=len(missing), desc="indexing", unit="unit", disable=not is_main_process())
-    with _processes(len(missing)) as pool, bar:
-        futures = [pool.submit(build_index_file, source, unit, folder) for unit in missing]
+    count = min(len(missing), MAX_PROCESSES, os.cpu_count() or 1)
+    # Reading headers holds the interpreter lock, so processes; fresh ones, because this one may run threads.
+    pool: Executor = ThreadPoolExecutor(1)
+    if count > 1:
+        pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"))
+    bar = tqdm(total=len(missing), desc="indexing", unit="shard", disable=not is_main_process())
+    with pool, bar:
+        futures = [pool.submit(_build, source, shard, folder) for shard in missing]
         try:
             for future in as_completed(futures):
                 future.result()
@@ -337,15 +192,120 @@ def _build(source: Source, missing: Sequence[Shard], folder: Path) -> None:
             raise
 
 
-def _processes(num_tasks: int) -> Executor:
-    """Reading headers holds the interpreter lock, so processes; fresh ones, because this one may run threads."""
-    count = min(num_tasks, MAX_PROCESSES, os.cpu_count() or 1)
-    return ProcessPoolExecutor(count, mp_context=get_context("spawn")) if count > 1 else ThreadPoolExecutor(1)
+def _build(source: Source, shard: Shard, folder: Path) -> None:
+    """Scans the shard and writes its index."""
+    scan = source.scan(shard)
+    table = _table(scan)
+    info = {"content_sha256": _content_hash(table), "problems": scan.problems.to_json()}
+    table = table.drop_columns([name for name in table.column_names if name.startswith(CHECK)])
+    table = table.replace_schema_metadata({_INFO: json.dumps(info).encode()})
+    with _replaced_whole(_shard_path(source, shard, folder)) as temporary:
+        pq.write_table(table, temporary, compression="zstd")
 
 
-def _fingerprint(units: Sequence[Shard], contents: Sequence[str]) -> str:
+@contextmanager
+def _replaced_whole(path: Path) -> Iterator[str]:
+    """A file to write that then becomes `path`. Several processes may do so at once: the last complete file stays."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+    os.close(descriptor)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _table(scan: ShardScan) -> pa.Table:
+    # Texts of many shards together pass the 2 GiB that 32-bit offsets can address.
+    columns = {n: c.cast(pa.large_string()) if pa.types.is_string(c.type) else c for n, c in scan.columns.items()}
+    rows = len(columns["key"])
+    for name, (kind, value) in _STANDARD.items():
+        if name not in columns:
+            columns[name] = pa.nulls(rows, kind) if value is None else pa.array(np.full(rows, value), kind)
+        elif columns[name].type != kind:
+            columns[name] = columns[name].cast(kind)
+    return pa.table(columns)
+
+
+def _content_hash(table: pa.Table) -> str:
+    """Of everything that tells samples apart; offsets are left out, so that a shard written anew is the same data."""
     digest = hashlib.sha256()
-    for unit, content in zip(units, contents, strict=True):
-        line = f"{unit.location.rstrip('/').rpartition('/')[2]}/{unit.size}/{content}\n"  # names hold no slash
-        digest.update(line.encode("utf-8", "backslashreplace"))
+    for name in sorted(name for name in table.column_names if not (name.startswith("at:") and "offset" in name)):
+        column = table[name]
+        digest.update(f"{name}\n".encode())
+        if pa.types.is_integer(column.type) and not column.null_count:
+            digest.update(column.to_numpy().astype("<i8").tobytes())
+        else:
+            digest.update(json.dumps(column.to_pylist(), default=str).encode())
     return digest.hexdigest()
+
+
+class _ShardIndex(NamedTuple):
+    """One shard's index as read back."""
+
+    table: pa.Table
+    fields: frozenset[str]
+    """All metadata fields of the shard; `table` holds those that were asked for."""
+    content_sha256: str
+    problems: Problems
+
+
+def _read_or_rebuild(source: Source, shard: Shard, folder: Path, fields: frozenset[str]) -> _ShardIndex:
+    path = _shard_path(source, shard, folder)
+    try:
+        return _read(path, fields)
+    except (OSError, ValueError, KeyError) as error:
+        log.warning("the index file %s is damaged (%s) and is built again", path, error)
+        _build(source, shard, folder)
+        return _read(path, fields)
+
+
+def _read(path: Path, fields: frozenset[str]) -> _ShardIndex:
+    """Raises OSError, ValueError or KeyError where the file is missing, damaged (pyarrow's errors are of these kinds)
+    or of another program."""
+    with pq.ParquetFile(path, memory_map=True) as file:
+        schema = file.schema_arrow
+        info = json.loads((schema.metadata or {})[_INFO])
+        wanted = [name for name in schema.names if not field_names([name]) or field_names([name]) & fields]
+        table = file.read(columns=wanted, use_threads=False).replace_schema_metadata(None)
+    return _ShardIndex(table, field_names(schema.names), info["content_sha256"], Problems.from_json(info["problems"]))
+
+
+def _write_joined(files: Sequence[_ShardIndex], path: Path) -> None:
+    table = pa.concat_tables([file.table for file in files], promote_options="permissive")
+    rows = [file.table.num_rows for file in files]
+    shard, block = np.repeat(np.arange(len(files), dtype=np.int32), rows), table["block"].to_numpy()
+    # Blocks are numbered within their shard; here they are numbered over all of them.
+    starts = np.ones(len(shard), dtype=bool)
+    starts[1:] = (shard[1:] != shard[:-1]) | (block[1:] != block[:-1])
+    blocks = pa.array((np.cumsum(starts) - 1).astype(np.int32))
+    table = table.append_column("unit", pa.array(shard))
+    table = table.set_column(table.column_names.index("block"), "block", blocks).combine_chunks()
+    problems = Problems()
+    for file in files:
+        problems.merge(file.problems)
+    fields = sorted(frozenset().union(*(file.fields for file in files)))
+    info = {
+        "fields": fields,
+        "problems": problems.to_json(),
+        "contents": [file.content_sha256 for file in files],
+    }
+    table = table.replace_schema_metadata({_INFO: json.dumps(info).encode()})
+    with (
+        _replaced_whole(path) as temporary,
+        pa.OSFile(temporary, "wb") as sink,
+        pa.ipc.new_file(sink, table.schema) as w,
+    ):
+        w.write_table(table)
+
+
+def _sweep(folder: Path) -> None:
+    """Removes joined indexes that have not been opened for long, and incomplete files of killed processes."""
+    kept_s = dict.fromkeys(folder.glob("joined-*.arrow"), _JOINED_KEPT_S)
+    for path, seconds in (kept_s | dict.fromkeys(folder.glob("*.partial"), _PARTIAL_KEPT_S)).items():
+        try:
+            if time.time() - path.stat().st_mtime > seconds:
+                path.unlink()
+        except OSError:  # another process was faster
+            continue

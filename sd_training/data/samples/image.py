@@ -199,7 +199,7 @@ def _from_16_bit(image: Image.Image) -> Image.Image:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CropRequest:
     """The picture that a visit is to give."""
 
     height: int
@@ -235,12 +235,12 @@ class CropPlacement(NamedTuple):
     """Height and width of the resized image [pixels]."""
 
 
-def cover_scale(image_height: int, image_width: int, wanted: Wanted) -> float:
+def cover_scale(image_height: int, image_width: int, wanted: CropRequest) -> float:
     """The smallest factor by which an image can be resized to cover the wanted picture."""
     return max(wanted.height / image_height, wanted.width / image_width)
 
 
-def place(image_height: int, image_width: int, wanted: Wanted) -> CropPlacement:
+def place(image_height: int, image_width: int, wanted: CropRequest) -> CropPlacement:
     """Where the cut lies.
 
     The sizes are those of the upright file, so that a JPEG decoded at reduced scale is cut at the very same place.
@@ -257,7 +257,7 @@ def _start(fraction: float | None, room: int) -> int:
     return room // 2 if fraction is None else int(fraction * (room + 1))
 
 
-def read_picture(data: bytes, wanted: Wanted, rules: ImageRules) -> CroppedImage:
+def read_image(data: bytes, wanted: CropRequest, rules: ImageRules) -> CroppedImage:
     """Decodes, cuts, resizes and mirrors; only the pixels of the cut are resized.
 
     The image is never resized as a whole, so that a picture of 1 × 100,000 pixels needs no memory.
@@ -276,7 +276,7 @@ def read_picture(data: bytes, wanted: Wanted, rules: ImageRules) -> CroppedImage
     return CroppedImage(pixels[:3], decoded.original_size, (top, left), alpha)
 
 
-def _cut(decoded: DecodedImage, placement: CropPlacement, wanted: Wanted) -> NDArray[np.uint8]:
+def _cut(decoded: DecodedImage, placement: CropPlacement, wanted: CropRequest) -> NDArray[np.uint8]:
     """[3 or 4, H, W]. The edges of the cut are rounded to whole pixels of the decoded image.
 
     torch's antialiased bicubic resize of uint8 is Pillow's, to one unit of rounding, at a third of its time.

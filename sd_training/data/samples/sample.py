@@ -1,12 +1,13 @@
-"""Reads one visit: image, caption and every random number of a position in the run.
+"""One request → one example: image, caption and every random number of a position in the run; examples → PixelBatch.
 
-Visited samples → PixelBatch.
+An example depends on the arguments, the position and the files alone, so ranks, workers, micro-batch size and device
+change no bit of it (design contract 3).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,16 +16,16 @@ from torch.utils.data import Dataset
 
 from sd_training.config.data_schema import DatasetParams
 from sd_training.config.plan import counted
-from sd_training.data.opened import OpenDataset
+from sd_training.data.dataset import OpenDataset
 from sd_training.data.order.buckets import BucketTable
-from sd_training.data.order.draws import generator
+from sd_training.data.order.order import generator
 from sd_training.data.problems import BadSample, SkippedSample, printable
-from sd_training.data.samples.captions import Dropout, Encoded, Tokenizer
-from sd_training.data.samples.image import CroppedImage, ImageRules, Wanted, read_picture
-from sd_training.errors import DataError, OutageError
+from sd_training.data.samples.captions import Encoded, Tokenizer
+from sd_training.data.samples.image import CropRequest, ImageRules, read_image
+from sd_training.errors import DataError
 from sd_training.types import LatentGrid, PixelBatch
 
-_NOTHING = np.empty(0, dtype=np.float32)
+_EMPTY = np.empty(0, dtype=np.float32)
 _NO_MASK = np.empty(0, dtype=np.uint8)
 
 
@@ -46,6 +47,35 @@ class SampleRequest(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Dropout:
+    """Which conditioners an example is trained without; every decision is drawn per sample."""
+
+    text_prob: float = 0.0
+    """Probability that all text encoders are dropped together: the null conditioning of guidance."""
+    encoder_prob: float = 0.0
+    """Probability of each text encoder to be dropped, independently of that and of each other."""
+    size_prob: float = 0.0
+    """Probability that the original size is dropped."""
+    crop_prob: float = 0.0
+    """Probability that the crop is dropped."""
+
+    def draw(self, seed: int, position: int, encoders: Sequence[str]) -> dict[str, bool]:
+        """Text encoder, `size` and `crop` → whether it is replaced by its null conditioning at a position of the run.
+
+        The answer for one encoder does not depend on which others there are.
+        """
+
+        def is_dropped(prob: float, purpose: str) -> bool:
+            return prob > 0 and bool(generator(seed, purpose, position).random() < prob)
+
+        joint = is_dropped(self.text_prob, "conditioning_dropout")
+        dropped = {e: joint or is_dropped(self.encoder_prob, f"conditioning_dropout:{e}") for e in encoders}
+        dropped["size"] = is_dropped(self.size_prob, "conditioning_dropout:size")
+        dropped["crop"] = is_dropped(self.crop_prob, "conditioning_dropout:crop")
+        return dropped
+
+
+@dataclass(frozen=True)
 class DrawSettings:
     """What else is drawn for a position."""
 
@@ -62,7 +92,7 @@ class DrawSettings:
     """One timestep draw from each of as many equal parts of [0, 1) as the optimizer step has samples."""
 
     def purposes(self) -> list[str]:
-        """What `draws.generator` may be asked for besides seed and position, when a sample of this run is read."""
+        """The purposes that `generator` may be asked for when a sample of this run is read."""
         optional = {
             "noise": self.has_noise,
             "offset_noise": self.has_offset_noise,
@@ -75,37 +105,27 @@ class DrawSettings:
 
 @dataclass
 class Example:
-    """One position's share of a PixelBatch, and the samples that were skipped on the way to it."""
+    """One row of a PixelBatch, and the samples that were skipped on the way to it."""
 
-    pixels: NDArray[np.uint8]
+    arrays: dict[str, Any]
+    """Tensor field of PixelBatch → the row's array or number."""
     texts: dict[str, Encoded]
     """Text encoder → tokens."""
     dropped: dict[str, bool]
-    posterior_noise: NDArray[np.float32]
-    noise: NDArray[np.float32]
-    timestep_draw: float
-    offset_noise: NDArray[np.float32]
-    input_noise: NDArray[np.float32]
-    mask: NDArray[np.uint8]
-    original_size: tuple[int, int]
-    crop_top_left: tuple[int, int]
-    position: int
-    sample_id: int
+    """As `PixelBatch.dropped`."""
     skipped: list[SkippedSample]
 
 
 @dataclass
 class FailedExample:
-    """An error for the main process: raised in a loader process it would reach the user as a traceback."""
+    """An error for the training process: raised in a loader process it would reach the user as a traceback."""
 
-    message: str
+    error: DataError
     skipped: list[SkippedSample]
-    is_outage: bool = False
-    """Whether another start may succeed."""
 
 
 class TrainingSamples(Dataset[Example | FailedExample]):
-    """Maps a visit to a sample; the result depends on the arguments, the position and the files alone.
+    """Maps a request to an example.
 
     Args:
         datasets: where samples are read.
@@ -129,85 +149,78 @@ class TrainingSamples(Dataset[Example | FailedExample]):
         lengths = [len(dataset.index) for dataset in self.datasets]
         self.first_ids = [sum(lengths[:number]) for number in range(len(lengths))]
 
-    def __getitem__(self, visit: SampleRequest) -> Example | FailedExample:
-        skipped, most = list[SkippedSample](), self.params.max_bad_in_row
+    def __getitem__(self, request: SampleRequest) -> Example | FailedExample:
+        """The example; where the sample is bad, of another sample of the same bucket, drawn by the position alone."""
+        skipped, most, seed = list[SkippedSample](), self.params.max_bad_in_row, self.draws.seed
+        dataset = self.datasets[request.dataset]
         try:
             for attempt in range(most):
                 try:
-                    return self._read(visit, skipped)
+                    return self._read(request, skipped)
                 except BadSample as reason:
-                    name = self.datasets[visit.dataset].index.name(visit.sample)
-                    skipped.append(SkippedSample(*name, printable(str(reason)), visit.position))
-                    visit = visit._replace(sample=self._replacement(visit, attempt))
+                    name = dataset.index.name(request.sample)
+                    skipped.append(SkippedSample(*name, printable(str(reason)), request.position))
+                    others = dataset.in_bucket(request.bucket)
+                    chosen = generator(seed, "replacement", request.position, attempt).integers(len(others))
+                    request = request._replace(sample=int(others[chosen]))
         except DataError as error:
-            return FailedExample(str(error), skipped, isinstance(error, OutageError))
+            return FailedExample(error, skipped)
         last = skipped[-1]
-        message = (
-            f"{counted(most, 'sample')} in a row could not be used; the last: {last.shard} {last.key}: {last.reason}"
+        return FailedExample(
+            DataError(
+                f"{counted(most, 'sample')} in a row could not be used; the last: {last.shard} {last.key}: {last.reason} "
+                f"(dataset.params.max_bad_in_row={most})"
+            ),
+            skipped,
         )
-        return FailedExample(f"{message} (dataset.params.max_bad_in_row={most})", skipped)
 
-    def _replacement(self, visit: SampleRequest, attempt: int) -> int:
-        """Another sample of the same bucket; which one depends on the position alone."""
-        choices = self.datasets[visit.dataset].in_bucket(visit.bucket)
-        return int(choices[generator(self.draws.seed, "replacement", visit.position, attempt).integers(len(choices))])
-
-    def _read(self, visit: SampleRequest, skipped: list[SkippedSample]) -> Example:
-        height, width = self.table.sizes[visit.bucket]
-        picture = self._picture(visit, height, width)
-        draws, position = self.draws, visit.position
+    def _read(self, request: SampleRequest, skipped: list[SkippedSample]) -> Example:
+        """Raises BadSample or DataError."""
+        draws, params, position = self.draws, self.params, request.position
+        rng, dataset = partial(generators, draws.seed, position), self.datasets[request.dataset]
+        height, width = self.table.sizes[request.bucket]
+        top, left = rng("crop").random(2).tolist() if params.crop == "random" else (None, None)
+        flip = params.flip_prob > 0 and bool(rng("flip").random() < params.flip_prob)
+        wanted = CropRequest(height, width, top, left, flip)
+        image = read_image(dataset.reader.image(request.sample), wanted, self.rules)
         dropped = draws.dropout.draw(draws.seed, position, list(self.tokenizers))
-        shape = draws.grid.shape(height, width)
-        return Example(
-            pixels=picture.pixels,
-            texts=self._texts(visit, dropped),
-            dropped=dropped,
-            posterior_noise=self._normal("posterior_noise", position, shape),
-            noise=self._normal("noise", position, shape) if draws.has_noise else _NOTHING,
-            timestep_draw=self._timestep_draw(visit),
-            offset_noise=self._normal("offset_noise", position, shape[:1]) if draws.has_offset_noise else _NOTHING,
-            input_noise=self._normal("input_noise", position, shape) if draws.has_input_noise else _NOTHING,
-            mask=_NO_MASK if picture.alpha is None else picture.alpha,
-            original_size=picture.original_size,
-            crop_top_left=picture.crop_top_left,
-            position=position,
-            sample_id=self.first_ids[visit.dataset] + visit.sample,
-            skipped=skipped,
-        )
+        is_read = any(not dropped[name] for name in self.tokenizers)
+        caption = dataset.captioner(request.sample, rng) if is_read else ""
+        texts = {name: t.encode_counted("" if dropped[name] else caption) for name, t in self.tokenizers.items()}
 
-    def _picture(self, visit: SampleRequest, height: int, width: int) -> CroppedImage:
-        params, seed = self.params, self.draws.seed
-        top, left = None, None
-        if params.crop == "random":
-            top, left = generator(seed, "crop", visit.position).random(2).tolist()
-        flip = params.flip_prob > 0 and generator(seed, "flip", visit.position).random() < params.flip_prob
-        wanted = Wanted(height, width, top, left, bool(flip))
-        return read_picture(self.datasets[visit.dataset].reader.image(visit.sample), wanted, self.rules)
+        def normal(purpose: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+            return rng(purpose).standard_normal(shape, dtype=np.float32)
 
-    def _texts(self, visit: SampleRequest, dropped: Mapping[str, bool]) -> dict[str, Encoded]:
-        """The visit's caption for every text encoder; it is not even read where all of them go without."""
-        caption = ""
-        if any(not dropped[name] for name in self.tokenizers):
-            chance = partial(_chance, self.draws.seed, visit.position)
-            caption = self.datasets[visit.dataset].captioner(visit.sample, chance)
-        pairs = self.tokenizers.items()
-        return {name: tokenizer.encode_counted("" if dropped[name] else caption) for name, tokenizer in pairs}
+        latents = draws.grid.shape(height, width)
+        arrays = {
+            "pixels": image.pixels,
+            "posterior_noise": normal("posterior_noise", latents),
+            "noise": normal("noise", latents) if draws.has_noise else _EMPTY,
+            "timestep_draw": np.float32(self._timestep_draw(request)),
+            "offset_noise": normal("offset_noise", latents[:1]) if draws.has_offset_noise else _EMPTY,
+            "input_noise": normal("input_noise", latents) if draws.has_input_noise else _EMPTY,
+            "mask": _NO_MASK if image.alpha is None else image.alpha,
+            "original_size": np.array(image.original_size),
+            "crop_top_left": np.array(image.crop_top_left),
+            "target_size": np.array((height, width)),
+            "positions": np.int64(position),
+            "sample_ids": np.int64(self.first_ids[request.dataset] + request.sample),
+        }
+        return Example(arrays, texts, dropped, skipped)
 
-    def _timestep_draw(self, visit: SampleRequest) -> float:
-        draws = self.draws
-        draw = float(generator(draws.seed, "timestep", visit.position).random(dtype=np.float32))
-        if not draws.is_stratified:
+    def _timestep_draw(self, request: SampleRequest) -> float:
+        """In [0, 1)."""
+        draw = float(generator(self.draws.seed, "timestep", request.position).random(dtype=np.float32))
+        if not self.draws.is_stratified:
             return draw
-        step = visit.position - visit.slot  # the first position of a step names it
-        stratum = _strata(draws.seed, step, visit.step_samples)[visit.slot]
-        # Rounding to float32 may give 1, which is no draw from [0, 1).
-        return min((float(stratum) + draw) / visit.step_samples, 1.0 - 2.0**-24)
-
-    def _normal(self, purpose: str, position: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        return generator(self.draws.seed, purpose, position).standard_normal(shape, dtype=np.float32)
+        step = request.position - request.slot  # the first position of a step names it
+        stratum = _strata(self.draws.seed, step, request.step_samples)[request.slot]
+        # Rounding to float32 may give 1, which is outside of [0, 1).
+        return min((float(stratum) + draw) / request.step_samples, 1.0 - 2.0**-24)
 
 
-def _chance(seed: int, position: int, purpose: str) -> np.random.Generator:
+def generators(seed: int, position: int, purpose: str) -> np.random.Generator:
+    """`generator` with the arguments in the order of a partial: purpose → generator of a position."""
     return generator(seed, purpose, position)
 
 
@@ -219,53 +232,37 @@ def _strata(seed: int, step: int, count: int) -> NDArray[np.int64]:
 
 @dataclass
 class WorkerResult:
-    """What a loader process hands over for one micro-batch."""
+    """What a loader process returns for one micro-batch."""
 
     batch: PixelBatch | None
     """None after a failure."""
     skipped: list[SkippedSample]
     were_good: list[bool]
-    """Of each visit: whether the sample whose turn it was could be used."""
+    """Of each request: whether the requested sample itself could be used."""
     num_truncated: int = 0
-    """Captions that had more tokens than the text encoder takes."""
-    failure: str | None = None
-    """Why the run cannot go on; the main process raises it as a DataError."""
-    is_outage: bool = False
-    """As an OutageError."""
+    """Examples with a caption of more tokens than its text encoder takes."""
+    error: DataError | None = None
+    """Why the run cannot continue; the training process raises it."""
 
     def pin_memory(self) -> "WorkerResult":
         """Called by torch's DataLoader in its pinning thread."""
         return replace(self, batch=self.batch and self.batch.pin_memory())
 
 
-def collate(visits: Sequence[Example | FailedExample]) -> WorkerResult:
-    """Stacks the samples in the order of their positions."""
-    were_good = [not visit.skipped for visit in visits]
-    skipped = [problem for visit in visits for problem in visit.skipped]
-    samples = [visit for visit in visits if isinstance(visit, Example)]
-    failures = [visit for visit in visits if isinstance(visit, FailedExample)]
-    if failures:
-        return WorkerResult(None, skipped, were_good, failure=failures[0].message, is_outage=failures[0].is_outage)
-    encoders = list(samples[0].texts)
+def collate(examples: Sequence[Example | FailedExample]) -> WorkerResult:
+    """Stacks the examples in the order of their positions."""
+    were_good = [not example.skipped for example in examples]
+    skipped = [problem for example in examples for problem in example.skipped]
+    rows = [example for example in examples if isinstance(example, Example)]
+    failed = [example for example in examples if isinstance(example, FailedExample)]
+    if failed:
+        return WorkerResult(None, skipped, were_good, error=failed[0].error)
+    encoders = list(rows[0].texts)
     batch = PixelBatch(
-        pixels=torch.from_numpy(np.stack([s.pixels for s in samples])),
-        tokens={name: torch.from_numpy(np.stack([s.texts[name].tokens for s in samples])) for name in encoders},
-        token_masks={name: torch.from_numpy(np.stack([s.texts[name].mask for s in samples])) for name in encoders},
-        dropped={name: torch.tensor([s.dropped[name] for s in samples]) for name in samples[0].dropped},
-        posterior_noise=torch.from_numpy(np.stack([s.posterior_noise for s in samples])),
-        noise=torch.from_numpy(np.stack([s.noise for s in samples])),
-        timestep_draw=torch.from_numpy(np.array([s.timestep_draw for s in samples], dtype=np.float32)),
-        offset_noise=torch.from_numpy(np.stack([s.offset_noise for s in samples])),
-        input_noise=torch.from_numpy(np.stack([s.input_noise for s in samples])),
-        mask=torch.from_numpy(np.stack([s.mask for s in samples])),
-        original_size=torch.tensor([s.original_size for s in samples], dtype=torch.int64),
-        crop_top_left=torch.tensor([s.crop_top_left for s in samples], dtype=torch.int64),
-        target_size=torch.tensor([s.pixels.shape[1:] for s in samples], dtype=torch.int64),
-        positions=torch.tensor([s.position for s in samples], dtype=torch.int64),
-        sample_ids=torch.tensor([s.sample_id for s in samples], dtype=torch.int64),
+        **{name: torch.from_numpy(np.stack([row.arrays[name] for row in rows])) for name in rows[0].arrays},
+        tokens={name: torch.from_numpy(np.stack([row.texts[name].tokens for row in rows])) for name in encoders},
+        token_masks={name: torch.from_numpy(np.stack([row.texts[name].mask for row in rows])) for name in encoders},
+        dropped={name: torch.tensor([row.dropped[name] for row in rows]) for name in rows[0].dropped},
     )
-    return WorkerResult(batch, skipped, were_good, sum(_is_cut(s) for s in samples))
-
-
-def _is_cut(sample: Example) -> bool:
-    return any(text.num_cut > 0 for text in sample.texts.values())
+    num_truncated = sum(any(text.num_cut > 0 for text in row.texts.values()) for row in rows)
+    return WorkerResult(batch, skipped, were_good, num_truncated)

@@ -21,7 +21,7 @@ import pyarrow as pa
 from sd_training.data.index.columns import MAX_FIELDS, Scalar, metadata_columns, storable
 from sd_training.data.index.store import DatasetIndex
 from sd_training.data.problems import BadSample, Problems, SkippedSample
-from sd_training.data.samples.caption_choice import captions_in
+from sd_training.data.samples.captions import captions_in
 from sd_training.data.samples.image import image_size
 from sd_training.data.storage.files import Access, FileMissing, open_bytes, seekable
 from sd_training.data.storage.locations import is_remote, local_path, shown

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from sd_training.config.data_schema import TagConfig
 from sd_training.data.index.store import DatasetIndex
 from sd_training.data.problems import Problems
-from sd_training.data.samples.caption_choice import Draws
+from sd_training.data.samples.captions import with_score_tag
 from sd_training.data.sources.base import Shard, ShardScan
 from sd_training.data.sources.files import FileReader, FileSample, ImageInfo, SampleColumns, measure
 from sd_training.data.storage.files import Access
@@ -46,8 +46,6 @@ from sd_training.errors import ConfigError, DataError
 OPTION = "dataset.params.tags"
 LIMIT_SEED = 1
 """Of the choice of `limit_images`: the same in every run, whatever `experiment.seed` is."""
-_JOINT = "||"
-"""Stands between tags while replacements are made, so that they cannot touch the separators."""
 _MAX_SCORE = 2**53
 _MAX_ASPECT = 1e9
 _NOT_JUDGED = {
@@ -73,15 +71,6 @@ class TagRecord(NamedTuple):
     """Width / height; None when the file does not say."""
     score: int
     tags: list[str]
-
-
-class Tagged(NamedTuple):
-    """What a visit needs of a metadata file, to make a caption of it."""
-
-    score: int
-    """The picture's own."""
-    tags: list[str]
-    """As the file has them, without the score tag."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +230,7 @@ def judge(record: TagRecord, rules: TagRules) -> str | None:
         return reason
     if record.score < rules.abs_min_score:
         return f"score below abs_min_score: {record.score}"
-    tags = with_score_tag(record.tags, record.score, rules)
+    tags = with_score_tag(record.tags, record.score, rules.score_tags)
     present = frozenset(tags)
     score = record.score + sum(bonus for tag, bonus in rules.tag_bonus_scores.items() if tag in present)
     if score < rules.min_score:
@@ -256,58 +245,9 @@ def judge_aspect(aspect_ratio: float, rules: TagRules) -> str | None:
     return None if low <= aspect_ratio <= high else f"aspect ratio outside aspect_range: {aspect_ratio:.3g}"
 
 
-def with_score_tag(tags: Sequence[str], score: int, rules: TagRules) -> list[str]:
-    """`tags` and, last, `scr<threshold>` of the first of `score_tags` that the picture's own score reaches."""
-    reached = next((threshold for threshold in rules.score_tags if score >= threshold), None)
-    return [*tags] if reached is None else [*tags, f"scr{reached}"]
-
-
 def write_tags(record: TagRecord) -> str:
-    """The text that the index keeps for `read_tags`: a JSON list of the score and the tags."""
+    """The text that the index keeps for `captions.tag_folder_caption`: a JSON list of the score and the tags."""
     return json.dumps([record.score, *record.tags], ensure_ascii=False, separators=(",", ":"))
-
-
-def read_tags(text: str) -> Tagged:
-    """The inverse of `write_tags`."""
-    score, *tags = json.loads(text)
-    return Tagged(score, tags)
-
-
-def tag_caption(tagged: Tagged, rules: TagRules, rng: Draws) -> str:
-    """The caption of one visit, empty with `skip_caption`.
-
-    Args:
-        tagged: score and tags of the picture.
-        rules: of the data set.
-        rng: of the visit; asked for `tag_order`, which is not the draw of `dataset.params.captions`.
-    """
-    if rules.skip_caption:
-        return ""
-    said = _ordered(
-        [tag for tag in with_score_tag(tagged.tags, tagged.score, rules) if _is_said(tag, rules)], rules, rng
-    )
-    caption = _replaced(said, rules) if rules.replacements else rules.tag_separator.join(said)
-    return caption + rules.tag_separator if rules.final_tag_separator else caption
-
-
-def _is_said(tag: str, rules: TagRules) -> bool:
-    return tag not in rules.non_caption_tags and not tag.startswith(rules.non_caption_tag_prefixes)
-
-
-def _replaced(tags: list[str], rules: TagRules) -> str:
-    """Each rule works on what the ones before it made, also inside longer tags."""
-    joined = _JOINT.join(tags)
-    for old, new in rules.replacements.items():
-        joined = joined.replace(old, new)
-    return joined.replace(_JOINT, rules.tag_separator)
-
-
-def _ordered(tags: list[str], rules: TagRules, rng: Draws) -> list[str]:
-    if rules.shuffle_tag_p > 0:
-        generator = rng("tag_order")
-        if generator.random() < rules.shuffle_tag_p:
-            return [tags[i] for i in generator.permutation(len(tags))]
-    return sorted(tags) if rules.caption_sorter == "alphabetical" else tags
 
 
 METADATA = "metadata"

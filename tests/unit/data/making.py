@@ -11,8 +11,8 @@ from sd_training.config.plan import BatchPlan
 from sd_training.config.schema import DatasetConfig, DatasetParams
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.index.store import DatasetIndex, load_index
-from sd_training.data.samples.captions import Dropout, Tokenizer
-from sd_training.data.samples.sample import DrawSettings
+from sd_training.data.samples.captions import Tokenizer
+from sd_training.data.samples.sample import DrawSettings, Dropout
 from sd_training.data.sources.tar import TarSource
 from sd_training.data.sources.tar_index import TarScan, scan_tar
 from sd_training.data.storage.files import Access, open_bytes

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from sd_training.data.index.store import DatasetIndex, load_index
-from sd_training.data.samples.caption_choice import captions_in
+from sd_training.data.samples.captions import captions_in
 from sd_training.data.sources.saved_dataset import HuggingFaceSource
 from tests import makers
 from tests.unit.data.making import ACCESS

@@ -12,9 +12,8 @@ import torch
 from sd_training.config.data_schema import BucketConfig, DatasetConfig, DatasetParams
 from sd_training.config.schema import ValidationConfig
 from sd_training.data.held_out import HeldOutData
-from sd_training.data.samples.bad_samples import BadSampleLog
-from sd_training.data.samples.captions import Dropout
-from sd_training.data.samples.sample import DrawSettings
+from sd_training.data.loader import BadSampleLog
+from sd_training.data.samples.sample import DrawSettings, Dropout
 from sd_training.errors import ConfigError, DataError
 from sd_training.types import LatentGrid, PixelBatch
 from tests.makers import caption_samples, caption_shards, write_shard

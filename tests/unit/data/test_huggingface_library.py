@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sd_training.data.samples.caption_choice import captions_in
+from sd_training.data.samples.captions import captions_in
 from sd_training.data.sources.saved_dataset import HuggingFaceSource
 from sd_training.errors import DataError
 from tests.unit.data.making import ACCESS

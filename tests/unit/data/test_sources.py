@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from sd_training.config.data_schema import CaptionConfig
 from sd_training.config.filters import parse_filters
 from sd_training.data.index.selection import select
 from sd_training.data.index.store import DatasetIndex, load_index
 from sd_training.data.problems import BadSample
-from sd_training.data.samples.caption_choice import CaptionRules
 from sd_training.data.samples.image import ImageRules, decode
 from sd_training.data.sources.base import SampleReader
 from sd_training.errors import DataError
@@ -44,7 +44,7 @@ def read_all(reader: SampleReader, count: int) -> list[tuple[bytes, str]]:
 def survivors(index: DatasetIndex, filters: dict[str, str]) -> list[int]:
     rules, problems = parse_filters(filters)
     assert problems == []
-    return [int(sample) for sample in select(index, rules, None, CaptionRules()).selected]
+    return [int(sample) for sample in select(index, rules, None, CaptionConfig()).selected]
 
 
 @every_source
@@ -150,7 +150,7 @@ def test_nothing_to_train_on_is_an_error(case: Case, tmp_path: Path, units: int)
     for _ in range(units):
         case.write(folder, "a", [])
     with pytest.raises(DataError, match=r"dataset\.params\.path"):
-        select(index_of(case, folder), [], None, CaptionRules())
+        select(index_of(case, folder), [], None, CaptionConfig())
 
 
 @every_source

@@ -11,7 +11,7 @@ from sd_training.config.filters import parse_filters
 from sd_training.data.index.selection import evaluate
 from sd_training.data.index.store import DatasetIndex, load_index
 from sd_training.data.problems import BadSample
-from sd_training.data.samples.caption_choice import captions_in
+from sd_training.data.samples.captions import captions_in
 from sd_training.data.sources.files import caption_of, checked_path, join, length_of
 from sd_training.data.sources.table import TableSource
 from sd_training.errors import ConfigError, DataError

@@ -1,16 +1,13 @@
 import dataclasses
 import json
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from sd_training.config.data_schema import TagConfig
-from sd_training.data.order.draws import generator
+from sd_training.data.samples.captions import tag_caption
 from sd_training.data.sources.tags import (
-    Tagged,
     TagRecord,
     TagRules,
     considered,
@@ -19,10 +16,7 @@ from sd_training.data.sources.tags import (
     judged_by,
     limited,
     read_tag_record,
-    read_tags,
-    tag_caption,
     tag_rules,
-    with_score_tag,
     write_tags,
 )
 from sd_training.errors import ConfigError
@@ -31,37 +25,29 @@ from tests.unit.data.tag_example import KINDLE
 SCORE_TAGS = [3200, 1600, 800, 600, 400, 300, 200, 150, 100, 50, 25, 5]
 
 
-def no_draws(purpose: str) -> np.random.Generator:
-    raise AssertionError(f"{purpose} drawn")
-
-
-def visit(position: int) -> Callable[[str], np.random.Generator]:
-    return lambda purpose: generator(7, purpose, position)
-
-
 def record(score: int = 100, tags: tuple[str, ...] = ("a", "b"), aspect_ratio: float | None = 1.0) -> TagRecord:
     return TagRecord("images/1.png", aspect_ratio, score, list(tags))
 
 
 def test_the_originals_example() -> None:
-    rules = tag_rules(
-        TagConfig(
-            shuffle_tag_p=0.0,
-            blacklist_tags=["animated", "machine learning generated"],
-            non_caption_tags=["high res", "alternate version"],
-            replacements={"princess luna": "luna", "artist:": "by=", ":": "=", " ": "_"},
-            tag_separator=" ",
-            abs_min_score=50,
-            min_score=155,
-            score_tags=SCORE_TAGS,
-            tag_bonus_scores={"solo": 100, "monochrome": -75},
-        )
+    config = TagConfig(
+        shuffle_tag_p=0.0,
+        blacklist_tags=["animated", "machine learning generated"],
+        non_caption_tags=["high res", "alternate version"],
+        replacements={"princess luna": "luna", "artist:": "by=", ":": "=", " ": "_"},
+        tag_separator=" ",
+        abs_min_score=50,
+        min_score=155,
+        score_tags=SCORE_TAGS,
+        tag_bonus_scores={"solo": 100, "monochrome": -75},
     )
+    rules = tag_rules(config)
     kindle = read_tag_record(json.dumps(KINDLE))
     assert judge(kindle, rules) is None
     assert judge(kindle, dataclasses.replace(rules, min_score=156)) == "score with bonuses below min_score: 155"
     caption = "by=lulubell kirin oc oc_only oc=kindle safe scr50 solo"
-    assert tag_caption(read_tags(write_tags(kindle)), rules, no_draws) == caption
+    score, *tags = json.loads(write_tags(kindle))
+    assert tag_caption(score, tags, config, np.random.default_rng) == caption
 
 
 def test_the_default_rules_are_those_of_the_schema() -> None:
@@ -91,16 +77,6 @@ def test_every_option_arrives() -> None:
     rules = tag_rules(TagConfig(**options))
     kept = {name: getattr(rules, name) for name in options}
     assert {name: list(v) if isinstance(v, tuple | frozenset) else v for name, v in kept.items()} == options
-
-
-@pytest.mark.parametrize(("score", "expected"), [(101, ["a", "scr100"]), (100, ["a", "scr100"]), (99, ["a", "scr50"])])
-def test_a_score_tag_is_given_from_its_threshold_on(score: int, expected: list[str]) -> None:
-    assert with_score_tag(["a"], score, TagRules(score_tags=tuple(SCORE_TAGS))) == expected
-
-
-def test_at_most_one_score_tag() -> None:
-    assert with_score_tag(["a"], 4, TagRules(score_tags=tuple(SCORE_TAGS))) == ["a"]
-    assert with_score_tag(["a"], 10_000, TagRules(score_tags=tuple(SCORE_TAGS))) == ["a", "scr3200"]
 
 
 @pytest.mark.parametrize(
@@ -144,53 +120,6 @@ def test_the_aspect_range_counts_and_includes_its_ends() -> None:
     wide = tag_rules(TagConfig(aspect_range=[1.5, 2.0]))
     assert judge(record(aspect_ratio=1.7), wide) is None
     assert judge(record(aspect_ratio=1.0), wide) == "aspect ratio outside aspect_range: 1"
-
-
-def test_non_caption_tags_and_prefixes() -> None:
-    tags = ["b", "a:x", "a", "ab", "scr", "ba:"]
-    assert tag_caption(
-        Tagged(60, tags), TagRules(non_caption_tags=frozenset({"a", "scr50"}), score_tags=(50,)), no_draws
-    ) == ("a:x, ab, b, ba:, scr")
-    assert tag_caption(Tagged(60, tags), TagRules(non_caption_tag_prefixes=("a:", "sc")), no_draws) == "a, ab, b, ba:"
-
-
-def test_order_of_tags_that_are_not_shuffled() -> None:
-    assert tag_caption(Tagged(9, ["b", "C", "a"]), TagRules(score_tags=(5,)), no_draws) == "C, a, b, scr5"
-    rules = TagRules(score_tags=(5,), caption_sorter="as_written")
-    assert tag_caption(Tagged(9, ["b", "C", "a"]), rules, no_draws) == "b, C, a, scr5"
-
-
-def test_replacements_in_their_order_before_separators() -> None:
-    def caption(separator: str, **replacements: str) -> str:
-        rules = TagRules(replacements=replacements, tag_separator=separator)
-        return tag_caption(Tagged(0, ["artist:x y", "cat"]), rules, no_draws)
-
-    assert caption(", ", **{"artist:": "by=", ":": "="}) == "by=x y, cat"
-    assert caption(", ", **{":": "=", "artist:": "by="}) == "artist=x y, cat"
-    assert caption(" ", **{" ": "_"}) == "artist:x_y cat"
-    assert caption(", ", a="b", b="c") == "crtist:x y, cct"
-    assert caption("|", **{"cat": ""}) == "artist:x y|"
-
-
-def test_tags_with_bars_survive_without_replacements() -> None:
-    assert tag_caption(Tagged(0, ["a||b", "c|"]), TagRules(), no_draws) == "a||b, c|"
-
-
-def test_final_separator_and_empty_captions() -> None:
-    assert tag_caption(Tagged(0, ["a", "b"]), TagRules(final_tag_separator=True), no_draws) == "a, b, "
-    assert tag_caption(Tagged(0, ["a"]), TagRules(final_tag_separator=True, skip_caption=True), no_draws) == ""
-    assert tag_caption(Tagged(0, []), TagRules(), no_draws) == ""
-
-
-def test_shuffling_is_drawn_at_every_visit() -> None:
-    rules, tags = TagRules(shuffle_tag_p=0.5), ["b", "c", "a", "d"]
-    counts = Counter(tag_caption(Tagged(0, tags), rules, visit(i)) for i in range(4800))
-    assert len(counts) == 24
-    assert counts["a, b, c, d"] / 4800 == pytest.approx(0.5 + 0.5 / 24, abs=0.03)
-    assert all(
-        count / 4800 == pytest.approx(0.5 / 24, abs=0.01) for caption, count in counts.items() if caption[0] != "a"
-    )
-    assert tag_caption(Tagged(0, tags), rules, visit(3)) == tag_caption(Tagged(0, tags), rules, visit(3))
 
 
 def test_every_nth_of_the_sorted_files() -> None:

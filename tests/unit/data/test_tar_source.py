@@ -7,11 +7,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from sd_training.config.data_schema import CaptionConfig
 from sd_training.config.filters import parse_filters
 from sd_training.data.index.selection import select
 from sd_training.data.index.store import DatasetIndex
 from sd_training.data.problems import BadSample
-from sd_training.data.samples.caption_choice import CaptionRules, captions_in
+from sd_training.data.samples.captions import captions_in
 from sd_training.data.sources.tar import TarSource
 from tests import makers
 from tests.unit.data.making import ACCESS, tar_index
@@ -57,7 +58,7 @@ def test_a_table_of_other_samples_is_named(shard: Path) -> None:
 
 def captions(shard: Path) -> list[str]:
     index = tar_index([shard])
-    selection = select(index, [], None, CaptionRules())
+    selection = select(index, [], None, CaptionConfig())
     reader = TarSource([str(shard)], ACCESS).reader(index)
     return [reader.caption(int(sample)) for sample in selection.selected]
 
@@ -101,7 +102,7 @@ def test_words_of_truth_in_any_case(tmp_path: Path) -> None:
     index = tar_index([makers.write_shard(tmp_path / "0.tar", samples)], ["nsfw"])
     for wanted, expected in {False: [0, 2], True: [1]}.items():
         rules, _ = parse_filters({"nsfw": wanted})
-        assert select(index, rules, None, CaptionRules()).selected.tolist() == expected
+        assert select(index, rules, None, CaptionConfig()).selected.tolist() == expected
 
 
 def test_long_integers_stay_apart_from_their_neighbours(tmp_path: Path) -> None:
@@ -111,4 +112,4 @@ def test_long_integers_stay_apart_from_their_neighbours(tmp_path: Path) -> None:
     index = tar_index([makers.write_shard(tmp_path / "0.tar", samples)], ["id"])
     for written, expected in {first: [0], first + 1: [1, 2], f"!={first}": [1, 2, 3], f">={first}": [0, 1, 2]}.items():
         rules, _ = parse_filters({"id": written})
-        assert select(index, rules, None, CaptionRules()).selected.tolist() == expected, written
+        assert select(index, rules, None, CaptionConfig()).selected.tolist() == expected, written

@@ -32,7 +32,7 @@ def test_a_folder_for_temporary_files_that_is_too_long_for_a_socket(tmp_path: Pa
     folder.mkdir()
     code = """
 from sd_training.cli import run_cli
-from sd_training.data.loader import worker_context
+from sd_training.data.workers import worker_context
 run_cli(worker_context)
 """
     done = subprocess.run(

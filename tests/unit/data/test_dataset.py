@@ -8,7 +8,7 @@ import pytest
 
 from sd_training.config.data_schema import BucketConfig, CaptionConfig, DatasetParams, TagConfig
 from sd_training.config.plan import BatchPlan
-from sd_training.data.opened import OpenDataset, open_dataset
+from sd_training.data.dataset import OpenDataset, open_dataset
 from sd_training.data.order.buckets import training_sizes
 from sd_training.errors import DataError
 from tests import makers

@@ -4,24 +4,24 @@ from typing import Any
 
 import pytest
 
+from sd_training.config.data_schema import CaptionConfig
 from sd_training.config.filters import parse_filters
 from sd_training.data.index.selection import Selection, select
-from sd_training.data.samples.caption_choice import CAPTION, CaptionRules, fields_needed
-from sd_training.data.samples.captions import Prompts
+from sd_training.data.samples.captions import CAPTION, Prompts, fields_needed
 from sd_training.errors import DataError
 from tests import makers
 from tests.unit.data.making import tar_index
 
 IMAGE = makers.encode(makers.picture(0))
 
-OWN = CaptionRules()
+OWN = CaptionConfig()
 
 
 def selected(
     path: Path,
     filters: dict[str, str | int | float] | None = None,
     prompts: Prompts | None = None,
-    captions: CaptionRules = OWN,
+    captions: CaptionConfig = OWN,
     **options: Any,
 ) -> Selection:
     rules, problems = parse_filters(filters)
@@ -47,33 +47,33 @@ def described(path: Path, *metadata: dict[str, Any], caption: str = "own") -> Pa
 def test_empty_fields_are_found_before_training(tmp_path: Path) -> None:
     texts = ["long", "", " \n", [""], ["", " "], [], ["", "b"], "[]", 7, None, "[x]"]
     folder = described(tmp_path, *({"long": text} for text in texts), {})
-    selection = selected(folder, captions=CaptionRules(fields={"long": 1}))
+    selection = selected(folder, captions=CaptionConfig(fields={"long": 1}))
     assert [([*texts, "missing"][i]) for i in selection.selected] == ["long", ["", "b"], 7, "[x]"]
     assert selection.problems.counts == {"caption missing": 8}
-    assert len(selected(folder, captions=CaptionRules(fields={"long": 1, CAPTION: 1})).selected) == 12
+    assert len(selected(folder, captions=CaptionConfig(fields={"long": 1, CAPTION: 1})).selected) == 12
 
 
 def test_an_empty_own_caption_counts_only_where_it_is_the_only_one(tmp_path: Path) -> None:
     folder = described(tmp_path, {"long": "a"}, {}, caption="")
     assert selected(folder).selected.tolist() == [0, 1]
-    assert selected(folder, captions=CaptionRules(fields={"long": 1, CAPTION: 1})).selected.tolist() == [0]
+    assert selected(folder, captions=CaptionConfig(fields={"long": 1, CAPTION: 1})).selected.tolist() == [0]
 
 
 def test_every_field_of_the_template_is_needed(tmp_path: Path) -> None:
     folder = described(tmp_path, {"style": "oil"}, {"style": ""}, {}, {"style": 3})
-    selection = selected(folder, captions=CaptionRules(template="{caption}, {style}"))
+    selection = selected(folder, captions=CaptionConfig(template="{caption}, {style}"))
     assert selection.selected.tolist() == [0, 3]
     assert selection.problems.text() == f"caption template has no text 2 (first: {folder}/a.tar 1, style)"
     del_caption = makers.caption_samples(1)[0] | {"json": b'{"style": "ink"}'}
     del_caption.pop("txt")
     makers.write_shard(folder / "b.tar", [del_caption])
-    assert selected(folder, captions=CaptionRules(template="{style}")).selected.tolist() == [0, 3, 4]
+    assert selected(folder, captions=CaptionConfig(template="{style}")).selected.tolist() == [0, 3, 4]
 
 
 def test_class_prompts_in_a_template_too(tmp_path: Path) -> None:
     samples = [{"__key__": f"{i}", "jpg": b"x", "cls": b"0", "json": b'{"style": "%s"}' % (b"a" * i)} for i in range(3)]
     makers.write_shard(tmp_path / "a.tar", samples)
-    rules = CaptionRules(template="{caption}, {style}")
+    rules = CaptionConfig(template="{caption}, {style}")
     assert selected(tmp_path, prompts={"0": ["zero"]}, captions=rules).selected.tolist() == [1, 2]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from sd_training.data.loader import BadSampleLog
 from sd_training.data.problems import SkippedSample
-from sd_training.data.samples.bad_samples import BadSampleLog
 from sd_training.errors import DataError
 
 
@@ -69,7 +69,7 @@ def test_no_secret_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_processes_that_write_at_once(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from tests.unit.data.test_bad_samples import make_log, problem\n"
+        "import sys; from pathlib import Path; from tests.unit.data.test_loader import make_log, problem\n"
         "log = make_log(Path(sys.argv[1])); print('ready', flush=True); sys.stdin.readline()\n"
         "for i in range(500): log.name(problem(i))"
     )

@@ -2,7 +2,7 @@ import time
 
 import numpy as np
 
-from sd_training.data.order.draws import generator
+from sd_training.data.order.order import generator
 
 
 def draw(*key: int | str) -> list[float]:

@@ -6,21 +6,22 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 
-from sd_training.config.data_schema import CaptionConfig
-from sd_training.data.order.draws import generator
+from sd_training.config.data_schema import CaptionConfig, TagConfig
+from sd_training.data.order.order import generator
 from sd_training.data.problems import BadSample
-from sd_training.data.samples.caption_choice import (
-    CaptionRules,
-    Placeholder,
-    caption_rules,
+from sd_training.data.samples.captions import (
     check_fields,
+    check_rules,
     choose_caption,
     fields_needed,
     finish_caption,
-    parse_template,
+    tag_caption,
+    template_fields,
+    with_score_tag,
 )
 from sd_training.errors import ConfigError, DataError
 
+SCORE_TAGS = [3200, 1600, 800, 600, 400, 300, 200, 150, 100, 50, 25, 5]
 TAGS = "one, two, three, four, five, six, seven, eight"
 
 
@@ -32,28 +33,28 @@ def no_draws(purpose: str) -> np.random.Generator:
     raise AssertionError(f"{purpose} drawn")
 
 
-def chosen(texts: Mapping[str, str], rules: CaptionRules, position: int = 0) -> str:
+def chosen(texts: Mapping[str, str], rules: CaptionConfig, position: int = 0) -> str:
     return choose_caption(texts.get, rules, visit(position))
 
 
-def shares(texts: Mapping[str, str], rules: CaptionRules, visits: int = 4000) -> dict[str, float]:
+def shares(texts: Mapping[str, str], rules: CaptionConfig, visits: int = 4000) -> dict[str, float]:
     counts = Counter(chosen(texts, rules, position) for position in range(visits))
     return {caption: count / visits for caption, count in counts.items()}
 
 
 def test_without_options_the_samples_own_caption_without_any_draw() -> None:
-    assert choose_caption({"caption": " a cat\n"}.get, caption_rules(CaptionConfig()), no_draws) == "a cat"
+    assert choose_caption({"caption": " a cat\n"}.get, CaptionConfig(), no_draws) == "a cat"
 
 
 def test_fields_are_drawn_by_weight() -> None:
-    rules = CaptionRules(fields={"long": 3, "short": 1, "never": 0})
+    rules = CaptionConfig(fields={"long": 3, "short": 1, "never": 0})
     texts = {"long": "L", "short": "S", "never": "N"}
     assert shares(texts, rules) == pytest.approx({"L": 0.75, "S": 0.25}, abs=0.03)
 
 
 @pytest.mark.parametrize("missing", [None, "", "  \n", "[]", '[" "]'])
 def test_weights_count_among_the_fields_a_sample_has(missing: str | None) -> None:
-    rules = CaptionRules(fields={"a": 1, "b": 2, "gone": 7})
+    rules = CaptionConfig(fields={"a": 1, "b": 2, "gone": 7})
     texts = {"a": "A", "b": "B"} | ({} if missing is None else {"gone": missing})
     assert shares(texts, rules) == pytest.approx({"A": 1 / 3, "B": 2 / 3}, abs=0.03)
 
@@ -62,7 +63,7 @@ def test_weights_count_among_the_fields_a_sample_has(missing: str | None) -> Non
 def test_no_caption_at_all_is_a_bad_sample(fields: dict[str, float]) -> None:
     texts = {"caption": "has weight 0"} if fields.get("caption") == 0 else {"short": " "}
     with pytest.raises(BadSample, match=r"^caption missing$"):
-        chosen(texts, CaptionRules(fields=fields))
+        chosen(texts, CaptionConfig(fields=fields))
 
 
 def test_a_text_is_read_only_when_its_field_was_drawn() -> None:
@@ -74,40 +75,40 @@ def test_a_text_is_read_only_when_its_field_was_drawn() -> None:
 
     for position in range(50):
         asked.clear()
-        assert choose_caption(texts, CaptionRules(fields={"a": 1, "b": 1}), visit(position)) == asked[0]
+        assert choose_caption(texts, CaptionConfig(fields={"a": 1, "b": 1}), visit(position)) == asked[0]
         assert len(asked) == 1
 
 
 def test_a_list_holds_several_captions() -> None:
-    assert shares({"caption": '["x", "", "y ", "z"]'}, CaptionRules()) == pytest.approx(
+    assert shares({"caption": '["x", "", "y ", "z"]'}, CaptionConfig()) == pytest.approx(
         {"x": 1 / 3, "y": 1 / 3, "z": 1 / 3}, abs=0.03
     )
 
 
 @pytest.mark.parametrize("text", ["[artist] a cat", "[a]", "[1, 2]", '["a", 1]', "[" * 50_000 + "]" * 50_000, "[NaN]"])
 def test_what_only_looks_like_a_list_is_a_caption(text: str) -> None:
-    assert chosen({"caption": text}, CaptionRules()) == text
+    assert chosen({"caption": text}, CaptionConfig()) == text
 
 
 def test_the_order_of_fields_in_the_file_changes_nothing() -> None:
     texts = {"a": "A", "b": "B", "c": "C"}
-    one, other = CaptionRules(fields={"a": 1, "b": 2, "c": 3}), CaptionRules(fields={"c": 3, "a": 1, "b": 2})
+    one, other = CaptionConfig(fields={"a": 1, "b": 2, "c": 3}), CaptionConfig(fields={"c": 3, "a": 1, "b": 2})
     assert [chosen(texts, one, i) for i in range(100)] == [chosen(texts, other, i) for i in range(100)]
 
 
 def test_prefix_and_suffix_stand_outside_the_template() -> None:
-    rules = CaptionRules(prefix="photo: ", suffix=" .", template="<{caption}>")
+    rules = CaptionConfig(prefix="photo: ", suffix=" .", template="<{caption}>")
     assert chosen({"caption": "cat"}, rules) == "photo: <cat> ."
 
 
 def test_a_template_takes_fields_and_the_chosen_caption() -> None:
-    rules = CaptionRules(fields={"long": 1}, template="{{{caption}}} by {artist} ({ artist })")
+    rules = CaptionConfig(fields={"long": 1}, template="{{{caption}}} by {artist} ({ artist })")
     assert chosen({"long": "{artist}", "artist": "Ann", "caption": "unused"}, rules) == "{{artist}} by Ann (Ann)"
     assert fields_needed(rules) == {"long", "artist"}
 
 
 def test_a_list_in_a_template_is_drawn_once_per_visit() -> None:
-    rules = CaptionRules(template="{style}/{style}")
+    rules = CaptionConfig(template="{style}/{style}")
     texts = {"style": '["oil", "ink"]'}
     assert set(shares(texts, rules, 100)) == {"oil/oil", "ink/ink"}
     assert fields_needed(rules) == {"style"}
@@ -115,27 +116,23 @@ def test_a_list_in_a_template_is_drawn_once_per_visit() -> None:
 
 def test_a_field_of_the_template_without_text_is_a_bad_sample() -> None:
     with pytest.raises(BadSample, match=r"^caption template has no text: style$"):
-        chosen({"caption": "cat", "style": ""}, CaptionRules(template="{caption}, {style}"))
+        chosen({"caption": "cat", "style": ""}, CaptionConfig(template="{caption}, {style}"))
 
 
 def test_templates_are_no_format_strings() -> None:
-    assert parse_template("{caption.__class__} {a!r:>9}") == (
-        Placeholder("caption.__class__"),
-        " ",
-        Placeholder("a!r:>9"),
-    )
+    assert template_fields(CaptionConfig(template="{caption.__class__} {a!r:>9}")) == {"caption.__class__", "a!r:>9"}
     with pytest.raises(DataError, match=r"no sample has 'caption\.__class__'"):
-        check_fields(CaptionRules(template="{caption.__class__}"), {"caption"})
+        check_fields(CaptionConfig(template="{caption.__class__}"), {"caption"})
 
 
 @pytest.mark.parametrize("template", ["{", "}", "{}", "{ }", "{a", "a}", "{a{b}}", "{{{a}}"])
 def test_a_stray_brace_is_a_config_error(template: str) -> None:
     with pytest.raises(ConfigError, match=r"captions\.template: .* has a brace without a field"):
-        caption_rules(CaptionConfig(template=template))
+        check_rules(CaptionConfig(template=template))
 
 
 def test_unknown_fields_are_named_with_those_there_are() -> None:
-    rules = CaptionRules(fields={"lnog": 1, "caption": 1, "unused": 0}, template="{caption} {style}")
+    rules = CaptionConfig(fields={"lnog": 1, "caption": 1, "unused": 0}, template="{caption} {style}")
     check_fields(rules, {"caption", "lnog", "style"})
     with pytest.raises(DataError, match=r"no sample has 'lnog', 'style'; the fields of this data are: caption, long$"):
         check_fields(rules, {"long", "caption"})
@@ -144,12 +141,12 @@ def test_unknown_fields_are_named_with_those_there_are() -> None:
 
 
 def test_tags_stay_as_written_but_for_spaces() -> None:
-    assert chosen({"caption": "a,b ,  , c d,"}, CaptionRules(tag_separator=", ")) == "a, b, c d"
-    assert chosen({"caption": "a  b\nc"}, CaptionRules(tag_separator=" ")) == "a b\nc"
+    assert chosen({"caption": "a,b ,  , c d,"}, CaptionConfig(tag_separator=", ")) == "a, b, c d"
+    assert chosen({"caption": "a  b\nc"}, CaptionConfig(tag_separator=" ")) == "a b\nc"
 
 
 def test_tags_are_shuffled_in_a_share_of_visits_and_the_first_stay() -> None:
-    rules = CaptionRules(tag_separator=", ", shuffle_tags_prob=0.4, num_kept_tags=2)
+    rules = CaptionConfig(tag_separator=", ", shuffle_tags_prob=0.4, num_kept_tags=2)
     seen = [chosen({"caption": TAGS}, rules, i).split(", ") for i in range(2000)]
     assert all(tags[:2] == ["one", "two"] and sorted(tags) == sorted(TAGS.split(", ")) for tags in seen)
     assert np.mean([tags != TAGS.split(", ") for tags in seen]) == pytest.approx(0.4, abs=0.04)
@@ -160,7 +157,7 @@ def test_tags_are_shuffled_in_a_share_of_visits_and_the_first_stay() -> None:
 
 
 def test_each_tag_is_dropped_on_its_own_and_the_first_stay() -> None:
-    rules = CaptionRules(tag_separator=", ", drop_tag_prob=0.25, num_kept_tags=1)
+    rules = CaptionConfig(tag_separator=", ", drop_tag_prob=0.25, num_kept_tags=1)
     seen = [chosen({"caption": TAGS}, rules, i).split(", ") for i in range(2000)]
     counts = Counter(tag for tags in seen for tag in tags)
     assert counts["one"] == 2000
@@ -169,16 +166,16 @@ def test_each_tag_is_dropped_on_its_own_and_the_first_stay() -> None:
 
 
 def test_all_tags_can_be_dropped() -> None:
-    rules = CaptionRules(tag_separator=", ", drop_tag_prob=1, prefix="photo ")
+    rules = CaptionConfig(tag_separator=", ", drop_tag_prob=1, prefix="photo ")
     assert chosen({"caption": TAGS}, rules) == "photo "
-    assert chosen({"caption": "one"}, CaptionRules(tag_separator=",", shuffle_tags_prob=1, num_kept_tags=9)) == "one"
+    assert chosen({"caption": "one"}, CaptionConfig(tag_separator=",", shuffle_tags_prob=1, num_kept_tags=9)) == "one"
 
 
 def test_one_option_does_not_move_the_draws_of_another() -> None:
     texts = {"a": TAGS, "b": json.dumps([TAGS, "x, " + TAGS])}
     fields = {"a": 1.0, "b": 1.0}
-    plain = CaptionRules(fields=fields, tag_separator=", ", shuffle_tags_prob=0.5)
-    dropping = CaptionRules(fields=fields, tag_separator=", ", shuffle_tags_prob=0.5, drop_tag_prob=0.3, prefix="p ")
+    plain = CaptionConfig(fields=fields, tag_separator=", ", shuffle_tags_prob=0.5)
+    dropping = CaptionConfig(fields=fields, tag_separator=", ", shuffle_tags_prob=0.5, drop_tag_prob=0.3, prefix="p ")
     for position in range(200):
         order = chosen(texts, plain, position).split(", ")
         left = chosen(texts, dropping, position).removeprefix("p ").split(", ")
@@ -193,7 +190,7 @@ def test_every_decision_has_a_generator_of_its_own() -> None:
         return generator(7, purpose, 0)
 
     texts = {"a": json.dumps([TAGS, TAGS]), "b": json.dumps([TAGS, TAGS]), "style": '["oil", "ink"]'}
-    rules = CaptionRules(
+    rules = CaptionConfig(
         fields={"a": 1, "b": 1},
         template="{caption} {style}",
         tag_separator=", ",
@@ -205,7 +202,7 @@ def test_every_decision_has_a_generator_of_its_own() -> None:
 
 
 def test_captions_depend_on_the_position_alone() -> None:
-    rules = CaptionRules(fields={"a": 1, "b": 1}, tag_separator=", ", shuffle_tags_prob=0.5, drop_tag_prob=0.2)
+    rules = CaptionConfig(fields={"a": 1, "b": 1}, tag_separator=", ", shuffle_tags_prob=0.5, drop_tag_prob=0.2)
     texts = {"a": TAGS, "b": TAGS.upper()}
     first = [chosen(texts, rules, i) for i in range(50)]
     assert [chosen(texts, pickle.loads(pickle.dumps(rules)), i) for i in reversed(range(50))] == first[::-1]
@@ -213,14 +210,14 @@ def test_captions_depend_on_the_position_alone() -> None:
 
 
 def test_a_caption_made_elsewhere_is_finished_alike() -> None:
-    rules = CaptionRules(template="{caption} in {style}", prefix="p ")
+    rules = CaptionConfig(template="{caption} in {style}", prefix="p ")
     assert finish_caption("cat", {"style": "oil"}.get, rules, no_draws) == "p cat in oil"
 
 
 def test_all_problems_of_a_config_at_once() -> None:
     config = CaptionConfig(fields={"a": 0}, template="{", shuffle_tags_prob=0.5, num_kept_tags=1)
     with pytest.raises(ConfigError) as error:
-        caption_rules(config, "dataset.mix[0].params.captions")
+        check_rules(config, "dataset.mix[0].params.captions")
     assert [problem.partition(": ")[0].rpartition(".")[2] for problem in error.value.problems] == [
         "fields",
         "template",
@@ -242,18 +239,61 @@ def test_all_problems_of_a_config_at_once() -> None:
 )
 def test_an_option_that_would_do_nothing_is_a_config_error(config: CaptionConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        caption_rules(config)
+        check_rules(config)
 
 
-def test_every_option_arrives() -> None:
-    config = CaptionConfig(
-        fields={"a": 2},
-        prefix="p",
-        suffix="s",
-        template="{caption}",
-        tag_separator=";",
-        shuffle_tags_prob=0.1,
-        drop_tag_prob=0.2,
-        num_kept_tags=3,
+@pytest.mark.parametrize(("score", "expected"), [(101, ["a", "scr100"]), (100, ["a", "scr100"]), (99, ["a", "scr50"])])
+def test_a_score_tag_is_given_from_its_threshold_on(score: int, expected: list[str]) -> None:
+    assert with_score_tag(["a"], score, SCORE_TAGS) == expected
+
+
+def test_at_most_one_score_tag() -> None:
+    assert with_score_tag(["a"], 4, SCORE_TAGS) == ["a"]
+    assert with_score_tag(["a"], 10_000, SCORE_TAGS) == ["a", "scr3200"]
+
+
+def test_non_caption_tags_and_prefixes() -> None:
+    tags = ["b", "a:x", "a", "ab", "scr", "ba:"]
+    assert tag_caption(60, tags, TagConfig(non_caption_tags=["a", "scr50"], score_tags=[50]), no_draws) == (
+        "a:x, ab, b, ba:, scr"
     )
-    assert caption_rules(config) == CaptionRules({"a": 2}, "p", "s", "{caption}", ";", 0.1, 0.2, 3)
+    assert tag_caption(60, tags, TagConfig(non_caption_tag_prefixes=["a:", "sc"]), no_draws) == "a, ab, b, ba:"
+
+
+def test_order_of_tags_that_are_not_shuffled() -> None:
+    assert tag_caption(9, ["b", "C", "a"], TagConfig(score_tags=[5]), no_draws) == "C, a, b, scr5"
+    rules = TagConfig(score_tags=[5], caption_sorter="as_written")
+    assert tag_caption(9, ["b", "C", "a"], rules, no_draws) == "b, C, a, scr5"
+
+
+def test_replacements_in_their_order_before_separators() -> None:
+    def caption(separator: str, **replacements: str) -> str:
+        rules = TagConfig(replacements=replacements, tag_separator=separator)
+        return tag_caption(0, ["artist:x y", "cat"], rules, no_draws)
+
+    assert caption(", ", **{"artist:": "by=", ":": "="}) == "by=x y, cat"
+    assert caption(", ", **{":": "=", "artist:": "by="}) == "artist=x y, cat"
+    assert caption(" ", **{" ": "_"}) == "artist:x_y cat"
+    assert caption(", ", a="b", b="c") == "crtist:x y, cct"
+    assert caption("|", **{"cat": ""}) == "artist:x y|"
+
+
+def test_tags_with_bars_survive_without_replacements() -> None:
+    assert tag_caption(0, ["a||b", "c|"], TagConfig(), no_draws) == "a||b, c|"
+
+
+def test_final_separator_and_empty_captions() -> None:
+    assert tag_caption(0, ["a", "b"], TagConfig(final_tag_separator=True), no_draws) == "a, b, "
+    assert tag_caption(0, ["a"], TagConfig(final_tag_separator=True, skip_caption=True), no_draws) == ""
+    assert tag_caption(0, [], TagConfig(), no_draws) == ""
+
+
+def test_shuffling_is_drawn_at_every_request() -> None:
+    rules, tags = TagConfig(shuffle_tag_p=0.5), ["b", "c", "a", "d"]
+    counts = Counter(tag_caption(0, tags, rules, visit(i)) for i in range(4800))
+    assert len(counts) == 24
+    assert counts["a, b, c, d"] / 4800 == pytest.approx(0.5 + 0.5 / 24, abs=0.03)
+    assert all(
+        count / 4800 == pytest.approx(0.5 / 24, abs=0.01) for caption, count in counts.items() if caption[0] != "a"
+    )
+    assert tag_caption(0, tags, rules, visit(3)) == tag_caption(0, tags, rules, visit(3))

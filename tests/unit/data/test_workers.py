@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sd_training.config.plan import BatchPlan
-from sd_training.data.loader import MAX_DEATHS, WINDOW_STEPS, WorkerDeaths
+from sd_training.data.workers import MAX_DEATHS, WINDOW_STEPS, WorkerDeaths
 from sd_training.errors import DataError
 from sd_training.types import PixelBatch
 from tests.unit.data.making import training_data

@@ -2,10 +2,9 @@ import copy
 import logging
 import time
 
-import numpy as np
 import pytest
 
-from sd_training.data.samples.captions import Dropout, Tokenizer, class_name, drops
+from sd_training.data.samples.captions import Tokenizer, class_name
 from sd_training.errors import ConfigError
 from tests import makers
 
@@ -71,53 +70,6 @@ def test_counting_prints_no_warning() -> None:
         assert len(records) == 1
     finally:
         theirs.removeHandler(handler)
-
-
-def dropped(prob: float, joint: bool, visits: int = 4000) -> dict[str, np.ndarray]:
-    rows = [drops(3, position, prob, ("clip", "t5"), joint) for position in range(visits)]
-    return {name: np.array([row[name] for row in rows]) for name in ("clip", "t5")}
-
-
-def test_joint_dropout_takes_all_or_none() -> None:
-    draws = dropped(0.3, joint=True)
-    assert np.array_equal(draws["clip"], draws["t5"])
-    assert draws["clip"].mean() == pytest.approx(0.3, abs=0.03)
-
-
-def test_independent_dropout_draws_for_each() -> None:
-    draws = dropped(0.3, joint=False)
-    assert [draws[name].mean() for name in draws] == pytest.approx([0.3, 0.3], abs=0.03)
-    assert (draws["clip"] & draws["t5"]).mean() == pytest.approx(0.09, abs=0.02)
-
-
-def test_dropout_of_one_conditioner_does_not_depend_on_others() -> None:
-    for position in range(200):
-        both = drops(3, position, 0.5, ("clip", "t5"), joint=False)
-        assert drops(3, position, 0.5, ("t5",), joint=False) == {"t5": both["t5"]}
-        assert drops(3, position, 0.5, ("t5", "clip"), joint=False) == both
-
-
-@pytest.mark.parametrize("joint", [True, False])
-def test_dropout_never_and_always(joint: bool) -> None:
-    for position in range(100):
-        assert drops(3, position, 0.0, ("clip", "t5"), joint) == {"clip": False, "t5": False}
-        assert drops(3, position, 1.0, ("clip", "t5"), joint) == {"clip": True, "t5": True}
-    assert drops(3, 0, 0.5, (), joint) == {}
-
-
-def test_joint_and_independent_dropout_add_up() -> None:
-    """P(all) = d + (1 - d) pⁿ, P(one encoder) = d + (1 - d) p; size and crop by themselves."""
-    rule, names = Dropout(text_prob=0.1, encoder_prob=0.4, size_prob=0.2, crop_prob=0.3), ["clip", "t5"]
-    rows = [rule.draw(5, position, names) for position in range(8000)]
-    share = {name: np.mean([row[name] for row in rows]) for name in (*names, "size", "crop")}
-    assert share == {
-        "clip": pytest.approx(0.46, abs=0.02),
-        "t5": pytest.approx(0.46, abs=0.02),
-        "size": pytest.approx(0.2, abs=0.02),
-        "crop": pytest.approx(0.3, abs=0.02),
-    }
-    assert np.mean([row["clip"] and row["t5"] for row in rows]) == pytest.approx(0.1 + 0.9 * 0.16, abs=0.02)
-    assert np.mean([row["size"] and row["crop"] for row in rows]) == pytest.approx(0.06, abs=0.01)
 
 
 def test_masks_say_which_tokens_fill_up() -> None:

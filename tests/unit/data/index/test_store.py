@@ -117,7 +117,7 @@ def test_unwritable_folder_is_a_data_error(shards: list[Path], tmp_path: Path) -
 
 
 def test_many_shards_are_indexed_by_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "FEW_UNITS", 2)
+    monkeypatch.setattr(index_module, "FEW_SHARDS", 2)
     shards = sorted(makers.caption_shards(tmp_path / "data", shards=5, per_shard=2).glob("*.tar"))
     assert len(tar_index(shards, index_dir=tmp_path / "index")) == 10
     assert len(files(tmp_path / "index")) == 5
@@ -178,7 +178,7 @@ def test_reading_samples_does_not_import_pandas(shards: list[Path], tmp_path: Pa
     script = (
         "import pickle, sys; from sd_training.data.samples.sample import SampleRequest;"
         f"samples = pickle.load(open({str(tmp_path / 'samples')!r}, 'rb'));"
-        "print(samples[SampleRequest(0, 0, 3, 0, 0, 1)].sample_id, 'pandas' in sys.modules)"
+        "print(samples[SampleRequest(0, 0, 3, 0, 0, 1)].arrays['sample_ids'], 'pandas' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["3", "False"]

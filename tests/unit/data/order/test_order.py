@@ -37,9 +37,9 @@ def visits(batches: list[StepSamples], n: int) -> NDArray[np.int64]:
 CASES = [
     {},
     {"buckets": 3},
-    {"window": 2, "lanes": 2},
-    {"buckets": 2, "window": 4, "lanes": 4},
-    {"lanes": 8, "window": 3},
+    {"window": 2, "shard_streams": 2},
+    {"buckets": 2, "window": 4, "shard_streams": 4},
+    {"shard_streams": 8, "window": 3},
 ]
 
 
@@ -90,14 +90,14 @@ def test_buckets_are_mixed_over_time() -> None:
 def test_the_order_depends_on_seed_and_epoch() -> None:
     first, other = make_order(seed=1).at(0), make_order(seed=2).at(0)
     assert not np.array_equal(first.samples, other.samples)
-    order = make_order(global_batch=60, lanes=1)
+    order = make_order(global_batch=60, shard_streams=1)
     assert not np.array_equal(order.at(0).samples, order.at(1).samples)
     assert sorted(order.at(0).samples) == sorted(order.at(1).samples) == list(range(60))
 
 
 def test_the_order_of_this_version_is_kept() -> None:
     """A change here breaks the resuming of every run that exists."""
-    order = make_order(per_block=4, blocks=4, buckets=2, window=2, lanes=2, global_batch=4)
+    order = make_order(per_block=4, blocks=4, buckets=2, window=2, shard_streams=2, global_batch=4)
     assert [(b.bucket, b.samples.tolist()) for b in sequence(order, 4)] == [
         (0, [8, 10, 12, 14]),
         (1, [9, 11, 13, 15]),
@@ -108,7 +108,7 @@ def test_the_order_of_this_version_is_kept() -> None:
 
 def test_a_lane_reads_its_own_blocks() -> None:
     """Two ranks of four lanes: each needs about half of the blocks of a window."""
-    order = make_order(per_block=64, blocks=8, window=8, lanes=4)
+    order = make_order(per_block=64, blocks=8, window=8, shard_streams=4)
     halves = [np.concatenate([b.samples[part] for b in sequence(order, 64)]) for part in (slice(0, 4), slice(4, 8))]
     blocks = [set((half // 64).tolist()) for half in halves]
     assert [len(b) for b in blocks] == [4, 4]
@@ -117,14 +117,14 @@ def test_a_lane_reads_its_own_blocks() -> None:
 
 def test_a_lane_without_samples_is_fed_by_the_others() -> None:
     """One block and many lanes; and blocks that are nearly empty."""
-    assert set(visits(sequence(make_order(per_block=40, blocks=1, lanes=8), 5), 40)) == {1}
+    assert set(visits(sequence(make_order(per_block=40, blocks=1, shard_streams=8), 5), 40)) == {1}
     blocks = np.array([0] * 30 + [1] + [2] * 33, dtype=np.int32)
-    order = SampleOrder(OrderSettings(0, 8, lanes=4, window=3), blocks, np.zeros(64, dtype=np.int32))
+    order = SampleOrder(OrderSettings(0, 8, shard_streams=4, window=3), blocks, np.zeros(64, dtype=np.int32))
     assert set(visits(sequence(order, 8), 64)) == {1}
 
 
 def test_windows_keep_reads_together() -> None:
-    order = make_order(per_block=8, blocks=8, window=2, lanes=1)
+    order = make_order(per_block=8, blocks=8, window=2, shard_streams=1)
     blocks = [set((batch.samples // 8).tolist()) for batch in sequence(order, 8)]
     assert all(
         blocks[i] | blocks[i + 1] == blocks[i] | blocks[i + 1] and len(blocks[i] | blocks[i + 1]) == 2
@@ -132,7 +132,7 @@ def test_windows_keep_reads_together() -> None:
     )
 
 
-@pytest.mark.parametrize("case", [{}, {"blocks": 3, "per_block": 1, "lanes": 2, "window": 1}, {"buckets": 2}])
+@pytest.mark.parametrize("case", [{}, {"blocks": 3, "per_block": 1, "shard_streams": 2, "window": 1}, {"buckets": 2}])
 def test_a_batch_repeats_samples_where_there_are_fewer(case: dict[str, int]) -> None:
     few = {"blocks": 1, "per_block": 3, **case}
     with pytest.raises(ValueError, match="fewer than the 8 of a step"):
@@ -157,7 +157,7 @@ def test_a_bucket_smaller_than_a_batch_is_refused() -> None:
         make_order(per_block=7, blocks=1)
 
 
-@pytest.mark.parametrize("locality", [{}, {"window": 2, "lanes": 2}])
+@pytest.mark.parametrize("locality", [{}, {"window": 2, "shard_streams": 2}])
 def test_buckets_with_larger_batches(locality: dict[str, int]) -> None:
     make = partial(make_order, per_block=20, buckets=3, global_batch=4, factors=(1, 2, 4), **locality)
     order, seen = make(), 0
@@ -183,7 +183,7 @@ def test_a_bucket_smaller_than_its_larger_batch_is_refused() -> None:
 
 
 def test_default_lanes_and_window() -> None:
-    assert [OrderSettings(0, batch).num_lanes for batch in (1, 12, 96, 2048)] == [1, 4, 32, 64]
+    assert [OrderSettings(0, batch).num_streams for batch in (1, 12, 96, 2048)] == [1, 4, 32, 64]
     assert make_order(per_block=10, blocks=6).window >= 6
 
 

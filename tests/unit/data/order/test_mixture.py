@@ -16,7 +16,7 @@ def test_shares_are_kept_after_any_number_of_steps() -> None:
     counts = np.cumsum(mixture.dataset_of[:, None] == np.arange(3), axis=0)
     wanted = np.arange(1, 10_001)[:, None] * weights / weights.sum()
     assert abs(counts - wanted).max() < 5
-    assert mixture.counts(3) == counts[-1].tolist()
+    assert [mixture.steps_before(10_000, dataset) for dataset in range(3)] == counts[-1].tolist()
 
 
 def test_a_data_set_goes_on_where_it_was() -> None:
