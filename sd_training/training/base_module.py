@@ -1,8 +1,7 @@
 """What every trained module shares: optimizer, learning rate, clipping, and the numbers that are logged.
 
-Nothing here waits for the device: losses, norms and flags stay tensors until a callback reads them.
-
-What is remembered of a micro-batch until the host next looks: small tensors that stay on the device.
+Nothing here waits for the device: losses, norms, flags and the record of a micro-batch stay tensors until a callback
+reads them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,13 +28,13 @@ class MicroBatchRecord(NamedTuple):
     loss: Tensor
     """[] as it was minimised."""
     sample_losses: Tensor
-    """[B] its shares."""
+    """[B]."""
     positions: Tensor
     """[B] int64, as in the batch."""
     sample_ids: Tensor
     """[B] int64, as in the batch."""
     timesteps: Tensor | None
-    """[B] what the denoiser was told of the noise level; None for autoencoders."""
+    """[B] the denoiser's timestep input; None for autoencoders."""
 
 
 PART = "denoiser"
@@ -114,7 +113,7 @@ class TrainedModule(pl.LightningModule):
         self.logged_micro_batches += 1
 
     def record_samples(self, batch: PixelBatch, loss: Tensor, losses: Tensor, timesteps: Tensor | None) -> None:
-        """Keep what an incident tells of the micro-batch, on the device.
+        """Keep what an incident's report needs of the micro-batch, on the device.
 
         Args:
             batch: as the loader delivered it.
@@ -133,16 +132,16 @@ class TrainedModule(pl.LightningModule):
             torch.manual_seed(batch_index * strategy.data_ranks + strategy.data_rank)
 
     def move_frozen_to(self, device: torch.device) -> None:
-        """Put what the training step uses, but is no child module, on `device`."""
+        """Move what the training step uses, but is no child module, to `device`."""
 
     def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, Tensor | None]:
-        """[B] loss of each sample after `step` optimizer steps, and [B] what the denoiser was told of the noise level,
-        where there is a denoiser. With gradients; nothing is remembered."""
+        """[B] loss of each sample after `step` optimizer steps, and [B] the denoiser's timestep input; None without a
+        denoiser. With gradients; nothing is logged or recorded."""
         raise NotImplementedError
 
     def held_out_losses(self, batch: PixelBatch, quantiles: Sequence[float]) -> tuple[Tensor, Tensor | None]:
-        """[K, B] loss of each sample at K quantiles of the timestep density, and [K, B] what the denoiser was told of
-        the noise level, where there is a denoiser. Nothing is remembered, and nothing depends on the step."""
+        """[K, B] loss of each sample at K quantiles of the timestep density, and [K, B] the denoiser's timestep input;
+        None without a denoiser. Nothing is logged or recorded, and nothing depends on the step."""
         raise NotImplementedError
 
     def configure_model(self) -> None:
@@ -169,7 +168,7 @@ class TrainedModule(pl.LightningModule):
             yield f"{PART}.{name}", parameter
 
     def resume_requirements(self) -> dict[str, Any]:
-        """Option → value of what a checkpoint cannot be continued without."""
+        """Option → value that a run resumed from a checkpoint must have."""
         config = self.optimization.config
         return {
             "optimizer.name": config.name,
@@ -177,7 +176,7 @@ class TrainedModule(pl.LightningModule):
         }
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Says what was trained how."""
+        """Records what a resumed run must have in common."""
         checkpoint["trained_as"] = self.resume_requirements()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

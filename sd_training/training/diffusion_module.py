@@ -18,8 +18,8 @@ class DiffusionModule(TrainedModule):
     """Trains the denoiser of a family, and its text encoders where asked, on latents of a frozen autoencoder.
 
     Args:
-        encoders: image and text encoders with their family; those that are frozen are deliberately no child modules.
-        objective: what the denoiser is asked to answer.
+        encoders: image and text encoders with their family; frozen ones are deliberately no child modules.
+        objective: the prediction target, noise schedule, timestep density, weighting and loss.
     """
 
     def __init__(
@@ -39,6 +39,13 @@ class DiffusionModule(TrainedModule):
         has_uncertainty = objective.config.loss_weighting.name == "learned_uncertainty"
         self.uncertainty = LevelUncertainty(optimization.seed) if has_uncertainty else None
 
+    @property
+    def denoiser(self) -> nn.Module:
+        """The trained denoiser, which is the network or, beside trained text encoders, a part of it."""
+        if isinstance(self.network, nn.ModuleDict):
+            return self.network[PART]
+        return self.network
+
     def named_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """As `TrainedModule.named_trained`; a trained text encoder and the uncertainty are parts of their own."""
         named = self.network.named_parameters() if self.encoders.is_text_trained else super().named_trained()
@@ -47,7 +54,7 @@ class DiffusionModule(TrainedModule):
             yield from ((f"uncertainty.{name}", p) for name, p in self.uncertainty.named_parameters())
 
     def resume_requirements(self) -> dict[str, Any]:
-        """As `TrainedModule.resume_requirements`, with what the denoiser answers and what is trained beside it."""
+        """As `TrainedModule.resume_requirements`, with the prediction type and what is trained beside the denoiser."""
         return super().resume_requirements() | {
             "objective.prediction_type": self.objective.prediction_type,
             "objective.rescale_betas_zero_snr": bool(self.objective.config.rescale_betas_zero_snr),
@@ -81,9 +88,8 @@ class DiffusionModule(TrainedModule):
         return self.objective.loss(prediction, noised, uncertainty), noised.timesteps
 
     def held_out_losses(self, batch: PixelBatch, quantiles: Sequence[float]) -> tuple[Tensor, Tensor]:
-        """As `TrainedModule.held_out_losses`. Pictures and captions are encoded once, and the noise of a sample is the
-        same at all levels. Input perturbation and learned uncertainty, which are there for the training, are left
-        out."""
+        """As `TrainedModule.held_out_losses`. Images and captions are encoded once, and the noise of a sample is the
+        same at all levels. Input perturbation and learned uncertainty belong to training and are disabled."""
         latents, conditioning = self._encoded(batch)
         objective, losses, timesteps = self.objective.without_perturbation(), [], []
         for quantile in quantiles:
@@ -98,5 +104,4 @@ class DiffusionModule(TrainedModule):
         return latents, self.encoders.encode_text(batch)
 
     def _prediction(self, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
-        family = self.encoders.family
-        return family.predict(family.denoiser, noised, conditioning)
+        return self.encoders.family.predict(self.denoiser, noised, conditioning)
