@@ -166,13 +166,10 @@ class TrainingSamples(Dataset[Example | FailedExample]):
         except DataError as error:
             return FailedExample(error, skipped)
         last = skipped[-1]
-        return FailedExample(
-            DataError(
-                f"{counted(most, 'sample')} in a row could not be used; the last: {last.shard} {last.key}: {last.reason} "
-                f"(dataset.params.max_bad_in_row={most})"
-            ),
-            skipped,
+        message = (
+            f"{counted(most, 'sample')} in a row could not be used; the last: {last.shard} {last.key}: {last.reason}"
         )
+        return FailedExample(DataError(f"{message} (dataset.params.max_bad_in_row={most})"), skipped)
 
     def _read(self, request: SampleRequest, skipped: list[SkippedSample]) -> Example:
         """Raises BadSample or DataError."""
