@@ -41,7 +41,6 @@ from sd_training.checkpoint.folder import sealed_checkpoints, step_of, verify_ch
 from sd_training.checkpoint.save import read_state
 from sd_training.cli import run_cli
 from sd_training.config.load import load_config
-from sd_training.config.one_device import ON_ONE_DEVICE
 from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.problems import printable
@@ -50,6 +49,20 @@ from sd_training.errors import DataError, UserError
 from sd_training.models.encoders import autocast
 from sd_training.types import PixelBatch
 
+ON_ONE_DEVICE = (
+    "distributed.strategy=single",
+    "distributed.mesh={data: 1, fsdp: 1, tensor: 1}",
+    "distributed.reshard_after_forward=true",
+    "distributed.offload_optimizer=false",
+    "distributed.offload_parameters=false",
+    "distributed.deepspeed_config=null",
+    "trainer.devices=1",
+    "trainer.num_nodes=1",
+    "trainer.compile=false",
+    "system.workers=0",
+    "dataset.params.workers=null",
+)
+"""Options that make a run of several processes one process, which computes the same."""
 SHOWN = 40
 """Samples printed."""
 _OPTION = re.compile(r"\w+(\.[^\s./=]+)+=")

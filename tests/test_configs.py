@@ -49,7 +49,7 @@ def filled(path: Path, captions: Path) -> list[str]:
     special = {"experiment.eval_caption_file": str(captions), "wandb.api_key": "0123456789"}
     overrides = []
     for key in unfilled(plain(path)):
-        default = "1_000_000" if accepts(options()[key].annotation, int) else "filled"
+        default = "1_000_000" if accepts(options()[key], 1_000_000) else "filled"
         overrides.append(f"{key}={special.get(key, default)}")
     return [f"config={path}", *overrides]
 

@@ -26,9 +26,8 @@ from sd_training.build.plan import Plan
 from sd_training.build.run import ANY_GRID, make_data, zero_options
 from sd_training.build.start import Start, data_refusal, find_start, make_mirror
 from sd_training.config.changes import chosen_options
-from sd_training.config.optimizer_schema import warmup_length
 from sd_training.config.plan import counted
-from sd_training.config.schema import Config
+from sd_training.config.schema import Config, warmup_length
 from sd_training.data.index.report import DataReport, cut_captions
 from sd_training.data.order.buckets import size_problems, training_sizes
 from sd_training.errors import Checks, ConfigError

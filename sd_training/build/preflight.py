@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sd_training.config.check import model_folder_problems, model_paths, value_of
+from sd_training.config.check import model_folder_problem, model_paths
 from sd_training.config.data_schema import SourceParams
-from sd_training.config.fields import options
+from sd_training.config.fields import options, value_of
 from sd_training.config.schema import Config, WandbConfig
 from sd_training.data.order.buckets import size_problems, training_sizes
 from sd_training.data.sources.choose import access_of, path_problems
@@ -180,7 +180,7 @@ def _size_problems(config: Config) -> list[str]:
 def _is_unreadable(config: Config, key: str, path: str) -> bool:
     """Whether the model is reported as missing, so that its autoencoder will not be read in this start."""
     if os.path.isdir(path):
-        return any(True for _ in model_folder_problems(config, key, path))
+        return bool(model_folder_problem(config, key, path))
     is_path = path.startswith(_PATH) or path.count("/") > 1
     return is_path or os.path.exists(path) or _hub_problem(config, key, path) is not None
 

@@ -20,10 +20,9 @@ from sd_training.checkpoint.mirror import Mirror, MirrorError
 from sd_training.checkpoint.run_lock import NO_LOCK, RunLock, acquire_run_lock
 from sd_training.checkpoint.save import read_state
 from sd_training.config.changes import Change, changed_options, refused_changes
-from sd_training.config.check import PARTS, value_of
-from sd_training.config.fields import options
+from sd_training.config.check import PARTS
+from sd_training.config.fields import is_below, options, value_of
 from sd_training.config.plan import counted
-from sd_training.config.problems import is_below
 from sd_training.data.datamodule import TrainingData, order_problem
 from sd_training.errors import CheckpointError, ConfigError, OutageError, SaveError, UserError
 from sd_training.export.pipeline import CURRENT, KEPT, recover_exports

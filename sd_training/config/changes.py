@@ -1,9 +1,4 @@
-"""What a start of a run changes against the start before it, and what of that it must not change by accident.
-
-The resolved configuration as text, without secrets.
-
-Permissions that only the person at the command line can give: a configuration file may come from elsewhere.
-"""
+"""What is kept of a configuration: its text without secrets, and what a start changes against the start before it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from sd_training.config.fields import options
-from sd_training.config.problems import COMMAND_LINE, Problem, is_below, shown, where
+from sd_training.config.fields import is_below, option_of, options, shown
 from sd_training.config.schema import Config
 from sd_training.redaction import note_secret, redacted_values
 
@@ -21,46 +15,11 @@ PERMISSIONS = ("allow_pipe",)
 """Names of options that a file cannot set to true."""
 
 
-def not_permitted(values: Any, origins: Mapping[str, str]) -> list[Problem]:
-    """One problem per permission that a file gives.
-
-    Asked twice: for the content of each file, whose merge keys hide where a value stands, and for what all sources
-    together say, where a value may have come from another option.
-
-    Args:
-        values: containers.
-        origins: dotted key → where it was set.
-    """
-    dotted = plain_keys(origins)
-    found = []
-    for path, value in _permissions(values, ""):
-        origin = where(path, dotted)
-        if value is not False and value is not None and origin != f" ({COMMAND_LINE})":
-            text = f"is {shown(value)}{origin}; this permission is given on the command line only ({path}=true)"
-            found.append(Problem(path, text))
-    return found
-
-
-def plain_keys(origins: Mapping[str, str]) -> dict[str, str]:
-    """The same with `mix[0].params` written as `mix.0.params`."""
-    return {key.replace("[", ".").replace("]", ""): origin for key, origin in origins.items()}
-
-
 def without_permissions(holder: Any) -> Any:
     """A copy in which no option of that name stands: what is written to a file."""
     if isinstance(holder, Mapping):
         return {key: without_permissions(value) for key, value in holder.items() if key not in PERMISSIONS}
     return [without_permissions(value) for value in holder] if isinstance(holder, list) else holder
-
-
-def _permissions(holder: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Every value of a permission, wherever it stands."""
-    entries = holder.items() if isinstance(holder, Mapping) else enumerate(holder) if isinstance(holder, list) else ()
-    for key, value in entries:
-        if key in PERMISSIONS:
-            yield f"{prefix}{key}", value
-        else:
-            yield from _permissions(value, f"{prefix}{key}.")
 
 
 def to_plain(config: Config) -> dict[str, Any]:
@@ -80,14 +39,9 @@ def resolved_yaml(config: Config) -> str:
 
 def chosen_options(config: Config) -> dict[str, Any]:
     """Dotted option → value of every option that is not at its default, without secrets."""
-    plain, changed = to_plain(config), {}
-    for key, option in options().items():
-        value: Any = plain
-        for step in key.split("."):
-            value = value[step]
-        if value != option.default:
-            changed[key] = value
-    return changed
+    plain = to_plain(config)
+    values = {key: _value(plain, key) for key in options()}
+    return {key: value for key, value in values.items() if value != options()[key].default}
 
 
 EXPORTED = (
@@ -169,7 +123,7 @@ def refused_changes(changes: Sequence[Change], allowed: Sequence[str], run_dir: 
     """One sentence for each change that would make another export of the run and that is not allowed."""
     refused = [change for change in changes if is_below(change.key, EXPORTED) and not is_below(change.key, allowed)]
     refused = [change for change in refused if not _is_same_place(change)]
-    keys = ",".join(dict.fromkeys(_option_of(change.key) for change in refused))
+    keys = ",".join(dict.fromkeys(option_of(change.key).key for change in refused))
     return [
         f"{change.key}: was {shown(change.before)} at the last start of {run_dir} and is {shown(change.now)} now; this "
         "decides what current_pipeline holds: restore it, take another experiment.name, or allow it with "
@@ -178,29 +132,12 @@ def refused_changes(changes: Sequence[Change], allowed: Sequence[str], run_dir: 
     ]
 
 
-def unknown_permissions(config: Config) -> Iterator[str]:
-    """Entries of `experiment.allow_changed` that allow nothing."""
-    for key in config.experiment.allow_changed:
-        if not is_below(key, EXPORTED):
-            yield (
-                f"experiment.allow_changed: {key!r} needs no permission or is no option; those that do are "
-                f"{', '.join(EXPORTED)}"
-            )
-
-
 def _value(holder: Any, key: str) -> Any:
     for step in key.split("."):
         if not isinstance(holder, dict) or step not in holder:
             return options()[key].default
         holder = holder[step]
     return holder
-
-
-def _option_of(key: str) -> str:
-    """The option that a place inside its value belongs to."""
-    while key not in options():
-        key = key.rpartition(".")[0]
-    return key
 
 
 def _is_same_place(change: Change) -> bool:

@@ -1,23 +1,19 @@
-"""Rules between options. Everything here runs without torch, before anything is loaded.
+"""Rules between options, one sentence each. They run before torch is imported and before anything is loaded.
 
-Rules between the options of `distributed` and everything else: what no engine can do, said before a run starts.
-
-Rules between options of the held-out data, and of what its loss decides.
-
-Rules between options of signals, time limits and the hang watch.
+That an option belongs to a choice which was not made is no rule of its own: it follows from `ReadWith` in the schema.
 """
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from sd_training.config.changes import unknown_permissions
-from sd_training.config.check_data import check_data, never_drawn
-from sd_training.config.check_objective import objective_problems
-from sd_training.config.fields import defaults, options
+from sd_training.config.changes import EXPORTED
+from sd_training.config.data_schema import DatasetConfig, MixEntry, read_class_prompts
+from sd_training.config.fields import either, is_below, options, shown, value_of
+from sd_training.config.filters import parse_filters
 from sd_training.config.model_schema import (
     FAMILY_PARTS,
     OPTIONAL_PARTS,
@@ -26,153 +22,13 @@ from sd_training.config.model_schema import (
     family_of_parts,
     is_set,
 )
-from sd_training.config.objective_schema import with_preset
-from sd_training.config.optimizer_schema import optimizer_problems, warmup_length
+from sd_training.config.objective_schema import ObjectiveConfig, with_preset
 from sd_training.config.paths import output_problem
-from sd_training.config.problems import shown
-from sd_training.config.schema import MESH_AXES, SECTIONS, Config, DistributedConfig, ValidationConfig
+from sd_training.config.schema import MESH_AXES, SECTIONS, Config, DistributedConfig, warmup_length
 
 SHARDED_OPTIMIZERS = ("adamw", "lion")
-"""Optimizers that treat every number alone, so that a piece of a tensor is updated as the whole would be."""
-
-
-def is_deepspeed(config: DistributedConfig) -> bool:
-    """Whether DeepSpeed runs the step."""
-    return config.strategy.startswith("deepspeed")
-
-
-def is_fsdp(config: DistributedConfig) -> bool:
-    """Whether weights are cut by FSDP2 or tensor parallelism."""
-    return config.strategy in ("fsdp", "hsdp") or config.mesh.fsdp != 1 or config.mesh.tensor != 1
-
-
-def recomputation_problems(config: Config) -> Iterator[str]:
-    """As `parallel_problems`, of `model.gradient_checkpointing` with whatever strategy."""
-    if config.model.train == "vae" and config.model.gradient_checkpointing == "selective":
-        yield "model.gradient_checkpointing: selective is for denoisers only; use true with model.train=vae"
-
-
-def parallel_problems(config: Config) -> Iterator[str]:
-    """One sentence per contradiction; each begins with the option."""
-    distributed = config.distributed
-    yield from _mesh_problems(distributed)
-    yield from _offload_problems(distributed)
-    if is_fsdp(distributed) or is_deepspeed(distributed):
-        yield from _sharding_problems(config)
-
-
-def _mesh_problems(config: DistributedConfig) -> Iterator[str]:
-    sizes = {axis: getattr(config.mesh, axis) for axis in MESH_AXES}
-    if config.mesh.is_set and config.strategy != "auto":
-        yield f"distributed.strategy: {config.strategy}, but distributed.mesh is set as well; give one of them"
-    yield from (f"distributed.mesh.{axis}: is 0; 1 leaves the axis out" for axis, size in sizes.items() if size == 0)
-    if list(sizes.values()).count(-1) > 1:
-        yield "distributed.mesh: more than one axis is -1; only one can be what is left"
-
-
-def _offload_problems(config: DistributedConfig) -> Iterator[str]:
-    if config.offload_optimizer and not is_deepspeed(config):
-        yield (
-            "distributed.offload_optimizer: only DeepSpeed does this; use distributed.strategy=deepspeed_2, or fsdp "
-            "with distributed.offload_parameters"
-        )
-    if config.offload_parameters and not (is_fsdp(config) or config.strategy == "deepspeed_3"):
-        yield "distributed.offload_parameters: only fsdp, hsdp and deepspeed_3 do this"
-    if config.deepspeed_config is not None and not is_deepspeed(config):
-        yield f"distributed.deepspeed_config: is read by deepspeed only, but distributed.strategy is {config.strategy}"
-    if not config.reshard_after_forward and not is_fsdp(config):
-        yield "distributed.reshard_after_forward: is read by fsdp and hsdp only"
-
-
-def _sharding_problems(config: Config) -> Iterator[str]:
-    name = config.distributed.strategy if config.distributed.strategy != "auto" else "distributed.mesh"
-    if config.optimizer.name not in SHARDED_OPTIMIZERS:
-        yield (
-            f"optimizer.name: {config.optimizer.name} needs whole tensors, which {name} cuts; use "
-            f"{' or '.join(SHARDED_OPTIMIZERS)}, or distributed.strategy=ddp"
-        )
-    if config.model.bf16_weights:
-        yield f"model.bf16_weights: {name} keeps fp32 weights in pieces already; set it to false"
-    if config.model.mixed_precision == "fp16" and is_fsdp(config.distributed):
-        yield f"model.mixed_precision: fp16 needs a loss scale that {name} does not share; use bf16, or deepspeed_2"
-    if config.model.train == "vae":
-        yield f"model.train: vae is small and is trained with single or ddp, not with {name}"
-    if config.trainer.channels_last is True and is_fsdp(config.distributed) and config.model.train == "unet":
-        yield f"trainer.channels_last: true, but {name} cuts contiguous weights only; use auto, which leaves them so"
-    if config.trainer.compile == "full":
-        yield f"trainer.compile: full does not see through {name}; use blocks"
-    if config.trainer.compile and config.distributed.mesh.tensor != 1:
-        yield "trainer.compile: is not known to work with distributed.mesh.tensor; set it to false"
-    if is_deepspeed(config.distributed):
-        yield from _deepspeed_problems(config, name)
-
-
-def _deepspeed_problems(config: Config, name: str) -> Iterator[str]:
-    if config.trainer.compile in (True, "blocks"):
-        yield f"trainer.compile: is not known to work with {name}; set it to false, or use fsdp"
-    if config.trainer.channels_last is True:
-        yield f"trainer.channels_last: {name} wants weights as they are usually laid out; use auto or false"
-    if config.distributed.strategy == "deepspeed_3" and config.model.gradient_checkpointing == "selective":
-        yield (
-            "model.gradient_checkpointing: selective gives wrong gradients with deepspeed_3, whose linear layers "
-            "change in place what it keeps; use true"
-        )
-    if config.model.train_text_encoder:
-        yield f"model.train_text_encoder: {name} trains the denoiser only; use ddp or fsdp"
-    if config.distributed.offload_optimizer and config.optimizer.name != "adamw":
-        yield f"optimizer.name: {config.optimizer.name} cannot be offloaded; use adamw"
-
-
-def validation_problems(config: Config) -> Iterator[str]:
-    """One sentence each; each starts with the option's dotted name."""
-    validation, checkpoint = config.validation, config.checkpoint
-    if validation.path is not None and not validation.path:
-        yield "validation.path: is empty; give a tar file, a folder, a glob or a brace pattern, or leave it out"
-    elif validation.path == config.dataset.params.path:
-        yield "validation.path: is the data that is trained on; keep some shards out of dataset.params.path"
-    if checkpoint.best_by == "validation_loss":
-        yield from _best_by(config)
-
-
-def unread_validation(config: Config) -> Iterator[str]:
-    """For warnings: a second run of the same options, without the held-out data, is no mistake."""
-    for name in ("every", "num_samples", "num_levels"):
-        if config.validation.path is None and getattr(config.validation, name) != defaults(ValidationConfig)[name]:
-            yield f"validation.{name}: is not used, because validation.path, which names held-out data, is not set"
-
-
-def _best_by(config: Config) -> Iterator[str]:
-    every, save_every = config.validation.every, config.experiment.save_every
-    if config.validation.path is None:
-        yield "checkpoint.best_by: validation_loss needs validation.path, which names the held-out data"
-    elif not config.checkpoint.keep_best:
-        yield "checkpoint.best_by: is only read with checkpoint.keep_best above 0"
-    elif save_every % every:
-        yield (
-            f"validation.every: {every:,} does not divide experiment.save_every={save_every:,}, and "
-            "checkpoint.best_by=validation_loss compares checkpoints that were measured after their own step"
-        )
-
-
-def watch_problems(config: Config) -> Iterator[str]:
-    """One sentence each; each starts with the option's dotted name."""
-    system = config.system
-    for name in sorted(set(system.stop_signals) & set(system.save_signals)):
-        yield f"system.save_signals: {name} is one of system.stop_signals as well; take it out of one of them"
-    watch = config.watch
-    for section in SECTIONS:
-        limit_s = getattr(watch, f"{section}_s")
-        if limit_s is not None and limit_s >= watch.collective_timeout_s:
-            yield (
-                f"watch.collective_timeout_s: {watch.collective_timeout_s:g} is not above "
-                f"watch.{section}_s={limit_s:g}; the processes "
-                "would end with an error of the network before the watch says what hangs"
-            )
-
-
+"""Optimizers that treat every number alone, so that a shard of a tensor is updated as the whole would be."""
 PARTS = tuple(field.name for field in fields(ModelConfig) if isinstance(getattr(ModelConfig(), field.name), PartConfig))
-_OBJECTIVE = tuple(key for key in options() if key.startswith("objective.") and key != "objective.kl_weight")
-
 _PARTNERS = (
     ("dataset.params.batch_size", "system.batch_size"),
     ("dataset.params.workers", "system.workers"),
@@ -180,82 +36,76 @@ _PARTNERS = (
     ("system.dist_backend", "distributed.dist_backend"),
     ("system.dist_url", "distributed.dist_url"),
 )
-IGNORED = {
-    "vae": (
-        *_OBJECTIVE,
-        *(key for key in options() if key.startswith(("conditioning.", "dataset.params.captions.", "sampling."))),
-        "experiment.eval_caption_file",
-        "experiment.eval_tar",
-        "experiment.num_eval_images",
-        "model.bf16_weights",
-        "model.family",
-        "model.gradient_checkpointing_every",
-        "model.text_encoder_precision",
-        "model.text_encoders",
-        "model.train_text_encoder",
-        "model.vae_precision",
-        "model.vae_slicing",
-        "model.vae_tiling",
-        "model.xformers",
-        "trainer.compile",
-        "validation.num_levels",
-    ),
-    "unet": ("objective.kl_weight", "model.vae_scaling_factor"),
-}
-"""Options that training this part does not read."""
-
+"""Second names of sd-training, and the options that they must agree with."""
 _MODEL_FILES = ("model_index.json", "config.json", "scheduler_config.json", "tokenizer_config.json")
 _PICKLES = (".ckpt", ".pt", ".pth", ".bin")
-_MIRROR_HINT = "; checkpoint.mirror copies the checkpoints of a run to an object store (docs/checkpoints.md)"
 _RENDEZVOUS = re.compile(r"env://|tcp://[^\s/:]+:([0-9]{1,5})")
+_CONSTANT = ("constant", "ConstantWithWarmup")
+_ONLY = {"sigma_sqrt": "flow_prediction", "cosmap": "flow_prediction", "edm": "edm"}
+"""Weighting → the prediction type it is defined for."""
 
 
 def check(config: Config) -> list[str]:
     """Everything that is wrong between options, one sentence each; each starts with the option's dotted name."""
-    rules: tuple[Callable[[Config], Iterator[str]], ...] = (
+    if config.model.train == "unet":
+        config = replace(config, objective=with_preset(config.objective))
+    rules = (
+        _choices,
         _partners,
-        _length,
         _parts,
-        _foreign,
         _objective,
         _optimizer,
-        _local_paths,
-        _dataset,
-        _ignored,
-        _trained_text,
-        _bf16_weights,
-        _tracks,
-        unknown_permissions,
-        recomputation_problems,
-        _previews,
-        validation_problems,
+        _paths,
+        _data,
+        _model,
+        _saves,
         _processes,
-        parallel_problems,
-        watch_problems,
+        _sharding,
     )
-    return [problem for rule in rules for problem in rule(config)]
+    found = (problem for rule in rules for problem in rule(config))
+    return list(dict.fromkeys(found))
 
 
 def warnings(config: Config) -> list[str]:
     """What is allowed but probably not meant, one sentence each."""
-    rules = (_short_run, _never_drawn, _two_learning_rates, _unread, unread_validation)
-    return [problem for rule in rules for problem in rule(config)]
+    return [*unread(config, is_refused=False), *_unused_parts(config.model), *_schedule(config)]
 
 
-def value_of(config: Config, key: str) -> Any:
-    """The value of a dotted option."""
-    value: Any = config
-    for step in key.split("."):
-        value = getattr(value, step)
-    return value
+def unread(group: Any, prefix: str = "", *, is_refused: bool = True) -> Iterator[str]:
+    """Options that were given although the choice that was made does not read them.
+
+    Args:
+        group: a `Config`, or a group of it.
+        prefix: dotted name of the group with a final dot, for the sentences.
+        is_refused: which kind: options of other choices, or options of features that are off.
+    """
+    table = options(type(group))  # type: ignore[arg-type]  # mypy takes classes for unhashable
+    for key, option in table.items():
+        value = value_of(group, key)
+        if value == option.default or not (value or option.default):
+            continue
+        for decider, rule in option.readers.items():
+            chosen = value_of(group, decider)
+            if rule.is_refused != is_refused or (chosen in rule.values if rule.values else chosen):
+                continue
+            if not is_refused:
+                yield f"{prefix}{key}: is not used, because {prefix}{decider} is {shown(chosen)}"
+            else:
+                readers = [word for word in rule.values if word is not None]
+                choice = f"={either(readers)}, not {chosen or 'null'}" if readers else f", which is {shown(chosen)}"
+                yield f"{prefix}{key}: is {shown(value)}, but is only read with {prefix}{decider}{choice}; remove it"
+            break
 
 
-def _is_default(config: Config, key: str) -> bool:
-    return bool(value_of(config, key) == options()[key].default)
+def _choices(config: Config) -> Iterator[str]:
+    yield from unread(config)
+    for number, entry in enumerate(config.dataset.mix):
+        yield from unread(entry, f"dataset.mix.{number}.")
+    for number, encoder in enumerate(config.model.text_encoders):
+        yield from unread(encoder, f"model.text_encoders.{number}.")
 
 
 def _partners(config: Config) -> Iterator[str]:
-    """sd-training names some values twice; two different values leave open which is meant."""
     for copy, original in _PARTNERS:
         first, second = value_of(config, copy), value_of(config, original)
         if first is not None and first != second:
@@ -263,103 +113,171 @@ def _partners(config: Config) -> Iterator[str]:
             yield f"{copy}: {values}; leave {copy} out or write ${{{original}}}"
 
 
-def _least_batch(config: Config) -> int:
-    """Samples per optimizer step of one process; how many there are is not known here."""
-    return config.system.batch_size * config.system.gradient_accumulation
-
-
-def _most_steps(config: Config) -> int:
-    return config.experiment.num_examples_to_see // _least_batch(config)
-
-
-def _length(config: Config) -> Iterator[str]:
-    batch = _least_batch(config)
-    if config.experiment.num_examples_to_see < batch:
-        yield (
-            f"experiment.num_examples_to_see: is {config.experiment.num_examples_to_see:,}, less than one optimizer "
-            f"step (batch_size {config.system.batch_size} × accumulation {config.system.gradient_accumulation})"
-        )
-
-
 def _parts(config: Config) -> Iterator[str]:
+    """The parts that a pipeline is made of, where `model.pretrained` does not name it as a whole."""
     model = config.model
     if model.pretrained is not None:
         return
-    if model.revision is not None:
-        yield "model.revision: is only read together with model.pretrained"
-    needed = _needed(model)
-    if not any(is_set(getattr(model, part)) for part in PARTS):
+    family, given = family_of_parts(model), [part for part in PARTS if is_set(getattr(model, part))]
+    # `noise_scheduler_inference` may be left out: the exported sampler then follows the training scheduler.
+    needed = ("vae",) if model.train == "vae" else (*FAMILY_PARTS[family], "noise_scheduler_training")
+    if not given:
         parts = ", ".join(f"model.{part}" for part in needed)
         yield f"model.pretrained: is required: a pipeline folder or hub id for all parts; or give each of {parts}"
         return
     for part in PARTS:
-        yield from _part(part, getattr(model, part), part in needed)
-
-
-def _part(name: str, part: PartConfig, needed: bool) -> Iterator[str]:
-    if part.pretrained is None:
-        if name.startswith("tokenizer") and (needed or is_set(part)):
-            yield f"model.{name}.pretrained: is required: a folder or hub id; it cannot be made from params"
-        elif needed and not is_set(part):
-            yield f"model.{name}: is required: give `pretrained` (a folder or hub id), or `target` and `params`"
-        yield from (
-            f"model.{name}.{key}: is only read together with model.{name}.pretrained"
-            for key in ("subfolder", "revision")
-            if getattr(part, key) is not None
-        )
-    elif not name.startswith(("noise_scheduler", "tokenizer")) and part.target is not None:
-        yield (
-            f"model.{name}.target: stands beside model.{name}.pretrained; keep one: `pretrained` loads weights, "
-            f"`target` and `params` start from random ones (model.{name}.target=null model.{name}.params=null)"
-        )
-    elif part.params and not name.startswith("noise_scheduler"):
-        yield f"model.{name}.params: is not read beside model.{name}.pretrained; remove it (model.{name}.params=null)"
-
-
-def _needed(model: ModelConfig) -> tuple[str, ...]:
-    """`noise_scheduler_inference` may be left out: the exported sampler then follows the training scheduler."""
+        yield from _part(f"model.{part}", getattr(model, part), part in needed)
     if model.train == "vae":
-        return ("vae",)
-    return (*FAMILY_PARTS[family_of_parts(model)], "noise_scheduler_training")
-
-
-def _foreign(config: Config) -> Iterator[str]:
-    """Parts that the family has no place for."""
-    model = config.model
-    if model.pretrained is not None or model.train == "vae" or not any(is_set(getattr(model, part)) for part in PARTS):
         return
-    family = family_of_parts(model)
     known = {*FAMILY_PARTS[family], *OPTIONAL_PARTS.get(family, ()), *PARTS[-2:]}
-    for part in PARTS:
-        if part not in known and is_set(getattr(model, part)):
+    for part in given:
+        if part not in known:
             yield f"model.{part}: family {family} has no such part; it has {', '.join(FAMILY_PARTS[family])}"
     if model.text_encoders and family != "mmdit_rope":
         yield f"model.text_encoders: is only read with model.family=mmdit_rope, not {family}"
 
 
+def _part(key: str, part: PartConfig, is_needed: bool) -> Iterator[str]:
+    is_tokenizer, is_scheduler = key.startswith("model.tokenizer"), key.startswith("model.noise_scheduler")
+    if part.pretrained is None:
+        if is_tokenizer and (is_needed or is_set(part)):
+            yield f"{key}.pretrained: is required: a folder or hub id; it cannot be made from params"
+        elif is_needed and not is_set(part):
+            yield f"{key}: is required: give `pretrained` (a folder or hub id), or `target` and `params`"
+    elif part.target is not None and not (is_scheduler or is_tokenizer):
+        remedy = f"to load its weights, remove the class ({key}.target=null {key}.params=null)"
+        yield f"{key}.target: is given together with {key}.pretrained; {remedy}"
+    elif part.params and not is_scheduler:
+        yield f"{key}.params: is not read together with {key}.pretrained; remove it ({key}.params=null)"
+
+
+def _unused_parts(model: ModelConfig) -> Iterator[str]:
+    if model.pretrained is None:
+        return
+    if model.text_encoders:
+        yield "model.text_encoders: is not used, because model.pretrained is set, which has its own"
+    for part in PARTS:
+        own: PartConfig = getattr(model, part)
+        # A noise scheduler's params, and the class of the inference sampler, still override what was stored.
+        if is_set(own) and not (part.startswith("noise_scheduler") and own.pretrained is None):
+            yield f"model.{part}: its own settings are not used, because model.pretrained is set"
+
+
 def _objective(config: Config) -> Iterator[str]:
-    """Rules that need no noise scheduler; the rest waits until it is loaded."""
+    """Rules that need no noise scheduler; `models.schedulers` checks the others once it is loaded."""
     if config.model.train == "unet":
-        yield from objective_problems(with_preset(config.objective))
+        yield from objective_problems(config.objective)
+
+
+def objective_problems(objective: ObjectiveConfig) -> list[str]:
+    """What is wrong with an objective.
+
+    Args:
+        objective: with its preset filled in; rules about a prediction type that is still null are left out.
+    """
+    return [*unread(objective, "objective."), *(f"objective.{text}" for text in _objective_rules(objective))]
+
+
+def _objective_rules(objective: ObjectiveConfig) -> Iterator[str]:
+    density, weighting = objective.timestep_density, objective.loss_weighting
+    shift, loss = objective.shift, objective.loss
+    if density.low >= density.high:
+        yield f"timestep_density.low: {density.low:g} must be below timestep_density.high, {density.high:g}"
+    if len(density.bias_range) != 2 or density.bias_range[0] >= density.bias_range[1]:
+        yield f"timestep_density.bias_range: is {density.bias_range}; must be [from, to] with from below to"
+    if not -1.0 <= density.mode_scale <= 1.751938393884109:  # 2 / (π - 2) (arXiv:2403.03206, section 3.1)
+        yield f"timestep_density.mode_scale: {density.mode_scale:g} must be from -1 to 1.75, or levels run backwards"
+    if shift.base_tokens >= shift.max_tokens:
+        yield f"shift.base_tokens: {shift.base_tokens} must be below shift.max_tokens, {shift.max_tokens}"
+    if loss.huber_schedule == "exponential" and loss.huber_delta > 1:
+        yield "loss.huber_delta: must be at most 1 with loss.huber_schedule=exponential, or δ would grow without bound"
+    if objective.snr_gamma is not None and weighting.name not in (None, "min_snr"):
+        yield f"snr_gamma: means loss_weighting.name=min_snr, but that is {weighting.name}; keep one"
+    elif objective.snr_gamma is not None and weighting.gamma not in (objective.snr_gamma, type(weighting)().gamma):
+        yield "snr_gamma: means loss_weighting.gamma, which is given as well; keep one"
+    prediction, drawn = objective.prediction_type, density.name or "uniform"
+    if prediction is None:
+        return
+    if _ONLY.get(weighting.name or "", prediction) != prediction:
+        only = _ONLY[weighting.name or ""]
+        yield f"loss_weighting.name: {weighting.name} is defined for prediction_type={only}, not {prediction}"
+    if (drawn == "log_normal") != (prediction == "edm"):
+        remedy = "EDM draws ln σ from log_normal, all others a level in [0, 1]"
+        yield f"timestep_density.name: {drawn} cannot be used with prediction_type={prediction}; {remedy}"
+    if objective.offset_noise and prediction == "flow_prediction":
+        yield "offset_noise: must be 0 with flow_prediction: samplers start from plain noise, which it would not train"
+    if objective.rescale_betas_zero_snr and prediction == "epsilon":
+        yield "rescale_betas_zero_snr: true needs prediction_type v_prediction or sample: at zero SNR, ε says nothing"
+    elif objective.rescale_betas_zero_snr and prediction in ("flow_prediction", "edm"):
+        yield f"rescale_betas_zero_snr: is only read with a discrete noise schedule, not prediction_type={prediction}"
 
 
 def _optimizer(config: Config) -> Iterator[str]:
-    yield from optimizer_problems(config.optimizer, config.lr_scheduler, use_ema=config.model.use_ema)
+    optimizer, schedule, model = config.optimizer, config.lr_scheduler, config.model
+    params, own = schedule.params, schedule.params.learning_rate
+    peak = optimizer.params.learning_rate if own is None else own
+    where = "optimizer.params.learning_rate" if own is None else "lr_scheduler.params.learning_rate"
+    if params.warmup_images is not None and params.warmup_length != type(params)().warmup_length:
+        second = f"lr_scheduler.params.warmup_length={params.warmup_length}"
+        yield f"lr_scheduler.params.warmup_images: is {params.warmup_images}, but {second} is given too; keep one"
+    if optimizer.rates_by_part and optimizer.name == "prodigy":
+        yield "optimizer.rates_by_part: prodigy estimates one learning rate for all parts; remove it"
+    elif optimizer.rates_by_part and peak == 0:
+        yield f"{where}: is 0, but optimizer.rates_by_part follow the same schedule; give the peak a value above 0"
+    if optimizer.name == "prodigy" and peak < 1e-2:
+        yield f"{where}: is {peak:g}, but prodigy multiplies the rate that it finds by it; set it to 1"
+    if optimizer.name == "schedule_free_adamw":
+        if optimizer.params.beta1 == 0:
+            yield "optimizer.params.beta1: is 0, but schedule_free_adamw needs a value above 0; 0.9 is usual"
+        if schedule.scheduler not in _CONSTANT:
+            remedy = "averages weights instead of lowering the learning rate; use constant"
+            yield f"lr_scheduler.scheduler: is {schedule.scheduler}, but schedule_free_adamw {remedy}"
+        if model.use_ema:
+            yield "model.use_ema: is true, but schedule_free_adamw averages the weights itself; set it to false"
+    if (
+        model.bf16_weights
+        and model.train == "unet"
+        and not (model.mixed_precision == "bf16" and optimizer.stochastic_rounding)
+    ):
+        yield "model.bf16_weights: true needs model.mixed_precision=bf16 and optimizer.stochastic_rounding=true"
+    elif optimizer.stochastic_rounding and not model.bf16_weights:
+        yield "optimizer.stochastic_rounding: is only read with model.bf16_weights=true; fp32 weights need no rounding"
 
 
-def _local_paths(config: Config) -> Iterator[str]:
+def _schedule(config: Config) -> Iterator[str]:
+    """Warnings about the length of the run; how many processes there are is not known here."""
+    params, rate = config.lr_scheduler.params, config.optimizer.params.learning_rate
+    steps = config.experiment.num_examples_to_see // _least_batch(config)
+    warmup = warmup_length(params, _least_batch(config))
+    if warmup > steps:
+        key = "warmup_length" if params.warmup_images is None else "warmup_images"
+        yield f"lr_scheduler.params.{key}: {warmup:,} steps of warm-up in a run of at most {steps:,} steps"
+    if params.learning_rate not in (None, rate):
+        own = f"lr_scheduler.params.learning_rate={params.learning_rate}"
+        yield f"optimizer.params.learning_rate: {rate} is not used; {own} wins"
+    for number, entry in enumerate(config.dataset.mix):
+        if entry.start_step >= steps:
+            start = f"is {entry.start_step:,}, but the run has at most {steps:,} steps"
+            yield f"dataset.mix.{number}.start_step: {start}; the data set is never drawn from"
+
+
+def _least_batch(config: Config) -> int:
+    return config.system.batch_size * config.system.gradient_accumulation
+
+
+def _paths(config: Config) -> Iterator[str]:
     for key, path in model_paths(config):
         yield from _model_path(config, key, path)
-    mirror = config.checkpoint.mirror
-    if mirror is not None and re.match(r"(s3|gs)://[^/]|file:///", mirror) is None:
-        yield f"checkpoint.mirror: {mirror!r} is no URL of a folder; write s3://…, gs://… or file:///…"
-    elif mirror is not None and "@" in mirror.partition("://")[2].partition("/")[0]:
-        yield "checkpoint.mirror: has a user or a key before @; give keys by the environment (docs/security.md)"
+    if (mirror := config.checkpoint.mirror) is not None:
+        if re.match(r"(s3|gs)://[^/]|file:///", mirror) is None:
+            yield f"checkpoint.mirror: {mirror!r} is no URL of a folder; write s3://…, gs://… or file:///…"
+        elif "@" in mirror.partition("://")[2].partition("/")[0]:
+            yield "checkpoint.mirror: has a user or a key before @; give keys by the environment (docs/security.md)"
     for key in ("experiment.log_dir", "dataset.params.remote.cache_dir", "dataset.params.index_dir"):
         folder = value_of(config, key)
         if folder is not None and (problem := output_problem(folder)):
-            is_store = key == "experiment.log_dir" and "://" in folder
-            yield f"{key}: {problem}{_MIRROR_HINT if is_store else ''}"
+            hint = "; checkpoint.mirror copies the checkpoints of a run to an object store (docs/checkpoints.md)"
+            yield f"{key}: {problem}{hint if key == 'experiment.log_dir' and '://' in folder else ''}"
     captions = config.experiment.eval_caption_file
     if captions is not None and "://" in captions:
         yield f"experiment.eval_caption_file: {captions!r} is a URL; download the file and give its path"
@@ -369,8 +287,7 @@ def _local_paths(config: Config) -> Iterator[str]:
 
 def model_paths(config: Config) -> Iterator[tuple[str, str]]:
     """Dotted option and value of every folder or hub id that is read."""
-    model = config.model
-    keys = ["model.pretrained", "ema.path"]
+    model, keys = config.model, ["model.pretrained", "ema.path"]
     if model.pretrained is None:
         keys += [f"model.{part}.pretrained" for part in PARTS]
         for number, entry in enumerate(model.text_encoders):
@@ -379,37 +296,38 @@ def model_paths(config: Config) -> Iterator[tuple[str, str]]:
     yield from ((key, path) for key in keys if (path := value_of(config, key)) is not None)
 
 
-def _model_path(config: Config, key: str, path: str) -> Iterator[str]:
+def _model_path(config: Config, key: str, text: str) -> Iterator[str]:
     """A hub id cannot start like a path, so a path that does not exist is a mistake."""
-    if not os.path.exists(path):
-        if path.startswith(("/", "./", "../", "~")):
-            yield f"{key}: {path!r} does not exist{' (~ is not expanded)' if path.startswith('~') else ''}"
-    elif os.path.isfile(path):
-        yield f"{key}: {path!r} is a file; {_instead_of_file(key, Path(path))}"
-    else:
-        yield from model_folder_problems(config, key, path)
+    path = Path(text)
+    if not os.path.exists(text):
+        if text.startswith(("/", "./", "../", "~")):
+            yield f"{key}: {text!r} does not exist{' (~ is not expanded)' if text.startswith('~') else ''}"
+    elif path.is_file():
+        yield f"{key}: {text!r} is a file; {_instead_of_file(key, path)}"
+    elif problem := model_folder_problem(config, key, text):
+        yield f"{key}: {text!r} {problem}"
 
 
-def model_folder_problems(config: Config, key: str, path: str) -> Iterator[str]:
-    """A folder that exists and holds no model, or one part where a whole pipeline is needed."""
+def model_folder_problem(config: Config, key: str, text: str) -> str:
+    """Why a folder that exists is no model, or one part where a whole pipeline is needed; empty when it is right."""
     is_pipeline = key == "model.pretrained" and config.model.train == "unet"
-    folder, names = Path(path), ("model_index.json",) if is_pipeline else _MODEL_FILES
-    if any((folder / name).is_file() for name in names):
-        return
-    run = list(_instead_of_run(key, folder))
-    if run:
-        yield from run
-    elif not is_pipeline:
-        if not any(True for name in _MODEL_FILES for _ in folder.glob(f"*/{name}")):
-            yield f"{key}: {path!r} holds no model: it has no config.json, and no folder in it has one"
-    elif (folder.absolute().parent / "model_index.json").is_file():
-        yield f"{key}: {path!r} is one part of a pipeline; write {key}={folder.absolute().parent}"
-    elif any((folder / name).is_file() for name in _MODEL_FILES):
-        part = folder.absolute().name
-        option = f"model.{part if part in PARTS else 'unet'}.pretrained"
-        yield f"{key}: {path!r} is one part, not a pipeline; give each part by its own option, such as {option}"
-    else:
-        yield f"{key}: {path!r} is no pipeline folder: it has no model_index.json"
+    path, parent = Path(text), Path(text).absolute().parent
+    if any((path / name).is_file() for name in (_MODEL_FILES[:1] if is_pipeline else _MODEL_FILES)):
+        return ""
+    for run in (path, parent, parent.parent):
+        if (run / "current_pipeline" / "model_index.json").is_file():
+            return f"is the folder of a run; write {key}={run / 'current_pipeline'}"
+    if (path / "checkpoints").is_dir() and (path / "config.yaml").is_file():
+        return "is the folder of a run that has not exported a pipeline; let it save first"
+    if not is_pipeline:
+        has_parts = any(True for name in _MODEL_FILES for _ in path.glob(f"*/{name}"))
+        return "" if has_parts else "holds no model: it has no config.json, and no folder in it has one"
+    if (parent / "model_index.json").is_file():
+        return f"is one part of a pipeline; write {key}={parent}"
+    if any((path / name).is_file() for name in _MODEL_FILES):
+        part = path.absolute().name if path.absolute().name in PARTS else "unet"
+        return f"is one part, not a pipeline; give each part by its own option, such as model.{part}.pretrained"
+    return "is no pipeline folder: it has no model_index.json"
 
 
 def _instead_of_file(key: str, path: Path) -> str:
@@ -430,110 +348,151 @@ def _instead_of_file(key: str, path: Path) -> str:
     )
 
 
-def _instead_of_run(key: str, path: Path) -> Iterator[str]:
-    """A run folder, or a folder of its checkpoints, stands for the pipeline that the run exported."""
-    for folder in (path, *path.absolute().parents[:2]):
-        if (folder / "current_pipeline" / "model_index.json").is_file():
-            yield f"{key}: {str(path)!r} is the folder of a run; write {key}={folder / 'current_pipeline'}"
-            return
-    if (path / "checkpoints").is_dir() and (path / "config.yaml").is_file():
-        yield f"{key}: {str(path)!r} is the folder of a run that has not exported a pipeline; let it save first"
+def _data(config: Config) -> Iterator[str]:
+    dataset, system, buckets = config.dataset, config.system, config.dataset.params.buckets
+    yield from _source("dataset", dataset)
+    for number, entry in enumerate(dataset.mix):
+        yield from _source(f"dataset.mix.{number}", entry)
+    if buckets.mode == "table" and not buckets.sizes:
+        yield "dataset.params.buckets.sizes: is required with buckets.mode=table: a list of [height, width] pairs"
+    if any(len(size) != 2 for size in buckets.sizes or ()):
+        yield "dataset.params.buckets.sizes: must be [height, width] pairs"
+    if (examples := config.experiment.num_examples_to_see) < _least_batch(config):
+        step = f"batch_size {system.batch_size} × accumulation {system.gradient_accumulation}"
+        yield f"experiment.num_examples_to_see: is {examples:,}, less than one optimizer step ({step})"
 
 
-def _dataset(config: Config) -> Iterator[str]:
-    yield from check_data(config.dataset)
+def _source(prefix: str, entry: DatasetConfig | MixEntry) -> Iterator[str]:
+    params = entry.params
+    if not params.path:
+        yield f"{prefix}.params.path: is empty; give a tar file, a folder, a glob or a brace pattern"
+    problems = parse_filters(params.filters)[1]
+    if entry.type == "ClassificationWebDataset":
+        if params.idx_to_prompt is not None and params.class_mapping is not None:
+            yield f"{prefix}.params.class_mapping: is another name of {prefix}.params.idx_to_prompt; keep one of them"
+        elif params.idx_to_prompt is None and params.class_mapping is None:
+            yield f"{prefix}.params.idx_to_prompt: is required with {prefix}.type=ClassificationWebDataset"
+        else:
+            problems += read_class_prompts(params)[1]
+    yield from (problem.replace("dataset.", f"{prefix}.", 1) for problem in problems)
+    if entry.end_step is not None and entry.end_step <= entry.start_step:
+        yield f"{prefix}.end_step: is {entry.end_step}, not after {prefix}.start_step={entry.start_step}"
 
 
-def _ignored(config: Config) -> Iterator[str]:
-    for key in IGNORED[config.model.train]:
-        if not _is_default(config, key):
-            value, train = value_of(config, key), config.model.train
-            yield f"{key}: is {shown(value, key)}, but nothing reads it with model.train={train}; remove it"
-    for part in PARTS if config.model.train == "vae" else ():
-        keys = (f"model.{part}.{field.name}" for field in fields(PartConfig))
-        if part != "vae" and not all(_is_default(config, key) for key in keys):
-            yield f"model.{part}: is given, but nothing reads it with model.train=vae; remove it"
-
-
-def _trained_text(config: Config) -> Iterator[str]:
-    if config.model.train_text_encoder and config.ema.path is not None:
+def _model(config: Config) -> Iterator[str]:
+    model, ema, sampling = config.model, config.ema, config.sampling
+    if model.train == "vae" and model.gradient_checkpointing == "selective":
+        yield "model.gradient_checkpointing: selective is for denoisers only; use true with model.train=vae"
+    if model.train_text_encoder and ema.path is not None:
         yield "ema.path: holds one network, but model.train_text_encoder trains several; remove one of them"
-
-
-def _bf16_weights(config: Config) -> Iterator[str]:
-    has_rounding = config.optimizer.stochastic_rounding
-    if config.model.train == "vae" and config.model.bf16_weights:
-        return  # refused with all that is not read then
-    if config.model.bf16_weights and not (config.model.mixed_precision == "bf16" and has_rounding):
-        yield "model.bf16_weights: true needs model.mixed_precision=bf16 and optimizer.stochastic_rounding=true"
-    elif has_rounding and not config.model.bf16_weights:
-        yield "optimizer.stochastic_rounding: is only read with model.bf16_weights=true; fp32 weights need no rounding"
-
-
-def _tracks(config: Config) -> Iterator[str]:
-    ema = config.ema
-    if ema.tracks and not config.model.use_ema:
-        yield f"ema.tracks: {ema.tracks} needs model.use_ema=true"
     if len(set(ema.tracks)) < len(ema.tracks):
         yield f"ema.tracks: {ema.tracks} names a width twice"
     if ema.tracks and ema.snapshot_every % ema.update_every:
         yield f"ema.snapshot_every: {ema.snapshot_every} is no multiple of ema.update_every={ema.update_every}"
+    if model.train == "unet" and sampling.every > 0 and not sampling.prompts:
+        yield f"sampling.prompts: is empty, but sampling.every={sampling.every} asks for previews; give one"
 
 
-def _previews(config: Config) -> Iterator[str]:
-    if config.model.train == "unet" and config.sampling.every > 0 and not config.sampling.prompts:
-        yield f"sampling.prompts: is empty, but sampling.every={config.sampling.every} asks for previews; give one"
+def _saves(config: Config) -> Iterator[str]:
+    """Held-out data, the best checkpoints, signals and time limits."""
+    validation, checkpoint, system, watch = config.validation, config.checkpoint, config.system, config.watch
+    if validation.path is not None and not validation.path:
+        yield "validation.path: is empty; give a tar file, a folder, a glob or a brace pattern, or leave it out"
+    elif validation.path == config.dataset.params.path:
+        yield "validation.path: is the data that is trained on; keep some shards out of dataset.params.path"
+    if checkpoint.best_by == "validation_loss" and checkpoint.keep_best:
+        if validation.path is None:
+            yield "checkpoint.best_by: validation_loss needs validation.path, which names the held-out data"
+        elif config.experiment.save_every % validation.every:
+            every = f"{validation.every:,} does not divide experiment.save_every={config.experiment.save_every:,}"
+            yield f"validation.every: {every}; best_by=validation_loss compares losses measured at each save"
+    for key in config.experiment.allow_changed:
+        if not is_below(key, EXPORTED):
+            needing = ", ".join(EXPORTED)
+            yield f"experiment.allow_changed: {key!r} needs no permission or is unknown; those that do are {needing}"
+    for name in sorted({*system.stop_signals} & {*system.save_signals}):
+        yield f"system.save_signals: {name} is one of system.stop_signals as well; take it out of one of them"
+    for section in SECTIONS:
+        limit_s = getattr(watch, f"{section}_s")
+        if limit_s is not None and limit_s >= watch.collective_timeout_s:
+            limits = f"{watch.collective_timeout_s:g} is not above watch.{section}_s={limit_s:g}"
+            yield f"watch.collective_timeout_s: {limits}; a network error would hide the report of a hang"
 
 
 def _processes(config: Config) -> Iterator[str]:
     trainer, distributed = config.trainer, config.distributed
     devices = trainer.devices if isinstance(trainer.devices, int) else 1
     if distributed.strategy == "single" and max(devices, trainer.num_nodes or 1) > 1:
-        yield (
-            "distributed.strategy: `single` is one process, but "
-            f"trainer.devices={trainer.devices} and trainer.num_nodes={trainer.num_nodes} ask for more; use ddp or auto"
-        )
+        asked = f"trainer.devices={trainer.devices} and trainer.num_nodes={trainer.num_nodes}"
+        yield f"distributed.strategy: `single` is one process, but {asked} ask for more; use ddp or auto"
     url = _RENDEZVOUS.fullmatch(distributed.dist_url)
     if not url or (url[1] and not 0 < int(url[1]) < 65536):
         yield f"distributed.dist_url: is {distributed.dist_url!r}; allowed: env:// or tcp://host:port"
 
 
-def _never_drawn(config: Config) -> Iterator[str]:
-    yield from never_drawn(config.dataset, _most_steps(config))
+def is_deepspeed(config: DistributedConfig) -> bool:
+    """Whether DeepSpeed runs the step."""
+    return config.strategy.startswith("deepspeed")
 
 
-def _short_run(config: Config) -> Iterator[str]:
-    params, steps = config.lr_scheduler.params, _most_steps(config)
-    key = "warmup_length" if params.warmup_images is None else "warmup_images"
-    warmup = warmup_length(params, _least_batch(config))
-    if warmup > steps:
-        yield f"lr_scheduler.params.{key}: {warmup:,} steps of warm-up in a run of at most {steps:,} steps"
+def is_fsdp(config: DistributedConfig) -> bool:
+    """Whether weights are sharded by FSDP2 or tensor parallelism."""
+    return config.strategy in ("fsdp", "hsdp") or config.mesh.fsdp != 1 or config.mesh.tensor != 1
 
 
-def _two_learning_rates(config: Config) -> Iterator[str]:
-    schedule, optimizer = config.lr_scheduler.params.learning_rate, config.optimizer.params.learning_rate
-    if schedule is not None and schedule != optimizer:
-        wins = f"lr_scheduler.params.learning_rate={schedule} wins"
-        yield f"optimizer.params.learning_rate: {optimizer} is not used; {wins}"
+def _sharding(config: Config) -> Iterator[str]:
+    """What the strategies cannot do."""
+    distributed, mesh = config.distributed, config.distributed.mesh
+    fsdp, deepspeed = is_fsdp(distributed), is_deepspeed(distributed)
+    sizes = {axis: getattr(mesh, axis) for axis in MESH_AXES}
+    if mesh.is_set and distributed.strategy != "auto":
+        yield f"distributed.strategy: {distributed.strategy}, but distributed.mesh is set as well; give one of them"
+    yield from (f"distributed.mesh.{axis}: is 0; 1 leaves the axis out" for axis, size in sizes.items() if size == 0)
+    if list(sizes.values()).count(-1) > 1:
+        yield "distributed.mesh: more than one axis is -1; only one can be what is left"
+    if distributed.offload_optimizer and not deepspeed:
+        yield "distributed.offload_optimizer: only DeepSpeed does this; use deepspeed_2, or fsdp and offload_parameters"
+    if distributed.offload_parameters and not (fsdp or distributed.strategy == "deepspeed_3"):
+        yield "distributed.offload_parameters: is only read with fsdp, hsdp and deepspeed_3"
+    if distributed.deepspeed_config is not None and not deepspeed:
+        yield f"distributed.deepspeed_config: is only read with deepspeed, not {distributed.strategy}"
+    if not distributed.reshard_after_forward and not fsdp:
+        yield "distributed.reshard_after_forward: is only read with fsdp and hsdp"
+    name = distributed.strategy if distributed.strategy != "auto" else "distributed.mesh"
+    if fsdp or deepspeed:
+        yield from _sharded(config, name)
+    if fsdp:
+        if config.model.mixed_precision == "fp16":
+            yield f"model.mixed_precision: fp16 needs a loss scale that {name} does not share; use bf16, or deepspeed_2"
+        if config.trainer.channels_last is True and config.model.train == "unet":
+            yield f"trainer.channels_last: true, but {name} shards contiguous weights only; use auto"
+        if config.trainer.compile and mesh.tensor != 1:
+            yield "trainer.compile: is not known to work with distributed.mesh.tensor; set it to false"
+    if deepspeed:
+        yield from _deepspeed(config, name)
 
 
-def _unread(config: Config) -> Iterator[str]:
-    if not config.model.use_ema:
-        for key in options():
-            if key.startswith("ema.") and not _is_default(config, key):
-                yield f"{key}: is not used, because model.use_ema is false"
-    if config.model.gradient_checkpointing_every > 1 and not config.model.gradient_checkpointing:
-        yield "model.gradient_checkpointing_every: is not used, because model.gradient_checkpointing is false"
-    for key in ("experiment.eval_tar", "experiment.num_eval_images"):
-        if config.experiment.eval_caption_file is None and not _is_default(config, key):
-            yield f"{key}: is not used, because experiment.eval_caption_file is not set"
-    if config.sampling.prompts and not config.sampling.every:  # model files set the other options of previews
-        yield "sampling.prompts: is not used, because sampling.every is 0"
-    if config.model.pretrained is not None and config.model.text_encoders:
-        yield "model.text_encoders: is not used, because model.pretrained is set, which has its own"
-    for part in PARTS if config.model.pretrained is not None else ():
-        own: PartConfig = getattr(config.model, part)
-        # A noise scheduler's params, and the class of the inference sampler, still override what was stored.
-        overrides = part.startswith("noise_scheduler") and own.pretrained is None
-        if is_set(own) and not overrides:
-            yield f"model.{part}: its own settings are not used, because model.pretrained is set"
+def _sharded(config: Config, name: str) -> Iterator[str]:
+    if config.optimizer.name not in SHARDED_OPTIMIZERS:
+        remedy = f"use {' or '.join(SHARDED_OPTIMIZERS)}, or distributed.strategy=ddp"
+        yield f"optimizer.name: {config.optimizer.name} needs whole tensors, which {name} shards; {remedy}"
+    if config.model.bf16_weights:
+        yield f"model.bf16_weights: {name} keeps sharded fp32 weights already; set it to false"
+    if config.model.train == "vae":
+        yield f"model.train: vae is small and is trained with single or ddp, not with {name}"
+    if config.trainer.compile == "full":
+        yield f"trainer.compile: full does not work with {name}; use blocks"
+
+
+def _deepspeed(config: Config, name: str) -> Iterator[str]:
+    if config.trainer.compile in (True, "blocks"):
+        yield f"trainer.compile: is not known to work with {name}; set it to false, or use fsdp"
+    if config.trainer.channels_last is True:
+        yield f"trainer.channels_last: {name} needs contiguous weights; use auto or false"
+    if config.distributed.strategy == "deepspeed_3" and config.model.gradient_checkpointing == "selective":
+        # Its linear layers change in place what selective recomputation keeps.
+        yield "model.gradient_checkpointing: selective gives wrong gradients with deepspeed_3; use true"
+    if config.model.train_text_encoder:
+        yield f"model.train_text_encoder: {name} trains the denoiser only; use ddp or fsdp"
+    if config.distributed.offload_optimizer and config.optimizer.name != "adamw":
+        yield f"optimizer.name: {config.optimizer.name} cannot be offloaded; use adamw"

@@ -1,11 +1,24 @@
-"""The options of the training data."""
+"""The options of the training data, and the class prompts that one of them names."""
 
+import errno
+import json
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from sd_training.config.value_types import SCHEMA, Count, NonNegative, Positive, PositiveInt, Probability, no_bool
+from sd_training.config.value_types import (
+    DENOISER,
+    SCHEMA,
+    Count,
+    NonNegative,
+    Number,
+    Positive,
+    PositiveInt,
+    Probability,
+    read_with,
+)
 
 SourceType = Literal[
     "WebDataset",
@@ -16,14 +29,19 @@ SourceType = Literal[
     "TagFolder",
     "HuggingFace",
 ]
-Weight = Annotated[float, BeforeValidator(no_bool), Field(gt=0, allow_inf_nan=False)]
+_TAR = ("WebDataset", "ClassificationWebDataset")
+_TABLES = ("Parquet", "Table", "HuggingFace")
+_COLUMNS = read_with("type", *_TABLES)
+_CLASSES = read_with("type", "ClassificationWebDataset")
+_MIXED = read_with("mix")
+_LADDER = read_with("mode", "ladder")
 
 
 @dataclass(config=SCHEMA, kw_only=True)
 class CaptionConfig:
     """Which caption a visit gets. Everything is drawn anew at every visit."""
 
-    fields: dict[str, NonNegative] | None = None
+    fields: Annotated[dict[str, NonNegative] | None, read_with("type", "WebDataset", *_TABLES, "ImageFolder")] = None
     """Where captions come from, with their weights: `caption` is the sample's own (`txt` member, caption column), any
     other name a metadata field; weights count among the fields that a sample has. null: the sample's own."""
     prefix: str = ""
@@ -48,23 +66,23 @@ class BucketConfig:
 
     mode: Literal["off", "ladder", "table"] = "off"
     """`off`: squares of `resolution`. `ladder`: sizes are generated. `table`: sizes are given."""
-    max_area: PositiveInt | None = None
+    max_area: Annotated[PositiveInt | None, _LADDER] = None
     """Ladder: largest height × width [pixels]; null: resolution²."""
-    step: PositiveInt = 64
+    step: Annotated[PositiveInt, _LADDER] = 64
     """Ladder: sides are multiples of this [pixels]."""
-    min_side: PositiveInt | None = None
+    min_side: Annotated[PositiveInt | None, _LADDER] = None
     """Ladder: shortest side [pixels]; null: half of `resolution`."""
-    max_side: PositiveInt | None = None
+    max_side: Annotated[PositiveInt | None, _LADDER] = None
     """Ladder: longest side [pixels]; null: twice `resolution`."""
-    max_aspect: Annotated[float, BeforeValidator(no_bool), Field(ge=1)] = 2.0
+    max_aspect: Annotated[Number, Field(ge=1), _LADDER] = 2.0
     """Ladder: largest ratio of the longer to the shorter side; images beyond it are cropped."""
-    sizes: list[list[PositiveInt]] | None = Field(
+    sizes: Annotated[list[list[PositiveInt]] | None, read_with("mode", "table")] = Field(
         default=None, json_schema_extra={"allowed": "a list of [height, width] pairs or null"}
     )
     """Table: `[height, width]` pairs [pixels]."""
-    upscale: bool = True
+    upscale: Annotated[bool, _LADDER] = True
     """Ladder: whether images may be enlarged; if not, smaller ones go to smaller sizes."""
-    constant_area: bool = False
+    constant_area: Annotated[bool, read_with("mode", "ladder", "table")] = False
     """Give sizes of half, a third, … of the largest area two, three, … times the samples per optimizer step. The run
     has as many steps as without."""
 
@@ -134,20 +152,22 @@ class SourceParams:
     )
     """Metadata filters such as `{original_width: ">=512", pwatermark: "<=0.5"}`; all must hold, and a sample without
     the field is dropped."""
-    captions: CaptionConfig = Field(default_factory=CaptionConfig)
+    captions: Annotated[CaptionConfig, read_with("type", *_TAR, *_TABLES, "ImageFolder"), DENOISER] = Field(
+        default_factory=CaptionConfig
+    )
     """Choice of captions."""
-    image_column: str | None = None
+    image_column: Annotated[str | None, _COLUMNS] = None
     """Parquet, Table, HuggingFace: column of the image file's bytes or path; null looks for usual names."""
-    caption_column: str | None = None
+    caption_column: Annotated[str | None, _COLUMNS] = None
     """Parquet, Table, HuggingFace: column of the caption; null looks for usual names."""
-    tags: TagConfig = Field(default_factory=TagConfig)
+    tags: Annotated[TagConfig, read_with("type", "TagFolder")] = Field(default_factory=TagConfig)
     """TagFolder."""
-    idx_to_prompt: dict[str | int, str | list[str]] | str | None = None
+    idx_to_prompt: Annotated[dict[str | int, str | list[str]] | str | None, _CLASSES] = None
     """ClassificationWebDataset: class index → prompt or list of prompts (one drawn per visit), inline or as a JSON
     file."""
-    class_mapping: dict[str | int, str | list[str]] | str | None = None
+    class_mapping: Annotated[dict[str | int, str | list[str]] | str | None, _CLASSES] = None
     """Another name of `idx_to_prompt`."""
-    allow_pipe: bool = False
+    allow_pipe: Annotated[bool, read_with("type", *_TAR)] = False
     """Run `pipe:` entries of `path` as shell commands. Only for commands you trust, and only on the command line: a
     configuration file cannot set it to true."""
 
@@ -204,7 +224,7 @@ class MixEntry:
     """As `dataset.type`."""
     params: SourceParams
     """Which samples there are."""
-    weight: Weight = 1.0
+    weight: Positive = 1.0
     """Share of the optimizer steps that draw from it, against the weights of the others."""
     start_step: Count = 0
     """First optimizer step that draws from it."""
@@ -222,11 +242,11 @@ class DatasetConfig:
     images with `.txt` captions. `TagFolder`: images described by JSON files. `HuggingFace`: `save_to_disk` folders."""
     params: DatasetParams
     """Source and processing."""
-    weight: Weight = 1.0
+    weight: Annotated[Positive, _MIXED] = 1.0
     """Share of the optimizer steps that draw from this data set when `mix` names others."""
-    start_step: Count = 0
+    start_step: Annotated[Count, _MIXED] = 0
     """First optimizer step that draws from this data set."""
-    end_step: PositiveInt | None = None
+    end_step: Annotated[PositiveInt | None, _MIXED] = None
     """First optimizer step that draws from this data set no more; null: none."""
     mix: list[MixEntry] = Field(
         default_factory=list,
@@ -235,3 +255,46 @@ class DatasetConfig:
         },
     )
     """More data sets; each optimizer step draws from one of them."""
+
+
+_MAX_PROMPT_BYTES = 256 * 2**20
+"""Largest file of class prompts [bytes]."""
+_MAX_DIGITS = 20
+"""Longer numbers are names."""
+
+
+def read_class_prompts(params: SourceParams) -> tuple[dict[str, list[str]], list[str]]:
+    """The prompts of every class, of `idx_to_prompt` or of `class_mapping`, its other name.
+
+    Returns:
+        Class → at least one prompt, and one sentence per problem. `7`, `"7"` and `"07"` are the class `7`.
+    """
+    option = "dataset.params.idx_to_prompt" if params.idx_to_prompt is not None else "dataset.params.class_mapping"
+    written: Any = params.class_mapping if params.idx_to_prompt is None else params.idx_to_prompt
+    if isinstance(written, str):
+        try:
+            with Path(written).expanduser().open("rb") as file:
+                content = file.read(_MAX_PROMPT_BYTES + 1)
+            if len(content) > _MAX_PROMPT_BYTES:
+                raise OSError(errno.EFBIG, f"larger than {_MAX_PROMPT_BYTES:,} bytes")
+            written = json.loads(content)
+        except (OSError, RuntimeError) as error:  # RuntimeError: `~nobody`, and RecursionError
+            reason = "nested too deeply" if isinstance(error, RecursionError) else getattr(error, "strerror", None)
+            return {}, [f"{option}: cannot read {written!r}: {reason or error}"]
+        except ValueError as error:
+            return {}, [f"{option}: {written!r} is not readable as JSON: {error}"]
+    if not isinstance(written, dict) or not written:
+        return {}, [f"{option}: must be a mapping of class to prompt, with at least one class"]
+    prompts: dict[str, list[str]] = {}
+    problems: list[str] = []
+    for key, value in written.items():
+        name = str(key).strip()
+        name = str(int(name)) if name.isascii() and name.isdigit() and len(name) < _MAX_DIGITS else name
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+            problems.append(f"{option}.{key}: must be a prompt or a list of at least one prompt")
+        elif name in prompts:
+            problems.append(f"{option}.{key}: this class is listed twice")
+        else:
+            prompts[name] = texts
+    return prompts, problems

@@ -1,20 +1,25 @@
-"""The schema seen as a flat table of dotted options, for messages, suggestions and the key reference."""
+"""The schema as a flat table of dotted options: for messages, suggestions, the reference, and what reads which one."""
 
+import json
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from sd_training.config.schema import Config
+from sd_training.config.value_types import ReadWith
 
 SECRETS = frozenset({"wandb.api_key"})
 """Options whose values are never printed or written."""
 
+_SHOWN_CHARACTERS = 80
 _ONE = {str: "a text", bool: "true or false", type(None): "null", Any: "any value"}
 _SEVERAL = {str: "texts", int: "whole numbers", float: "numbers", Any: "any values"}
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,8 @@ class Option:
     required: bool
     default: Any
     doc: str
+    readers: Mapping[str, ReadWith]
+    """Dotted name of another option → with which of its values this one is read."""
 
 
 def group_fields(group: type) -> Mapping[str, FieldInfo]:
@@ -47,24 +54,50 @@ def is_group(annotation: Any) -> bool:
     return isinstance(annotation, type) and hasattr(annotation, "__pydantic_fields__")
 
 
-def walk(group: type = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Dotted name and field of every group and every option, in the order of the schema."""
+Scopes = tuple[tuple[str, type], ...]
+"""Prefix and class of the groups around a field, the innermost first."""
+
+
+def walk(
+    group: type = Config, prefix: str = "", around: Scopes = (), above: Mapping[str, ReadWith] | None = None
+) -> Iterator[tuple[str, FieldInfo, dict[str, ReadWith]]]:
+    """Every group and every option in the order of the schema: dotted name, field, and what decides whether it is read.
+
+    Of two rules about the same deciding option, the one of the inner group or field holds.
+    """
+    around = ((prefix, group), *around)
     for name, field in group_fields(group).items():
-        yield prefix + name, field
-        if isinstance(field.annotation, type) and is_group(field.annotation):
-            yield from walk(field.annotation, f"{prefix}{name}.")
+        readers = dict(above or {})
+        for rule in field.metadata:
+            if isinstance(rule, ReadWith) and (decider := _decider(rule.option, around)):
+                readers[decider] = rule
+        yield prefix + name, field, readers
+        if is_group(field.annotation):
+            assert isinstance(field.annotation, type)
+            yield from walk(field.annotation, f"{prefix}{name}.", around, readers)
+
+
+def _decider(name: str, around: Scopes) -> str | None:
+    return next((prefix + name for prefix, group in around if name.partition(".")[0] in group_fields(group)), None)
 
 
 @cache
-def options() -> dict[str, Option]:
-    """Every option by its dotted name."""
-    return {key: _option(key, field) for key, field in walk() if not is_group(field.annotation)}
+def options(group: type = Config) -> dict[str, Option]:
+    """Every option of a group by its dotted name inside the group."""
+    return {key: _option(key, field, readers) for key, field, readers in walk(group) if not is_group(field.annotation)}
 
 
 @cache
 def groups() -> dict[str, FieldInfo]:
     """Every group of options by its dotted name."""
-    return {key: field for key, field in walk() if is_group(field.annotation)}
+    return {key: field for key, field, _ in walk() if is_group(field.annotation)}
+
+
+def option_of(key: str) -> Option:
+    """The option that a place inside its value, such as `dataset.mix.0.weight`, belongs to."""
+    while key and key not in options():
+        key = key.rpartition(".")[0]
+    return options()[key]
 
 
 def defaults(group: type = Config) -> dict[str, Any]:
@@ -72,51 +105,74 @@ def defaults(group: type = Config) -> dict[str, Any]:
     return {name: _default(field) for name, field in group_fields(group).items()}
 
 
+def value_of(group: Any, key: str) -> Any:
+    """The value of a dotted option of a group."""
+    for step in key.split("."):
+        group = getattr(group, step)
+    return group
+
+
 def _default(field: FieldInfo) -> Any:
-    if isinstance(field.annotation, type) and is_group(field.annotation):
+    if is_group(field.annotation):
+        assert isinstance(field.annotation, type)
         return defaults(field.annotation)
     return "???" if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
 
 
-def _option(key: str, field: FieldInfo) -> Option:
+def _option(key: str, field: FieldInfo, readers: Mapping[str, ReadWith]) -> Option:
     annotation: Any = field.annotation
     for item in field.metadata:
         annotation = Annotated[annotation, item]
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     allowed = str(extra.get("allowed") or describe(annotation))
-    return Option(key, annotation, allowed, field.is_required(), _default(field), field.description or "")
+    return Option(key, annotation, allowed, field.is_required(), _default(field), field.description or "", readers)
+
+
+def shown(value: Any, key: str = "") -> str:
+    """A value as it would stand in YAML, shortened; values of secret options are not shown."""
+    if key in SECRETS:
+        return "(hidden)"
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
+
+
+def is_below(key: str, groups_or_options: Iterable[str]) -> bool:
+    """Whether a dotted key is one of these or stands inside one of them."""
+    return any(key == other or key.startswith(f"{other}.") for other in groups_or_options)
+
+
+def either(words: Sequence[str]) -> str:
+    """`a`, `a or b`, `a, b or c`."""
+    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
 
 
 def describe(annotation: Any) -> str:
     """A type in plain words: "a whole number of at least 1"."""
-    kind, bounds = _unwrap(annotation)
-    members = _members(kind)
-    if len(members) > 1:
+    kind, metadata = _unwrap(annotation)
+    if len(members := _members(kind)) > 1:
         # Short words first: "a text or a mapping of … to … or null" reads unambiguously.
         named = sorted(map(describe, members), key=lambda word: (word == "null", word.startswith("a mapping")))
         return " or ".join(named)
     if get_origin(kind) is Literal:
-        return _either([str(value) for value in get_args(kind)])
+        return either([str(value) for value in get_args(kind)])
     if get_origin(kind) is list:
         return f"a list of {_describe_many(get_args(kind)[0])}"
     if get_origin(kind) is dict:
-        key, value = get_args(kind)
-        return f"a mapping of {_describe_many(key)} to {_describe_many(value)}"
-    if kind in (int, float):
-        return ("a whole number" if kind is int else "a number") + _bounds(bounds)
-    return _ONE.get(kind, getattr(kind, "__name__", str(kind)))
+        return f"a mapping of {' to '.join(map(_describe_many, get_args(kind)))}"
+    if kind not in (int, float):
+        return _ONE.get(kind, getattr(kind, "__name__", str(kind)))
+    bounds = [f"{word} {getattr(m, name):g}" for name, word in _BOUNDS.items() for m in metadata if hasattr(m, name)]
+    between = " of " if bounds and bounds[0].startswith("at") else " "
+    return ("a whole number" if kind is int else "a number") + (between + " and ".join(bounds) if bounds else "")
 
 
-def accepts(annotation: Any, kind: type) -> bool:
-    """Whether a value of this Python type can be right for the option."""
-    bare = [_unwrap(member)[0] for member in _members(_unwrap(annotation)[0])]
-    return Any in bare or any((get_origin(member) or member) is kind for member in bare)
-
-
-def accepts_as_typed(annotation: Any, text: str) -> bool:
-    """Whether the option takes this very text: it holds free text, or has it among its words."""
-    bare = [_unwrap(member)[0] for member in _members(_unwrap(annotation)[0])]
-    return str in bare or any(text in get_args(member) for member in bare if get_origin(member) is Literal)
+def accepts(option: Option, value: Any) -> bool:
+    """Whether a value is right for an option as it stands, without conversion."""
+    try:
+        TypeAdapter(option.annotation).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
 
 
 def words_of(annotation: Any) -> list[str]:
@@ -127,8 +183,7 @@ def words_of(annotation: Any) -> list[str]:
 
 def _describe_many(annotation: Any) -> str:
     members = [_unwrap(member)[0] for member in _members(_unwrap(annotation)[0])]
-    words = [_SEVERAL.get(m) or f"lists of {_describe_many(get_args(m)[0])}" for m in members]
-    return " or ".join(words)
+    return " or ".join(_SEVERAL.get(m) or f"lists of {_describe_many(get_args(m)[0])}" for m in members)
 
 
 def _unwrap(annotation: Any) -> tuple[Any, list[Any]]:
@@ -143,17 +198,3 @@ def _unwrap(annotation: Any) -> tuple[Any, list[Any]]:
 
 def _members(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
-
-
-def _bounds(metadata: list[Any]) -> str:
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    found = [
-        f"{word} {getattr(item, name):g}" for name, word in words.items() for item in metadata if hasattr(item, name)
-    ]
-    if not found:
-        return ""
-    return (" of " if found[0].startswith("at") else " ") + " and ".join(found)
-
-
-def _either(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -1,15 +1,16 @@
-"""From the command line to a checked `Config`: OmegaConf merges, pydantic validates, every problem in one report.
+"""From the command line to a checked `Config`: OmegaConf merges files and overrides, pydantic validates, one report.
 
-Plain containers laid over the schema: unknown keys out, unset options left to their defaults.
-
-`${another.option}` replaced by its value; what cannot be replaced becomes a problem, not an exception.
+A file may come from somebody else: it is YAML without objects, of bounded size; `${another.option}` is the only thing
+that is filled in, since a resolver such as `${oc.env:…}` reads the environment; and it cannot permit shell commands.
 """
 
+import errno
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import (
     InterpolationKeyError,
@@ -19,173 +20,49 @@ from omegaconf.errors import (
 )
 from pydantic import TypeAdapter, ValidationError
 
-from sd_training.config.changes import not_permitted
+from sd_training.config.changes import PERMISSIONS
 from sd_training.config.check import check, warnings
-from sd_training.config.fields import accepts, group_fields, groups, is_group, options
-from sd_training.config.problems import (
-    Problem,
+from sd_training.config.fields import (
+    SECRETS,
+    Option,
+    accepts,
+    defaults,
+    groups,
     is_below,
-    mentions,
-    not_a_group,
-    required,
-    suggest,
-    unknown_key,
-    wrong_values,
+    option_of,
+    options,
+    shown,
+    words_of,
 )
+from sd_training.config.help import elsewhere, suggest, suggest_value
 from sd_training.config.schema import Config
-from sd_training.config.sources import gather
 from sd_training.errors import ConfigError
 from sd_training.log import get_logger
 from sd_training.redaction import note_secret
 
-MISSING = "???"
-_MAX_DEPTH = 30
-"""Nesting after interpolation; deeper means that a group contains itself."""
-
-
-@dataclass
-class Resolved:
-    """Plain containers, with `???` where a value is missing."""
-
-    values: dict[str, Any]
-    problems: list[Problem] = field(default_factory=list)
-    sources: dict[str, str] = field(default_factory=dict)
-    """Missing option → the interpolation that it hoped to get its value from."""
-
-
-def resolve(tree: DictConfig) -> Resolved:
-    """Plain Python containers of a merged tree."""
-    result = Resolved({})
-    result.values = _container(tree, "", result)
-    return result
-
-
-def _container(node: Any, path: str, result: Resolved) -> Any:
-    if isinstance(node, ListConfig):
-        return [_item(node, index, f"{path}.{index}", result) for index in range(len(node))]
-    return {key: _item(node, key, f"{path}.{key}" if path else str(key), result) for key in node}
-
-
-def _item(holder: DictConfig | ListConfig, key: Any, path: str, result: Resolved) -> Any:
-    """One value of a container; `???` where it has none."""
-    try:
-        value = holder[key]
-    except MissingMandatoryValue:
-        return MISSING
-    except InterpolationToMissingValueError:
-        result.sources[path] = _written(holder, key)
-        return MISSING
-    except InterpolationKeyError:
-        result.problems.append(
-            Problem(path, f"is {_written(holder, key)}, but there is no such option{_near(_written(holder, key))}")
-        )
-        return MISSING
-    except OmegaConfBaseException as error:
-        result.problems.append(
-            Problem(path, f"is {_written(holder, key)}, which has no value: {str(error).splitlines()[0]}")
-        )
-        return MISSING
-    if not isinstance(value, (DictConfig, ListConfig)):
-        return value
-    if path.count(".") > _MAX_DEPTH:
-        result.problems.append(Problem(path[:60] + "…", "contains itself through an interpolation"))
-        return MISSING
-    return _container(value, path, result)
-
-
-def _written(holder: DictConfig | ListConfig, key: Any) -> str:
-    return str(OmegaConf.to_container(holder, resolve=False)[key])  # type: ignore[index]
-
-
-def _near(written: str) -> str:
-    if variable := re.search(r"\$\{([A-Z][A-Z0-9_]*)\}", written):
-        return f"; a variable of the environment is written ${variable[1]}, in names of output folders only"
-    near = suggest(written.strip("${} "), [*options(), *groups()])
-    return f"; did you mean ${{{near}}}?" if near else ""
-
-
-@dataclass
-class Fitted:
-    """Values of known options only."""
-
-    values: dict[str, Any]
-    problems: list[Problem] = field(default_factory=list)
-    missing: list[Problem] = field(default_factory=list)
-    """Required options without a value; apart, because they say nothing when a file could not be read."""
-
-
-def fit(values: dict[Any, Any], origins: dict[str, str], sources: dict[str, str]) -> Fitted:
-    """Keeps what the schema knows.
-
-    Args:
-        values: resolved containers; `???` marks a missing value.
-        origins: dotted key → where it was set, for messages.
-        sources: missing option → the interpolation it was to come from.
-    """
-    result = Fitted({})
-    result.values = _fit_group(values, Config, "", origins, result)
-    given = {key for key in options() if _has(result.values, key)}
-    result.missing += [required(o, sources.get(k, "")) for k, o in options().items() if o.required and k not in given]
-    return result
-
-
-def _fit_group(values: Any, group: type, prefix: str, origins: dict[str, str], result: Fitted) -> dict[str, Any]:
-    kept: dict[str, Any] = {}
-    fields = group_fields(group)
-    for key, value in values.items():
-        path = f"{prefix}{key}"
-        if key not in fields:
-            result.problems.append(unknown_key(_only_leaf(path, value), origins))
-        elif is_group(annotation := fields[key].annotation):
-            if isinstance(value, dict):
-                assert isinstance(annotation, type), "is_group says so"
-                kept[key] = _fit_group(value, annotation, f"{path}.", origins, result)
-            elif value is not None and value != MISSING:  # A group with nothing but comments is null in YAML.
-                result.problems.append(not_a_group(path, value, origins))
-        elif value != MISSING and not _is_empty_container(path, value):
-            result.missing += _holes(path, value)
-            kept[key] = value
-    return kept
-
-
-def _is_empty_container(path: str, value: Any) -> bool:
-    """`params:` with nothing but comments below it is null in YAML, and means its empty default."""
-    option = options()[path]
-    return value is None and isinstance(option.default, (dict, list)) and not accepts(option.annotation, type(None))
-
-
-def _only_leaf(path: str, value: Any) -> str:
-    """The whole dotted name of a misspelt key, where it holds a single value."""
-    while isinstance(value, dict) and len(value) == 1:
-        [(key, value)] = value.items()
-        path = f"{path}.{key}"
-    return path
-
-
-def _holes(path: str, value: Any) -> list[Problem]:
-    """`???` inside a free mapping or list has no default."""
-    if isinstance(value, str):
-        return [Problem(path, "is required (it is ???)")] if value == MISSING else []
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [problem for key, item in items for problem in _holes(f"{path}.{key}", item)]
-
-
-def _has(values: dict[str, Any], key: str) -> bool:
-    node: Any = values
-    for step in key.split("."):
-        if not isinstance(node, dict) or step not in node:
-            return False
-        node = node[step]
-    return True
-
-
 log = get_logger(__name__)
 
+MAX_FILE_BYTES = 32 * 2**20
+"""Largest configuration file [bytes]."""
+_MAX_NODES = 500_000
+"""YAML nodes after alias expansion; a class list of a thousand classes with eighty prompts each fits."""
+COMMAND_LINE = "command line"
+_KEY = re.compile(r"[^\s<>!=.\[\]]+(\.[^\s<>!=.\[\]]+|\[\d+\])*")
+_NOT_YAML = (">", "|", "!", "&", "*", "%", "@", "`")
+"""A value that starts so is text: YAML would read `>5` as an empty block and `*a` as an alias."""
+_RESOLVER = re.compile(r"\$\{\s*([^:}$]*)[:$]")
+"""`${name:…}`, or an interpolation inside another one, whose name could come from a resolver."""
+_SHARDS = "dataset.params.path"
 _ADAPTER = TypeAdapter(Config)
 _STAND_INS = ("experiment.log_dir=.", "experiment.name=data", "model.pretrained=nobody/nothing")
 """What a run needs and its data does not."""
 _LONG_RUN = 10**12
 """Stands in for a missing number, large enough for every rule about the length of a run."""
+
+Problems = dict[str, str]
+"""Dotted option, file or argument → what is wrong with it."""
+Origins = dict[str, str]
+"""Dotted option → "file, line n" or "command line"."""
 
 
 def load_config(argv: Sequence[str], further: Callable[[Config], list[str]] | None = None) -> Config:
@@ -198,22 +75,24 @@ def load_config(argv: Sequence[str], further: Callable[[Config], list[str]] | No
     Raises:
         ConfigError: with every problem of files, overrides, options and the rules between them.
     """
-    sources = gather(argv)
-    resolved = resolve(sources.tree)
-    fitted = fit(resolved.values, sources.origins, resolved.sources)
-    problems = sources.problems + resolved.problems + fitted.problems
-    problems += not_permitted(fitted.values, sources.origins)
-    already = [problem.key for problem in problems if problem.is_option]
-    if sources.complete:
-        problems += [missing for missing in fitted.missing if not is_below(missing.key, already)]
-    config, wrong = _validate(fitted.values, sources.origins)
-    problems += wrong
+    problems: Problems = {}
+    tree, origins, is_complete = _gather(argv, problems)
+    try:
+        values = _resolve(tree, "", problems)
+    except RecursionError:
+        raise ConfigError("configuration: nested too deeply, or an option contains itself by interpolation") from None
+    try:
+        config = _ADAPTER.validate_python(values)
+    except ValidationError as error:
+        config = None
+        for key, text in _wrong_values(error, values, origins):
+            if is_complete or not text.startswith("is required"):  # an unreadable file may have given it
+                problems.setdefault(key, text)
     if config is None or problems:
-        broken = [problem.key for problem in problems if problem.is_option]
-        rules = _rules_that_hold_anyway(fitted.values, broken, further) if sources.complete else []
-        raise ConfigError(_unique([*map(str, problems), *rules]))
+        rules = _rules_that_hold_anyway(values, problems, further) if is_complete else []
+        raise ConfigError([*(f"{key}: {text}" for key, text in problems.items()), *rules])
     if rules := _all_rules(config, further):
-        raise ConfigError(_unique(rules))
+        raise ConfigError(rules)
     note_secret(config.wandb.api_key)
     for warning in warnings(config):
         log.warning(warning)
@@ -226,49 +105,294 @@ def load_data_config(argv: Sequence[str]) -> Config:
     return load_config([*(item for item in _STAND_INS if item.partition("=")[0] not in given), *argv])
 
 
-def _validate(values: dict[str, Any], origins: dict[str, str]) -> tuple[Config | None, list[Problem]]:
+def _gather(argv: Sequence[str], problems: Problems) -> tuple[DictConfig, Origins, bool]:
+    """Files and overrides laid over the schema's defaults; where each value comes from; whether all files were read."""
+    tree, origins, is_complete = OmegaConf.create(defaults()), Origins(), True
+    given_by_files: Problems = {}
+    files = [name.strip() for item in argv if item.startswith("config=") for name in item[7:].split(",")]
+    for name in files:
+        try:
+            values, lines = _read_file(name)
+        except ConfigError as error:
+            where, _, text = str(error).partition(": ")
+            problems[where], is_complete = text, False
+            continue
+        found = dict.fromkeys(map(str, values), name) | {key: f"{name}, line {line}" for key, line in lines.items()}
+        _take_out_resolvers(values, "", problems)
+        for key, value in _permissions(values, ""):
+            remedy = f"this permission is given on the command line only ({key}=true)"
+            given_by_files[key] = f"is {shown(value)}{_where(key, found)}; {remedy}"
+        tree.merge_with(OmegaConf.create(values))
+        origins |= found
+    overrides = [item for item in argv if not item.startswith("config=")]
+    for item in overrides:
+        _override(tree, item, origins, problems)
+    # An unquoted `{000..999}` reaches us as a thousand paths, of which the last would win silently.
+    if (times := len({item for item in overrides if item.startswith(f"{_SHARDS}=")})) > 1:
+        text = f"is given {times} times with different values; give it once, and quote a pattern with braces"
+        problems[_SHARDS] = text
+    for key, text in given_by_files.items():
+        if origins.get(key) != COMMAND_LINE:
+            problems.setdefault(key, text)
+    return tree, origins, is_complete
+
+
+def _read_file(name: str) -> tuple[dict[Any, Any], dict[str, int]]:
+    """The file's mapping and the line of every key.
+
+    Raises:
+        ConfigError: it cannot be read, or is no mapping.
+    """
+    line = ""
     try:
-        return _ADAPTER.validate_python(values), []
-    except ValidationError as error:
-        return None, wrong_values(error, values, origins)
+        with Path(name).open("rb") as file:  # or a pipe, as `config=<(…)` gives one
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise OSError(errno.EFBIG, f"larger than {MAX_FILE_BYTES:,} bytes")
+        text = content.decode("utf-8")
+        node = yaml.compose(text, Loader=yaml.SafeLoader) or yaml.MappingNode("", [])
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError(f"config={name}: must be a mapping of options, such as `experiment:` with `name: …`")
+        return dict(_plain(OmegaConf.create(text, max_yaml_expanded_nodes=_MAX_NODES))), _lines(node)
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"cannot read this file: {getattr(error, 'strerror', None) or 'not a UTF-8 text'}"
+    except RecursionError:
+        problem = "not readable as YAML: nested too deeply"
+    except OmegaConfBaseException as error:
+        problem = f"{error.full_key}: {_first_line(error)}"
+    except (yaml.YAMLError, ValueError) as error:
+        reason = _first_line(error)
+        if isinstance(error, yaml.MarkedYAMLError):
+            reason = str(error.problem)
+            line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        many = f"more than {_MAX_NODES:,} values after expanding its aliases"
+        problem = many if "EXPANDED_NODES" in reason else f"not readable as YAML: {reason}"
+    raise ConfigError(f"config={name}{line}: {problem}")
+
+
+def _lines(node: yaml.MappingNode, prefix: str = "") -> dict[str, int]:
+    found: dict[str, int] = {}
+    for key, value in node.value:
+        dotted = f"{prefix}{key.value}"
+        found[dotted] = key.start_mark.line + 1
+        if isinstance(value, yaml.MappingNode) and dotted not in options():
+            found |= _lines(value, f"{dotted}.")
+    return found
+
+
+def _permissions(holder: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Every permission that is given, wherever it stands: interpolation could move any mapping."""
+    entries = holder.items() if isinstance(holder, dict) else enumerate(holder) if isinstance(holder, list) else ()
+    for key, value in entries:
+        if key not in PERMISSIONS:
+            yield from _permissions(value, f"{prefix}{key}.")
+        elif value is not False and value is not None:
+            yield f"{prefix}{key}", value
+
+
+def _take_out_resolvers(holder: Any, prefix: str, problems: Problems) -> None:
+    """Replaces every text with a resolver by `???`, so that merging files computes nothing."""
+    for key in range(len(holder)) if isinstance(holder, list) else list(holder):
+        value = holder[key]
+        if isinstance(value, (dict, list)):
+            _take_out_resolvers(value, f"{prefix}{key}.", problems)
+        elif isinstance(value, str) and (found := _RESOLVER.search(value)):
+            holder[key] = "???"
+            refused = f"${{{found[1].strip()}:…}}" if found[0].endswith(":") else "${…${…}…}"
+            text = f"{refused} is not allowed: only ${{another.option}} is read, nothing from outside the files"
+            problems[f"{prefix}{key}"] = text
+
+
+def _override(tree: DictConfig, item: str, origins: Origins, problems: Problems) -> None:
+    key, equals, text = item.partition("=")
+    if any(secret in key for secret in SECRETS):
+        item = f"{key}=…"
+    if not equals:
+        hint = f"config={item}" if item.endswith((".yaml", ".yml")) else "option=value, such as experiment.name=first"
+        problems[item] = f"not understood; write {hint}"
+        return
+    stem = key.rstrip("<>!= ")
+    if key.startswith("-"):
+        problems[item] = f"not understood: options are written without dashes: {item.lstrip('-')}"
+    elif stem != key and _KEY.fullmatch(stem):
+        value = f"{key[len(stem) :].strip()}={text}"
+        problems[item] = f"not understood: the option's name ends at the first =; write {stem}={value}"
+    elif not _KEY.fullmatch(key):
+        problems[item] = "not understood: an option is dotted names, such as dataset.params.path"
+    else:
+        try:
+            wrapped = {key: parse_value(key, text)}
+            _take_out_resolvers(wrapped, "", problems)
+            OmegaConf.update(tree, key, wrapped[key], merge=True)
+            origins[key.replace("[", ".").replace("]", "")] = COMMAND_LINE
+        except RecursionError:
+            problems[f"{item[:60]}…"] = "cannot be set: nested too deeply"
+        except (OmegaConfBaseException, ValueError) as error:
+            problems[item] = f"cannot be set: {_first_line(error)}"
+
+
+def parse_value(key: str, text: str) -> Any:
+    """The value of an override: YAML as OmegaConf reads it, or the text itself where YAML cannot read it.
+
+    An option that takes the text but not that value keeps it as it was typed: `experiment.name=007` is not seven.
+    """
+    if text.startswith(_NOT_YAML):
+        return text
+    try:
+        value = _plain(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError):
+        return text  # ValueError: a number of 5,000 digits, no UTF-8
+    option = options().get(key)
+    if option is None or value is None or isinstance(value, (str, list)):
+        return value
+    return text if accepts(option, text) and not accepts(option, value) else value
+
+
+def _resolve(node: Any, path: str, problems: Problems) -> Any:
+    """Plain containers with interpolations filled in, without the values that are missing (`???`)."""
+    found = {}
+    for key in range(len(node)) if isinstance(node, ListConfig) else node:
+        place = f"{path}.{key}" if path else str(key)
+        try:
+            value = node[key]
+        except MissingMandatoryValue:
+            if place not in options():  # inside a free mapping or a list, which have no defaults
+                problems.setdefault(place, "is required (it is ???)")
+            continue
+        except InterpolationToMissingValueError:
+            continue  # reported where the value has to be filled in, or here where this one is required as well
+        except OmegaConfBaseException as error:
+            written = str(_plain(node)[key])
+            is_key = isinstance(error, InterpolationKeyError)
+            text = f"but there is no such option{_near(written)}" if is_key else f"which fails: {_first_line(error)}"
+            problems.setdefault(place, f"is {written}, {text}")
+            continue
+        if isinstance(value, (DictConfig, ListConfig)):
+            value = _resolve(value, place, problems)
+        elif value is None and _means_default(place):
+            continue
+        found[key] = value
+    return list(found.values()) if isinstance(node, ListConfig) else found
+
+
+def _means_default(key: str) -> bool:
+    """Whether null is an empty group or mapping: in YAML, one with nothing but comments below it is null."""
+    option = options().get(key)
+    return key in groups() or bool(option and isinstance(option.default, (dict, list)) and not accepts(option, None))
+
+
+def _near(written: str) -> str:
+    if variable := re.search(r"\$\{([A-Z][A-Z0-9_]*)\}", written):
+        return f"; a variable of the environment is written ${variable[1]}, in names of output folders only"
+    near = suggest(written.strip("${} "), [*options(), *groups()])
+    return f"; did you mean ${{{near}}}?" if near else ""
+
+
+def _wrong_values(error: ValidationError, values: Any, origins: Origins) -> list[tuple[str, str]]:
+    """Dotted name and sentence for each wrong value; pydantic reports every branch of a union, this reports once."""
+    found: dict[str, str] = {}
+    for item in error.errors(include_url=False):
+        kind = item["type"]
+        key, value = _locate(item["loc"], values)
+        if kind == "missing":
+            key = ".".join(filter(None, (key, str(item["loc"][-1]))))
+            option = options().get(key)
+            found[key] = f"is required ({option.allowed}): {option.doc}" if option else "is required"
+        elif kind == "unexpected_keyword_argument":
+            key, value = _only_leaf(key, value)
+            near = elsewhere(key) or suggest(key, [*options(), *groups()])
+            hint = f"did you mean {near}?" if near else "docs/config.md lists every option"
+            found[key] = f"unknown option{_where(key, origins)}; {hint}"
+        elif key in groups():
+            member = next(name for name in (*options(), *groups()) if name.rpartition(".")[0] == key)
+            found[key] = f"is {shown(value)}{_where(key, origins)}, but it is a group of options such as {member}"
+        else:
+            found[key] = _wrong_value(key, option_of(key), value, origins)
+    return [(key, text) for key, text in found.items() if not any(other.startswith(f"{key}.") for other in found)]
+
+
+def _wrong_value(key: str, option: Option, value: Any, origins: Origins) -> str:
+    hint = ""
+    if isinstance(value, (int, float)) and accepts(option, str(value)):
+        hint = "; put it in quotes to make it a text"
+    if isinstance(value, (str, int)) and (near := suggest_value(str(value), words_of(option.annotation))):
+        hint = f"; did you mean {near}?"
+    allowed = option.allowed if key == option.key else f"{option.allowed} for {option.key}"
+    return f"is {shown(value, option.key)}{_where(key, origins)}; allowed: {allowed}{hint}"
+
+
+def _locate(location: Iterable[int | str], values: Any) -> tuple[str, Any]:
+    """The part of pydantic's location that exists in the values: it also names union branches."""
+    path: list[str] = []
+    for step in location:
+        if isinstance(values, dict):
+            step = next((key for key in values if str(key) == str(step)), step)
+            if step not in values:
+                continue
+        elif not (isinstance(values, list) and isinstance(step, int) and step < len(values)):
+            continue
+        values = values[step]
+        path.append(str(step))
+    return ".".join(path), values
+
+
+def _only_leaf(key: str, value: Any) -> tuple[str, Any]:
+    """The whole dotted name of a misspelt group, where it holds a single value."""
+    while isinstance(value, dict) and len(value) == 1:
+        [(name, value)] = value.items()
+        key = f"{key}.{name}"
+    return key, value
+
+
+def _where(key: str, origins: Origins) -> str:
+    """The file and line (or the command line) that set a key, in brackets; empty when unknown."""
+    while key and key not in origins:
+        key = key.rpartition(".")[0]
+    return f" ({origins[key]})" if key else ""
 
 
 def _all_rules(config: Config, further: Callable[[Config], list[str]] | None) -> list[str]:
-    return check(config) + (further(config) if further else [])
+    return list(dict.fromkeys(check(config) + (further(config) if further else [])))
 
 
 def _rules_that_hold_anyway(
-    values: dict[str, Any], broken: list[str], further: Callable[[Config], list[str]] | None
+    values: Any, problems: Problems, further: Callable[[Config], list[str]] | None
 ) -> list[str]:
-    """Cross-field problems that do not depend on the options already reported.
-
-    Those options are left out or replaced by stand-ins, so that a user who corrects one report does not meet a second.
-    """
-    _remove(values, broken)
+    """Rules about options without a problem, so that whoever corrects one report does not meet a second one."""
+    for key in problems:
+        holder, place = values, ""
+        for step in key.split("."):
+            place = f"{place}.{step}" if place else step
+            if not isinstance(holder, dict) or step not in holder:
+                break
+            if place not in groups() or place == key:
+                del holder[step]
+                break
+            holder = holder[step]
     for key, option in options().items():
         if option.required:
-            _set_default(values, key, _LONG_RUN if accepts(option.annotation, int) else "stand-in")
-    config, _ = _validate(values, {})
-    return [text for text in _all_rules(config, further) if not mentions(text, broken)] if config is not None else []
+            *above, name = key.split(".")
+            holder = values
+            for step in above:
+                holder = holder.setdefault(step, {})
+            holder.setdefault(name, _LONG_RUN if accepts(option, _LONG_RUN) else "stand-in")
+    try:
+        rules = _all_rules(_ADAPTER.validate_python(values), further)
+    except ValidationError:
+        return []
+    return [rule for rule in rules if not _mentions(rule, problems)]
 
 
-def _remove(values: dict[str, Any], keys: Iterable[str]) -> None:
-    for key in keys:
-        while key and key not in options():
-            key = key.rpartition(".")[0]
-        group, _, name = key.rpartition(".")
-        holder: Any = values
-        for step in filter(None, group.split(".")):
-            holder = holder.get(step, {})
-        holder.pop(name, None)
+def _mentions(rule: str, keys: Iterable[str]) -> bool:
+    """Whether a sentence is about one of these options, or about a group above or below one of them."""
+    about = rule.partition(":")[0]
+    words = {word.strip(".,:;()'\"`") for word in rule.replace("=", " ").split()}
+    return is_below(about, keys) or any(key in words or is_below(key, [about]) for key in keys)
 
 
-def _set_default(values: dict[str, Any], key: str, value: Any) -> None:
-    *groups, name = key.split(".")
-    for step in groups:
-        values = values.setdefault(step, {})
-    values.setdefault(name, value)
+def _plain(tree: Any) -> Any:
+    return OmegaConf.to_container(tree, resolve=False)
 
 
-def _unique(texts: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(texts))
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from sd_training.config.value_types import SCHEMA, PositiveInt
+from sd_training.config.value_types import DENOISER, SCHEMA, PositiveInt, read_with, used_with
 
 FamilyName = Literal["stable_diffusion", "sdxl", "sd3", "pixart", "flux", "mmdit_rope"]
 FAMILY_PARTS: Mapping[str, tuple[str, ...]] = {
@@ -39,9 +39,9 @@ class PartConfig:
 
     pretrained: str | None = None
     """Local diffusers folder or hub id: the pipeline's root, or the part's own folder."""
-    subfolder: str | None = None
+    subfolder: Annotated[str | None, read_with("pretrained")] = None
     """Folder of the part below `pretrained`; null looks for the part's usual name, then for the part itself."""
-    revision: str | None = None
+    revision: Annotated[str | None, read_with("pretrained")] = None
     """Hub branch, tag or commit; null is the hub's main."""
     target: str | None = None
     """Class name from the allow-list in `models/registry.py`, with or without the package in front."""
@@ -67,74 +67,78 @@ class TextEncoderEntry(PartConfig):
     """Hide tokens that only fill up, from the encoder and from the denoiser."""
 
 
+_DenoiserPart = Annotated[PartConfig, DENOISER]
+_FrozenPrecision = Annotated[Literal["fp32", "bf16", "fp16"] | None, DENOISER]
+
+
 @dataclass(config=SCHEMA, kw_only=True)
 class ModelConfig:
     """The pipeline's parts and how the trained one is run."""
 
     pretrained: str | None = None
     """Pipeline folder or hub id for every part at once; wins over the parts' own settings, as in sd-training."""
-    revision: str | None = None
+    revision: Annotated[str | None, read_with("pretrained")] = None
     """Hub branch, tag or commit of `model.pretrained`."""
-    family: FamilyName | None = None
+    family: Annotated[FamilyName | None, DENOISER] = None
     """What kind of pipeline it is; null: as `pretrained` says, or as the given parts tell."""
     train: Literal["unet", "vae"] = "unet"
     """Which part is trained: the denoiser (`unet`, whatever its class), or the autoencoder itself."""
     vae: PartConfig = Field(default_factory=PartConfig)
     """Image autoencoder; frozen unless `model.train` is `vae`."""
-    text_encoder: PartConfig = Field(default_factory=PartConfig)
+    text_encoder: _DenoiserPart = Field(default_factory=PartConfig)
     """Frozen text encoder."""
-    tokenizer: PartConfig = Field(default_factory=PartConfig)
+    tokenizer: _DenoiserPart = Field(default_factory=PartConfig)
     """Tokenizer of the text encoder."""
-    text_encoder_2: PartConfig = Field(default_factory=PartConfig)
+    text_encoder_2: _DenoiserPart = Field(default_factory=PartConfig)
     """Second text encoder (sdxl, sd3, flux)."""
-    tokenizer_2: PartConfig = Field(default_factory=PartConfig)
+    tokenizer_2: _DenoiserPart = Field(default_factory=PartConfig)
     """Its tokenizer."""
-    text_encoder_3: PartConfig = Field(default_factory=PartConfig)
+    text_encoder_3: _DenoiserPart = Field(default_factory=PartConfig)
     """Third text encoder (sd3); may be left out."""
-    tokenizer_3: PartConfig = Field(default_factory=PartConfig)
+    tokenizer_3: _DenoiserPart = Field(default_factory=PartConfig)
     """Its tokenizer."""
-    text_encoders: list[TextEncoderEntry] = Field(
+    text_encoders: Annotated[list[TextEncoderEntry], DENOISER] = Field(
         default_factory=list, json_schema_extra={"allowed": "a list of up to three text encoders"}
     )
     """mmdit_rope: the text encoders, each with `pretrained` or `target` and `params`, and `tokenizer`, `layer`,
     `apply_final_norm`, `pooling`, `max_tokens`, `use_mask`."""
-    unet: PartConfig = Field(default_factory=PartConfig)
+    unet: _DenoiserPart = Field(default_factory=PartConfig)
     """Denoiser of stable_diffusion and sdxl."""
-    transformer: PartConfig = Field(default_factory=PartConfig)
+    transformer: _DenoiserPart = Field(default_factory=PartConfig)
     """Denoiser of all other families."""
-    noise_scheduler_training: PartConfig = Field(default_factory=PartConfig)
+    noise_scheduler_training: _DenoiserPart = Field(default_factory=PartConfig)
     """Noise schedule and prediction type of the training objective."""
-    noise_scheduler_inference: PartConfig = Field(default_factory=PartConfig)
+    noise_scheduler_inference: _DenoiserPart = Field(default_factory=PartConfig)
     """Sampler of previews and of the exported pipeline; its noise schedule and prediction type are set from training.
     """
-    train_text_encoder: bool = False
+    train_text_encoder: Annotated[bool, DENOISER] = False
     """stable_diffusion, sdxl: train the text encoders as well; `optimizer.rates_by_part: {text_encoder: …}` gives them
     a learning rate of their own."""
     use_ema: bool = False
     """Keep an exponential moving average of the trained weights on the CPU; previews and exports use it."""
     mixed_precision: Annotated[Literal["no", "bf16", "fp16"], BeforeValidator(_yaml_no)] = "bf16"
     """Autocast type of the trained module; its weights stay fp32 (but see `bf16_weights`)."""
-    bf16_weights: bool = False
+    bf16_weights: Annotated[bool, DENOISER] = False
     """Keep the trained weights themselves in bf16, without fp32 ones: half the memory. Needs `mixed_precision: bf16`
     and `optimizer.stochastic_rounding`, or small updates would be rounded away; an EMA stays fp32."""
-    vae_precision: Literal["fp32", "bf16", "fp16"] | None = None
+    vae_precision: _FrozenPrecision = None
     """Autocast type of the frozen autoencoder; null: bf16 under bf16, otherwise fp32, because some overflow in fp16."""
-    text_encoder_precision: Literal["fp32", "bf16", "fp16"] | None = None
+    text_encoder_precision: _FrozenPrecision = None
     """Autocast type of the frozen text encoder; null: as `mixed_precision`."""
     gradient_checkpointing: bool | Literal["selective"] = False
     """Recompute activations of the denoiser's blocks in the backward pass: less memory, about a third more time.
     `selective` keeps the results of attention and matrix products, which are slow to make again."""
-    gradient_checkpointing_every: PositiveInt = 1
+    gradient_checkpointing_every: Annotated[PositiveInt, used_with("gradient_checkpointing"), DENOISER] = 1
     """Recompute every so many-th block only; 1 is all of them."""
-    vae_slicing: bool = False
+    vae_slicing: Annotated[bool, DENOISER] = False
     """Encode one picture at a time: less memory for the autoencoder."""
-    vae_tiling: bool = False
+    vae_tiling: Annotated[bool, DENOISER] = False
     """Encode large pictures in overlapping tiles: less memory still; the latents differ slightly at the seams."""
-    vae_scaling_factor: Literal["auto", "keep", "measure"] = "auto"
+    vae_scaling_factor: Annotated[Literal["auto", "keep", "measure"], read_with("train", "vae")] = "auto"
     """`model.train=vae`: the `scaling_factor` of the exported autoencoder. `keep`: the one it started with. `measure`:
     1 / standard deviation of this run's latents, and their mean as `shift_factor` where it has one. `auto`: `keep` for
     pretrained weights, so that denoisers trained on them still fit, `measure` from scratch."""
-    xformers: bool = False
+    xformers: Annotated[bool, DENOISER] = False
     """Use xformers attention on CUDA where it works; elsewhere PyTorch's fused attention. A log line says which of them
     runs. An error for networks that have no attention xformers could run, such as `MMDiTRope`."""
 

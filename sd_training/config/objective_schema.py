@@ -7,18 +7,30 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from sd_training.config.value_types import SCHEMA, NonNegative, Positive, PositiveInt, Probability, no_bool
+from sd_training.config.value_types import (
+    SCHEMA,
+    NonNegative,
+    Number,
+    Positive,
+    PositiveInt,
+    Probability,
+    read_with,
+)
 
-Number = Annotated[float, BeforeValidator(no_bool), Field(allow_inf_nan=False)]
 PredictionType = Literal["epsilon", "v_prediction", "sample", "flow_prediction", "edm"]
 DensityName = Literal["uniform", "logit_normal", "mode", "cosmap", "beta", "log_normal"]
 WeightingName = Literal[
     "constant", "min_snr", "soft_min_snr", "p2", "debiased", "sigma_sqrt", "cosmap", "edm", "learned_uncertainty"
 ]
 PresetName = Literal["sd", "sd_v", "sdxl", "sd3", "edm"]
+_NORMAL = read_with("name", "logit_normal", "log_normal")
+_LEVELS = read_with("name", None, "uniform", "logit_normal", "mode", "cosmap", "beta")
+_BETA = read_with("name", "beta")
+_TOKENS = read_with("mode", "tokens")
+_HUBER = read_with("name", "huber")
 
 
 @dataclass(config=SCHEMA, kw_only=True)
@@ -28,29 +40,29 @@ class TimestepDensityConfig:
     name: DensityName | None = None
     """`uniform`; of Esser et al. 2024 (arXiv:2403.03206, section 3.1) `logit_normal`, `mode`, `cosmap`; `beta`; and
     for EDM `log_normal` (Karras et al. 2022, arXiv:2206.00364, table 1). null: the preset's, or uniform."""
-    mean: Number | None = None
+    mean: Annotated[Number | None, _NORMAL] = None
     """`logit_normal`: m; `log_normal`: mean of ln σ. null: 0; of `log_normal` −1.2 + ln(2 σ_data),
     as EDM."""
-    std: Positive | None = None
+    std: Annotated[Positive | None, _NORMAL] = None
     """`logit_normal`: s; `log_normal`: standard deviation of ln σ. null: the preset's, or 1."""
-    mode_scale: Number = 1.29
+    mode_scale: Annotated[Number, read_with("name", "mode")] = 1.29
     """`mode`: s; flat at 0, peaked in the middle above, at most 1.75."""
-    alpha: Positive = 1.0
+    alpha: Annotated[Positive, _BETA] = 1.0
     """`beta`: α."""
-    beta: Positive = 1.0
+    beta: Annotated[Positive, _BETA] = 1.0
     """`beta`: β."""
-    low: Probability = 0.0
+    low: Annotated[Probability, _LEVELS] = 0.0
     """The density is squeezed into low..high."""
-    high: Probability = 1.0
+    high: Annotated[Probability, _LEVELS] = 1.0
     """See `low`."""
-    bias: Literal["none", "later", "earlier", "range"] = "none"
+    bias: Annotated[Literal["none", "later", "earlier", "range"], read_with("name", None, "uniform")] = "none"
     """`uniform`: train a part of the noise levels `bias_multiplier` times as often: the noisiest `bias_portion`, the
     cleanest, or `bias_range`."""
-    bias_multiplier: Positive = 1.0
+    bias_multiplier: Annotated[Positive, read_with("bias", "later", "earlier", "range")] = 1.0
     """See `bias`."""
-    bias_portion: Probability = 0.25
+    bias_portion: Annotated[Probability, read_with("bias", "later", "earlier")] = 0.25
     """See `bias`."""
-    bias_range: list[Probability] = Field(default_factory=lambda: [0.0, 1.0])
+    bias_range: Annotated[list[Probability], read_with("bias", "range")] = Field(default_factory=lambda: [0.0, 1.0])
     """See `bias`."""
     stratified: bool = False
     """Draw one noise level from each of G equal parts of the density at every optimizer step of G samples, instead of
@@ -61,18 +73,20 @@ class TimestepDensityConfig:
 class ShiftConfig:
     """Flow models: σ' = aσ / (1 + (a − 1)σ) (Esser et al. 2024, eq. 23), in training and in the exported sampler."""
 
-    mode: Literal["scheduler", "static", "tokens"] = "scheduler"
+    mode: Annotated[Literal["scheduler", "static", "tokens"], read_with("prediction_type", None, "flow_prediction")] = (
+        "scheduler"
+    )
     """`scheduler`: as the training noise scheduler says. `static`: a = `value`. `tokens`: a = exp(μ), μ linear in the
     image tokens, as in FLUX."""
-    value: Positive = 1.0
+    value: Annotated[Positive, read_with("mode", "static")] = 1.0
     """`static`: a; 1 is no shift."""
-    base_tokens: PositiveInt = 256
+    base_tokens: Annotated[PositiveInt, _TOKENS] = 256
     """`tokens`: μ is `base_shift` here [count]."""
-    max_tokens: PositiveInt = 4096
+    max_tokens: Annotated[PositiveInt, _TOKENS] = 4096
     """`tokens`: μ is `max_shift` here [count]."""
-    base_shift: Number = 0.5
+    base_shift: Annotated[Number, _TOKENS] = 0.5
     """See `base_tokens`."""
-    max_shift: Number = 1.15
+    max_shift: Annotated[Number, _TOKENS] = 1.15
     """See `max_tokens`."""
 
 
@@ -84,11 +98,11 @@ class LossWeightingConfig:
     """`min_snr` (arXiv:2303.09556), `soft_min_snr` (arXiv:2401.11605), `p2` (arXiv:2204.00227), `debiased`
     (arXiv:2310.08442); for flow models `sigma_sqrt` and `cosmap` (arXiv:2403.03206); for EDM `edm` (arXiv:2206.00364);
     `learned_uncertainty` (arXiv:2312.02696, eq. 21). null: the preset's, or constant."""
-    gamma: Positive = 5.0
+    gamma: Annotated[Positive, read_with("name", "min_snr", "soft_min_snr")] = 5.0
     """`min_snr`, `soft_min_snr`: γ."""
-    p2_gamma: NonNegative = 1.0
+    p2_gamma: Annotated[NonNegative, read_with("name", "p2")] = 1.0
     """`p2`: γ."""
-    p2_k: Positive = 1.0
+    p2_k: Annotated[Positive, read_with("name", "p2")] = 1.0
     """`p2`: k."""
 
 
@@ -98,9 +112,9 @@ class LossConfig:
 
     name: Literal["l2", "huber"] = "l2"
     """Squared error, or pseudo-Huber 2δ(√(e² + δ²) − δ)."""
-    huber_delta: Positive = 0.1
+    huber_delta: Annotated[Positive, _HUBER] = 0.1
     """`huber`: δ; with a schedule its smallest value."""
-    huber_schedule: Literal["constant", "snr", "exponential"] = "snr"
+    huber_schedule: Annotated[Literal["constant", "snr", "exponential"], _HUBER] = "snr"
     """`huber`: δ constant, (1 − δ) / (1 + σ/α)² + δ, or δ^t over the noise levels t (arXiv:2403.16728)."""
 
 
@@ -129,18 +143,18 @@ class ObjectiveConfig:
     """Loss."""
     offset_noise: NonNegative | None = None
     """s of ε + s·η with one η per channel, which is also what ε-models are asked for; null: the preset's, or 0."""
-    offset_noise_by_level: bool = False
+    offset_noise_by_level: Annotated[bool, read_with("offset_noise")] = False
     """Scale the offset with the noise level √(1 − ᾱ), so that almost clean latents get almost none."""
     input_perturbation: NonNegative = 0.0
     """γ of noising with ε + γξ while the target keeps ε (Ning et al. 2023, arXiv:2301.11706)."""
-    input_perturbation_steps: PositiveInt | None = None
+    input_perturbation_steps: Annotated[PositiveInt | None, read_with("input_perturbation")] = None
     """Let γ fall linearly to 0 over so many optimizer steps; null: it stays."""
     masked_loss: Literal["none", "alpha"] = "none"
     """`alpha`: multiply the error of each latent cell by how opaque the image is there (PNG and WebP with alpha; other
     images count fully). What is transparent is trained as white, with no weight."""
-    sigma_data: Positive | None = None
+    sigma_data: Annotated[Positive | None, read_with("prediction_type", None, "edm")] = None
     """EDM: standard deviation of the latents; null: the training noise scheduler's, or 1, which scaled latents have."""
-    kl_weight: NonNegative = 1e-6
+    kl_weight: Annotated[NonNegative, read_with("model.train", "vae")] = 1e-6
     """Autoencoder training: weight of the KL term beside the L1 term, both averaged per pixel value."""
 
 

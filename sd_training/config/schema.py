@@ -1,34 +1,37 @@
 """Every option of a run: keyword-only dataclasses, one docstring with its unit per field.
 
 Pydantic checks types and bounds and reports every problem at once. Keys of the sd-training README keep their names,
-meanings and defaults. `docs/config.md` is generated from this file. Rules between fields live in `check.py`.
-
-How a run is spread over processes: strategy, mesh, offload, compilation. Importable without torch.
-
-Options of the checkpoints that a run resumes from.
-
-What a run is measured on while it trains. Importable without torch.
-
-How long a process of a run may do one thing. Importable without torch.
-
-What a run does about numbers that went wrong. Importable without torch.
+meanings and defaults. `docs/config.md` is generated from this file and the schemas of data, model and objective. Rules
+between options are in `check.py`. Importable without torch.
 """
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from pydantic.config import JsonDict
 from pydantic.dataclasses import dataclass
 
 from sd_training.config.data_schema import DatasetConfig, DatasetParams
 from sd_training.config.model_schema import ModelConfig, PartConfig
 from sd_training.config.objective_schema import ObjectiveConfig
-from sd_training.config.optimizer_schema import LRScheduleConfig, LRScheduleParams, OptimizerConfig, OptimizerParams
-from sd_training.config.value_types import SCHEMA, BelowOne, Count, Int, Positive, PositiveInt, Probability, no_bool
+from sd_training.config.value_types import (
+    DENOISER,
+    SCHEMA,
+    BelowOne,
+    Count,
+    Int,
+    NonNegative,
+    Number,
+    Positive,
+    PositiveInt,
+    Probability,
+    read_with,
+    used_with,
+)
 from sd_training.signals import SAVE_SIGNALS, STOP_SIGNALS, SignalName
 
 StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "deepspeed_1", "deepspeed_2", "deepspeed_3"]
-MeshAxis = Annotated[int, BeforeValidator(no_bool), Field(ge=-1)]
+MeshAxis = Annotated[Int, Field(ge=-1)]
 MESH_AXES = ("data", "fsdp", "tensor")
 
 
@@ -87,7 +90,7 @@ class TrainerConfig:
     """Processes on this machine when started with plain `python`; `auto`: every GPU, or one CPU process."""
     num_nodes: PositiveInt | None = None
     """Machines; null takes it from torchrun or SLURM."""
-    compile: bool | Literal["blocks", "full"] = False
+    compile: Annotated[bool | Literal["blocks", "full"], DENOISER] = False
     """torch.compile of the denoiser. `blocks` (or true): its repeated blocks, one after the other, which starts soon.
     `full`: the whole network. One graph per bucket size."""
     channels_last: Literal["auto"] | bool = "auto"
@@ -98,7 +101,7 @@ class TrainerConfig:
 class CheckpointConfig:
     """Resumable state beside the exported pipeline (docs/checkpoints.md)."""
 
-    keep: Annotated[int, BeforeValidator(no_bool), Field(ge=2)] = 2
+    keep: Annotated[Int, Field(ge=2)] = 2
     """Newest checkpoints kept; at least two, so that a damaged newest one never loses the run [count]."""
     save_every_minutes: Positive | None = None
     """Save as well when the last save is this long ago [minutes]; null: only every `experiment.save_every` steps."""
@@ -107,7 +110,7 @@ class CheckpointConfig:
     keep_best: Count = 0
     """Keep so many checkpoints with the lowest loss (`best_by`), beside the newest ones; 0: none. It is never a reason
     to save [count]."""
-    best_by: Literal["training_loss", "validation_loss"] = "training_loss"
+    best_by: Annotated[Literal["training_loss", "validation_loss"], read_with("keep_best")] = "training_loss"
     """`training_loss`: the mean since the save before. `validation_loss`: of the weights that are exported, after the
     step of the checkpoint; needs `validation.path`."""
     max_failed_saves: PositiveInt = 3
@@ -131,11 +134,11 @@ class ValidationConfig:
     path: str | list[str] | None = None
     """Held-out data, read as `dataset.params.path` is: of the type, and with the filters, captions and sizes of
     `dataset`, but cut from the middle and not mirrored. null: no validation."""
-    every: PositiveInt = 1000
+    every: Annotated[PositiveInt, used_with("path")] = 1000
     """Measure every so many optimizer steps, before the first one and after the last one."""
-    num_samples: PositiveInt = 512
+    num_samples: Annotated[PositiveInt, used_with("path")] = 512
     """Samples, spread evenly over the held-out data; all of them where there are fewer [count]."""
-    num_levels: PositiveInt = 8
+    num_levels: Annotated[PositiveInt, used_with("path"), DENOISER] = 8
     """Noise levels at which each sample is measured: the middles of so many equally likely parts of
     `objective.timestep_density` [count]."""
 
@@ -174,7 +177,7 @@ class NumericsConfig:
     """The run ends with status 86 when it would go back once more; 0 ends it the first time [count]."""
     on_spike: Literal["record", "rollback"] = "record"
     """What a loss spike leads to: an incident file, or that and going back to a checkpoint from before it."""
-    spike_threshold: Annotated[float, BeforeValidator(no_bool), Field(gt=0, allow_inf_nan=False)] = 6.0
+    spike_threshold: Positive = 6.0
     """A spike is a median of the last 5 steps' log loss that lies so many robust standard deviations (1.4826 × median
     absolute deviation) above the median of the 200 steps before."""
     digest_every: Count = 1000
@@ -186,20 +189,11 @@ _SIGNALS: JsonDict = {"allowed": f"a list of {', '.join(get_args(SignalName))}"}
 
 # These options are read through this module as well.
 __all__ = [
-    "CheckpointConfig",
     "DatasetConfig",
     "DatasetParams",
-    "DistributedConfig",
-    "LRScheduleConfig",
-    "LRScheduleParams",
     "ModelConfig",
-    "NumericsConfig",
     "ObjectiveConfig",
-    "OptimizerConfig",
-    "OptimizerParams",
     "PartConfig",
-    "TrainerConfig",
-    "ValidationConfig",
 ]
 
 
@@ -269,15 +263,103 @@ class ExperimentConfig:
     allow_changed: list[str] = Field(default_factory=list)
     """Options that a resumed run may have otherwise than before although that changes what it exports, such as
     `[model.use_ema]`; without this a change of them is refused (docs/checkpoints.md)."""
-    eval_caption_file: str | None = None
+    eval_caption_file: Annotated[str | None, DENOISER] = None
     """CSV with the columns `uid,caption`; at each save one image per row is drawn into `samples/step_N/eval/`. Null:
     no evaluation images."""
-    num_eval_images: PositiveInt = 1000
+    num_eval_images: Annotated[PositiveInt, used_with("eval_caption_file"), DENOISER] = 1000
     """At most this many rows of `eval_caption_file` [images over all processes]."""
-    eval_tar: bool = False
+    eval_tar: Annotated[bool, used_with("eval_caption_file"), DENOISER] = False
     """Pack the evaluation images of a save into `samples/step_N/eval.tar` instead of a folder."""
     seed: Int = 0
     """Seed of every random draw of the run: data order, crops, noise, timesteps, initial weights."""
+
+
+OptimizerName = Literal["adamw", "adafactor", "adamw_8bit", "lion", "prodigy", "schedule_free_adamw", "muon"]
+ScheduleName = Literal[
+    "ConstantWithWarmup", "CosineWithWarmup", "constant", "linear", "cosine", "polynomial", "inverse_sqrt", "wsd"
+]
+_ADAM = ("adamw", "adamw_8bit", "prodigy", "schedule_free_adamw", "muon")
+_MOMENTUM = read_with("name", *_ADAM, "lion")
+_FALLING = read_with("scheduler", "linear", "cosine", "CosineWithWarmup", "polynomial", "wsd")
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class OptimizerParams:
+    """Hyper-parameters; those of AdamW are eq. 12 of Loshchilov & Hutter 2019 (arXiv:1711.05101)."""
+
+    learning_rate: NonNegative = 1e-4
+    """Peak learning rate [1/optimizer step]; not scaled by batch size or processes. `prodigy` finds the rate itself
+    and multiplies it by this: 1 is usual. `lion` wants about a third to a tenth of AdamW's."""
+    beta1: Annotated[BelowOne, _MOMENTUM] = 0.9
+    """Decay of the gradient average [per optimizer step]; `schedule_free_adamw`: interpolation towards the average of
+    the weights. Not read by `adafactor`."""
+    beta2: Annotated[BelowOne, _MOMENTUM] = 0.98
+    """Decay of the squared-gradient average, with `lion` of the momentum [per optimizer step]. Not read by
+    `adafactor`."""
+    weight_decay: NonNegative = 0.01
+    """Decoupled weight decay [× learning rate per optimizer step]."""
+    epsilon: Annotated[Positive, read_with("name", *_ADAM)] = 1e-8
+    """Added to the denominator. Not read by `adafactor` and `lion`."""
+    momentum: Annotated[BelowOne, read_with("name", "muon")] = 0.95
+    """`muon`: decay of the gradient average of matrices [per optimizer step]."""
+    d0: Annotated[Positive, read_with("name", "prodigy")] = 1e-6
+    """`prodigy`: first estimate of the distance to the solution."""
+    d_coef: Annotated[Positive, read_with("name", "prodigy")] = 1.0
+    """`prodigy`: factor of the estimated learning rate."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class OptimizerConfig:
+    """Which optimizer updates the trained parts."""
+
+    name: OptimizerName = "adamw"
+    """Optimizer by name. `adamw_8bit` needs CUDA. `muon` orthogonalizes the updates of hidden matrices and kernels, at
+    AdamW's learning rate, and leaves the rest to AdamW. `schedule_free_adamw` wants a constant schedule and no EMA."""
+    params: OptimizerParams = Field(default_factory=OptimizerParams)
+    """Its hyper-parameters."""
+    max_grad_norm: Positive | None = None
+    """Clip the global L2 norm of the gradient, once per optimizer step; null: no clipping."""
+    no_decay_on_norms_and_biases: bool = False
+    """No weight decay on biases and on parameters with one dimension (weights of norms, scales)."""
+    rates_by_part: dict[str, NonNegative] = Field(default_factory=dict)
+    """Peak learning rates of named parts, such as `{text_encoder: 1e-6}`, with the same schedule; the others take
+    `params.learning_rate`. Not with `prodigy`."""
+    stochastic_rounding: Annotated[bool, read_with("name", "adamw")] = False
+    """`adamw` on bf16 weights: compute in fp32 and round at random, without bias, so that small updates are not lost.
+    Weights that are kept in fp32 (the normal case) need no rounding."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class LRScheduleParams:
+    """Shape of the learning-rate schedule."""
+
+    learning_rate: NonNegative | None = None
+    """Peak learning rate; null takes `optimizer.params.learning_rate`. As in sd-training, the schedule's value wins."""
+    warmup_length: Count = 500
+    """Linear warm-up [optimizer steps]."""
+    warmup_images: PositiveInt | None = None
+    """Linear warm-up [samples over all processes], instead of `warmup_length`."""
+    end_factor: Annotated[Probability, _FALLING] = 0.0
+    """`linear`, `cosine`, `polynomial`, `wsd`: learning rate at the end of the run [share of the peak]."""
+    power: Annotated[Positive, read_with("scheduler", "polynomial")] = 1.0
+    """`polynomial`: exponent."""
+    reference_length: Annotated[PositiveInt, read_with("scheduler", "inverse_sqrt")] = 70_000
+    """`inverse_sqrt`: the learning rate falls after this many optimizer steps [count]."""
+    decay_length: Annotated[PositiveInt | None, read_with("scheduler", "wsd")] = None
+    """`wsd`: length of the final decay [optimizer steps]; null: a fifth of the run."""
+    decay_shape: Annotated[Literal["linear", "1-sqrt"], read_with("scheduler", "wsd")] = "1-sqrt"
+    """`wsd`: 1 - x or 1 - √x, x from 0 to 1 over the decay."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class LRScheduleConfig:
+    """Learning rate as a pure function of the optimizer step."""
+
+    scheduler: ScheduleName = "ConstantWithWarmup"
+    """Shape after the warm-up. `ConstantWithWarmup` is `constant`, `CosineWithWarmup` is `cosine`: half a cosine from
+    the end of the warm-up to the end of the run. `wsd`: warm-up, stable, decay."""
+    params: LRScheduleParams = Field(default_factory=LRScheduleParams)
+    """Its numbers."""
 
 
 @dataclass(config=SCHEMA, kw_only=True)
@@ -292,7 +374,7 @@ class EmaConfig:
     """Ramp min(decay, (1 + n) / (10 + n)) over optimizer steps n, so that early averages forget the initial weights."""
     path: str | None = None
     """Start the average from these weights: a pipeline folder, or the part's own folder."""
-    tracks: list[Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=0.2886)]] = Field(
+    tracks: Annotated[list[Annotated[Number, Field(gt=0, le=0.2886)]], read_with("model.use_ema")] = Field(
         default_factory=list, json_schema_extra={"allowed": "a list of numbers above 0 and at most 0.2886"}
     )
     """Widths of further averages [share of the training so far], such as [0.05, 0.10]; from their snapshots
@@ -324,11 +406,11 @@ class SamplingConfig:
 
     every: Count = 0
     """Draw previews before the first optimizer step of a run, and every so many steps; 0: none."""
-    prompts: list[str] = Field(default_factory=list)
+    prompts: Annotated[list[str], used_with("every")] = Field(default_factory=list)
     """One preview image per prompt."""
     num_inference_steps: PositiveInt = 50
     """Denoiser evaluations per image [count]."""
-    guidance_scale: Annotated[float, BeforeValidator(no_bool), Field(ge=1)] = 7.5
+    guidance_scale: Annotated[Number, Field(ge=1)] = 7.5
     """Classifier-free guidance; 1 is off."""
     seed: Count = 0
     """Image i is drawn from seed + i."""
@@ -366,11 +448,11 @@ class Config:
     """Optimizer."""
     lr_scheduler: LRScheduleConfig = Field(default_factory=LRScheduleConfig)
     """Learning-rate schedule."""
-    ema: EmaConfig = Field(default_factory=EmaConfig)
+    ema: Annotated[EmaConfig, used_with("model.use_ema")] = Field(default_factory=EmaConfig)
     """Moving average of the weights, used when `model.use_ema` is true."""
-    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
+    objective: Annotated[ObjectiveConfig, DENOISER] = Field(default_factory=ObjectiveConfig)
     """Training objective."""
-    conditioning: ConditioningConfig = Field(default_factory=ConditioningConfig)
+    conditioning: Annotated[ConditioningConfig, DENOISER] = Field(default_factory=ConditioningConfig)
     """Text conditioning."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Resumable state."""
@@ -378,7 +460,7 @@ class Config:
     """Numbers that went wrong."""
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     """Loss on held-out data."""
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    sampling: Annotated[SamplingConfig, DENOISER] = Field(default_factory=SamplingConfig)
     """Preview pictures."""
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     """Metrics."""
@@ -386,3 +468,8 @@ class Config:
     """Hangs."""
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     """Devices."""
+
+
+def warmup_length(params: LRScheduleParams, global_batch: int) -> int:
+    """Length of the warm-up [optimizer steps]; images that do not fill a step count as one."""
+    return params.warmup_length if params.warmup_images is None else -(-params.warmup_images // global_batch)

@@ -14,8 +14,8 @@ import pytorch_lightning as pl
 
 from sd_training.config.changes import Change, differences, without_permissions
 from sd_training.config.data_schema import DatasetConfig, MixEntry
+from sd_training.config.fields import shown
 from sd_training.config.plan import BatchPlan, counted
-from sd_training.config.problems import shown
 from sd_training.config.schema import ValidationConfig
 from sd_training.data.dataset import OpenDataset, open_dataset
 from sd_training.data.held_out import HeldOutData

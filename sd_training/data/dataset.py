@@ -6,8 +6,7 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from sd_training.config.class_prompts import read_class_prompts
-from sd_training.config.data_schema import DatasetParams, SourceParams
+from sd_training.config.data_schema import DatasetParams, SourceParams, read_class_prompts
 from sd_training.config.filters import parse_filters
 from sd_training.config.paths import output_path
 from sd_training.config.plan import counted

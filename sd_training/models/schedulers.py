@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sd_training.config.check_objective import objective_problems
+from sd_training.config.check import objective_problems
 from sd_training.config.model_schema import ModelConfig
 from sd_training.config.objective_schema import ObjectiveConfig, PredictionType, with_preset
 from sd_training.diffusion.noise_schedule import FlowSchedule, NoiseSchedule, SigmaSchedule, discrete_schedule_of

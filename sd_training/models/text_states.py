@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sd_training.config.problems import suggest
+from sd_training.config.help import suggest
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from sd_training.config.optimizer_schema import LRScheduleConfig, LRScheduleParams, warmup_length
+from sd_training.config.schema import LRScheduleConfig, LRScheduleParams, warmup_length
 from sd_training.errors import ConfigError
 
 LRSchedule = Callable[[int], float]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sd_training.config.optimizer_schema import OptimizerConfig
+from sd_training.config.schema import OptimizerConfig
 from sd_training.errors import ConfigError
 from sd_training.optim.gradients import SkippingOptimizer, skipping
 
@@ -324,7 +324,7 @@ def make_optimizer(
     for all other optimizers the host reads it, once per step.
 
     Args:
-        config: checked by `optimizer_problems`.
+        config: checked by `config.check`.
         named_parameters: what is trained; names begin with the part: `denoiser.…`, `text_encoder.…`.
         learning_rate: peak learning rate.
         fused: AdamW in one kernel for all tensors. Not with a gradient scaler: the fused kernel unscales by itself,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from sd_training.config.check_objective import objective_problems
+from sd_training.config.check import objective_problems
 from tests.conformance import product_checks
 from tests.conformance.cases import NOISES, is_valid, options_of, products, settings
 from tests.conformance.reference import PREDICTIONS, WEIGHTINGS

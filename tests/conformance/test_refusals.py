@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sd_training.config.check_objective import objective_problems
+from sd_training.config.check import objective_problems
 from sd_training.config.objective_schema import (
     PRESETS,
     LossConfig,

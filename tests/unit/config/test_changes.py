@@ -71,4 +71,4 @@ def test_another_spelling_of_a_folder_is_no_change_of_the_export(tmp_path: Path)
 
 def test_a_permission_for_nothing_is_a_mistake() -> None:
     line = only(*BASE, "experiment.allow_changed=[model.use_emma]")
-    assert line.startswith("experiment.allow_changed: 'model.use_emma' needs no permission or is no option")
+    assert line.startswith("experiment.allow_changed: 'model.use_emma' needs no permission or is unknown")

@@ -21,10 +21,10 @@ RUN = (
     [
         (["validation.path=[]"], "validation.path: is empty"),
         (["validation.path=a.tar"], "validation.path: is the data that is trained on"),
-        (["checkpoint.best_by=validation_loss"], "checkpoint.best_by: validation_loss needs validation.path"),
+        (["checkpoint.best_by=validation_loss", "checkpoint.keep_best=1"], "checkpoint.best_by: validation_loss needs"),
         (
             ["checkpoint.best_by=validation_loss", "validation.path=b.tar"],
-            "checkpoint.best_by: is only read with checkpoint.keep_best above 0",
+            'checkpoint.best_by: is "validation_loss", but is only read with checkpoint.keep_best, which is 0',
         ),
         (
             ["checkpoint.best_by=validation_loss", "checkpoint.keep_best=1", "validation.path=b.tar"],

@@ -27,7 +27,7 @@ def test_allowed_values_in_words(key: str, allowed: str) -> None:
 
 
 def test_every_option_and_group_is_documented() -> None:
-    assert [key for key, field in walk() if not field.description] == []
+    assert [key for key, field, _ in walk() if not field.description] == []
     assert "experiment.name" in options()
     assert "model.unet" in groups()
 

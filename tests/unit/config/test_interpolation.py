@@ -30,14 +30,17 @@ def test_interpolation_to_a_missing_value_is_reported_where_it_must_be_filled() 
     assert line.startswith("experiment.num_examples_to_see: is required (a whole number of at least 1)")
 
 
-def test_required_option_taken_from_a_missing_value_names_the_source() -> None:
+def test_a_required_option_taken_from_a_missing_value() -> None:
     argv = [item for item in BASE if "log_dir" not in item]
     line = only(*argv, "experiment.log_dir=${wandb.entity2}", "wandb.entity=x")
     assert line.startswith("experiment.log_dir: is ${wandb.entity2}, but there is no such option")
     line = only(*argv, "experiment.log_dir=${SCRATCH}/runs")
     assert line.endswith("a variable of the environment is written $SCRATCH, in names of output folders only")
     report = problems(*argv[:1], *argv[2:], "experiment.log_dir=a/${experiment.num_examples_to_see}")
-    assert any("taken from a/${experiment.num_examples_to_see}, which has no value" in line for line in report)
+    assert [line.partition(" (")[0] for line in report] == [
+        "experiment.log_dir: is required",
+        "experiment.num_examples_to_see: is required",
+    ]
 
 
 @pytest.mark.parametrize(

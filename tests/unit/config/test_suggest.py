@@ -3,7 +3,7 @@
 import pytest
 
 from sd_training.config.fields import groups, options, words_of
-from sd_training.config.problems import ELSEWHERE, SPELLINGS, suggest
+from sd_training.config.help import ELSEWHERE, SPELLINGS, suggest
 from tests.unit.config.loading import BASE, only
 
 

@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import pytest
 
-from sd_training.config.optimizer_schema import LRScheduleConfig, LRScheduleParams, ScheduleName
+from sd_training.config.schema import LRScheduleConfig, LRScheduleParams, ScheduleName
 from sd_training.errors import ConfigError
 from sd_training.optim.lr_schedules import LRSchedule, lr_schedule
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sd_training.config.optimizer_schema import OptimizerConfig, OptimizerParams
+from sd_training.config.schema import OptimizerConfig, OptimizerParams
 from sd_training.optim.optimizers import make_optimizer
 
 NAMES = ("adamw", "adafactor", "adamw_8bit", "lion", "prodigy", "schedule_free_adamw", "muon")
