@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # A script's own folder is on the path, the project's is not.
 
-from sd_training.config.fields import Option, groups, options
+from sd_training.config.fields import Option, either, groups, options
 from sd_training.config.schema import PartConfig
 
 DESTINATION = ROOT / "docs" / "config.md"
@@ -18,7 +18,7 @@ DESTINATION = ROOT / "docs" / "config.md"
 _HEAD = """\
 # Configuration
 
-Written by `python scripts/config_docs.py` from `sd_training/config/schema.py`; a test keeps it fresh.
+Written by `python scripts/config_docs.py` from the schemas in `sd_training/config`; a test keeps it fresh.
 
     python train.py config=a.yaml,b.yaml 'dataset.params.path=data/{000..099}.tar' system.batch_size=16 --dry-run
 
@@ -27,6 +27,8 @@ replaced. A value is read as YAML; what YAML cannot read (`dataset.params.filter
 `${another.option}` stands for the value of that option; nothing else is filled in. `$NAME`, a variable of the
 environment, is expanded in `experiment.log_dir`, `dataset.params.index_dir` and `dataset.params.remote.cache_dir` only.
 `???` means "to be filled": an error for a **required** option, the default for any other. Unknown options are errors.
+Options of another choice are errors too, such as `optimizer.params.momentum` without `optimizer.name=muon`; options of
+a feature that is off, such as `ema.decay` without `model.use_ema`, give a warning.
 """
 
 RECIPES = (
@@ -134,7 +136,10 @@ def _section(group: str) -> Iterator[str]:
 
 def _row(option: Option) -> str:
     default = "**required**" if option.required else f"`{json.dumps(option.default, ensure_ascii=False)}`"
-    meaning = " ".join(option.doc.split())
+    readers = [
+        f"`{key}={either(list(filter(None, rule.values)))}`" for key, rule in option.readers.items() if rule.values
+    ]
+    meaning = " ".join([*option.doc.split(), *([f"Only with {' and '.join(readers)}."] if readers else [])])
     return "| " + " | ".join(_cell(cell) for cell in (f"`{option.key}`", option.allowed, default, meaning)) + " |"
 
 

@@ -22,9 +22,9 @@ any_of or all_of is reached through `where`. Needs neither torch nor pyarrow.
 import math
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 GRAMMAR = (
     'a condition such as >=512, ==en, != "two words", 0.5..1, in [a, b], null, not null, or several with and, or, not '
@@ -121,15 +121,14 @@ def parse_filters(filters: Mapping[str, Any] | None) -> tuple[list[Filter], list
 
 
 def _problem(name: str, written: object, detail: str) -> str:
-    shown = _SHORT_REPR.repr(written)
-    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+    shown = _SHORT_REPR.repr(written)[:80]
     if written is None:
         detail = (
             f"; quote it on the command line ('dataset.params.filters.{name}=>=512'), or the shell takes > as a "
             'redirection; a missing value is the text "null" in quotes'
         )
     elif detail:
-        detail = f" ({detail if len(detail) <= 120 else f'{detail[:117]}...'})"
+        detail = f" ({detail[:120]})"
     return f"dataset.params.filters.{name}: {shown} is not a filter{detail}; write {GRAMMAR}"
 
 
@@ -165,12 +164,9 @@ def _joined(word: str, parts: list[Filter]) -> Filter:
     return parts[0] if len(parts) == 1 else Filter(word, parts=tuple(parts))
 
 
-class _Token(NamedTuple):
-    kind: str
-    text: str
-
-
-_END = _Token("end", "")
+_Token = tuple[str | None, str]
+"""Kind (a group of `_TOKEN`) and text."""
+_END: _Token = ("end", "the end")
 
 
 class _Parser:
@@ -182,36 +178,30 @@ class _Parser:
     """
 
     def __init__(self, text: str, field: str | None) -> None:
-        self.tokens, self.field = self._tokens(text), field
-        self.position = self.depth = 0
-
-    @staticmethod
-    def _tokens(text: str) -> list[_Token]:
         if len(text) > _MAX_CHARACTERS:
             raise _SyntaxProblem(f"longer than {_MAX_CHARACTERS:,} characters")
-        found, position, text = [], 0, text.strip()
-        while position < len(text):
-            match = _TOKEN.match(text, position)
+        self.field, self.position, self.depth, at = field, 0, 0, 0
+        self.tokens: list[_Token] = []
+        text = text.strip()
+        while at < len(text):
+            match = _TOKEN.match(text, at)
             if match is None or match.lastgroup is None:
-                raise _SyntaxProblem(f"invalid from {text[position : position + 20]!r} on")
-            found.append(_Token(match.lastgroup, match[match.lastgroup]))
-            position = match.end()
-        return found
+                raise _SyntaxProblem(f"invalid from {text[at : at + 20]!r} on")
+            self.tokens.append((match.lastgroup, match[match.lastgroup]))
+            at = match.end()
+        self.tokens += [_END, _END, _END]
 
     def parse(self) -> Filter:
         """The filter of the whole text."""
-        found = self._expression()
-        if self._peek() != _END:
-            raise _SyntaxProblem(f"unexpected {self._peek().text!r}")
+        found = self._several("or")
+        if self.tokens[self.position] != _END:
+            self._fail("the end")
         return found
 
-    def _expression(self) -> Filter:
-        return self._repeated("or", lambda: self._repeated("and", self._term))
-
-    def _repeated(self, word: str, parse_part: Callable[[], Filter]) -> Filter:
-        parts = [parse_part()]
-        while self._accept("word", word):
-            parts.append(parse_part())
+    def _several(self, word: str) -> Filter:
+        parts = [self._several("and") if word == "or" else self._term()]
+        while self._take("word", word):
+            parts.append(self._several("and") if word == "or" else self._term())
         return _joined(word, parts)
 
     def _term(self) -> Filter:
@@ -219,11 +209,11 @@ class _Parser:
         if self.depth > _MAX_DEPTH:
             raise _SyntaxProblem("nested too deeply")
         # Without a field before it, `not in […]` and `not null` are conditions.
-        is_condition = self.field is not None and self._peek(1) in (_Token("word", "in"), _Token("word", "null"))
-        if not is_condition and self._accept("word", "not"):
+        is_condition = self.field is not None and self.tokens[self.position + 1] in (("word", "in"), ("word", "null"))
+        if not is_condition and self._take("word", "not"):
             found = Filter("not", parts=(self._term(),))
-        elif self._accept("mark", "("):
-            found = self._expression()
+        elif self._take("mark", "("):
+            found = self._several("or")
             self._expect(")")
         else:
             found = self._condition(self._field_name() if self.field is None else self.field)
@@ -231,88 +221,81 @@ class _Parser:
         return found
 
     def _condition(self, field: str) -> Filter:
-        operator = self._peek()
-        if operator.kind == "operator":
+        kind, operator = self.tokens[self.position]
+        if kind == "operator":
             self.position += 1
-            value = self._value(is_exact=operator.text in ("==", "!="))
-            if isinstance(value, str) and operator.text not in ("==", "!="):
-                raise _SyntaxProblem(f"{operator.text} needs a number, not {value!r}")
-            return Filter(operator.text, field, (value,))
-        if self._accept("dots"):
+            is_equality = operator in ("==", "!=")
+            return Filter(operator, field, (self._value(is_exact=True) if is_equality else self._number(),))
+        if self._take("dots"):
             return Filter("<=", field, (self._number(),))
-        has_is = self._accept("word", "is")
-        is_negated = self._accept("word", "not")
-        if self._accept("word", "null"):
+        has_is, is_negated = self._take("word", "is"), self._take("word", "not")
+        if self._take("word", "null"):
             found = Filter("null", field)
-        elif not has_is and self._accept("word", "in"):
+        elif not has_is and self._take("word", "in"):
             found = Filter("in", field, self._list())
         elif has_is or is_negated:
-            raise _SyntaxProblem(f"no condition for {field!r}")
+            self._fail("null")
         else:
             return self._equality_or_range(field)
         return Filter("not", parts=(found,)) if is_negated else found
 
     def _equality_or_range(self, field: str) -> Filter:
-        low = self._value(is_exact=self._peek(1).kind != "dots")
-        if not self._accept("dots"):
-            if self.field is None:
-                raise _SyntaxProblem(f"no condition for {field!r}")
+        is_range = self.tokens[self.position + 1][0] == "dots"
+        if not is_range and self.field is None:
+            self._fail("a condition")
+        low = self._number() if is_range else self._value(is_exact=True)
+        if not self._take("dots"):
             return Filter("==", field, (low,))
-        if isinstance(low, str):
-            raise _SyntaxProblem(f">= needs a number, not {low!r}")
         lower = Filter(">=", field, (low,))
-        if self._peek().kind != "number":
+        if self.tokens[self.position][0] != "number":
             return lower
         high = self._number()
-        if low > high:
+        if isinstance(low, float) and low > high:
             raise _SyntaxProblem(f"the range {low:g}..{high:g} is empty")
         return Filter("and", parts=(lower, Filter("<=", field, (high,))))
 
     def _field_name(self) -> str:
-        token = self._peek()
-        is_name = token.kind in ("back", "double", "single") or (token.kind == "word" and token.text not in _RESERVED)
-        if not is_name or not token.text:
-            raise _SyntaxProblem("a field is expected" + (" at the end" if token == _END else f", not {token.text!r}"))
+        kind, text = self.tokens[self.position]
+        if not text or not (kind in ("back", "double", "single") or (kind == "word" and text not in _RESERVED)):
+            self._fail("a field")
         self.position += 1
-        return token.text
+        return text
 
     def _list(self) -> tuple[Value, ...]:
         self._expect("[")
         values = [self._value(is_exact=True)]
-        while self._accept("mark", ","):
+        while self._take("mark", ","):
             values.append(self._value(is_exact=True))
         self._expect("]")
         return tuple(values)
 
     def _number(self) -> float:
-        value = self._value(is_exact=False)
-        if isinstance(value, str):
-            raise _SyntaxProblem("a number is expected")
-        return value
+        if self.tokens[self.position][0] != "number":
+            self._fail("a number")
+        return float(self._value(is_exact=False))
 
     def _value(self, *, is_exact: bool) -> Value:
         """The next token as a number or text; an exact long integer is text."""
-        token = self._peek()
+        kind, text = self.tokens[self.position]
+        is_number = kind == "number" and math.isfinite(float(text))
+        is_bare = kind == "word" and text.lower() not in _RESERVED and _WORD_START.match(text)
+        if not (is_number or is_bare or kind in ("double", "single")):
+            self._fail("a number, a word or a text in quotes")
         self.position += 1
-        if token.kind == "number" and math.isfinite(float(token.text)):
-            return (long_integer(token.text) if is_exact else None) or float(token.text)
-        if token.kind not in ("double", "single", "word"):
-            raise _SyntaxProblem("a value is expected")
-        if token.kind == "word" and (token.text.lower() in _RESERVED or not _WORD_START.match(token.text)):
-            raise _SyntaxProblem(f"{token.text!r} must be in quotes to be a text")
-        return token.text
+        if is_number:
+            return (long_integer(text) if is_exact else None) or float(text)
+        return text
 
-    def _peek(self, ahead: int = 0) -> _Token:
-        place = self.position + ahead
-        return self.tokens[place] if place < len(self.tokens) else _END
-
-    def _accept(self, kind: str, text: str | None = None) -> bool:
+    def _take(self, kind: str, text: str | None = None) -> bool:
         """Whether the next token is this one; then it is consumed."""
-        token = self._peek()
-        is_it = token.kind == kind and text in (None, token.text)
+        token = self.tokens[self.position]
+        is_it = token[0] == kind and text in (None, token[1])
         self.position += is_it
         return is_it
 
     def _expect(self, mark: str) -> None:
-        if not self._accept("mark", mark):
-            raise _SyntaxProblem(f"{mark!r} is missing")
+        if not self._take("mark", mark):
+            self._fail(repr(mark))
+
+    def _fail(self, wanted: str) -> NoReturn:
+        raise _SyntaxProblem(f"{wanted} is expected, not {self.tokens[self.position][1]!r}")

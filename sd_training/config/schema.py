@@ -58,13 +58,13 @@ class DistributedConfig:
     """How weights, gradients and optimizer state lie over the processes; the numbers of a run do not depend on it."""
 
     strategy: Literal["auto"] | StrategyName = "auto"
-    """`auto`: as `mesh` says; without one, one process needs no process group, several use `ddp`. `fsdp` cuts weights,
-    gradients and optimizer state over all processes, `hsdp` over those of a machine. `deepspeed_1` cuts the optimizer
-    state, `deepspeed_2` the gradients too, `deepspeed_3` the weights too. See docs/scaling.md."""
+    """`auto`: as `mesh` says; without one, one process needs no process group, several use `ddp`. `fsdp` shards
+    weights, gradients and optimizer state over all processes, `hsdp` over those of a machine. `deepspeed_1` shards the
+    optimizer state, `deepspeed_2` the gradients too, `deepspeed_3` the weights too. See docs/scaling.md."""
     mesh: MeshConfig = Field(default_factory=MeshConfig)
     """Processes by axis, such as `{data: -1, fsdp: 8, tensor: 1}`."""
     reshard_after_forward: bool = True
-    """fsdp, hsdp: give the weights of a block back after its forward pass. False is faster and needs more memory."""
+    """fsdp, hsdp: reshard the weights of a block after its forward pass. False is faster and needs more memory."""
     offload_optimizer: bool = False
     """deepspeed: keep the optimizer state in CPU memory and update there."""
     offload_parameters: bool = False
@@ -114,7 +114,7 @@ class CheckpointConfig:
     """`training_loss`: the mean since the save before. `validation_loss`: of the weights that are exported, after the
     step of the checkpoint; needs `validation.path`."""
     max_failed_saves: PositiveInt = 3
-    """A save that fails (full disk, quota, read-only folder) is told and tried again when the next one is due; so many
+    """A save that fails (full disk, quota, read-only folder) is logged and retried when the next one is due; this many
     in a row end the run with status 74 [count]. The last save of a run must succeed."""
     asynchronous: bool = False
     """Copy what is saved to CPU memory after the optimizer step, and write, hash, flush and export it in the background
@@ -149,8 +149,8 @@ SECTIONS = ("start", "data", "step", "save", "validate")
 
 @dataclass(config=SCHEMA, kw_only=True)
 class WatchConfig:
-    """The hang watch (docs/watch.md): a process that stays in one section for longer writes down what it was doing and
-    ends the run with status 87. null: as long as it likes."""
+    """The hang watch (docs/watch.md): a process that stays in one section for longer writes its stacks and ends the run
+    with status 87. null: no limit."""
 
     start_s: Positive | None = 1800.0
     """From the loading of the model to the end of the first optimizer step, compilation included [s]."""
@@ -163,7 +163,8 @@ class WatchConfig:
     validate_s: Positive | None = 1800.0
     """Drawing previews or evaluation images, or a whole validation [s]."""
     collective_timeout_s: Positive = 2400.0
-    """How long the processes of a group wait for each other; longer than the sections, which say more [s]."""
+    """How long the processes of a group wait for each other; above the limits of the sections, whose reports are more
+    precise [s]."""
 
 
 @dataclass(config=SCHEMA, kw_only=True)
@@ -292,14 +293,13 @@ class OptimizerParams:
     and multiplies it by this: 1 is usual. `lion` wants about a third to a tenth of AdamW's."""
     beta1: Annotated[BelowOne, _MOMENTUM] = 0.9
     """Decay of the gradient average [per optimizer step]; `schedule_free_adamw`: interpolation towards the average of
-    the weights. Not read by `adafactor`."""
+    the weights."""
     beta2: Annotated[BelowOne, _MOMENTUM] = 0.98
-    """Decay of the squared-gradient average, with `lion` of the momentum [per optimizer step]. Not read by
-    `adafactor`."""
+    """Decay of the squared-gradient average, with `lion` of the momentum [per optimizer step]."""
     weight_decay: NonNegative = 0.01
     """Decoupled weight decay [× learning rate per optimizer step]."""
     epsilon: Annotated[Positive, read_with("name", *_ADAM)] = 1e-8
-    """Added to the denominator. Not read by `adafactor` and `lion`."""
+    """Added to the denominator."""
     momentum: Annotated[BelowOne, read_with("name", "muon")] = 0.95
     """`muon`: decay of the gradient average of matrices [per optimizer step]."""
     d0: Annotated[Positive, read_with("name", "prodigy")] = 1e-6
@@ -395,9 +395,9 @@ class ConditioningConfig:
     """The null text: encoded empty caption, or zeros; written into the exported pipeline. null: as the pretrained
     pipeline says, or empty. Only sdxl knows zeros."""
     size_dropout_prob: Probability = 0.0
-    """sdxl: share of samples that are not told the image's original size."""
+    """sdxl: share of samples trained without conditioning on the image's original size."""
     crop_dropout_prob: Probability = 0.0
-    """sdxl: share of samples that are not told where the image was cut."""
+    """sdxl: share of samples trained without conditioning on the crop position."""
 
 
 @dataclass(config=SCHEMA, kw_only=True)
