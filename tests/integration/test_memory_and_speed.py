@@ -118,5 +118,5 @@ def test_channels_last_and_recomputation_resume_exactly(pipeline_dir: Path, shar
 def test_channels_last_is_refused_where_weights_are_cut(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     argv = options(tmp_path / "run", pipeline_dir, shards_dir, distributed__strategy="fsdp")
     load_config(argv)
-    with pytest.raises(ConfigError, match=r"trainer.channels_last: true, but fsdp cuts contiguous weights only"):
+    with pytest.raises(ConfigError, match=r"trainer.channels_last: true, but fsdp shards contiguous weights only"):
         load_config([*argv, "trainer.channels_last=true"])

@@ -4,7 +4,11 @@ import dataclasses
 
 import pytest
 
-from sd_training.config.fields import defaults, groups, options, walk
+from sd_training.config.data_schema import MixEntry
+from sd_training.config.fields import defaults, groups, options, walk, words_of
+from sd_training.config.model_schema import TextEncoderEntry
+from sd_training.config.objective_schema import ObjectiveConfig
+from sd_training.config.schema import Config
 
 
 @pytest.mark.parametrize(
@@ -44,3 +48,14 @@ def _system() -> object:
     from sd_training.config.schema import SystemConfig
 
     return SystemConfig()
+
+
+def test_what_decides_whether_an_option_is_read_is_an_option_with_these_words() -> None:
+    for group in (Config, MixEntry, TextEncoderEntry, ObjectiveConfig):
+        table = options(group)
+        for key, option in table.items():
+            for decider, rule in option.readers.items():
+                assert set(rule.values) - {None} <= set(words_of(table[decider].annotation)), (key, decider)
+    readers = options()["objective.kl_weight"].readers
+    assert [(key, rule.values) for key, rule in readers.items()] == [("model.train", ("vae",))]  # not the group's rule
+    assert set(options(MixEntry)["params.image_column"].readers) == {"type"}
