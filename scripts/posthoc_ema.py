@@ -116,8 +116,8 @@ def make_pipelines(arguments: Arguments) -> None:
     from sd_training.export.ema_snapshots import (
         averaged_parameters,
         find_snapshots,
-        load_mixture,
-        plan_mixture,
+        load_sum,
+        plan_sum,
         snapshot_shapes,
     )
     from sd_training.export.pipeline import export_pipeline
@@ -132,10 +132,10 @@ def make_pipelines(arguments: Arguments) -> None:
         raise ConfigError(f"step: is {step}, but the last snapshot of {arguments.run} is of step {last}")
     template = load_template(arguments.run)
     for width, target in targets.items():
-        mixture = plan_mixture(snapshots, step, width)
-        report(mixture.residual, len(mixture.parts), step, width, nearest_steps(snapshots, step))
-        parameters = averaged_parameters(template, snapshot_shapes(mixture.parts[0][0]))
-        load_mixture(mixture, parameters)
+        weighted = plan_sum(snapshots, step, width)
+        report(weighted.residual, len(weighted.parts), step, width, nearest_steps(snapshots, step))
+        parameters = averaged_parameters(template, snapshot_shapes(weighted.parts[0][0]))
+        load_sum(weighted, parameters)
         try:
             export_pipeline(template, target)
         except OSError as error:

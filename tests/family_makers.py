@@ -9,7 +9,7 @@ import torch
 from diffusers import DDIMScheduler, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 
 from sd_training.models.families.mmdit_pipeline import MMDiTRopePipeline
-from sd_training.models.families.mmdit_rope import MMDiTRope
+from sd_training.models.mmdit_rope import MMDiTRope
 from tests import makers
 from tests.tiny_parts import CHANNELS, T5_WIDTH, WIDTH, clip, flux, t5, t5_tokenizer, tiny_tokenizer, tiny_vae, vae
 

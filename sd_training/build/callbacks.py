@@ -60,7 +60,7 @@ def build_callbacks(
             "data_fingerprint": data.fingerprint(),
         }
 
-    networks = trained.cuts.roots
+    networks = trained.sharding.roots
     num_parameters = sum(parameter.numel() for network in networks for parameter in network.parameters())
     what = f"{', '.join(type(network).__name__ for network in networks)} of {num_parameters:,} parameters"
     saves = Saves(

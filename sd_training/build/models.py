@@ -1,9 +1,4 @@
-"""The trained module of a run, with what the callbacks and the data need to know of its model family.
-
-How the denoiser is run: layout, recomputation, compilation.
-
-Copies of networks whose live weights lie elsewhere, for exports.
-"""
+"""The trained module of a run, with what the callbacks and the data need to know of its model family."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,76 +38,6 @@ from sd_training.training.base_module import PART, Optimization, TrainedModule
 from sd_training.training.diffusion_module import DiffusionModule
 from sd_training.types import LatentGrid
 
-
-def prepare_network(family: Family, plan: Plan) -> None:
-    """Changes the networks of `family` in place, before anything wraps or shards them.
-
-    Raises:
-        ConfigError: `trainer.compile` without a compiler.
-    """
-    config, blocks = plan.config, family.blocks()
-    if wants_channels_last(config.trainer.channels_last, plan.launch.accelerator):
-        use_channels_last(family.vae)
-        # Transformers have no convolutions to speak of; FSDP2 and DeepSpeed take contiguous weights only.
-        is_cut = is_fsdp(config.distributed) or is_deepspeed(config.distributed)
-        if family.denoiser_part == "unet" and not is_cut:
-            use_channels_last(family.denoiser)
-    recomputation = config.model.gradient_checkpointing
-    if recomputation:
-        every = config.model.gradient_checkpointing_every
-        recompute_activations(blocks, every=every, is_selective=recomputation == "selective")
-    if config.trainer.compile:
-        require_compiler(plan.launch.accelerator)
-        _refuse_bf16_on_cpus(plan)
-        num_sizes = len(training_sizes(config.dataset.params).sizes)
-        if config.trainer.compile == "full":
-            compile_whole(family.denoiser, num_sizes=num_sizes)
-        else:
-            compile_blocks(blocks, num_sizes=num_sizes)
-
-
-def _refuse_bf16_on_cpus(plan: Plan) -> None:
-    """Gradients of compiled layer norms came out non-finite under bf16 autocast (torch 2.13, inductor for CPUs; with
-    the backend aot_eager and in fp32 they are right)."""
-    if plan.launch.accelerator == "cpu" and plan.precision == "bf16":
-        raise ConfigError(
-            "trainer.compile: on a CPU PyTorch's compiled code gives non-finite gradients in bf16; use "
-            "model.mixed_precision=no or trainer.compile=false"
-        )
-
-
-def copy_with_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
-    """A network of the same class and settings on the CPU, with other weights.
-
-    Args:
-        network: its weights are not read, unless they are missing in `weights`; it may be cut by FSDP2.
-        weights: by parameter name; used as they are, not copied.
-    """
-    cls: Any = next(c for c in type(network).__mro__ if not c.__name__.startswith("FSDP"))
-    settings: Any = network.config
-    if issubclass(cls, ModelMixin):  # from_config leaves out what was a default once, even where it was changed since
-        settings = {name: value for name, value in settings.items() if name != "_use_default_values"}
-    with torch.device("meta"):  # no memory, no random numbers
-        copy: nn.Module = cls.from_config(settings) if issubclass(cls, ModelMixin) else cls(settings)
-    rest = {name: _whole(value) for name, value in network.state_dict().items() if name not in weights}
-    copy.load_state_dict({**weights, **rest}, assign=True)
-    _copy_tables(network, copy)
-    return copy.eval()
-
-
-def _whole(value: Tensor) -> Tensor:
-    return value.detach().cpu()
-
-
-def _copy_tables(network: nn.Module, copy: nn.Module) -> None:
-    """Buffers that are computed at construction and not stored, such as tables of positions."""
-    for name, buffer in network.named_buffers():
-        parent, _, leaf = name.rpartition(".")
-        setattr(copy.get_submodule(parent), leaf, buffer.detach().cpu())
-
-
-log = get_logger(__name__)
-
 log = get_logger(__name__)
 
 
@@ -125,10 +50,10 @@ class Trained:
     family: Family | None
     """Null for autoencoder training."""
     exported: Callable[[Mapping[str, Tensor] | None], Any]
-    """What a save exports: around the live networks, or around a copy with whole weights, by name in the network.
+    """What a save exports: around the live networks, or around a copy with full tensors, by name in the network.
     Collective: an autoencoder's scale is measured on all ranks."""
-    cuts: ShardingSpec
-    """What of it strategies may cut."""
+    sharding: ShardingSpec
+    """What of it strategies may shard."""
 
 
 def build_model(plan: Plan) -> Trained:
@@ -138,17 +63,6 @@ def build_model(plan: Plan) -> Trained:
         ConfigError: a part cannot be loaded, or parts do not fit together or to the resolution.
     """
     return _autoencoder(plan) if plan.config.model.train == "vae" else _diffusion(plan)
-
-
-def optimization(plan: Plan) -> Optimization:
-    """Optimizer, peak learning rate and schedule of a run."""
-    config = plan.config
-    peak = config.lr_scheduler.params.learning_rate
-    schedule = lr_schedule(config.lr_scheduler, num_steps=plan.batch.num_steps, global_batch=plan.batch.global_batch)
-    peak = config.optimizer.params.learning_rate if peak is None else peak
-    return Optimization(
-        config.optimizer, peak, schedule, seed=config.experiment.seed, is_offloaded=config.distributed.offload_optimizer
-    )
 
 
 def _diffusion(plan: Plan) -> Trained:
@@ -162,11 +76,11 @@ def _diffusion(plan: Plan) -> Trained:
     family.set_default_size(config.dataset.params.resolution)
     if model.bf16_weights:
         for network in family.trained_networks(model.train_text_encoder).values():
-            for parameter in network.parameters():  # tables of positions are buffers, and stay as they are
+            for parameter in network.parameters():  # tables of positions are buffers, and stay fp32
                 parameter.data = parameter.data.to(torch.bfloat16)
     if model.xformers:
         use_fast_attention(family.denoiser, torch.device(plan.launch.accelerator))
-    prepare_network(family, plan)
+    _prepare_denoiser(family, plan)
     text_precision = model.text_encoder_precision or plan.precision
     encoders = Encoders(family, vae_precision(model, plan.precision), text_precision, model.train_text_encoder)
     encoders.save_memory(is_sliced=model.vae_slicing, is_tiled=model.vae_tiling)
@@ -177,7 +91,54 @@ def _diffusion(plan: Plan) -> Trained:
     def exported(weights: Mapping[str, Tensor] | None) -> Any:
         return family.pipeline() if weights is None else _with_weights(family, module, weights).pipeline()
 
-    return Trained(module, family.latent_grid(), family, exported, _cuts(family, module))
+    roots = list(family.trained_networks(model.train_text_encoder).values())
+    roots += [module.uncertainty] if module.uncertainty is not None else []
+    sharding = ShardingSpec(roots, family.blocks(), family.tensor_plan)
+    return Trained(module, family.latent_grid(), family, exported, sharding)
+
+
+def _prepare_denoiser(family: Family, plan: Plan) -> None:
+    """Memory format, recomputation and compilation, in place, before anything wraps or shards the networks.
+
+    Raises:
+        ConfigError: `trainer.compile` without a compiler, or where its code is wrong.
+    """
+    config, blocks, accelerator = plan.config, family.blocks(), plan.launch.accelerator
+    if wants_channels_last(config.trainer.channels_last, accelerator):
+        use_channels_last(family.vae)
+        # Transformers have few convolutions; FSDP2 and DeepSpeed take contiguous weights only.
+        is_sharded = is_fsdp(config.distributed) or is_deepspeed(config.distributed)
+        if family.denoiser_part == "unet" and not is_sharded:
+            use_channels_last(family.denoiser)
+    if recomputation := config.model.gradient_checkpointing:
+        every = config.model.gradient_checkpointing_every
+        recompute_activations(blocks, every=every, is_selective=recomputation == "selective")
+    if not config.trainer.compile:
+        return
+    require_compiler(accelerator)
+    if accelerator == "cpu" and plan.precision == "bf16":
+        # Gradients of compiled layer norms came out non-finite under bf16 autocast (torch 2.13, inductor for CPUs; with
+        # the backend aot_eager and in fp32 they are right).
+        raise ConfigError(
+            "trainer.compile: on a CPU PyTorch's compiled code gives non-finite gradients in bf16; use "
+            "model.mixed_precision=no or trainer.compile=false"
+        )
+    num_sizes = len(training_sizes(config.dataset.params).sizes)
+    if config.trainer.compile == "full":
+        compile_whole(family.denoiser, num_sizes=num_sizes)
+    else:
+        compile_blocks(blocks, num_sizes=num_sizes)
+
+
+def optimization(plan: Plan) -> Optimization:
+    """Optimizer, peak learning rate and schedule of a run."""
+    config = plan.config
+    peak = config.lr_scheduler.params.learning_rate
+    schedule = lr_schedule(config.lr_scheduler, num_steps=plan.batch.num_steps, global_batch=plan.batch.global_batch)
+    peak = config.optimizer.params.learning_rate if peak is None else peak
+    return Optimization(
+        config.optimizer, peak, schedule, seed=config.experiment.seed, is_offloaded=config.distributed.offload_optimizer
+    )
 
 
 def fit_problems(config: Config, family: Family) -> list[str]:
@@ -188,24 +149,6 @@ def fit_problems(config: Config, family: Family) -> list[str]:
     if wanted > most:
         problems.append(f"sampling.num_inference_steps: {wanted}, but the noise schedule has {most} steps")
     return problems
-
-
-def _cuts(family: Family, module: DiffusionModule) -> ShardingSpec:
-    networks = list(family.trained_networks(module.encoders.is_text_trained).values())
-    beside = [module.uncertainty] if module.uncertainty is not None else []
-    return ShardingSpec([*networks, *beside], family.blocks(), family.tensor_plan)
-
-
-def _with_weights(family: Family, module: DiffusionModule, weights: Mapping[str, Tensor]) -> Family:
-    """The family around copies of what was trained."""
-    if not module.encoders.is_text_trained:
-        return family.with_parts({family.denoiser_part: copy_with_weights(family.denoiser, weights)})
-    copies = {}
-    for part, network in family.trained_networks(True).items():
-        prefix = f"{PART if part == family.denoiser_part else part}."
-        own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-        copies[part] = copy_with_weights(network, own)
-    return family.with_parts(copies)
 
 
 def vae_precision(model: ModelConfig, precision: str) -> str:
@@ -227,11 +170,46 @@ def objective_of(family: Family) -> Objective:
     )
 
 
+def _with_weights(family: Family, module: DiffusionModule, weights: Mapping[str, Tensor]) -> Family:
+    """The family around copies of what was trained."""
+    if not module.encoders.is_text_trained:
+        return family.with_parts({family.denoiser_part: copy_with_weights(family.denoiser, weights)})
+    copies = {}
+    for part, network in family.trained_networks(True).items():
+        prefix = f"{PART if part == family.denoiser_part else part}."
+        own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        copies[part] = copy_with_weights(network, own)
+    return family.with_parts(copies)
+
+
+def copy_with_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+    """A network of the same class and settings on the CPU, with other weights.
+
+    Args:
+        network: its weights are not read, unless they are missing in `weights`; FSDP2 may have sharded it.
+        weights: by parameter name; used as they are, not copied.
+    """
+    cls: Any = next(c for c in type(network).__mro__ if not c.__name__.startswith("FSDP"))
+    settings: Any = network.config
+    if issubclass(cls, ModelMixin):  # from_config leaves out what was a default once, even where it was changed since
+        settings = {name: value for name, value in settings.items() if name != "_use_default_values"}
+    with torch.device("meta"):  # no memory, no random numbers
+        copy: nn.Module = cls.from_config(settings) if issubclass(cls, ModelMixin) else cls(settings)
+    rest = {name: value.detach().cpu() for name, value in network.state_dict().items() if name not in weights}
+    copy.load_state_dict({**weights, **rest}, assign=True)
+    for name, buffer in network.named_buffers():  # also those that are computed at construction and not stored
+        parent, _, leaf = name.rpartition(".")
+        setattr(copy.get_submodule(parent), leaf, buffer.detach().cpu())
+    return copy.eval()
+
+
 def _autoencoder(plan: Plan) -> Trained:
     """Autoencoder training; `model.vae_scaling_factor` decides which scale the exported config carries."""
     config = plan.config
     vae = load_network(config.model, "vae", seed=config.experiment.seed)
-    is_measured = _is_scale_measured(config.model)
+    is_measured = config.model.vae_scaling_factor == "measure"
+    if config.model.vae_scaling_factor == "auto":
+        is_measured = effective_part(config.model, "vae").pretrained is None
     problems = size_problems(downscale_factor(vae), training_sizes(config.dataset.params).sizes)
     if is_measured and vae.config.latents_std is not None:
         problems.append(
@@ -255,14 +233,8 @@ def _autoencoder(plan: Plan) -> Trained:
     return Trained(module, latent_grid(vae), None, exported, ShardingSpec([vae]))
 
 
-def _is_scale_measured(model: ModelConfig) -> bool:
-    if model.vae_scaling_factor == "auto":
-        return effective_part(model, "vae").pretrained is None
-    return model.vae_scaling_factor == "measure"
-
-
 def _set_scale(vae: Any, statistics: tuple[float, float] | None, *, is_measured: bool) -> None:
-    """Writes the measured scale into the config, or keeps the one that is there; logs which, with both values.
+    """Writes the measured scale into the config, or keeps the present one; logs which, with both values.
 
     Unit variance for the denoiser: 1 / standard deviation of the latents (Rombach et al. 2022, arXiv:2112.10752,
     section D.1).

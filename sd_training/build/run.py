@@ -1,7 +1,4 @@
-"""A whole run: folder, model, data, callbacks, trainer.
-
-Lightning's strategy and precision for a run, from layout and options.
-"""
+"""Every object of a run, from its plan: folder, model, data, callbacks, strategy, trainer."""
 
 import os
 from dataclasses import dataclass
@@ -12,7 +9,6 @@ from typing import Any, Literal
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
-from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import Strategy
 
 from sd_training.build.callbacks import build_callbacks
@@ -42,103 +38,15 @@ from sd_training.training.base_module import TrainedModule
 from sd_training.types import LatentGrid
 from sd_training.watchdog.hang import HangWatch
 
-LIGHTNING_PRECISION: dict[str, Literal["32-true", "bf16-mixed", "16-mixed"]] = {
+log = get_logger(__name__)
+
+ANY_GRID = LatentGrid(4, 8)
+"""Placeholder where no latents are drawn."""
+_LIGHTNING_PRECISION: dict[str, Literal["32-true", "bf16-mixed", "16-mixed"]] = {
     "no": "32-true",
     "bf16": "bf16-mixed",
     "fp16": "16-mixed",
 }
-"""This trainer's word for a precision → Lightning's."""
-
-
-def make_strategy(plan: Plan, cuts: ShardingSpec) -> Strategy:
-    """What runs the step; one process needs no process group.
-
-    Raises:
-        ConfigError: the config of DeepSpeed cannot be used.
-    """
-    if plan.layout.strategy == "single":
-        device = torch.device("cuda", 0) if plan.launch.accelerator == "cuda" else torch.device(plan.launch.accelerator)
-        return SingleProcessStrategy(device=device)
-    config = plan.config.distributed
-    set_rendezvous(config.dist_url)
-    use_one_worker_per_gloo_group()
-    backend = process_group_backend(config, plan.launch.accelerator)
-    match plan.layout.strategy:
-        case "ddp":
-            return _ddp(plan, backend)
-        case "fsdp" | "hsdp":
-            options = FSDP2Options(
-                AUTOCAST_DTYPE[plan.precision], config.reshard_after_forward, offload=config.offload_parameters
-            )
-            if options.offload and backend == "nccl":  # blocks in CPU memory are put together by gloo
-                backend = "cpu:gloo,cuda:nccl"
-            return FSDP2Strategy(plan.layout.mesh, cuts, options, backend, _timeout(plan))
-        case _:
-            return _deepspeed(plan, backend)
-
-
-def _timeout(plan: Plan) -> timedelta:
-    return timedelta(seconds=plan.config.watch.collective_timeout_s)
-
-
-def _ddp(plan: Plan, backend: str) -> Strategy:
-    """Gradients live in the communication buckets (no copy), accumulation communicates on the last micro-batch only
-    (Lightning's `no_sync`), and every parameter is used once in every step (static graph; PyTorch cannot learn it from
-    first micro-batch without communication)."""
-    return ReplicatedStrategy(
-        process_group_backend=backend,
-        timeout=_timeout(plan),
-        gradient_as_bucket_view=True,
-        static_graph=plan.batch.accumulation == 1,
-        broadcast_buffers=False,
-    )
-
-
-def zero_options(plan: Plan) -> dict[str, Any]:
-    """DeepSpeed's configuration for a run.
-
-    Raises:
-        ConfigError: the file of `distributed.deepspeed_config` cannot be used, or DeepSpeed is not there.
-    """
-    from sd_training.parallel.deepspeed import deepspeed_options  # takes seconds
-
-    config = plan.config
-    if find_spec("deepspeed") is None:
-        raise ConfigError(
-            f"distributed.strategy: {config.distributed.strategy} needs the package deepspeed; pip install deepspeed, "
-            "or use fsdp"
-        )
-    options = deepspeed_options(
-        int(plan.layout.strategy[-1]),
-        offload_optimizer=config.distributed.offload_optimizer,
-        offload_parameters=config.distributed.offload_parameters,
-        path=config.distributed.deepspeed_config,
-    )
-    options["train_micro_batch_size_per_gpu"] = config.system.batch_size
-    if plan.precision == "bf16":
-        options["bf16"] = {"enabled": True, "check_grad_overflow": True}  # or a non-finite step would be taken
-    return options
-
-
-def _deepspeed(plan: Plan, backend: str) -> Strategy:
-    from sd_training.parallel.deepspeed import DeepSpeedZeroStrategy
-
-    return DeepSpeedZeroStrategy(zero_options(plan), plan.config.optimizer.max_grad_norm, backend, _timeout(plan))
-
-
-def precision_plugins(plan: Plan) -> list[Any]:
-    """DeepSpeed rounds inputs unless it is told not to."""
-    if not plan.layout.strategy.startswith("deepspeed"):
-        return []
-    from sd_training.parallel.deepspeed import DeepSpeedZeroPrecision
-
-    return [DeepSpeedZeroPrecision(LIGHTNING_PRECISION[plan.precision])]
-
-
-log = get_logger(__name__)
-
-ANY_GRID = LatentGrid(4, 8)
-"""Stands in where nothing is drawn."""
 
 
 @dataclass(frozen=True)
@@ -172,15 +80,15 @@ def build_run(
 
     Args:
         plan: what to build.
-        signals: notes of signals, when the program has taken some since its start.
-        watch: counts how long a process does one thing; null: nobody does.
-        run_log: `train.log`, from the moment on when the folder is this start's; null: there is none.
+        signals: signals received since the program started; None: none yet.
+        watch: measures how long a process stays in one section; None: nothing does.
+        run_log: `train.log`, opened once this start owns the folder; None: there is none.
 
     Raises:
-        ConfigError: a part cannot be loaded, parts do not fit, the run folder is taken, or the run cannot go on there
-            (see `find_start`).
+        ConfigError: a part cannot be loaded, parts do not fit, the run folder is taken, or the run cannot continue
+            there (see `find_start`).
         CheckpointError: there are checkpoints, and none is whole.
-        OutageError: storage does not answer for now.
+        OutageError: storage is temporarily unavailable.
         DataError: the data set cannot be used.
     """
     mirror = make_mirror(plan)
@@ -197,15 +105,13 @@ def build_run(
     preemption = _preemption(plan, signals or StopSignals())
     watch = watch or HangWatch({}, plan.run_dir)
     callbacks = build_callbacks(plan, start, trained, data, preemption, run_lock, watch, mirror)
-    strategy = make_strategy(plan, trained.cuts)
-    trainer = _trainer(plan, callbacks, strategy)
-    _without_signal_handling(trainer)
+    trainer = _trainer(plan, callbacks, _strategy(plan, trained.sharding))
     return Run(trainer, trained.module, data, preemption)
 
 
 def _model_or_all_problems(plan: Plan) -> Trained:
-    """The model; where it cannot be built, the first process looks for what is wrong with the data as well, and all is
-    reported together. What it indexes is kept, so the next start does not do it again."""
+    """The model; where it cannot be built, rank 0 also checks the data, and all problems are reported together. The
+    index that this makes is kept for the next start."""
     checks = Checks()
     trained = checks.run(lambda: build_model(plan))
     if trained is not None:
@@ -217,13 +123,33 @@ def _model_or_all_problems(plan: Plan) -> Trained:
     raise AssertionError("a check has failed")
 
 
-def make_watch(plan: Plan) -> HangWatch:
-    """The hang watch of this process, which does not count yet."""
-    config, rank = plan.config.watch, global_rank()
-    limits_s = {section: getattr(config, f"{section}_s") for section in SECTIONS}
-    # Lightning's launcher kills the first process, with a status of its own, when a child ends with another one than 0.
-    is_child = plan.launch.launcher == "own" and rank > 0
-    return HangWatch(limits_s, plan.run_dir, rank, status=0 if is_child else EXIT_HANG)
+def make_data(plan: Plan, family: Family | None, grid: LatentGrid) -> TrainingData:
+    """The training data for a model with these latents; `family` is None for autoencoder training, and where the data
+    is only inspected. Nothing is drawn that the objective does not read."""
+    config, seed = plan.config, plan.config.experiment.seed
+    if family is None:
+        draws = DrawSettings(seed, grid, has_noise=False)
+    else:
+        own, objective = config.conditioning, family.objective
+        draws = DrawSettings(
+            seed,
+            grid,
+            Dropout(own.dropout_prob, own.encoder_dropout_prob, own.size_dropout_prob, own.crop_dropout_prob),
+            has_offset_noise=bool(objective.offset_noise),
+            has_input_noise=objective.input_perturbation > 0,
+            has_mask=objective.masked_loss != "none",
+            is_stratified=objective.timestep_density.stratified,
+        )
+    return TrainingData(
+        dataset=config.dataset,
+        plan=plan.batch,
+        workers=config.system.workers,
+        tokenizers=family.tokenizers() if family else {},
+        draws=draws,
+        captions_needed=config.model.train != "vae",
+        run_dir=plan.run_dir,
+        validation=config.validation,
+    )
 
 
 def _preemption(plan: Plan, signals: StopSignals) -> Preemption:
@@ -236,46 +162,89 @@ def _preemption(plan: Plan, signals: StopSignals) -> Preemption:
     )
 
 
-def make_data(plan: Plan, family: Family | None, grid: LatentGrid) -> TrainingData:
-    """The training data for a model with these latents; `family` is null for autoencoder training, and where only the
-    data is looked at."""
+def _strategy(plan: Plan, sharding: ShardingSpec) -> Strategy:
+    """Lightning's strategy; one process needs no process group.
+
+    Raises:
+        ConfigError: the config of DeepSpeed cannot be used.
+    """
+    config, timeout = plan.config.distributed, timedelta(seconds=plan.config.watch.collective_timeout_s)
+    accelerator, name = plan.launch.accelerator, plan.layout.strategy
+    backend = ""
+    if name != "single":
+        set_rendezvous(config.dist_url)
+        use_one_worker_per_gloo_group()
+        backend = process_group_backend(config, accelerator)
+    match name:
+        case "single":
+            device = torch.device("cuda", 0) if accelerator == "cuda" else torch.device(accelerator)
+            return SingleProcessStrategy(device=device)
+        case "ddp":
+            # Gradients live in the communication buckets (no copy), and every parameter is used once in every step:
+            # a static graph, which PyTorch cannot learn from a first micro-batch without communication.
+            return ReplicatedStrategy(
+                process_group_backend=backend,
+                timeout=timeout,
+                gradient_as_bucket_view=True,
+                static_graph=plan.batch.accumulation == 1,
+                broadcast_buffers=False,
+            )
+        case "fsdp" | "hsdp":
+            options = FSDP2Options(
+                AUTOCAST_DTYPE[plan.precision], config.reshard_after_forward, offload=config.offload_parameters
+            )
+            if options.offload and backend == "nccl":  # blocks in CPU memory are gathered by gloo
+                backend = "cpu:gloo,cuda:nccl"
+            return FSDP2Strategy(plan.layout.mesh, sharding, options, backend, timeout)
+        case _:
+            from sd_training.parallel.deepspeed import DeepSpeedZeroStrategy  # takes seconds
+
+            return DeepSpeedZeroStrategy(zero_options(plan), plan.config.optimizer.max_grad_norm, backend, timeout)
+
+
+def make_watch(plan: Plan) -> HangWatch:
+    """The hang watch of this process, which does not count yet."""
+    config, rank = plan.config.watch, global_rank()
+    limits_s = {section: getattr(config, f"{section}_s") for section in SECTIONS}
+    # Lightning's launcher kills the first process, with a status of its own, when a child ends with another one than 0.
+    is_child = plan.launch.launcher == "own" and rank > 0
+    return HangWatch(limits_s, plan.run_dir, rank, status=0 if is_child else EXIT_HANG)
+
+
+def zero_options(plan: Plan) -> dict[str, Any]:
+    """DeepSpeed's configuration for a run.
+
+    Raises:
+        ConfigError: the file of `distributed.deepspeed_config` cannot be used, or DeepSpeed is not there.
+    """
+    from sd_training.parallel.deepspeed import deepspeed_options  # takes seconds
+
     config = plan.config
-    return TrainingData(
-        dataset=config.dataset,
-        plan=plan.batch,
-        workers=config.system.workers,
-        tokenizers=family.tokenizers() if family else {},
-        draws=_draws(plan, family, grid),
-        captions_needed=config.model.train != "vae",
-        run_dir=plan.run_dir,
-        validation=config.validation,
+    if find_spec("deepspeed") is None:
+        raise ConfigError(
+            f"distributed.strategy: {config.distributed.strategy} needs the package deepspeed; pip install deepspeed, "
+            "or use fsdp"
+        )
+    options = deepspeed_options(
+        int(plan.layout.strategy[-1]),
+        offload_optimizer=config.distributed.offload_optimizer,
+        offload_parameters=config.distributed.offload_parameters,
+        path=config.distributed.deepspeed_config,
     )
+    options["train_micro_batch_size_per_gpu"] = config.system.batch_size
+    if plan.precision == "bf16":
+        options["bf16"] = {"enabled": True, "check_grad_overflow": True}  # or a non-finite step would be taken
+    return options
 
 
-def _draws(plan: Plan, family: Family | None, grid: LatentGrid) -> DrawSettings:
-    """What is drawn per sample; nothing that the objective does not read."""
-    config, seed = plan.config.conditioning, plan.config.experiment.seed
-    if family is None:
-        return DrawSettings(seed, grid, has_noise=False)
-    objective = family.objective
-    dropout = Dropout(
-        config.dropout_prob, config.encoder_dropout_prob, config.size_dropout_prob, config.crop_dropout_prob
-    )
-    return DrawSettings(
-        seed,
-        grid,
-        dropout,
-        has_offset_noise=bool(objective.offset_noise),
-        has_input_noise=objective.input_perturbation > 0,
-        has_mask=objective.masked_loss != "none",
-        is_stratified=objective.timestep_density.stratified,
-    )
+def _trainer(plan: Plan, callbacks: list[pl.Callback], strategy: Strategy) -> pl.Trainer:
+    plugins: list[Any] = []
+    is_deepspeed = plan.layout.strategy.startswith("deepspeed")
+    if is_deepspeed:  # it would round inputs
+        from sd_training.parallel.deepspeed import DeepSpeedZeroPrecision
 
-
-def _plugins(plan: Plan) -> list[Any]:
-    """Precision and launcher; the launcher is named because Lightning would guess SLURM inside salloc."""
-    plugins: list[Any] = precision_plugins(plan)
-    if plan.launch.processes > 1:
+        plugins.append(DeepSpeedZeroPrecision(_LIGHTNING_PRECISION[plan.precision]))
+    if plan.launch.processes > 1:  # named, because Lightning would guess SLURM inside salloc
         match plan.launch.launcher:
             case "torchrun":
                 plugins.append(TorchElasticEnvironment())
@@ -283,18 +252,12 @@ def _plugins(plan: Plan) -> list[Any]:
                 plugins.append(SLURMEnvironment(auto_requeue=False))
             case "own":
                 plugins.append(LightningEnvironment())
-    return plugins
-
-
-def _trainer(plan: Plan, callbacks: list[pl.Callback], strategy: Strategy) -> pl.Trainer:
-    plugins = _plugins(plan)
-    has_precision = any(isinstance(plugin, Precision) for plugin in plugins)
-    return pl.Trainer(
+    trainer = pl.Trainer(
         accelerator=plan.launch.accelerator,
         devices=plan.launch.devices,
         num_nodes=plan.launch.num_nodes,
         strategy=strategy,
-        precision=None if has_precision else LIGHTNING_PRECISION[plan.precision],
+        precision=None if is_deepspeed else _LIGHTNING_PRECISION[plan.precision],
         max_steps=plan.batch.num_steps,
         accumulate_grad_batches=plan.batch.accumulation,
         callbacks=callbacks,
@@ -308,13 +271,15 @@ def _trainer(plan: Plan, callbacks: list[pl.Callback], strategy: Strategy) -> pl
         limit_val_batches=0,
         num_sanity_val_steps=0,
     )
+    _disable_signal_handling(trainer)
+    return trainer
 
 
-def _without_signal_handling(trainer: pl.Trainer) -> None:
-    """Signals are `callbacks/preemption.py`'s business.
+def _disable_signal_handling(trainer: pl.Trainer) -> None:
+    """Signals are handled by `callbacks/preemption.py`.
 
     Lightning 2.6's handler of SIGTERM broadcasts inside the handler, so a signal to one rank makes it wait for the
-    others for ever; and before every micro-batch it broadcasts a flag and reads it on the host, which waits for all the
+    others forever; and before every micro-batch it broadcasts a flag and reads it on the host, which waits for all the
     work in flight. It has no option for either.
     """
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop

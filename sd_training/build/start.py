@@ -1,4 +1,4 @@
-"""How a start of a run begins: at the first step, from a checkpoint, or not at all; and the folder that it takes."""
+"""How a start of a run begins: new, resumed from a checkpoint, or refused; and acquiring the run folder."""
 
 import os
 from collections.abc import Sequence
@@ -33,24 +33,24 @@ from sd_training.watchdog.first_failure import FirstFailure
 
 @dataclass(frozen=True)
 class Start:
-    """What a start of the run does first. `find_start` finds it out and changes nothing."""
+    """How a start of the run begins. `find_start` finds it out and changes nothing."""
 
     run_dir: Path
     num_steps: int
     """Optimizer steps of the whole run."""
     step: int = 0
-    """Optimizer steps of the checkpoint that it resumes from, by names and sizes of the files: a damaged one costs more
-    steps."""
+    """Optimizer steps of the checkpoint that it resumes from, by names and sizes of the files; if that one turns out to
+    be damaged, an older one is used."""
     source: str = ""
     """That checkpoint, or the mirror's copy of it; empty at the beginning of a run."""
     changed: Sequence[Change] = ()
-    """What differs from the options of the last start of a run that is resumed."""
+    """Options that differ from the last start of a resumed run."""
     refusal: UserError | None = None
     """Why the run does not start."""
 
     @property
     def is_resumed(self) -> bool:
-        """Whether it goes on from a checkpoint."""
+        """Whether it continues from a checkpoint."""
         return bool(self.source)
 
     @property
@@ -59,7 +59,7 @@ class Start:
         return self.is_resumed and self.step >= self.num_steps
 
     def sentence(self) -> str:
-        """For a report or a log."""
+        """For the dry run and the log."""
         if self.refusal is not None:
             return f"this run would not start: {self.refusal}"
         if not self.is_resumed:
@@ -85,28 +85,43 @@ def find_start(plan: Plan, mirror: Mirror | None) -> Start:
         plan: of the run.
         mirror: as `make_mirror` gives it.
     """
-    start, checkpoints = Start(plan.run_dir, plan.batch.num_steps), plan.run_dir / "checkpoints"
+    run_dir, experiment, checkpoints = plan.run_dir, plan.config.experiment, plan.run_dir / "checkpoints"
+    start, damage, own = Start(run_dir, plan.batch.num_steps), None, None
     try:
-        is_begun = has_ever_saved(checkpoints)
-        damage, own = _apparent(checkpoints)
-        copies = _copies(mirror) if own is None or is_main_process() else []
+        has_saved = has_ever_saved(checkpoints)
+        try:
+            own = newest_apparent(checkpoints)
+        except CheckpointError as error:
+            damage = error
+        # Every process lists them; continuing without the list could lose steps that were trained elsewhere.
+        copies = mirror.steps() if mirror is not None and (own is None or is_main_process()) else []
+    except MirrorError as error:
+        return replace(start, refusal=_unreadable(error))
     except UserError as error:
         return replace(start, refusal=error)
     except OSError as error:
         return replace(start, refusal=SaveError(f"experiment.log_dir: {checkpoints} cannot be read: {error.strerror}"))
-    traces = _traces(plan.run_dir)
-    if not plan.config.experiment.requeue and (is_begun or copies or traces):
-        return replace(start, refusal=_not_requeued(plan.run_dir))
-    if not is_begun and not copies:
-        return replace(start, refusal=_lost(plan.run_dir, traces, mirror) if traces else None)
+    traces = _traces(run_dir)
+    if not experiment.requeue and (has_saved or copies or traces):
+        text = (
+            f"experiment.requeue: false, but {run_dir} already holds a run; choose another experiment.name, remove the "
+            "folder, or set experiment.requeue=true to continue it"
+        )
+        return replace(start, refusal=ConfigError(text))
+    if not has_saved and not copies:
+        return replace(start, refusal=_lost(run_dir, traces, mirror) if traces else None)
     if own is None and not copies:
         return replace(start, refusal=damage)
     step, source = (step_of(own), str(own)) if own is not None else (-1, "")
     if mirror is not None and copies and copies[-1] > step:
         step, source = copies[-1], f"{mirror.root}/{folder_name(copies[-1])}"
-    changed = _changed(plan)
-    problems = refused_changes(_read(plan, changed), plan.config.experiment.allow_changed, plan.run_dir)
-    problems += _state_problems(plan, own, bool(problems)) if own is not None and source == str(own) else []
+    try:
+        changed = changed_options((run_dir / CONFIG).read_text(encoding="utf-8"), plan.config)
+    except (OSError, UnicodeDecodeError):  # the options of the last start are unknown
+        changed = []
+    problems = refused_changes(_without_unread(plan, changed), experiment.allow_changed, run_dir)
+    if own is not None and source == str(own):
+        problems += _state_problems(plan, own, bool(problems))
     refusal = ConfigError(problems) if problems else None
     return replace(start, step=step, source=source, changed=changed, refusal=refusal)
 
@@ -143,8 +158,8 @@ def make_mirror(plan: Plan) -> Mirror | None:
 
 
 def own_run_dir(plan: Plan, mirror: Mirror | None) -> RunLock:
-    """The first process makes the run folder, takes it over, tidies what a killed run left, and fetches what the mirror
-    has beyond it."""
+    """Rank 0 makes the run folder, acquires its lock, removes what a killed run left, and downloads what the mirror has
+    beyond it."""
     if not is_main_process():
         return NO_LOCK
     checkpoints = plan.run_dir / "checkpoints"
@@ -166,33 +181,13 @@ def own_run_dir(plan: Plan, mirror: Mirror | None) -> RunLock:
     return run_lock
 
 
-def _apparent(checkpoints: Path) -> tuple[UserError | None, Path | None]:
-    """The newest checkpoint whose files are there, or why there is none."""
-    try:
-        return None, newest_apparent(checkpoints)
-    except CheckpointError as error:
-        return error, None
-
-
-def _copies(mirror: Mirror | None) -> list[int]:
-    """Optimizer steps of the copies, oldest first; every process asks for itself.
-
-    Raises:
-        ConfigError, OutageError: it cannot be asked; going on without it could lose what was trained elsewhere.
-    """
-    try:
-        return [] if mirror is None else mirror.steps()
-    except MirrorError as error:
-        raise _unreadable(error) from error
-
-
 def _unreadable(error: MirrorError) -> ConfigError | OutageError:
     text = f"{error}; set checkpoint.mirror=null to go on from what this machine has"
     return OutageError(text) if error.is_outage else ConfigError(text)
 
 
-def _read(plan: Plan, changed: list[Change]) -> list[Change]:
-    """Without the settings of parts that `model.pretrained` replaces, at the last start and now."""
+def _without_unread(plan: Plan, changed: list[Change]) -> list[Change]:
+    """The changes without settings of parts that `model.pretrained` replaces, at the last start and now."""
     was_missing = any(change.key == "model.pretrained" and change.before is None for change in changed)
     if plan.config.model.pretrained is None or was_missing:
         return changed
@@ -202,8 +197,8 @@ def _read(plan: Plan, changed: list[Change]) -> list[Change]:
 
 
 def _state_problems(plan: Plan, folder: Path, is_refused: bool) -> list[str]:
-    """Why a checkpoint cannot go on with these options, as far as they tell without model and data; the rest is found
-    when it is loaded.
+    """Why a checkpoint cannot continue with these options, as far as it is known without model and data; the rest is
+    found when it is loaded.
 
     Args:
         is_refused: the run does not start anyway; changed options of the data are then named in any case.
@@ -222,10 +217,10 @@ def _state_problems(plan: Plan, folder: Path, is_refused: bool) -> list[str]:
 
 
 def _traces(run_dir: Path) -> list[str]:
-    """What shows that a run has trained and saved in this folder, in words; empty when nothing does.
+    """Signs that a run has trained and saved in this folder; empty when there are none.
 
-    A run that was stopped before its first save leaves rows of metrics and a record of its start: those alone show
-    nothing that a new beginning could lose.
+    A run that was stopped before its first save leaves rows of metrics and a record of its start: a new run loses
+    nothing by replacing those.
     """
     starts = read_starts(run_dir / RECORD)
     saved = [name for name in (CURRENT, KEPT) if os.path.lexists(run_dir / name)]
@@ -245,22 +240,6 @@ def _lost(run_dir: Path, traces: Sequence[str], mirror: Mirror | None) -> Config
     copies = ", give the checkpoint.mirror that has copies of them" if mirror is None else ""
     return ConfigError(
         f"experiment.name: {run_dir} holds a run that has trained and saved ({', '.join(traces)}), but {where} "
-        f"hold{'s' * (mirror is None)} no checkpoint of it, and a new beginning would replace what is left: bring the "
+        f"hold{'s' * (mirror is None)} no checkpoint of it, and a new run would replace what is left: bring the "
         f"checkpoints back{copies}, take another experiment.name, or remove {run_dir}"
     )
-
-
-def _not_requeued(run_dir: Path) -> ConfigError:
-    return ConfigError(
-        f"experiment.requeue: false, but {run_dir} already holds a run; choose another experiment.name, remove the "
-        "folder, or set experiment.requeue=true to continue it"
-    )
-
-
-def _changed(plan: Plan) -> list[Change]:
-    """Against the options of the last start that has trained; none where nothing says what they were."""
-    try:
-        previous = (plan.run_dir / CONFIG).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return []
-    return changed_options(previous, plan.config)

@@ -44,7 +44,7 @@ class PartConfig:
     revision: Annotated[str | None, read_with("pretrained")] = None
     """Hub branch, tag or commit; null is the hub's main."""
     target: str | None = None
-    """Class name from the allow-list in `models/registry.py`, with or without the package in front."""
+    """Class name from the allow-list in `models/load.py`, with or without the package in front."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of that class; for a pretrained noise scheduler they override its stored settings."""
 

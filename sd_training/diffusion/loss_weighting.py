@@ -1,13 +1,11 @@
-"""How much the error at a noise level weighs.
+"""Loss weights per noise level, and the learned uncertainty of each noise level.
 
 Most weightings are published for one prediction type. All of them are functions of the noise level that multiply the
 squared error of x_0; here they are written as w·σ², which is finite everywhere, and turned into a weight of the error
-that the denoiser makes. With a = α² and s = σ²: SNR = a / s.
+of the denoiser's output. With a = α² and s = σ²: SNR = a / s.
 
-The learned uncertainty of each noise level (Karras et al. 2024, arXiv:2312.02696, section 2.2 and eq. 21).
-
-Trained beside the denoiser, it ends at the logarithm of the expected loss, so that every noise level contributes
-equally; nothing of it is exported.
+The uncertainty (Karras et al. 2024, arXiv:2312.02696, section 2.2 and eq. 21) is trained beside the denoiser and ends
+at the logarithm of the expected loss, so that every noise level contributes equally; it is not exported.
 """
 
 import math
@@ -23,7 +21,7 @@ _SMALLEST_SIGMA = 1e-3
 
 
 def _per_target(prediction_type: PredictionType, a: Tensor, s: Tensor, sigma_data: float) -> Tensor:
-    """(squared error of x_0) / (squared error of the answer) / σ²."""
+    """(squared error of x_0) / (squared error of the output) / σ²."""
     match prediction_type:
         case "epsilon":  # x_0 = (x_t - σε) / α
             return 1.0 / a
@@ -65,7 +63,7 @@ def edm(s: Tensor, sigma_data: float) -> Tensor:
 def loss_weights(
     config: LossWeightingConfig, prediction_type: PredictionType, signal: Tensor, sigma: Tensor, sigma_data: float
 ) -> Tensor:
-    """[B] float32 weights of the squared error of the denoiser's answer.
+    """[B] float32 weights of the squared error of the denoiser's output.
 
     Args:
         signal: [B] α.

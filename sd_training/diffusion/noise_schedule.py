@@ -18,7 +18,7 @@ class Levels(NamedTuple):
     noise: Tensor
     """[B] σ."""
     model_time: Tensor
-    """[B] what the denoiser is told: int64 timestep, 1000 σ of flow models, or ¼ ln σ of EDM."""
+    """[B] time input of the denoiser: int64 timestep, 1000 σ of flow models, or ¼ ln σ of EDM."""
 
 
 class NoiseSchedule(Protocol):

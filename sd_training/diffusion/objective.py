@@ -1,8 +1,6 @@
 """The training objective, written once: noise schedule × prediction type × timestep density × loss weighting × loss.
 
 Every random number comes with the batch, drawn per sample by the loader, so all of this is a pure function.
-
-How large an error is. Every function keeps the shape of `error`.
 """
 
 from collections.abc import Callable
@@ -79,7 +77,7 @@ class Objective:
         return replace(self, schedule=self.schedule.to(device), beta_quantiles=quantiles)
 
     def without_perturbation(self) -> "Objective":
-        """The same without input perturbation, which is there for the training."""
+        """The same without input perturbation, which is for training only."""
         return replace(self, config=replace(self.config, input_perturbation=0.0))
 
     def draw(self, latents: Tensor, draws: Draws, step: int = 0) -> NoisedBatch:
@@ -153,8 +151,8 @@ class Objective:
         """[B] weighted mean error of each sample, in float32 (Ho et al. 2020, arXiv:2006.11239, eq. 14).
 
         Args:
-            prediction: [B, C, h, w] the denoiser's answer.
-            batch: what it was asked.
+            prediction: [B, C, h, w] the denoiser's output.
+            batch: its input and target.
             uncertainty: [B] u(σ) of `learned_uncertainty`: e / exp(u) + u (Karras et al. 2024, arXiv:2312.02696,
                 eq. 21).
         """

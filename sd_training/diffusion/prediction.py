@@ -1,4 +1,4 @@
-"""What the denoiser is asked to answer, given x_t = α x_0 + σ ε. Shapes: every tensor [B, C, h, w] or broadcastable to
+"""Targets of the denoiser, given x_t = α x_0 + σ ε. Shapes: every tensor [B, C, h, w] or broadcastable to
 it; `sigma_data` is the standard deviation of x_0, which EDM alone reads."""
 
 from torch import Tensor
@@ -22,7 +22,7 @@ def flow_velocity(latents: Tensor, noise: Tensor) -> Tensor:
 
 
 def preconditioned_target(latents: Tensor, noise: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
-    """(x_0 - c_skip x_t) / c_out, what F answers (Karras et al. 2022, arXiv:2206.00364, eq. 7 and table 1)."""
+    """(x_0 - c_skip x_t) / c_out, the output of F (Karras et al. 2022, arXiv:2206.00364, eq. 7 and table 1)."""
     # The same, without the difference of two nearly equal numbers at small σ.
     return (sigma / sigma_data * latents - sigma_data * noise) * (sigma.square() + sigma_data**2).rsqrt()
 
@@ -35,7 +35,7 @@ def input_scale(prediction_type: PredictionType, sigma: Tensor, sigma_data: floa
 def target_of(
     prediction_type: PredictionType, latents: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor, sigma_data: float
 ) -> Tensor:
-    """The right answer of the denoiser for `prediction_type`."""
+    """The target of the denoiser for `prediction_type`."""
     match prediction_type:
         case "epsilon":
             return noise

@@ -1,7 +1,4 @@
-"""Pictures from a pipeline, each one a function of its prompt and seed alone.
-
-Samplers by name, for a model that was trained on a given noise schedule.
-"""
+"""Pictures from a pipeline, each a function of its prompt and seed alone; and samplers by name for a given model."""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,13 +60,13 @@ def draw_images(
 
 
 def _guidance(pipeline: Any, scale: float) -> dict[str, Any]:
-    """Classifier-free guidance, and the sizes that were asked for, in the words of the pipeline."""
+    """Arguments of the pipeline for classifier-free guidance and for the requested sizes."""
     match type(pipeline).__name__:
         case "FluxPipeline" if not pipeline.transformer.config.guidance_embeds:
             return {"true_cfg_scale": scale, "negative_prompt": "" if scale > 1 else None}
         case "PixArtSigmaPipeline":
             return {"guidance_scale": scale, "use_resolution_binning": False, "clean_caption": False}
-        case _:  # of a guidance-distilled FLUX this is the guidance that the transformer is told
+        case _:  # a guidance-distilled FLUX takes it as an input of the transformer
             return {"guidance_scale": scale}
 
 
@@ -90,19 +87,10 @@ def _quiet_evaluation(pipeline: Any) -> Iterator[None]:
         pipeline.set_progress_bar_config(**(bar or {}))
 
 
-_DISCRETE = (
-    "DDIMScheduler",
-    "DDPMScheduler",
-    "DPMSolverMultistepScheduler",
-    "EulerAncestralDiscreteScheduler",
-    "EulerDiscreteScheduler",
-    "HeunDiscreteScheduler",
-    "LMSDiscreteScheduler",
-    "PNDMScheduler",
-    "UniPCMultistepScheduler",
-)
 _FLOW_SIGMAS = ("DPMSolverMultistepScheduler", "UniPCMultistepScheduler")
-"""Samplers of discrete schedules that know flow models as well."""
+"""Samplers of discrete schedules that can sample flow models as well."""
+_NAMES = "DDIM DDPM EulerAncestralDiscrete EulerDiscrete HeunDiscrete LMSDiscrete PNDM"
+_DISCRETE = (*(f"{name}Scheduler" for name in _NAMES.split()), *_FLOW_SIGMAS)
 _FLOW = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler", *_FLOW_SIGMAS)
 _EDM = ("EDMDPMSolverMultistepScheduler", "EDMEulerScheduler")
 _CUSTOM_SIGMAS = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
@@ -118,13 +106,12 @@ _MUST_FOLLOW = {"prediction_type": "epsilon", "rescale_betas_zero_snr": False, "
 
 def samplers_for(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The samplers that can follow a model whose own scheduler has this configuration."""
-    if is_flow(config):
+    if _is_flow(config):
         return _FLOW
     return _EDM if "sigma_data" in config else _DISCRETE
 
 
-def is_flow(config: Mapping[str, Any]) -> bool:
-    """Whether a scheduler's configuration is one of a flow model."""
+def _is_flow(config: Mapping[str, Any]) -> bool:
     return bool(config.get("use_flow_sigmas")) or "shift" in config
 
 
@@ -155,7 +142,7 @@ def make_sampler(config: Mapping[str, Any], name: str, pipeline: str = "") -> An
             f"{' or '.join(_FLOW_SIGMAS)}"
         )
     options = inspect.signature(kind.__init__).parameters
-    settings = _as_flow(config, name) if is_flow(config) else dict(config)
+    settings = _as_flow(config, name) if _is_flow(config) else dict(config)
     dropped = [key for key, known in _MUST_FOLLOW.items() if settings.get(key, known) != known and key not in options]
     if dropped:
         raise ConfigError(f"scheduler {name}: cannot follow this model's {', '.join(dropped)}; choose another one")
@@ -166,7 +153,7 @@ def make_sampler(config: Mapping[str, Any], name: str, pipeline: str = "") -> An
 
 
 def _as_flow(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The settings of a flow model in the words of the chosen class: they have two for everything."""
+    """The settings of a flow model under the names of the chosen class: diffusers has two names for each."""
     if config.get("use_dynamic_shifting") and name != "FlowMatchEulerDiscreteScheduler":
         raise ConfigError(
             f"scheduler {name}: cannot follow this model's shift by tokens; use FlowMatchEulerDiscreteScheduler"

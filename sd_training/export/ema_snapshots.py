@@ -6,7 +6,7 @@ holds the average of every parameter of the trained network under its name in th
 or bf16, and as metadata `format`, `step`, `gamma` and `sigma_rel`. A file is written beside its place, flushed and
 renamed: one that has its name is whole.
 
-An average that was never kept, from snapshots of others: which of them, and their sum put into a network.
+An average that was never kept is reconstructed as a weighted sum of snapshots (`plan_sum`, `check_fit`).
 """
 
 import math
@@ -48,7 +48,7 @@ class Snapshot:
 
 
 def width_name(sigma_rel: float) -> str:
-    """`sigma_rel=0.050`: three digits, or all of them where three would not tell two widths apart."""
+    """`sigma_rel=0.050`: three digits, or all of them where three would not distinguish two widths."""
     text = f"{sigma_rel:.3f}"
     return f"sigma_rel={text if float(text) == sigma_rel else repr(float(sigma_rel))}"
 
@@ -78,10 +78,10 @@ def write_snapshot(
     """
     path = snapshot_path(run_dir, step, sigma_rel)
     partial = path.with_name(f"{path.name}.partial")
-    facts = {"format": FORMAT, "step": str(step), "gamma": repr(gamma_of(sigma_rel)), "sigma_rel": repr(sigma_rel)}
+    metadata = {"format": FORMAT, "step": str(step), "gamma": repr(gamma_of(sigma_rel)), "sigma_rel": repr(sigma_rel)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({n: t.detach().to("cpu", dtype).contiguous() for n, t in tensors.items()}, partial, metadata=facts)
+        save_file({n: t.detach().to("cpu", dtype).contiguous() for n, t in tensors.items()}, partial, metadata=metadata)
         flush_file(partial)
         os.replace(partial, path)
         for folder in (path.parent, path.parent.parent, run_dir):
@@ -93,36 +93,28 @@ def write_snapshot(
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """What a file is, from its metadata; its tensors are not read.
+    """The description in a file's metadata; its tensors are not read.
 
     Raises:
         DataError: it is damaged, has another format, or is not what its name says.
     """
     try:
         with safe_open(path, framework="pt") as stored:
-            facts = stored.metadata() or {}
+            metadata = stored.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path}: is damaged ({error}); remove it, reconstructions can do without it") from error
-    if facts.get("format") != FORMAT:
-        found = facts.get("format", "none")
+    if (found := metadata.get("format", "none")) != FORMAT:
         raise DataError(f"{path}: has format {found}, not {FORMAT}; it is no EMA snapshot of this version")
-    snapshot = _from_facts(path, facts)
-    if path.parent.name != f"step={snapshot.step}" or path.stem != width_name(snapshot.sigma_rel):
-        raise DataError(
-            f"{path}: holds step {snapshot.step} and sigma_rel {snapshot.sigma_rel}; give it its name back or remove it"
-        )
-    return snapshot
-
-
-def _from_facts(path: Path, facts: Mapping[str, str]) -> Snapshot:
     try:
-        step, sigma_rel, gamma = int(facts["step"]), float(facts["sigma_rel"]), float(facts["gamma"])
+        step, sigma_rel, gamma = int(metadata["step"]), float(metadata["sigma_rel"]), float(metadata["gamma"])
     except (KeyError, ValueError):
         raise DataError(f"{path}: step, sigma_rel and gamma in its metadata are no numbers; remove it") from None
     if step < 1 or not is_sigma_rel(sigma_rel):
         raise DataError(f"{path}: step {step} or sigma_rel {sigma_rel} in its metadata cannot be; remove it")
     if not math.isclose(gamma, gamma_of(sigma_rel), rel_tol=1e-6, abs_tol=1e-6):
         raise DataError(f"{path}: gamma {gamma} is not that of sigma_rel {sigma_rel}; another program wrote it")
+    if path.parent.name != f"step={step}" or path.stem != width_name(sigma_rel):
+        raise DataError(f"{path}: holds step {step} and sigma_rel {sigma_rel}; give it its name back or remove it")
     return Snapshot(path, step, sigma_rel)
 
 
@@ -150,7 +142,7 @@ _DENOISER = "denoiser."
 
 
 @dataclass(frozen=True)
-class Mixture:
+class SnapshotSum:
     """What to add up for one average."""
 
     parts: list[tuple[Snapshot, float]]
@@ -159,7 +151,7 @@ class Mixture:
     """Relative residual of the profile, 0 where it is met exactly."""
 
 
-def plan_mixture(snapshots: Sequence[Snapshot], step: int, sigma_rel: float) -> Mixture:
+def plan_sum(snapshots: Sequence[Snapshot], step: int, sigma_rel: float) -> SnapshotSum:
     """The snapshots to add up for the average of this width at this step.
 
     Those up to `step` are used and, for a step between two snapshots, the next ones: later ones do not help (the
@@ -172,7 +164,7 @@ def plan_mixture(snapshots: Sequence[Snapshot], step: int, sigma_rel: float) -> 
     used = [snapshot for snapshot in snapshots if snapshot.step <= end]
     fit = reconstruct([snapshot.profile for snapshot in used], Profile(step, gamma_of(sigma_rel)))
     parts = [(s, float(weight)) for s, weight in zip(used, fit.weights, strict=True) if abs(weight) > _NEGLIGIBLE]
-    return Mixture(parts, fit.residual)
+    return SnapshotSum(parts, fit.residual)
 
 
 def averaged_parameters(pipeline: Any, names: Iterable[str]) -> dict[str, nn.Parameter]:
@@ -197,14 +189,14 @@ def snapshot_shapes(snapshot: Snapshot) -> dict[str, tuple[int, ...]]:
         return {name: tuple(stored.get_slice(name).get_shape()) for name in names}
 
 
-def check_fit(mixture: Mixture, parameters: Mapping[str, Tensor]) -> None:
+def check_fit(snapshots: SnapshotSum, parameters: Mapping[str, Tensor]) -> None:
     """All snapshots hold exactly these parameters.
 
     Raises:
         DataError: names a snapshot and a parameter that do not fit.
     """
     expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    for snapshot, _ in mixture.parts:
+    for snapshot, _ in snapshots.parts:
         found = snapshot_shapes(snapshot)
         odd = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
         if odd:
@@ -215,7 +207,7 @@ def check_fit(mixture: Mixture, parameters: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def load_mixture(mixture: Mixture, parameters: Mapping[str, Tensor]) -> None:
+def load_sum(snapshots: SnapshotSum, parameters: Mapping[str, Tensor]) -> None:
     """Overwrites the parameters by the sum of the snapshots, a group of parameters after the other.
 
     A snapshot is closed after every group: a mapped file counts as memory of the process once it was read, and all
@@ -224,10 +216,10 @@ def load_mixture(mixture: Mixture, parameters: Mapping[str, Tensor]) -> None:
     Raises:
         DataError: as `check_fit`; nothing is overwritten then.
     """
-    check_fit(mixture, parameters)
+    check_fit(snapshots, parameters)
     for group in _groups(parameters):
         sums = {name: torch.zeros(parameters[name].shape, dtype=torch.float64) for name in group}
-        for snapshot, weight in mixture.parts:
+        for snapshot, weight in snapshots.parts:
             with safe_open(snapshot.path, framework="pt") as stored:
                 for name, total in sums.items():
                     total.add_(stored.get_tensor(name), alpha=weight)

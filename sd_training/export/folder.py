@@ -1,4 +1,4 @@
-"""A pipeline folder on disk: is it whole and safe to load, what are its weights, load it without network."""
+"""A pipeline folder on disk: checking that it is complete and safe, its fingerprint, loading it without network."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ import sd_training.models.families.mmdit_pipeline  # noqa: F401 - makes its clas
 from sd_training.errors import DataError
 from sd_training.models.load import folder_settings_problems
 
-_LIBRARIES = ("diffusers", "transformers", "stable_diffusion", "sd_training.models.families.mmdit_rope")
+_LIBRARIES = ("diffusers", "transformers", "stable_diffusion", "sd_training.models.mmdit_rope")
 """Where parts may come from; "stable_diffusion" is diffusers' own module of the safety checker."""
 _PROBES = 64
 _PROBE_BYTES = 4096
@@ -100,7 +100,7 @@ def load_pipeline(folder: Path, dtype: torch.dtype | None = None) -> DiffusionPi
     """
     if problems := folder_problems(folder):
         raise DataError("\n".join(problems))
-    # diffusers wants to be told of parts that were left out, such as the T5 of Stable Diffusion 3.
+    # diffusers requires the names of parts that were left out, such as the T5 of Stable Diffusion 3.
     options: dict[str, Any] = {name: None for name, entry in read_index(folder).items() if entry == [None, None]}
     if dtype is not None:
         options["torch_dtype"] = dtype

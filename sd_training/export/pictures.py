@@ -1,6 +1,5 @@
-"""Captions in, picture files out: caption tables, file names that are safe, grids.
-
-A folder of drawn pictures that can be completed later: every PNG carries the record of how it was made.
+"""Caption tables, safe file names, grids, and a folder of drawn pictures that can be completed later: every PNG carries
+the record of how it was made.
 """
 
 import csv
@@ -180,15 +179,15 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 
 def finish_folder(folder: Path, pictures: Sequence[Picture], columns: int | None = None) -> int:
-    """Writes `metadata.jsonl` (a line for each picture that is there, also those of earlier calls) and `grid.png`.
+    """Writes `metadata.jsonl` (a line for each picture in the folder, also of earlier calls) and `grid.png`.
 
     Args:
         folder: where the pictures are.
-        pictures: those of this call, in order; missing ones are left out.
+        pictures: of this call, in order; missing ones are skipped.
         columns: of the grid; None makes it square. It shows the first 100 pictures, each at most 256 pixels large.
 
     Returns:
-        How many of `pictures` are there.
+        How many of `pictures` exist.
     """
     there = [picture for picture in pictures if _read_record(folder / picture.file) == asdict(picture)]
     new = {picture.file: asdict(picture) for picture in there}

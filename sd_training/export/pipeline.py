@@ -5,8 +5,7 @@
     current_pipeline.old       the one before, for the moment between two renames
 
 A process killed at any moment leaves a good folder that `recover_export`, called at the start of a run, puts in place.
-
-Does a pipeline folder give back, offline, exactly what was in memory? One part in memory at a time, on the CPU.
+`differences` compares a folder with what is in memory, offline, one part at a time on the CPU.
 """
 
 import json
@@ -37,129 +36,13 @@ from sd_training.checkpoint.run_lock import NO_LOCK, RunLock
 from sd_training.log import get_logger
 from sd_training.models.load import loaded_as
 
+log = get_logger(__name__)
+
 CAPTION = "A photo of 7 small red squares, naïve café; 日本 <|endoftext|>"
 """Text that a reloaded tokenizer must turn into the same ids: words, digits, marks, accents, other scripts."""
 
 _NOT_SETTINGS = {"architectures", "dtype", "torch_dtype", "transformers_version"}
 _OFFLINE: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
-
-
-def differences(pipeline: DiffusionPipeline | ModelMixin, folder: Path) -> list[str]:
-    """What the folder gives back differently, one sentence each; empty when it is the same.
-
-    Weights are compared bit for bit, settings value by value, tokenizers by the ids of a caption. Global random
-    numbers are left as they were.
-    """
-    with torch.random.fork_rng(devices=[]), without_progress_bars():  # a module that is built draws initial weights
-        try:
-            if isinstance(pipeline, DiffusionPipeline):
-                return list(_pipeline_differences(pipeline, folder))
-            return list(_module_differences("model", pipeline, folder))
-        except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError, ImportError) as error:
-            return [f"it does not load: {type(error).__name__}: {error}"]
-
-
-def bit_differences(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
-    """Names of the tensors that are missing, extra, or not equal in type, shape and every bit."""
-    problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
-    problems += [f"{name} is extra" for name in found.keys() - expected.keys()]
-    both = (name for name in expected if name in found)
-    return sorted(problems) + [f"{name} differs" for name in both if not _same_bits(expected[name], found[name])]
-
-
-@contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Keeps the libraries' bars for loading and saving parts out of the training's output."""
-    shown = [lib for lib in (diffusers_logging, transformers_logging) if lib.is_progress_bar_enabled()]
-    for library in shown:
-        library.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for library in shown:
-            library.enable_progress_bar()
-
-
-def _pipeline_differences(pipeline: Any, folder: Path) -> Iterator[str]:
-    parts = {name: part for name, part in pipeline.components.items() if part is not None}
-    modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
-    left_out = {name: None for name, part in pipeline.components.items() if part is None}
-    # Parts that are handed over are not loaded again, so this reads model_index.json, schedulers and tokenizers only.
-    reloaded = type(pipeline).from_pretrained(folder, low_cpu_mem_usage=False, **modules, **left_out, **_OFFLINE)
-    yield from _index_differences(modules, folder)
-    for name, part in parts.items():
-        if name in modules:
-            yield from _module_differences(name, part, folder / name)
-        else:
-            yield from _small_part_differences(name, part, getattr(reloaded, name))
-    own = set(parts)
-    yield from _setting_differences("pipeline", _without(pipeline.config, own), _without(reloaded.config, own))
-
-
-def _without(config: Any, names: set[str]) -> dict[str, Any]:
-    """A pipeline's own settings: its config also lists its parts."""
-    return {key: value for key, value in dict(config).items() if key not in names}
-
-
-def _index_differences(modules: dict[str, nn.Module], folder: Path) -> Iterator[str]:
-    index = json.loads((folder / DiffusionPipeline.config_name).read_text(encoding="utf-8"))
-    for name, module in modules.items():
-        if index.get(name, [None, None])[1] != type(module).__name__:
-            yield f"{name} is listed as {index.get(name)}, not as {type(module).__name__}"
-
-
-def _module_differences(name: str, module: Any, folder: Path) -> Iterator[str]:
-    options: dict[str, Any] = {"low_cpu_mem_usage": False} if isinstance(module, ModelMixin) else {}
-    options |= loaded_as(type(module), module.dtype)
-    reloaded = type(module).from_pretrained(folder, **options, **_OFFLINE)
-    for problem in bit_differences(module.state_dict(), reloaded.state_dict()):
-        yield f"{name}: {problem}"
-    yield from _setting_differences(name, module.config, reloaded.config)
-
-
-def _small_part_differences(name: str, part: Any, reloaded: Any) -> Iterator[str]:
-    if type(part) is not type(reloaded):
-        yield f"{name} loads as {type(reloaded).__name__}, not as {type(part).__name__}"
-    elif isinstance(part, PreTrainedTokenizerBase):
-        if _ids(part) != _ids(reloaded):
-            yield f"{name} gives other token ids"
-    else:
-        yield from _setting_differences(name, getattr(part, "config", part), getattr(reloaded, "config", reloaded))
-
-
-def _setting_differences(name: str, expected: Any, found: Any) -> Iterator[str]:
-    before, after = _settings(expected), _settings(found)
-    for key in sorted(before.keys() | after.keys()):
-        if before.get(key) != after.get(key):
-            yield f"{name}: setting {key} is {after.get(key)!r}, not {before.get(key)!r}"
-
-
-def _settings(config: Any) -> dict[str, Any]:
-    """A config as JSON would give it back, without private keys and keys that saving adds."""
-    plain = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-    kept = {k: v for k, v in plain.items() if not k.startswith("_") and k not in _NOT_SETTINGS}
-    settings: dict[str, Any] = json.loads(json.dumps(kept, default=_as_json))
-    return settings
-
-
-def _as_json(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
-    tokens = tokenizer(CAPTION, padding="max_length", truncation=True, max_length=tokenizer.model_max_length)
-    return list(tokens["input_ids"]), len(tokenizer)
-
-
-def _same_bits(expected: Tensor, found: Tensor) -> bool:
-    if expected.dtype != found.dtype or expected.shape != found.shape:
-        return False
-    plain = expected.detach().cpu().contiguous().reshape(-1).view(torch.uint8)  # bytes: NaN equals itself, 0 is not -0
-    return torch.equal(plain, found.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
-
-
-log = get_logger(__name__)
-
 CURRENT = "current_pipeline"
 """Name of the newest export in a run folder."""
 KEPT = "pipelines"
@@ -184,13 +67,18 @@ def export_pipeline(pipeline: DiffusionPipeline | ModelMixin, destination: Path,
         ExportError: the folder does not load as what was written. `destination` is as it was.
         TakenOverError: another start has the run. `destination` is as it was.
     """
-    partial = _partial(destination, run_lock)
+    partial = _beside(destination, f"partial{run_lock.suffix}")
     try:
         run_lock.check()
         recover_export(destination)
         require_free_space(destination.parent, _bytes(pipeline))
         make_empty_folder(partial)
-        _save(pipeline, partial)
+        try:
+            with without_progress_bars():
+                pipeline.save_pretrained(partial, safe_serialization=True)
+        except Exception as error:  # I/O errors of safetensors and tokenizers are no OSErrors
+            raise (system_error(error) or error) from None
+        flush_tree(partial)
         problems = differences(pipeline, partial)
         if problems:
             raise ExportError(f"the pipeline written to {partial} is not the one in memory: {'; '.join(problems)}")
@@ -216,7 +104,7 @@ def keep_export(
     export_pipeline(pipeline, kept, run_lock)
     current = run_dir / CURRENT
     recover_export(current)
-    link = _partial(current, run_lock)
+    link = _beside(current, f"partial{run_lock.suffix}")
     remove_durably(link)
     link.symlink_to(Path(KEPT) / kept.name)  # relative, so that the run folder can be moved
     if current.is_symlink():
@@ -250,21 +138,8 @@ def recover_exports(run_dir: Path) -> None:
         recover_export(kept / name)
 
 
-def _partial(destination: Path, run_lock: RunLock) -> Path:
-    return _beside(destination, f"partial{run_lock.suffix}")
-
-
 def _beside(destination: Path, suffix: str) -> Path:
     return destination.with_name(f"{destination.name}.{suffix}")
-
-
-def _save(pipeline: Any, folder: Path) -> None:
-    try:
-        with without_progress_bars():
-            pipeline.save_pretrained(folder, safe_serialization=True)
-    except Exception as error:  # I/O errors of safetensors and tokenizers are no OSErrors
-        raise (system_error(error) or error) from None
-    flush_tree(folder)
 
 
 def _bytes(pipeline: Any) -> int:
@@ -288,3 +163,101 @@ def _replace(destination: Path, put_in_place: Callable[[], None]) -> None:
         raise
     flush_folder(destination.parent)
     remove_durably(old)
+
+
+def differences(pipeline: DiffusionPipeline | ModelMixin, folder: Path) -> list[str]:
+    """What the folder gives back differently, one sentence each; empty when it is the same.
+
+    Weights are compared bit for bit, settings value by value, tokenizers by the ids of a caption. Global random
+    numbers are left as they were.
+    """
+    with torch.random.fork_rng(devices=[]), without_progress_bars():  # a module that is built draws initial weights
+        try:
+            if isinstance(pipeline, DiffusionPipeline):
+                return list(_pipeline_differences(pipeline, folder))
+            return list(_module_differences("model", pipeline, folder))
+        except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError, ImportError) as error:
+            return [f"it does not load: {type(error).__name__}: {error}"]
+
+
+def bit_differences(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
+    """Names of the tensors that are missing, extra, or not equal in type, shape and every bit."""
+    problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
+    problems += [f"{name} is extra" for name in found.keys() - expected.keys()]
+    both = (name for name in expected if name in found)
+    return sorted(problems) + [f"{name} differs" for name in both if not _same_bits(expected[name], found[name])]
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Disables the libraries' progress bars for loading and saving parts."""
+    shown = [lib for lib in (diffusers_logging, transformers_logging) if lib.is_progress_bar_enabled()]
+    for library in shown:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library in shown:
+            library.enable_progress_bar()
+
+
+def _pipeline_differences(pipeline: Any, folder: Path) -> Iterator[str]:
+    parts = {name: part for name, part in pipeline.components.items() if part is not None}
+    modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    left_out = {name: None for name, part in pipeline.components.items() if part is None}
+    # Parts that are handed over are not loaded again, so this reads model_index.json, schedulers and tokenizers only.
+    reloaded = type(pipeline).from_pretrained(folder, low_cpu_mem_usage=False, **modules, **left_out, **_OFFLINE)
+    index = json.loads((folder / DiffusionPipeline.config_name).read_text(encoding="utf-8"))
+    for name, part in parts.items():
+        if name not in modules:
+            yield from _small_part_differences(name, part, getattr(reloaded, name))
+            continue
+        if index.get(name, [None, None])[1] != type(part).__name__:
+            yield f"{name} is listed as {index.get(name)}, not as {type(part).__name__}"
+        yield from _module_differences(name, part, folder / name)
+    own = [{key: v for key, v in dict(p.config).items() if key not in parts} for p in (pipeline, reloaded)]
+    yield from _setting_differences("pipeline", *own)
+
+
+def _module_differences(name: str, module: Any, folder: Path) -> Iterator[str]:
+    options: dict[str, Any] = {"low_cpu_mem_usage": False} if isinstance(module, ModelMixin) else {}
+    options |= loaded_as(type(module), module.dtype)
+    reloaded = type(module).from_pretrained(folder, **options, **_OFFLINE)
+    for problem in bit_differences(module.state_dict(), reloaded.state_dict()):
+        yield f"{name}: {problem}"
+    yield from _setting_differences(name, module.config, reloaded.config)
+
+
+def _small_part_differences(name: str, part: Any, reloaded: Any) -> Iterator[str]:
+    if type(part) is not type(reloaded):
+        yield f"{name} loads as {type(reloaded).__name__}, not as {type(part).__name__}"
+    elif isinstance(part, PreTrainedTokenizerBase):
+        padding: dict[str, Any] = {"padding": "max_length", "truncation": True, "max_length": part.model_max_length}
+        ids = [tokenizer(CAPTION, **padding)["input_ids"] for tokenizer in (part, reloaded)]
+        if ids[0] != ids[1] or len(part) != len(reloaded) or part.model_max_length != reloaded.model_max_length:
+            yield f"{name} gives other token ids"
+    else:
+        yield from _setting_differences(name, getattr(part, "config", part), getattr(reloaded, "config", reloaded))
+
+
+def _setting_differences(name: str, expected: Any, found: Any) -> Iterator[str]:
+    before, after = _settings(expected), _settings(found)
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            yield f"{name}: setting {key} is {after.get(key)!r}, not {before.get(key)!r}"
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """A config as JSON would give it back, without private keys and keys that saving adds."""
+    plain = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    kept = {k: v for k, v in plain.items() if not k.startswith("_") and k not in _NOT_SETTINGS}
+    text = json.dumps(kept, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
+    settings: dict[str, Any] = json.loads(text)
+    return settings
+
+
+def _same_bits(expected: Tensor, found: Tensor) -> bool:
+    if expected.dtype != found.dtype or expected.shape != found.shape:
+        return False
+    plain = expected.detach().cpu().contiguous().reshape(-1).view(torch.uint8)  # bytes: NaN equals itself, 0 is not -0
+    return torch.equal(plain, found.detach().cpu().contiguous().reshape(-1).view(torch.uint8))

@@ -33,7 +33,7 @@ class Encoders:
     """Whether the text encoders are trained; the autoencoder is always frozen here."""
 
     def __post_init__(self) -> None:
-        self._is_vae_proven = self.vae_precision != "fp16"
+        self._is_overflow_checked = self.vae_precision != "fp16"
         frozen = [self.family.vae] if self.is_text_trained else self.networks()
         for network in frozen:
             network.requires_grad_(False).eval()
@@ -53,8 +53,7 @@ class Encoders:
             self.family.vae.enable_tiling()
 
     def to(self, device: torch.device) -> "Encoders":
-        """Puts the encoders on `device`; the frozen ones are no children of the trained module, so nothing else
-        does."""
+        """Moves the encoders; the frozen ones are no children of the trained module, so nothing else moves them."""
         for network in self.networks():
             network.to(device)
         return self
@@ -68,24 +67,21 @@ class Encoders:
             posterior_noise: [B, C, h, w] standard normal.
         """
         mean, std = self._moments(pixels)
-        if not self._is_vae_proven and not self._prove(mean, std):
-            mean, std = self._moments(pixels)
+        if not self._is_overflow_checked:  # once: fp16 ends at 65,504, and some autoencoders (SDXL's) go beyond it
+            self._is_overflow_checked = True
+            if not bool((mean.isfinite() & std.isfinite()).all()):
+                has_bf16 = mean.device.type != "cuda" or torch.cuda.is_bf16_supported()
+                self.vae_precision = "bf16" if has_bf16 else "fp32"
+                log.warning(
+                    f"model.vae_precision: the autoencoder overflows in fp16; it runs in {self.vae_precision} instead"
+                )
+                mean, std = self._moments(pixels)
         return self.family.scaled(mean + std * posterior_noise)
 
     def _moments(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         with autocast(pixels.device, self.vae_precision):
             posterior = self.family.vae.encode(pixels).latent_dist
         return posterior.mean.float(), posterior.std.float()
-
-    def _prove(self, mean: Tensor, std: Tensor) -> bool:
-        """Looks at the first latents, once: fp16 ends at 65,504, and some autoencoders (SDXL's) go beyond it."""
-        self._is_vae_proven = True
-        if bool((mean.isfinite() & std.isfinite()).all()):
-            return True
-        has_bf16 = mean.device.type != "cuda" or torch.cuda.is_bf16_supported()
-        self.vae_precision = "bf16" if has_bf16 else "fp32"
-        log.warning(f"model.vae_precision: the autoencoder overflows in fp16; it runs in {self.vae_precision} instead")
-        return False
 
     def encode_text(self, batch: PixelBatch) -> Conditioning:
         """The conditioning of a batch, in the family's own way."""

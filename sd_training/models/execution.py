@@ -1,17 +1,9 @@
-"""torch.compile of a denoiser, in place: names of modules, weights and exports stay what they are.
+"""How a denoiser is executed: torch.compile, attention kernels, memory format, recomputed activations.
 
-Blocks of the same class and shapes share their graphs, so block by block starts sooner than the whole network, and
-what shards or wraps the blocks keeps working. Shapes are static: one set of graphs per bucket size.
-
-Which attention kernels a denoiser runs on.
-
-Channels last: [B, C, H, W] weights and activations that lie in memory as [B, H, W, C], which tensor cores want.
-
-Activations of repeated blocks that are made again in the backward pass instead of being kept (Chen et al. 2016,
-arXiv:1604.06174).
-
-Only `forward` of a block is replaced, on the block itself: names of weights, classes and exports stay what they are,
-and whatever wraps or compiles the block afterwards sees an ordinary block.
+Everything changes the network in place and keeps the names of modules, weights and exports. Blocks of the same class
+and shapes share compiled graphs, so block by block starts sooner than the whole network; shapes are static: one set of
+graphs per bucket size. Recomputation (Chen et al. 2016, arXiv:1604.06174) replaces only `forward` of a block, so
+whatever wraps or compiles the block afterwards sees an ordinary block.
 """
 
 import os
@@ -35,9 +27,18 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from sd_training.errors import ConfigError
 from sd_training.log import get_logger
 
-_CXX_COMPILERS = ("g++", "clang++", "c++")
-_C_COMPILERS = ("gcc", "clang", "cc")
+log = get_logger(__name__)
+
+_COMPILERS = {"cpu": ("CXX", "g++", "clang++", "c++"), "cuda": ("CC", "gcc", "clang", "cc")}
+"""Environment variable that names the compiler, then the names that are tried."""
 _SPARE_GRAPHS = 16
+_HOOK = "set_use_memory_efficient_attention_xformers"
+"""Method of the attention modules that diffusers can switch to xformers; networks have one of this name, too, which
+calls those of their modules and does nothing where there is none."""
+_PRODUCTS = {"aten.mm", "aten.addmm", "aten.convolution"}
+"""Not `aten.bmm`: batched products are the scores of unfused attention, which are larger than all else in a block."""
+_ATTENTION = ("aten._scaled_dot_product_", "aten._flash_attention_forward", "aten._efficient_attention_forward")
+_XFORMERS = "xformers"
 
 
 def compile_blocks(blocks: list[nn.Module], *, num_sizes: int, backend: str = "inductor") -> None:
@@ -80,7 +81,7 @@ def without_compiling() -> AbstractContextManager[None]:
 
 
 def require_compiler(accelerator: str) -> None:
-    """Looks for what torch.compile needs beside Python packages, before a run starts.
+    """Checks for what torch.compile needs beside Python packages, before a run starts.
 
     Args:
         accelerator: "cpu" or "cuda".
@@ -88,7 +89,7 @@ def require_compiler(accelerator: str) -> None:
     Raises:
         ConfigError: no C++ compiler (CPU), no Triton or C compiler (CUDA), or no headers of Python.
     """
-    names, variable = (_C_COMPILERS, "CC") if accelerator == "cuda" else (_CXX_COMPILERS, "CXX")
+    variable, *names = _COMPILERS["cuda" if accelerator == "cuda" else "cpu"]
     chosen = os.environ.get(variable)
     if not any(shutil.which(name) for name in ((chosen,) if chosen else names)):
         given = f"{variable}={chosen}" if chosen else f"none of {', '.join(names)}"
@@ -107,13 +108,6 @@ def require_compiler(accelerator: str) -> None:
             f"trainer.compile: needs the headers of Python, but {header} does not exist; install them (Debian: "
             f"apt-get install python{platform.python_version().rpartition('.')[0]}-dev) or set trainer.compile=false"
         )
-
-
-log = get_logger(__name__)
-
-_HOOK = "set_use_memory_efficient_attention_xformers"
-"""Method of the attention modules that diffusers can switch to xformers; networks have one of this name, too, which
-calls those of their modules and does nothing where there is none."""
 
 
 def xformers_problems(denoiser: Any) -> list[str]:
@@ -140,7 +134,7 @@ def use_fast_attention(denoiser: Any, device: torch.device) -> None:
 
 
 def attention_sentence(denoiser: Any, reason: str) -> str:
-    """What the attention of a network runs on, from the network itself; `reason`: why it is not xformers."""
+    """Which kernels the attention of a network runs on, from the network itself; `reason`: why it is not xformers."""
     modules, name = _switchable(denoiser), type(denoiser).__name__
     switched = sum(_runs_on_xformers(module) for module in modules)
     if switched == 0:
@@ -160,20 +154,14 @@ def _runs_on_xformers(module: Any) -> bool:
 
 
 def wants_channels_last(option: Literal["auto"] | bool, accelerator: str) -> bool:
-    """What `trainer.channels_last` says on this kind of device; `auto` is CUDA only."""
+    """Value of `trainer.channels_last` on this kind of device; `auto` is CUDA only."""
     return accelerator == "cuda" if option == "auto" else option
 
 
 def use_channels_last(network: Any) -> None:
-    """Lays convolution kernels out with channels last. A convolution with such a kernel answers in the same layout
-    whatever it is given, so inputs need no conversion. Values, shapes and exports stay the same."""
+    """Lays convolution kernels out with channels last. A convolution with such a kernel returns the same layout
+    for any input, so inputs need no conversion. Values, shapes and exports stay the same."""
     network.to(memory_format=torch.channels_last)
-
-
-_PRODUCTS = {"aten.mm", "aten.addmm", "aten.convolution"}
-"""Not `aten.bmm`: batched products are the scores of unfused attention, which are larger than all else in a block."""
-_ATTENTION = ("aten._scaled_dot_product_", "aten._flash_attention_forward", "aten._efficient_attention_forward")
-_XFORMERS = "xformers"
 
 
 def recompute_activations(blocks: Sequence[nn.Module], *, every: int = 1, is_selective: bool = False) -> None:
@@ -193,17 +181,18 @@ def recompute_activations(blocks: Sequence[nn.Module], *, every: int = 1, is_sel
 
 
 def _forward_whole(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    forward = type(block).forward
-    if not torch.is_grad_enabled():
-        return forward(block, *args, **kwargs)
-    return checkpoint(forward, block, *args, use_reentrant=False, **kwargs)
+    return _checkpointed(block, args, kwargs, {})
 
 
 def _forward_selectively(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _checkpointed(block, args, kwargs, {"context_fn": _selective_contexts})
+
+
+def _checkpointed(block: nn.Module, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
     forward = type(block).forward
     if not torch.is_grad_enabled():
         return forward(block, *args, **kwargs)
-    return checkpoint(forward, block, *args, use_reentrant=False, context_fn=_selective_contexts, **kwargs)
+    return checkpoint(forward, block, *args, use_reentrant=False, **options, **kwargs)
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -1,9 +1,9 @@
-"""What a model family is: its parts, and how captions become conditioning and conditioning a prediction.
+"""What a model family is: its parts, how captions become conditioning, and how the denoiser predicts from it.
 
-A new family is one file with one subclass, its names in `families.py` and `config/model_schema.py`.
+A new family is one file with one subclass, listed in `families/table.py` and `config/model_schema.py`.
 
-How tensor parallelism cuts transformer blocks (Shoeybi et al. 2019, arXiv:1909.08053, section 3): the first matrix
-of a pair by columns, the second by rows, so that one sum per pair is all that processes exchange.
+At the end: tensor parallelism of transformer blocks (Shoeybi et al. 2019, arXiv:1909.08053, section 3). The first
+matrix of a pair is sharded by columns, the second by rows, so that one sum per pair is all that processes exchange.
 """
 
 from abc import ABC, abstractmethod
@@ -39,15 +39,16 @@ class Family(ABC):
     """
 
     name: ClassVar[FamilyName]
+    pipeline_class: ClassVar[type[DiffusionPipeline]]
     denoiser_part: ClassVar[str]
     block_classes: ClassVar[tuple[str, ...]]
     """Classes of the denoiser's repeated blocks: what is sharded, recomputed and compiled one by one."""
     classes: ClassVar[Mapping[str, str]] = {}
-    """Part → class, where it is not the part's usual one."""
+    """Transformer or tokenizer → class, where it is not the part's usual one."""
     predictions: ClassVar[tuple[PredictionType, ...]] = ("epsilon", "v_prediction", "sample", "flow_prediction", "edm")
     """Prediction types that the family's pipeline can sample."""
     text_classes: ClassVar[Mapping[str, str]] = {}
-    """Text encoder → its class, because `encode` reads what only this class says."""
+    """Text encoder → its class: `encode` reads outputs that only this class has."""
     text_lengths: ClassVar[Mapping[str, int]] = {}
     """Text encoder → tokens per caption, where it is not the tokenizer's `model_max_length`."""
     has_lowercase_text: ClassVar[bool] = False
@@ -73,7 +74,7 @@ class Family(ABC):
     @classmethod
     def class_of_part(cls, part: str, index: Mapping[str, Any]) -> str | None:
         """The class of a part for which the config names none; None is the part's usual one."""
-        return cls.classes.get(part)
+        return {**cls.text_classes, **cls.classes}.get(part)
 
     @property
     def denoiser(self) -> Any:
@@ -108,10 +109,10 @@ class Family(ABC):
         return {self.denoiser_part: self.denoiser, **(self.text_encoders() if train_text_encoder else {})}
 
     def tensor_plan(self, block: nn.Module, size: int) -> dict[str, ParallelStyle]:
-        """How `size` processes share a block's matrices; tells the block's layers what is left to them.
+        """How a block's matrices are sharded over `size` processes; sets the layers' local number of heads.
 
         Raises:
-            ConfigError: this family's blocks cannot be shared so.
+            ConfigError: this family's blocks cannot be sharded so.
         """
         raise ConfigError(
             f"distributed.mesh.tensor: is {size}, but {self.name} has no plan for tensor parallelism; use "
@@ -119,7 +120,7 @@ class Family(ABC):
         )
 
     def check_tensor_axis(self, size: int) -> None:
-        """Whether `size` processes can share the blocks, which are told what is left to them and of no use afterwards.
+        """Checks whether the blocks can be sharded over `size` processes; the blocks are of no use afterwards.
 
         Raises:
             ConfigError: they cannot.
@@ -156,19 +157,33 @@ class Family(ABC):
 
     @abstractmethod
     def encode(self, batch: PixelBatch) -> Conditioning:
-        """What the denoiser is told about a batch. Runs the text encoders as they are (device, autocast, autograd)."""
+        """The denoiser's conditioning for a batch. Runs the text encoders as they are (device, autocast, autograd)."""
 
     @abstractmethod
     def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
-        """[B, C, h, w] the denoiser's answer, in the prediction type of the objective."""
+        """[B, C, h, w] the denoiser's output, in the prediction type of the objective."""
 
-    @abstractmethod
     def pipeline(self) -> DiffusionPipeline:
         """The parts as a pipeline of diffusers; the very same modules."""
+        parts = {**self.pipeline_options(), **self.parts}
+        return self.pipeline_class(**parts, scheduler=self.schedulers.sampler)
 
-    @abstractmethod
+    def pipeline_options(self) -> dict[str, Any]:
+        """Arguments of the pipeline beside its parts; a part wins over an option of its name."""
+        return {}
+
+    def text_shape(self) -> tuple[int, int, int]:
+        """Tokens L and width D of the text states, and width of the pooled vector (0: none).
+
+        A family with several sequences of states has `blank_conditioning` of its own instead.
+        """
+        raise NotImplementedError
+
     def blank_conditioning(self, count: int, device: torch.device) -> Conditioning:
-        """Conditioning of the right shapes for `count` samples, without meaning: to count FLOPs and memory."""
+        """Conditioning of the right shapes for `count` samples, all zeros: to count FLOPs and memory."""
+        length, width, pooled = self.text_shape()
+        states = [torch.zeros(count, length, width, device=device)]
+        return Conditioning(states, pooled=torch.zeros(count, pooled, device=device) if pooled else None)
 
     @abstractmethod
     def fit_problems(self) -> list[str]:
@@ -179,7 +194,7 @@ class Family(ABC):
         distributed training takes for a mistake."""
 
     def set_default_size(self, resolution: int) -> None:
-        """Makes the exported pipeline draw at the size that was trained [pixels] unless told otherwise.
+        """Makes the exported pipeline draw at the size that was trained [pixels] by default.
 
         Only of UNets: in transformers the same setting takes part in the embedding of positions.
         """
@@ -212,7 +227,7 @@ class Family(ABC):
         return problems
 
     def class_problems(self) -> list[str]:
-        """Text encoders of a class that the family cannot read; to be asked before anything else."""
+        """Text encoders of a class that the family cannot read; checked before anything else."""
         problems = []
         for name, encoder in self.text_encoders().items():
             if self.parts.get(TEXT_PARTS[name]) is None:
@@ -222,10 +237,10 @@ class Family(ABC):
                 problems.append(f"model.{name}: is a {type(encoder).__name__}, but {self.name} needs a {wanted}")
         return problems
 
-    def _width_problem(self, key: str, given: int, wanted: int, who: str) -> list[str]:
-        if given == wanted:
-            return []
-        return [f"model.{self.denoiser_part}.params.{key}: {given}, but {who} {wanted} wide"]
+    def _width_problem(self, key: str, wanted: int, who: str) -> list[str]:
+        """One sentence if the denoiser's setting `key` is not `wanted`; `who`: what is so wide, with its verb."""
+        given = self.denoiser.config[key]
+        return [] if given == wanted else [f"model.{self.denoiser_part}.params.{key}: {given}, but {who} {wanted} wide"]
 
 
 def is_stored(entry: Any) -> bool:
@@ -249,19 +264,19 @@ _NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 
 
 def attention_plan(block: nn.Module, names: Iterable[str], size: int, head_axis: int) -> dict[str, ParallelStyle]:
-    """Heads of diffusers' attention layers, dealt out; the layers are told how many they have left.
+    """diffusers' attention layers, sharded by heads; sets the layers' local number of heads.
 
     Args:
         names: attention layers of the block; those it lacks are left out.
-        size: processes that share a block.
-        head_axis: axis of the heads where queries and keys are normed. Their norms see some of the heads only, so the
+        size: processes that shard a block.
+        head_axis: axis of the heads where queries and keys are normed. Their norms see the local heads only, so the
             gradients of their weights are summed over the processes.
 
     Raises:
-        ConfigError: the heads cannot be dealt out evenly.
+        ConfigError: the heads cannot be sharded evenly.
     """
     plan: dict[str, ParallelStyle] = {}
-    for name in present(block, names):
+    for name in _present(block, names):
         layer: Any = block.get_submodule(name)
         if layer.heads % size:
             raise ConfigError(
@@ -269,20 +284,20 @@ def attention_plan(block: nn.Module, names: Iterable[str], size: int, head_axis:
                 "not divide"
             )
         layer.heads //= size
-        plan |= {f"{name}.{matrix}": ColwiseParallel() for matrix in present(layer, _ATTENTION_IN)}
-        plan |= {f"{name}.{matrix}": RowwiseParallel() for matrix in present(layer, _ATTENTION_OUT)}
-        norms = present(layer, _NORMS)
+        plan |= {f"{name}.{matrix}": ColwiseParallel() for matrix in _present(layer, _ATTENTION_IN)}
+        plan |= {f"{name}.{matrix}": RowwiseParallel() for matrix in _present(layer, _ATTENTION_OUT)}
+        norms = _present(layer, _NORMS)
         plan |= {f"{name}.{norm}": SequenceParallel(sequence_dim=head_axis, use_local_output=True) for norm in norms}
     return plan
 
 
 def mlp_plan(block: nn.Module, first: Iterable[str], second: Iterable[str]) -> dict[str, ParallelStyle]:
     """Matrices into the hidden width by columns, out of it by rows."""
-    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in present(block, first)}
-    return plan | {name: RowwiseParallel() for name in present(block, second)}
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in _present(block, first)}
+    return plan | {name: RowwiseParallel() for name in _present(block, second)}
 
 
-def present(module: nn.Module, names: Iterable[str]) -> list[str]:
+def _present(module: nn.Module, names: Iterable[str]) -> list[str]:
     """Those of the submodules that there are."""
     found = dict(module.named_modules())
     return [name for name in names if name in found]

@@ -1,18 +1,19 @@
-"""Load a part of a pipeline from a diffusers folder or hub id, or make it with random weights from its parameters.
+"""The parts of a model: loaded from a diffusers folder or hub id, or made with random weights from their parameters.
 
-Weights come from safetensors only, classes from the registry only, and no code of a model repository is ever run.
-
-What the JSON files of a model repository may not say.
-
-Classes and weights are chosen here, but the libraries also follow what a config.json tells them: transformers
-fetches and runs an attention kernel that is named like a hub repository, and starts a quantizer, without being asked.
+Nothing from outside is executed. Classes come from the allow-list below, weights from safetensors, and the JSON files
+of a model repository are checked before a library reads them: transformers would fetch and run an attention kernel that
+a config.json names, or start a quantizer. Every failure is a sentence that names the option.
 """
 
+import difflib
 import hashlib
+import inspect
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import diffusers
@@ -24,16 +25,323 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sd_training.config.model_schema import ModelConfig, PartConfig
 from sd_training.errors import ConfigError
 from sd_training.hub import hub_problem
-from sd_training.models.registry import check_params, class_of
+from sd_training.models.mmdit_rope import MMDiTRope
 
+# diffusers reads this before it would download and import Python files that a repository carries.
+os.environ["DIFFUSERS_DISABLE_REMOTE_CODE"] = "1"
+diffusers.utils.logging.disable_progress_bar()
+transformers.utils.logging.disable_progress_bar()
+
+
+def _named(library: ModuleType, names: str) -> dict[str, type]:
+    return {name: getattr(library, name) for name in names.split()}
+
+
+_KINDS: Mapping[str, Mapping[str, type]] = {
+    "vae": _named(diffusers, "AutoencoderKL"),
+    "unet": _named(diffusers, "UNet2DConditionModel"),
+    "transformer": {
+        **_named(diffusers, "FluxTransformer2DModel PixArtTransformer2DModel SD3Transformer2DModel"),
+        "MMDiTRope": MMDiTRope,
+    },
+    "text_encoder": _named(
+        transformers,
+        "BertModel CLIPTextModel CLIPTextModelWithProjection Gemma2Model LlamaModel ModernBertModel Qwen2Model "
+        "T5EncoderModel XLMRobertaModel",
+    ),
+    "tokenizer": _named(transformers, "AutoTokenizer CLIPTokenizer CLIPTokenizerFast T5Tokenizer T5TokenizerFast"),
+    "noise_scheduler": _named(
+        diffusers,
+        "DDIMScheduler DDPMScheduler DPMSolverMultistepScheduler EDMDPMSolverMultistepScheduler EDMEulerScheduler "
+        "EulerAncestralDiscreteScheduler EulerDiscreteScheduler FlowMatchEulerDiscreteScheduler HeunDiscreteScheduler "
+        "LMSDiscreteScheduler PNDMScheduler UniPCMultistepScheduler",
+    ),
+}
+_USUAL_CLASS: Mapping[str, str] = {
+    "vae": "AutoencoderKL",
+    "unet": "UNet2DConditionModel",
+    "transformer": "SD3Transformer2DModel",
+    "text_encoder": "CLIPTextModel",
+    "text_encoder_2": "CLIPTextModelWithProjection",
+    "text_encoder_3": "T5EncoderModel",
+    "tokenizer": "CLIPTokenizer",
+    "tokenizer_2": "CLIPTokenizer",
+    "tokenizer_3": "T5TokenizerFast",
+    "noise_scheduler_training": "DDPMScheduler",
+    "noise_scheduler_inference": "DDIMScheduler",
+}
+ALLOWED: Mapping[str, Mapping[str, type]] = {
+    part: next(classes for kind, classes in _KINDS.items() if part.startswith(kind)) for part in _USUAL_CLASS
+}
+"""Part → the classes that a config may name. Nothing else is ever constructed or loaded."""
 MAX_JSON_BYTES = 64 << 20
 """Largest settings or index file of a repository [bytes]; a tokenizer's own files may be larger."""
+_CONFIG_FILES = ("config.json", "scheduler_config.json", "tokenizer_config.json")
 _REFUSED = {
     "quantization_config": "quantized weights are not trained or drawn with",
     "custom_pipeline": "code of a repository is never run",
     "custom_pipelines": "code of a repository is never run",
 }
 _KERNELS = ("attn_implementation", "kernel_config")
+
+
+def class_of(part: str, target: str | None) -> Any:
+    """The class for `model.<part>.target`; null is the part's usual class.
+
+    Args:
+        target: class name, with or without `diffusers.` or `transformers.` in front.
+
+    Raises:
+        ConfigError: for a class that is not on the list.
+    """
+    name = target or _USUAL_CLASS[part]
+    bare = name.removeprefix("diffusers.").removeprefix("transformers.")
+    allowed = ALLOWED[part]
+    if bare not in allowed:
+        raise ConfigError(f"model.{part}.target: {name!r} is not allowed; use one of {', '.join(sorted(allowed))}")
+    return allowed[bare]
+
+
+def effective_part(model: ModelConfig, part: str) -> PartConfig:
+    """The part's settings, with `model.pretrained` winning over its own, as in sd-training."""
+    config: PartConfig = getattr(model, part)
+    if model.pretrained is None:
+        return config
+    # A noise scheduler keeps its `params`: they override single stored settings (e.g. prediction_type).
+    params = config.params if part.startswith("noise_scheduler") else {}
+    target = config.target if part == "noise_scheduler_inference" else None
+    return PartConfig(pretrained=model.pretrained, revision=model.revision, params=params, target=target)
+
+
+def load_network(model: ModelConfig, part: str, *, seed: int, meta: bool = False, default: str | None = None) -> Any:
+    """A network in fp32, loaded or randomly initialised from `seed` and the part's name.
+
+    Args:
+        meta: make it without weights, for counting parameters.
+        default: its class, unless `target` names one; None is the part's usual one.
+
+    Raises:
+        ConfigError: naming the option, when it cannot be loaded or made.
+    """
+    return make_network(part, effective_part(model, part), seed=seed, meta=meta, default=default)
+
+
+def make_network(part: str, config: PartConfig, *, seed: int, meta: bool = False, default: str | None = None) -> Any:
+    """As `load_network`, from the part's own settings."""
+    cls = class_of(part, config.target or default)
+    if meta:
+        with torch.device("meta"):
+            if config.pretrained is None:
+                return _construct(part, cls, config.params)
+            if issubclass(cls, PreTrainedModel):
+                return cls(_from_pretrained(part, cls.config_class, config))
+            return _from_settings(part, cls, _stored_settings(part, cls, config))
+    if config.pretrained is not None:
+        network, info = _from_pretrained(
+            part, cls, config, use_safetensors=True, output_loading_info=True, **loaded_as(cls, torch.float32)
+        )
+        if missing := sorted(info["missing_keys"]):  # they would silently start from random numbers
+            raise ConfigError(
+                f"model.{part}.pretrained: {config.pretrained!r} lacks {len(missing)} tensors, e.g. {missing[0]}"
+            )
+        return network
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_stable_seed(seed, f"init {part}"))
+        return _construct(part, cls, config.params)
+
+
+def make_tokenizer(part: str, config: PartConfig, default: str | None = None) -> PreTrainedTokenizerBase:
+    """A tokenizer, always from files."""
+    if config.pretrained is None:
+        raise ConfigError(
+            f"model.{part}.pretrained: a folder or hub id is needed; a tokenizer cannot be made from params"
+        )
+    return _from_pretrained(part, class_of(part, config.target or default), config)
+
+
+def load_noise_scheduler(model: ModelConfig, part: str) -> Any:
+    """A diffusers scheduler: stored settings overridden by `params`, or `target(**params)`.
+
+    Its class is `target`, else the one the stored config names if it is on the list, else the part's usual class.
+    """
+    config = effective_part(model, part)
+    cls = class_of(part, config.target)
+    if config.pretrained is None:
+        return _construct(part, cls, config.params)
+    stored = _stored_settings(part, cls, config)
+    if config.target is None:
+        cls = class_of(part, stored.get("_class_name"))
+    _check_params(part, cls, config.params)
+    return _from_settings(part, cls, stored, **config.params)
+
+
+def stored_scheduler(model: ModelConfig, part: str) -> dict[str, Any] | None:
+    """Settings of the noise scheduler that is stored beside a part's weights; None where there is none."""
+    config, scheduler = effective_part(model, part), "noise_scheduler_training"
+    if config.pretrained is None:
+        return None
+    subfolder, root = _subfolder_of(part, config), config.pretrained
+    if subfolder is None:  # the part's own folder
+        root, subfolder = str(Path(root).absolute().parent), part
+    folder = str(Path(subfolder).parent / "scheduler")
+    beside = PartConfig(pretrained=root, revision=config.revision, subfolder=folder)
+    try:
+        return dict(_stored_settings(scheduler, class_of(scheduler, None), beside))
+    except ConfigError:
+        return None
+
+
+def load_weights(path: str, part: str, option: str, default: str | None = None) -> dict[str, torch.Tensor]:
+    """Parameters by name of a stored part, fp32.
+
+    Args:
+        path: pipeline folder or hub id, or the part's own folder.
+        option: the config option that named it, for errors.
+        default: the part's class; None is its usual one.
+    """
+    try:
+        network: nn.Module = make_network(part, PartConfig(pretrained=path), seed=0, default=default)
+    except ConfigError as error:
+        raise ConfigError([p.replace(f"model.{part}.pretrained", option) for p in error.problems]) from error
+    return {name: parameter.detach() for name, parameter in network.named_parameters()}
+
+
+def loaded_as(cls: type, dtype: torch.dtype) -> dict[str, Any]:
+    """The option of `from_pretrained` for the type of the weights: diffusers before 0.40 knows no `dtype`, and
+    transformers warns of `torch_dtype`."""
+    return {"torch_dtype" if issubclass(cls, diffusers.ModelMixin) else "dtype": dtype}
+
+
+@contextmanager
+def _failing_as(text: str) -> Iterator[None]:
+    """Hostile and damaged files make the libraries raise many kinds of errors."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{text}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _stable_seed(seed: int, purpose: str) -> int:
+    """A 63-bit seed for one purpose; unlike `hash()` the same in every process."""
+    digest = hashlib.sha256(f"{seed}:{purpose}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _construct(part: str, cls: Any, params: Mapping[str, Any]) -> Any:
+    """`cls(**params)`; a transformers model is made from its config class."""
+    constructor = cls.config_class if issubclass(cls, PreTrainedModel) else cls
+    _check_params(part, constructor, params)
+    with _failing_as(f"model.{part}.params: {cls.__name__} cannot be made from them"):
+        made = constructor(**params)
+        return made if constructor is cls else cls(made)
+
+
+def _check_params(part: str, constructor: Callable[..., Any], params: Mapping[str, Any]) -> None:
+    accepted = [name for name in inspect.signature(constructor).parameters if name not in {"self", "kwargs"}]
+    problems = []
+    for name in (name for name in params if name not in accepted):
+        near = difflib.get_close_matches(name, accepted, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(accepted)}"
+        problems.append(f"model.{part}.params.{name}: {constructor.__qualname__} has no such parameter; {hint}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _from_pretrained(part: str, cls: Any, config: PartConfig, **options: Any) -> Any:
+    place = _checked_place(part, cls, config)
+    if cls is transformers.AutoTokenizer:
+        options["trust_remote_code"] = False  # None would ask at the terminal, where one process of many waits for ever
+    where = f"{config.pretrained!r}" + (f", folder {place['subfolder']!r}" if "subfolder" in place else "")
+    with _failing_as(f"model.{part}.pretrained: {where} cannot be loaded as {cls.__name__}"):
+        return cls.from_pretrained(config.pretrained, **place, **options)
+
+
+def _stored_settings(part: str, cls: Any, config: PartConfig) -> dict[str, Any]:
+    """The stored config of a class of diffusers."""
+    place = _checked_place(part, cls, config)
+    with _failing_as(f"model.{part}.pretrained: {config.pretrained!r}"):
+        stored, _ = cls.load_config(config.pretrained, **place, return_unused_kwargs=True)
+    settings: dict[str, Any] = stored
+    return settings
+
+
+def _from_settings(part: str, cls: Any, stored: Mapping[str, Any], **params: Any) -> Any:
+    with _failing_as(f"model.{part}.pretrained: {cls.__name__} cannot be made from its stored settings"):
+        return cls.from_config(stored, **params)
+
+
+def _checked_place(part: str, cls: Any, config: PartConfig) -> dict[str, Any]:
+    """Revision and subfolder for the libraries, once the part is known to be available and safe to read.
+
+    Of a hub id the settings are checked; which files its index may name, the hub's client and the flag for safetensors
+    decide.
+    """
+    assert config.pretrained is not None
+    option, subfolder = f"model.{part}.pretrained", _subfolder_of(part, config)
+    place = {"revision": config.revision, **({"subfolder": subfolder} if subfolder else {})}
+    if problem := hub_problem(config.pretrained, config.revision, option):
+        raise ConfigError(problem)
+    folder, problems = Path(config.pretrained, subfolder or ""), []
+    if folder.is_dir():
+        problems = folder_settings_problems(folder)
+    elif issubclass(cls, PreTrainedModel):
+        with _failing_as(f"{option}: {config.pretrained!r}"):
+            settings, _ = cls.config_class.get_config_dict(config.pretrained, **place)
+        problems = list(refused_settings(settings, f"{config.pretrained}/{subfolder or ''}"))
+    if problems:
+        raise ConfigError([f"{option}: {problem}" for problem in problems])
+    return place
+
+
+def _subfolder_of(part: str, config: PartConfig) -> str | None:
+    """Where the part lies below `pretrained`: the given folder, its usual name, or null for the part itself.
+
+    Raises:
+        ConfigError: when a local folder holds neither.
+    """
+    usual = "scheduler" if part.startswith("noise_scheduler") else part
+    if config.pretrained is None or config.subfolder is not None:
+        return config.subfolder
+    root = Path(config.pretrained)
+    if not root.exists():
+        if config.pretrained.startswith((".", "/", "~")) or config.pretrained.count("/") > 1:
+            raise ConfigError(f"model.{part}.pretrained: the folder {config.pretrained!r} does not exist")
+        return usual
+    if (root / usual).is_dir():
+        return usual
+    if any((root / name).is_file() for name in _CONFIG_FILES) and not (root / "model_index.json").exists():
+        return None
+    raise ConfigError(
+        f"model.{part}.pretrained: {config.pretrained!r} has no folder {usual!r} and is no {part} itself "
+        f"(none of {', '.join(_CONFIG_FILES)} in it)"
+    )
+
+
+def folder_settings_problems(folder: Path) -> list[str]:
+    """Refused content of the JSON files of a part's folder: settings, and shards that an index names."""
+    checks = {"*config.json": _config_problems, "*.safetensors.index.json": _index_problems}
+    problems: list[str] = []
+    for pattern, check in checks.items():
+        for path in sorted(folder.glob(pattern)):
+            try:
+                if path.stat().st_size > MAX_JSON_BYTES:
+                    problems.append(f"{path}: is larger than {MAX_JSON_BYTES:,} bytes")
+                    continue
+                value = json.loads(path.read_text(encoding="utf-8"))
+                problems += check(value, path) if isinstance(value, dict) else [f"{path}: is no JSON object"]
+            except (OSError, ValueError, RecursionError) as error:
+                problems.append(f"{path}: is not readable as JSON ({str(error)[:100]})")
+    return problems
+
+
+def _config_problems(value: dict[str, Any], path: Path) -> list[str]:
+    return list(refused_settings(value, str(path)))
 
 
 def refused_settings(settings: Any, where: str) -> Iterator[str]:
@@ -64,293 +372,10 @@ def _is_builtin(value: Any) -> bool:
     return value is None or isinstance(value, bool) or (isinstance(value, str) and value.replace("_", "").isalnum())
 
 
-def folder_settings_problems(folder: Path) -> list[str]:
-    """Everything in the JSON files of a part's folder that is not followed: settings, shards that an index names."""
-    problems: list[str] = []
-    for path in sorted(folder.glob("*config.json")):
-        problems += _of_file(path, lambda value, path=path: refused_settings(value, str(path)))
-    for path in sorted(folder.glob("*.safetensors.index.json")):
-        problems += _of_file(path, lambda value, path=path: _index_problems(value, path))
-    return problems
-
-
-def _of_file(path: Path, check: Any) -> list[str]:
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            return [f"{path}: is larger than {MAX_JSON_BYTES:,} bytes"]
-        value = json.loads(path.read_text(encoding="utf-8"))
-        return list(check(value)) if isinstance(value, dict) else [f"{path}: is no JSON object"]
-    except (OSError, ValueError, RecursionError) as error:
-        return [f"{path}: is not readable as JSON ({str(error)[:100]})"]
-
-
-def _index_problems(value: dict[str, Any], path: Path) -> Iterator[str]:
+def _index_problems(value: dict[str, Any], path: Path) -> list[str]:
     """Shards are files of the same folder, in the format that holds no code."""
     names = value.get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        yield f"{path}: has no weight_map of tensor to file"
-        return
-    for name in sorted(set(names.values())):
-        if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
-            yield f"{path}: names {name[:80]!r}, which is no *.safetensors file of its folder"
-
-
-# diffusers reads this before it would download and import Python files that a repository carries.
-os.environ["DIFFUSERS_DISABLE_REMOTE_CODE"] = "1"
-# One bar per loaded file says nothing that the run's own lines do not say.
-diffusers.utils.logging.disable_progress_bar()
-transformers.utils.logging.disable_progress_bar()
-
-_SUBFOLDER = {"noise_scheduler_training": "scheduler", "noise_scheduler_inference": "scheduler"}
-_CONFIG_FILES = ("config.json", "scheduler_config.json", "tokenizer_config.json")
-
-
-def effective_part(model: ModelConfig, part: str) -> PartConfig:
-    """The part's settings, with `model.pretrained` winning over its own, as in sd-training."""
-    config: PartConfig = getattr(model, part)
-    if model.pretrained is None:
-        return config
-    # A noise scheduler keeps its `params`: they override single stored settings (e.g. prediction_type).
-    params = config.params if part.startswith("noise_scheduler") else {}
-    target = config.target if part == "noise_scheduler_inference" else None
-    return PartConfig(pretrained=model.pretrained, revision=model.revision, params=params, target=target)
-
-
-def subfolder_of(part: str, config: PartConfig) -> str | None:
-    """Where the part lies below `pretrained`: the given folder, its usual name, or null for the part itself.
-
-    Raises:
-        ConfigError: when a local folder holds neither.
-    """
-    usual = _SUBFOLDER.get(part, part)
-    if config.pretrained is None or config.subfolder is not None:
-        return config.subfolder
-    root = Path(config.pretrained)
-    if not root.exists():
-        if config.pretrained.startswith((".", "/", "~")) or config.pretrained.count("/") > 1:
-            raise ConfigError(f"model.{part}.pretrained: the folder {config.pretrained!r} does not exist")
-        return usual
-    if (root / usual).is_dir():
-        return usual
-    if any((root / name).is_file() for name in _CONFIG_FILES) and not (root / "model_index.json").exists():
-        return None
-    raise ConfigError(
-        f"model.{part}.pretrained: {config.pretrained!r} has no folder {usual!r} and is no {part} itself "
-        f"(none of {', '.join(_CONFIG_FILES)} in it)"
-    )
-
-
-def _from_pretrained(part: str, cls: Any, config: PartConfig, **kwargs: Any) -> Any:
-    """`cls.from_pretrained`, with every way it can fail turned into a sentence that names the option."""
-    assert config.pretrained is not None
-    subfolder = subfolder_of(part, config)
-    _refuse_unavailable(part, config)
-    _refuse_unsafe(part, cls, config, subfolder)
-    if cls is transformers.AutoTokenizer:
-        kwargs["trust_remote_code"] = False  # None would ask at the terminal, where one process of many waits for ever
-    try:
-        return cls.from_pretrained(
-            config.pretrained, **{"subfolder": subfolder} if subfolder else {}, revision=config.revision, **kwargs
-        )
-    except Exception as error:  # hostile and damaged files make the libraries raise many kinds
-        where = f"{config.pretrained!r}" + (f", folder {subfolder!r}" if subfolder else "")
-        raise ConfigError(
-            f"model.{part}.pretrained: {where} cannot be loaded as {cls.__name__}: {_first_line(error)}"
-        ) from error
-
-
-def _refuse_unavailable(part: str, config: PartConfig) -> None:
-    assert config.pretrained is not None
-    if problem := hub_problem(config.pretrained, config.revision, f"model.{part}.pretrained"):
-        raise ConfigError(problem)
-
-
-def _refuse_unsafe(part: str, cls: Any, config: PartConfig, subfolder: str | None) -> None:
-    """Settings and indices that a library would follow to other code or other files.
-
-    Of a hub id the settings are looked at; which files its index may name, the hub's client and the flag for
-    safetensors decide.
-    """
-    assert config.pretrained is not None
-    folder = Path(config.pretrained, subfolder or "")
-    problems = folder_settings_problems(folder) if folder.is_dir() else []
-    if not folder.is_dir() and issubclass(cls, PreTrainedModel):
-        settings = _settings(part, cls.config_class.get_config_dict, config, subfolder)[0]
-        problems = list(refused_settings(settings, f"{config.pretrained}/{subfolder or ''}"))
-    if problems:
-        raise ConfigError([f"model.{part}.pretrained: {problem}" for problem in problems])
-
-
-def _settings(part: str, read: Callable[..., Any], config: PartConfig, subfolder: str | None, **kwargs: Any) -> Any:
-    """What a library's `read` gives of a stored config, with every way it can fail turned into a sentence."""
-    _refuse_unavailable(part, config)
-    try:
-        folder = {"subfolder": subfolder} if subfolder else {}
-        return read(config.pretrained, revision=config.revision, **folder, **kwargs)
-    except Exception as error:
-        raise ConfigError(f"model.{part}.pretrained: {config.pretrained!r}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def stable_seed(seed: int, purpose: str) -> int:
-    """A 63-bit seed for one purpose; unlike `hash()` the same in every process."""
-    digest = hashlib.sha256(f"{seed}:{purpose}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
-
-def _construct(part: str, cls: Any, params: Mapping[str, Any]) -> Any:
-    """`cls(**params)`; a transformers model is made from its config class."""
-    if issubclass(cls, PreTrainedModel):
-        config_class: Any = cls.config_class
-        problems = check_params(part, config_class, params)
-        make = lambda: cls(config_class(**params))  # noqa: E731
-    else:
-        problems = check_params(part, cls, params)
-        make = lambda: cls(**params)  # noqa: E731
-    if problems:
-        raise ConfigError(problems)
-    try:
-        return make()
-    except (
-        ValueError,
-        TypeError,
-        RuntimeError,
-        KeyError,
-        AttributeError,
-        ZeroDivisionError,
-        NotImplementedError,
-    ) as error:
-        raise ConfigError(f"model.{part}.params: {cls.__name__} cannot be made from them: {error}") from error
-
-
-def _on_meta(part: str, cls: Any, config: PartConfig) -> Any:
-    """The network without weights, from its stored or given parameters."""
-    with torch.device("meta"):
-        if config.pretrained is None:
-            return _construct(part, cls, config.params)
-        if issubclass(cls, PreTrainedModel):
-            return cls(_from_pretrained(part, cls.config_class, config))
-        subfolder = subfolder_of(part, config)
-        _refuse_unsafe(part, cls, config, subfolder)
-        return _from_settings(part, cls, _settings(part, cls.load_config, config, subfolder))
-
-
-def _from_settings(part: str, cls: Any, stored: Any, **params: Any) -> Any:
-    try:
-        return cls.from_config(stored, **params)
-    except Exception as error:
-        text = f"{cls.__name__} cannot be made from its stored settings: {_first_line(error)}"
-        raise ConfigError(f"model.{part}.pretrained: {text}") from error
-
-
-def load_network(model: ModelConfig, part: str, *, seed: int, meta: bool = False, default: str | None = None) -> Any:
-    """A network in fp32, loaded or randomly initialised from `seed` and the part's name.
-
-    Args:
-        meta: make it without weights, for counting parameters.
-        default: its class, unless `target` names one; None is the part's usual one.
-
-    Raises:
-        ConfigError: naming the option, when it cannot be loaded or made.
-    """
-    return make_network(part, effective_part(model, part), seed=seed, meta=meta, default=default)
-
-
-def make_network(part: str, config: PartConfig, *, seed: int, meta: bool = False, default: str | None = None) -> Any:
-    """As `load_network`, from the part's own settings."""
-    cls: Any = class_of(part, config.target or default)
-    if meta:
-        return _on_meta(part, cls, config)
-    if config.pretrained is not None:
-        network, info = _from_pretrained(
-            part, cls, config, use_safetensors=True, output_loading_info=True, **loaded_as(cls, torch.float32)
-        )
-        _refuse_partial(part, config, sorted(info["missing_keys"]))
-        return network
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(stable_seed(seed, f"init {part}"))
-        return _construct(part, cls, config.params)
-
-
-def loaded_as(cls: type, dtype: torch.dtype) -> dict[str, Any]:
-    """The option of `from_pretrained` for the type of the weights: diffusers before 0.40 knows no `dtype`, and
-    transformers warns of `torch_dtype`."""
-    return {"torch_dtype" if issubclass(cls, diffusers.ModelMixin) else "dtype": dtype}
-
-
-def _refuse_partial(part: str, config: PartConfig, missing: list[str]) -> None:
-    """A tensor that the file lacks would silently start from random numbers."""
-    if missing:
-        raise ConfigError(
-            f"model.{part}.pretrained: {config.pretrained!r} lacks {len(missing)} tensors, e.g. {missing[0]}"
-        )
-
-
-def load_tokenizer(model: ModelConfig, part: str, default: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer; always from files."""
-    return make_tokenizer(part, effective_part(model, part), default)
-
-
-def make_tokenizer(part: str, config: PartConfig, default: str | None = None) -> PreTrainedTokenizerBase:
-    """As `load_tokenizer`, from the part's own settings."""
-    if config.pretrained is None:
-        raise ConfigError(
-            f"model.{part}.pretrained: a folder or hub id is needed; a tokenizer cannot be made from params"
-        )
-    return _from_pretrained(part, class_of(part, config.target or default), config)
-
-
-def load_noise_scheduler(model: ModelConfig, part: str) -> Any:
-    """A diffusers scheduler: stored settings overridden by `params`, or `target(**params)`.
-
-    Its class is `target`, else the one the stored config names if it is on the list, else the part's usual class.
-    """
-    config = effective_part(model, part)
-    cls: Any = class_of(part, config.target)
-    if config.pretrained is None:
-        return _construct(part, cls, config.params)
-    subfolder = subfolder_of(part, config)
-    _refuse_unsafe(part, cls, config, subfolder)
-    stored, _ = _settings(part, cls.load_config, config, subfolder, return_unused_kwargs=True)
-    if config.target is None:
-        cls = class_of(part, stored.get("_class_name"))
-    if problems := check_params(part, cls, config.params):
-        raise ConfigError(problems)
-    return _from_settings(part, cls, stored, **config.params)
-
-
-def stored_scheduler(model: ModelConfig, part: str) -> dict[str, Any] | None:
-    """Settings of the noise scheduler that is stored beside a part's weights; None where there is none."""
-    config = effective_part(model, part)
-    if config.pretrained is None:
-        return None
-    subfolder, root = subfolder_of(part, config), config.pretrained
-    if subfolder is None:  # the part's own folder
-        root, subfolder = str(Path(root).absolute().parent), part
-    beside = PartConfig(pretrained=root, revision=config.revision)
-    name = "noise_scheduler_training"
-    try:
-        cls: Any = class_of(name, None)
-        folder = str(Path(subfolder).parent / _SUBFOLDER[name])
-        stored, _ = _settings(name, cls.load_config, beside, folder, return_unused_kwargs=True)
-    except ConfigError:
-        return None
-    return dict(stored)
-
-
-def load_weights(path: str, part: str, option: str, default: str | None = None) -> dict[str, torch.Tensor]:
-    """Parameters by name of a stored part, fp32.
-
-    Args:
-        path: pipeline folder or hub id, or the part's own folder.
-        option: the config option that named it, for errors.
-        default: the part's class; None is its usual one.
-    """
-    try:
-        network: nn.Module = make_network(part, PartConfig(pretrained=path), seed=0, default=default)
-    except ConfigError as error:
-        raise ConfigError([p.replace(f"model.{part}.pretrained", option) for p in error.problems]) from error
-    return {name: parameter.detach() for name, parameter in network.named_parameters()}
+        return [f"{path}: has no weight_map of tensor to file"]
+    outside = (n for n in set(names.values()) if Path(n).name != n or "\\" in n or not n.endswith(".safetensors"))
+    return [f"{path}: names {name[:80]!r}, which is no *.safetensors file of its folder" for name in sorted(outside)]

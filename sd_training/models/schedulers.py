@@ -1,6 +1,6 @@
-"""diffusers' noise schedulers ↔ the objective: what training reads from one, and what sampling must be told.
+"""diffusers' noise schedulers and the objective: what training reads from one, and how the sampler is configured.
 
-The sampler is written from the objective (design contract 7): whoever loads the exported pipeline samples what was
+The sampler is written from the objective (contract 7), so the exported pipeline samples what was
 trained.
 """
 
@@ -14,19 +14,10 @@ from sd_training.config.model_schema import ModelConfig
 from sd_training.config.objective_schema import ObjectiveConfig, PredictionType, with_preset
 from sd_training.diffusion.noise_schedule import FlowSchedule, NoiseSchedule, SigmaSchedule, discrete_schedule_of
 from sd_training.errors import ConfigError
-from sd_training.models.load import effective_part, load_noise_scheduler, stored_scheduler
-from sd_training.models.registry import class_of
+from sd_training.models.load import class_of, effective_part, load_noise_scheduler, stored_scheduler
 
 # What sampling must share with training; everything else (spacing, order, thresholds) is the sampler's own.
-_TRAINING_KEYS = (
-    "num_train_timesteps",
-    "beta_start",
-    "beta_end",
-    "beta_schedule",
-    "trained_betas",
-    "prediction_type",
-    "rescale_betas_zero_snr",
-)
+_TRAINING_KEYS = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas")
 _SHIFT_KEYS = {
     "base_tokens": "base_image_seq_len",
     "max_tokens": "max_image_seq_len",
@@ -55,7 +46,7 @@ class Schedulers:
 
     @property
     def prediction_type(self) -> PredictionType:
-        """What the denoiser answers."""
+        """What the denoiser predicts."""
         assert self.objective.prediction_type is not None, "load_schedulers fills it in"
         return self.objective.prediction_type
 
@@ -91,7 +82,7 @@ def load_schedulers(
 
 
 def prediction_warning(model: ModelConfig, denoiser: str, prediction: PredictionType) -> str | None:
-    """What to say where pretrained weights answer something else than the run trains; None where they agree.
+    """A warning where pretrained weights predict something else than the run trains; None where they agree.
 
     Args:
         model: options of the model.
@@ -141,12 +132,9 @@ def _resolved(objective: ObjectiveConfig, scheduler: str, config: Mapping[str, A
     resolved = replace(objective, shift=shift, prediction_type=prediction, rescale_betas_zero_snr=zero_snr)
     if prediction != "edm":
         return resolved
-    return _resolved_edm(resolved, objective.sigma_data or float(config.get("sigma_data", 1.0)))
-
-
-def _resolved_edm(objective: ObjectiveConfig, sigma_data: float) -> ObjectiveConfig:
-    """EDM's own density and weighting, where no other is given; P_mean is that of the paper for its σ_data of 0.5."""
-    filled = with_preset(replace(objective, preset="edm", sigma_data=sigma_data))
+    # EDM's own density and weighting, where no other is given; P_mean is that of the paper for its σ_data of 0.5.
+    sigma_data = objective.sigma_data or float(config.get("sigma_data", 1.0))
+    filled = with_preset(replace(resolved, preset="edm", sigma_data=sigma_data))
     density = filled.timestep_density
     if density.name == "log_normal" and density.mean is None:
         density = replace(density, mean=_EDM_LOG_RATIO + math.log(sigma_data))
@@ -186,26 +174,21 @@ def _sampler(
 
 
 def _discrete_sampler(sampler: Any, objective: ObjectiveConfig, config: Mapping[str, Any]) -> Any:
-    settings = {
-        **config,
-        "prediction_type": objective.prediction_type,
-        "rescale_betas_zero_snr": bool(objective.rescale_betas_zero_snr),
-    }
-    agreed = {key: settings[key] for key in _TRAINING_KEYS if key in settings}
+    name, prediction = type(sampler).__name__, objective.prediction_type
+    agreed = {key: config[key] for key in _TRAINING_KEYS if key in config}
+    agreed |= {"prediction_type": prediction, "rescale_betas_zero_snr": bool(objective.rescale_betas_zero_snr)}
     if objective.rescale_betas_zero_snr:
         if "rescale_betas_zero_snr" not in sampler.config:
             raise ConfigError(
-                f"model.noise_scheduler_inference: {type(sampler).__name__} cannot sample a zero-terminal-SNR model; "
-                "use DDIMScheduler or EulerDiscreteScheduler"
+                f"model.noise_scheduler_inference: {name} cannot sample a zero-terminal-SNR model; use DDIMScheduler "
+                "or EulerDiscreteScheduler"
             )
         # Only trailing spacing starts at the true last step (Lin et al. 2023, section 3.3).
         agreed["timestep_spacing"] = "trailing"
-    name = type(sampler).__name__
-    no_sample = objective.prediction_type == "sample" and name in ("PNDMScheduler", "EulerAncestralDiscreteScheduler")
+    no_sample = prediction == "sample" and name in ("PNDMScheduler", "EulerAncestralDiscreteScheduler")
     if "prediction_type" not in sampler.config or name.startswith("EDM") or no_sample:
         raise ConfigError(
-            f"model.noise_scheduler_inference: {type(sampler).__name__} cannot sample "
-            f"prediction_type={objective.prediction_type}; use DDIMScheduler"
+            f"model.noise_scheduler_inference: {name} cannot sample prediction_type={prediction}; use DDIMScheduler"
         )
     known = {key: value for key, value in agreed.items() if key in sampler.config}
     return type(sampler).from_config(sampler.config, **known)

@@ -1,11 +1,11 @@
-"""Captions → hidden states and pooled vector, for any text encoder or decoder of transformers.
+"""Hidden states and pooled vectors of captions, from any text encoder or decoder of transformers.
 
-The trainer and the pipelines call the same functions, so that what is sampled is what was trained.
+The trainer and the pipeline call the same functions, so that sampling sees the conditioning of the training.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sd_training.config.help import suggest
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError
+from sd_training.types import Conditioning
 
 POOLINGS = ("none", "eos", "mean", "projection")
 """none · eos: state of the end-of-text token · mean: mean of the unmasked tokens · projection: CLIP's `text_embeds`."""
@@ -34,11 +35,11 @@ class TextOptions:
     apply_final_norm: bool = True
     """Whether the states go through the encoder's final norm. Encoders whose layers end in a norm have none."""
     pooling: str = "none"
-    """One of `POOLINGS`. Pooled vectors are always taken from the last layer with its norm, whatever `layer` says."""
+    """One of `POOLINGS`. Pooled vectors are always taken from the last layer with its norm, whatever `layer` is."""
     max_tokens: int = 77
-    """L: captions are cut and padded to this many tokens."""
+    """L: captions are truncated and padded to this many tokens."""
     use_mask: bool = True
-    """Whether encoder and denoiser are told which tokens are padding. Stable Diffusion's CLIP is not."""
+    """Whether encoder and denoiser get a mask of the padding. Stable Diffusion's CLIP does not."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -70,25 +71,9 @@ class TextOptions:
             raise ConfigError(problems)
         return cls(**values)
 
-    def to_mapping(self) -> dict[str, Any]:
-        """The options as a config stores them."""
-        return asdict(self)
-
-
-@dataclass
-class TextStates:
-    """What all text encoders of a model say about a batch of captions."""
-
-    states: list[Tensor] = field(default_factory=list)
-    """[B, L_i, D_i] for each encoder that gives states."""
-    masks: list[Tensor | None] = field(default_factory=list)
-    """[B, L_i] bool beside each of `states`, True for tokens of the caption; None where padding counts as text."""
-    pooled: Tensor | None = None
-    """[B, P]: the pooled vectors side by side; None when no encoder pools."""
-
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, captions: Sequence[str], max_tokens: int) -> tuple[Tensor, Tensor]:
-    """Token ids and mask, cut and filled up to `max_tokens` as training does.
+    """Token ids and mask, truncated and padded to `max_tokens` as training does.
 
     Returns:
         [B, L] int64 ids and [B, L] bool, True for tokens of the caption.
@@ -104,7 +89,7 @@ def encode_texts(
     tokens: Sequence[Tensor],
     masks: Sequence[Tensor],
     options: Sequence[TextOptions],
-) -> TextStates:
+) -> Conditioning:
     """States and pooled vectors of every encoder; the four sequences run over the encoders.
 
     Args:
@@ -114,7 +99,7 @@ def encode_texts(
     Raises:
         ConfigError: as `encode_tokens`.
     """
-    result, pooled = TextStates(), []
+    result, pooled = Conditioning([]), []
     for encoder, ids, given, option in zip(encoders, tokens, masks, options, strict=True):
         mask = given if option.use_mask else None
         layer = -1 if option.layer is None else option.layer
@@ -156,40 +141,36 @@ def encode_tokens(
     """
     if pooling not in POOLINGS:
         raise ConfigError(f"pooling: {pooling!r} is not one of {', '.join(POOLINGS)}")
-    network = _without_head(encoder, pooling)
-    attention_mask = None if mask is None else mask.long()
-    with _final_norm_calls(network) as calls:
-        output = network(input_ids=tokens, attention_mask=attention_mask, output_hidden_states=layer != -1)
-    last = output.last_hidden_state
-    norm, before_norm = _final_norm(calls, last)
-    if layer == -1:
-        states = last if apply_final_norm else before_norm
-    else:
-        chosen = _layer(encoder, output.hidden_states, layer)
-        states = norm(chosen) if apply_final_norm else chosen
-    if mask is not None:
-        states, last = (x.masked_fill(~mask[..., None], 0.0) for x in (states, last))
-    return states, _pool(encoder, output, last, tokens, mask, pooling)
-
-
-def _without_head(encoder: PreTrainedModel, pooling: str) -> PreTrainedModel:
-    """The part that makes the hidden states."""
     if pooling == "projection" and not hasattr(encoder, "text_projection"):
         raise ConfigError(
             f"pooling: projection, but {type(encoder).__name__} has none; use CLIPTextModelWithProjection, eos or mean"
         )
+    network = encoder
     if getattr(encoder.config, "is_encoder_decoder", False):
-        return encoder.get_encoder()
-    return encoder if encoder.get_output_embeddings() is None else encoder.base_model
-
-
-def _layer(encoder: PreTrainedModel, hidden_states: Sequence[Tensor], layer: int) -> Tensor:
-    if not -len(hidden_states) <= layer < 0:
-        raise ConfigError(
-            f"layer: {layer}, but {type(encoder).__name__} has layers -1 to {1 - len(hidden_states)} "
-            f"and its embeddings at {-len(hidden_states)}"
-        )
-    return hidden_states[layer]
+        network = encoder.get_encoder()
+    elif encoder.get_output_embeddings() is not None:
+        network = encoder.base_model
+    attention_mask = None if mask is None else mask.long()
+    with _final_norm_calls(network) as calls:
+        output = network(input_ids=tokens, attention_mask=attention_mask, output_hidden_states=layer != -1)
+    last = output.last_hidden_state
+    # The norm that made `last`, and its input; there is none where the layers end in norms of their own.
+    made = (call[:2] for call in reversed(calls) if call[2].shape == last.shape)
+    norm, before_norm = next(made, (nn.Identity(), last))
+    if layer == -1:
+        states = last if apply_final_norm else before_norm
+    else:
+        count = len(output.hidden_states)
+        if not -count <= layer < 0:
+            raise ConfigError(
+                f"layer: {layer}, but {type(encoder).__name__} has layers -1 to {1 - count} and its embeddings at "
+                f"{-count}"
+            )
+        states = output.hidden_states[layer]
+        states = norm(states) if apply_final_norm else states
+    if mask is not None:
+        states, last = (x.masked_fill(~mask[..., None], 0.0) for x in (states, last))
+    return states, _pool(encoder, output, last, tokens, mask, pooling)
 
 
 @contextmanager
@@ -214,14 +195,6 @@ def _final_norm_calls(network: nn.Module) -> Iterator[list[tuple[nn.Module, Tens
             hook.remove()
 
 
-def _final_norm(calls: Sequence[tuple[nn.Module, Tensor, Tensor]], last: Tensor) -> tuple[nn.Module, Tensor]:
-    """The norm that made `last`, and what it was given; no norm when the layers end in norms of their own."""
-    for module, before, after in reversed(calls):
-        if after.shape == last.shape:
-            return module, before
-    return nn.Identity(), last
-
-
 def _pool(
     encoder: PreTrainedModel, output: Any, last: Tensor, tokens: Tensor, mask: Tensor | None, pooling: str
 ) -> Tensor | None:
@@ -230,25 +203,16 @@ def _pool(
         return None
     if pooling == "projection":
         return output.text_embeds
+    rows = torch.arange(len(last), device=last.device)
     if pooling == "eos" and encoder.config.model_type == "clip_text_model":
-        return _at(last, _clip_end(tokens, encoder.config.eos_token_id))
+        # The first end-of-text token, as it also pads. Old configs say 2, which their vocabularies do not mean: there
+        # the end is the highest id.
+        end = encoder.config.eos_token_id
+        return last[rows, tokens.argmax(dim=1) if end == 2 else (tokens == end).int().argmax(dim=1)]
     if mask is None:
         raise ConfigError(
             f"pooling: {pooling} of {type(encoder).__name__} needs use_mask=true, else padding counts as text"
         )
     if pooling == "mean":
         return last.sum(dim=1) / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    places = torch.arange(mask.shape[1], device=mask.device)
-    return _at(last, (places * mask).argmax(dim=1))
-
-
-def _clip_end(tokens: Tensor, end: int) -> Tensor:
-    """[B] place of CLIP's end-of-text token: the first one, as it also pads.
-
-    Old configs say 2, which no vocabulary of theirs means: there the end is the highest id.
-    """
-    return tokens.argmax(dim=1) if end == 2 else (tokens == end).int().argmax(dim=1)
-
-
-def _at(states: Tensor, places: Tensor) -> Tensor:
-    return states[torch.arange(len(states), device=states.device), places]
+    return last[rows, (torch.arange(mask.shape[1], device=mask.device) * mask).argmax(dim=1)]

@@ -1,6 +1,6 @@
-"""The norm of all gradients, and clipping by it, for whole tensors and for tensors cut into blocks.
+"""Gradients before a step: their norm, clipping, and skipping the whole step where one is not finite.
 
-Skipping the whole step of a non-finite gradient, for optimizers that cannot do it on the device.
+The norm is taken over full tensors, whether parameters are replicated or sharded (DTensor).
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Euclidean norm over all gradients, the same on every process; nothing is read on the host.
 
     Args:
-        gradients: averaged over processes; those cut into blocks may be cut over different meshes.
+        gradients: averaged over processes; DTensors may have different meshes.
     """
     groups: dict[object, list[Tensor]] = {}
     for gradient in gradients:
@@ -32,7 +32,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     norm = gradient_norm(p.grad for p in trained if p.grad is not None)
     if max_norm is not None:
-        # Blocks of different meshes cannot be scaled in one call, the local tensors can.
+        # DTensors of different meshes cannot be scaled in one call, their local tensors can.
         plain = [nn.Parameter(_local(p), requires_grad=False) for p in trained]
         for stand_in, parameter in zip(plain, trained, strict=True):
             assert parameter.grad is not None
@@ -64,7 +64,7 @@ class SkippingOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Taken away, because torch's own optimizers refuse to run beside a flag that they do not read.
+        # Removed, because torch's own optimizers refuse to run with a flag that they do not read.
         found_inf = self.__dict__.pop("found_inf", None)
         if found_inf is None or not found_inf.item():
             with torch.no_grad():

@@ -1,14 +1,7 @@
-"""Optimizers by name.
+"""Optimizers by name, as one call: parameter groups, then the optimizer over them.
 
-Lion (Chen et al. 2023, arXiv:2302.06675) from lion-pytorch, with few kernels for all tensors.
-
-AdamW with 8-bit state (Dettmers et al. 2022, arXiv:2110.02861) from bitsandbytes.
-
-AdamW on bf16 weights that loses no small updates: fp32 arithmetic, then rounding at random without bias.
-
-Muon for hidden matrices and AdamW for everything else, as one optimizer.
-
-Parameter groups: what is trained at which share of the learning rate, with or without weight decay.
+Every optimizer skips the whole step of a non-finite gradient (`gradients.py`). Three are this project's own: AdamW with
+stochastic rounding of bf16 weights, Muon with AdamW beside it, and thin subclasses that repair a library's optimizer.
 """
 
 import importlib
@@ -27,60 +20,109 @@ from sd_training.config.schema import OptimizerConfig
 from sd_training.errors import ConfigError
 from sd_training.optim.gradients import SkippingOptimizer, skipping
 
+Group: TypeAlias = dict[str, Any]
+_FROM_OPTIONS = ("lr_factor", "weight_decay", "betas", "eps", "momentum", "d_coef")
+"""What a group takes from the run's options instead of a checkpoint."""
 
-def lion(library: Any) -> Any:
-    """`Lion` as a class that skips marked steps and parts without a gradient.
+
+def make_optimizer(
+    config: OptimizerConfig,
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    *,
+    learning_rate: float,
+    fused: bool,
+    seed: int = 0,
+    is_offloaded: bool = False,
+) -> torch.optim.Optimizer:
+    """The optimizer that `config` describes, over every trained part.
+
+    The caller sets `group["lr"] = peak × schedule(step) × group["lr_factor"]` before each step; a checkpoint does not
+    override the options. It marks a non-finite gradient by setting the float tensor `optimizer.found_inf`,
+    from inside the closure that `step` calls: the whole step is then skipped. Fused AdamW reads the flag on the device;
+    for all other optimizers the host reads it, once per step.
 
     Args:
-        library: the module `lion_pytorch.foreach`.
-    """
-
-    class Lion(SkippingOptimizer, library.Lion):
-        """The library's own step fails on a group without any gradient."""
-
-        def update(self) -> None:
-            every = self.param_groups
-            self.param_groups = [group for group in every if any(p.grad is not None for p in group["params"])]
-            try:
-                library.Lion.step(self)
-            finally:
-                self.param_groups = every
-
-    return Lion
-
-
-def require_cuda() -> None:
-    """8-bit kernels are made for GPUs; on the CPU they would be many times slower than fp32 ones.
+        config: checked by `config.check`.
+        named_parameters: what is trained; names begin with the part: `denoiser.…`, `text_encoder.…`.
+        learning_rate: peak learning rate.
+        fused: AdamW in one kernel for all tensors. Not with a gradient scaler: the fused kernel unscales by itself,
+            after the gradient was clipped.
+        seed: of stochastic rounding.
+        is_offloaded: AdamW as DeepSpeed's vectorised code for CPUs, which DeepSpeed requires for state in CPU memory.
 
     Raises:
-        ConfigError: there is no CUDA device.
+        ConfigError: the package of the optimizer is not installed, or it cannot update these weights.
     """
-    if not torch.cuda.is_available():
-        raise ConfigError("optimizer.name: adamw_8bit needs a CUDA device, and there is none; use optimizer.name=adamw")
+    groups = _by_mesh(parameter_groups(config, named_parameters, learning_rate))
+    optimizer = _deepspeed_cpu_adamw(config, groups) if is_offloaded else _make(config, groups, fused, seed)
+    # A resumed run follows its options, as it does for the learning rate.
+    own = [{key: group[key] for key in _FROM_OPTIONS if key in group} for group in optimizer.param_groups]
+    optimizer.register_load_state_dict_post_hook(partial(_set_options, own))
+    return optimizer
 
 
-def eight_bit_adamw(library: Any) -> Any:
-    """`AdamW8bit` as a class that skips marked steps and calls the hooks of `load_state_dict`.
-
-    Args:
-        library: the module `bitsandbytes.optim`.
-    """
-
-    class AdamW8bit(SkippingOptimizer, library.AdamW8bit):
-        """The library's own loading calls no hooks."""
-
-        def update(self) -> None:
-            library.AdamW8bit.step(self)
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            super().load_state_dict(state_dict)
-            for hook in self._optimizer_load_state_dict_post_hooks.values():
-                hook(self)
-
-    return AdamW8bit
+def _set_options(own: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+    for group, options in zip(optimizer.param_groups, own, strict=True):
+        group.update(options)
 
 
-Group: TypeAlias = dict[str, Any]
+def _make(config: OptimizerConfig, groups: list[Group], fused: bool, seed: int) -> torch.optim.Optimizer:
+    params = config.params
+    adam: dict[str, Any] = {"betas": (params.beta1, params.beta2), "eps": params.epsilon}
+    # Where `lr` is given, the library only checks it: every group has its own.
+    match config.name:
+        case "adamw" if config.stochastic_rounding:
+            _check_dtypes(groups)
+            return StochasticRoundingAdamW(groups, seed=seed, fused=fused, **adam)
+        case "adamw":
+            return (torch.optim.AdamW if fused else skipping(torch.optim.AdamW))(groups, fused=fused, **adam)
+        case "muon":
+            return MuonWithAdamW(groups, momentum=params.momentum, fused=fused, **adam)
+        case "adamw_8bit":
+            if not torch.cuda.is_available():
+                raise ConfigError(
+                    "optimizer.name: adamw_8bit needs a CUDA device, and there is none; use optimizer.name=adamw"
+                )
+            return _eight_bit_adamw(_module("bitsandbytes.optim", config.name, "bitsandbytes"))(groups, **adam)
+        case "adafactor":
+            # Shazeer & Stern 2018 (arXiv:1804.04235) with the paper's constants, except that the schedule alone gives
+            # the learning rate: neither the paper's 1/√t nor the size of the weight scales it.
+            adafactor = skipping(importlib.import_module("transformers.optimization").Adafactor)
+            return adafactor(groups, lr=1.0, relative_step=False, scale_parameter=False, warmup_init=False)
+        case "lion":
+            library = _module("lion_pytorch.foreach", config.name, "lion-pytorch")
+            return _lion(library)(groups, lr=1.0, betas=adam["betas"])
+        case "prodigy":
+            # Mishchenko & Defazio 2023 (arXiv:2306.06101, algorithm 4) with what its authors advise for diffusion
+            # models and warm-ups: bias correction, and a distance estimate that a small learning rate does not inflate.
+            prodigy = skipping(_module("prodigyopt", config.name, "prodigyopt").Prodigy)
+            advice = {"use_bias_correction": True, "safeguard_warmup": True}
+            return prodigy(groups, lr=1.0, d0=params.d0, d_coef=params.d_coef, **advice, **adam)
+        case "schedule_free_adamw":
+            optimizer = skipping(_module("schedulefree", config.name, "schedulefree").AdamWScheduleFree)(groups, **adam)
+            optimizer.train()
+            return optimizer
+
+
+def _deepspeed_cpu_adamw(config: OptimizerConfig, groups: list[Group]) -> torch.optim.Optimizer:
+    """Compiled by g++ at its first use."""
+    library, params = _module("deepspeed.ops.adam", config.name, "deepspeed"), config.params
+    optimizer: torch.optim.Optimizer = library.DeepSpeedCPUAdam(
+        groups, betas=(params.beta1, params.beta2), eps=params.epsilon, adamw_mode=True
+    )
+    return optimizer
+
+
+def _module(module: str, name: str, package: str) -> Any:
+    """A library that only one optimizer needs."""
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:  # a compiled library may not fit to the machine
+        raise ConfigError(
+            f"optimizer.name: {name} needs the package {package}, which cannot be imported ({error}); "
+            f"pip install {package}, or use optimizer.name=adamw"
+        ) from error
+
 
 _AT_THE_ENDS = re.compile(
     r"(^|\.)[^.]*embed[^.]*\.|(^|\.)conv_(in|out)\.|^[^.]+\.(proj_(in|out)[^.]*|final_layer|lm_head)\."
@@ -122,7 +164,11 @@ def parameter_groups(
                 "is_matrix": is_matrix,
             }
         groups[key]["params"].append(parameter)
-    _check_parts(config, {part for part, _, _ in groups})
+    parts = {part for part, _, _ in groups}
+    if unknown := sorted(set(config.rates_by_part) - parts):
+        raise ConfigError(
+            f"optimizer.rates_by_part: {', '.join(unknown)} is not trained; trained parts: {', '.join(sorted(parts))}"
+        )
     return list(groups.values())
 
 
@@ -138,16 +184,8 @@ def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
     return is_weight and min(parameter.shape[:2]) > 1 and not _AT_THE_ENDS.search(name)
 
 
-def _check_parts(config: OptimizerConfig, parts: set[str]) -> None:
-    unknown = sorted(set(config.rates_by_part) - parts)
-    if unknown:
-        raise ConfigError(
-            f"optimizer.rates_by_part: {', '.join(unknown)} is not trained; trained parts: {', '.join(sorted(parts))}"
-        )
-
-
-def by_mesh(groups: Iterable[Group]) -> list[Group]:
-    """Groups of parameters that one kernel can update: those that tensor parallelism cuts lie over other processes."""
+def _by_mesh(groups: Iterable[Group]) -> list[Group]:
+    """Groups of parameters that one kernel can update: those that tensor parallelism shards have another mesh."""
     split: list[Group] = []
     for group in groups:
         parts: dict[object, list[nn.Parameter]] = {}
@@ -159,33 +197,6 @@ def by_mesh(groups: Iterable[Group]) -> list[Group]:
 
 
 _MAX_COPIED_ELEMENTS = 2**26  # fp32 copies that live at once: 256 MiB of weights, as much of gradients
-
-
-def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
-    """fp32 to one of the two neighbouring bf16 values, with probabilities that keep the mean (Gupta et al. 2015,
-    arXiv:1502.02551, section 3).
-
-    Args:
-        values: fp32, any shape. What bf16 can hold, infinities and NaN are kept.
-        generator: of the device of `values`.
-
-    Returns:
-        bf16, the same shape.
-    """
-    # bf16 is the upper half of fp32: a uniform draw added to the lower half carries as often as the value is near
-    # the upper neighbour.
-    bits = values.contiguous().view(torch.int32)
-    draws = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
-    rounded = ((bits + draws) & -0x10000).view(torch.float32)
-    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
-
-
-def rounding_generator(seed: int, step: int, device: torch.device) -> torch.Generator:
-    """The generator of one optimizer step: the same on every rank, so that replicas stay equal."""
-    key = np.random.SeedSequence([seed % 2**64, step]).generate_state(
-        1, np.uint32
-    )  # torch's CPU generator reads 32 bits
-    return torch.Generator(device).manual_seed(int(key[0]))
 
 
 class StochasticRoundingAdamW(SkippingOptimizer):
@@ -252,6 +263,41 @@ def _chunks(weights: list[Tensor]) -> Iterator[list[Tensor]]:
         yield chunk
 
 
+def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
+    """fp32 to one of the two neighbouring bf16 values, with probabilities that keep the mean (Gupta et al. 2015,
+    arXiv:1502.02551, section 3).
+
+    Args:
+        values: fp32, any shape. What bf16 can hold, infinities and NaN are kept.
+        generator: of the device of `values`.
+
+    Returns:
+        bf16, the same shape.
+    """
+    # bf16 is the upper half of fp32: a uniform draw added to the lower half carries as often as the value is near
+    # the upper neighbour.
+    bits = values.contiguous().view(torch.int32)
+    draws = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
+    rounded = ((bits + draws) & -0x10000).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
+
+
+def rounding_generator(seed: int, step: int, device: torch.device) -> torch.Generator:
+    """The generator of one optimizer step: the same on every rank, so that replicas stay equal."""
+    key = np.random.SeedSequence([seed % 2**64, step]).generate_state(1, np.uint32)  # torch's CPU generator: 32 bits
+    return torch.Generator(device).manual_seed(int(key[0]))
+
+
+def _check_dtypes(groups: list[Group]) -> None:
+    dtypes = {weight.dtype for group in groups for weight in group["params"]}
+    if torch.bfloat16 not in dtypes or not dtypes <= {torch.bfloat16, torch.float32}:
+        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ConfigError(
+            f"optimizer.stochastic_rounding: is true, but the trained weights are {found}; it rounds bfloat16 weights, "
+            "fp32 weights need none: set it to false"
+        )
+
+
 class MuonWithAdamW(SkippingOptimizer):
     """Groups with `is_matrix` go to `torch.optim.Muon`, the others to `torch.optim.AdamW`.
 
@@ -274,7 +320,8 @@ class MuonWithAdamW(SkippingOptimizer):
         placeholder = [torch.zeros(1, 1)]
         self._muon = torch.optim.Muon(placeholder, momentum=momentum, adjust_lr_fn="match_rms_adamw")
         self._adamw = torch.optim.AdamW(placeholder, betas=betas, eps=eps, fused=fused)
-        super().__init__([{**self._defaults(group), **group} for group in groups], {})
+        defaults = {True: self._muon.defaults, False: self._adamw.defaults}
+        super().__init__([{**defaults[group["is_matrix"]], **group} for group in groups], {})
 
     def update(self) -> None:
         """One step of both."""
@@ -284,9 +331,6 @@ class MuonWithAdamW(SkippingOptimizer):
         self._adamw.param_groups = [group for group in self.param_groups if not group["is_matrix"]]
         self._adamw.state = self.state
         self._adamw.step()
-
-    def _defaults(self, group: Group) -> dict[str, Any]:
-        return (self._muon if group["is_matrix"] else self._adamw).defaults
 
     def _update_matrices(self, group: Group) -> None:
         """Views are made anew at every step: weights may have moved or changed their layout since the last one."""
@@ -303,128 +347,35 @@ class MuonWithAdamW(SkippingOptimizer):
                 weight.copy_(matrix.view(weight.shape))
 
 
-_FROM_OPTIONS = ("lr_factor", "weight_decay", "betas", "eps", "momentum", "d_coef")
-"""What a group takes from the options of today instead of a checkpoint."""
+def _lion(library: Any) -> Any:
+    """Lion (Chen et al. 2023, arXiv:2302.06675) from lion-pytorch, with few kernels for all tensors."""
+
+    class Lion(SkippingOptimizer, library.Lion):
+        """The library's own step fails on a group without any gradient."""
+
+        def update(self) -> None:
+            every = self.param_groups
+            self.param_groups = [group for group in every if any(p.grad is not None for p in group["params"])]
+            try:
+                library.Lion.step(self)
+            finally:
+                self.param_groups = every
+
+    return Lion
 
 
-def make_optimizer(
-    config: OptimizerConfig,
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    *,
-    learning_rate: float,
-    fused: bool,
-    seed: int = 0,
-    is_offloaded: bool = False,
-) -> torch.optim.Optimizer:
-    """The optimizer that `config` describes, over every trained part.
+def _eight_bit_adamw(library: Any) -> Any:
+    """AdamW with 8-bit state (Dettmers et al. 2022, arXiv:2110.02861) from bitsandbytes."""
 
-    The caller sets `group["lr"] = peak × schedule(step) × group["lr_factor"]` before each step; a checkpoint does not
-    override what the options say. It marks a non-finite gradient by setting the float tensor `optimizer.found_inf`,
-    from inside the closure that `step` calls: the whole step is then skipped. Fused AdamW reads the flag on the device;
-    for all other optimizers the host reads it, once per step.
+    class AdamW8bit(SkippingOptimizer, library.AdamW8bit):
+        """The library's own loading calls no hooks."""
 
-    Args:
-        config: checked by `config.check`.
-        named_parameters: what is trained; names begin with the part: `denoiser.…`, `text_encoder.…`.
-        learning_rate: peak learning rate.
-        fused: AdamW in one kernel for all tensors. Not with a gradient scaler: the fused kernel unscales by itself,
-            after the gradient was clipped.
-        seed: of stochastic rounding.
-        is_offloaded: AdamW as DeepSpeed's vectorised code for CPUs, which DeepSpeed wants for state in CPU memory.
+        def update(self) -> None:
+            library.AdamW8bit.step(self)
 
-    Raises:
-        ConfigError: the package of the optimizer is not installed, or it cannot update these weights.
-    """
-    groups = by_mesh(parameter_groups(config, named_parameters, learning_rate))
-    optimizer = _deepspeed_cpu_adamw(config, groups) if is_offloaded else _make(config, groups, fused, seed)
-    # A resumed run follows its options, as it does for the learning rate.
-    own = [{key: group[key] for key in _FROM_OPTIONS if key in group} for group in optimizer.param_groups]
-    optimizer.register_load_state_dict_post_hook(partial(_set_options, own))
-    return optimizer
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            super().load_state_dict(state_dict)
+            for hook in self._optimizer_load_state_dict_post_hooks.values():
+                hook(self)
 
-
-def _make(config: OptimizerConfig, groups: list[Group], fused: bool, seed: int) -> torch.optim.Optimizer:
-    params = config.params
-    adam: dict[str, Any] = {"betas": (params.beta1, params.beta2), "eps": params.epsilon}
-    match config.name:
-        case "adamw" if config.stochastic_rounding:
-            _check_dtypes(groups)
-            return StochasticRoundingAdamW(groups, seed=seed, fused=fused, **adam)
-        case "adamw":
-            return (torch.optim.AdamW if fused else skipping(torch.optim.AdamW))(groups, fused=fused, **adam)
-        case "muon":
-            return MuonWithAdamW(groups, momentum=params.momentum, fused=fused, **adam)
-        case "adamw_8bit":
-            require_cuda()
-            library = _module("bitsandbytes.optim", config.name, "bitsandbytes")
-            return eight_bit_adamw(library)(groups, **adam)
-        case "adafactor":
-            return _adafactor(groups)
-        case "lion":
-            library = _module("lion_pytorch.foreach", config.name, "lion-pytorch")
-            # The default rate is only checked: every group has its own.
-            return lion(library)(groups, lr=1.0, betas=adam["betas"])
-        case "prodigy":
-            return _prodigy(groups, config, adam)
-        case "schedule_free_adamw":
-            optimizer = skipping(_module("schedulefree", config.name, "schedulefree").AdamWScheduleFree)(groups, **adam)
-            optimizer.train()
-            return optimizer
-
-
-def _deepspeed_cpu_adamw(config: OptimizerConfig, groups: list[Group]) -> torch.optim.Optimizer:
-    """Compiled by g++ at its first use."""
-    library = _module("deepspeed.ops.adam", config.name, "deepspeed")
-    params = config.params
-    optimizer: torch.optim.Optimizer = library.DeepSpeedCPUAdam(
-        groups, betas=(params.beta1, params.beta2), eps=params.epsilon, adamw_mode=True
-    )
-    return optimizer
-
-
-def _adafactor(groups: list[Group]) -> torch.optim.Optimizer:
-    """Adafactor (Shazeer & Stern 2018, arXiv:1804.04235) with the paper's constants, except that the learning rate is
-    the schedule's alone: neither the paper's 1/√t nor the size of the weight scales it."""
-    adafactor = importlib.import_module("transformers.optimization").Adafactor
-    return skipping(adafactor)(groups, lr=1.0, relative_step=False, scale_parameter=False, warmup_init=False)
-
-
-def _prodigy(groups: list[Group], config: OptimizerConfig, adam: dict[str, Any]) -> torch.optim.Optimizer:
-    """Prodigy (Mishchenko & Defazio 2023, arXiv:2306.06101, algorithm 4) with what its authors advise for diffusion
-    models and warm-ups: bias correction, and a distance estimate that a small learning rate does not inflate."""
-    prodigy = _module("prodigyopt", config.name, "prodigyopt").Prodigy
-    return skipping(prodigy)(
-        groups,
-        lr=1.0,
-        d0=config.params.d0,
-        d_coef=config.params.d_coef,
-        use_bias_correction=True,
-        safeguard_warmup=True,
-        **adam,
-    )
-
-
-def _module(module: str, name: str, package: str) -> Any:
-    """A library that only one optimizer needs."""
-    try:
-        return importlib.import_module(module)
-    except (ImportError, OSError, RuntimeError) as error:  # a compiled library may not fit to the machine
-        raise ConfigError(
-            f"optimizer.name: {name} needs the package {package}, which cannot be imported ({error}); "
-            f"pip install {package}, or use optimizer.name=adamw"
-        ) from error
-
-
-def _check_dtypes(groups: list[Group]) -> None:
-    dtypes = {weight.dtype for group in groups for weight in group["params"]}
-    if torch.bfloat16 not in dtypes or not dtypes <= {torch.bfloat16, torch.float32}:
-        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise ConfigError(
-            f"optimizer.stochastic_rounding: is true, but the trained weights are {found}; it rounds bfloat16 weights, "
-            "fp32 weights need none: set it to false"
-        )
-
-
-def _set_options(own: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    for group, options in zip(optimizer.param_groups, own, strict=True):
-        group.update(options)
+    return AdamW8bit

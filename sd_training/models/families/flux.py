@@ -14,26 +14,26 @@ from sd_training.models.family import FLOW_ONLY, Family, attention_plan, mlp_pla
 from sd_training.types import Conditioning, NoisedBatch, PixelBatch
 
 T5_TOKENS = 512
-"""What the pipeline gives T5 unless asked for fewer."""
+"""Default of the pipeline."""
 PATCH = 2
 """Latent cells along one side of a packed token."""
 PIPELINE_TIMESTEPS = 1000
-"""What the pipeline divides timesteps by, whatever its scheduler says."""
+"""The pipeline divides timesteps by this, whatever its scheduler."""
 DISTILLED_GUIDANCE = 1.0
-"""What a guidance-distilled transformer is told while it is trained: no guidance."""
+"""Guidance input of a guidance-distilled transformer in training: none."""
 
 
 class Flux(Family):
     """Rectified flow on tokens of 2 × 2 latent cells; positions are (0, row, column)."""
 
     name = "flux"
+    pipeline_class = FluxPipeline
     denoiser_part = "transformer"
     block_classes = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     predictions = FLOW_ONLY
     text_classes: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIPTextModel", "text_encoder_2": "T5EncoderModel"}
     text_lengths: ClassVar[Mapping[str, int]] = {"text_encoder_2": T5_TOKENS}
     classes: ClassVar[Mapping[str, str]] = {
-        "text_encoder_2": "T5EncoderModel",
         "tokenizer_2": "T5TokenizerFast",
         "transformer": "FluxTransformer2DModel",
     }
@@ -70,33 +70,22 @@ class Flux(Family):
         attention = attention_plan(block, ("attn",), size, head_axis=2)
         return attention | mlp_plan(block, ("ff.net.0.proj", "ff_context.net.0.proj"), ("ff.net.2", "ff_context.net.2"))
 
-    def pipeline(self) -> FluxPipeline:
-        """As `Family.pipeline`."""
-        return FluxPipeline(**self.parts, scheduler=self.schedulers.sampler)
-
-    def blank_conditioning(self, count: int, device: torch.device) -> Conditioning:
-        """As `Family.blank_conditioning`."""
-        config = self.denoiser.config
-        return Conditioning(
-            [torch.zeros(count, T5_TOKENS, config.joint_attention_dim, device=device)],
-            pooled=torch.zeros(count, config.pooled_projection_dim, device=device),
-        )
+    def text_shape(self) -> tuple[int, int, int]:
+        """As `Family.text_shape`."""
+        return T5_TOKENS, self.denoiser.config.joint_attention_dim, self.denoiser.config.pooled_projection_dim
 
     def fit_problems(self) -> list[str]:
         """As `Family.fit_problems`."""
         config, clip, t5 = self.denoiser.config, self.parts["text_encoder"].config, self.parts["text_encoder_2"].config
-        channels = self.vae.config.latent_channels * PATCH**2
         if sum(config.axes_dims_rope) != config.attention_head_dim:
             return [
                 f"model.transformer.params.axes_dims_rope: {list(config.axes_dims_rope)} must add up to "
                 f"attention_head_dim, {config.attention_head_dim}"
             ]
         return [
-            *self._width_problem("in_channels", config.in_channels, channels, "packed latents are"),
-            *self._width_problem("joint_attention_dim", config.joint_attention_dim, t5.d_model, "text_encoder_2 is"),
-            *self._width_problem(
-                "pooled_projection_dim", config.pooled_projection_dim, clip.hidden_size, "text_encoder is"
-            ),
+            *self._width_problem("in_channels", self.vae.config.latent_channels * PATCH**2, "packed latents are"),
+            *self._width_problem("joint_attention_dim", t5.d_model, "text_encoder_2 is"),
+            *self._width_problem("pooled_projection_dim", clip.hidden_size, "text_encoder is"),
             *self._vocabulary_problems(),
         ]
 

@@ -1,7 +1,7 @@
 """The project's own MMDiT with rotary positions: any text encoders of transformers, listed in the config."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from sd_training.config.model_schema import ModelConfig, PartConfig, TextEncoderEntry
+from sd_training.config.model_schema import ModelConfig, PartConfig
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError
 from sd_training.models.families.mmdit_pipeline import MMDiTRopePipeline
@@ -26,6 +26,7 @@ class MMDiT(Family):
     """Rectified flow; text of every encoder with its own mask, pooled vectors side by side."""
 
     name = "mmdit_rope"
+    pipeline_class = MMDiTRopePipeline
     denoiser_part = "transformer"
     block_classes = ("JointBlock",)
     predictions = FLOW_ONLY
@@ -33,8 +34,33 @@ class MMDiT(Family):
 
     @classmethod
     def listed_parts(cls, model: ModelConfig, index: Mapping[str, Any], *, seed: int, meta: bool) -> dict[str, Any]:
-        """Text encoders and their options, from the list; of a stored pipeline only the options are no parts."""
-        return {OPTIONS: index.get(OPTIONS, {})} if index else load_text_encoders(model, seed=seed, meta=meta)
+        """Text encoders, tokenizers and their options from `model.text_encoders`; of a stored pipeline the options.
+
+        Raises:
+            ConfigError: the list is empty or too long, or an entry cannot be loaded.
+        """
+        if index:
+            return {OPTIONS: index.get(OPTIONS, {})}
+        if not 1 <= len(model.text_encoders) <= len(TEXT_PARTS):
+            raise ConfigError(
+                f"model.text_encoders: has {len(model.text_encoders)} entries; one to {len(TEXT_PARTS)} text encoders "
+                "are needed with model.family=mmdit_rope"
+            )
+        parts: dict[str, Any] = {OPTIONS: {}}
+        for number, (name, entry) in enumerate(zip(TEXT_PARTS, model.text_encoders, strict=False)):
+            tokenizer, option = TEXT_PARTS[name], f"model.text_encoders.{number}"
+            words = PartConfig(pretrained=entry.tokenizer or entry.pretrained, revision=entry.revision)
+            try:
+                parts[name] = make_network(name, entry, seed=seed, meta=meta)
+                parts[tokenizer] = make_tokenizer(tokenizer, words, default="AutoTokenizer")
+                own = TextOptions(**{field.name: getattr(entry, field.name) for field in fields(TextOptions)})
+            except ConfigError as error:
+                renamed = [
+                    p.replace(f"model.{tokenizer}", option).replace(f"model.{name}", option) for p in error.problems
+                ]
+                raise ConfigError([p if p.startswith(option) else f"{option}.{p}" for p in renamed]) from error
+            parts[OPTIONS][name] = asdict(own)
+        return parts
 
     @classmethod
     def optional_parts(cls, model: ModelConfig, index: Mapping[str, Any]) -> list[str]:
@@ -43,7 +69,7 @@ class MMDiT(Family):
 
     @classmethod
     def class_of_part(cls, part: str, index: Mapping[str, Any]) -> str | None:
-        """What the stored pipeline says; any tokenizer is told by its own files."""
+        """As in the stored pipeline; a tokenizer's own files name its class."""
         if part.startswith("tokenizer"):
             return "AutoTokenizer"
         return str(index[part][1]) if part in index else super().class_of_part(part, index)
@@ -55,20 +81,17 @@ class MMDiT(Family):
         return {name: TextOptions.from_mapping(stored.get(name, {})) for name in self.text_encoders()}
 
     def tokenizers(self) -> dict[str, Tokenizer]:
-        options = self.options
-        return {name: Tokenizer(self.parts[TEXT_PARTS[name]], options[name].max_tokens) for name in options}
+        return {name: Tokenizer(self.parts[TEXT_PARTS[name]], own.max_tokens) for name, own in self.options.items()}
 
     def encode(self, batch: PixelBatch) -> Conditioning:
         """As `Family.encode`."""
-        options = self.options
-        names = list(options)
-        texts = encode_texts(
+        names = list(self.options)
+        return encode_texts(
             [self.parts[name] for name in names],
             [batch.tokens[name] for name in names],
             [batch.token_masks[name] for name in names],
-            [options[name] for name in names],
+            list(self.options.values()),
         )
-        return Conditioning(states=texts.states, masks=texts.masks, pooled=texts.pooled)
 
     def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
         """As `Family.predict`."""
@@ -82,14 +105,10 @@ class MMDiT(Family):
         return answer
 
     def tensor_plan(self, block: nn.Module, size: int) -> dict[str, ParallelStyle]:
-        """As `Family.tensor_plan`. Attention is left whole: keys and values are one matrix."""
+        """As `Family.tensor_plan`. Attention is replicated: keys and values are one matrix."""
         streams = ("image", "text")
         first = [f"{stream}.mlp.{matrix}" for stream in streams for matrix in ("gate", "up")]
         return mlp_plan(block, first, [f"{stream}.mlp.down" for stream in streams])
-
-    def pipeline(self) -> MMDiTRopePipeline:
-        """As `Family.pipeline`."""
-        return MMDiTRopePipeline(**self.parts, scheduler=self.schedulers.sampler)
 
     def blank_conditioning(self, count: int, device: torch.device) -> Conditioning:
         """As `Family.blank_conditioning`."""
@@ -109,70 +128,27 @@ class MMDiT(Family):
             self.pipeline()
         except ConfigError as error:
             problems += [f"model.{problem}" for problem in error.problems]
-        return problems + self._text_width_problems() + self._option_problems()
+        encoders, dims = self.text_encoders(), list(self.denoiser.config.text_dims)
+        widths = [encoders[name].config.hidden_size for name, own in self.options.items() if own.layer is not None]
+        if len(widths) == len(dims) and widths != dims:
+            problems.append(f"model.transformer.params.text_dims: {dims}, but the text encoders are {widths} wide")
+        return problems + self._option_problems()
 
     def _option_problems(self) -> list[str]:
         """What the encoders cannot give."""
         problems, pooled_width = [], 0
-        for number, (name, option) in enumerate(self.options.items()):
+        for number, (name, own) in enumerate(self.options.items()):
             encoder, place = self.parts[name], f"model.text_encoders.{number}"
-            layers = int(encoder.config.num_hidden_layers)
-            if option.layer is not None and option.layer < -(layers + 1):
-                problems.append(f"{place}.layer: {option.layer}, but the encoder has layers -1 to {-(layers + 1)}")
-            has_projection = hasattr(encoder, "text_projection")
-            if option.pooling == "projection" and not has_projection:
+            layers, has_projection = int(encoder.config.num_hidden_layers), hasattr(encoder, "text_projection")
+            if own.layer is not None and own.layer < -(layers + 1):
+                problems.append(f"{place}.layer: {own.layer}, but the encoder has layers -1 to {-(layers + 1)}")
+            if own.pooling == "projection" and not has_projection:
                 problems.append(f"{place}.pooling: projection, but {type(encoder).__name__} has none; use eos or mean")
-            if option.pooling == "mean" and not option.use_mask:
-                problems.append(f"{place}.pooling: mean needs use_mask: true, to leave out what only fills up")
-            if option.pooling != "none":
-                config = encoder.config
-                pooled_width += (
-                    config.projection_dim if option.pooling == "projection" and has_projection else config.hidden_size
-                )
-        wanted = self.denoiser.config.pooled_dim
-        if not problems and pooled_width and wanted and pooled_width != wanted:
-            problems += self._width_problem("pooled_dim", wanted, pooled_width, "the pooled vectors are")
+            if own.pooling == "mean" and not own.use_mask:
+                problems.append(f"{place}.pooling: mean needs use_mask: true, to leave out the padding")
+            if own.pooling != "none":
+                projects = own.pooling == "projection" and has_projection
+                pooled_width += encoder.config.projection_dim if projects else encoder.config.hidden_size
+        if not problems and pooled_width and self.denoiser.config.pooled_dim:
+            problems += self._width_problem("pooled_dim", pooled_width, "the pooled vectors are")
         return problems
-
-    def _text_width_problems(self) -> list[str]:
-        options, dims = self.options, list(self.denoiser.config.text_dims)
-        widths = [e.config.hidden_size for n, e in self.text_encoders().items() if options[n].layer is not None]
-        if len(widths) == len(dims) and widths != dims:
-            return [f"model.transformer.params.text_dims: {dims}, but the text encoders are {widths} wide"]
-        return []
-
-
-def load_text_encoders(model: ModelConfig, *, seed: int, meta: bool) -> dict[str, Any]:
-    """The parts that `model.text_encoders` lists: encoders, tokenizers and their options.
-
-    Raises:
-        ConfigError: the list is empty or too long, or an entry cannot be loaded.
-    """
-    if not 1 <= len(model.text_encoders) <= len(TEXT_PARTS):
-        raise ConfigError(
-            f"model.text_encoders: has {len(model.text_encoders)} entries; one to {len(TEXT_PARTS)} text encoders are "
-            "needed with model.family=mmdit_rope"
-        )
-    parts: dict[str, Any] = {OPTIONS: {}}
-    for number, (name, entry) in enumerate(zip(TEXT_PARTS, model.text_encoders, strict=False)):
-        try:
-            parts |= _load_entry(name, entry, seed, meta)
-            parts[OPTIONS][name] = TextOptions(
-                **{o.name: getattr(entry, o.name) for o in fields(TextOptions)}
-            ).to_mapping()
-        except ConfigError as error:
-            place = f"model.text_encoders.{number}"
-            renamed = [
-                p.replace(f"model.{TEXT_PARTS[name]}", place).replace(f"model.{name}", place) for p in error.problems
-            ]
-            raise ConfigError([p if p.startswith(place) else f"{place}.{p}" for p in renamed]) from error
-    return parts
-
-
-def _load_entry(name: str, entry: TextEncoderEntry, seed: int, meta: bool) -> dict[str, Any]:
-    words = PartConfig(pretrained=entry.tokenizer or entry.pretrained, revision=entry.revision)
-    tokenizer = TEXT_PARTS[name]
-    return {
-        name: make_network(name, entry, seed=seed, meta=meta),
-        tokenizer: make_tokenizer(tokenizer, words, default="AutoTokenizer"),
-    }

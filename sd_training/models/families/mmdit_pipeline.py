@@ -6,6 +6,7 @@ A saved folder loads by `MMDiTRopePipeline.from_pretrained(folder)`, and once th
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import diffusers
@@ -18,8 +19,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sd_training.errors import ConfigError
-from sd_training.models.families.mmdit_rope import MMDiTRope
-from sd_training.models.text_states import TextOptions, TextStates, encode_texts, tokenize
+from sd_training.models.mmdit_rope import MMDiTRope
+from sd_training.models.text_states import TextOptions, encode_texts, tokenize
+from sd_training.types import Conditioning
 
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 """Names of the text encoders, in the order of their states; each has a tokenizer of the same number."""
@@ -58,25 +60,18 @@ class MMDiTRopePipeline(DiffusionPipeline):
         text_options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.register_modules(
-            vae=vae,
-            transformer=transformer,
-            scheduler=scheduler,
-            text_encoder=text_encoder,
-            tokenizer=tokenizer,
-            text_encoder_2=text_encoder_2,
-            tokenizer_2=tokenizer_2,
-            text_encoder_3=text_encoder_3,
-            tokenizer_3=tokenizer_3,
-        )
+        parts = {"vae": vae, "transformer": transformer, "scheduler": scheduler}
+        parts |= {"text_encoder": text_encoder, "text_encoder_2": text_encoder_2, "text_encoder_3": text_encoder_3}
+        parts |= {"tokenizer": tokenizer, "tokenizer_2": tokenizer_2, "tokenizer_3": tokenizer_3}
+        self.register_modules(**parts)
         self.options = self._read_options(text_options or {})
         # A mapping, as diffusers takes every list in model_index.json for a part of the pipeline.
-        self.register_to_config(text_options={name: option.to_mapping() for name, option in self.options.items()})
+        self.register_to_config(text_options={name: asdict(option) for name, option in self.options.items()})
         self.vae_scale_factor = 2 ** (len(vae.config.block_out_channels) - 1)
         self.image_processor = VaeImageProcessor(vae_scale_factor=self.vae_scale_factor)
 
     def _read_options(self, given: Mapping[str, Any]) -> dict[str, TextOptions]:
-        """Options by encoder name, for the encoders that there are."""
+        """Options by encoder name, for the encoders that there are; checked against the transformer's inputs."""
         present = [name for name in ENCODERS if getattr(self, name) is not None]
         problems = [f"text_options.{name}: there is no such text encoder" for name in given if name not in present]
         problems += [f"{name}: has no tokenizer" for name in present if getattr(self, _tokenizer_of(name)) is None]
@@ -86,22 +81,19 @@ class MMDiTRopePipeline(DiffusionPipeline):
                 options[name] = TextOptions.from_mapping(given.get(name, {}))
             except ConfigError as error:
                 problems += [f"text_options.{name}.{problem}" for problem in error.problems]
-        if problems := problems or self._misfits(options):
+        if problems:
             raise ConfigError(problems)
-        return options
-
-    def _misfits(self, options: Mapping[str, TextOptions]) -> list[str]:
-        """Text that the transformer has no input for, and inputs that no encoder feeds."""
         dims, pooled_dim = list(self.transformer.config.text_dims), self.transformer.config.pooled_dim
         streams = [name for name, option in options.items() if option.layer is not None]
         pooled = [name for name, option in options.items() if option.pooling != "none"]
-        problems = []
         if len(streams) != len(dims):
             problems.append(f"transformer.text_dims: {dims}, but states come from {', '.join(streams) or 'nowhere'}")
         if bool(pooled) != bool(pooled_dim):
             come = ", ".join(pooled) or "nowhere"
             problems.append(f"transformer.pooled_dim: {pooled_dim}, but pooled vectors come from {come}")
-        return problems
+        if problems:
+            raise ConfigError(problems)
+        return options
 
     @torch.no_grad()
     def __call__(
@@ -136,16 +128,24 @@ class MMDiTRopePipeline(DiffusionPipeline):
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type {output_type!r} is not one of {', '.join(OUTPUT_TYPES)}")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        height, width = self._check_size(height, width)
         conditioning = self._conditioning(prompts, negative_prompt, guidance_scale)
         latents = self._initial_latents(len(prompts), height, width, generator, latents)
-        latents = self._integrate(latents, conditioning, num_inference_steps, guidance_scale, generator)
-        images = latents if output_type == "latent" else self._decode(latents, output_type)
+        self.scheduler.set_timesteps(num_inference_steps, device=latents.device, **self._dynamic_shift(latents))
+        is_random = "generator" in inspect.signature(self.scheduler.step).parameters
+        options: dict[str, Any] = {"generator": generator} if is_random else {}
+        for timestep in self.progress_bar(self.scheduler.timesteps):
+            velocity = self._velocity(latents, timestep, conditioning, guidance_scale)
+            latents = self.scheduler.step(velocity, timestep, latents, return_dict=False, **options)[0]
+        images: Any = latents
+        if output_type != "latent":
+            unscaled = latents / self.vae.config.scaling_factor + (self.vae.config.shift_factor or 0.0)
+            pixels = self.vae.decode(unscaled.to(self.vae.dtype), return_dict=False)[0]
+            images = self.image_processor.postprocess(pixels.float(), output_type=output_type)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
-    def encode_prompts(self, prompts: Sequence[str]) -> TextStates:
-        """What the text encoders say about the prompts, on the pipeline's device."""
+    def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
+        """States and pooled vectors of the prompts, on the pipeline's device."""
         device = self._execution_device
         pairs = [
             tokenize(getattr(self, _tokenizer_of(name)), prompts, option.max_tokens)
@@ -157,14 +157,6 @@ class MMDiTRopePipeline(DiffusionPipeline):
             masks=[mask.to(device) for _, mask in pairs],
             options=list(self.options.values()),
         )
-
-    def _check_size(self, height: int | None, width: int | None) -> tuple[int, int]:
-        config = self.transformer.config
-        token = self.vae_scale_factor * config.patch_size
-        height, width = (side or config.rope_base_size * token for side in (height, width))
-        if height % token or width % token:
-            raise ValueError(f"height and width are {height} × {width} pixels; both must be multiples of {token}")
-        return height, width
 
     def _conditioning(self, prompts: list[str], negative: str | Sequence[str], guidance_scale: float) -> dict[str, Any]:
         """Arguments of the transformer; with guidance the null conditioning of the batch comes first."""
@@ -183,36 +175,23 @@ class MMDiTRopePipeline(DiffusionPipeline):
     def _initial_latents(
         self,
         count: int,
-        height: int,
-        width: int,
+        height: int | None,
+        width: int | None,
         generator: torch.Generator | list[torch.Generator] | None,
         latents: Tensor | None,
     ) -> Tensor:
         """[B, C, h, w] float32 noise."""
-        side = self.vae_scale_factor
-        shape = (count, self.transformer.config.in_channels, height // side, width // side)
+        config, cell = self.transformer.config, self.vae_scale_factor
+        token = cell * config.patch_size
+        height, width = (side or config.rope_base_size * token for side in (height, width))
+        if height % token or width % token:
+            raise ValueError(f"height and width are {height} × {width} pixels; both must be multiples of {token}")
+        shape = (count, config.in_channels, height // cell, width // cell)
         if latents is None:
             return randn_tensor(shape, generator=generator, device=self._execution_device, dtype=torch.float32)
         if latents.shape != shape:
             raise ValueError(f"latents have shape {tuple(latents.shape)}, not {shape}")
         return latents.to(self._execution_device, torch.float32)
-
-    def _integrate(
-        self,
-        latents: Tensor,
-        conditioning: Mapping[str, Any],
-        steps: int,
-        guidance_scale: float,
-        generator: torch.Generator | list[torch.Generator] | None,
-    ) -> Tensor:
-        """From noise to latents along the velocity."""
-        self.scheduler.set_timesteps(steps, device=latents.device, **self._dynamic_shift(latents))
-        is_random = "generator" in inspect.signature(self.scheduler.step).parameters
-        options: dict[str, Any] = {"generator": generator} if is_random else {}
-        for timestep in self.progress_bar(self.scheduler.timesteps):
-            velocity = self._velocity(latents, timestep, conditioning, guidance_scale)
-            latents = self.scheduler.step(velocity, timestep, latents, return_dict=False, **options)[0]
-        return latents
 
     def _velocity(
         self, latents: Tensor, timestep: Tensor, conditioning: Mapping[str, Any], guidance_scale: float
@@ -236,12 +215,6 @@ class MMDiTRopePipeline(DiffusionPipeline):
         tokens = latents.shape[-2] * latents.shape[-1] // self.transformer.config.patch_size**2
         slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
         return {"mu": config.base_shift + slope * (tokens - config.base_image_seq_len)}
-
-    def _decode(self, latents: Tensor, output_type: str) -> Any:
-        config = self.vae.config
-        unscaled = latents / config.scaling_factor + (config.shift_factor or 0.0)
-        pixels = self.vae.decode(unscaled.to(self.vae.dtype), return_dict=False)[0]
-        return self.image_processor.postprocess(pixels.float(), output_type=output_type)
 
 
 def _tokenizer_of(encoder: str) -> str:

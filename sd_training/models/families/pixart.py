@@ -1,6 +1,7 @@
 """PixArt-Σ: a DiT with cross-attention to T5 (Chen et al. 2024, arXiv:2403.04692)."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -12,13 +13,14 @@ from sd_training.models.family import Family, attention_plan, mlp_plan
 from sd_training.types import Conditioning, NoisedBatch, PixelBatch
 
 T5_TOKENS = 300
-"""What the pipeline gives T5 unless asked for more or fewer."""
+"""Default of the pipeline."""
 
 
 class PixArtSigma(Family):
     """T5 states with their mask. Of a transformer with learned variance the mean is trained."""
 
     name = "pixart"
+    pipeline_class = PixArtSigmaPipeline
     denoiser_part = "transformer"
     block_classes = ("BasicTransformerBlock",)
     predictions = ("epsilon", "v_prediction", "sample", "edm")
@@ -26,7 +28,6 @@ class PixArtSigma(Family):
     text_lengths: ClassVar[Mapping[str, int]] = {"text_encoder": T5_TOKENS}
     has_lowercase_text = True
     classes: ClassVar[Mapping[str, str]] = {
-        "text_encoder": "T5EncoderModel",
         "tokenizer": "T5TokenizerFast",
         "transformer": "PixArtTransformer2DModel",
     }
@@ -53,28 +54,25 @@ class PixArtSigma(Family):
         attention = attention_plan(block, ("attn1", "attn2"), size, head_axis=1)
         return attention | mlp_plan(block, ("ff.net.0.proj",), ("ff.net.2",))
 
-    def pipeline(self) -> PixArtSigmaPipeline:
-        """As `Family.pipeline`."""
-        return PixArtSigmaPipeline(**self.parts, scheduler=self.schedulers.sampler)
+    def text_shape(self) -> tuple[int, int, int]:
+        """As `Family.text_shape`."""
+        return T5_TOKENS, self.parts["text_encoder"].config.d_model, 0
 
     def blank_conditioning(self, count: int, device: torch.device) -> Conditioning:
-        """As `Family.blank_conditioning`."""
-        width = self.parts["text_encoder"].config.d_model
-        return Conditioning(
-            [torch.zeros(count, T5_TOKENS, width, device=device)],
-            masks=[torch.ones(count, T5_TOKENS, dtype=torch.bool, device=device)],
-        )
+        """With masks."""
+        masks: list[Tensor | None] = [torch.ones(count, T5_TOKENS, dtype=torch.bool, device=device)]
+        return replace(super().blank_conditioning(count, device), masks=masks)
 
     def fit_problems(self) -> list[str]:
         """As `Family.fit_problems`."""
-        config, width = self.denoiser.config, self.parts["text_encoder"].config.d_model
-        problems = self._width_problem("caption_channels", config.caption_channels, width, "the text encoder is")
+        width, latents, out = self.text_shape()[1], self.vae.config.latent_channels, self.denoiser.config.out_channels
+        problems = self._channel_problems(out_key=None)
+        problems += self._width_problem("caption_channels", width, "the text encoder is")
         if self.denoiser.use_additional_conditions:
             problems.append("model.transformer.params.use_additional_conditions: PixArt-Σ has none; set it to false")
-        latents = self.vae.config.latent_channels
-        if config.out_channels not in (None, latents, 2 * latents):
+        if out not in (None, latents, 2 * latents):
             problems.append(
-                f"model.transformer.params.out_channels: {config.out_channels}, but must be {latents} (the latent "
-                f"channels of the autoencoder) or {2 * latents} (with learned variance)"
+                f"model.transformer.params.out_channels: {out}, but must be {latents} (the latent channels of the "
+                f"autoencoder) or {2 * latents} (with learned variance)"
             )
-        return self._channel_problems(out_key=None) + problems + self._vocabulary_problems()
+        return problems + self._vocabulary_problems()

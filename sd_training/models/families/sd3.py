@@ -3,7 +3,7 @@ arXiv:2403.03206, figure 2).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from diffusers import StableDiffusion3Pipeline
@@ -15,13 +15,14 @@ from sd_training.models.family import FLOW_ONLY, Family, attention_plan, downsca
 from sd_training.types import Conditioning, NoisedBatch, PixelBatch
 
 T5_TOKENS = 256
-"""What the pipeline gives T5 unless asked for more."""
+"""Default of the pipeline."""
 
 
 class StableDiffusion3(Family):
     """Both CLIPs side by side, then T5 behind them; pooled text of both CLIPs."""
 
     name = "sd3"
+    pipeline_class = StableDiffusion3Pipeline
     denoiser_part = "transformer"
     block_classes = ("JointTransformerBlock",)
     predictions = FLOW_ONLY
@@ -31,7 +32,6 @@ class StableDiffusion3(Family):
         "text_encoder_3": "T5EncoderModel",
     }
     text_lengths: ClassVar[Mapping[str, int]] = {"text_encoder_3": T5_TOKENS}
-    classes: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIPTextModelWithProjection"}
 
     def encode(self, batch: PixelBatch) -> Conditioning:
         """As `StableDiffusion3Pipeline.encode_prompt`."""
@@ -41,18 +41,12 @@ class StableDiffusion3(Family):
             states.append(output.hidden_states[-2])
             pooled.append(output[0])
         clip = torch.cat(states, dim=-1)
-        states_of_both = torch.cat([self._widened(clip), self._t5(batch, clip)], dim=1)
-        return Conditioning([states_of_both], pooled=torch.cat(pooled, dim=-1))
-
-    def _t5(self, batch: PixelBatch, clip: Tensor) -> Tensor:
-        """Without T5 the pipeline puts zeros there."""
-        if self.parts.get("text_encoder_3") is None:
-            return clip.new_zeros(len(clip), T5_TOKENS, self.denoiser.config.joint_attention_dim)
-        states: Tensor = self.parts["text_encoder_3"](batch.tokens["text_encoder_3"])[0]
-        return states
-
-    def _widened(self, states: Tensor) -> Tensor:
-        return pad(states, (0, self.denoiser.config.joint_attention_dim - states.shape[-1]))
+        clip = pad(clip, (0, self.denoiser.config.joint_attention_dim - clip.shape[-1]))
+        if self.parts.get("text_encoder_3") is None:  # the pipeline puts zeros there
+            t5 = clip.new_zeros(len(clip), T5_TOKENS, clip.shape[-1])
+        else:
+            t5 = self.parts["text_encoder_3"](batch.tokens["text_encoder_3"])[0]
+        return Conditioning([torch.cat([clip, t5], dim=1)], pooled=torch.cat(pooled, dim=-1))
 
     def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
         """As `Family.predict`."""
@@ -69,19 +63,15 @@ class StableDiffusion3(Family):
         attention = attention_plan(block, ("attn", "attn2"), size, head_axis=1)
         return attention | mlp_plan(block, ("ff.net.0.proj", "ff_context.net.0.proj"), ("ff.net.2", "ff_context.net.2"))
 
-    def pipeline(self) -> StableDiffusion3Pipeline:
-        """As `Family.pipeline`."""
-        optional = {"text_encoder_3": None, "tokenizer_3": None}
-        return StableDiffusion3Pipeline(**{**optional, **self.parts}, scheduler=self.schedulers.sampler)
+    def pipeline_options(self) -> dict[str, Any]:
+        """T5 may be left out."""
+        return {"text_encoder_3": None, "tokenizer_3": None}
 
-    def blank_conditioning(self, count: int, device: torch.device) -> Conditioning:
-        """As `Family.blank_conditioning`."""
+    def text_shape(self) -> tuple[int, int, int]:
+        """As `Family.text_shape`."""
         config = self.denoiser.config
         length = self.parts["text_encoder"].config.max_position_embeddings + T5_TOKENS
-        return Conditioning(
-            [torch.zeros(count, length, config.joint_attention_dim, device=device)],
-            pooled=torch.zeros(count, config.pooled_projection_dim, device=device),
-        )
+        return length, config.joint_attention_dim, config.pooled_projection_dim
 
     def size_problems(self, sizes: Sequence[tuple[int, int]]) -> list[str]:
         """Also of pictures larger than the table of positions."""
@@ -95,15 +85,11 @@ class StableDiffusion3(Family):
     def fit_problems(self) -> list[str]:
         """As `Family.fit_problems`."""
         clips = [self.parts[name].config for name in ("text_encoder", "text_encoder_2")]
-        config, wide = self.denoiser.config, sum(clip.hidden_size for clip in clips)
-        pooled = sum(clip.projection_dim for clip in clips)
-        problems = self._width_problem(
-            "pooled_projection_dim", config.pooled_projection_dim, pooled, "the pooled text of both CLIPs is"
-        )
-        if config.joint_attention_dim < wide:
-            problems += self._width_problem("joint_attention_dim", config.joint_attention_dim, wide, "both CLIPs are")
+        wide, pooled = sum(clip.hidden_size for clip in clips), sum(clip.projection_dim for clip in clips)
+        problems = self._channel_problems()
+        problems += self._width_problem("pooled_projection_dim", pooled, "the pooled text of both CLIPs is")
+        if self.denoiser.config.joint_attention_dim < wide:
+            problems += self._width_problem("joint_attention_dim", wide, "both CLIPs are")
         if (t5 := self.parts.get("text_encoder_3")) is not None:
-            problems += self._width_problem(
-                "joint_attention_dim", config.joint_attention_dim, t5.config.d_model, "text_encoder_3 is"
-            )
-        return self._channel_problems() + problems + self._vocabulary_problems()
+            problems += self._width_problem("joint_attention_dim", t5.config.d_model, "text_encoder_3 is")
+        return problems + self._vocabulary_problems()

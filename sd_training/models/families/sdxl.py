@@ -3,6 +3,7 @@
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,7 @@ class StableDiffusionXL(Family):
     """Penultimate states of both encoders side by side; pooled text of the second."""
 
     name = "sdxl"
+    pipeline_class = StableDiffusionXLPipeline
     denoiser_part = "unet"
     block_classes = ("BasicTransformerBlock", "ResnetBlock2D")
     may_null_be_zeros = True
@@ -33,7 +35,7 @@ class StableDiffusionXL(Family):
 
     def __init__(self, parts: dict[str, Any], schedulers: Schedulers, null_is_zeros: bool = False) -> None:
         super().__init__(parts, schedulers, null_is_zeros)
-        forget_untold_numbers(self.denoiser)
+        zero_dropped_numbers(self.denoiser)
 
     def encode(self, batch: PixelBatch) -> Conditioning:
         """As `StableDiffusionXLPipeline.encode_prompt`."""
@@ -53,7 +55,7 @@ class StableDiffusionXL(Family):
                 parameter.requires_grad_(False)
 
     def scaled(self, latents: Tensor) -> Tensor:
-        """Per channel where the autoencoder says so, as Playground v2.5's does."""
+        """Per channel where the autoencoder has such a scale, as Playground v2.5's does."""
         mean, std = self.vae.config.get("latents_mean"), self.vae.config.get("latents_std")
         if mean is None or std is None:
             return super().scaled(latents)
@@ -74,53 +76,49 @@ class StableDiffusionXL(Family):
         ).sample
         return answer
 
-    def pipeline(self) -> StableDiffusionXLPipeline:
-        """As `Family.pipeline`."""
-        return StableDiffusionXLPipeline(
-            **self.parts,
-            scheduler=self.schedulers.sampler,
-            force_zeros_for_empty_prompt=self.null_is_zeros,
-            add_watermarker=False,
-        )
+    def pipeline_options(self) -> dict[str, Any]:
+        """What a dropped caption is; no watermark."""
+        return {"force_zeros_for_empty_prompt": self.null_is_zeros, "add_watermarker": False}
+
+    def text_shape(self) -> tuple[int, int, int]:
+        """As `Family.text_shape`."""
+        first, second = (encoder.config for encoder in self.text_encoders().values())
+        return first.max_position_embeddings, first.hidden_size + second.hidden_size, second.projection_dim
 
     def blank_conditioning(self, count: int, device: torch.device) -> Conditioning:
-        """As `Family.blank_conditioning`."""
-        first, second = (encoder.config for encoder in self.text_encoders().values())
-        width, length = first.hidden_size + second.hidden_size, first.max_position_embeddings
-        return Conditioning(
-            [torch.zeros(count, length, width, device=device)],
-            pooled=torch.zeros(count, second.projection_dim, device=device),
-            size_numbers=torch.zeros(count, NUMBERS, device=device),
+        """With the size numbers."""
+        return replace(
+            super().blank_conditioning(count, device), size_numbers=torch.zeros(count, NUMBERS, device=device)
         )
 
     def fit_problems(self) -> list[str]:
         """As `Family.fit_problems`."""
-        first, second = (encoder.config for encoder in self.text_encoders().values())
-        width, config = first.hidden_size + second.hidden_size, self.denoiser.config
-        problems = self._width_problem("cross_attention_dim", config.cross_attention_dim, width, "both encoders are")
+        _, width, pooled = self.text_shape()
+        config = self.denoiser.config
+        problems = self._channel_problems() + self._width_problem("cross_attention_dim", width, "both encoders are")
         if config.addition_embed_type != "text_time":
             problems.append(
                 f"model.unet.params.addition_embed_type: {config.addition_embed_type!r}, but sdxl needs 'text_time'"
             )
         else:
-            embedded = NUMBERS * config.addition_time_embed_dim + second.projection_dim
-            given, key = config.projection_class_embeddings_input_dim, "projection_class_embeddings_input_dim"
-            problems += self._width_problem(key, given, embedded, "pooled text and six numbers are")
-        return self._channel_problems() + problems + self._vocabulary_problems()
+            embedded = NUMBERS * config.addition_time_embed_dim + pooled
+            key = "projection_class_embeddings_input_dim"
+            problems += self._width_problem(key, embedded, "pooled text and six numbers are")
+        return problems + self._vocabulary_problems()
 
 
 def size_numbers(batch: PixelBatch) -> Tensor:
-    """[B, 6] float32, NaN where a sample is not told."""
-    original = _untold(batch.original_size, batch.dropped["size"])
-    crop = _untold(batch.crop_top_left, batch.dropped["crop"])
+    """[B, 6] float32, NaN where a number is dropped."""
+    original = _dropped(batch.original_size, batch.dropped["size"])
+    crop = _dropped(batch.crop_top_left, batch.dropped["crop"])
     return torch.cat([original, crop, batch.target_size.float()], dim=1)
 
 
-def _untold(numbers: Tensor, dropped: Tensor) -> Tensor:
+def _dropped(numbers: Tensor, dropped: Tensor) -> Tensor:
     return numbers.float().masked_fill(dropped[:, None], torch.nan)
 
 
-def forget_untold_numbers(unet: nn.Module) -> None:
+def zero_dropped_numbers(unet: nn.Module) -> None:
     """Makes the embedding of a NaN zero, which is the null of SDXL's own training (sgm's `ucg_rate`): every number,
     zero included, has an embedding that means something."""
     projection = getattr(unet, "add_time_proj", None)

@@ -1,9 +1,8 @@
 """The Stable Diffusion 1.x / 2.x family: AutoencoderKL, one CLIP text encoder, a UNet2DConditionModel."""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import torch
 from diffusers import StableDiffusionPipeline
 from torch import Tensor, nn
 
@@ -15,6 +14,7 @@ class StableDiffusion(Family):
     """Cross-attention to the last hidden states of CLIP (Rombach et al. 2022, arXiv:2112.10752)."""
 
     name = "stable_diffusion"
+    pipeline_class = StableDiffusionPipeline
     denoiser_part = "unet"
     block_classes = ("BasicTransformerBlock", "ResnetBlock2D")
     may_train_text = True
@@ -29,28 +29,20 @@ class StableDiffusion(Family):
         answer: Tensor = denoiser(noised.noised_latents, noised.timesteps, conditioning.states[0]).sample
         return answer
 
-    def pipeline(self) -> StableDiffusionPipeline:
-        """As `Family.pipeline`."""
-        return StableDiffusionPipeline(
-            **self.parts,
-            scheduler=self.schedulers.sampler,
-            safety_checker=None,
-            feature_extractor=None,
-            requires_safety_checker=False,
-        )
+    def pipeline_options(self) -> dict[str, Any]:
+        """No safety checker."""
+        return {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
 
-    def blank_conditioning(self, count: int, device: torch.device) -> Conditioning:
-        """As `Family.blank_conditioning`."""
+    def text_shape(self) -> tuple[int, int, int]:
+        """As `Family.text_shape`."""
         config = self.parts["text_encoder"].config
-        return Conditioning([torch.zeros(count, config.max_position_embeddings, config.hidden_size, device=device)])
+        return config.max_position_embeddings, config.hidden_size, 0
 
     def fit_problems(self) -> list[str]:
         """As `Family.fit_problems`."""
-        width, given = self.parts["text_encoder"].config.hidden_size, self.denoiser.config.cross_attention_dim
-        problems = self._width_problem("cross_attention_dim", given, width, "the text encoder is")
+        width = self.parts["text_encoder"].config.hidden_size
+        problems = self._channel_problems() + self._width_problem("cross_attention_dim", width, "the text encoder is")
         for key in ("addition_embed_type", "class_embed_type", "num_class_embeds"):
-            if self.denoiser.config.get(key) is not None:
-                problems.append(
-                    f"model.unet.params.{key}: {self.denoiser.config[key]!r}, but stable_diffusion has none"
-                )
-        return self._channel_problems() + problems + self._vocabulary_problems()
+            if (given := self.denoiser.config.get(key)) is not None:
+                problems.append(f"model.unet.params.{key}: {given!r}, but stable_diffusion has none")
+        return problems + self._vocabulary_problems()

@@ -1,4 +1,4 @@
-"""Families by name; which one a config means; a family with its parts loaded or made."""
+"""Which family a config means, and that family with its parts loaded or made."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -20,20 +20,13 @@ from sd_training.models.families.sd3 import StableDiffusion3
 from sd_training.models.families.sdxl import StableDiffusionXL
 from sd_training.models.families.stable_diffusion import StableDiffusion
 from sd_training.models.family import Family
-from sd_training.models.load import load_network, load_tokenizer
+from sd_training.models.load import effective_part, load_network, make_tokenizer
 from sd_training.models.schedulers import load_schedulers
 
 FAMILIES: Mapping[FamilyName, type[Family]] = {
     family.name: family for family in (StableDiffusion, StableDiffusionXL, StableDiffusion3, PixArtSigma, Flux, MMDiT)
 }
-_PIPELINES: Mapping[str, FamilyName] = {
-    "StableDiffusionPipeline": "stable_diffusion",
-    "StableDiffusionXLPipeline": "sdxl",
-    "StableDiffusion3Pipeline": "sd3",
-    "PixArtSigmaPipeline": "pixart",
-    "FluxPipeline": "flux",
-    "MMDiTRopePipeline": "mmdit_rope",
-}
+_BY_PIPELINE: Mapping[str, FamilyName] = {family.pipeline_class.__name__: name for name, family in FAMILIES.items()}
 """Class in `model_index.json` → family."""
 
 
@@ -60,33 +53,24 @@ def load_family(
     schedulers = checks.run(lambda: load_schedulers(model, objective, has_unet=is_unet, allowed=cls.predictions))
     null_is_zeros = checks.run(lambda: _null_is_zeros(cls, conditioning, index))
     checks.run(lambda: _check_conditioning(cls, model, conditioning))
-    parts = _load_parts(cls, model, index, seed=seed, meta=meta, checks=checks)
+
+    def load(part: str) -> Any:
+        default = cls.class_of_part(part, index)
+        if part.startswith("tokenizer"):
+            return make_tokenizer(part, effective_part(model, part), default)
+        # Once a check has failed, networks are made without weights, which takes no time.
+        return load_network(model, part, seed=seed, meta=meta or bool(checks.errors), default=default)
+
+    parts = checks.run(lambda: cls.listed_parts(model, index, seed=seed, meta=meta or bool(checks.errors))) or {}
+    for part in [*FAMILY_PARTS[cls.name], *cls.optional_parts(model, index)]:
+        if part not in parts:
+            parts[part] = checks.run(partial(load, part))
     checks.finish()
     assert schedulers is not None and null_is_zeros is not None, "no check has failed"
     family = cls(parts, schedulers, null_is_zeros)
     if problems := family.class_problems() or family.fit_problems():
         raise ConfigError(problems)
     return family
-
-
-def _load_parts(
-    cls: type[Family], model: ModelConfig, index: Mapping[str, Any], *, seed: int, meta: bool, checks: Checks
-) -> dict[str, Any]:
-    """Networks and tokenizers by name. Once a check has failed, the others are made without weights, which takes no
-    time: only what is wrong with them is still wanted."""
-    made = checks.run(lambda: cls.listed_parts(model, index, seed=seed, meta=meta or bool(checks.errors)))
-    parts = {} if made is None else made
-
-    def load(part: str) -> Any:
-        default = cls.class_of_part(part, index)
-        if part.startswith("tokenizer"):
-            return load_tokenizer(model, part, default=default)
-        return load_network(model, part, seed=seed, meta=meta or bool(checks.errors), default=default)
-
-    names = [*FAMILY_PARTS[cls.name], *cls.optional_parts(model, index)]
-    for part in (name for name in names if name not in parts):
-        parts[part] = checks.run(partial(load, part))
-    return parts
 
 
 def _model_index(model: ModelConfig) -> Mapping[str, Any]:
@@ -112,10 +96,10 @@ def _family_name(model: ModelConfig, index: Mapping[str, Any]) -> FamilyName:
     pipeline = index.get("_class_name")
     if pipeline is None:
         return family_of_parts(model)
-    stored = _PIPELINES.get(str(pipeline))
+    stored = _BY_PIPELINE.get(str(pipeline))
     if stored is None:
         raise ConfigError(
-            f"model.pretrained: {model.pretrained!r} is a {pipeline}; one of {', '.join(_PIPELINES)} is needed"
+            f"model.pretrained: {model.pretrained!r} is a {pipeline}; one of {', '.join(_BY_PIPELINE)} is needed"
         )
     if model.family not in (None, stored):
         raise ConfigError(f"model.family: is {model.family}, but model.pretrained {model.pretrained!r} is {stored}")

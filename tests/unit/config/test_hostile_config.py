@@ -45,7 +45,7 @@ def test_tags_make_no_objects(tag: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("target", ["os.system", "builtins.eval", "torch.load", "diffusers.models.x", "__main__.x"])
 def test_a_dotted_target_is_no_class(target: str) -> None:
-    from sd_training.models.registry import ALLOWED, class_of
+    from sd_training.models.load import ALLOWED, class_of
 
     for part in ALLOWED:
         with pytest.raises(ConfigError, match="is not allowed; use one of"):

@@ -1,7 +1,13 @@
-"""Parts by folder, by parameters, and every way to get them wrong."""
+"""Loading: parts and mistakes, the hub's answers, and settings of a repository that are refused."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +16,20 @@ import torch
 
 from sd_training.config.schema import ConditioningConfig, ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.data.order.buckets import size_problems
-from sd_training.errors import ConfigError
+from sd_training.errors import ConfigError, DataError
+from sd_training.export.folder import load_pipeline
 from sd_training.models.families.table import load_family
 from sd_training.models.family import Family, downscale_factor
-from sd_training.models.load import load_network, load_weights
+from sd_training.models.load import (
+    effective_part,
+    load_network,
+    load_noise_scheduler,
+    load_weights,
+    make_tokenizer,
+    refused_settings,
+)
 from tests import makers
+from tests.faults.hostile_files import canary_pickle
 
 
 def load_stable_diffusion(model: ModelConfig, objective: ObjectiveConfig, *, seed: int, meta: bool = False) -> Family:
@@ -181,3 +196,180 @@ def test_ema_weights_by_path(pipeline_dir: Path) -> None:
     assert all(torch.equal(weights[name], p.detach()) for name, p in network.named_parameters())
     with pytest.raises(ConfigError, match=r"ema.path: the folder '/nowhere/x' does not exist"):
         load_weights("/nowhere/x", "unet", "ema.path")
+
+
+ROOT = Path(__file__).resolve().parents[3]
+_ANSWERS = {
+    "gated": (403, "GatedRepo"),
+    "missing": (404, "RepoNotFound"),
+    "other": (404, "RevisionNotFound"),
+    "plain": (404, "EntryNotFound"),
+    "busy": (503, None),
+}
+
+
+@pytest.fixture
+def hub() -> Iterator[tuple[str, list[str]]]:
+    """Address of a server, and the paths that it was asked for."""
+    asked: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            status, code = _ANSWERS[self.path.split("/")[1]]
+            self.send_response(status)
+            if code is not None:
+                self.send_header("X-Error-Code", code)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", asked
+        server.shutdown()
+
+
+def said(home: Path, endpoint: str, names: list[str], **environment: str) -> dict[str, str | None]:
+    """The sentence of each name, from a process of its own: the library reads its settings when it is imported."""
+    code = (
+        "import json, sys; from sd_training.models.load import hub_problem; "
+        "print(json.dumps({n: hub_problem(n, None, 'model.pretrained') for n in sys.argv[1:]}))"
+    )
+    kept = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *names],
+        cwd=ROOT,
+        env={**kept, "HF_HOME": str(home), "HF_ENDPOINT": endpoint, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str | None] = json.loads(done.stdout)
+    return found
+
+
+def test_each_answer_has_its_sentence_after_one_request(tmp_path: Path, hub: tuple[str, list[str]]) -> None:
+    endpoint, asked = hub
+    cached = tmp_path / "hub" / "models--cached--x" / "snapshots" / "abc"
+    cached.mkdir(parents=True)
+    names = [*(f"{name}/x" for name in _ANSWERS), "cached/x", "a/b/c", str(tmp_path)]
+    lines = said(tmp_path, endpoint, names)
+    assert sorted(asked) == sorted(f"/{name}/x/resolve/main/config.json" for name in _ANSWERS)
+    assert [name for name in names if lines[name] is None] == ["plain/x", "cached/x", str(tmp_path)]
+    assert "'gated/x' is no folder here, and the hub gives it only to users who accepted" in str(lines["gated/x"])
+    assert "Accept them on https://huggingface.co/gated/x, and log in" in str(lines["gated/x"])
+    assert "the hub has no such repository, or keeps it private" in str(lines["missing/x"])
+    assert "its repository on the hub has no revision None" in str(lines["other/x"])
+    assert "not in the local cache, and the hub cannot be reached (" in str(lines["busy/x"])
+    assert "'a/b/c' is no folder here, and no hub id either" in str(lines["a/b/c"])
+
+
+def test_without_the_hub_both_readings_are_named(tmp_path: Path) -> None:
+    nowhere = "http://127.0.0.1:9"  # nobody listens
+    for environment, why in (({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE keeps"), ({}, "the hub cannot be reached (")):
+        line = str(said(tmp_path, nowhere, ["models/sd2"], **environment)["models/sd2"])
+        assert line.startswith(
+            "model.pretrained: 'models/sd2' is no folder here, and it is not in the local cache, and "
+        )
+        assert why in line
+        assert "python scripts/download_diffusers.py -m models/sd2 -o FOLDER" in line
+        assert line.endswith("and write model.pretrained=FOLDER")
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def rewrite(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def pickled_shard(folder: Path, weights: str, name: str) -> None:
+    (folder / weights).rename(folder.parent / "elsewhere.safetensors")
+    (folder / "x.bin").write_bytes(canary_pickle(folder.parents[1] / "canary"))
+    (folder / f"{weights}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"a": name}}))
+
+
+UNET, TEXT = "diffusion_pytorch_model.safetensors", "model.safetensors"
+HOSTILE: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "kernel": (
+        "text_encoder",
+        lambda p: edit(p / "text_encoder/config.json", _attn_implementation="someone/kernel"),
+        "kernels from elsewhere are never",
+    ),
+    "quantizer": (
+        "text_encoder",
+        lambda p: edit(p / "text_encoder/config.json", quantization_config={"quant_method": "bitsandbytes"}),
+        "has quantization_config",
+    ),
+    "pickled unet": ("unet", lambda p: pickled_shard(p / "unet", UNET, "x.bin"), "names 'x.bin'"),
+    "unet elsewhere": ("unet", lambda p: pickled_shard(p / "unet", UNET, "../elsewhere.safetensors"), "names '../else"),
+    "pickled text": ("text_encoder", lambda p: pickled_shard(p / "text_encoder", TEXT, "x.bin"), "names 'x.bin'"),
+    "no index": ("unet", lambda p: rewrite(p / "unet" / f"{UNET}.index.json", "[]"), "no JSON object"),
+    "deep": ("unet", lambda p: rewrite(p / "unet/config.json", "[" * 9999), "not readable as JSON"),
+    "huge": ("unet", lambda p: edit(p / "unet/config.json", block_out_channels=[8, 10**9]), "cannot be"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_parts_are_refused(name: str, tmp_path: Path, pipeline_dir: Path) -> None:
+    part, change, reason = HOSTILE[name]
+    folder = tmp_path / "pipeline"
+    shutil.copytree(pipeline_dir, folder)
+    change(folder)
+    for is_meta in (False, True):
+        with pytest.raises(ConfigError, match=rf"model\.{part}\.pretrained: .*{reason}"):
+            load_network(ModelConfig(pretrained=str(folder)), part, seed=0, meta=is_meta)
+    with pytest.raises(DataError):
+        load_pipeline(folder)
+    assert not (tmp_path / "canary").exists()
+
+
+def test_code_of_a_tokenizer_is_not_run_nor_asked_about(
+    tmp_path: Path, pipeline_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "pipeline"
+    shutil.copytree(pipeline_dir, folder)
+    code = f"import os\nos.mkdir({str(tmp_path / 'canary')!r})\nfrom transformers import CLIPTokenizer as Custom\n"
+    (folder / "tokenizer" / "custom.py").write_text(code)
+    mark = {"auto_map": {"AutoTokenizer": ["custom.Custom", None]}, "tokenizer_class": "Custom"}
+    edit(folder / "tokenizer/tokenizer_config.json", **mark)
+    config = ModelConfig(pretrained=str(folder))
+    with pytest.raises(ConfigError, match=r"model\.tokenizer\.pretrained: .* cannot be loaded as AutoTokenizer"):
+        make_tokenizer("tokenizer", effective_part(config, "tokenizer"), "AutoTokenizer")
+    make_tokenizer("tokenizer", effective_part(config, "tokenizer"))
+    assert not (tmp_path / "canary").exists() and "[y/N]" not in capfd.readouterr().out
+
+
+def test_a_scheduler_that_asks_for_everything_is_a_sentence(tmp_path: Path, pipeline_dir: Path) -> None:
+    folder = tmp_path / "pipeline"
+    shutil.copytree(pipeline_dir, folder)
+    edit(folder / "scheduler/scheduler_config.json", num_train_timesteps=10**15)
+    with pytest.raises(ConfigError, match="cannot be made from its stored settings"):
+        load_noise_scheduler(ModelConfig(pretrained=str(folder)), "noise_scheduler_training")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"_attn_implementation": "sdpa", "_attn_implementation_autoset": True, "attn_implementation": None},
+        {"text_config": {"attn_implementation": {"text": "flash_attention_2"}}},
+        {"auto_map": {"AutoModel": "x.Y"}, "quantization_config": None},
+    ],
+)
+def test_usual_settings_pass(settings: dict[str, object]) -> None:
+    assert list(refused_settings(settings, "x")) == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"text_config": {"attn_implementation": {"text": "a/b"}}},
+        {"layers": [{"attn_implementation_internal": "a@b"}]},
+        {"kernel_config": {"x": "a/b:c"}},
+    ],
+)
+def test_kernels_are_found_wherever_they_stand(settings: dict[str, object]) -> None:
+    assert len(list(refused_settings(settings, "x"))) == 1

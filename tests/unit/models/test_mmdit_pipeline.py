@@ -21,7 +21,7 @@ from sd_training.errors import ConfigError
 from sd_training.export.draw import draw_images
 from sd_training.export.pipeline import differences
 from sd_training.models.families.mmdit_pipeline import MMDiTRopePipeline
-from sd_training.models.families.mmdit_rope import MMDiTRope
+from sd_training.models.mmdit_rope import MMDiTRope
 from sd_training.models.text_states import encode_tokens, tokenize
 from tests import makers
 
@@ -261,7 +261,7 @@ def test_folder_gives_back_the_same_picture_without_network(pipeline: MMDiTRopeP
     assert differences(pipeline, folder) == []
     assert [path.name for path in folder.rglob("*") if path.suffix in {".py", ".bin", ".pt", ".pkl"}] == []
     index = json.loads((folder / "model_index.json").read_text())
-    assert index["transformer"] == ["sd_training.models.families.mmdit_rope", "MMDiTRope"]
+    assert index["transformer"] == ["sd_training.models.mmdit_rope", "MMDiTRope"]
     assert index["_class_name"] == "MMDiTRopePipeline"
     assert index["text_options"]["text_encoder_3"]["layer"] == -2
     expected = pipeline(

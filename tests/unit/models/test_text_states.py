@@ -1,6 +1,7 @@
 """States and pooled vectors of text encoders, against what transformers itself gives for each kind of encoder."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -210,7 +211,7 @@ def test_wrong_use_is_named(kind: str, arguments: tuple[Any, ...], said: str) ->
 
 def test_options_are_checked_and_survive_storing() -> None:
     option = TextOptions(layer=-2, apply_final_norm=False, pooling="mean", max_tokens=5, use_mask=False)
-    assert TextOptions.from_mapping(option.to_mapping()) == option
+    assert TextOptions.from_mapping(asdict(option)) == option
     with pytest.raises(ConfigError, match="did you mean pooling") as error:
         TextOptions.from_mapping({"poling": "eos", "kind": 1})
     assert len(error.value.problems) == 2

@@ -1,11 +1,11 @@
-"""The project's own denoiser: the two-stream transformer of Stable Diffusion 3 with rotary image positions.
+"""The project's own denoiser `MMDiTRope`: the two-stream transformer of Stable Diffusion 3 with rotary image positions.
 
 Against Esser et al. 2024 ("Scaling Rectified Flow Transformers", section 4) it has 2-D rotary positions on image tokens
 instead of added ones, any number of text encoders with a norm and a scale each, a learnable time scale, SwiGLU MLPs and
 RMS-normed queries and keys throughout. It follows the from-scratch training of gmongaras, with position scaling that
 works at resolutions other than the first.
 
-Pieces of the two-stream transformer `MMDiTRope`.
+Exported pipelines name this module, so it keeps its place.
 
 Shape letters: B samples, W width of the transformer, N heads, E width of a head, I image tokens, L text tokens,
 M = L + I joint tokens. In the joint sequence text comes first.
@@ -216,7 +216,7 @@ def joint_attention(
 
     Args:
         image: query, key, value [B, N, I, E].
-        text: query, key, value [B, N, L, E]; query None where the text asks nothing.
+        text: query, key, value [B, N, L, E]; query None where the text has no output.
         mask: [B, 1, 1, L + I] bool or None.
 
     Returns:
@@ -235,7 +235,7 @@ ROPE_SCALINGS = ("none", "interpolate")
 
 
 class MMDiTRope(ModelMixin, ConfigMixin):
-    """Velocity of a rectified flow, from noised latents, a time and what the text encoders say.
+    """Velocity of a rectified flow, from noised latents, a time and text conditioning.
 
     Args:
         in_channels: C.

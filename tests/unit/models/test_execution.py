@@ -1,0 +1,450 @@
+"""Compilation, attention kernels, memory format and recomputation of real networks."""
+
+import copy
+import filecmp
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import UNet2DConditionModel
+from diffusers.models.attention_processor import XFormersAttnProcessor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from sd_training.errors import ConfigError
+from sd_training.models.execution import (
+    attention_sentence,
+    compile_blocks,
+    compile_whole,
+    graphs_compiled,
+    is_kept,
+    log,
+    recompute_activations,
+    require_compiler,
+    use_channels_last,
+    use_fast_attention,
+    wants_channels_last,
+    without_compiling,
+    xformers_problems,
+)
+from sd_training.models.family import Family
+from tests import makers
+from tests.family_makers import PIPELINES
+from tests.unit.models.denoiser_steps import activation_bytes, load_tiny, loss_and_gradients, loss_of, saved_bytes
+
+SIZES = [{"height": 16, "width": 16}, {"height": 24, "width": 16}]
+ONE_LEVEL = {
+    "block_out_channels": [8],
+    "down_block_types": ["CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D"],
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    torch._dynamo.reset()
+
+
+def tiny(name: str, root: Path) -> Family:
+    """A UNet of one level, as compiling takes seconds for each kind of block."""
+    family = load_tiny(name, root / name)
+    if name == "stable_diffusion":
+        torch.manual_seed(0)
+        family.parts["unet"] = UNet2DConditionModel(**{**makers.UNET_PARAMS, **ONE_LEVEL}).train()
+    return family
+
+
+def ten_losses(family: Family, num_sizes: int = 2) -> list[float]:
+    optimizer = torch.optim.AdamW(family.denoiser.parameters(), lr=0.01)
+    losses = []
+    for step in range(10):
+        optimizer.zero_grad()
+        loss = loss_of(family, **SIZES[step % num_sizes])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def kinds_of_calls(family: Family) -> int:
+    """Blocks that differ in class, settings, weights or inputs, over both sizes: each needs a graph of its own."""
+    seen: set[Any] = set()
+
+    def remember(block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        shapes = tuple(tuple(p.shape) for p in block.parameters())
+        scale = repr(getattr(block, "output_scale_factor", None))  # 1 in the middle of a UNet, 1.0 elsewhere
+        seen.add((type(block), scale, shapes, *(tuple(x.shape) for x in inputs if isinstance(x, torch.Tensor))))
+
+    hooks = [block.register_forward_pre_hook(remember) for block in family.blocks()]
+    for size in SIZES:
+        loss_of(family, **size)
+    for hook in hooks:
+        hook.remove()
+    return len(seen)
+
+
+@pytest.mark.parametrize("name", ["stable_diffusion", "mmdit_rope"])
+def test_one_set_of_graphs_per_size(name: str, root: Path) -> None:
+    plain, family = tiny(name, root), tiny(name, root)
+    keys, kinds, before = list(family.denoiser.state_dict()), kinds_of_calls(plain), graphs_compiled()
+    compile_blocks(family.blocks(), num_sizes=2, backend="aot_eager")
+    assert ten_losses(family) == pytest.approx(ten_losses(plain), rel=1e-4)
+    assert graphs_compiled() - before == kinds
+    assert kinds == {"stable_diffusion": 8, "mmdit_rope": 4}[name]
+    assert list(family.denoiser.state_dict()) == keys
+
+
+def test_the_whole_network_is_one_graph_per_size(root: Path) -> None:
+    plain, family, before = tiny("mmdit_rope", root), tiny("mmdit_rope", root), graphs_compiled()
+    compile_whole(family.denoiser, num_sizes=2, backend="aot_eager")
+    assert ten_losses(family) == pytest.approx(ten_losses(plain), rel=1e-4)
+    assert graphs_compiled() - before == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "count"), [("stable_diffusion", 2), ("mmdit_rope", 1)])
+def test_generated_code_gives_the_same_losses(name: str, count: int, root: Path) -> None:
+    """One block of each class, because a compiler of C++ takes its time."""
+    plain, family = tiny(name, root), tiny(name, root)
+    first = {type(block): block for block in reversed(family.blocks())}
+    assert len(first) == count
+    before = graphs_compiled()
+    compile_blocks(list(first.values()), num_sizes=1)
+    assert ten_losses(family, num_sizes=1) == pytest.approx(ten_losses(plain, num_sizes=1), rel=1e-4)
+    assert graphs_compiled() - before == count
+
+
+class Small(nn.Module):
+    """torch.compile leaves torch's own modules alone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, None] * self.weight
+
+
+def test_many_sizes_do_not_reach_the_limit() -> None:
+    """torch.compile alone stops at eight graphs."""
+    blocks, before = [Small(2), Small(3)], graphs_compiled()
+    compile_blocks(blocks, num_sizes=10, backend="aot_eager")
+    for _ in range(2):
+        for length in range(2, 12):
+            for block in blocks:
+                block(torch.ones(length)).sum().backward()
+    assert graphs_compiled() - before == 20
+
+
+def test_pictures_make_no_graphs(root: Path) -> None:
+    family = tiny("mmdit_rope", root)
+    compile_blocks(family.blocks(), num_sizes=1, backend="aot_eager")
+    loss_and_gradients(family)
+    compiled = graphs_compiled()
+    family.denoiser.eval()
+    with torch.no_grad(), without_compiling():
+        loss_of(family, batch=3, height=24)
+    family.denoiser.train()
+    loss_and_gradients(family)
+    assert graphs_compiled() == compiled
+    loss_of(family, batch=3)
+    assert graphs_compiled() > compiled  # what it would have been
+
+
+@pytest.mark.parametrize("is_selective", [False, True])
+def test_with_recomputation(is_selective: bool, root: Path) -> None:
+    plain, compiled, family = (tiny("mmdit_rope", root) for _ in range(3))
+    recompute_activations(family.blocks(), is_selective=is_selective)
+    for each in (compiled, family):
+        compile_blocks(each.blocks(), num_sizes=1, backend="aot_eager")
+    assert saved_bytes(family) < saved_bytes(compiled)
+    assert ten_losses(family, num_sizes=1) == pytest.approx(ten_losses(plain, num_sizes=1), rel=1e-4)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_compiled_under_ddp(root: Path) -> None:
+    plain, family = tiny("mmdit_rope", root), tiny("mmdit_rope", root)
+    compile_blocks(family.blocks(), num_sizes=1, backend="aot_eager")
+    denoiser, before = family.denoiser, graphs_compiled()
+    wrapped = DistributedDataParallel(denoiser, gradient_as_bucket_view=True, static_graph=True)
+    wrapped.config = denoiser.config
+    family.parts[family.denoiser_part] = wrapped
+    assert ten_losses(family, num_sizes=1) == pytest.approx(ten_losses(plain, num_sizes=1), rel=1e-4)
+    assert graphs_compiled() - before == 2
+
+
+@pytest.mark.usefixtures("process_group")
+def test_under_fsdp_with_recomputation(root: Path) -> None:
+    plain, family = tiny("mmdit_rope", root), tiny("mmdit_rope", root)
+    blocks, before = family.blocks(), graphs_compiled()
+    recompute_activations(blocks, is_selective=True)
+    compile_blocks(blocks, num_sizes=1, backend="aot_eager")
+    mesh = dist.init_device_mesh("cpu", (1,))
+    for block in [*blocks, family.denoiser]:
+        fully_shard(block, mesh=mesh)
+    assert ten_losses(family, num_sizes=1) == pytest.approx(ten_losses(plain, num_sizes=1), rel=1e-4)
+    assert graphs_compiled() > before
+
+
+def test_a_copy_is_not_compiled_and_has_its_own_weights(root: Path) -> None:
+    family = tiny("mmdit_rope", root)
+    compile_blocks(family.blocks(), num_sizes=1, backend="aot_eager")
+    loss = loss_of(family)
+    family.parts["transformer"] = copy.deepcopy(family.denoiser)
+    assert torch.equal(loss_of(family), loss)
+    with torch.no_grad():
+        family.blocks()[0].image.out.weight.zero_()
+    assert not torch.equal(loss_of(family), loss)
+
+
+def test_a_missing_compiler_is_said_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    require_compiler("cpu")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"trainer.compile: needs a C\+\+ compiler, but CXX=no-such-compiler is"):
+        require_compiler("cpu")
+    monkeypatch.delenv("CXX")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"none of g\+\+, clang\+\+, c\+\+ is found; install one .*compile=false"):
+        require_compiler("cpu")
+    with pytest.raises(ConfigError, match="needs a C compiler, but none of gcc, clang, cc is found"):
+        require_compiler("cuda")
+
+
+def test_missing_headers_of_python_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"trainer.compile: needs the headers of Python, but .*Python.h does not"):
+        require_compiler("cpu")
+
+
+def denoiser(family: str) -> torch.nn.Module:
+    parts = PIPELINES[family]().components
+    return parts["unet"] if "unet" in parts else parts["transformer"]
+
+
+@pytest.mark.parametrize("family", PIPELINES)
+def test_a_network_without_the_hook_is_refused(family: str) -> None:
+    problems = xformers_problems(denoiser(family))
+    if family == "mmdit_rope":
+        [problem] = problems
+        assert problem.startswith("model.xformers: true, but MMDiTRope has no attention")
+        assert problem.endswith("set model.xformers=false")
+    else:
+        assert problems == []
+
+
+def test_the_log_says_what_runs(caplog: pytest.LogCaptureFixture) -> None:
+    unet = denoiser("stable_diffusion")
+    with caplog.at_level(logging.INFO, log.name):
+        use_fast_attention(unet, torch.device("cpu"))
+        assert caplog.messages == [
+            "model.xformers: UNet2DConditionModel runs on PyTorch's fused attention instead (there is no CUDA device)"
+        ]
+        if not torch.cuda.is_available():  # a device that is not there, as a broken installation of xformers
+            use_fast_attention(unet, torch.device("cuda"))
+            assert "fused attention instead (" in caplog.messages[1]
+            assert "no CUDA device" not in caplog.messages[1]
+
+
+def test_the_log_counts_the_modules_that_were_switched() -> None:
+    unet = denoiser("stable_diffusion")
+    names = list(unet.attn_processors)
+    unet.set_attn_processor({name: XFormersAttnProcessor() for name in names})
+    whole = f"{len(names)} of {len(names)} attention modules of UNet2DConditionModel run on xformers"
+    assert attention_sentence(unet, "") == whole
+
+    flux = denoiser("flux")
+    flux.transformer_blocks[0].attn.set_attention_backend("xformers")
+    switched, _, count = attention_sentence(flux, "").split()[:3]
+    assert (int(switched), int(count)) == (1, len(flux.attn_processors))
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_auto_is_cuda_only() -> None:
+    assert wants_channels_last("auto", "cuda") and wants_channels_last(True, "cpu")
+    assert not wants_channels_last("auto", "cpu") and not wants_channels_last(False, "cuda")
+
+
+def test_convolutions_of_a_unet_work_in_channels_last(tmp_path: Path) -> None:
+    plain, family = (load_tiny("stable_diffusion", tmp_path / "pipeline") for _ in range(2))
+    use_channels_last(family.denoiser)
+    inner, layouts = [m for m in family.denoiser.modules() if type(m).__name__ == "ResnetBlock2D"], []
+    for block in inner:
+        for conv in (block.conv1, block.conv2):
+            conv.register_forward_hook(lambda _, given, out: layouts.append(is_channels_last(given[0])))
+            conv.register_forward_hook(lambda _, given, out: layouts.append(is_channels_last(out)))
+    (loss, gradients), (expected_loss, expected) = loss_and_gradients(family), loss_and_gradients(plain)
+    assert len(layouts) == 4 * len(inner) and all(layouts)
+    torch.testing.assert_close(loss, expected_loss)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-6)
+
+
+@torch.no_grad()
+def test_convolutions_of_the_autoencoder_work_in_channels_last() -> None:
+    vae, pixels, layouts = makers.tiny_vae().eval(), torch.randn(2, 3, 16, 16), []
+    expected = vae.encode(pixels).latent_dist.mean
+    use_channels_last(vae)
+    for block in vae.encoder.modules():
+        if type(block).__name__ == "ResnetBlock2D":
+            block.conv2.register_forward_hook(lambda _, given, out: layouts.append(is_channels_last(given[0])))
+    torch.testing.assert_close(vae.encode(pixels).latent_dist.mean, expected, rtol=1e-4, atol=1e-5)
+    assert layouts and all(layouts)
+
+
+@pytest.mark.parametrize("part", ["unet", "vae"])
+def test_exports_are_the_same_files(part: str, tmp_path: Path) -> None:
+    network = getattr(makers.tiny_pipeline(), part)
+    network.save_pretrained(tmp_path / "plain")
+    use_channels_last(network)
+    assert any(is_channels_last(p) and not p.is_contiguous() for p in nn.Module.parameters(network))
+    network.save_pretrained(tmp_path / "channels_last")
+    names = [path.name for path in (tmp_path / "plain").iterdir()]
+    assert "diffusion_pytorch_model.safetensors" in names
+    assert filecmp.cmpfiles(tmp_path / "plain", tmp_path / "channels_last", names, shallow=False)[0] == names
+
+
+MODES = {"whole": False, "selective": True}
+
+
+def assert_same(family: Family, plain: Family) -> None:
+    (loss, gradients), (expected_loss, expected) = loss_and_gradients(family), loss_and_gradients(plain)
+    assert torch.equal(loss, expected_loss)
+    assert gradients.keys() == expected.keys()
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+    assert any(gradient.any() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_same_losses_and_gradients_with_less_memory(name: str, root: Path) -> None:
+    plain = load_tiny(name, root / name)
+    taken = {"none": activation_bytes(plain)}
+    for mode, is_selective in MODES.items():
+        family = load_tiny(name, root / name)
+        keys, classes = list(family.denoiser.state_dict()), [type(m) for m in family.denoiser.modules()]
+        recompute_activations(family.blocks(), is_selective=is_selective)
+        assert_same(family, plain)
+        taken[mode] = activation_bytes(family)
+        assert list(family.denoiser.state_dict()) == keys
+        assert [type(m) for m in family.denoiser.modules()] == classes
+    assert taken["whole"] < taken["selective"] < taken["none"], taken
+
+
+def test_every_second_block_is_between_all_and_none(root: Path) -> None:
+    taken = []
+    for every in (1, 2, 100):
+        family = load_tiny("stable_diffusion", root / "stable_diffusion")
+        blocks = family.blocks()
+        recompute_activations(blocks, every=every)
+        assert ["forward" in vars(block) for block in blocks] == [i % every == 0 for i in range(len(blocks))]
+        taken.append(activation_bytes(family))
+    plain = activation_bytes(load_tiny("stable_diffusion", root / "stable_diffusion"))
+    assert taken[0] < taken[1] < taken[2] < plain
+
+
+class Counted(nn.Module):
+    """A block that counts its calls and drops half of what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout, self.calls = nn.Linear(64, 64), nn.Dropout(0.5), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.dropout(self.linear(x).relu())
+
+
+@pytest.mark.parametrize("is_selective", MODES.values(), ids=MODES)
+def test_dropout_is_drawn_again_alike(is_selective: bool) -> None:
+    results, plain = [], Counted()
+    recomputed = copy.deepcopy(plain)
+    recompute_activations([recomputed], is_selective=is_selective)
+    for block in (plain, recomputed):
+        torch.manual_seed(3)
+        x = torch.ones(4, 64, requires_grad=True)
+        block(x).square().sum().backward()
+        results.append((x.grad, block.linear.weight.grad, torch.rand(3)))
+    assert (plain.calls, recomputed.calls) == (1, 2)  # forward, and once more in the backward pass
+    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("is_selective", MODES.values(), ids=MODES)
+def test_without_autograd_it_is_the_plain_block(is_selective: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("sd_training.models.execution.checkpoint")
+    block = Counted()
+    recompute_activations([block], is_selective=is_selective)
+    with torch.no_grad():
+        assert block(torch.ones(1, 64)).grad_fn is None
+    with torch.inference_mode():
+        block(torch.ones(1, 64))
+    assert block.calls == 2
+
+
+def test_a_copy_runs_its_own_weights() -> None:
+    block = Counted().eval()
+    recompute_activations([block])
+    twin = copy.deepcopy(block)
+    with torch.no_grad():
+        twin.linear.weight.zero_()
+        twin.linear.bias.zero_()
+    assert not twin(torch.ones(1, 64)).any()
+    assert block(torch.ones(1, 64)).any()
+
+
+def test_what_selective_keeps() -> None:
+    aten = torch.ops.aten
+    for operation in (aten.mm.default, aten.addmm.default, aten.convolution.default):
+        assert is_kept(operation)
+    for kernel in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"):
+        assert is_kept(getattr(aten, f"_scaled_dot_product_{kernel}").default)
+    assert is_kept(aten._flash_attention_forward.default)
+    assert is_kept("xformers_flash.flash_fwd.default")
+    assert is_kept("xformers.efficient_attention_forward_cutlass.default")
+    for operation in (aten.bmm.default, aten.silu.default, aten.native_layer_norm.default, aten.mul.Tensor):
+        assert not is_kept(operation)
+    assert not is_kept("xformers_flash.flash_bwd.default")
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("is_selective", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("name", ["stable_diffusion", "mmdit_rope"])
+def test_recomputed_under_ddp(name: str, is_selective: bool, root: Path) -> None:
+    plain, family = (load_tiny(name, root / name) for _ in range(2))
+    recompute_activations(family.blocks(), is_selective=is_selective)
+    expected = loss_and_gradients(plain)[1]
+    denoiser = family.denoiser
+    wrapped = DistributedDataParallel(denoiser, gradient_as_bucket_view=True, static_graph=True)
+    for _ in range(2):  # a static graph is learned in the first step
+        denoiser.zero_grad()
+        family.parts[family.denoiser_part] = wrapped
+        loss = loss_with_config(family, denoiser)
+        loss.backward()
+    for parameter_name, parameter in denoiser.named_parameters():
+        assert torch.equal(parameter.grad, expected[parameter_name]), parameter_name
+
+
+def loss_with_config(family: Family, denoiser: nn.Module) -> torch.Tensor:
+    """`loss_of` of a wrapped denoiser, whose settings families read."""
+    family.denoiser.config = denoiser.config
+    return loss_of(family)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("is_selective", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("name", ["stable_diffusion", "mmdit_rope"])
+def test_under_fsdp(name: str, is_selective: bool, root: Path) -> None:
+    plain, family = (load_tiny(name, root / name) for _ in range(2))
+    recompute_activations(family.blocks(), is_selective=is_selective)
+    mesh = dist.init_device_mesh("cpu", (1,))
+    for each in (plain, family):
+        for block in [*each.blocks(), each.denoiser]:
+            fully_shard(block, mesh=mesh)
+    assert_same(family, plain)
