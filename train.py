@@ -88,11 +88,11 @@ def train(plan: "Plan", signals: StopSignals, run_log: RunLog) -> None:
     from sd_training.build.run import build_run, make_watch
     from sd_training.watchdog.first_failure import exit_together
 
-    watch, is_child = make_watch(plan), plan.launch.launcher == "own" and not is_main_process()
+    watch = make_watch(plan)
     together: AbstractContextManager[None] = nullcontext()
     if plan.launch.processes > 1:
         together = exit_together(
-            watch.first_failure, is_child=is_child, local_peers=lambda: watch.local_peers, run_log=run_log
+            watch.first_failure, is_child=plan.is_child, local_peers=lambda: watch.local_peers, run_log=run_log
         )
     with together, watch.running():
         run = build_run(plan, signals, watch, run_log)

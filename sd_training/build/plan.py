@@ -6,7 +6,7 @@ from pathlib import Path
 from sd_training.config.paths import output_path
 from sd_training.config.plan import BatchPlan, Layout, find_layout
 from sd_training.config.schema import Config
-from sd_training.log import get_logger
+from sd_training.log import get_logger, is_main_process
 from sd_training.parallel.launch import Launch, find_launch
 
 log = get_logger(__name__)
@@ -23,6 +23,12 @@ class Plan:
     run_dir: Path
     precision: str
     """no, bf16 or fp16, as this device can do it."""
+
+    @property
+    def is_child(self) -> bool:
+        """Whether Lightning's launcher started this process. It kills the first process, with a status of its own, when
+        a child ends with another status than 0."""
+        return self.launch.launcher == "own" and not is_main_process()
 
 
 def make_plan(config: Config, *, is_described: bool = False) -> Plan:

@@ -57,17 +57,13 @@ class Run:
     module: TrainedModule
     data: TrainingData
     preemption: Preemption
+    is_child: bool
+    """As `Plan.is_child`."""
 
     @property
     def exit_status(self) -> int:
-        """After the fit: 0, or what the process ends with because a signal stopped it (see `stop_signals`).
-
-        Lightning's own launcher kills the process that started the others when one of those does not end with 0.
-        """
-        environment = getattr(self.trainer.strategy, "cluster_environment", None)
-        if isinstance(environment, LightningEnvironment) and not self.trainer.is_global_zero:
-            return 0
-        return self.preemption.status
+        """After the fit: 0, or what the process ends with because a signal stopped it (see `signals.py`)."""
+        return 0 if self.is_child else self.preemption.status
 
 
 def build_run(
@@ -106,7 +102,7 @@ def build_run(
     watch = watch or HangWatch({}, plan.run_dir)
     callbacks = build_callbacks(plan, start, trained, data, preemption, run_lock, watch, mirror)
     trainer = _trainer(plan, callbacks, _strategy(plan, trained.sharding))
-    return Run(trainer, trained.module, data, preemption)
+    return Run(trainer, trained.module, data, preemption, plan.is_child)
 
 
 def _model_or_all_problems(plan: Plan) -> Trained:
@@ -204,11 +200,8 @@ def _strategy(plan: Plan, sharding: ShardingSpec) -> Strategy:
 
 def make_watch(plan: Plan) -> HangWatch:
     """The hang watch of this process, which does not count yet."""
-    config, rank = plan.config.watch, global_rank()
-    limits_s = {section: getattr(config, f"{section}_s") for section in SECTIONS}
-    # Lightning's launcher kills the first process, with a status of its own, when a child ends with another one than 0.
-    is_child = plan.launch.launcher == "own" and rank > 0
-    return HangWatch(limits_s, plan.run_dir, rank, status=0 if is_child else EXIT_HANG)
+    limits_s = {section: getattr(plan.config.watch, f"{section}_s") for section in SECTIONS}
+    return HangWatch(limits_s, plan.run_dir, global_rank(), status=0 if plan.is_child else EXIT_HANG)
 
 
 def zero_options(plan: Plan) -> dict[str, Any]:
