@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = [word for word in arguments.what if is_option(word)]
     if not any(word.startswith(("config=", "dataset.params.resolution=")) for word in words):
         # The size that images are trained at is not known.
-        report = DataReport([replace(dataset, num_enlarged=0) for dataset in report.datasets])
+        report = DataReport([replace(dataset, is_size_known=False) for dataset in report.datasets])
     if is_run:
         is_assumed = not any(word.startswith(("config=", "system.batch_size=")) for word in words)
         remark = f"; batch_size {batch} is assumed, and config=… gives the run's own" if is_assumed else ""

@@ -50,6 +50,8 @@ class DatasetReport:
     """Optimizer steps that draw from it; None without a run."""
     epochs: float | None
     """How often the run sees each sample; None without a run."""
+    is_size_known: bool = True
+    """Whether `table` has the sizes of a run; otherwise enlarged images are not counted."""
 
     @property
     def location(self) -> str:
@@ -91,7 +93,7 @@ class DatasetReport:
         """Factors, above 1, by which images are enlarged to cover their bucket; those of unknown size are left out."""
         target = np.array(self.table.sizes, dtype=np.float64)[self.dataset.bucket_of]
         widths, heights = known_sizes(self.dataset)
-        is_known = widths > 0
+        is_known = (widths > 0) & self.is_size_known
         factors = np.maximum(target[is_known, 0] / heights[is_known], target[is_known, 1] / widths[is_known])
         return factors[factors > 1]
 

@@ -1,8 +1,6 @@
-"""Aspect-ratio buckets: which heights and widths are trained, and which sample goes where.
+"""Aspect-ratio buckets: at which heights and widths images are trained, and which sample goes into which bucket.
 
-Sizes are (height, width) in pixels, as everywhere; files tell (width, height), and the two are easily swapped.
-
-Options → the heights and widths that pictures are trained at.
+Sizes are (height, width) in pixels, as everywhere; image files have (width, height), and the two are easily swapped.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,8 +19,6 @@ Size = tuple[int, int]
 Buckets = NDArray[np.int32]
 """[N] number of a bucket in its table; -1 (`NO_BUCKET`) is none."""
 _SAME_ASPECT = 1e-9
-
-
 NO_BUCKET = -1
 
 
@@ -153,22 +149,22 @@ class BucketTable:
     ) -> Buckets:
         """Ladder by ladder, because one nearest aspect over all ladders would draw large images to small buckets."""
         bucket, sides = np.full(len(widths), -1, dtype=np.int32), np.array(self.sizes)
-        homeless = np.arange(len(widths))
+        unassigned = np.arange(len(widths))
         for ladder_buckets in self._ladders:
             logs = self._log_aspects[ladder_buckets]
-            nearest = ladder_buckets[np.searchsorted((logs[1:] + logs[:-1]) / 2, aspects[homeless])]
-            fits = (heights[homeless] >= sides[nearest, 0]) & (widths[homeless] >= sides[nearest, 1])
-            bucket[homeless[fits]] = nearest[fits]
-            homeless = homeless[~fits]
+            nearest = ladder_buckets[np.searchsorted((logs[1:] + logs[:-1]) / 2, aspects[unassigned])]
+            fits = (heights[unassigned] >= sides[nearest, 0]) & (widths[unassigned] >= sides[nearest, 1])
+            bucket[unassigned[fits]] = nearest[fits]
+            unassigned = unassigned[~fits]
         self._cover(bucket, widths, heights)
         return bucket
 
     def _cover(self, bucket: Buckets, widths: NDArray[np.int32], heights: NDArray[np.int32]) -> None:
         """Gives images without a bucket the largest one of any aspect that they cover."""
-        homeless = np.flatnonzero(bucket < 0)
+        unassigned = np.flatnonzero(bucket < 0)
         for candidate in np.argsort(self._areas, kind="stable"):
             height, width = self.sizes[candidate]
-            bucket[homeless[(widths[homeless] >= width) & (heights[homeless] >= height)]] = candidate
+            bucket[unassigned[(widths[unassigned] >= width) & (heights[unassigned] >= height)]] = candidate
 
 
 def merge_small(
@@ -191,7 +187,10 @@ def merge_small(
     counts = np.bincount(bucket_of, minlength=len(table.sizes))
     while len(used := np.flatnonzero(counts)) > 1 and len(short := np.flatnonzero((counts < min_count) & (counts > 0))):
         smallest_first = short[np.argsort(counts[short], kind="stable")].tolist()
-        merge = _merge(smallest_first, used, table, counts)
+        targets = {bucket: _nearest(bucket, used.tolist(), table) for bucket in smallest_first}
+        # The first that may join another; when none may, the first is left out.
+        source = next((bucket for bucket in smallest_first if targets[bucket] != NO_BUCKET), smallest_first[0])
+        merge = Merge(source, targets[source], int(counts[source]))
         merges.append(merge)
         target_of[target_of == merge.source] = merge.target
         counts[merge.source] = 0
@@ -200,31 +199,21 @@ def merge_small(
     return target_of[bucket_of], merges
 
 
-def _merge(short: Sequence[int], used: NDArray[np.intp], table: BucketTable, counts: NDArray[np.intp]) -> Merge:
-    """The first of the short buckets that may join another; when none may, the first is given up."""
-    for bucket in short:
-        if others := _joinable(bucket, used, table):
-            return Merge(bucket, _nearest(bucket, others, table), int(counts[bucket]))
-    return Merge(short[0], NO_BUCKET, int(counts[short[0]]))
-
-
-def _joinable(bucket: int, used: NDArray[np.intp], table: BucketTable) -> list[int]:
-    others = [int(other) for other in used if other != bucket]
-    if table.upscale:
-        return others
+def _nearest(bucket: int, used: Iterable[int], table: BucketTable) -> int:
+    """The bucket in use that samples of `bucket` may join, nearest by |log aspect|, then by |log area|."""
     height, width = table.sizes[bucket]
-    return [b for b in others if table.sizes[b][0] <= height and table.sizes[b][1] <= width]
-
-
-def _nearest(bucket: int, others: Iterable[int], table: BucketTable) -> int:
-    """By |log aspect|, then by |log area|."""
 
     def distance(other: int) -> tuple[float, float, int]:
-        (h, w), (other_h, other_w) = table.sizes[bucket], table.sizes[other]
-        aspect, area = np.log(w / h / (other_w / other_h)), np.log(w * h / (other_w * other_h))
+        other_height, other_width = table.sizes[other]
+        aspect = np.log(width / height / (other_width / other_height))
+        area = np.log(width * height / (other_width * other_height))
         return round(abs(float(aspect)), 9), round(abs(float(area)), 9), other
 
-    return min(others, key=distance)
+    sizes = table.sizes
+    others = [o for o in used if o != bucket]
+    if not table.upscale:
+        others = [o for o in others if sizes[o][0] <= height and sizes[o][1] <= width]
+    return min(others, key=distance, default=NO_BUCKET)
 
 
 def histogram(bucket_of: Buckets, table: BucketTable) -> list[tuple[Size, int]]:

@@ -1,6 +1,6 @@
-"""Image file bytes → an upright RGB array, decoded no larger than needed.
+"""Image file bytes → the upright RGB crop of one request, resized and perhaps mirrored.
 
-Image file bytes → the cut, resized, perhaps mirrored picture of one visit.
+JPEGs are decoded no larger than needed.
 """
 
 import io
@@ -75,7 +75,7 @@ def image_size(file: BinaryIO) -> tuple[int, int]:
 
 
 def _opened(file: BinaryIO) -> Image.Image:
-    """Only the header is read. `max_pixels` decides before anything is decoded, so Pillow's own limit has no say."""
+    """Only the header is read. `max_pixels` decides before anything is decoded, so Pillow's own limit is disabled."""
     Image.MAX_IMAGE_PIXELS = None
     return Image.open(file, formats=FORMATS)
 
@@ -108,13 +108,13 @@ def decode(data: bytes, rules: ImageRules, least_scale: LeastScale | None = None
 
 
 def _is_plain_jpeg(image: Image.Image, rules: ImageRules) -> bool:
-    """What libjpeg-turbo is trusted with; the rest goes Pillow's way."""
+    """Files that libjpeg-turbo decodes; Pillow decodes the others."""
     has_profile = rules.icc_to_srgb and "icc_profile" in image.info
     return image.format == "JPEG" and image.mode in ("RGB", "L") and not has_profile and _orientation(image) == 1
 
 
 def _decode_reduced(data: bytes, size: tuple[int, int], scale: float) -> DecodedImage | None:
-    """None for a file that libjpeg-turbo has a complaint about: Pillow decides whether it can be read."""
+    """None for a file that libjpeg-turbo refuses: Pillow decides whether it can be read."""
     eighths = min(_EIGHTHS, math.ceil(scale * _MARGIN * _EIGHTHS))
     height, width = (-(-side * eighths // _EIGHTHS) for side in size)
     try:
@@ -147,7 +147,7 @@ def _orientation(image: Image.Image) -> int:
         return 1
     try:
         return int(image.getexif().get(_ORIENTATION_TAG, 1))
-    except Exception:  # damaged EXIF says nothing about the picture
+    except Exception:  # damaged EXIF does not make the image unusable
         return 1
 
 
@@ -161,7 +161,7 @@ def _upright(image: Image.Image) -> Image.Image:
     image.load()
     try:
         return ImageOps.exif_transpose(image)
-    except Exception:  # damaged EXIF says nothing about the picture, which has been read by now
+    except Exception:  # damaged EXIF does not make the image unusable; it has been decoded by now
         return image
 
 
@@ -200,7 +200,7 @@ def _from_16_bit(image: Image.Image) -> Image.Image:
 
 @dataclass(frozen=True)
 class CropRequest:
-    """The picture that a visit is to give."""
+    """The crop that a request asks for."""
 
     height: int
     width: int
