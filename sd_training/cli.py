@@ -1,7 +1,5 @@
-"""How every command of the project ends: a user's mistake is a sentence on stderr and a status, never a traceback.
-
-How many cores a process that computes on the CPU uses, and how its threads wait for each other.
-"""
+"""What every command line shares: a user's mistake ends in a sentence on stderr and a status, never in a traceback;
+and how many CPU threads a process uses."""
 
 import json
 import os
@@ -18,7 +16,7 @@ from sd_training.log import get_logger, is_main_process
 from sd_training.redaction import for_terminal, hide_in_tracebacks
 
 _OTHERS_CANNOT_WRITE = 0o002
-_FIRST_SAYS_IT_S = 3.0
+_RANK0_PRINTS_S = 3.0
 _READER_GONE = 128 + signal.SIGPIPE
 """Exit status of a command in a pipeline whose reader has ended."""
 _STDOUT = 1
@@ -39,7 +37,11 @@ def run_cli(main: Callable[[], None]) -> None:
         main()
     except UserError as error:
         if not is_main_process():
-            _leave_it_to_the_first(error.exit_status)
+            # A mistake that all ranks make is printed by rank 0; its launcher then ends the others by SIGTERM. A rank
+            # that is still alive after the wait prints its own error.
+            status = error.exit_status
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
+            time.sleep(_RANK0_PRINTS_S)
         print_error(error)
         write_torchrun_error(str(error))
         raise SystemExit(error.exit_status) from None
@@ -78,20 +80,12 @@ def print_error(error: UserError) -> None:
 
 
 def write_torchrun_error(text: str) -> None:
-    """Writes down why this process ends; without it torchrun says where to read about tracebacks."""
+    """Gives torchrun the reason why this process ends; without it torchrun prints advice about tracebacks."""
     path = os.environ.get(_TORCHRUN_VARIABLE)
     if path:
-        extra = {"timestamp": str(int(time.time()))}
+        message = {"message": for_terminal(text), "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
-            said = {"message": {"message": for_terminal(text), "extraInfo": extra}}
-            Path(path).write_text(json.dumps(said), encoding="utf-8")
-
-
-def _leave_it_to_the_first(status: int) -> None:
-    """A mistake that all processes of a run make is told by the first one: when that has ended, its launcher ends the
-    others by SIGTERM. Who is still there after a while has a mistake of its own to tell."""
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
-    time.sleep(_FIRST_SAYS_IT_S)
+            Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 log = get_logger(__name__)
@@ -101,8 +95,8 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def set_passive_wait() -> None:
-    """OpenMP threads that wait for each other sleep; they spin by default, and one that has lost its core to another
-    process then holds up all the others. Call before torch is imported: OpenMP reads this once."""
+    """OpenMP threads that wait for each other sleep. By default they spin, and one that has lost its core to another
+    process then delays all the others. Call before torch is imported: OpenMP reads this once."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

@@ -1,14 +1,11 @@
-"""Log lines on stderr with the time, from the first process only, so that 64 ranks do not say a thing 64 times.
+"""Log lines on stderr and in `train.log`, without secrets; and the libraries' advice kept out of them.
 
-`train.log` in the run folder: what the run said on the terminal, over all of its starts.
+On the terminal rank 0 prints everything, the others their errors, so that 64 ranks do not print a line 64 times.
+`train.log` in the run folder has these lines over all starts, and the warnings of all ranks. A line is one write at the
+end of the file, opened for it alone, so that ranks on other machines can write too. No failure of the disk ends the
+run: lines that cannot be written are lost.
 
-The first process writes every line, the others their warnings and errors; ranks and secrets are marked and hidden as on
-the terminal. A line is one write at the end of the file, opened for it alone, so that ranks on other machines can write
-too and nothing is held open. Nothing that the disk does ends the run: lines that cannot be written are lost.
-
-Keeps the advice that libraries print at import and load out of a run's output; their errors still show.
-
-Import before torch, diffusers and transformers: they read these settings once.
+Import before torch, diffusers and transformers: they read the settings of `quiet_libraries` once.
 """
 
 import logging
@@ -37,7 +34,7 @@ def global_rank() -> int:
 
 
 def is_main_process() -> bool:
-    """Whether this is the first process of the run."""
+    """Whether this is rank 0 of the run."""
     return global_rank() == 0
 
 
@@ -61,8 +58,8 @@ class LineFormatter(logging.Formatter):
 
 
 class _Console(logging.StreamHandler):
-    """Errors come from every rank, warnings and information from the first one only. A stderr that takes nothing, such
-    as a file on a full disk, costs the line."""
+    """Errors of every rank, warnings and information of rank 0. A line that stderr does not take, such as a file on a
+    full disk, is lost."""
 
     write_beside: Callable[[str], None] | None = None
     """Writes a line above a progress bar; null: there is none."""
@@ -118,7 +115,7 @@ _MAX_EARLY = 1000
 
 
 class RunLog(logging.Handler):
-    """Collects lines from its making on, and writes them once there is a run folder."""
+    """Collects lines from its construction on, and writes them once there is a run folder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +126,7 @@ class RunLog(logging.Handler):
         self._is_failing = self._is_cut = False
 
     def open(self, run_dir: Path, check: Callable[[], None]) -> None:
-        """Lines so far and from now on go to the file in `run_dir`, which the first process has made.
+        """Lines so far and from now on go to the file in `run_dir`, which rank 0 has made.
 
         Args:
             check: raises where another start has taken the folder over; then nothing is written any more.
@@ -173,7 +170,7 @@ class RunLog(logging.Handler):
         self.add(str(error) if is_mistake else "".join(traceback.format_exception(error)).rstrip())
 
     def add(self, text: str) -> None:
-        """An error that was, or will be, told on the terminal by other means."""
+        """An error that is printed on the terminal by other means."""
         self.handle(log.makeRecord(log.name, logging.ERROR, "", 0, text, (), None))
 
     def _write(self, line: str) -> None:
@@ -185,7 +182,7 @@ class RunLog(logging.Handler):
             if is_main_process() and self._path.stat().st_size > MAX_BYTES:
                 os.replace(self._path, self._path.with_name(f"{FILE_NAME}.1"))
         except (UserError, FileNotFoundError):
-            return  # the next save ends this process, on all ranks; or the first process has not made the folder yet
+            return  # the next save ends this process, on all ranks; or rank 0 has not made the folder yet
         except OSError as error:
             self._is_cut = True
             if not self._is_failing:
@@ -227,11 +224,11 @@ _ADVICE = (
     "This DataLoader will create",  # more loader processes than cores, which is what waiting for storage needs
 )
 _LIGHTNING = r"pytorch_lightning|lightning_fabric"
-"""It warns of how it is called, which is this program's business and not the user's: workers, intervals, old names."""
+"""Its warnings are about how it is called, which is no matter of the user's: workers, intervals, old names."""
 
 
 def quiet_libraries() -> None:
-    """Errors only from the libraries; anything the user set himself stays."""
+    """Errors only from the libraries; what the user has set stays."""
     for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
         os.environ.setdefault(name, "error")
     for name in _ERRORS_ONLY:

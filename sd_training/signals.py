@@ -1,9 +1,9 @@
-"""Signals that ask something of a run. The handlers only take a note; `callbacks/preemption.py` acts on it.
+"""Signals to a run. The handlers only record them; `callbacks/preemption.py` acts.
 
 SIGTERM   preemption, torchrun, `kill`: save and end with status 75
 SIGUSR1   SLURM's warning before the time limit: the same
 SIGUSR2   save now and go on
-SIGINT    Ctrl-C: save and end with status 130, which is said at once; the second one kills at once
+SIGINT    Ctrl-C: save and end with status 130, announced at once; the second one kills at once
 
 `system.stop_signals` and `system.save_signals` choose other ones.
 """
@@ -39,7 +39,7 @@ _MAY_BE_IGNORED = (signal.SIGINT, signal.SIGHUP)
 
 
 class StopSignals:
-    """What this process was asked to do. Handlers are Python's, so the main thread runs them between two bytecodes."""
+    """Signals that this process has received. Handlers are Python's: the main thread runs them between bytecodes."""
 
     def __init__(self) -> None:
         self.started_s = time.monotonic()
@@ -62,7 +62,7 @@ class StopSignals:
             self.expect_warning()
 
     def expect_warning(self) -> None:
-        """From the start of the program on, the warning before the time limit is noted and kills nothing.
+        """From the start of the program on, the warning before the time limit is recorded and does not kill.
 
         SIGTERM and Ctrl-C still end a process that has nothing to save yet.
         """
@@ -72,7 +72,7 @@ class StopSignals:
                 self._handle(number)
 
     def listen(self) -> None:
-        """From the first optimizer step on, every signal is noted."""
+        """From the first optimizer step on, every signal is recorded."""
         for number in (*self._stop, *self._save, signal.SIGINT):
             if number not in _MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN:
                 self._handle(number)
@@ -93,7 +93,7 @@ class StopSignals:
 
     def leave(self, status: int) -> NoReturn:
         """Ends the process with `status`. A launcher that ends all processes when the first one has ended sends
-        SIGTERM, which must not change the status of the others on their last metres."""
+        SIGTERM, which must not change the status of the others."""
         for number in (*self._stop, *self._save, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         raise SystemExit(status)
@@ -114,16 +114,12 @@ class StopSignals:
         else:
             self.status = EXIT_INTERRUPTED
             if is_main_process():
-                _say(_AT_CTRL_C)
+                # Not by `sys.stderr`: the handler may interrupt a write to it, and a nested one is refused. On a line
+                # of its own: the terminal shows `^C`, or a bar.
+                start = "\n" if os.isatty(_STDERR) else ""
+                with suppress(OSError):
+                    os.write(_STDERR, f"{start}{time.strftime(TIME_FORMAT)} {_AT_CTRL_C}\n".encode())
 
 
 def _numbers(names: Sequence[SignalName]) -> tuple[signal.Signals, ...]:
     return tuple(signal.Signals[name] for name in names)
-
-
-def _say(text: str) -> None:
-    """As a log line, on a line of its own: the terminal shows `^C`, or a bar. Not by `sys.stderr`: the handler may come
-    in the middle of a write to it, and a second one is refused."""
-    start = "\n" if os.isatty(_STDERR) else ""
-    with suppress(OSError):
-        os.write(_STDERR, f"{start}{time.strftime(TIME_FORMAT)} {text}\n".encode())

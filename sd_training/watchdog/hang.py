@@ -1,11 +1,12 @@
-"""Ends a run in which a process does nothing any more, and leaves what every process was doing.
+"""Ends a run in which a process makes no progress, and writes the stacks of every process.
 
 A process marks what it is about to do: start, data, step, save or validate, each with a limit of its own. A thread
-counts; it asks no device and waits for none. Who stays too long writes the stacks of its threads, tells the others by a
-note in the run folder, so that they write theirs, and ends with status 87.
+measures how long it stays there; it neither asks nor waits for a device. A process that stays too long writes the
+stacks of its threads, notes its failure in the run folder, so that the others write theirs, and ends with status 87.
 
 The thread needs Python's lock. Where something holds that for longer than the limit, faulthandler's own thread, which
-needs none, writes the stacks to stderr; the process then ends when the lock is let go, or by its peers or its launcher.
+does not need it, writes the stacks to stderr; the process then ends when the lock is released, or by its peers or its
+launcher.
 """
 
 import faulthandler
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -28,9 +30,9 @@ from sd_training.watchdog.first_failure import Failure, FirstFailure, write_stat
 log = get_logger(__name__)
 
 PEERS_S = 3.0
-"""Between the note and the end: the others see the note in this time, and write their stacks."""
+"""Between the note and the exit, so that the others see the note and write their stacks."""
 OWN_END_S = 20.0
-"""A process whose peer ended for another reason than a hang gets so long to end by itself."""
+"""A process whose peer failed for another reason than a hang has this long to end by itself."""
 _STDERR = 2
 _WRITING_S = 5.0
 """A file system that hangs, or a stderr that nobody reads, must not keep the process from ending."""
@@ -39,8 +41,8 @@ _LOCK_HELD_S = 5.0
 
 
 @dataclass
-class _Stay:
-    """A section that a process is in."""
+class _Section:
+    """The section that a process is in."""
 
     section: str
     step: int
@@ -49,7 +51,7 @@ class _Stay:
 
 
 class HangWatch:
-    """One per process. Marking costs an assignment; outside of `running` nothing else happens.
+    """One per process. Marking a section costs an assignment; nothing else happens outside of `running`.
 
     Args:
         limits_s: section → longest stay; null: no limit.
@@ -68,15 +70,15 @@ class HangWatch:
         self.first_failure = FirstFailure(run_dir, rank)
         self.local_peers: Mapping[int, int] = {}
         """Rank → process id of the others on this machine."""
-        self._stay = _Stay("start", 0)
+        self._current = _Section("start", 0)
         self._tick_s = min([1.0, *(limit / 5 for limit in limits_s.values() if limit is not None)])
         self._is_over = threading.Event()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Counts inside; the first section is `start`."""
-        self._stay = _Stay("start", 0)
-        for act in (self._count, self._look_at_others):
+        """Measures inside; the first section is `start`."""
+        self._current = _Section("start", 0)
+        for act in (self._measure, self._watch_others):
             threading.Thread(target=act, daemon=True, name="hang watch").start()
         try:
             yield
@@ -84,28 +86,28 @@ class HangWatch:
             self._is_over.set()
 
     def enter(self, section: str, step: int) -> None:
-        """From now on this process is in `section`.
+        """This process is now in `section`.
 
         Args:
             step: optimizer steps completed.
         """
-        self._stay = _Stay(section, step)
+        self._current = _Section(section, step)
 
     @contextmanager
     def inside(self, section: str) -> Iterator[None]:
-        """A section in another one, whose time stands still."""
-        outer = self._stay
-        self._stay = _Stay(section, outer.step)
+        """A section inside another one, whose time stands still."""
+        outer = self._current
+        self._current = _Section(section, outer.step)
         try:
             yield
         finally:
-            self._stay = outer
+            self._current = outer
 
-    def _count(self) -> None:
-        """The time that this thread sleeps longer than it should is no time of the section: the process was stopped."""
+    def _measure(self) -> None:
+        """Time that this thread sleeps beyond its tick does not count: the whole process was stopped."""
         last_s = time.monotonic()
         while not self._is_over.wait(self._tick_s):
-            now_s, stay = time.monotonic(), self._stay
+            now_s, stay = time.monotonic(), self._current
             stay.awake_s += min(now_s - last_s, 2 * self._tick_s)
             last_s = now_s
             limit_s = self.limits_s.get(stay.section)
@@ -117,31 +119,34 @@ class HangWatch:
                 faulthandler.dump_traceback_later(limit_s + _LOCK_HELD_S, file=_STDERR)
         faulthandler.cancel_dump_traceback_later()
 
-    def _end(self, stay: _Stay, limit_s: float) -> NoReturn:
+    def _end(self, stay: _Section, limit_s: float) -> NoReturn:
         text = (
             f"rank {self.rank} stayed more than watch.{stay.section}_s={limit_s:g} s in section {stay.section} after "
             f"optimizer step {stay.step:,}"
         )
         folder = self.run_dir / "hangs"
 
-        def say() -> None:
-            head = f"error: {text}; stacks follow, and those of all ranks are in {folder}"
-            _say(f"{head}\n{stacks()}")
-
-        def tell() -> None:
+        def write_note() -> None:
             self.first_failure.claim(EXIT_HANG, text)
             self._write_stacks(text)
 
+        def print_stacks() -> None:
+            _print(f"error: {text}; stacks follow, and those of all ranks are in {folder}\n{stacks()}")
+
         try:
-            # The run folder may be what does not answer, so each is told beside the others.
-            _within(_WRITING_S, lambda: write_status(EXIT_HANG), tell, say, lambda: log.error(text, extra=FOR_FILE))
-            self._wake_peers()
+            # The run folder may be what does not answer, so each has a thread of its own.
+            in_log = partial(log.error, text, extra=FOR_FILE)
+            _within(_WRITING_S, lambda: write_status(EXIT_HANG), write_note, print_stacks, in_log)
+            for pid in self.local_peers.values():
+                # One that somebody stopped (SIGSTOP) continues, sees the note and ends; it would keep its device.
+                with suppress(OSError):  # it has ended
+                    os.kill(pid, signal.SIGCONT)
             time.sleep(PEERS_S)
         finally:
             os._exit(self.status)
 
-    def _look_at_others(self) -> None:
-        """A thread of its own: a file system that hangs must not stop the counting."""
+    def _watch_others(self) -> None:
+        """A thread of its own: a file system that hangs must not stop the measuring."""
         while not self._is_over.wait(self._tick_s):
             end = self.first_failure.of_another()
             if end is not None:
@@ -164,19 +169,12 @@ class HangWatch:
             with path.open("a", encoding="utf-8") as stream:
                 stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n{stacks()}\n")
         except OSError as error:
-            _say(f"{path} cannot be written: {error}")
-
-    def _wake_peers(self) -> None:
-        """A peer on this machine that somebody stopped (SIGSTOP) goes on, sees the note and ends; else it would keep
-        its memory and its device."""
-        for pid in self.local_peers.values():
-            with suppress(OSError):  # it has ended
-                os.kill(pid, signal.SIGCONT)
+            _print(f"{path} cannot be written: {error}")
 
 
 def stacks() -> str:
-    """Of all threads, the innermost call first. Not by faulthandler, which keeps Python's lock while it writes: a write
-    that does not come back would stop the process for good."""
+    """Stacks of all threads, the innermost call first. faulthandler keeps Python's lock while it writes; a write that
+    does not return would stop the process for good."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []
     for ident, frame in sys._current_frames().items():
@@ -188,7 +186,7 @@ def stacks() -> str:
     return "\n".join(lines)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     """To stderr, whatever is behind it."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)

@@ -84,7 +84,7 @@ def test_what_an_exception_saves_has_the_time_of_a_save(
     write, sections = PendingWrite.write, list[str]()
 
     def noted(self: PendingWrite) -> None:
-        sections.append(watch._stay.section)
+        sections.append(watch._current.section)
         write(self)
 
     monkeypatch.setattr(PendingWrite, "write", noted)
@@ -142,8 +142,8 @@ def test_who_ends_alone_is_named_in_one_sentence(
     """The other one has nothing to add: no traceback, and no error of the network that the end has caused."""
     said = dies(tmp_path, pipeline_dir, shards_dir, rank, how, strategy=strategy)[1]
     assert names(tmp_path / "run") == []
-    reason = "it ended without saying why" if how == "exit" else "RuntimeError: a defect"
-    sentence = f"error: rank {rank} ended first, so the others end too: {reason}"
+    reason = "it ended without a message" if how == "exit" else "RuntimeError: a defect"
+    sentence = f"error: rank {rank} failed first, so the others end too: {reason}"
     assert said.count(sentence) == 1, said
     kept = (tmp_path / "run/train.log").read_text()
     assert kept.count(sentence) == 1

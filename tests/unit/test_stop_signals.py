@@ -3,7 +3,8 @@ import signal
 
 import pytest
 
-from sd_training.signals import INTERRUPTED, STOPPED, StopSignals
+from sd_training.errors import EXIT_INTERRUPTED, EXIT_STOPPED
+from sd_training.signals import StopSignals
 
 ALL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 OTHERS = (signal.SIGUSR2, signal.SIGHUP)
@@ -24,7 +25,7 @@ def test_a_signal_is_noted_however_often_it_comes(number: signal.Signals) -> Non
     assert signals.status == 0
     for _ in range(3):
         os.kill(os.getpid(), number)
-    assert signals.status == STOPPED
+    assert signals.status == EXIT_STOPPED
 
 
 def test_ctrl_c_is_stronger_whichever_came_first() -> None:
@@ -33,7 +34,7 @@ def test_ctrl_c_is_stronger_whichever_came_first() -> None:
         signals.listen()
         for number in order:
             os.kill(os.getpid(), number)
-        assert signals.status == INTERRUPTED
+        assert signals.status == EXIT_INTERRUPTED
 
 
 def test_handlers_return_unless_a_signal_came() -> None:
@@ -69,8 +70,8 @@ def test_an_ignored_ctrl_c_stays_ignored() -> None:
 def test_nothing_changes_the_status_on_the_way_out() -> None:
     """Ignored, not handled: when the interpreter is taken down it puts back the default of its own handlers."""
     with pytest.raises(SystemExit) as ended:
-        StopSignals().leave(STOPPED)
-    assert ended.value.code == STOPPED
+        StopSignals().leave(EXIT_STOPPED)
+    assert ended.value.code == EXIT_STOPPED
     assert [signal.getsignal(number) for number in ALL] == [signal.SIG_IGN] * 3
 
 
@@ -94,7 +95,7 @@ def test_other_signals_can_be_chosen() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     assert (signals.status, signals.num_saves_asked) == (0, 1)
     os.kill(os.getpid(), signal.SIGHUP)
-    assert signals.status == STOPPED
+    assert signals.status == EXIT_STOPPED
 
 
 def test_an_ignored_hangup_stays_ignored() -> None:

@@ -122,7 +122,7 @@ def test_a_child_says_it_itself_and_ends_with_0(tmp_path: Path, capsys: pytest.C
 def test_a_child_prints_no_secret(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sd_training.watchdog.first_failure._OTHER_S", 0.0)
+    monkeypatch.setattr("sd_training.watchdog.first_failure._NOTE_WAIT_S", 0.0)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     monkeypatch.setenv("HF_TOKEN", "canary-1")
@@ -136,7 +136,7 @@ def test_a_child_prints_no_secret(
 def test_a_defect_keeps_its_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sd_training.watchdog.first_failure._OTHER_S", 0.0)
+    monkeypatch.setattr("sd_training.watchdog.first_failure._NOTE_WAIT_S", 0.0)
     first, second = ends(tmp_path)
     with pytest.raises(SystemExit), exit_together(second, is_child=True):
         raise ZeroDivisionError
@@ -161,13 +161,13 @@ def test_a_peer_that_is_gone_without_a_word_is_named(
     assert ended.value.code == EXIT_UNEXPECTED
     end = first.of_another()
     assert end is not None and (end.rank, end.status) == (1, EXIT_UNEXPECTED)
-    sentence = "rank 1 ended first, so the others end too: it ended without saying why, "
+    sentence = "rank 1 failed first, so the others end too: it ended without a message, "
     assert f"{sentence}{'by' if 'signal' in how else 'with'} {how}" in caplog.text
     peer.wait()
     first.clear()
     assert first.wait_for_another(5, {1: peer.pid}) is not None  # nobody knows its status any more
     end = first.of_another()
-    assert end is not None and end.text == "it ended without saying why"
+    assert end is not None and end.text == "it ended without a message"
 
 
 def test_the_sentence_comes_from_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,5 +177,5 @@ def test_the_sentence_comes_from_one_rank(tmp_path: Path, monkeypatch: pytest.Mo
     for follower in others[1:]:
         with pytest.raises(SystemExit), exit_together(follower, is_child=False):
             raise RuntimeError("[pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer")
-    assert console.getvalue().count("rank 0 ended first, so the others end too: ValueError: of two lines") == 1
+    assert console.getvalue().count("rank 0 failed first, so the others end too: ValueError: of two lines") == 1
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # of a launcher, which would cut the way out short
