@@ -33,7 +33,7 @@ from pytorch_lightning.strategies import Strategy
 from torch import nn
 
 from scripts.bench_subjects import VARIANTS, Subject, make_subject, plain_objective, variant_of
-from sd_training.callbacks.base import TrainingTimer
+from sd_training.callbacks.base import RunState, TrainingTimer
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.metrics import Metrics
 from sd_training.callbacks.numerics import NumericGuard
@@ -205,7 +205,7 @@ def this_trainer(subject: Subject, loader: TurnLoader, variant: str = "") -> Non
     )
     with tempfile.TemporaryDirectory() as folder:
         ema = Ema(EmaConfig(decay=EMA_DECAY, warmup=False))
-        metrics = Metrics(Path(folder) / "metrics.csv", 10, lambda step: step * batch, ema, TrainingTimer())
+        metrics = Metrics(Path(folder) / "metrics.csv", 10, lambda step: step * batch, ema, TrainingTimer(), RunState())
         guard = NumericGuard(NumericsConfig(), 10, Path(folder), lambda sample: ("", str(sample)), TrainingTimer())
         trainer = lightning_trainer(subject, [ema, guard, metrics], len(loader), SingleProcessStrategy(subject.device))
         trainer.fit(module, train_dataloaders=loader)

@@ -21,7 +21,7 @@ from sd_training.callbacks.previews import PictureJob, Pictures
 from sd_training.callbacks.progress import ProgressBar
 from sd_training.callbacks.run_record import RunRecord
 from sd_training.callbacks.runtime import CompileWatch, GarbageCollection
-from sd_training.callbacks.save import Mirroring, Saves
+from sd_training.callbacks.save import ConsistencyMark, Save
 from sd_training.callbacks.validation import COLUMNS, Validation
 from sd_training.checkpoint.mirror import Mirror
 from sd_training.checkpoint.run_lock import RunLock
@@ -51,7 +51,9 @@ def build_callbacks(
     timer = TrainingTimer(watch)
     ema = _ema(plan, trained) if config.model.use_ema else None
     validation = _validation(plan, data, ema, timer, preemption, run_lock)
-    metrics = Metrics(plan.run_dir / "metrics.csv", config.logging.every, data.images_before, ema, timer, run_lock)
+    metrics = Metrics(
+        plan.run_dir / "metrics.csv", config.logging.every, data.images_before, ema, timer, preemption.state, run_lock
+    )
 
     def facts() -> dict[str, Any]:
         return {
@@ -63,7 +65,7 @@ def build_callbacks(
     networks = trained.sharding.roots
     num_parameters = sum(parameter.numel() for network in networks for parameter in network.parameters())
     what = f"{', '.join(type(network).__name__ for network in networks)} of {num_parameters:,} parameters"
-    saves = Saves(
+    saves = Save(
         plan.run_dir,
         config.experiment.save_every,
         config.checkpoint,
@@ -71,10 +73,11 @@ def build_callbacks(
         trained.exported,
         ema,
         timer,
-        preemption.times,
+        preemption.state,
         run_lock,
-        lambda step: _losses(step, metrics, validation),
         start.is_resumed,
+        mirror,
+        _mirror_limit_s(plan),
     )
     guard = _numeric_guard(plan, data, timer, saves, ema)
     callbacks: list[pl.Callback | None] = [
@@ -84,14 +87,13 @@ def build_callbacks(
         EmaSnapshots(plan.run_dir, config.ema, ema) if ema is not None and config.ema.tracks else None,
         guard,
         ReplicaDigest(config.numerics.digest_every, plan.run_dir),
-        saves.settled,
+        ConsistencyMark(preemption.state),
         metrics,
         CompileWatch(config.logging.every) if config.trainer.compile else None,
         validation,
         *_picture_callbacks(plan, trained, ema, timer),
         saves,
-        None if mirror is None else Mirroring(plan.run_dir, mirror, saves, timer, _save_limit_s(plan)),
-        ProgressBar(metrics, data.images_before, batch.num_steps) if config.logging.progress_bar else None,
+        ProgressBar(preemption.state, data.images_before, batch.num_steps) if config.logging.progress_bar else None,
         Heartbeat(watch),
         GarbageCollection(),
     ]
@@ -123,7 +125,7 @@ def _banner(plan: Plan, start: Start, data: TrainingData, what: str, step: int) 
     return "\n".join([*lines, *([indent(start.changes(), "  ")] if start.changed else [])])
 
 
-def _numeric_guard(plan: Plan, data: TrainingData, timer: TrainingTimer, saves: Saves, ema: Ema | None) -> NumericGuard:
+def _numeric_guard(plan: Plan, data: TrainingData, timer: TrainingTimer, saves: Save, ema: Ema | None) -> NumericGuard:
     """With what `scripts/replay_step.py` needs to find a step's samples and draws again."""
     config, batch = plan.config, plan.batch
 
@@ -153,16 +155,12 @@ def _validation(
     quantiles = [(number + 0.5) / count for number in range(count)]
     path = plan.run_dir / "validation.csv"
     rows = MetricRows(path, COLUMNS, run_lock)
-    return Validation(data.held_out, config.every, quantiles, rows, plan.precision, ema, timer, preemption)
+    return Validation(
+        data.held_out, config.every, quantiles, rows, plan.precision, ema, timer, preemption, preemption.state
+    )
 
 
-def _losses(step: int, metrics: Metrics, validation: Validation | None) -> dict[str, float | None]:
-    """What a manifest says of the checkpoint after `step`."""
-    measured = None if validation is None else validation.loss_after(step)
-    return {"mean_loss": metrics.take_mean_loss(), "validation_loss": measured}
-
-
-def _save_limit_s(plan: Plan) -> float:
+def _mirror_limit_s(plan: Plan) -> float:
     """Time that something beside the saves may take before the hang watch or another process gives up."""
     watch = plan.config.watch
     return 0.8 * min(watch.save_s or watch.collective_timeout_s, watch.collective_timeout_s)

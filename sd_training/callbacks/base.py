@@ -96,6 +96,8 @@ class RunState:
 
     save_requested: bool = False
     """`Preemption`: all ranks save after this step, beside the steps at which a save is due."""
+    is_consistent: bool = False
+    """`ConsistencyMark`, `Save`: whether weights, optimizer and averages all are as after the last optimizer step."""
     last_save_step: int = -1
     """`Save`: the last save that was begun, whether it failed or not; the same on all ranks."""
     last_save_end_s: float = field(default_factory=time.monotonic)
@@ -112,6 +114,12 @@ class RunState:
     """`Metrics` appends (optimizer steps, mean loss) of each logging window; `Save` clears it with each checkpoint."""
     validation_loss: tuple[int, float] | None = None
     """`Validation`: step and loss of the newest one, of the weights that are exported; the same on all ranks."""
+
+    @property
+    def save_s(self) -> float:
+        """The longest save so far [s]; one that is still being written counts with the time that it has taken."""
+        since_s = self.pending_save_since_s
+        return max(self.longest_save_s, 0.0 if since_s is None else time.monotonic() - since_s)
 
 
 def gather_ranks(trainer: pl.Trainer, tensor: Tensor) -> Tensor:

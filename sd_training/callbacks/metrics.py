@@ -7,7 +7,6 @@ metrics.csv: rows that survive kills and full disks.
 
 import csv
 import io
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from sd_training.callbacks.base import OptimizerStepCallback, TrainingTimer
+from sd_training.callbacks.base import OptimizerStepCallback, RunState, TrainingTimer
 from sd_training.callbacks.ema import Ema
 from sd_training.checkpoint.atomic_io import replace_text
 from sd_training.checkpoint.run_lock import NO_LOCK, RunLock
@@ -139,6 +138,7 @@ class Metrics(OptimizerStepCallback):
         images_before: how many images the steps before a step take.
         ema: the average, if there is one.
         timer: shared with the callbacks that save and draw, so that images/s is the speed of training.
+        state: gets the newest metrics.
         run_lock: of this start of the run.
     """
 
@@ -149,6 +149,7 @@ class Metrics(OptimizerStepCallback):
         images_before: Callable[[int], int],
         ema: Ema | None,
         timer: TrainingTimer,
+        state: RunState,
         run_lock: RunLock = NO_LOCK,
     ) -> None:
         self.rows = MetricRows(csv_path, COLUMNS, run_lock)
@@ -156,9 +157,8 @@ class Metrics(OptimizerStepCallback):
         self.images_before = images_before
         self.ema = ema
         self.timer = timer
-        self.latest: dict[str, float] = {}
+        self.state = state
         self._window_start = 0
-        self._loss_sum, self._loss_steps = 0.0, 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Drop rows that a killed run wrote after the checkpoint it resumes from."""
@@ -176,8 +176,7 @@ class Metrics(OptimizerStepCallback):
         elapsed_s = self.timer.lap_s()
         images_seen = self.images_before(step)
         images = images_seen - self.images_before(self._window_start)
-        self._loss_sum += metrics["loss"] * (step - self._window_start)
-        self._loss_steps += step - self._window_start
+        self.state.window_losses.append((step - self._window_start, metrics["loss"]))
         self._window_start = step
         if self.ema is not None:
             metrics |= self.ema.measures(trainer, module, step)
@@ -186,19 +185,12 @@ class Metrics(OptimizerStepCallback):
         if device.type == "cuda":
             metrics["device_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
         metrics["images_seen"] = float(images_seen)
-        self.latest = metrics
+        self.state.metrics = metrics
         module.reset_logged()
         if trainer.is_global_zero:
             self._write(step, metrics)
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step)
-
-    def take_mean_loss(self) -> float | None:
-        """Mean over the optimizer steps since it was taken last, in whole windows, the same on every rank; None when
-        there is none or it is not finite."""
-        mean = self._loss_sum / self._loss_steps if self._loss_steps else math.nan
-        self._loss_sum, self._loss_steps = 0.0, 0
-        return mean if math.isfinite(mean) else None
 
     def _reduced(self, trainer: pl.Trainer, module: TrainedModule) -> dict[str, float]:
         """Means over the window's micro-batches and over ranks; the gradient norm is the last step's."""

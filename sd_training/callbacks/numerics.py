@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from sd_training.callbacks.anomalies import SKIPPED, SPIKE, Anomaly, AnomalyDetector, RollbackReason, StepReport
 from sd_training.callbacks.base import OptimizerStepCallback, TrainingTimer, gather_ranks
 from sd_training.callbacks.ema import Ema
-from sd_training.callbacks.save import Saves
+from sd_training.callbacks.save import Save
 from sd_training.checkpoint.folder import folder_name, sealed_checkpoints, step_of, verify_checkpoint
 from sd_training.checkpoint.lightning_state import restore_precision
 from sd_training.checkpoint.save import load_checkpoint, open_checkpoint
@@ -97,7 +97,7 @@ class NumericGuard(OptimizerStepCallback):
         timer: TrainingTimer,
         run_metadata: Callable[[], Mapping[str, Any]] = dict,
         ema: Ema | None = None,
-        saves: Saves | None = None,
+        saves: Save | None = None,
     ) -> None:
         self.config, self.every, self.run_dir, self.name_of = config, every, run_dir, name_of
         self.timer, self.run_metadata, self.ema, self.saves = timer, run_metadata, ema, saves

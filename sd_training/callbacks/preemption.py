@@ -15,8 +15,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, distributed
 
-from sd_training.callbacks.base import OptimizerStepCallback
-from sd_training.callbacks.save import SaveTimes
+from sd_training.callbacks.base import OptimizerStepCallback, RunState
 from sd_training.checkpoint.atomic_io import replace_text
 from sd_training.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from sd_training.log import FOR_FILE, get_logger
@@ -91,7 +90,7 @@ class Preemption(OptimizerStepCallback):
     Args:
         signals: notes of this process.
         deadlines: when it must have ended.
-        times: tells `Saves` that a save is due, and is told how long one takes.
+        state: tells `Save` that a save is requested, and says how long one takes.
         save_every_minutes: longest time between two saves; null: steps alone decide.
         timeout_s: how long the ranks wait for each other.
     """
@@ -100,13 +99,13 @@ class Preemption(OptimizerStepCallback):
         self,
         signals: StopSignals,
         deadlines: Deadlines,
-        times: SaveTimes,
+        state: RunState,
         save_every_minutes: float | None,
         timeout_s: float,
     ) -> None:
         self.signals = signals
         self.deadlines = deadlines
-        self.times = times
+        self.state = state
         self.save_every_minutes = save_every_minutes
         self.timeout = timedelta(seconds=timeout_s)
         self.status = 0
@@ -140,7 +139,7 @@ class Preemption(OptimizerStepCallback):
         self._measure_step()
         self._tell_launcher(trainer)
         agreed = self._agreed(trainer, step)
-        self.times.is_asked = agreed.is_save_due
+        self.state.save_requested = agreed.is_save_due
         if step == trainer.max_steps:
             return
         if agreed.status or agreed.is_time_up:
@@ -161,7 +160,7 @@ class Preemption(OptimizerStepCallback):
 
     def _tell_launcher(self, trainer: pl.Trainer) -> None:
         """How far the run has sealed what it saved; also for the start after one that was killed. Not worth a run."""
-        path, saved_step = os.environ.get(STEP_FILE_VARIABLE), self.times.sealed_step
+        path, saved_step = os.environ.get(STEP_FILE_VARIABLE), self.state.sealed_step
         if path and trainer.is_global_zero and saved_step > self._told_step:
             self._told_step = saved_step
             try:
@@ -184,7 +183,8 @@ class Preemption(OptimizerStepCallback):
         return self.signals.status or (EXIT_STOPPED if trainer.is_global_zero and self._is_time_up() else 0)
 
     def _is_time_up(self) -> bool:
-        return self.deadlines.is_near(self.times.longest_s, self._longest_step_s, self.times.num_in_flight)
+        num_pending = int(self.state.pending_save_since_s is not None)
+        return self.deadlines.is_near(self.state.save_s, self._longest_step_s, num_pending)
 
     def leave_out(self, pause_s: float) -> None:
         """Of the time between two steps: what is broken off when the time is nearly up."""
@@ -205,7 +205,7 @@ class Preemption(OptimizerStepCallback):
         if not trainer.is_global_zero:
             return StopRequest(self.signals.status, False, is_save_due)
         if self.save_every_minutes is not None:
-            is_save_due |= self.times.since_last_s >= 60 * self.save_every_minutes
+            is_save_due |= time.monotonic() - self.state.last_save_end_s >= 60 * self.save_every_minutes
         return StopRequest(self.signals.status, self._is_time_up(), is_save_due)
 
     def _begin_reduction(self, trainer: pl.Trainer, step: int) -> None:
@@ -227,4 +227,6 @@ class Preemption(OptimizerStepCallback):
         self._reduction = None
         status, is_time_up, is_save_due = self._wishes.tolist()
         # Every rank knows of a save since the wish was made, which is what was wished for.
-        return StopRequest(status, bool(is_time_up), bool(is_save_due) and self.times.last_step < self._asked_after)
+        return StopRequest(
+            status, bool(is_time_up), bool(is_save_due) and self.state.last_save_step < self._asked_after
+        )

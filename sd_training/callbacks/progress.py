@@ -9,8 +9,7 @@ from datetime import timedelta
 import pytorch_lightning as pl
 from tqdm import tqdm
 
-from sd_training.callbacks.base import OptimizerStepCallback
-from sd_training.callbacks.metrics import Metrics
+from sd_training.callbacks.base import OptimizerStepCallback, RunState
 from sd_training.config.plan import counted
 from sd_training.log import FOR_FILE, get_logger, write_lines_by
 from sd_training.training.base_module import TrainedModule
@@ -25,13 +24,13 @@ class ProgressBar(OptimizerStepCallback):
     """Over the whole run, counted in images.
 
     Args:
-        metrics: where the loss comes from; the bar itself never waits for the device.
+        state: where the loss comes from; the bar itself never waits for the device.
         images_before: how many images the steps before a step take.
         num_steps: optimizer steps of the run.
     """
 
-    def __init__(self, metrics: Metrics, images_before: Callable[[int], int], num_steps: int) -> None:
-        self.metrics = metrics
+    def __init__(self, state: RunState, images_before: Callable[[int], int], num_steps: int) -> None:
+        self.state = state
         self.images_before = images_before
         self.num_steps = num_steps
         self._bar: tqdm | None = None
@@ -54,7 +53,7 @@ class ProgressBar(OptimizerStepCallback):
         if not trainer.is_global_zero:
             return
         done, now_s = self.images_before(step), time.monotonic()
-        loss = f", loss {self.metrics.latest['loss']:.4f}" if "loss" in self.metrics.latest else ""
+        loss = f", loss {self.state.metrics['loss']:.4f}" if self.state.metrics else ""
         if self._bar is not None:
             self._bar.set_postfix_str(f"step {step}{loss}", refresh=False)
             self._bar.update(done - self._bar.n)

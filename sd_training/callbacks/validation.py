@@ -14,7 +14,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, distributed
 
-from sd_training.callbacks.base import OptimizerStepCallback, TrainingTimer
+from sd_training.callbacks.base import OptimizerStepCallback, RunState, TrainingTimer
 from sd_training.callbacks.ema import Ema, export_weights
 from sd_training.callbacks.metrics import MetricRows
 from sd_training.callbacks.preemption import Preemption
@@ -64,6 +64,7 @@ class Validation(OptimizerStepCallback):
         ema: the average, if there is one.
         timer: stands still meanwhile.
         preemption: a run that is to stop has no time for it.
+        state: gets the loss of the weights that are exported.
     """
 
     def __init__(
@@ -76,18 +77,12 @@ class Validation(OptimizerStepCallback):
         ema: Ema | None,
         timer: TrainingTimer,
         preemption: Preemption,
+        state: RunState,
     ) -> None:
         self.data, self.every, self.quantiles, self.rows = data, every, quantiles, rows
         self.precision, self.ema, self.timer, self.preemption = precision, ema, timer, preemption
+        self.state = state
         self._cpu_group: CpuGroup | None = None
-        self._latest: tuple[int, float] | None = None
-
-    def loss_after(self, step: int) -> float | None:
-        """Of the weights that are exported (the average where there is one), if it was measured after this step and is
-        finite; the same on every rank."""
-        if self._latest is None or self._latest[0] != step or not math.isfinite(self._latest[1]):
-            return None
-        return self._latest[1]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Collective. Drop rows after the checkpoint that a run resumes from. A new run is measured before its first
@@ -138,7 +133,7 @@ class Validation(OptimizerStepCallback):
                     return one
                 measured[name] = one
         self.preemption.leave_out(time.monotonic() - began_s)
-        self._latest = (step, measured[TRAINED if self.ema is None else AVERAGE].loss)
+        self.state.validation_loss = (step, measured[TRAINED if self.ema is None else AVERAGE].loss)
         if trainer.is_global_zero:
             self._tell(trainer, step, measured)
         return 0

@@ -25,7 +25,7 @@ import pytorch_lightning as pl
 import torch
 
 from sd_training.build import run as building
-from sd_training.callbacks.save import Saves
+from sd_training.callbacks.save import Save
 from sd_training.types import PixelBatch
 
 _HOLDS_S = 300
@@ -111,7 +111,7 @@ def begin() -> Marks:
 def train(words: list[str]) -> None:
     """`python train.py` with these words."""
     marks, build_run = begin(), building.build_run
-    watch_saves(marks, Saves, "on_optimizer_step")
+    watch_saves(marks, Save, "on_optimizer_step")
 
     def build_watched(*given: Any) -> building.Run:
         run = build_run(*given)

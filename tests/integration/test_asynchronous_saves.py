@@ -3,6 +3,7 @@
 import hashlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,9 @@ class SlowToWrite(OptimizerStepCallback):
         return waiting
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        saves: Any = next(c for c in trainer.callbacks if type(c).__name__ == "Saves")  # type: ignore[attr-defined]
-        self.was_busy |= saves.background.is_busy
-        self.was_in_flight |= saves.times.num_in_flight == 1
+        saves: Any = next(c for c in trainer.callbacks if type(c).__name__ == "Save")  # type: ignore[attr-defined]
+        self.was_busy |= saves.pending is not None
+        self.was_in_flight |= saves.state.pending_save_since_s is not None
         self.told.append(self.step_file.read_text().strip() if self.step_file.exists() else "-")
         if step in (7, trainer.max_steps):
             self.gate.set()
@@ -56,9 +57,9 @@ class FullAfterASave(FullDisk):
     """The disk becomes full once the save before is done."""
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        saves: Any = next(c for c in trainer.callbacks if type(c).__name__ == "Saves")  # type: ignore[attr-defined]
-        if saves.background._thread is not None:
-            saves.background._thread.join()
+        saves: Any = next(c for c in trainer.callbacks if type(c).__name__ == "Save")  # type: ignore[attr-defined]
+        if saves.pending is not None:
+            wait([saves.pending])
         super().on_optimizer_step(trainer, module, step)
 
 

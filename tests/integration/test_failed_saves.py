@@ -73,7 +73,7 @@ def test_an_export_that_fails_leaves_the_one_before(pipeline_dir: Path, shards_d
     """The disk fills up after the checkpoint."""
     run_dir = tmp_path / "run"
     run = prepare(options(run_dir, pipeline_dir, shards_dir))
-    saves = next(c for c in run.trainer.callbacks if type(c).__name__ == "Saves")  # type: ignore[attr-defined]
+    saves = next(c for c in run.trainer.callbacks if type(c).__name__ == "Save")  # type: ignore[attr-defined]
     exported, disk = saves.exported, FullDisk(0, 0)
 
     def full_for_the_second(weights: Any) -> Any:

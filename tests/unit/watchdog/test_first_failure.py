@@ -12,7 +12,7 @@ from sd_training import log as rank_log
 from sd_training.errors import EXIT_UNEXPECTED, BadSamplesError
 from sd_training.redaction import hide_in_tracebacks
 from sd_training.watchdog.first_failure import FirstFailure, exit_together
-from tests.unit.checkpoint.test_seal import listening_to_the_log
+from tests.unit.checkpoint.test_folder import listening_to_the_log
 
 START = {"MASTER_PORT": "15001", "SLURM_RESTART_COUNT": "0"}
 

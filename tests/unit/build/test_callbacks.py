@@ -1,0 +1,26 @@
+"""The order in which callbacks act after an optimizer step."""
+
+from pathlib import Path
+
+from tests.integration.training import options, prepare
+
+ORDER = [
+    "Preemption",  # first: the others of the step see that the run is to stop
+    "RunRecord",
+    "Ema",
+    "NumericGuard",  # goes back before anything of the step is logged, drawn or saved
+    "ReplicaDigest",
+    "ConsistencyMark",  # what follows may fail, and the step can still be saved
+    "Metrics",  # before Save, whose manifest holds the mean loss
+    "Pictures",
+    "Save",
+    "ProgressBar",
+    "Heartbeat",  # what the others do after a step belongs to the step
+    "GarbageCollection",  # last: nothing of the step is left
+]
+
+
+def test_the_order(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir, sampling__every=2, sampling__prompts="[a]")
+    run = prepare([*argv, "logging.progress_bar=true", "model.use_ema=true"])
+    assert [type(callback).__name__ for callback in run.trainer.callbacks] == ORDER  # type: ignore[attr-defined]
