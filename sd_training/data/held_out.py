@@ -15,7 +15,7 @@ from sd_training.data.order.buckets import training_sizes
 from sd_training.data.problems import SkippedSample, printable
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.data.samples.sample import DrawSettings, Dropout, SampleRequest, TrainingSamples, collate
-from sd_training.data.sources.choose import UNITS
+from sd_training.data.sources.choose import SHARD_NOUNS
 from sd_training.data.storage.locations import shown
 from sd_training.errors import ConfigError, DataError
 from sd_training.log import get_logger
@@ -104,7 +104,7 @@ class HeldOutData:
         locations = {shard.location for dataset in trained for shard in dataset.index.shards}
         shared = [shown(shard.location) for shard in own.index.shards if shard.location in locations]
         if shared:
-            shards = counted(len(shared), UNITS[self.kind])
+            shards = counted(len(shared), SHARD_NOUNS[self.kind])
             log.warning(f"validation.path: trained on as well: {shards}, such as {shared[0]}")
 
     def __len__(self) -> int:

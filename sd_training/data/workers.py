@@ -38,7 +38,7 @@ WINDOW_STEPS = 1000
 _ROOT = Path(__file__).resolve().parents[2]
 _PRELOADED = [
     "sd_training.data.loader",
-    "sd_training.data.sources.parquet",
+    "sd_training.data.sources.arrow",
     "sd_training.data.sources.tar",
     "transformers.models.clip.tokenization_clip",
 ]

@@ -27,9 +27,10 @@ from sd_training.config.filters import parse_filters
 from sd_training.config.load import load_config
 from sd_training.data.problems import BadSample
 from sd_training.data.samples.image import ImageRules, decode, image_size
-from sd_training.data.sources.saved_dataset import HuggingFaceSource
+from sd_training.data.sources.arrow import ArrowSource
 from sd_training.data.sources.tar_index import scan_tar
-from sd_training.data.storage.files import Access, open_bytes
+from sd_training.data.storage.byte_file import Access
+from sd_training.data.storage.files import open_bytes
 from sd_training.errors import ConfigError, UserError
 from tests.checkpoints import write_sealed
 from tests.faults.fuzz_inputs import Inputs
@@ -58,9 +59,10 @@ def read_tar(data: bytes, folder: Path, inputs: Inputs) -> bool:
     path.write_bytes(data)
     file = open_bytes(str(path), Access())
     try:
-        scan = scan_tar(str(path), file)
-        is_whole = not scan.problems.total()
-        for sample in scan.samples:
+        problems: list[str] = []
+        samples = scan_tar(file, lambda key, reason: problems.append(reason))
+        is_whole = not problems
+        for sample in samples:
             offset, length = sample.spans["image"]
             try:
                 decode(file.pread(min(length, len(data)), offset), RULES)
@@ -114,7 +116,7 @@ def read_saved_dataset(data: bytes, folder: Path, inputs: Inputs) -> bool:
     saved.mkdir()
     (saved / "x.arrow").touch()
     (saved / name.decode()).write_bytes(content)
-    return bool(HuggingFaceSource([str(saved)], Access()).shards())
+    return bool(ArrowSource([str(saved)], Access(), saved=True).shards())
 
 
 def read_checkpoint(data: bytes, folder: Path, inputs: Inputs) -> bool:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.data.sources.shards import expand_shards
+from sd_training.data.sources.locate import expand_shards
 from sd_training.data.storage import remote as remote_files
-from sd_training.data.storage.files import Access, FileMissing, file_state, find_state, open_bytes
+from sd_training.data.storage.byte_file import Access, FileMissing
+from sd_training.data.storage.files import file_state, find_state, open_bytes
 from sd_training.errors import DataError
 from tests.integration.fault_proxy import FAULTS, FaultProxy, running
 from tests.integration.s3_server import BUCKET, S3Server, s3_environment, s3_server

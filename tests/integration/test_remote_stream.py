@@ -9,9 +9,9 @@ import pytest
 from sd_training.config.data_schema import RemoteConfig
 from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
-from sd_training.data.sources.shards import expand_shards
+from sd_training.data.sources.locate import expand_shards
 from sd_training.data.storage import remote as remote_files
-from sd_training.data.storage.files import Access
+from sd_training.data.storage.byte_file import Access
 from sd_training.errors import EXIT_STOPPED, OutageError
 from tests import makers
 from tests.integration.fault_proxy import FaultProxy, running

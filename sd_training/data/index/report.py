@@ -22,7 +22,7 @@ from sd_training.data.order.order import RunOrder
 from sd_training.data.problems import BadSample
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.data.samples.sample import generators
-from sd_training.data.sources.choose import UNITS
+from sd_training.data.sources.choose import SHARD_NOUNS
 from sd_training.data.storage.locations import shown
 
 _PERCENTILES = (5, 50, 95, 100)
@@ -81,7 +81,7 @@ class DatasetReport:
     @property
     def place(self) -> str:
         """How many samples are where."""
-        return f"{counted(self.num_samples, 'sample')} in {counted(self.num_shards, UNITS[self.dataset.kind])}"
+        return f"{counted(self.num_samples, 'sample')} in {counted(self.num_shards, SHARD_NOUNS[self.dataset.kind])}"
 
     @property
     def buckets(self) -> list[tuple[tuple[int, int], int]]:

@@ -1,293 +1,241 @@
-"""Index columns of samples that are files of their own, or parts of one.
+"""Images in files of their own: the file source, and the rows that a folder of images with captions gives.
 
-Reads samples whose image, and perhaps caption, is a file of its own.
-
-Where a path may lead is decided when the data is indexed: the entries of a table are checked by `checked_path`, and a
-folder's samples are files that were found in it.
+Tables and tag files are further row readers of the same source (`table`, `tags`).
 """
 
-import json
+import hashlib
 import os
-import posixpath
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-from urllib.parse import quote
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import NamedTuple, TypeVar
 
-import pyarrow as pa
+from sd_training.data.index.columns import Scalar, read_metadata
+from sd_training.data.sources.base import (
+    IMAGE_EXTENSIONS,
+    MAX_TEXT_BYTES,
+    ImageInfo,
+    IndexedShards,
+    Report,
+    Row,
+    Shard,
+    ShardScan,
+    collect,
+)
+from sd_training.data.sources.reader import IndexedReader, join, measure
+from sd_training.data.storage.byte_file import Access
+from sd_training.data.storage.locations import entries_of, folders_below, is_remote, local_path, shown, unreadable
+from sd_training.errors import ConfigError, DataError
 
-from sd_training.data.index.columns import MAX_FIELDS, Scalar, metadata_columns, storable
-from sd_training.data.index.store import DatasetIndex
-from sd_training.data.problems import BadSample, Problems, SkippedSample
-from sd_training.data.samples.captions import captions_in
-from sd_training.data.samples.image import image_size
-from sd_training.data.storage.files import Access, FileMissing, open_bytes, seekable
-from sd_training.data.storage.locations import is_remote, local_path, shown
-from sd_training.errors import DataError
-
-ROWS_AT_ONCE = 4096
-"""Rows that are Python objects at the same time while a large unit is indexed."""
-MAX_UNIT_BYTES = 2 << 30
-"""Captions and metadata of one unit [bytes]. While it is indexed, they are in memory up to four times."""
-_THREADS = 8
-_HEADER_BUFFER = 4096
-"""Bytes read at once where an image's size is looked up; the sizes of most files are in the first block."""
-_OPTIONAL = ("at:image", "at:caption", "caption")
-
-
-class ImageInfo(NamedTuple):
-    """An image as far as its header tells."""
-
-    length: int
-    """[bytes]."""
-    width: int
-    height: int
-    """Of the upright image [pixels]; 0 when it cannot be told."""
+IMAGE_SUFFIXES = frozenset(f".{extension}" for extension in IMAGE_EXTENSIONS)
+OTHER_IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".tif", ".tiff", ".avif", ".heic", ".jxl"})
+"""Images that training cannot read; they are reported."""
+PARTNERS = {"images": "captions", "img": "txt"}
+"""A folder of images → the folder beside it that holds their captions."""
+_CAPTION, _METADATA = ".txt", ".json"
+_SUFFIXES = IMAGE_SUFFIXES | OTHER_IMAGE_SUFFIXES | {_CAPTION, _METADATA}
+_MEASURED_AT_ONCE = 4096
+T = TypeVar("T")
 
 
-@dataclass
-class FileSample:
-    """One row of an index to be."""
-
-    key: str
-    image: str | None
-    """File, as `at:image`; None where the image is a part of the unit."""
-    info: ImageInfo
-    caption: str | None = None
-    """A text that is kept in the index."""
-    caption_file: str | None = None
-    """As `at:caption`."""
-    caption_length: int = -1
-    """[bytes]; -1 without a caption."""
-    metadata: Mapping[str, Scalar] = field(default_factory=dict)
-
-
-def measure(locations: Sequence[str], access: Access) -> list[ImageInfo | None]:
-    """Looks at image files, several at once; None where there is no such file. DataError is passed on."""
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(lambda location: _measure(location, access), locations))
-
-
-def _measure(location: str, access: Access) -> ImageInfo | None:
-    try:
-        file = open_bytes(location, access)
-    except FileMissing:
-        return None
-    try:
-        return ImageInfo(file.size, *image_size(seekable(file, buffer_size=_HEADER_BUFFER)))
-    finally:
-        file.close()
-
-
-def caption_of(value: object) -> str | None:
-    """A cell as a caption: of a list of texts a visit draws one, so it is kept as JSON. None without any text."""
-    entries = value if isinstance(value, list) else [value]
-    texts = [storable(entry.strip()) for entry in entries if isinstance(entry, str) and entry.strip()]
-    return json.dumps(texts, ensure_ascii=False) if len(texts) > 1 else next(iter(texts), None)
-
-
-def length_of(caption: str | None) -> int:
-    """As `caption_length` [bytes]: of the longest, where there are several."""
-    return max((len(entry.encode()) for entry in captions_in(caption)), default=-1)
-
-
-class SampleColumns:
-    """Collects samples part by part and turns each part into columns at once.
+class FileSource:
+    """A source whose samples are image files. A kind of it gives the shards and `rows`.
 
     Args:
-        location: of the unit, for messages.
-        problems: where to name what is left out.
+        access: how remote files are read.
+        named_by: as in `IndexedReader`.
     """
 
-    def __init__(self, location: str, problems: Problems) -> None:
-        self.location, self.problems = location, problems
-        self._parts: list[pa.Table] = [pa.table(_standard([]))]
-        self._num_bytes = 0
-        self._fields: dict[str, None] = {}
-        self._left_out: set[str] = set()
+    def __init__(self, access: Access, named_by: str | None) -> None:
+        self.access, self.named_by = access, named_by
 
-    def add(self, samples: Sequence[FileSample]) -> None:
-        """Appends samples."""
-        for sample in samples:
-            if not sample.info.width:
-                self.name(sample.key, "image size cannot be told")
-        rows = self._limited([sample.metadata for sample in samples])
-        self._parts.append(pa.table(_standard(samples) | metadata_columns(rows)[0]))
-        self._num_bytes += self._parts[-1].nbytes
-        if self._num_bytes > MAX_UNIT_BYTES:
-            raise DataError(
-                f"'{self.location}' has more than {MAX_UNIT_BYTES:,} bytes of captions and metadata; split it into "
-                "several files"
-            )
+    def base(self, shard: Shard) -> str:
+        """The folder that paths of a shard's rows start from."""
+        return shard.location
 
-    def name(self, key: str, reason: str) -> None:
-        """Names a problem of the unit."""
-        self.problems.add(SkippedSample(self.location, storable(key), storable(reason)))
+    def rows(self, shard: Shard, report: Report) -> Iterator[Row]:
+        """The samples of a shard; reports what is left out."""
+        raise NotImplementedError
 
-    def columns(self) -> dict[str, pa.Array]:
-        """All samples in the order added."""
-        if self._left_out:
-            self.name("", f"more than {MAX_FIELDS} metadata fields")
-        table = pa.concat_tables(self._parts, promote_options="default")
-        unused = {name for name in _OPTIONAL if table[name].null_count == table.num_rows}
-        return {name: table[name].combine_chunks() for name in table.column_names if name not in unused}
+    def scan(self, shard: Shard) -> ShardScan:
+        """As `Source.scan`."""
+        return collect(shown(shard.location), partial(self.rows, shard))
 
-    def _limited(self, rows: list[Mapping[str, Scalar]]) -> list[Mapping[str, Scalar]]:
-        """Without the fields beyond the first `MAX_FIELDS` of the unit."""
-        for name in dict.fromkeys(name for row in rows for name in row):
-            if name in self._fields or len(self._fields) < MAX_FIELDS:
-                self._fields[name] = None
-            else:
-                self._left_out.add(name)
-        if not self._left_out:
-            return rows
-        return [{name: value for name, value in row.items() if name in self._fields} for row in rows]
+    def reader(self, index: IndexedShards) -> IndexedReader:
+        """As `Source.reader`."""
+        return IndexedReader(index, self.access, [self.base(shard) for shard in index.shards], self.named_by)
+
+    def measured(self, shard: Shard, found: Iterable[tuple[T, str]]) -> Iterator[tuple[T, str, ImageInfo | None]]:
+        """Adds to (anything, image path) what the header of the image shows, None where it is missing."""
+        base, pairs = self.base(shard), iter(found)
+        while part := list(islice(pairs, _MEASURED_AT_ONCE)):
+            infos = measure([join(base, path) for _, path in part], self.access)
+            yield from ((item, path, info) for (item, path), info in zip(part, infos, strict=True))
 
 
-def _standard(samples: Iterable[FileSample]) -> dict[str, pa.Array]:
-    samples = list(samples)
-    kinds: dict[str, tuple[pa.DataType, Any]] = {
-        "key": (pa.large_string(), [sample.key for sample in samples]),
-        "at:image": (pa.large_string(), [sample.image for sample in samples]),
-        "at:image_length": (pa.int64(), [sample.info.length for sample in samples]),
-        "width": (pa.int32(), [sample.info.width for sample in samples]),
-        "height": (pa.int32(), [sample.info.height for sample in samples]),
-        "caption": (pa.large_string(), [sample.caption for sample in samples]),
-        "at:caption": (pa.large_string(), [sample.caption_file for sample in samples]),
-        "caption_length": (pa.int64(), [sample.caption_length for sample in samples]),
-    }
-    return {name: pa.array(values, kind) for name, (kind, values) in kinds.items()}
-
-
-MAX_IMAGE_BYTES = 1 << 28
-"""Larger image files are skipped without reading them."""
-MAX_TEXT_BYTES = 1 << 20
-"""Larger caption and metadata files are refused."""
-_UNSTORABLE = re.compile("[\0\ud800-\udfff]")
-
-
-def folder_of(location: str) -> str:
-    """The folder, or its URL, that a table is in; without links, so that `..` means what the file system means."""
-    if location.startswith(("http://", "https://")):
-        location = location.partition("?")[0]
-    folder = location.rpartition("/")[0]
-    return folder if is_remote(location) else os.path.realpath(folder)
-
-
-def join(base: str, path: str) -> str:
-    """Where a file of the index is. `base` is a folder; `path` is relative to it, absolute, or a URL."""
-    if "://" in path or path.startswith("/"):
-        return path
-    if not is_remote(base):
-        return os.path.normpath(f"{base}/{path}")  # not by the file system: `..` goes back through a linked folder
-    return f"{base}/{quote(path) if base.startswith('http') else path}"
-
-
-def checked_path(base: str, path: str) -> str:
-    """The path of a file that a table names, as `join` takes it.
-
-    A local table may name any local file, by an absolute path or by `..`: its folder could as well hold links, and only
-    images are read. A remote table must not name files of this machine: its relative paths stay below its folder, and
-    URLs must lead to its own store.
-
-    Args:
-        base: folder of the table.
-        path: as it is written.
+def local_folders(paths: Sequence[str]) -> list[str]:
+    """Absolute paths of folders of loose files.
 
     Raises:
-        BadSample: the path of a remote table leads out of its folder, or the path is none.
-        DataError: a URL of another place.
+        ConfigError: one is remote; a listing and a request per image would be slower than the training.
     """
-    if not path or _UNSTORABLE.search(path):
-        raise BadSample("image path is not a file name" if path else "image path is empty")
-    if "://" in path:
-        is_local = path.lower().startswith("file://") and not is_remote(base)
-        return local_path(path) if is_local else _checked_url(base, path)
-    if path.startswith("/"):
-        if is_remote(base):
-            raise BadSample(f"image path is absolute in a remote table: {path}")
-        return path
-    plain = posixpath.normpath(path)
-    if posixpath.basename(plain) == "..":
-        raise BadSample(f"image path is a folder: {path}")
-    if plain.startswith("../") and is_remote(base):
-        raise BadSample(f"image path leads out of the folder of its remote table: {path}")
-    return plain
+    if remote := [path for path in paths if is_remote(path)]:
+        raise ConfigError(
+            f"dataset.params.path: '{shown(remote[0])}' is remote, and folders of loose files are read from local "
+            "disks only; pack the folder with scripts/make_webdataset.py and use dataset.type=WebDataset"
+        )
+    return [local_path(path) for path in paths]
 
 
-def _checked_url(base: str, url: str) -> str:
-    store = "/".join(base.split("/")[:3]) + "/"
-    if is_remote(base) and url.startswith(store) and ".." not in url.split("/"):
-        return url
-    place = f"paths relative to it, or URLs below {shown(store)}" if is_remote(base) else "local paths"
-    raise DataError(
-        f"the table in '{shown(base)}' names the image '{shown(url)}'; images are not downloaded from other places: "
-        f"only {place} are read. Download the images first and name the files"
-    )
+class File(NamedTuple):
+    """A file of a folder."""
+
+    name: str
+    size: int
+    """[bytes]."""
+    time: int
+    """Of its last change [ns]."""
+
+    @property
+    def suffix(self) -> str:
+        """In lower case."""
+        return os.path.splitext(self.name)[1].lower()
+
+    @property
+    def stem(self) -> str:
+        """The name without its suffix."""
+        return os.path.splitext(self.name)[0]
 
 
-def utf8(caption: bytes) -> str:
-    """A caption file's text. Raises BadSample: other encodings would train on wrong letters."""
-    try:
-        return caption.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise BadSample("caption is not UTF-8 text") from error
+class FolderSource(FileSource):
+    """The source of image folders at any depth; one shard per folder that holds images.
 
-
-def tidy(caption: str) -> str:
-    """A caption file's text in one line: every run of white space becomes one space."""
-    return " ".join(caption.split())
-
-
-class FileReader:
-    """The `SampleReader` of samples in files of their own.
-
-    The index has `at:image` and `at:image_length`, and captions in `caption`, or in the text files `at:caption`. A file
-    that was removed or changed after it was indexed makes its sample a bad one.
+    The caption of `x.jpg` is `x.txt` and its metadata `x.json`: beside it, or in the partner folder, where a folder
+    `images` of the path is replaced by `captions`, or `img` by `txt`. Hidden files and folders are left out. Only files
+    found below `paths` are read; links are followed, each folder once.
 
     Args:
-        index: made from files.
-        access: how remote files are read.
-        bases: per unit, the folder that relative paths start from.
-        named_by: what names the images and is itself watched for changes, such as `table`; None where they are.
+        paths: local folders.
     """
 
-    def __init__(
-        self, index: DatasetIndex, access: Access, bases: Sequence[str], named_by: str | None = "table"
-    ) -> None:
-        self.index, self.access, self.bases = index, access, list(bases)
-        first = f"touch the {named_by} that names it and " if named_by else ""
-        self.remedy = f"{first}start again to index it anew"
+    identity = "folder"
 
-    def image(self, sample: int) -> bytes:
-        path = self.index.text("at:image", sample)
-        if path is None:
-            raise BadSample("image missing")
-        return self._read(sample, path, int(self.index.numbers("at:image_length")[sample]), "image", MAX_IMAGE_BYTES)
+    def __init__(self, paths: Sequence[str]) -> None:
+        super().__init__(Access(), named_by=None)
+        self.paths = list(paths)
 
-    def caption(self, sample: int) -> str:
-        """As `SampleReader.caption`."""
-        text = self.index.text("caption", sample)
-        if text is not None:
-            return text
-        path = self.index.text("at:caption", sample)
-        if path is None:
-            raise BadSample("caption missing")
-        length = int(self.index.numbers("caption_length")[sample])
-        return tidy(utf8(self._read(sample, path, length, "caption", MAX_TEXT_BYTES)))
+    def shards(self) -> list[Shard]:
+        """As `Source.shards`."""
+        shards: dict[str, Shard] = {}
+        for root in self._roots():
+            listings = {folder: list_files(folder) for folder in folders_below(root)}
+            for folder, files in listings.items():
+                if folder not in shards and any(file.suffix in IMAGE_SUFFIXES for file in files):
+                    partner = next((listings[p] for p in partner_folders(root, folder) if p in listings), None)
+                    version = " ".join(_digest(listing) for listing in (files, partner) if listing is not None)
+                    shards[folder] = Shard(folder, sum(file.size for file in [*files, *(partner or ())]), version)
+        if not shards:
+            names = ", ".join(sorted(IMAGE_SUFFIXES))
+            raise DataError(f"dataset.params.path: no image file ({names}) in or below {', '.join(self.paths)}")
+        return list(shards.values())
 
-    def _read(self, sample: int, path: str, length: int, what: str, limit: int) -> bytes:
-        if length > limit:
-            raise BadSample(f"{what} file has too many bytes: {length}")
-        try:
-            file = open_bytes(join(self.bases[self.index.numbers("unit")[sample]], path), self.access)
-        except FileMissing as error:
-            raise BadSample(f"{what} file missing: {shown(path)}") from error
-        try:
-            if file.size != length:
-                raise BadSample(f"{what} file has changed since it was indexed: {shown(path)}; {self.remedy}")
-            return file.pread(length, 0)
-        finally:
-            file.close()
+    def _roots(self) -> list[str]:
+        roots = local_folders(self.paths)
+        for path, root in zip(self.paths, roots, strict=True):
+            if not os.path.isdir(root):
+                state = "is no folder" if os.path.exists(root) else "does not exist"
+                raise DataError(f"dataset.params.path: '{path}' {state}; ImageFolder reads folders")
+        return roots
+
+    def rows(self, shard: Shard, report: Report) -> Iterator[Row]:
+        """As `FileSource.rows`."""
+        folder = shard.location
+        root = next(root for root in self._roots() if f"{folder}/".startswith(root.rstrip("/") + "/"))
+        images = ((image, image.file.name) for image in images_in(root, folder, report))
+        for image, name, info in self.measured(shard, images):
+            if info is None:
+                report(name, "image file missing")
+                continue
+            caption, length = (None, -1) if image.caption is None else image.caption[:2]
+            if length > MAX_TEXT_BYTES:
+                report(name, f"caption file has too many bytes: {length}")
+                caption, length = None, -1
+            metadata = _metadata(folder, name, image.metadata, report)
+            yield Row(name, info, metadata, name, caption_file=caption, caption_length=length)
+
+
+class DescribedImage(NamedTuple):
+    """An image with the files that describe it; their names are paths from the image's folder."""
+
+    file: File
+    caption: File | None
+    metadata: File | None
+
+
+def list_files(folder: str) -> list[File]:
+    """Images, captions and metadata in a folder, by name. Raises DataError when it cannot be read."""
+    try:
+        entries = [entry for entry in entries_of(folder) if File(entry.name, 0, 0).suffix in _SUFFIXES]
+        states = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
+    except OSError as error:
+        raise unreadable(error) from error
+    return [File(name, state.st_size, state.st_mtime_ns) for name, state in states]
+
+
+def images_in(root: str, folder: str, report: Report) -> list[DescribedImage]:
+    """The images directly in a folder below `root`; reports those of other formats, and captions without an image."""
+    files = list_files(folder)
+    partner = next(filter(os.path.isdir, partner_folders(root, folder)), None)
+    prefix = "" if partner is None else os.path.relpath(partner, folder) + "/"
+    described: dict[str, File] = {}
+    for where, listing in ((prefix, [] if partner is None else list_files(partner)), ("", files)):  # beside wins
+        for file in listing:
+            if file.suffix in (_CAPTION, _METADATA) and _is_storable(file.name, report):
+                described[file.stem + file.suffix] = file._replace(name=where + file.name)
+    for file in files:
+        if file.suffix in OTHER_IMAGE_SUFFIXES:
+            report(file.name, f"image format is not read: {file.suffix}")
+    images = [file for file in files if file.suffix in IMAGE_SUFFIXES and _is_storable(file.name, report)]
+    stems = {file.stem for file in files if file.suffix not in (_CAPTION, _METADATA)}
+    for name, file in described.items():
+        if name.endswith(_CAPTION) and name.removesuffix(_CAPTION) not in stems:
+            report(file.name, "image missing")
+    return [DescribedImage(i, described.get(i.stem + _CAPTION), described.get(i.stem + _METADATA)) for i in images]
+
+
+def partner_folders(root: str, folder: str) -> Iterator[str]:
+    """Where captions may be: `root/images/a` → `root/captions/a`; the innermost `images` first, none above the root."""
+    parts = os.path.relpath(folder, root).split("/")
+    for i in reversed(range(len(parts))):
+        if parts[i] in PARTNERS:
+            yield os.path.join(root, *parts[:i], PARTNERS[parts[i]], *parts[i + 1 :])
+
+
+def _digest(files: Sequence[File]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name}\0{file.size}\0{file.time}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()[:32]
+
+
+def _is_storable(name: str, report: Report) -> bool:
+    """The index holds paths as UTF-8 text."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        report(name, "file name is not UTF-8")
+        return False
+    return True
+
+
+def _metadata(folder: str, image: str, file: File | None, report: Report) -> dict[str, Scalar]:
+    if file is None:
+        return {}
+    try:
+        if file.size > MAX_TEXT_BYTES:
+            raise ValueError("too long")
+        with open(join(folder, file.name), "rb") as opened:
+            return read_metadata(opened.read().decode("utf-8-sig", "replace"))
+    except (ValueError, RecursionError):
+        report(image, "metadata is not a JSON object")
+        return {}

@@ -1,91 +1,92 @@
 """WebDataset shards: indexed tar files whose members are read by offset, without tar parsing while training."""
 
-from collections import OrderedDict
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sd_training.data.index.columns import MAX_FIELDS, Scalar, metadata_columns, read_scalars
-from sd_training.data.index.store import DatasetIndex
-from sd_training.data.problems import BadSample, Problems, SkippedSample
+from sd_training.data.index.columns import Scalar, read_metadata, read_scalars
 from sd_training.data.sources.arrow_cells import is_metadata, plain, plain_type
-from sd_training.data.sources.base import Shard, ShardScan
-from sd_training.data.sources.files import caption_of, length_of, utf8
-from sd_training.data.sources.tar_index import MAX_MEMBER_BYTES, TarSample, known_of, scan_tar
-from sd_training.data.storage.files import (
-    Access,
-    ByteFile,
-    FileState,
-    ReadAhead,
-    file_state,
-    find_state,
-    open_bytes,
-    seekable,
+from sd_training.data.sources.base import (
+    MAX_IMAGE_BYTES,
+    MAX_TEXT_BYTES,
+    ImageInfo,
+    IndexedShards,
+    Report,
+    Row,
+    Shard,
+    ShardScan,
+    caption_of,
+    collect,
 )
-from sd_training.data.storage.locations import shown
+from sd_training.data.sources.reader import VERSION_SEPARATOR, IndexedReader, image_info
+from sd_training.data.sources.tar_index import Span, TarSample, scan_tar
+from sd_training.data.storage.byte_file import Access, ByteFile, FileState, ReadAhead, seekable
+from sd_training.data.storage.files import file_state, find_state, open_bytes
+from sd_training.data.storage.locations import PIPE, shown
 from sd_training.errors import DataError
 
-MAX_OPEN_SHARDS = 64
-"""Files kept open per process."""
 _STATES_AT_ONCE = 16
-_SIDECAR = "\n"
-"""Between the versions of a shard and of the table beside it."""
+_TOO_WIDE = 2**31
+_COLUMNS = ("at:image_offset", "at:caption_offset", "check:caption")
+Known = Mapping[str | int, Mapping[str, Scalar]]
+"""Key, or the number that it is, → metadata that is known already and need not be read."""
 
 
 class TarSource:
-    """The source of tar shards; one unit per shard.
+    """The source of tar shards.
 
     Where img2dataset left `00000.parquet` beside `00000.tar`, its columns are the metadata and no JSON is read. The
     caption of a sample without a `txt` member is its metadata field `caption`.
 
     Args:
-        shards: paths or URLs.
+        paths: paths or URLs of the shards.
         access: how remote ones are read.
     """
 
-    def __init__(self, shards: Sequence[str], access: Access) -> None:
-        self.paths, self.access = list(shards), access
+    identity = "tar"
 
-    @property
-    def identity(self) -> str:
-        return "tar"
+    def __init__(self, paths: Sequence[str], access: Access) -> None:
+        self.paths, self.access = list(paths), access
 
     def shards(self) -> list[Shard]:
+        """As `Source.shards`."""
+
+        def one(path: str) -> Shard:
+            state, sidecar = file_state(path, self.access), self._sidecar(path)
+            versions = [state.version] if sidecar is None else [state.version, sidecar.version]
+            return Shard(path, state.size, VERSION_SEPARATOR.join(versions))
+
         with ThreadPoolExecutor(_STATES_AT_ONCE) as pool:
-            return list(pool.map(self._unit, self.paths))
+            return list(pool.map(one, self.paths))
 
-    def _unit(self, shard: str) -> Shard:
-        state, sidecar = file_state(shard, self.access), self._sidecar(shard)
-        return Shard(
-            shard, state.size, state.version if sidecar is None else state.version + _SIDECAR + sidecar.version
-        )
+    def _sidecar(self, path: str) -> FileState | None:
+        """The table beside a shard, if it exists."""
+        stem, dot, _ = path.rpartition(".")
+        return find_state(f"{stem}.parquet", self.access) if dot and not path.startswith(PIPE) else None
 
-    def _sidecar(self, shard: str) -> FileState | None:
-        """The table beside a shard, if it is there."""
-        if shard.startswith("pipe:"):
-            return None
-        stem, dot, _ = shard.rpartition(".")
-        return find_state(f"{stem}.parquet", self.access) if dot else None
-
-    def scan(self, unit: Shard) -> ShardScan:
+    def scan(self, shard: Shard) -> ShardScan:
         """As `Source.scan`."""
-        file = open_bytes(unit.location, self.access)
+        known = self._known(shard.location)
+
+        def rows(report: Report) -> Iterator[Row]:
+            near = ReadAhead(file) if "://" in shard.location else file
+            samples = scan_tar(near, report)
+            if known and samples and all(_known_of(known, sample.key) is None for sample in samples):
+                report("", "metadata table names no sample of its shard")
+            for sample in samples:
+                yield _row(sample, near, _known_of(known, sample.key), report)
+
+        file = open_bytes(shard.location, self.access)
         try:
-            near = ReadAhead(file) if "://" in unit.location else file
-            known = self._known(unit.location)
-            scan = scan_tar(shown(unit.location), near, known)
+            return collect(shown(shard.location), rows, _COLUMNS)
         finally:
             file.close()
-        if known and scan.samples and all(known_of(known, sample.key) is None for sample in scan.samples):
-            reason = "metadata table names no sample of its shard"
-            scan.problems.add(SkippedSample(shown(unit.location), "", reason))
-        return ShardScan(_columns(shown(unit.location), scan.samples, scan.problems), scan.problems)
 
-    def _known(self, shard: str) -> dict[str | int, dict[str, Scalar]]:
-        sidecar = self._sidecar(shard)
+    def _known(self, path: str) -> Known:
+        sidecar = self._sidecar(path)
         if sidecar is None:
             return {}
         file = open_bytes(sidecar.location, self.access)
@@ -96,14 +97,14 @@ class TarSource:
         finally:
             file.close()
 
-    def reader(self, index: DatasetIndex) -> "TarReader":
-        return TarReader(index, self.access)
+    def reader(self, index: IndexedShards) -> IndexedReader:
+        """As `Source.reader`."""
+        return IndexedReader(index, self.access)
 
 
-def _read_sidecar(file: ByteFile) -> dict[str | int, dict[str, Scalar]]:
-    """Key, or the number that it is, → metadata; a table without a `key` column is none of img2dataset's."""
+def _read_sidecar(file: ByteFile) -> Known:
     table = pq.read_table(seekable(file))
-    if "key" not in table.column_names:
+    if "key" not in table.column_names:  # not one of img2dataset's
         return {}
     names = [field.name for field in table.schema if field.name != "key" and is_metadata(plain_type(field.type))]
     columns = {name: plain(table[name].combine_chunks()).to_pylist() for name in names}
@@ -114,69 +115,58 @@ def _read_sidecar(file: ByteFile) -> dict[str | int, dict[str, Scalar]]:
     }
 
 
-def _columns(location: str, samples: list[TarSample], problems: Problems) -> dict[str, pa.Array]:
-    columns = {"key": pa.array([sample.key for sample in samples], pa.large_string())}
-    images = [sample.spans["image"] for sample in samples]
-    captions = [sample.spans.get("caption", (-1, -1)) for sample in samples]
-    texts = [None if "caption" in sample.spans else caption_of(sample.metadata.get("caption")) for sample in samples]
-    lengths = [length if text is None else length_of(text) for (_, length), text in zip(captions, texts, strict=True)]
-    columns["at:image_offset"] = pa.array([offset for offset, _ in images], pa.int64())
-    columns["at:image_length"] = pa.array([length for _, length in images], pa.int64())
-    columns["at:caption_offset"] = pa.array([offset for offset, _ in captions], pa.int64())
-    columns["caption_length"] = pa.array(lengths, pa.int64())
-    if any(text is not None for text in texts):
-        columns["caption"] = pa.array(texts, pa.large_string())
-    columns["check:caption"] = pa.array([sample.caption_crc for sample in samples], pa.int64())
-    columns["width"] = pa.array([sample.size[0] for sample in samples], pa.int32())
-    columns["height"] = pa.array([sample.size[1] for sample in samples], pa.int32())
-    columns["cls"] = pa.array([sample.cls for sample in samples], pa.large_string())
-    metadata, num_left_out = metadata_columns([sample.metadata for sample in samples])
-    if num_left_out:
-        problems.add(SkippedSample(location, "", f"more than {MAX_FIELDS} metadata fields"))
-    return columns | metadata
+def _known_of(known: Known, key: str) -> Mapping[str, Scalar] | None:
+    """What a table holds about a sample; the key 000012 may be the number 12 there."""
+    found = known.get(key)
+    return known.get(int(key)) if found is None and key.isascii() and key.isdecimal() and len(key) < 20 else found
 
 
-class TarReader:
-    """The `SampleReader` of tar shards."""
+def _row(sample: TarSample, file: ByteFile, known: Mapping[str, Scalar] | None, report: Report) -> Row:
+    """Reads caption, class, metadata and the header of the image."""
 
-    def __init__(self, index: DatasetIndex, access: Access) -> None:
-        self.index, self.access = index, access
-        self._open: OrderedDict[int, ByteFile] = OrderedDict()
+    def text(role: str) -> str:
+        offset, length = sample.spans[role]
+        return "" if length > MAX_TEXT_BYTES else file.pread(length, offset).decode("utf-8-sig", "replace")
 
-    def image(self, sample: int) -> bytes:
-        numbers = self.index.numbers
-        return self._read(sample, numbers("at:image_offset")[sample], numbers("at:image_length")[sample])
+    span, crc = _caption(sample, file, report)
+    cls = text("cls").strip() if "cls" in sample.spans else None
+    metadata: Mapping[str, Scalar] = known or {}
+    if known is None and "metadata" in sample.spans:
+        try:
+            metadata = read_metadata(text("metadata"))
+        except (ValueError, RecursionError):
+            report(sample.key, "metadata is not a JSON object")
+    offset, length = sample.spans["image"]
+    if length > MAX_IMAGE_BYTES:
+        info = ImageInfo(length, 0, 0)
+    else:
+        info = _known_info(length, known or {}) or image_info(file, offset, length)
+    where, size = (-1, None) if span is None else span
+    caption = caption_of(metadata.get("caption")) if span is None else None
+    return Row(sample.key, info, metadata, None, offset, None, caption, None, where, size, crc, cls)
 
-    def caption(self, sample: int) -> str:
-        """As `SampleReader.caption`: the text member, else the metadata field `caption`."""
-        numbers = self.index.numbers
-        offset = numbers("at:caption_offset")[sample]
-        if offset >= 0:
-            return utf8(self._read(sample, offset, numbers("caption_length")[sample])).strip()
-        text = self.index.text("caption", sample)
-        if text is None:
-            raise BadSample("caption missing")
-        return text
 
-    def _read(self, sample: int, offset: int, length: int) -> bytes:
-        if length > MAX_MEMBER_BYTES:
-            raise BadSample(f"member has too many bytes: {length}")
-        return self._file(int(self.index.numbers("unit")[sample])).pread(int(length), int(offset))
+def _caption(sample: TarSample, file: ByteFile, report: Report) -> tuple[Span | None, int]:
+    """Where the caption is, and its CRC-32. Other encodings would train on wrong letters, so they are no caption."""
+    if "caption" not in sample.spans:
+        return None, 0
+    offset, length = sample.spans["caption"]
+    if length > MAX_TEXT_BYTES:
+        report(sample.key, f"caption has too many bytes: {length:,}")
+        return None, 0
+    content = file.pread(length, offset)
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        report(sample.key, "caption is not UTF-8 text")
+        return None, zlib.crc32(content)
+    return (offset, length), zlib.crc32(content)
 
-    def _file(self, shard: int) -> ByteFile:
-        if shard in self._open:
-            self._open.move_to_end(shard)
-            return self._open[shard]
-        if len(self._open) >= MAX_OPEN_SHARDS:
-            self._open.popitem(last=False)[1].close()
-        unit = self.index.shards[shard]
-        state = FileState(unit.location, unit.size, unit.version.partition(_SIDECAR)[0])
-        self._open[shard] = open_bytes(state, self.access)
-        return self._open[shard]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"index": self.index, "access": self.access, "_open": OrderedDict()}
-
-    def __del__(self) -> None:
-        for file in getattr(self, "_open", {}).values():
-            file.close()
+def _known_info(length: int, known: Mapping[str, Scalar]) -> ImageInfo | None:
+    """By the table of img2dataset. In other metadata `width` may be that of the original, before it was resized."""
+    width, height = known.get("width"), known.get("height")
+    if not isinstance(width, float) or not isinstance(height, float):
+        return None
+    is_size = all(1 <= side < _TOO_WIDE for side in (width, height))
+    return ImageInfo(length, int(width), int(height)) if is_size else None

@@ -1,7 +1,8 @@
-"""Files at `s3://`, `gs://` and `http(s)://`.
+"""Files at `s3://`, `gs://` and `http(s)://`, read through obstore.
 
-Every answer is checked: its length against what was asked for, its version against the file that was indexed. A failure
-that can pass is tried again, `dataset.params.remote.num_retries` times.
+Every answer is checked: its length against the request, its version against the indexed file. A transient failure is
+retried `dataset.params.remote.num_retries` times. The retries are written here and obstore's are off, because its own
+do not cover answers of a wrong length and would multiply with these.
 """
 
 import os
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
+from glob import has_magic
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,10 +23,9 @@ from obstore.exceptions import (
     PreconditionError,
     UnauthenticatedError,
 )
-from obstore.store import ObjectStore
 
-from sd_training.data.storage.files import Access, ByteFile, FileMissing, FileState, LocalFile, has_changed
-from sd_training.data.storage.locations import is_listable, shown
+from sd_training.data.storage.byte_file import Access, ByteFile, FileMissing, FileState, LocalFile, has_changed
+from sd_training.data.storage.locations import protocol_of, shown
 from sd_training.data.storage.object_store import FIRST_WAIT_S, LONGEST_WAIT_S, is_outage, open_store, reason_of
 from sd_training.data.storage.shard_cache import shard_cache
 from sd_training.errors import DataError, OutageError
@@ -32,29 +33,26 @@ from sd_training.errors import DataError, OutageError
 PART_BYTES = 8 << 20
 """Bytes of a file that are downloaded with one request."""
 _PARTS_AT_ONCE = 4
-_MAGIC = frozenset("*?[")
-
-
 _UNSATISFIABLE = "416 Range Not Satisfiable"
 T = TypeVar("T")
 
 
-class _ShortAnswer(Exception):
+class _WrongLength(Exception):
     """A server sent fewer or more bytes than were asked for."""
 
 
-class NoParts(DataError):
+class NoRanges(DataError):
     """A web server that sends whole files only."""
 
 
 def remote_state(location: str, access: Access) -> FileState:
-    """As `byte_files.file_state`, of a URL.
+    """Size and version of a remote file; errors are those of `fetch`.
 
-    One byte is asked for: many web servers and all signed links refuse HEAD.
+    One byte is requested: many web servers and all signed links refuse HEAD.
     """
 
     def look() -> FileState:
-        store, path = _store(location, access)
+        store, path = open_store(location, 0, access.timeout_s)
         try:
             meta = obstore.get(store, path, options={"range": (0, 1)}).meta
         except NotSupportedError:  # no ranges: the answer is the whole file, and its beginning is enough
@@ -69,27 +67,26 @@ def remote_state(location: str, access: Access) -> FileState:
 
 
 def open_remote(state: FileState, access: Access) -> ByteFile:
-    """As `byte_files.open_bytes`, of a URL whose state is known. No request is made when the cache holds the file."""
+    """Opens a remote file whose state is known. No request is made when the cache holds the file."""
     if access.mode == "range":
         return RangeFile(state, access)
     cache = shard_cache(access.cache_dir, access.cache_gib)
     key = "\n".join((state.location, str(state.size), state.version))
 
-    def produce(path: Path) -> None:
-        download(state, path, access)
+    def opened() -> LocalFile:
+        return cache.open(
+            key,
+            lambda path: download(state, path, access),
+            lambda path: LocalFile(str(path), state.location),
+            state.size,
+        )
 
-    def opened(path: Path) -> LocalFile:
-        try:
-            return LocalFile(str(path), state.location)
-        except FileMissing:  # deleted to make room; the cache gets it again
-            raise FileNotFoundError(path) from None
-
-    file = cache.open(key, produce, opened, state.size)
+    file = opened()
     if file.size == state.size:
         return file
-    file.close()  # somebody wrote to the folder
+    file.close()  # another program wrote to the folder
     cache.forget(key)
-    return cache.open(key, produce, opened, state.size)
+    return opened()
 
 
 class RangeFile:
@@ -116,70 +113,60 @@ def fetch(state: FileState, start: int, stop: int, access: Access) -> bytes:
 
     Raises:
         FileMissing: it does not exist or may not be read.
-        NoParts: the server sends whole files only.
-        OutageError: the server cannot be reached or is not well, after all retries.
+        NoRanges: the server sends whole files only.
+        OutageError: the server cannot be reached or fails, after all retries.
         DataError: the file has changed, or another failure.
     """
-    options: Any = {"range": (start, stop), **_if_unchanged(state)}
+    options: Any = {"range": (start, stop)}
+    if state.version.startswith('"'):  # weak tags never match `If-Match` (RFC 9110, section 13.1.1)
+        options["if_match"] = state.version
 
     def read() -> bytes:
-        store, path = _store(state.location, access)
+        store, path = open_store(state.location, 0, access.timeout_s)
         answer = obstore.get(store, path, options=options)
         _check(answer.meta, state)
         data = bytes(answer.bytes())
-        if len(data) != stop - start:
-            raise _ShortAnswer(f"the answer has {len(data)} bytes instead of {stop - start}")
+        _check_length(len(data), stop - start)
         return data
 
     return _retrying(state.location, access, read)
 
 
 def download(state: FileState, path: Path, access: Access) -> None:
-    """Writes a remote file to `path`, several parts at a time; in one piece where the server does not send parts.
+    """Writes a remote file to `path`, several parts at a time; in one piece where the server does not send ranges.
 
     Raises:
         FileMissing, OutageError, DataError: as `fetch`.
         OSError: the disk is full.
     """
-    try:
-        _download_parts(state, path, access)
-    except NoParts:
-        _download_whole(state, path, access)
 
+    def write_part(start: int) -> None:
+        data = fetch(state, start, min(start + PART_BYTES, state.size), access)
+        while data:
+            written = os.pwrite(target.fileno(), data, start)
+            data, start = data[written:], start + written
 
-def _download_parts(state: FileState, path: Path, access: Access) -> None:
-    with path.open("r+b") as target:
-
-        def part(start: int) -> None:
-            data = fetch(state, start, min(start + PART_BYTES, state.size), access)
-            while data:
-                written = os.pwrite(target.fileno(), data, start)
-                data, start = data[written:], start + written
-
-        starts = range(0, state.size, PART_BYTES)
-        with ThreadPoolExecutor(min(_PARTS_AT_ONCE, max(1, len(starts)))) as pool:
-            for _ in pool.map(part, starts):  # the first error is raised, and what has not begun is dropped
-                pass
-
-
-def _download_whole(state: FileState, path: Path, access: Access) -> None:
-    def write() -> None:
-        store, name = _store(state.location, access)
+    def write_whole() -> None:
+        store, name = open_store(state.location, 0, access.timeout_s)
         answer = obstore.get(store, name)
         _check(answer.meta, state)
-        with path.open("r+b") as target:
-            length = sum(target.write(bytes(chunk)) for chunk in answer.stream(min_chunk_size=1 << 20))
-        if length != state.size:
-            raise _ShortAnswer(f"the answer has {length} bytes instead of {state.size}")
+        target.seek(0)
+        written = sum(target.write(bytes(chunk)) for chunk in answer.stream(min_chunk_size=1 << 20))
+        _check_length(written, state.size)
 
-    _retrying(state.location, access, write)
+    with path.open("r+b") as target:
+        try:
+            with ThreadPoolExecutor(_PARTS_AT_ONCE) as pool:
+                list(pool.map(write_part, range(0, state.size, PART_BYTES)))  # raises the first error
+        except NoRanges:
+            _retrying(state.location, access, write_whole)
 
 
 def list_folder(location: str, access: Access, extensions: Sequence[str]) -> list[str] | None:
-    """Sorted URLs of the files with these extensions in a remote folder, without hidden ones; None: it is no folder."""
-    if not is_listable(location):
+    """Sorted URLs of the files with these extensions in a remote folder, without hidden ones; None: not a folder."""
+    if protocol_of(location) not in ("s3", "gs"):
         if location.endswith("/"):
-            raise _unlisted(location)
+            raise _not_listed(location)
         return None
     root, path = _split(location)
     files, folders = _listed(root, path, access)
@@ -193,26 +180,25 @@ def list_matches(pattern: str, access: Access) -> list[str]:
     """Sorted URLs of the files that a pattern with `*`, `?` or `[…]` matches; `*` matches no slash.
 
     Raises:
-        DataError: a web server, which cannot be asked for its files; or as `fetch`: a listing that fails is never taken
-            for an empty one.
+        DataError: a web server, which does not list files; or as `fetch`: a failed listing is never taken for an empty
+            one.
     """
-    if not is_listable(pattern):
-        raise _unlisted(pattern)
+    if protocol_of(pattern) not in ("s3", "gs"):
+        raise _not_listed(pattern)
     root, path = _split(pattern)
-    parts = path.split("/")
+    *folders, last = path.split("/")
     found = [""]
-    for depth, part in enumerate(parts):
-        is_last = depth == len(parts) - 1
-        if _MAGIC.isdisjoint(part) and not is_last:
+    for part in folders:
+        if has_magic(part):
+            below = [name for folder in found for name in _listed(root, folder, access)[1]]
+            found = [f"{name}/" for name in below if fnmatchcase(name.rpartition("/")[2], part)]
+        else:
             found = [f"{folder}{part}/" for folder in found]
-            continue
-        listings = (_listed(root, folder, access)[0 if is_last else 1] for folder in found)
-        ending = "" if is_last else "/"
-        found = [f"{n}{ending}" for names in listings for n in names if fnmatchcase(n.rpartition("/")[2], part)]
-    return sorted(f"{root}/{name}" for name in found)
+    files = [name for folder in found for name in _listed(root, folder, access)[0]]
+    return sorted(f"{root}/{name}" for name in files if fnmatchcase(name.rpartition("/")[2], last))
 
 
-def _unlisted(location: str) -> DataError:
+def _not_listed(location: str) -> DataError:
     return DataError(
         f"dataset.params.path: '{shown(location)}': web servers do not list files; name them by braces, such as "
         "shards/{000..099}.tar, or by a list"
@@ -228,21 +214,16 @@ def _split(location: str) -> tuple[str, str]:
 
 def _listed(root: str, folder: str, access: Access) -> tuple[list[str], list[str]]:
     """Paths of the files and folders directly in a folder of a bucket; none where there is no such folder."""
-    store, _ = _store(root, access)
+    store, _ = open_store(root, 0, access.timeout_s)
     prefix = folder.rstrip("/") or None
     found = _retrying(f"{root}/{folder}", access, lambda: obstore.list_with_delimiter(store, prefix))
     return [meta["path"] for meta in found["objects"]], [path.rstrip("/") for path in found["common_prefixes"]]
 
 
 def _version(meta: Any) -> str:
-    """ETag or modification time; empty where the server tells neither (the epoch stands for none)."""
+    """ETag or modification time; empty where the server sends neither (obstore then gives the epoch)."""
     modified = meta["last_modified"]
     return meta.get("e_tag") or (str(modified) if modified.timestamp() else "")
-
-
-def _if_unchanged(state: FileState) -> dict[str, str]:
-    """Weak tags never match `If-Match` (RFC 9110, section 13.1.1)."""
-    return {"if_match": state.version} if state.version.startswith('"') else {}
 
 
 def _check(meta: Any, state: FileState) -> None:
@@ -250,28 +231,28 @@ def _check(meta: Any, state: FileState) -> None:
         raise has_changed(state.location)
 
 
-def _store(location: str, access: Access) -> tuple[ObjectStore, str]:
-    """Without retries of its own, which would multiply with ours; those do not cover bodies that break off."""
-    return open_store(location, 0, access.timeout_s)
+def _check_length(found: int, requested: int) -> None:
+    if found != requested:
+        raise _WrongLength(f"the answer has {found} bytes instead of {requested}")
 
 
 def _retrying(location: str, access: Access, attempt: Callable[[], T]) -> T:
-    """What `attempt` returns, called again after growing waits while it fails for reasons that can pass.
+    """The result of `attempt`, called again after growing waits while its failures may be transient.
 
     Raises:
-        FileMissing, NoParts, OutageError, DataError: as `fetch`. Without their cause, which holds URLs with secrets.
+        FileMissing, NoRanges, OutageError, DataError: as `fetch`. Without their cause, which holds URLs with secrets.
         OSError: of the local disk.
     """
     failures = 0
     while True:
         try:
             return attempt()
-        except (OSError, BaseError, _ShortAnswer) as error:
+        except (OSError, BaseError, _WrongLength) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # of the disk; obstore's errors have no number
             failures += 1
-            can_pass = is_outage(error) or isinstance(error, _ShortAnswer) or "invalid list response" in str(error)
-            if not can_pass or failures > access.num_retries:
+            transient = is_outage(error) or isinstance(error, _WrongLength) or "invalid list response" in str(error)
+            if not transient or failures > access.num_retries:
                 raise _explained(location, error, failures) from None
         time.sleep(random.uniform(0.5, 1.0) * min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** (failures - 1)))
 
@@ -285,6 +266,6 @@ def _explained(location: str, error: Exception, failures: int) -> DataError:
     if isinstance(error, PreconditionError) or _UNSATISFIABLE in str(error):
         return has_changed(location)
     if isinstance(error, NotSupportedError):
-        return NoParts(f"the server of '{name}' sends no parts of files; set dataset.params.remote.mode=cache")
+        return NoRanges(f"the server of '{name}' sends no parts of files; set dataset.params.remote.mode=cache")
     attempts = f" after {failures} attempts" if failures > 1 else ""
     return (OutageError if is_outage(error) else DataError)(f"'{name}' cannot be read{attempts}: {reason}")

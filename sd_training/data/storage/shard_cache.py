@@ -1,9 +1,9 @@
 """A folder of bounded size that all processes of a machine share, for files that are costly to get.
 
 One file per key. Each file is made under a lock of its key, so that only one process makes it, as `<name>.partial`,
-and then renamed: a file without that ending is complete. What was not used for longest is deleted to make room;
-processes that have such a file open can go on reading it. A crash leaves nothing but partial files and free locks,
-which the next process removes.
+and then renamed: a file without that ending is complete. The least recently used files are deleted to make room;
+processes that have such a file open can go on reading it. A crash leaves only partial files and free locks, which the
+next process removes.
 """
 
 import fcntl
@@ -15,19 +15,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from sd_training.data.storage.byte_file import FileMissing
 from sd_training.errors import DataError
 
 GIB = 1 << 30
 _WAIT_S = 0.05
-"""Between looks at whether other processes have finished their files."""
+"""Between checks whether other processes have finished their files."""
 _REOPENED = 20
 """How often a file may be deleted between being found and being opened."""
-_DATA, _PARTIAL, _LOCK = ".data", ".partial", ".lock"
+_DATA, _PARTIAL, _LOCK, _EVICT = ".data", ".partial", ".lock", "evict.lock"
+_RANGE_MODE = " or set dataset.params.remote.mode=range"
+"""Remedy for copies of remote files; what is made here (row groups, `pipe:`) is always cached."""
 T = TypeVar("T")
-
-
-_NO_CACHE = " or set dataset.params.remote.mode=range"
-"""Helps where the files are copies of remote ones; what is made here (row groups, `pipe:`) is always kept."""
 
 
 class ShardCache:
@@ -35,7 +34,7 @@ class ShardCache:
 
     Args:
         folder: is made when it does not exist.
-        max_gib: most that the files in it take together [GiB].
+        max_gib: largest total size of the files in it [GiB].
     """
 
     def __init__(self, folder: Path, max_gib: float) -> None:
@@ -55,13 +54,12 @@ class ShardCache:
         """
         path = self._path(key, _DATA)
         try:
-            if _touch(path):
-                return path
-            self._check_size(0 if size is None else size)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with _locked(self._path(key, _LOCK)):
-                if not _touch(path):
-                    self._make(key, produce, size)
+            if not _touch(path):
+                self._check_size(size or 0, _RANGE_MODE)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with _locked(self._path(key, _LOCK)):
+                    if not _touch(path):
+                        self._make(path, self._path(key, _PARTIAL), produce, size)
         except OSError as error:
             raise DataError(f"the shard cache '{self.folder}' cannot be used: {error.strerror or error}") from error
         return path
@@ -69,7 +67,7 @@ class ShardCache:
     def open(
         self, key: str, produce: Callable[[Path], None], opener: Callable[[Path], T], size: int | None = None
     ) -> T:
-        """What `opener` makes of the file of a key; called again when the file is deleted in between.
+        """What `opener` returns for the file of a key; called again when the file is deleted in between.
 
         Raises:
             DataError: as `get`, or the cache is so small that files are deleted as soon as they are made.
@@ -77,37 +75,36 @@ class ShardCache:
         for _ in range(_REOPENED):
             try:
                 return opener(self.get(key, produce, size))
-            except FileNotFoundError:
+            except (FileNotFoundError, FileMissing):
                 continue
         raise DataError(f"the shard cache '{self.folder}' is too small: raise dataset.params.remote.cache_gib")
 
     def forget(self, key: str) -> None:
-        """Deletes the file of a key, because it is not what it should be."""
+        """Deletes the file of a key, because its content is wrong."""
         self._path(key, _DATA).unlink(missing_ok=True)
 
     def _path(self, key: str, ending: str) -> Path:
         return self.folder / (hashlib.sha256(key.encode()).hexdigest()[:32] + ending)
 
-    def _make(self, key: str, produce: Callable[[Path], None], size: int | None) -> None:
+    def _make(self, path: Path, partial: Path, produce: Callable[[Path], None], size: int | None) -> None:
         """Makes the file; this process holds the lock of its key."""
-        partial = self._path(key, _PARTIAL)
         self._reserve(partial, size)
         try:
             produce(partial)
             made = partial.stat().st_size
             if size is not None and made != size:
                 raise DataError(f"a file for the shard cache has {made} bytes instead of {size}")
-            self._check_size(made, "" if size is None else _NO_CACHE)
-            with _locked(self.folder / f"evict{_LOCK}"):
+            self._check_size(made, "" if size is None else _RANGE_MODE)
+            with _locked(self.folder / _EVICT):
                 self._evict(made, partial)
-                partial.rename(self._path(key, _DATA))
+                partial.rename(path)
         finally:
             partial.unlink(missing_ok=True)
 
     def _reserve(self, partial: Path, size: int | None) -> None:
-        """Makes room for `size` bytes, and puts an empty file of that size there: others then count it."""
+        """Makes room for `size` bytes, and puts an empty file of that size there, which other processes count."""
         while True:
-            with _locked(self.folder / f"evict{_LOCK}"):
+            with _locked(self.folder / _EVICT):
                 self._sweep()
                 partial.write_bytes(b"")
                 if self._evict(size or 0, partial) or size is None:
@@ -116,15 +113,14 @@ class ShardCache:
             time.sleep(_WAIT_S)  # the rest belongs to files being made; each ends without waiting for room
 
     def _evict(self, needed: int, own: Path) -> bool:
-        """Deletes files, those unused for longest first, until `needed` bytes fit. Whether they do then."""
-        done, total = [], needed
+        """Deletes files, least recently used first, until `needed` bytes fit. Returns whether they fit then."""
+        complete, total = [], needed
         for entry in os.scandir(self.folder):
-            if (status := _status(entry)) is None or entry.path == str(own):
-                continue
-            total += status.st_size
-            if entry.name.endswith(_DATA):
-                done.append((status.st_mtime_ns, status.st_size, entry.path))
-        for _, size, path in sorted(done):
+            if entry.path != str(own) and (status := _status(entry)) is not None:
+                total += status.st_size
+                if entry.name.endswith(_DATA):
+                    complete.append((status.st_mtime_ns, status.st_size, entry.path))
+        for _, size, path in sorted(complete):
             if total <= self.max_bytes:
                 break
             Path(path).unlink(missing_ok=True)
@@ -132,15 +128,15 @@ class ShardCache:
         return total <= self.max_bytes
 
     def _sweep(self) -> None:
-        """Removes what crashed processes left: partial files and lock files that nobody holds."""
+        """Removes what crashed processes left: partial files and lock files that no process holds."""
         for entry in os.scandir(self.folder):
             stem, ending = os.path.splitext(entry.path)
-            if ending in (_PARTIAL, _LOCK) and entry.name != f"evict{_LOCK}":
+            if ending in (_PARTIAL, _LOCK) and entry.name != _EVICT:
                 with _locked(Path(stem + _LOCK), wait=False) as is_mine:
                     if is_mine:
                         Path(stem + _PARTIAL).unlink(missing_ok=True)
 
-    def _check_size(self, size: int, other_remedy: str = _NO_CACHE) -> None:
+    def _check_size(self, size: int, other_remedy: str) -> None:
         if size > self.max_bytes:
             raise DataError(
                 f"a file of {size / GIB:.3g} GiB does not fit into the shard cache of {self.max_bytes / GIB:.3g} GiB; "
@@ -156,36 +152,34 @@ def shard_cache(cache_dir: Path | None, max_gib: float) -> ShardCache:
 
 @contextmanager
 def _locked(path: Path, wait: bool = True) -> Iterator[bool]:
-    """Holds a lock file, which is deleted afterwards. Yields False when somebody else holds it and `wait` is off."""
-    descriptor = _acquire(path, wait)
-    try:
-        yield descriptor is not None
-    finally:
-        if descriptor is not None:
-            path.unlink(missing_ok=True)
-            # Unlocked by name: a process forked meanwhile has a copy of the descriptor, and closing ours would not do.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
+    """Holds a lock file, which is deleted afterwards. Yields False when another process holds it and `wait` is off.
 
-
-def _acquire(path: Path, wait: bool) -> int | None:
-    """Descriptor of the locked file. flock, unlike POSIX locks, also keeps threads of one process apart."""
+    flock, unlike POSIX locks, also keeps threads of one process apart.
+    """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _same_file(descriptor, path):  # else its holder deleted it while we waited, and others lock a new one
-                return descriptor
+            if _is_file_at(descriptor, path):  # else its holder deleted it, and others lock a new one
+                break
         except BlockingIOError:
             os.close(descriptor)
-            return None
+            yield False
+            return
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
+    try:
+        yield True
+    finally:
+        path.unlink(missing_ok=True)
+        # Unlocked by name: a process forked meanwhile has a copy of the descriptor, and closing ours would not do.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
 
 
-def _same_file(descriptor: int, path: Path) -> bool:
+def _is_file_at(descriptor: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -193,7 +187,7 @@ def _same_file(descriptor: int, path: Path) -> bool:
 
 
 def _touch(path: Path) -> bool:
-    """Marks a file as used now. Whether it is there."""
+    """Marks a file as used now. Returns whether it exists."""
     try:
         os.utime(path)
     except FileNotFoundError:

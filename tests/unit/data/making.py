@@ -3,19 +3,22 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pyarrow as pa
 import torch
 
 from sd_training.config.plan import BatchPlan
 from sd_training.config.schema import DatasetConfig, DatasetParams
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.index.store import DatasetIndex, load_index
+from sd_training.data.problems import Problems
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.data.samples.sample import DrawSettings, Dropout
 from sd_training.data.sources.tar import TarSource
-from sd_training.data.sources.tar_index import TarScan, scan_tar
-from sd_training.data.storage.files import Access, open_bytes
+from sd_training.data.sources.tar_index import TarSample, scan_tar
+from sd_training.data.storage.byte_file import Access
+from sd_training.data.storage.files import open_bytes
 from sd_training.types import LatentGrid, PixelBatch
 from tests import makers
 
@@ -53,11 +56,21 @@ def tar_index(shards: Sequence[Path], fields: Sequence[str] = (), index_dir: Pat
     return load_index(TarSource([str(shard) for shard in shards], ACCESS), index_dir, fields)
 
 
-def scanned(path: Path) -> TarScan:
+class Scanned(NamedTuple):
+    """One shard's samples by their headers, and what the index of it holds."""
+
+    samples: list[TarSample]
+    columns: dict[str, pa.Array]
+    problems: Problems
+
+
+def scanned(path: Path) -> Scanned:
     """One shard's samples."""
+    source = TarSource([str(path)], ACCESS)
+    scan = source.scan(source.shards()[0])
     file = open_bytes(str(path), ACCESS)
     try:
-        return scan_tar(str(path), file)
+        return Scanned(scan_tar(file, lambda key, reason: None), scan.columns, scan.problems)
     finally:
         file.close()
 

@@ -15,13 +15,12 @@ import pytest
 from PIL import Image
 
 from sd_training.config.data_schema import TagConfig
+from sd_training.data.sources.arrow import ArrowSource
 from sd_training.data.sources.base import Source
-from sd_training.data.sources.folder import FolderSource
-from sd_training.data.sources.parquet import ParquetSource
-from sd_training.data.sources.saved_dataset import HuggingFaceSource
-from sd_training.data.sources.shards import expand_shards
+from sd_training.data.sources.files import FolderSource
+from sd_training.data.sources.locate import expand_shards
 from sd_training.data.sources.table import TABLE_EXTENSIONS, TableSource
-from sd_training.data.sources.tags import TagSource, tag_rules
+from sd_training.data.sources.tags import TagSource
 from sd_training.data.sources.tar import TarSource
 from tests import makers
 from tests.unit.data.making import ACCESS
@@ -150,7 +149,7 @@ def write_parquet(folder: Path, unit: str, samples: Sequence[Sample]) -> None:
 
 def open_parquet(folder: Path) -> Source:
     access = replace(ACCESS, cache_dir=folder.parent / "cache")
-    return ParquetSource(expand_shards(str(folder), access, extensions=(".parquet",)), access)
+    return ArrowSource(expand_shards(str(folder), access, extensions=(".parquet",)), access)
 
 
 def open_table(folder: Path) -> Source:
@@ -162,12 +161,12 @@ def open_folder(folder: Path) -> Source:
 
 
 def open_huggingface(folder: Path) -> Source:
-    return HuggingFaceSource(sorted(map(str, folder.iterdir())), ACCESS)
+    return ArrowSource(sorted(map(str, folder.iterdir())), ACCESS, saved=True)
 
 
 def open_tags(folder: Path) -> Source:
     rules = TagConfig(abs_min_score=-1, min_score=-1, aspect_range=[0.1, 10])
-    return TagSource([str(folder)], ACCESS, tag_rules(rules))
+    return TagSource([str(folder)], ACCESS, rules)
 
 
 @dataclass
@@ -187,7 +186,7 @@ class Case:
 
 def caption_in_tags(text: str) -> str:
     _, tag = json.loads(text)
-    return tag
+    return str(tag)
 
 
 _COLUMNS = ("score", "style", "caption")

@@ -19,11 +19,10 @@ from sd_training.data.index.columns import MAX_FIELDS
 from sd_training.data.problems import BadSample
 from sd_training.data.samples import image as image_decode
 from sd_training.data.samples.image import FORMATS, ImageRules, decode, image_size
-from sd_training.data.sources import files as file_samples
-from sd_training.data.sources import parquet as parquet_source
+from sd_training.data.sources import arrow as arrow_source
+from sd_training.data.sources import base
 from sd_training.data.sources import tar_index as tar_index
-from sd_training.data.sources.parquet import ParquetSource
-from sd_training.data.sources.tar_index import TarScan
+from sd_training.data.sources.arrow import ArrowSource
 from sd_training.errors import DataError
 from tests import makers
 from tests.faults.hostile_files import (
@@ -36,14 +35,14 @@ from tests.faults.hostile_files import (
     tar_header,
     tar_member,
 )
-from tests.unit.data.making import ACCESS, scanned
+from tests.unit.data.making import ACCESS, Scanned, scanned
 
 GOOD = png(8, 8)
 GIB = 1 << 30
 RULES = ImageRules(max_pixels=1_000_000)
 
 
-def scan(folder: Path, *parts: bytes, size: int | None = None) -> TarScan:
+def scan(folder: Path, *parts: bytes, size: int | None = None) -> Scanned:
     """A tar of these bytes; `size` makes the file longer without taking room on the disk."""
     path = folder / "x.tar"
     path.write_bytes(b"".join(parts) + TAR_END)
@@ -129,14 +128,17 @@ def test_members_that_are_no_plain_files_are_ignored(tmp_path: Path, name: str, 
 def test_names_members_and_metadata_have_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tar_member("x", b"n" * 5000 + b".png\0", tarfile.GNUTYPE_LONGNAME) + tar_member("x", GOOD)
     assert "member with a long name ignored 1" in scan(tmp_path, tar_member("a.png", GOOD), long).problems.text()
-    text = scan(tmp_path, tar_member("a.png", GOOD), tar_member("a.txt", b"x" * (tar_index.MAX_TEXT_BYTES + 1)))
-    assert "caption has too many bytes 1" in text.problems.text() and "caption" not in text.samples[0].spans
+    text = scan(tmp_path, tar_member("a.png", GOOD), tar_member("a.txt", b"x" * (base.MAX_TEXT_BYTES + 1)))
+    assert "caption has too many bytes 1" in text.problems.text() and text.columns["at:caption_offset"].to_pylist() == [
+        -1
+    ]
     many = [
         tar_member(f"{i}.png", GOOD) + tar_member(f"{i}.json", json.dumps({f"{i} {j}": j for j in range(900)}).encode())
         for i in range(5)
     ]
-    fields = {name for sample in scan(tmp_path, *many).samples for name in sample.metadata}
-    assert len(fields) == MAX_FIELDS + 1
+    found = scan(tmp_path, *many)
+    assert len([name for name in found.columns if name.startswith("number:")]) == MAX_FIELDS
+    assert "more than 1000 metadata fields 1" in found.problems.text()
     monkeypatch.setattr(tar_index, "MAX_MEMBERS", 3)
     found = scan(tmp_path, *(tar_member(f"{i}.png", GOOD) for i in range(5)))
     assert len(found.samples) == 3 and "too many members" in found.problems.text()
@@ -228,10 +230,10 @@ def test_decoding_stays_within_the_stated_bytes_per_pixel(image_format: str, mod
     assert used < image_decode.BYTES_PER_PIXEL * side * side / 2**20 + 16
 
 
-def parquet(path: Path, **columns: Any) -> ParquetSource:
+def parquet(path: Path, **columns: Any) -> ArrowSource:
     one = {"image": pa.array([GOOD]), "caption": pa.array(["a"])}
     pq.write_table(pa.table({**one, **columns}), path, compression="zstd")
-    return ParquetSource([str(path)], ACCESS)
+    return ArrowSource([str(path)], ACCESS)
 
 
 def test_parquet_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,10 +245,10 @@ def test_parquet_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert scan.problems.counts["texts have too many bytes"] == 2
         assert sum(column.nbytes for column in scan.columns.values()) < 2**20
     source = parquet(tmp_path / "many.parquet", **many)
-    monkeypatch.setattr(file_samples, "MAX_UNIT_BYTES", 400_000)
+    monkeypatch.setattr(base, "MAX_SHARD_BYTES", 400_000)
     with pytest.raises(DataError, match=r"more than 400,000 bytes of captions and metadata; split it"):
         source.scan(source.shards()[0])
-    monkeypatch.setattr(parquet_source, "MAX_GROUP_BYTES", 1000)
+    monkeypatch.setattr(arrow_source, "MAX_GROUP_BYTES", 1000)
     with pytest.raises(DataError, match=r"row group 0 .* unpacks to .* bytes, at most 1,000"):
         source.scan(source.shards()[0])
 
@@ -258,7 +260,7 @@ def test_types_of_other_programs_run_nothing(tmp_path: Path) -> None:
     schema = pa.schema([pa.field("image", pa.binary(), metadata=marks), pa.field("caption", pa.string())])
     table = pa.table([pa.array([GOOD]), pa.array(["a"])], schema=schema.with_metadata({"pandas": "{"}))
     pq.write_table(table, tmp_path / "x.parquet")
-    source = ParquetSource([str(tmp_path / "x.parquet")], ACCESS)
+    source = ArrowSource([str(tmp_path / "x.parquet")], ACCESS)
     assert source.scan(source.shards()[0]).columns["key"].to_pylist() == ["row 0"]
     assert not canary.exists()
 

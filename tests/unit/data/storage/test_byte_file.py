@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.data.storage.files import Access, FileMissing, FileState, file_state, find_state, open_bytes, seekable
+from sd_training.data.storage.byte_file import Access, FileMissing, FileState, ReadAhead, seekable
+from sd_training.data.storage.files import file_state, find_state, open_bytes
 from sd_training.errors import ConfigError, DataError
 
 ACCESS = Access()
@@ -99,3 +100,13 @@ def test_tarfile_reads_through_it(tmp_path: Path) -> None:
     with tarfile.open(fileobj=seekable(file), mode="r:") as tar:
         assert [(member.name, member.size) for member in tar] == [("0.txt", 1000), ("1.txt", 1001), ("2.txt", 1002)]
     assert file.pread(1, 0) == b"0"  # closing the view left it open
+
+
+@pytest.mark.parametrize("block", [7, 100, 20_000])
+def test_read_ahead_gives_the_same_bytes(path: Path, block: int) -> None:
+    file = open_bytes(str(path), ACCESS)
+    near = ReadAhead(file, block)
+    for length, offset in [(0, 0), (1, 0), (7, 0), (7, 3), (90, 6), (150, 10), (10, len(CONTENT) - 10), (0, 30)]:
+        assert near.pread(length, offset) == file.pread(length, offset)
+    with pytest.raises(DataError, match="were expected"):
+        near.pread(11, len(CONTENT) - 10)

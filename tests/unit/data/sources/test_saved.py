@@ -1,18 +1,43 @@
+"""Data sets of the `datasets` library: files written by hand, then folders that the library itself wrote."""
+
 import json
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
+from sd_training.data.index.store import DatasetIndex, load_index
 from sd_training.data.problems import BadSample
-from sd_training.data.sources.saved_dataset import HuggingFaceSource
+from sd_training.data.samples.captions import captions_in
+from sd_training.data.sources.arrow import ArrowSource, saved_files
 from sd_training.errors import ConfigError, DataError
 from tests import makers
 from tests.unit.data.locked_folder import locked
 from tests.unit.data.making import ACCESS
-from tests.unit.data.saved_datasets import IMAGES, cells, image_and_caption, index_of, named
+
+IMAGES = [makers.encode(makers.picture(number, 40 + number, 32)) for number in range(6)]
+
+
+def cells(images: Sequence[bytes | None]) -> list[dict[str, Any] | None]:
+    return [None if image is None else {"bytes": image, "path": "name.jpg"} for image in images]
+
+
+def index_of(folder: Path, fields: Sequence[str] = (), **columns: str) -> DatasetIndex:
+    return load_index(ArrowSource([str(folder)], ACCESS, **columns, saved=True), folder.parent / "index", fields)
+
+
+def image_and_caption(index: DatasetIndex, sample: int) -> tuple[bytes, list[str]]:
+    reader = ArrowSource([], ACCESS, saved=True).reader(index)
+    return reader.image(sample), captions_in(reader.caption(sample))
+
+
+def named(index: DatasetIndex) -> set[tuple[str, str]]:
+    return {(problem.key, problem.reason) for problem in index.problems.named()}
 
 
 def write_arrow(folder: Path, table: pa.Table, options: pa.ipc.IpcWriteOptions | None = None) -> Path:
@@ -36,7 +61,7 @@ def test_files_of_several_batches_with_holes(tmp_path: Path) -> None:
     index = index_of(folder)
     assert [image_and_caption(index, i) for i in range(6)] == [(IMAGES[i], [f"c{i + (i > 0)}"]) for i in range(6)]
     assert [index.name(i)[1] for i in range(6)] == ["row 0", "row 2", "row 3", "row 4", "row 5", "row 6"]
-    assert named(index) == {("row 1", "image path is empty")}
+    assert named(index) == {("row 1", "image is empty")}
 
 
 def test_batches_without_rows(tmp_path: Path) -> None:
@@ -92,7 +117,7 @@ def test_columns_by_name(tmp_path: Path) -> None:
         ({"_data_files": [{"filename": 5}]}, r"'_data_files' must be"),
         ({"_data_files": [{"filename": "a\0"}]}, r"'_data_files' must be"),
         ({"_data_files": [{"filename": "\ud800"}]}, r"'_data_files' must be"),
-        ({"_data_files": [{"filename": "../x.arrow"}]}, "names a file elsewhere"),
+        ({"_data_files": [{"filename": "../x.arrow"}]}, "for files beside it"),
         ({"_data_files": [{"filename": "gone.arrow"}]}, "No such file"),
         ({"_data_files": [{"filename": "x.arrow"}], "_indices_data_files": [{"filename": "i"}]}, "save it again"),
         ({"_data_files": [{"filename": "x.arrow"}]}, "not a readable Arrow file"),
@@ -107,13 +132,6 @@ def test_folders_that_cannot_be_read(tmp_path: Path, state: Any, said: str) -> N
         index_of(tmp_path / "set")
 
 
-@pytest.mark.parametrize("splits", ["5", "[1]", '{"a": 1}', '"train"'])
-def test_splits_that_are_no_names_are_an_error(tmp_path: Path, splits: str) -> None:
-    (tmp_path / "dataset_dict.json").write_text(f'{{"splits": {splits}}}')
-    with pytest.raises(DataError, match=r"dataset_dict\.json': 'splits' must be a list of names"):
-        index_of(tmp_path)
-
-
 def test_of_many_splits_some_are_named(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": [f"part{i}" for i in range(1000)]}))
     with pytest.raises(DataError, match=r"holds several splits; name one: .*/part9', or one of 990 more$"):
@@ -123,7 +141,7 @@ def test_of_many_splits_some_are_named(tmp_path: Path) -> None:
 def test_a_state_has_a_largest_size(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_bytes(b"{}")
     os.truncate(tmp_path / "state.json", (16 << 20) + 1)
-    with pytest.raises(DataError, match=r"state\.json' has 16,777,217 bytes, at most 16,777,216 are read"):
+    with pytest.raises(DataError, match=r"state\.json' is not JSON .*: 16,777,217 bytes, at most 16,777,216 are read"):
         index_of(tmp_path)
 
 
@@ -174,7 +192,7 @@ def test_columns_without_values_views_and_text_that_is_not_utf8(tmp_path: Path) 
     (folder / "1.jpg").write_bytes(images[0])
     index = index_of(folder)
     assert len(index) == 1
-    assert {reason for _, reason in named(index)} == {"image path is empty", "caption is empty"}
+    assert {reason for _, reason in named(index)} == {"image is empty", "caption is empty"}
 
 
 def test_a_caption_column_of_numbers_is_refused(tmp_path: Path) -> None:
@@ -185,9 +203,110 @@ def test_a_caption_column_of_numbers_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_given_twice_counts_once(tmp_path: Path) -> None:
     folder = write_arrow(tmp_path / "set", pa.table({"image": [IMAGES[0]], "caption": ["x"]}))
-    assert len(HuggingFaceSource([str(folder), f"{folder}/"], ACCESS).shards()) == 1
+    assert len(ArrowSource([str(folder), f"{folder}/"], ACCESS, saved=True).shards()) == 1
 
 
 def test_a_folder_that_may_not_be_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match=r"'.*/set/state\.json' cannot be read: Permission denied"):
-        HuggingFaceSource([str(locked(tmp_path / "set", monkeypatch))], ACCESS).shards()
+        ArrowSource([str(locked(tmp_path / "set", monkeypatch))], ACCESS, saved=True).shards()
+
+
+@pytest.mark.parametrize(
+    ("query", "options"),
+    [("", {"split": "train"}), ("?split=test&revision=abc", {"split": "test", "revision": "abc"})],
+)
+def test_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch, query: str, options: dict[str, str]) -> None:
+    def load_dataset(name: str, **given: str) -> Any:
+        assert (name, given) == ("owner/set", options)
+        return SimpleNamespace(cache_files=[{"filename": "/cache/0.arrow"}, {"filename": "/cache/1.arrow"}])
+
+    library = SimpleNamespace(__version__="5.2.0", load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    path = f"hf://datasets/owner/set{query}"
+    assert saved_files(path, ACCESS) == ["/cache/0.arrow", "/cache/1.arrow"]
+    with pytest.raises(ConfigError, match="unknown trust_remote_code; write split, name or revision"):
+        saved_files("hf://datasets/owner/set?trust_remote_code=1", ACCESS)
+    monkeypatch.setattr(library, "__version__", "3.6.0")
+    with pytest.raises(ConfigError, match=r"needs 'datasets>=4\.0', not 3\.6\.0"):
+        saved_files(path, ACCESS)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"dataset\.params\.path: 'hf://.* pip install 'datasets>=4\.0'"):
+        saved_files(path, ACCESS)
+
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    datasets.disable_progress_bars()
+
+
+def save(folder: Path, columns: dict[str, Sequence[Any]], features: dict[str, Any], **options: Any) -> Path:
+    kinds = {name: datasets.Value(kind) if isinstance(kind, str) else kind for name, kind in features.items()}
+    datasets.Dataset.from_dict(dict(columns), features=datasets.Features(kinds)).save_to_disk(str(folder), **options)
+    return folder
+
+
+def test_several_files_and_batches(tmp_path: Path) -> None:
+    captions = [f"caption {i}" for i in range(6)]
+    columns = {"image": cells(IMAGES), "text": captions}
+    folder = save(tmp_path / "set", columns, {"image": datasets.Image(), "text": "string"}, num_shards=2)
+    source = ArrowSource([str(folder)], ACCESS, saved=True)
+    assert [Path(unit.location).name for unit in source.shards()] == [f"data-0000{i}-of-00002.arrow" for i in range(2)]
+    index = index_of(folder)
+    assert [image_and_caption(index, i) for i in range(6)] == [(IMAGES[i], [captions[i]]) for i in range(6)]
+    assert index.numbers("width").tolist() == [40, 41, 42, 43, 44, 45]
+
+
+def test_paths(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "in.jpg").write_bytes(IMAGES[0])
+    (tmp_path / "out.jpg").write_bytes(IMAGES[1])
+    paths = ["in.jpg", str(tmp_path / "out.jpg"), "../out.jpg", "gone.jpg"]
+    index = index_of(
+        save(tmp_path / "set", {"path": paths, "text": list("abcd")}, {"path": "string", "text": "string"})
+    )
+    expected = [(IMAGES[0], ["a"]), (IMAGES[1], ["b"]), (IMAGES[1], ["c"])]
+    assert [image_and_caption(index, i) for i in range(len(index))] == expected
+    assert named(index) == {("row 3", "image file missing: gone.jpg")}
+
+
+def test_captions_and_metadata(tmp_path: Path) -> None:
+    columns = {
+        "image": cells(IMAGES[:3]),
+        "caption": [["one", "two"], [], ["three"]],
+        "score": [0.5, None, float("nan")],
+        "is_good": [True, False, None],
+        "label": [1, 0, 1],
+        "more": [["x", "y"], ["z"], []],
+        "vector": [[1.0], [2.0], [3.0]],
+    }
+    texts = datasets.Sequence(datasets.Value("string"))
+    features = {
+        "image": datasets.Image(),
+        "caption": texts,
+        "score": "float32",
+        "is_good": "bool",
+        "label": datasets.ClassLabel(names=["no", "yes"]),
+        "more": texts,
+        "vector": datasets.Sequence(datasets.Value("float32")),
+    }
+    index = index_of(save(tmp_path / "set", columns, features), ["score", "is_good", "label", "more"])
+    assert image_and_caption(index, 0)[1] == ["one", "two"] and image_and_caption(index, 2)[1] == ["three"]
+    assert index.numbers("caption_length").tolist() == [3, -1, 5]
+    assert named(index) == {("row 1", "caption is empty")}
+    assert index.fields == {"caption", "score", "is_good", "label", "more"}
+    assert index.columns["number:score"].to_pylist() == [0.5, None, None]
+    assert index.columns["number:label"].to_pylist() == [1, 0, 1]
+    assert index.metadata_text("is_good", 1) == "false"
+    assert captions_in(index.metadata_text("more", 0)) == ["x", "y"]
+
+
+def test_splits_are_named(tmp_path: Path) -> None:
+    part = datasets.Dataset.from_dict({"image": ["a.jpg"], "text": ["x"]})
+    datasets.DatasetDict({"train": part, "test": part}).save_to_disk(str(tmp_path / "set"))
+    with pytest.raises(DataError, match=r"several splits; name one: '.*/set/train' or '.*/set/test'"):
+        index_of(tmp_path / "set")
+    (tmp_path / "set" / "train" / "a.jpg").write_bytes(IMAGES[0])
+    assert image_and_caption(index_of(tmp_path / "set" / "train"), 0) == (IMAGES[0], ["x"])

@@ -7,7 +7,7 @@ import pytest
 
 from sd_training.data.index.store import DatasetIndex, load_index
 from sd_training.data.problems import BadSample
-from sd_training.data.sources.folder import FolderSource
+from sd_training.data.sources.files import FolderSource
 from sd_training.errors import ConfigError, DataError
 from tests import makers
 from tests.unit.data.locked_folder import locked

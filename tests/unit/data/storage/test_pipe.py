@@ -5,7 +5,8 @@ import pytest
 from sd_training.config.data_schema import RemoteConfig
 from sd_training.config.plan import BatchPlan
 from sd_training.data.storage import pipe as pipe_files
-from sd_training.data.storage.files import Access, file_state, open_bytes
+from sd_training.data.storage.byte_file import Access
+from sd_training.data.storage.files import file_state, open_bytes
 from sd_training.errors import DataError
 from tests import makers
 from tests.unit.data.making import equal_bits, joined, stream, training_data

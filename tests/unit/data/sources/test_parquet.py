@@ -15,8 +15,8 @@ from sd_training.config.data_schema import CaptionConfig, RemoteConfig
 from sd_training.config.plan import BatchPlan
 from sd_training.data.index.store import DatasetIndex, load_index
 from sd_training.data.problems import BadSample
-from sd_training.data.sources.parquet import ParquetSource
-from sd_training.data.storage.files import Access
+from sd_training.data.sources.arrow import ArrowSource
+from sd_training.data.storage.byte_file import Access
 from sd_training.errors import ConfigError, DataError
 from tests import makers
 from tests.unit.data.making import equal_bits, joined, stream, training_data
@@ -52,7 +52,7 @@ def access(tmp_path: Path) -> Access:
 
 def opened(tmp_path: Path, *files: Path, fields: tuple[str, ...] = (), **columns: str) -> tuple[DatasetIndex, Any]:
     names = {"image_column": None, "caption_column": None, **columns}
-    source = ParquetSource(list(map(str, files)), access(tmp_path), **names)  # type: ignore[arg-type]
+    source = ArrowSource(list(map(str, files)), access(tmp_path), **names)  # type: ignore[arg-type]
     index = load_index(source, tmp_path / "index", fields)
     return index, source.reader(index)
 

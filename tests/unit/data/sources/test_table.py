@@ -12,7 +12,8 @@ from sd_training.data.index.selection import evaluate
 from sd_training.data.index.store import DatasetIndex, load_index
 from sd_training.data.problems import BadSample
 from sd_training.data.samples.captions import captions_in
-from sd_training.data.sources.files import caption_of, checked_path, join, length_of
+from sd_training.data.sources.base import caption_of, length_of
+from sd_training.data.sources.reader import checked_path, join
 from sd_training.data.sources.table import TableSource
 from sd_training.errors import ConfigError, DataError
 from tests import makers
@@ -249,7 +250,7 @@ def test_the_caption_column_can_be_filtered(images: Path) -> None:
 
 
 def test_more_rows_than_are_held_at_once(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd_training.data.sources.table.ROWS_AT_ONCE", 2)
+    monkeypatch.setattr("sd_training.data.sources.base.ROWS_AT_ONCE", 2)
     rows = [json.dumps({"path": f"{n}.jpg", "caption": f"c{n}", f"only{n}": n}) for n in range(1, 6)]
     index = index_of(write(images, "t.jsonl", *rows), ["only1", "only5"])
     assert keys(index) == ["1.jpg", "2.jpg", "3.jpg", "4.jpg", "5.jpg"]
@@ -258,7 +259,7 @@ def test_more_rows_than_are_held_at_once(images: Path, monkeypatch: pytest.Monke
 
 
 def test_too_many_fields_are_named(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd_training.data.sources.files.MAX_FIELDS", 3)
+    monkeypatch.setattr("sd_training.data.sources.base.MAX_FIELDS", 3)
     row = json.dumps({"path": "1.jpg", "caption": "x", "a": 1, "b": 2, "c": 3})
     index = index_of(write(images, "t.jsonl", row))
     assert index.fields == {"caption", "a", "b"} and named(index) == [("", "more than 3 metadata fields")]

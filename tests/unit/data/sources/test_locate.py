@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.data.sources.shards import expand_shards
-from sd_training.data.storage.files import Access
+from sd_training.data.sources.locate import expand_shards
+from sd_training.data.storage.byte_file import Access
 from sd_training.errors import ConfigError, DataError
 from tests.unit.data.locked_folder import locked
 

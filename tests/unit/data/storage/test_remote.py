@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from sd_training.data.storage import remote as remote_files
-from sd_training.data.storage.files import Access, FileMissing, FileState, LocalFile, file_state, find_state, open_bytes
+from sd_training.data.storage.byte_file import Access, FileMissing, FileState, LocalFile
+from sd_training.data.storage.files import file_state, find_state, open_bytes
 from sd_training.data.storage.shard_cache import shard_cache
 from sd_training.errors import DataError, OutageError
 from tests.integration.fault_proxy import FaultProxy, running

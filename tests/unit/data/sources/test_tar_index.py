@@ -28,10 +28,11 @@ def add(tar: tarfile.TarFile, name: str, data: bytes = b"", **header: object) ->
 
 def test_offsets_lead_to_the_content(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", [("x/1.JPG", b"image"), ("x/1.txt", b"words"), ("x/1.cls", b" 3\n")])
-    (sample,) = scanned(path).samples
+    scan = scanned(path)
+    (sample,) = scan.samples
     content = path.read_bytes()
     read = {role: content[offset : offset + length] for role, (offset, length) in sample.spans.items()}
-    assert (sample.key, sample.cls) == ("x/1", "3")
+    assert (sample.key, scan.columns["cls"].to_pylist()) == ("x/1", ["3"])
     assert read == {"image": b"image", "caption": b"words", "cls": b" 3\n"}
 
 
@@ -190,7 +191,8 @@ def test_a_byte_order_mark_is_no_damage(tmp_path: Path) -> None:
     bom = b"\xef\xbb\xbf"
     path = write_tar(tmp_path / "a.tar", [("1.jpg", image), ("1.json", bom + b'{"a": 1}'), ("1.cls", bom + b"3")])
     scan = scanned(path)
-    assert (scan.samples[0].metadata, scan.samples[0].cls, scan.problems.total()) == ({"a": 1.0}, "3", 0)
+    assert scan.columns["number:a"].to_pylist() == [1.0] and scan.columns["cls"].to_pylist() == ["3"]
+    assert scan.problems.total() == 0
 
 
 @pytest.mark.parametrize("second", [["1.jpg", "1.txt", "1.json"], ["1.json", "1.jpg"], ["1.json", "1.png"]])
