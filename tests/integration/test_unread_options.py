@@ -20,6 +20,7 @@ OF_OTHER_CHOICES = {
     "experiment.eval_tar": "experiment.eval_caption_file; a warning without",
     "experiment.project": "W&B",
     "wandb.entity": "W&B",
+    "wandb.api_key": "W&B",
     "dataset.params.tags": "dataset.type=TagFolder; an error without",
     "dataset.params.idx_to_prompt": "dataset.type=ClassificationWebDataset; an error without",
     "dataset.params.class_mapping": "dataset.type=ClassificationWebDataset; an error without",
@@ -40,6 +41,7 @@ OF_OTHER_CHOICES = {
     "numerics.max_skipped_in_a_row": "a step that is not finite",
     "numerics.max_rollbacks": "a step that is not finite, or a spike",
     "numerics.on_spike": "a spike",
+    "numerics.spike_threshold": "a history of losses that is long enough to show a spike",
     "model.revision": "model.pretrained from the hub",
     "model.vae.params": "a part from scratch",
 }
