@@ -1,4 +1,4 @@
-"""Dealing tensors to processes."""
+"""Assigning tensors to ranks by size."""
 
 from sd_training.parallel.sharding import assign_by_size
 
