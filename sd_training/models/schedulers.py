@@ -17,7 +17,10 @@ from sd_training.errors import ConfigError
 from sd_training.models.load import class_of, effective_part, load_noise_scheduler, stored_scheduler
 
 # What sampling must share with training; everything else (spacing, order, thresholds) is the sampler's own.
-_TRAINING_KEYS = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas")
+_TRAINING_KEYS = (
+    *("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas"),
+    *("prediction_type", "rescale_betas_zero_snr"),
+)
 _SHIFT_KEYS = {
     "base_tokens": "base_image_seq_len",
     "max_tokens": "max_image_seq_len",
@@ -175,8 +178,9 @@ def _sampler(
 
 def _discrete_sampler(sampler: Any, objective: ObjectiveConfig, config: Mapping[str, Any]) -> Any:
     name, prediction = type(sampler).__name__, objective.prediction_type
-    agreed = {key: config[key] for key in _TRAINING_KEYS if key in config}
-    agreed |= {"prediction_type": prediction, "rescale_betas_zero_snr": bool(objective.rescale_betas_zero_snr)}
+    zero_snr = bool(objective.rescale_betas_zero_snr)
+    settings = {**config, "prediction_type": prediction, "rescale_betas_zero_snr": zero_snr}
+    agreed = {key: settings[key] for key in _TRAINING_KEYS if key in settings}
     if objective.rescale_betas_zero_snr:
         if "rescale_betas_zero_snr" not in sampler.config:
             raise ConfigError(

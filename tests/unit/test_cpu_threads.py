@@ -12,8 +12,8 @@ from sd_training import cli as cpu_threads
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN = """
 import multiprocessing, os, sys
-from sd_training.cli import let_threads_sleep, share_cores
-let_threads_sleep()
+from sd_training.cli import set_passive_wait, share_cores
+set_passive_wait()
 import torch
 from sd_training.data.workers import worker_context
 

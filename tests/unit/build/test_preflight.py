@@ -69,8 +69,8 @@ def test_mistakes_of_every_kind_are_one_report_without_torch(tmp_path: Path) -> 
     said = done.stderr.replace(str(tmp_path), "")
     assert (done.returncode, "Traceback" in said) == (2, False), said
     assert [line.split(":")[1].strip() for line in said.splitlines() if line.startswith("error: ")] == [
-        "optimizer.lr",
         "system.batch_size",
+        "optimizer.lr",
         "model.pretrained",
         "dataset.params.path",
         "dataset.params.path",
