@@ -154,8 +154,8 @@ CONSTANT_AREA = BucketConfig(mode="table", sizes=[[32, 32], [16, 32], [32, 16], 
 
 
 def positions_of(data: TrainingData, step: int) -> range:
-    """Positions in the run of the samples of an optimizer step; the smallest size takes four times the batch."""
-    first = step * 4 * GLOBAL_BATCH
+    """Positions in the run of the samples of an optimizer step; every step has as many as the largest takes."""
+    first = step * data._open().order.positions_per_step
     return range(first, first + data.images_before(step + 1) - data.images_before(step))
 
 
