@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import AutoencoderKL
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -35,6 +34,9 @@ from sd_training.models.families.table import load_family
 from sd_training.models.family import Family
 from sd_training.models.load import load_network
 from sd_training.types import Conditioning, NoisedBatch
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL
 
 FP32_BYTES = 4
 STATE_BYTES = {
@@ -287,7 +289,7 @@ def family_activations(
 
 
 def vae_activations(
-    vae: AutoencoderKL, model: ModelConfig, size: tuple[int, int], samples: int, precision: str
+    vae: "AutoencoderKL", model: ModelConfig, size: tuple[int, int], samples: int, precision: str
 ) -> list[int]:
     """`activation_moments` of a training step of an autoencoder, without its loss."""
     with FakeTensorMode(), cuda_autocast(precision):
@@ -432,7 +434,7 @@ def fake_copy(network: Any) -> Any:
     return copy.deepcopy(network, fakes)  # deepcopy takes what it finds in the memo
 
 
-def encoding_bytes(vae: AutoencoderKL, size: tuple[int, int], samples: int, precision: str) -> int:
+def encoding_bytes(vae: "AutoencoderKL", size: tuple[int, int], samples: int, precision: str) -> int:
     """Peak while the frozen autoencoder encodes pictures, without its weights, by torch's `MemTracker`."""
     with FakeTensorMode(), cuda_autocast(precision), torch.no_grad():
         fake = fake_copy(vae).eval()

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers import ModelMixin
 from torch import Tensor, nn
 
 from sd_training.build.plan import Plan
@@ -189,6 +188,8 @@ def copy_with_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> nn.M
         network: its weights are not read, unless they are missing in `weights`; FSDP2 may have sharded it.
         weights: by parameter name; used as they are, not copied.
     """
+    from diffusers import ModelMixin  # here: sd_training.models must be what imports diffusers first
+
     cls: Any = next(c for c in type(network).__mro__ if not c.__name__.startswith("FSDP"))
     settings: Any = network.config
     if issubclass(cls, ModelMixin):  # from_config leaves out what was a default once, even where it was changed since

@@ -41,6 +41,7 @@ OF_OTHER_CHOICES = {
     "numerics.max_skipped_in_a_row": "a step that is not finite",
     "numerics.max_rollbacks": "a step that is not finite, or a spike",
     "numerics.on_spike": "a spike",
+    "checkpoint.max_failed_saves": "a save that fails",
     "numerics.spike_threshold": "a history of losses that is long enough to show a spike",
     "model.revision": "model.pretrained from the hub",
     "model.vae.params": "a part from scratch",
