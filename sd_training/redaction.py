@@ -1,7 +1,8 @@
 """Masks secrets in everything that is printed or written: log lines, tracebacks, the dumped configuration, commands.
 
-Three kinds of secrets are known: values of environment variables whose name looks like a secret's, texts registered
-with `note_secret` (`wandb.api_key`), and user, password and query of URLs. Anything else is shown as it stands.
+Four kinds of secrets are known: values of environment variables whose name looks like a secret's, texts registered
+with `note_secret` (`wandb.api_key`), user, password and query of URLs, and what an HTTP `Authorization` header holds.
+Anything else is shown as it stands.
 """
 
 import os
@@ -18,6 +19,7 @@ _MIN_CHARACTERS = 8
 """A shorter value of the environment is not masked; masking `1` or `true` everywhere would hide the message."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}://)(?:[^\s/'\"<>]*@)?([^\s'\"<>?]*)(\?[^\s'\"<>]*)?")
 """A password may contain an `@`: everything before the last one is user and password."""
+_AUTHORIZATION = re.compile(r"(?i)(\bauthorization[ \t]{0,9}:[ \t]{0,9})(?:[a-z]+[ \t]+)?[^\s'\"]+")
 _WITHOUT_QUERY = ("s3://", "gs://")
 """In these `?` is part of a name, or a wildcard."""
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -41,7 +43,7 @@ def redacted(text: str) -> str:
     secrets = {*_noted, *(value for value in named if len(value) >= _MIN_CHARACTERS)}
     for secret in sorted(secrets, key=len, reverse=True):  # one may be part of another
         text = text.replace(secret, HIDDEN)
-    return _URL.sub(_without_credentials, text)
+    return _AUTHORIZATION.sub(rf"\1{HIDDEN}", _URL.sub(_without_credentials, text))
 
 
 def _without_credentials(url: re.Match[str]) -> str:

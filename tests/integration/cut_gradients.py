@@ -43,7 +43,7 @@ def cut(family: Family, mesh: Mesh) -> None:
     )
     sizes = (mesh.data, mesh.fsdp, mesh.tensor)
     strategy._device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "fsdp", "tensor"))
-    strategy.cut()
+    strategy.shard_network()
 
 
 def randomise(network: nn.Module) -> None:

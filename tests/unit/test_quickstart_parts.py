@@ -167,6 +167,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for folder in (tmp_path / quickstart.DEFAULT_FOLDER, tmp_path / "elsewhere"):
         for part in ("text/tokenizer", "text/text_encoder", "runs/autoencoder/current_pipeline", "data"):
             (folder / part).mkdir(parents=True)
+            (folder / part / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
