@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts import fault_campaign
 from sd_training.checkpoint.save import write_state, write_tensors
 from sd_training.errors import UserError
 from tests.checkpoints import write_sealed
+from tests.faults import __main__ as fault_campaign
 from tests.faults import damage, kills
 from tests.faults.row import Row
 from tests.faults.signals import is_inside_save

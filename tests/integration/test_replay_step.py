@@ -15,7 +15,7 @@ from sd_training.config.plan import BatchPlan
 from sd_training.errors import NumericError, UserError
 from tests import family_makers
 from tests.integration.training import options, train
-from tests.unit.callbacks.test_numeric_guard import Poison
+from tests.unit.callbacks.test_numerics import Poison
 
 
 def test_options_are_those_of_the_start_of_the_incident(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:

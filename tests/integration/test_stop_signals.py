@@ -19,8 +19,9 @@ from sd_training.build.plan import make_plan
 from sd_training.callbacks.preemption import STEP_FILE_VARIABLE
 from sd_training.cli import run_cli
 from sd_training.config.load import load_config
+from sd_training.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from sd_training.log import RunLog
-from sd_training.signals import INTERRUPTED, STOPPED, StopSignals
+from sd_training.signals import StopSignals
 from tests.integration.record_ids import read_ids
 from tests.integration.test_training import assert_same_tensors
 from tests.integration.training import ROOT, checkpoint_tensors, losses, metrics, options, train
@@ -94,7 +95,7 @@ def test_one_process(argv: list[str], tmp_path: Path, pipeline_dir: Path, shards
             os.killpg(run.process.pid, number)
         time.sleep(0.05)
     said = run.said()
-    assert run.process.returncode == STOPPED, said
+    assert run.process.returncode == EXIT_STOPPED, said
     assert "Traceback" not in said and "stopped after 4 optimizer steps" in said
     assert saved_steps(tmp_path / "run") == ["step=4"]
     assert (tmp_path / "watched/step").read_text() == "4\n"
@@ -111,7 +112,7 @@ def test_ctrl_c_saves_and_a_second_one_kills(argv: list[str], tmp_path: Path) ->
     run = Started(ONE, argv, tmp_path / "watched", "1:all")
     os.kill(run.wait_until_held(), signal.SIGINT)
     said = run.said()
-    assert run.process.returncode == INTERRUPTED, said
+    assert run.process.returncode == EXIT_INTERRUPTED, said
     # What a second one would do is said at once, and not only when the step is done.
     assert re.search(rf"^{TIME}Ctrl-C: saving after .*; press Ctrl-C again to end at once without saving$", said, re.M)
     assert "a signal asks" not in said and "a signal asks" in (tmp_path / "run" / "train.log").read_text()
@@ -147,7 +148,7 @@ def test_ctrl_c_before_the_first_step(
     plan = make_plan(load_config(options(tmp_path / "run", pipeline_dir, shards_dir)))
     with pytest.raises(SystemExit) as ended:
         run_cli(lambda: program.train(plan, StopSignals(), RunLog()))
-    assert ended.value.code == INTERRUPTED
+    assert ended.value.code == EXIT_INTERRUPTED
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -164,9 +165,9 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_step(
     said = run.said()
     assert "stopped after 5 optimizer steps" in said, said
     if command is ONE:
-        assert run.process.returncode == STOPPED, said
+        assert run.process.returncode == EXIT_STOPPED, said
     else:  # torchrun has a status of its own, and says that of its processes
-        assert said.count(f"(exitcode: {STOPPED})") == 1 and run.process.returncode == 1, said
+        assert said.count(f"(exitcode: {EXIT_STOPPED})") == 1 and run.process.returncode == 1, said
         assert "SIGKILL" not in said
     assert saved_steps(tmp_path / "run") == ["step=5"]
     assert [len(pairs) for pairs in read_ids(tmp_path / "watched").values()] == [8] * 5
@@ -215,7 +216,7 @@ def test_what_is_due_at_a_stop(tmp_path: Path, pipeline_dir: Path, shards_dir: P
     assert watch.before_training == before  # nothing is there to save: SIGTERM ends the process
     assert watch.handlers == {run.preemption.signals._note}
     assert signal.getsignal(signal.SIGTERM) == run.preemption.signals._note  # also on the way out
-    assert (run.exit_status, run.trainer.global_step, saved_steps(tmp_path / "run")) == (STOPPED, 3, ["step=3"])
+    assert (run.exit_status, run.trainer.global_step, saved_steps(tmp_path / "run")) == (EXIT_STOPPED, 3, ["step=3"])
     assert [row["optimizer_step"] for row in metrics(tmp_path / "run")] == ["3"]
     assert [path.name for path in (tmp_path / "run/samples").iterdir()] == ["step_0"]  # before the first step
     signal.signal(signal.SIGTERM, before)
