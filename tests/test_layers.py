@@ -17,7 +17,9 @@ LAYERS = {
     **dict.fromkeys(("command_secrets", "__version__"), -4),
     **dict.fromkeys(("exit_status", "redaction"), -3),
     **dict.fromkeys(("errors", "types", "rank_log"), -2),
-    **dict.fromkeys(("cli", "cpu_threads", "quiet", "stop_signals", "incident_log", "object_store", "run_log"), -1),
+    **dict.fromkeys(
+        ("cli", "cpu_threads", "quiet", "stop_signals", "incident_log", "object_store", "run_log", "hub"), -1
+    ),
     "config": 0,
     **dict.fromkeys(("data", "diffusion", "optim", "checkpoint", "watch"), 1),
     "models": 2,

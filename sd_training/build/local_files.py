@@ -1,5 +1,5 @@
-"""Local files that the options name, and W&B's login, looked at before torch is imported; their problems join those of
-the config."""
+"""Local files and hub ids that the options name, and W&B's login, looked at before torch is imported; their problems
+join those of the config."""
 
 import json
 import os
@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from sd_training.build.wandb_login import wandb_problems
-from sd_training.config.check import model_paths
+from sd_training.config.check import model_folder_problems, model_paths, value_of
 from sd_training.config.data_schema import SourceParams
+from sd_training.config.fields import options
 from sd_training.config.schema import Config
 from sd_training.data.sizes import size_problems, training_sizes
 from sd_training.data.sources import access_of, path_problems
@@ -23,7 +24,7 @@ _USUAL_FACTOR = 8
 
 
 def local_problems(config: Config) -> list[str]:
-    """Data, held-out data, captions and W&B that cannot be used, one sentence each, starting with the option.
+    """Model, data, held-out data, captions and W&B that cannot be used, one sentence each, starting with the option.
 
     Only the first process of a run looks: the others would list the same folders.
     """
@@ -34,9 +35,25 @@ def local_problems(config: Config) -> list[str]:
 
 
 def _model_problems(config: Config) -> list[str]:
-    """Relative paths; a hub id has one slash at most. The config's own check names other paths that do not exist."""
-    paths = [(key, path) for key, path in model_paths(config) if path.count("/") > 1 and not path.startswith(_PATH)]
-    return [f"{key}: {path!r} does not exist" for key, path in paths if not os.path.exists(path)]
+    """Relative paths, which have more than the one slash of a hub id, and hub ids. The config's own check names other
+    paths that do not exist."""
+    problems = []
+    for key, path in model_paths(config):
+        if os.path.exists(path) or path.startswith(_PATH):
+            continue
+        problem = f"{key}: {path!r} does not exist" if path.count("/") > 1 else _hub_problem(config, key, path)
+        problems += [problem] if problem is not None else []
+    return problems
+
+
+def _hub_problem(config: Config, key: str, name: str) -> str | None:
+    """Of `model.pretrained`, a part or `ema.path`; those in `model.text_encoders` are checked when they are loaded."""
+    from sd_training.hub import hub_problem  # its client takes a third of a second to import
+
+    revision = f"{key.rpartition('.')[0]}.revision"
+    if key not in options():
+        return None
+    return hub_problem(name, value_of(config, revision) if revision in options() else None, key)
 
 
 def _data_problems(config: Config) -> list[str]:
@@ -70,18 +87,23 @@ def _size_problems(config: Config) -> list[str]:
         sizes = training_sizes(config.dataset.params).sizes
     except ConfigError as error:
         return error.problems
-    factor, path = _downscale_factor(config), config.model.pretrained or config.model.vae.pretrained
+    factor = _downscale_factor(config)
     if factor is not None:
         return size_problems(factor, sizes)
-    if path is None or os.path.exists(path):
+    key = "model.pretrained" if config.model.pretrained else "model.vae.pretrained"
+    path = value_of(config, key)
+    if path is None or not _is_unreadable(config, key, path):
         return []
     remark = "; the model's own factor is not known before it can be read"
-    return [f"{problem}{remark}" for problem in size_problems(_USUAL_FACTOR, sizes)] if _is_path(path) else []
+    return [f"{problem}{remark}" for problem in size_problems(_USUAL_FACTOR, sizes)]
 
 
-def _is_path(path: str) -> bool:
-    """Whether a model that is not there was meant as a folder; an autoencoder of the hub may have any factor."""
-    return path.startswith(_PATH) or path.count("/") > 1
+def _is_unreadable(config: Config, key: str, path: str) -> bool:
+    """Whether the model is reported as missing, so that its autoencoder will not be read in this start."""
+    if os.path.isdir(path):
+        return any(True for _ in model_folder_problems(config, key, path))
+    is_path = path.startswith(_PATH) or path.count("/") > 1
+    return is_path or os.path.exists(path) or _hub_problem(config, key, path) is not None
 
 
 def _downscale_factor(config: Config) -> int | None:
@@ -92,13 +114,24 @@ def _downscale_factor(config: Config) -> int | None:
         levels: Any = model.vae.params.get("block_out_channels")
     else:
         subfolder = model.vae.subfolder if model.pretrained is None else None
-        folders = [Path(path, subfolder)] if subfolder else [Path(path, "vae"), Path(path)]
-        levels = next((found for folder in folders if (found := _levels_in(folder / "config.json")) is not None), None)
+        files = [f"{subfolder}/config.json"] if subfolder else ["vae/config.json", "config.json"]
+        levels = next((found for file in files if (found := _levels_in(_stored(config, path, file))) is not None), None)
     return 2 ** (len(levels) - 1) if isinstance(levels, list) and levels else None
 
 
-def _levels_in(file: Path) -> Any:
+def _stored(config: Config, path: str, file: str) -> Path | None:
+    """A file of the model in a local folder or in the cache of the hub."""
+    if os.path.exists(path) or path.startswith(_PATH) or path.count("/") > 1:
+        return Path(path, file)
+    from sd_training.hub import cached_file
+
+    return cached_file(path, file, config.model.revision if config.model.pretrained else config.model.vae.revision)
+
+
+def _levels_in(file: Path | None) -> Any:
     """`block_out_channels` of a part's settings; files that cannot be read are named when the part is made."""
+    if file is None:
+        return None
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -124,7 +124,7 @@ def _model_or_all_problems(plan: Plan) -> Trained:
     if trained is not None:
         return trained
     if is_main_process():
-        log.warning(f"the model cannot be used, and the data is checked before the run ends: {checks.errors[0]}")
+        log.warning("the model cannot be used (see the error at the end); the data is checked as well")
         checks.run(make_data(plan, None, ANY_GRID).prepare_data)
     checks.finish()
     raise AssertionError("a check has failed")

@@ -205,7 +205,7 @@ def _optimizer(config: Config) -> Iterator[str]:
 
 def _local_paths(config: Config) -> Iterator[str]:
     for key, path in model_paths(config):
-        yield from _model_path(key, path)
+        yield from _model_path(config, key, path)
     mirror = config.checkpoint.mirror
     if mirror is not None and re.match(r"(s3|gs)://[^/]|file:///", mirror) is None:
         yield f"checkpoint.mirror: {mirror!r} is no URL of a folder; write s3://…, gs://… or file:///…"
@@ -235,15 +235,37 @@ def model_paths(config: Config) -> Iterator[tuple[str, str]]:
     yield from ((key, path) for key in keys if (path := value_of(config, key)) is not None)
 
 
-def _model_path(key: str, path: str) -> Iterator[str]:
+def _model_path(config: Config, key: str, path: str) -> Iterator[str]:
     """A hub id cannot start like a path, so a path that does not exist is a mistake."""
     if not os.path.exists(path):
         if path.startswith(("/", "./", "../", "~")):
             yield f"{key}: {path!r} does not exist{' (~ is not expanded)' if path.startswith('~') else ''}"
     elif os.path.isfile(path):
         yield f"{key}: {path!r} is a file; {_instead_of_file(key, Path(path))}"
-    elif not any(Path(path, name).is_file() for name in _MODEL_FILES):
-        yield from _instead_of_run(key, Path(path))
+    else:
+        yield from model_folder_problems(config, key, path)
+
+
+def model_folder_problems(config: Config, key: str, path: str) -> Iterator[str]:
+    """A folder that exists and holds no model, or one part where a whole pipeline is needed."""
+    is_pipeline = key == "model.pretrained" and config.model.train == "unet"
+    folder, names = Path(path), ("model_index.json",) if is_pipeline else _MODEL_FILES
+    if any((folder / name).is_file() for name in names):
+        return
+    run = list(_instead_of_run(key, folder))
+    if run:
+        yield from run
+    elif not is_pipeline:
+        if not any(True for name in _MODEL_FILES for _ in folder.glob(f"*/{name}")):
+            yield f"{key}: {path!r} holds no model: it has no config.json, and no folder in it has one"
+    elif (folder.absolute().parent / "model_index.json").is_file():
+        yield f"{key}: {path!r} is one part of a pipeline; write {key}={folder.absolute().parent}"
+    elif any((folder / name).is_file() for name in _MODEL_FILES):
+        part = folder.absolute().name
+        option = f"model.{part if part in PARTS else 'unet'}.pretrained"
+        yield f"{key}: {path!r} is one part, not a pipeline; give each part by its own option, such as {option}"
+    else:
+        yield f"{key}: {path!r} is no pipeline folder: it has no model_index.json"
 
 
 def _instead_of_file(key: str, path: Path) -> str:

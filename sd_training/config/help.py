@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable
 
 from sd_training.config.fields import Option, groups, options
-from sd_training.config.suggest import suggest
+from sd_training.config.suggest import elsewhere, suggest
 from sd_training.errors import ConfigError
 
 _USUAL = (
@@ -73,7 +73,7 @@ def _topic(name: str) -> str:
         return _entry(options()[name], is_short=False)
     below = [option for key, option in options().items() if key.startswith(f"{name}.")]
     if name not in groups() or not below:
-        near = suggest(name, [*groups(), *options()])
+        near = elsewhere(name) or suggest(name, [*groups(), *options()])
         hint = f"; did you mean {near}?" if near else f"; groups are {', '.join(g for g in groups() if '.' not in g)}"
         raise ConfigError(f"--help {name}: is neither a group of options nor an option{hint}")
     return "\n".join([f"{name}: {groups()[name].description}", *(_entry(option, is_short=False) for option in below)])

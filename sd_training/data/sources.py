@@ -98,6 +98,12 @@ def path_problems(kind: str, params: SourceParams, access: Access) -> list[str]:
             if path.startswith(PIPE) or is_remote(path) or _is_long(path):
                 continue
             local = local_path(path)
+            if _is_run_folder(local):
+                problems.append(
+                    f"dataset.params.path: '{path}' is the folder of a run, which holds no training data; give the "
+                    "folder of the data that the run reads"
+                )
+                continue
             if kind not in _LOOSE:
                 make_source(kind, replace(params, path=path), access)
             elif not os.path.isdir(local):
@@ -111,6 +117,10 @@ def path_problems(kind: str, params: SourceParams, access: Access) -> list[str]:
         except UserError as error:
             problems.append(f"{error}{fitting_type(kind, path)}")
     return problems
+
+
+def _is_run_folder(path: str) -> bool:
+    return os.path.isfile(f"{path}/config.yaml") and os.path.isdir(f"{path}/checkpoints")
 
 
 def _is_long(path: str) -> bool:

@@ -12,9 +12,9 @@ from sd_training.config.model_schema import FAMILY_PARTS, FamilyName, ModelConfi
 from sd_training.config.objective_schema import ObjectiveConfig
 from sd_training.config.schema import ConditioningConfig
 from sd_training.errors import Checks, ConfigError
+from sd_training.hub import hub_problem
 from sd_training.models.family import Family
 from sd_training.models.flux import Flux
-from sd_training.models.hub import hub_problem
 from sd_training.models.load import load_network, load_tokenizer
 from sd_training.models.mmdit import MMDiT
 from sd_training.models.pixart import PixArtSigma

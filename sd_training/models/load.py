@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sd_training.config.model_schema import ModelConfig, PartConfig
 from sd_training.errors import ConfigError
-from sd_training.models.hub import hub_problem
+from sd_training.hub import hub_problem
 from sd_training.models.registry import check_params, class_of
 from sd_training.models.stored_settings import folder_settings_problems, refused_settings
 

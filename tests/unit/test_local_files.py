@@ -1,11 +1,13 @@
 """Mistakes in paths are reported together with those of the options, before torch is imported."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from sd_training.build.local_files import local_problems
 from sd_training.config.load import load_config
@@ -24,6 +26,17 @@ def report(*argv: str) -> list[str]:
     except ConfigError as error:
         return error.problems
     return []
+
+
+@pytest.fixture(autouse=True)
+def cached_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the hub that has the model of `BASE`; returns the folder of its files."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = tmp_path / "hub" / "models--someone--pipeline" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    return snapshot
 
 
 @pytest.fixture
@@ -139,10 +152,33 @@ def test_what_a_model_path_should_have_been(tmp_path: Path, images: Path) -> Non
     assert f"python scripts/convert_checkpoint.py {tmp_path}/v1-5.ckpt {tmp_path}/v1-5.safetensors, then" in line
     assert line.endswith("and write model.pretrained=models/v1-5")
     assert said(tmp_path / "a" / "b" / "c").endswith("does not exist")
+    assert said(exported / "unet").endswith(f"is the folder of a run; write model.pretrained={exported}")
+    pipeline = shutil.copytree(exported, tmp_path / "pipeline")
+    assert said(pipeline / "unet").endswith(f"is one part of a pipeline; write model.pretrained={pipeline}")
+    assert said(images).endswith("is no pipeline folder: it has no model_index.json")
+    assert said(images, "ema.path").endswith("holds no model: it has no config.json, and no folder in it has one")
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "unet" / "config.json").write_text("{}")
+    assert said(tmp_path / "unet").endswith("give each part by its own option, such as model.unet.pretrained")
+    (line,) = report("dataset.type=ImageFolder", f"dataset.params.path={run}")
+    assert line.startswith(f"dataset.params.path: '{run}' is the folder of a run, which holds no training data")
     assert said(Path("models/a/b")) == "model.pretrained: 'models/a/b' does not exist"
 
 
-def test_a_size_is_compared_with_the_autoencoder_in_the_folder(tmp_path: Path, images: Path) -> None:
+def test_a_misspelt_option_hides_no_mistake_in_a_model(tmp_path: Path, images: Path) -> None:
+    words = ["dataset.type=ImageFolder", f"dataset.params.path={images}", "dataset.params.resolution=30", "optim.x=1"]
+    for model, said in (
+        ("nobody/nothing", "'nobody/nothing' is no folder here, and it is not in the local cache"),
+        (str(images), "is no pipeline folder"),
+    ):
+        option, name, size = report(*words, f"model.pretrained={model}")
+        assert option.startswith("optim.x: unknown option") and said in name and name.startswith("model.pretrained: ")
+        assert size.startswith("dataset.params.resolution: 30 is not a multiple")
+
+
+def test_a_size_is_compared_with_the_autoencoder_in_the_folder(
+    tmp_path: Path, images: Path, cached_model: Path
+) -> None:
     (tmp_path / "model" / "vae").mkdir(parents=True)
     (tmp_path / "model" / "model_index.json").write_text("{}")
     (tmp_path / "model" / "vae" / "config.json").write_text('{"block_out_channels": [8, 8, 8]}')
@@ -151,4 +187,6 @@ def test_a_size_is_compared_with_the_autoencoder_in_the_folder(tmp_path: Path, i
     assert (
         line == "dataset.params.resolution: 30 is not a multiple of the autoencoder's downscale factor 4; use 28 or 32"
     )
-    assert report(*words) == []  # of a hub id it is not known yet
+    assert report(*words) == []  # of a hub id whose files are not in the cache it is not known yet
+    (tmp_path / "model" / "vae").rename(cached_model / "vae")
+    assert report(*words) == [line]

@@ -63,6 +63,7 @@ def test_what_decides_the_export_exists_and_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_spelling_of_a_folder_is_no_change_of_the_export(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text("{}")
     (tmp_path / "link").symlink_to(tmp_path)
     before = resolved_yaml(load_config([*BASE, f"model.pretrained={tmp_path}"]))
     now = changed_options(before, load_config([*BASE, f"model.pretrained={tmp_path / 'link'}"]))

@@ -28,6 +28,8 @@ def test_a_group_an_option_and_a_mistake() -> None:
     assert "system.batch_size=32\n      (a whole number of at least 1) Micro-batch" in page
     with pytest.raises(ConfigError, match=r"--help optimiser: is neither .*; did you mean optimizer\?"):
         help_text("usage", ["optimiser"])
+    with pytest.raises(ConfigError, match=r"did you mean optimizer\.params\.learning_rate\?"):
+        help_text("usage", ["optimizer.lr"])
     with pytest.raises(ConfigError, match="groups are experiment, dataset, model"):
         help_text("usage", ["zzz"])
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 _ANSWERS = {
     "gated": (403, "GatedRepo"),
     "missing": (404, "RepoNotFound"),
@@ -47,7 +47,7 @@ def hub() -> Iterator[tuple[str, list[str]]]:
 def said(home: Path, endpoint: str, names: list[str], **environment: str) -> dict[str, str | None]:
     """The sentence of each name, from a process of its own: the library reads its settings when it is imported."""
     code = (
-        "import json, sys; from sd_training.models.hub import hub_problem; "
+        "import json, sys; from sd_training.hub import hub_problem; "
         "print(json.dumps({n: hub_problem(n, None, 'model.pretrained') for n in sys.argv[1:]}))"
     )
     kept = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}

@@ -4,7 +4,7 @@ import os
 from functools import cache
 from pathlib import Path
 
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -36,6 +36,15 @@ def hub_problem(name: str, revision: str | None, option: str) -> str | None:
     if option != "model.pretrained":
         fetch = f"hf download {name} --local-dir FOLDER"
     return f"{option}: {name!r} is no folder here, and {why[0]}. {why[1].format(name=name, option=option, fetch=fetch)}"
+
+
+def cached_file(name: str, file: str, revision: str | None) -> Path | None:
+    """A file of a repository that was downloaded before; None where it is not in the cache."""
+    try:
+        path = try_to_load_from_cache(name, file, revision=revision)
+    except HFValidationError:
+        return None
+    return Path(path) if isinstance(path, str) else None
 
 
 @cache
