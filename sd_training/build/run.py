@@ -100,7 +100,7 @@ def build_run(
     if run_log is not None:
         run_log.open(plan.run_dir, fence.check)
     if start.is_done:
-        log.info(f"{plan.run_dir} has already done its optimizer steps; it {start.sentence()}")
+        log.info("\n".join([f"{plan.run_dir} is finished; it {start.sentence()}", *filter(None, [start.changes()])]))
     resume_from = plan.run_dir / "checkpoints" if start.is_resumed else None
     trained = _model_or_all_problems(plan)
     data = make_data(plan, trained.family, trained.latent_grid)

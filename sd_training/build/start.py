@@ -14,10 +14,14 @@ from sd_training.checkpoint.seal import ever_finished, folder_name, last_saved, 
 from sd_training.checkpoint.tensor_files import read_state
 from sd_training.checkpoint.writer import UNFENCED, Fence, take
 from sd_training.config.changes import Change, changed_options, refused_changes
-from sd_training.data.datamodule import TrainingData
+from sd_training.config.check import PARTS, value_of
+from sd_training.config.fields import options
+from sd_training.config.problems import is_below
+from sd_training.data.datamodule import TrainingData, order_problem
 from sd_training.errors import CheckpointError, ConfigError, OutageError, SaveError, UserError
 from sd_training.export.pipeline import CURRENT, KEPT, recover_exports
 from sd_training.rank_log import is_main_process
+from sd_training.training.base_module import changed_facts
 from sd_training.watch.first_end import FirstEnd
 
 
@@ -92,7 +96,8 @@ def find_start(plan: Plan, mirror: Mirror | None) -> Start:
     if mirror is not None and copies and copies[-1] > step:
         step, source = copies[-1], f"{mirror.root}/{folder_name(copies[-1])}"
     changed = _changed(plan)
-    problems = refused_changes(changed, plan.config.experiment.allow_changed, plan.run_dir)
+    problems = refused_changes(_read(plan, changed), plan.config.experiment.allow_changed, plan.run_dir)
+    problems += _state_problems(plan, own, bool(problems)) if own is not None and source == str(own) else []
     refusal = ConfigError(problems) if problems else None
     return replace(start, step=step, source=source, changed=changed, refusal=refusal)
 
@@ -175,6 +180,36 @@ def _copies(mirror: Mirror | None) -> list[int]:
 def _unreadable(error: MirrorError) -> ConfigError | OutageError:
     text = f"{error}; set checkpoint.mirror=null to go on from what this machine has"
     return OutageError(text) if error.is_outage else ConfigError(text)
+
+
+def _read(plan: Plan, changed: list[Change]) -> list[Change]:
+    """Without the settings of parts that `model.pretrained` replaces, at the last start and now."""
+    was_missing = any(change.key == "model.pretrained" and change.before is None for change in changed)
+    if plan.config.model.pretrained is None or was_missing:
+        return changed
+    # Those of a noise scheduler override what is stored.
+    unread = ["model.text_encoders", *(f"model.{part}" for part in PARTS if not part.startswith("noise_scheduler"))]
+    return [change for change in changed if not is_below(change.key, unread)]
+
+
+def _state_problems(plan: Plan, folder: Path, is_refused: bool) -> list[str]:
+    """Why a checkpoint cannot go on with these options, as far as they tell without model and data; the rest is found
+    when it is loaded.
+
+    Args:
+        is_refused: the run does not start anyway; changed options of the data are then named in any case.
+    """
+    try:
+        state = read_state(folder)[0]
+    except CheckpointError:
+        return []  # an older one is looked for when it is loaded
+    trained, config = state.get("trained_as", {}), plan.config
+    given = {key: value_of(config, key) for key in trained if key in options()}
+    trained_problem = changed_facts(trained, {key: value for key, value in given.items() if value is not None})
+    before = state.get(TrainingData.__qualname__, {})
+    is_refused = is_refused or bool(trained_problem)
+    data_problem = order_problem(before, config.dataset, plan.batch, config.experiment.seed, is_refused=is_refused)
+    return [problem for problem in (trained_problem, data_problem) if problem]
 
 
 def _traces(run_dir: Path) -> list[str]:

@@ -52,6 +52,10 @@ class Change:
         before, now = shown(self.before, self.key), shown(self.now, self.key)
         return f"{self.key}: {before} -> {now}" if before != now else f"{self.key}: differs beyond {now}"
 
+    def sentence(self) -> str:
+        """Inside a list of such, in an error."""
+        return f"{self.key} was {shown(self.before, self.key)}, now {shown(self.now, self.key)}"
+
 
 def differences(key: str, before: Any, now: Any) -> Iterator[Change]:
     """Where two values of an option differ; mappings, and lists of one length, are entered."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 import pytorch_lightning as pl
 
 from sd_training.config.batch_plan import BatchPlan
-from sd_training.config.changes import differences
+from sd_training.config.changes import Change, differences
 from sd_training.config.data_schema import DatasetConfig, MixEntry
 from sd_training.config.permissions import without_permissions
 from sd_training.config.problems import shown
@@ -51,6 +51,8 @@ _NAMES = {
     "window": "dataset.params.window",
 }
 """What a checkpoint says about the order → the option that decides it."""
+_DERIVED = ("lanes", "window")
+"""Of these: what follows from others unless it is set."""
 
 
 @dataclass(frozen=True)
@@ -205,13 +207,10 @@ class TrainingData(pl.LightningDataModule):
         """What a checkpoint says about the data. The position is the optimizer step, which the trainer keeps."""
         opened = self._open()
         return {
-            "options": self._options(),
+            "options": _options(self.dataset),
             "fingerprint": self.fingerprint(),
             "num_samples": sum(len(dataset.survivors) for dataset in opened.datasets),
-            "seed": self.draws.seed,
-            "global_batch": self.plan.global_batch,
-            "constant_area": self.dataset.params.buckets.constant_area,
-            "resampled": self.dataset.params.resampled,
+            **_order(self.dataset, self.plan, self.draws.seed),
             "lanes": [order.settings.num_lanes for order in opened.order.orders],
             "window": [order.window for order in opened.order.orders],
         }
@@ -226,19 +225,7 @@ class TrainingData(pl.LightningDataModule):
         if changed and self.dataset.params.allow_change:
             log.warning("dataset.params.allow_change: the run goes on with other data: %s", "; ".join(changed))
         elif changed:
-            raise CheckpointError(
-                f"the checkpoint belongs to a run on other data or in another order: {'; '.join(changed)}. Restore "
-                "dataset, experiment.seed and batch_size × accumulation × processes, take another name, or set "
-                "dataset.params.allow_change=true to go on with the new data"
-            )
-
-    def _options(self) -> dict[str, Any]:
-        """Dotted option → value of what decides which samples there are and in which buckets, without secrets."""
-        params = asdict(self.dataset.params)
-        options = {f"dataset.params.{name}": params[name] for name in _DECISIVE}
-        options |= {f"dataset.{name}": value for name, value in asdict(self.dataset).items() if name != "params"}
-        plain: dict[str, Any] = redacted_values(without_permissions(options))
-        return plain
+            raise CheckpointError(_other_data(changed))
 
     def _open(self) -> _Opened:
         if self._opened is None:
@@ -281,19 +268,79 @@ class TrainingData(pl.LightningDataModule):
         return sum(dataset.survivors_of(location) for dataset in self._open().datasets)
 
 
+def order_problem(
+    before: Mapping[str, Any], dataset: DatasetConfig, plan: BatchPlan, seed: int, *, is_refused: bool
+) -> str:
+    """The error of a checkpoint whose samples come in another order, as far as options tell without the data; names
+    changed options of the data as well. Empty where the order is the same, or may change.
+
+    Args:
+        before: what the checkpoint says about the data.
+        dataset: of this start.
+        plan: of this start.
+        seed: of this start.
+        is_refused: the run does not start anyway; changed options of the data are then named in any case.
+    """
+    if dataset.params.allow_change or not before:
+        return ""
+    order = list(_order_changes(before, _order(dataset, plan, seed)))
+    changed = [change.sentence() for change in _option_changes(before, _options(dataset))]
+    if not order:
+        return f"options of the data have changed, too: {'; '.join(changed)}" if is_refused and changed else ""
+    return _other_data([*changed, *order])
+
+
+def _other_data(changed: Sequence[str]) -> str:
+    return (
+        f"the checkpoint belongs to a run on other data or in another order: {'; '.join(changed)}. Restore "
+        "dataset, experiment.seed and batch_size × accumulation × processes, take another name, or set "
+        "dataset.params.allow_change=true to go on with the new data"
+    )
+
+
+def _options(dataset: DatasetConfig) -> dict[str, Any]:
+    """Dotted option → value of what decides which samples there are and in which buckets, without secrets."""
+    params = asdict(dataset.params)
+    options = {f"dataset.params.{name}": params[name] for name in _DECISIVE}
+    options |= {f"dataset.{name}": value for name, value in asdict(dataset).items() if name != "params"}
+    plain: dict[str, Any] = redacted_values(without_permissions(options))
+    return plain
+
+
+def _order(dataset: DatasetConfig, plan: BatchPlan, seed: int) -> dict[str, Any]:
+    """What options say about the order."""
+    return {
+        "seed": seed,
+        "global_batch": plan.global_batch,
+        "constant_area": dataset.params.buckets.constant_area,
+        "resampled": dataset.params.resampled,
+    }
+
+
+def _option_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    known: Mapping[str, Any] = before.get("options", {})
+    return [change for key, value in known.items() for change in differences(key, value, now.get(key))]
+
+
+def _order_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in now.items():
+        if value != before.get(key):
+            yield f"{_NAMES[key]} was {shown(before.get(key))}, now {shown(value)}"
+
+
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """In words, what makes the stream of samples another one than that of a checkpoint."""
+    is_named = False
     if now["fingerprint"] != before.get("fingerprint"):
-        known: Mapping[str, Any] = before.get("options", {})
-        changed = [
-            change for key, value in known.items() for change in differences(key, value, now["options"].get(key))
-        ]
-        yield from (f"{change.key} was {shown(change.before)}, now {shown(change.now)}" for change in changed)
+        is_named = True
+        changed = _option_changes(before, now["options"])
+        yield from (change.sentence() for change in changed)
         count = f"{before.get('num_samples', 0):,} samples took part, now {now['num_samples']:,}"
         if not changed:
             yield f"the files of dataset.params.path, or what was chosen of them, have changed: {count}"
         elif now["num_samples"] != before.get("num_samples"):
             yield count
-    for key, option in _NAMES.items():
-        if now[key] != before.get(key):
-            yield f"{option} was {before.get(key)}, now {now[key]}"
+    chosen = list(_order_changes(before, {key: now[key] for key in _NAMES if key not in _DERIVED}))
+    yield from chosen
+    if not (is_named or chosen):  # they follow from the batch and the data where no option sets them
+        yield from _order_changes(before, {key: now[key] for key in _DERIVED})

@@ -3,7 +3,7 @@
 Nothing here waits for the device: losses, norms and flags stay tensors until a callback reads them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
+from sd_training.config.changes import Change
 from sd_training.config.schema import OptimizerConfig
 from sd_training.errors import CheckpointError
 from sd_training.optim.clipping import clip_gradients
@@ -38,6 +39,17 @@ class Optimization:
     """DeepSpeed keeps the optimizer state in CPU memory and updates there."""
     seed: int = 0
     """Of stochastic rounding."""
+
+
+def changed_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The error of a checkpoint that was trained with other options; empty where none has changed."""
+    changed = [Change(key, before[key], value) for key, value in now.items() if before.get(key, value) != value]
+    if not changed:
+        return ""
+    return (
+        f"the checkpoint belongs to a run with other options: {'; '.join(change.sentence() for change in changed)}. "
+        "Restore them, or take another experiment.name and start from the exported pipeline (model.pretrained)"
+    )
 
 
 def spread_non_finite(loss: Tensor) -> Tensor:
@@ -157,14 +169,8 @@ class TrainedModule(pl.LightningModule):
             CheckpointError: naming every option that has changed.
         """
         before: dict[str, Any] = checkpoint.get("trained_as", {})
-        changed = [
-            f"{key} was {before[key]}, now {now}" for key, now in self.facts().items() if before.get(key, now) != now
-        ]
-        if changed:
-            raise CheckpointError(
-                f"the checkpoint belongs to a run with other options: {'; '.join(changed)}. Restore them, or take "
-                "another experiment.name and start from the exported pipeline (model.pretrained)"
-            )
+        if changed := changed_facts(before, self.facts()):
+            raise CheckpointError(changed)
 
     @property
     def learning_rate(self) -> float:

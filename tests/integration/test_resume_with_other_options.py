@@ -18,11 +18,11 @@ from tests.integration.training import CrashAfter, Interrupted, checkpoint_tenso
 from tests.unit.checkpoint.test_seal import listening_to_the_log
 
 CHANGES: list[tuple[dict[str, Any], str]] = [
-    ({"optimizer__name": "lion"}, "optimizer.name was adamw, now lion"),
-    ({"optimizer__no_decay_on_norms_and_biases": True}, "no_decay_on_norms_and_biases was False, now True"),
-    ({"objective__prediction_type": "v_prediction"}, "objective.prediction_type was epsilon, now v_prediction"),
-    ({"model__train_text_encoder": True}, "model.train_text_encoder was False, now True"),
-    ({"objective__loss_weighting__name": "learned_uncertainty"}, "learned_uncertainty was False, now True"),
+    ({"optimizer__name": "lion"}, 'optimizer.name was "adamw", now "lion"'),
+    ({"optimizer__no_decay_on_norms_and_biases": True}, "no_decay_on_norms_and_biases was false, now true"),
+    ({"objective__prediction_type": "v_prediction"}, 'objective.prediction_type was "epsilon", now "v_prediction"'),
+    ({"model__train_text_encoder": True}, "model.train_text_encoder was false, now true"),
+    ({"objective__loss_weighting__name": "learned_uncertainty"}, "learned_uncertainty was false, now true"),
     ({"dataset__params__resolution": 32}, "dataset.params.resolution was 16, now 32"),
 ]
 REFUSED: list[tuple[list[str], str]] = [
@@ -74,6 +74,33 @@ def test_what_would_change_the_export_is_refused(again: list[str], change: list[
     with pytest.raises(ConfigError, match=said) as error:
         prepare([*again, *change])
     assert "allow it with 'experiment.allow_changed=[" in str(error.value)
+
+
+def test_all_changes_that_a_run_cannot_go_on_with_are_one_error(again: list[str], tmp_path: Path) -> None:
+    more = ["optimizer.name=lion", "model.use_ema=false", "system.batch_size=4", "experiment.seed=9"]
+    more += ["dataset.params.filters.original_width='>=45'", f"model.unet.pretrained={tmp_path}"]
+    (tmp_path / "config.json").write_text("{}")
+    start = find_start(make_plan(load_config([*again, *more])), None)
+    assert isinstance(start.refusal, ConfigError)
+    export, state, data = start.refusal.problems
+    assert export.startswith("model.use_ema: was true at the last start of ") and "model.unet" not in str(start.refusal)
+    assert 'with other options: optimizer.name was "adamw", now "lion". Restore' in state
+    filters = 'dataset.params.filters was null, now {"original_width": ">=45"}'
+    batch = "system.batch_size × system.gradient_accumulation × processes was 8, now 4"
+    assert f": {filters}; experiment.seed was 0, now 9; {batch}. Restore" in data
+    # Other data alone is found when it is opened, and what follows from it is not named.
+    plan = make_plan(load_config([*again, more[4]]))
+    start = find_start(plan, None)
+    refusal = data_refusal(start, make_data(plan, None, LatentGrid(4, 2)))
+    assert start.refusal is None and f": {filters}; 32 samples took part, now 27. Restore" in str(refusal)
+
+
+def test_a_finished_run_names_options_that_have_changed(again: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    done = [word for word in again if "num_examples_to_see" not in word]
+    with listening_to_the_log():
+        prepare([*done, "experiment.num_examples_to_see=16", "optimizer.params.learning_rate=0.0003"])
+    assert "is finished; it resumes from " in caplog.text
+    assert "\n  optimizer.params.learning_rate: 0.001 -> 0.0003" in caplog.text
 
 
 def test_a_dry_run_can_tell_that_the_data_is_other_data(again: list[str]) -> None:
