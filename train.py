@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from sd_training import __version__
 from sd_training.cli import run_cli
+from sd_training.config.batch_plan import counted
 from sd_training.cpu_threads import let_threads_sleep, share_cores
 from sd_training.errors import ConfigError
 from sd_training.quiet import quiet_libraries
@@ -117,7 +118,9 @@ def train(plan: "Plan", signals: StopSignals, run_log: RunLog) -> None:
         run = build_run(plan, signals, watch, run_log)
         _fit(run)
     if run.exit_status:
-        log.info(f"stopped after {run.trainer.global_step:,} optimizer steps and saved; the same command goes on")
+        log.info(
+            f"stopped after {counted(run.trainer.global_step, 'optimizer step')} and saved; the same command goes on"
+        )
     else:
         log.info(f"done: {plan.run_dir / 'current_pipeline'}")
     if run.is_logger_left:

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from sd_training.cli import run_cli
+from sd_training.config.batch_plan import counted
 from sd_training.config.local_paths import path_argument
 from sd_training.errors import ConfigError, DataError
 
@@ -192,7 +193,7 @@ def inside(source: Path, target: Path, key: str | None) -> None:
 
     limit_resources(source.stat().st_size)
     count = convert(source, target, key)
-    print(f"{target}: {count:,} tensors, {target.stat().st_size:,} bytes")
+    print(f"{target}: {counted(count, 'tensor')}, {target.stat().st_size:,} bytes")
     how = "with the network, which this system does not let a process give up" if has_network else "without network"
     print(f"opened {how}")
 

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tqdm import tqdm
 
 from sd_training.cli import run_cli
+from sd_training.config.batch_plan import counted
 from sd_training.config.local_paths import path_argument
 from sd_training.data.loose_samples import Columns, open_source
 from sd_training.data.problems import Problems
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     skipped = f"; skipped {problems.total():,}: {problems.text()}" if problems.total() else "; none skipped"
     if not samples:
         raise DataError(f"{args.input}: no sample can be used{skipped}. See {args.out / 'skipped.jsonl'}")
-    print(f"{samples:,} samples in {shards:,} shards in {args.out}{skipped}")
+    print(f"{counted(samples, 'sample')} in {counted(shards, 'shard')} in {args.out}{skipped}")
     print(f"check them:   python train.py config=YOUR.yaml dataset.params.path={args.out} --dry-run")
     print(f"train:        python train.py config=YOUR.yaml dataset.params.path={args.out}")
 

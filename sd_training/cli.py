@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import sys
 import time
@@ -15,6 +16,9 @@ from sd_training.redaction import for_terminal, hide_in_tracebacks
 
 _OTHERS_CANNOT_WRITE = 0o002
 _FIRST_SAYS_IT_S = 3.0
+_READER_GONE = 128 + signal.SIGPIPE
+"""Exit status of a command in a pipeline whose reader has ended."""
+_STDOUT = 1
 _TORCHRUN_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable of a file, of one process, whose text torchrun shows as the cause of the failure."""
 
@@ -39,6 +43,28 @@ def run_cli(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
+    except BrokenPipeError:
+        if not _is_reader_gone():
+            raise
+        raise SystemExit(_READER_GONE) from None
+    finally:
+        _is_reader_gone()
+
+
+def _is_reader_gone() -> bool:
+    """Whether stdout is a pipe that nobody reads, as after `| head -1`; then what is left for it goes nowhere."""
+    try:
+        print(end="", flush=True)
+    except BrokenPipeError:
+        pass
+    except OSError as error:
+        raise SystemExit(f"error: stdout cannot be written: {error.strerror}") from None
+    poll = select.poll()
+    poll.register(_STDOUT, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+    return True
 
 
 def print_error(error: UserError) -> None:

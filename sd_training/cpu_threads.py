@@ -32,7 +32,10 @@ def share_cores(processes: int) -> None:
     threads = max(1, (cores - 1) // processes)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
-    log.info(f"threads per process: {threads} ({cores} cores, {processes} processes); OMP_NUM_THREADS chooses another")
+    log.info(
+        f"threads per process: {threads} ({cores} core{'s' * (cores > 1)}, "
+        f"{processes} process{'es' * (processes > 1)}); OMP_NUM_THREADS chooses another"
+    )
 
 
 def _usable_cores() -> int:

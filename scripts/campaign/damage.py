@@ -138,7 +138,7 @@ def not_gone_on(server: ForkServer, sound: Sound, place: Path, case: Case) -> It
     statuses = [child.wait(_LIMIT_S) for child in children]
     stop_all(children, 1)
     text = (run.home / "log.txt").read_text()
-    has_fallen_back = f"resuming from {run.checkpoints / seal.folder_name(STEPS - SAVE_EVERY)}" in text
+    has_fallen_back = f"resuming after optimizer step {STEPS - SAVE_EVERY:,} of " in text
     is_whole = statuses == [0] * sound.ranks
     is_same = is_whole and run.digest() == sound.longer.digest() and run.losses() == sound.longer.losses()
     if not has_fallen_back or not is_same:

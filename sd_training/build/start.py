@@ -13,6 +13,7 @@ from sd_training.checkpoint.mirror import Mirror, MirrorError
 from sd_training.checkpoint.seal import ever_finished, folder_name, last_saved, newest_apparent, step_of, sweep
 from sd_training.checkpoint.tensor_files import read_state
 from sd_training.checkpoint.writer import UNFENCED, Fence, take
+from sd_training.config.batch_plan import counted
 from sd_training.config.changes import Change, changed_options, refused_changes
 from sd_training.config.check import PARTS, value_of
 from sd_training.config.fields import options
@@ -58,7 +59,10 @@ class Start:
             return f"this run would not start: {self.refusal}"
         if not self.is_resumed:
             return f"a new run: {self.run_dir} has no checkpoint"
-        done = f"resumes from {self.source}, after {self.step:,} of {self.num_steps:,} optimizer steps"
+        after = f"{self.step:,} of {counted(self.num_steps, 'optimizer step')}"
+        if self.step > self.num_steps:
+            after = f"{counted(self.step, 'optimizer step')}, and the options ask for {self.num_steps:,}"
+        done = f"resumes from {self.source}, after {after}"
         return f"{done}; raise experiment.num_examples_to_see to train more" if self.is_done else done
 
     def changes(self) -> str:
@@ -221,7 +225,7 @@ def _traces(run_dir: Path) -> list[str]:
     starts = read_starts(run_dir / RECORD)
     saved = [name for name in (CURRENT, KEPT) if os.path.lexists(run_dir / name)]
     if (step := last_saved(run_dir)) is not None:
-        saved.insert(0, f"last save after {step:,} optimizer steps")
+        saved.insert(0, f"last save after {counted(step, 'optimizer step')}")
     if any(first > 0 for first in (start.get("first_optimizer_step") for start in starts) if isinstance(first, int)):
         saved.append("a resume")
     if not saved:

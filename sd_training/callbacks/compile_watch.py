@@ -5,6 +5,7 @@ from typing import Any
 import pytorch_lightning as pl
 
 from sd_training.callbacks.every_step import OptimizerStepCallback
+from sd_training.config.batch_plan import counted
 from sd_training.models.compilation import graphs_compiled
 from sd_training.rank_log import get_logger
 from sd_training.training.base_module import TrainedModule
@@ -51,7 +52,10 @@ class CompileWatch(OptimizerStepCallback):
     def _tell(self, step: int, new: int) -> None:
         total, sizes = self._graphs + new - self._graphs_before, len(self._shapes)
         if self._has_new_shape:
-            log.info(f"trainer.compile: {total} graphs for {sizes} size(s) of pictures after {step:,} steps")
+            log.info(
+                f"trainer.compile: {counted(total, 'graph')} for {counted(sizes, 'size')} of pictures after "
+                f"{counted(step, 'step')}"
+            )
             return
         log.warning(
             f"trainer.compile: {new} new graph(s) by step {step:,} although no new size of pictures came ({total} for "

@@ -8,6 +8,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
+from sd_training.config.batch_plan import counted
 from sd_training.distributed.saves import WholeCheckpoints
 from sd_training.rank_log import get_logger
 from sd_training.watch.ending import is_of_the_network
@@ -35,7 +36,7 @@ def save_what_is_left(trainer: pl.Trainer, exception: Exception, checkpoint: Cal
             torch.cuda.synchronize()  # fails when the device is lost
         folder = checkpoint(trainer, step)
         strategy.take_unwritten()()
-        log.error(f"{type(exception).__name__} after {step:,} optimizer steps; saved {folder}")
+        log.error(f"{type(exception).__name__} after {counted(step, 'optimizer step')}; saved {folder}")
     except Exception as error:
         log.error(f"the steps since the last save are lost: {error}")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sd_training.checkpoint.durable import replace_text
 from sd_training.checkpoint.writer import UNFENCED, Fence
+from sd_training.config.batch_plan import counted
 from sd_training.errors import TakenOverError
 from sd_training.rank_log import get_logger
 
@@ -69,7 +70,7 @@ class MetricRows:
                 log.error(f"{self.path} cannot be written ({error.strerror}); its rows wait in memory")
             return
         if len(self._waiting) > len(rows):
-            log.info(f"{self.path} can be written again: {len(self._waiting):,} rows added")
+            log.info(f"{self.path} can be written again: {counted(len(self._waiting), 'row')} added")
         self._waiting.clear()
 
     def _append(self, text: str) -> None:

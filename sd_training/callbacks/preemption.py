@@ -15,8 +15,8 @@ from sd_training.callbacks.deadlines import Deadlines
 from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.callbacks.save_times import SaveTimes
 from sd_training.checkpoint.durable import replace_text
-from sd_training.exit_status import STOPPED
-from sd_training.rank_log import get_logger
+from sd_training.exit_status import INTERRUPTED, STOPPED
+from sd_training.rank_log import FOR_FILE, get_logger
 from sd_training.stop_signals import StopSignals
 from sd_training.training.base_module import TrainedModule
 from sd_training.watch.status_file import tell_status
@@ -134,7 +134,9 @@ class Preemption(OptimizerStepCallback):
         """After this optimizer step; all ranks do, with the same status."""
         self.status = status
         trainer.should_stop = True
-        log.info(f"{why}: saving after optimizer step {trainer.global_step:,}")
+        # The handler of Ctrl-C has said so on the terminal of its process.
+        is_said = self.signals.status == INTERRUPTED
+        log.info(f"{why}: saving after optimizer step {trainer.global_step:,}", extra=FOR_FILE if is_said else None)
 
     def status_asked(self, trainer: pl.Trainer) -> int:
         """0, or the exit status with which this process was asked to stop, or has to as the time is nearly up."""

@@ -1,5 +1,6 @@
 """Images seen, images/s, time left and loss: a bar on a terminal, lines now and then anywhere else."""
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from tqdm import tqdm
 
 from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.callbacks.metrics import Metrics
+from sd_training.config.batch_plan import counted
 from sd_training.rank_log import FOR_FILE, get_logger, write_lines_by
 from sd_training.training.base_module import TrainedModule
 
@@ -41,7 +43,8 @@ class ProgressBar(OptimizerStepCallback):
         super().on_train_start(trainer, pl_module)
         done = self.images_before(trainer.global_step)
         self._started = self._line = (time.monotonic(), done)
-        if trainer.is_global_zero and sys.stderr.isatty():
+        # On a terminal without a size tqdm shows nothing.
+        if trainer.is_global_zero and sys.stderr.isatty() and min(os.get_terminal_size(sys.stderr.fileno())):
             total = self.images_before(self.num_steps)
             self._bar = tqdm(total=total, initial=done, unit="img", desc="training", mininterval=1, dynamic_ncols=True)
             write_lines_by(lambda line: tqdm.write(line, file=sys.stderr))
@@ -65,7 +68,7 @@ class ProgressBar(OptimizerStepCallback):
         spent_s, new = time.monotonic() - self._started[0], done - self._started[1]
         left = timedelta(seconds=round(spent_s / max(new, 1) * (self.images_before(self.num_steps) - done)))
         log.info(
-            f"step {step:,} of {self.num_steps:,}: {done:,} images, {per_s:.1f} images/s, {left} left{loss}",
+            f"step {step:,} of {self.num_steps:,}: {counted(done, 'image')}, {per_s:.1f} images/s, {left} left{loss}",
             extra=None if self._bar is None else FOR_FILE,
         )
 

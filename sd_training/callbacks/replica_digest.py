@@ -14,6 +14,7 @@ import pytorch_lightning as pl
 from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.callbacks.gathered import gathered
 from sd_training.callbacks.incidents import Incidents
+from sd_training.config.batch_plan import counted
 from sd_training.data.problems import printable
 from sd_training.distributed.digest import bit_digest
 from sd_training.distributed.peers import Peers
@@ -90,10 +91,10 @@ class ReplicaDigest(OptimizerStepCallback):
         who = ", ".join(f"rank {rank} on {printable(hosts[rank])}" for rank in ranks)
         verdict = "unlike the majority" if has_majority else "without a majority that says which is wrong"
         raise IntegrityError(
-            f"the weights of replicas differ after {step:,} optimizer steps: {who}, {verdict}. They were equal after "
-            f"{self._compared_at:,} steps, and nothing was saved since; see {path}. The same command goes on from "
-            "the newest checkpoint; leave a machine out that does this twice. Unlike devices may round differently: "
-            "then set numerics.digest_every=0"
+            f"the weights of replicas differ after {counted(step, 'optimizer step')}: {who}, {verdict}. They were "
+            f"equal after {counted(self._compared_at, 'step')}, and nothing was saved since; see {path}. The same "
+            "command goes on from the newest checkpoint; leave a machine out that does this twice. Unlike devices may "
+            "round differently: then set numerics.digest_every=0"
         )
 
 

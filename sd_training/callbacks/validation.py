@@ -20,6 +20,7 @@ from sd_training.callbacks.every_step import OptimizerStepCallback
 from sd_training.callbacks.metric_rows import MetricRows
 from sd_training.callbacks.preemption import Preemption
 from sd_training.callbacks.stopwatch import Stopwatch
+from sd_training.config.batch_plan import counted
 from sd_training.data.held_out import HeldOutData
 from sd_training.distributed.peers import Peers
 from sd_training.models.compilation import without_compiling
@@ -132,7 +133,9 @@ class Validation(OptimizerStepCallback):
             for name, ema in ((TRAINED, None), *([(AVERAGE, self.ema)] if self.ema else [])):
                 one = self._measure(trainer, module, ema)
                 if isinstance(one, int):
-                    log.info(f"validation loss after {step:,} optimizer steps: broken off, as the run is to stop")
+                    log.info(
+                        f"validation loss after {counted(step, 'optimizer step')}: broken off, as the run is to stop"
+                    )
                     return one
                 measured[name] = one
         self.preemption.leave_out(time.monotonic() - began_s)
@@ -205,7 +208,7 @@ class Validation(OptimizerStepCallback):
         for logger in trainer.loggers:
             logger.log_metrics(values, step)
         text = ", ".join(f"{one.loss:.6g} ({weights} weights)" for weights, one in measured.items())
-        log.info(f"validation loss after {step:,} optimizer steps: {text}")
+        log.info(f"validation loss after {counted(step, 'optimizer step')}: {text}")
 
 
 def _summed(losses: Tensor, timesteps: Tensor | None) -> Tensor:

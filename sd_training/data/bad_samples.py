@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from sd_training.config.batch_plan import counted
 from sd_training.data.problems import Problems, SkippedSample, printable
 from sd_training.errors import BadSamplesError
 from sd_training.rank_log import get_logger
@@ -127,7 +128,8 @@ class BadSampleLog:
             )
         if in_row >= self.max_bad_in_row:
             self._stop(
-                f"{in_row:,} samples in a row could not be used (dataset.params.max_bad_in_row={self.max_bad_in_row})"
+                f"{counted(in_row, 'sample')} in a row could not be used "
+                f"(dataset.params.max_bad_in_row={self.max_bad_in_row})"
             )
         for shard in {problem.shard for problem in skipped}:
             bad, size = self._of_shard[shard], self.shard_sizes(shard)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 
-from sd_training.config.batch_plan import BatchPlan
+from sd_training.config.batch_plan import BatchPlan, counted
 from sd_training.config.changes import Change, differences
 from sd_training.config.data_schema import DatasetConfig, MixEntry
 from sd_training.config.permissions import without_permissions
@@ -142,7 +142,8 @@ class TrainingData(pl.LightningDataModule):
             raise RuntimeError("train_dataloader needs a trainer; use loader(rank, first_step)")
         if trainer.world_size != self.plan.processes * self.plan.sharing:
             raise ConfigError(
-                f"trainer.devices: the run was planned for {self.plan.processes} processes, not {trainer.world_size}"
+                f"trainer.devices: the run was planned for {counted(self.plan.processes, 'process', 'processes')}, "
+                f"not {trainer.world_size}"
             )
         return self.loader(trainer.global_rank // self.plan.sharing, lambda: trainer.global_step)
 
@@ -335,7 +336,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
         is_named = True
         changed = _option_changes(before, now["options"])
         yield from (change.sentence() for change in changed)
-        count = f"{before.get('num_samples', 0):,} samples took part, now {now['num_samples']:,}"
+        count = f"{counted(before.get('num_samples', 0), 'sample')} took part, now {now['num_samples']:,}"
         if not changed:
             yield f"the files of dataset.params.path, or what was chosen of them, have changed: {count}"
         elif now["num_samples"] != before.get("num_samples"):

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from sd_training.config.batch_plan import counted
 from sd_training.config.data_schema import DatasetParams
 from sd_training.data.buckets import BucketTable
 from sd_training.data.captions import Dropout, Encoded, Tokenizer
@@ -138,7 +139,9 @@ class TrainingSamples(Dataset[VisitedSample | FailedVisit]):
         except DataError as error:
             return FailedVisit(str(error), skipped, isinstance(error, OutageError))
         last = skipped[-1]
-        message = f"{most} samples in a row could not be used; the last: {last.shard} {last.key}: {last.reason}"
+        message = (
+            f"{counted(most, 'sample')} in a row could not be used; the last: {last.shard} {last.key}: {last.reason}"
+        )
         return FailedVisit(f"{message} (dataset.params.max_bad_in_row={most})", skipped)
 
     def _replacement(self, visit: Visit, attempt: int) -> int:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sd_training.config.batch_plan import BatchPlan
+from sd_training.config.batch_plan import BatchPlan, counted
 from sd_training.data.draws import generator
 
 MAX_LANES = 64
@@ -94,7 +94,8 @@ class SampleOrder:
         if not settings.with_replacement and (self.sizes < self.batches).any():
             scarce = int(np.argmin(self.sizes - self.batches))
             raise ValueError(
-                f"a bucket has {self.sizes[scarce]} samples, fewer than the {self.batches[scarce]} of a step"
+                f"a bucket has {counted(int(self.sizes[scarce]), 'sample')}, fewer than the "
+                f"{self.batches[scarce]} of a step"
             )
         self.window = settings.window or self._default_window(len(block_of))
         self._epochs: OrderedDict[int, _Epoch] = OrderedDict()

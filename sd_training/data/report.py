@@ -93,11 +93,11 @@ class DatasetReport:
             why = (
                 "too small, or of unknown size" if not self.merge_lines else "too small, of unknown size, or see below"
             )
-            lines.append(f"  without a bucket ({why}): {self.num_without_bucket:,} samples")
+            lines.append(f"  without a bucket ({why}): {counted(self.num_without_bucket, 'sample')}")
         if self.num_over_limit:
-            lines.append(f"  left out by dataset.params.tags.limit_images: {self.num_over_limit:,} samples")
+            lines.append(f"  left out by dataset.params.tags.limit_images: {counted(self.num_over_limit, 'sample')}")
         if self.filter_lines or self.num_survivors < self.num_usable:
-            lines.append(f"  left: {self.num_survivors:,} samples")
+            lines.append(f"  left: {counted(self.num_survivors, 'sample')}")
         if self.buckets:
             shown = ", ".join(f"{h}×{w} {count:,}" for (h, w), count in self.buckets)
             lines.append(f"  buckets (height×width samples): {shown}")
@@ -207,7 +207,7 @@ def _merge_line(table: BucketTable, merge: tuple[int, int, int]) -> str:
     fate = "they are left out, because only larger buckets are in use and nothing is to be enlarged"
     if target != NO_BUCKET:
         fate = "they join {}×{}".format(*table.sizes[target])
-    return f"bucket {height}×{width} has {count:,} samples, fewer than one optimizer step takes; {fate}"
+    return f"bucket {height}×{width} has {counted(count, 'sample')}, fewer than one optimizer step takes; {fate}"
 
 
 def _caption_lengths(dataset: OpenDataset) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from sd_training.config.batch_plan import counted
 from sd_training.config.filters import Filter
 from sd_training.data.caption_choice import CAPTION, CaptionRules, template_fields, uses_caption
 from sd_training.data.captions import Prompts, class_name
@@ -152,7 +153,7 @@ def _name(
 
 def filter_lines(index: DatasetIndex, selection: Selection) -> list[str]:
     """One line per filter with its survivors, and the fields that no sample has."""
-    lines = [f"{rule}: {count:,} samples" for rule, count in selection.rules]
+    lines = [f"{rule}: {counted(count, 'sample')}" for rule, count in selection.rules]
     for field in sorted(set().union(*(rule.fields() for rule, _ in selection.rules)) - index.fields - BUILT_IN):
         fields = ", ".join(sorted(index.fields)[:20]) or "none"
         lines.append(f"no sample has the metadata field '{field}' (fields found: {fields})")

@@ -8,6 +8,7 @@ from itertools import islice
 
 import braceexpand
 
+from sd_training.config.batch_plan import counted
 from sd_training.data.byte_files import Access
 from sd_training.data.local_listings import entries_of, exists, expand
 from sd_training.data.locations import is_remote, local_path, protocol_of, shown
@@ -169,4 +170,5 @@ def _missing_message(entry: str, missing: list[str], num_found: int) -> str:
         return f"dataset.params.path: '{entry}' {what} (looked for {first})"
     if not num_found:
         return f"dataset.params.path: the pattern '{entry}' stands for {len(missing):,} files and none exists: {first}"
-    return f"dataset.params.path: {len(missing):,} files of the pattern '{entry}' are missing: {first}"
+    what = f"{counted(len(missing), 'file')} of the pattern '{entry}' {'is' if len(missing) == 1 else 'are'} missing"
+    return f"dataset.params.path: {what}: {first}"

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import distributed
 
+from sd_training.config.batch_plan import counted
 from sd_training.config.schema import DistributedConfig, TrainerConfig
 from sd_training.errors import ConfigError
 from sd_training.rank_log import get_logger
@@ -65,8 +66,8 @@ def _quotient(processes: int, each: int, name: str) -> int:
     """How many times `each` makes all processes."""
     if processes % each:
         raise ConfigError(
-            f"{name}: the launcher started {processes} processes, which {each} does not divide; start the same number "
-            "on every machine (srun --ntasks-per-node, torchrun --nproc_per_node)"
+            f"{name}: the launcher started {counted(processes, 'process', 'processes')}, which {each} does "
+            "not divide; start the same number on every machine (srun --ntasks-per-node, torchrun --nproc_per_node)"
         )
     return processes // each
 
@@ -86,7 +87,8 @@ def find_launch(config: TrainerConfig, *, is_described: bool = False) -> Launch:
         devices, num_nodes, launcher = launched
         if config.devices not in ("auto", devices):
             raise ConfigError(
-                f"trainer.devices: {config.devices}, but the launcher started {devices} processes per machine"
+                f"trainer.devices: {config.devices}, but the launcher started "
+                f"{counted(devices, 'process', 'processes')} per machine"
             )
         if config.num_nodes not in (None, num_nodes):
             raise ConfigError(f"trainer.num_nodes: {config.num_nodes}, but the launcher runs on {num_nodes} machines")

@@ -24,9 +24,6 @@ from sd_training.distributed.placement import Placement, bytes_here
 from sd_training.distributed.resume import choose_checkpoint
 from sd_training.distributed.sealing import Sealing
 from sd_training.errors import CheckpointError
-from sd_training.rank_log import get_logger
-
-log = get_logger(__name__)
 
 AVERAGES = "averages"
 """Key of a checkpoint on its way to and from callbacks: part → parameter → share (saving), whole tensor (loading)."""
@@ -229,9 +226,7 @@ class WholeCheckpoints:
         Raises:
             CheckpointError: none of them verifies, or it is of another format.
         """
-        chosen = choose_checkpoint(Path(checkpoint_path), self.peers)
-        log.info(f"resuming from {chosen}")
-        return self.open_checkpoint(chosen)
+        return self.open_checkpoint(choose_checkpoint(Path(checkpoint_path), self.peers))
 
     def open_checkpoint(self, folder: Path) -> dict[str, Any]:
         """What `load_model_state_dict`, `load_optimizer_state_dict` and the averages go on from.

@@ -72,7 +72,7 @@ def test_a_compiled_run_draws_saves_and_says_how_many_graphs(
     with caplog.at_level(logging.INFO):
         train(options(tmp_path / "run", mmdit_dir, shards_dir, **changes, **compiled))
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
-    assert "trainer.compile: 2 graphs for 1 size(s) of pictures after 1 steps" in caplog.text
+    assert "trainer.compile: 2 graphs for 1 size of pictures after 1 step" in caplog.text
     assert "although no new size" not in caplog.text
     DiffusionPipeline.from_pretrained(tmp_path / "run/current_pipeline", local_files_only=True, low_cpu_mem_usage=False)
     assert (tmp_path / "run/samples/step_4/previews_grid.png").is_file()
@@ -85,7 +85,7 @@ def test_graphs_without_a_new_size_are_told(
 ) -> None:
     argv = options(tmp_path / "run", mmdit_dir, shards_dir, trainer__compile="full", experiment__num_examples_to_see=32)
     train(argv, Forget(2))
-    assert "1 graphs for 1 size(s) of pictures after 1 steps" in caplog.text
+    assert "1 graph for 1 size of pictures after 1 step" in caplog.text
     assert "1 new graph(s) by step 3 although no new size of pictures came (2 for 1 size(s))" in caplog.text
     assert caplog.text.count("although") == 1
 

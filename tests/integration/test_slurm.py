@@ -123,7 +123,7 @@ def test_stopped_twice_and_resumed_by_itself(
     assert "127.0.0.1:15017" not in said
     steps = list(map(int, re.findall(r", saved after (\d+) optimizer steps; back into the queue", said)))
     assert len(steps) == restarts and steps == sorted(set(steps))
-    assert list(map(int, re.findall(r"resuming from .*/checkpoints/step=(\d+)\n", said))) == steps
+    assert list(map(int, re.findall(r"resuming after optimizer step (\d+) of ", said))) == steps
     assert [int(row["optimizer_step"]) for row in metrics(run_dir)] == list(range(1, STEPS + 1))
     assert losses(run_dir) == losses(whole)
     seen = read_ids(job_dir)

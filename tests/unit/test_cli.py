@@ -1,3 +1,7 @@
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -6,6 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from sd_training.cli import run_cli
 from sd_training.errors import ConfigError
+from tests.integration.commands import ROOT
 
 
 def raising(error: BaseException) -> Callable[[], None]:
@@ -26,6 +31,17 @@ def test_interrupt_is_status_130() -> None:
     with pytest.raises(SystemExit) as ended:
         run_cli(raising(KeyboardInterrupt()))
     assert ended.value.code == 130
+
+
+@pytest.mark.parametrize("lines", [1, 10_000])
+def test_a_reader_of_the_output_may_leave(lines: int) -> None:
+    """As `| head -1` does, before all is printed or after."""
+    program = f"from sd_training.cli import run_cli; run_cli(lambda: print(*range({lines}), sep='\\n'))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.stderr == "" and done.returncode in (0, 128 + signal.SIGPIPE)
 
 
 def test_defects_keep_their_traceback() -> None:

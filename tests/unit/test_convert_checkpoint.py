@@ -121,7 +121,7 @@ def test_the_command_has_a_process_without_rights(tmp_path: Path) -> None:
 
     done = run("good.pt", "good.safetensors")
     assert done.returncode == 0, done.stderr
-    assert "1 tensors" in done.stdout and "opened with" in done.stdout
+    assert "1 tensor," in done.stdout and "opened with" in done.stdout
     assert load_file(tmp_path / "good.safetensors")["a"].shape == (2,)
     for words, reason in (
         (("none.pt", "x.safetensors"), "no such file"),

@@ -1,8 +1,10 @@
 """How a run ends that cannot begin. Whole runs are in tests/integration."""
 
+from pathlib import Path
+
 import pytest
 
-from sd_training.build.start import _unreadable
+from sd_training.build.start import Start, _unreadable
 from sd_training.checkpoint.mirror import MirrorError
 from sd_training.exit_status import MISTAKE, STOPPED
 from sd_training.object_store import is_outage
@@ -21,3 +23,9 @@ from sd_training.object_store import is_outage
 def test_a_mirror_that_is_away_asks_for_another_start(cause: str, status: int) -> None:
     error = MirrorError(f"checkpoint.mirror: {cause}", is_outage(OSError(cause)))
     assert _unreadable(error).exit_status == status
+
+
+def test_a_run_that_has_done_more_than_its_options_ask_for_says_so(tmp_path: Path) -> None:
+    done = Start(tmp_path, num_steps=2, step=8, source="step=8").sentence()
+    assert done.startswith("resumes from step=8, after 8 optimizer steps, and the options ask for 2; raise ")
+    assert "after 1 of 1 optimizer step;" in Start(tmp_path, num_steps=1, step=1, source="step=1").sentence()

@@ -30,8 +30,8 @@ def test_nothing_is_enlarged_to_fill_a_bucket(tmp_path: Path) -> None:
     buckets = BucketConfig(mode="ladder", step=8, upscale=False)
     data = training_data(tmp_path, resolution=64, buckets=buckets)
     text = data.report().text()
-    assert "19 samples" in text and "40×40 has 1 samples" in text and "left out" in text
-    assert "without a bucket" in text and ": 1 samples" in text
+    assert "19 samples" in text and "40×40 has 1 sample," in text and "left out" in text
+    assert "without a bucket" in text and ": 1 sample\n" in text
     assert min(int(batch.original_size.min()) for batch in stream(data)) == 64
 
 

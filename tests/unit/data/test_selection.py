@@ -112,7 +112,7 @@ def test_nothing_left_says_what_each_filter_keeps(shards_dir: Path) -> None:
     assert "original_width >= 60: 12 samples" in message
     assert "pwatermark <= 0.4: 17 samples" in message
     assert "missing > 1: 0 samples" in message
-    assert 'uid == "u3": 1 samples' in message
+    assert 'uid == "u3": 1 sample' in message
     assert "no sample has the metadata field 'missing' (fields found: original_width, pwatermark, uid)" in message
     assert "all together: 0" in message
 
