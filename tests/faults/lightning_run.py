@@ -33,7 +33,7 @@ def train(words: list[str]) -> None:
     """Goes on from the newest checkpoint in the folder. Words: folder, width, steps, steps between saves."""
     marks = begin()
     folder, width, steps, every = Path(words[0]), *map(int, words[1:])
-    watch_saves(marks, ModelCheckpoint, "on_train_batch_end")
+    watch_saves(marks, pl.Trainer, lambda trainer: trainer.global_step, ModelCheckpoint, "on_train_batch_end")
     torch.manual_seed(0)
     saving = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=every, save_top_k=-1)
     trainer = pl.Trainer(

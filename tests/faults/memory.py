@@ -66,8 +66,10 @@ def _row(server: ForkServer, folder: Path, parts: Path, runs: Runs) -> Row:
             problems.append("other bits than those of the run that saved once")
     except RuntimeError as error:
         problems.append(str(error))
+    saves = sum(mark["do"] == "saved" for mark in often.marks())
+    if saves != runs.saves:
+        problems.append(f"{saves:,} saves instead of {runs.saves:,}")
     for problem in problems:
         print(f"memory, {runs.name}: {problem}", file=sys.stderr)
-    saves = sum(mark["do"] == "saved" for mark in often.marks())
     fault = f"a save after every optimizer step, MALLOC_CHECK_=3, {runs.name} on {runs.ranks} processes"
     return Row(fault, _PROMISE, saves, f"{len(problems)} problems in {saves:,} saves", not problems)

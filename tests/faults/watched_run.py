@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ import pytorch_lightning as pl
 import torch
 
 from sd_training.build import run as building
-from sd_training.callbacks.save import Save
+from sd_training.callbacks import save as saving
+from sd_training.checkpoint.folder import step_of
 from sd_training.types import PixelBatch
 
 _HOLDS_S = 300
@@ -80,23 +82,30 @@ def _digest(batch: PixelBatch, index: int) -> str:
     return hashlib.sha256(b"".join(draw[index].numpy().tobytes() for draw in draws)).hexdigest()[:16]
 
 
-def watch_saves(marks: Marks, saves: type[Any], method: str) -> None:
-    """Marks around every save: `method` of `saves` is what saves when it is due."""
-    save, when_due = pl.Trainer.save_checkpoint, getattr(saves, method)
+def watch_saves(marks: Marks, owner: Any, step_of_call: Callable[[Any], int], saves: type[Any], method: str) -> None:
+    """Marks around every save.
+
+    Args:
+        owner: its `save_checkpoint` writes a checkpoint.
+        step_of_call: the optimizer step, from that function's first argument.
+        saves: its `method` saves when it is due, and exports and rotates afterwards.
+    """
+    save, when_due = owner.save_checkpoint, getattr(saves, method)
     begun: list[int] = []
 
-    def marked_save(trainer: pl.Trainer, *arguments: Any, **named: Any) -> None:
-        begun.append(trainer.global_step)
-        marks.write("save", trainer.global_step)
-        save(trainer, *arguments, **named)
-        marks.write("saved", trainer.global_step)
+    def marked_save(first: Any, *arguments: Any, **named: Any) -> Any:
+        begun.append(step_of_call(first))
+        marks.write("save", begun[-1])
+        result = save(first, *arguments, **named)
+        marks.write("saved", begun[-1])
+        return result
 
     def marked_when_due(self: Any, *arguments: Any, **named: Any) -> None:
         when_due(self, *arguments, **named)
         while begun:
             marks.write("save done", begun.pop())
 
-    pl.Trainer.save_checkpoint = marked_save  # type: ignore[method-assign,assignment]
+    owner.save_checkpoint = marked_save
     setattr(saves, method, marked_when_due)
 
 
@@ -111,7 +120,7 @@ def begin() -> Marks:
 def train(words: list[str]) -> None:
     """`python train.py` with these words."""
     marks, build_run = begin(), building.build_run
-    watch_saves(marks, Save, "on_optimizer_step")
+    watch_saves(marks, saving, step_of, saving.Save, "on_optimizer_step")
 
     def build_watched(*given: Any) -> building.Run:
         run = build_run(*given)
