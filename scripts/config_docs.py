@@ -61,7 +61,7 @@ RECIPES = (
     ("let the learning rate fall", "lr_scheduler.scheduler=cosine lr_scheduler.params.end_factor=0.1"),
     ("clip gradients", "optimizer.max_grad_norm=1.0"),
     ("average the weights", "model.use_ema=true ema.decay=0.9999"),
-    ("choose the width of the average afterwards", "model.use_ema=true 'ema.tracks=[0.05, 0.10]'"),
+    ("choose the width of the average afterwards", "model.use_ema=true 'ema.sigma_rels=[0.05, 0.10]'"),
     ("train the text encoder as well", "model.train_text_encoder=true 'optimizer.rates_by_part={text_encoder: 1e-6}'"),
     ("train the autoencoder", "model.train=vae objective.kl_weight=1e-6"),
     ("predict v, with zero SNR at the last step", "objective.preset=sd_v"),

@@ -3,8 +3,8 @@
     python scripts/posthoc_ema.py run=runs/x sigma_rel=0.075 output=averaged
     python scripts/posthoc_ema.py run=runs/x sigma_rel=0.05,0.1,0.15 step=20000 output=averaged
 
-run: folder of a run that trained with `ema.tracks` and `ema.snapshot_every`. sigma_rel: width of the average as a share
-of the training, above 0 and at most 0.2886. step: optimizer step to average up to, by default that of the last
+run: folder of a run that trained with `ema.sigma_rels` and `ema.snapshot_every`. sigma_rel: width of the average as a
+share of the training, above 0 and at most 0.2886. step: optimizer step to average up to, by default that of the last
 snapshot. output: folder to make, a pipeline; with several widths a folder of pipelines, `sigma_rel=0.050` and so on.
 Everything but the averaged weights is taken from `current_pipeline` of the run.
 """
@@ -157,7 +157,7 @@ def report(residual: float, files: int, step: int, width: float, near: Sequence[
     if step not in near:
         remedy = f"step {step} has no snapshot, take {' or '.join(f'step={s}' for s in near)}"
     else:
-        remedy = "more snapshots (ema.snapshot_every) or tracks nearer to this width (ema.tracks) would help"
+        remedy = "more snapshots (ema.snapshot_every) or tracks nearer to this width (ema.sigma_rels) would help"
     print(f"warning: the residual is above {LARGE_RESIDUAL}, the average is only roughly the one asked for; {remedy}")
 
 

@@ -84,7 +84,7 @@ def build_callbacks(
         preemption,
         RunRecord(plan.run_dir, resolved_yaml(config), facts, lambda step: _banner(plan, start, data, what, step)),
         ema or NoEma(may_drop=_may_change_ema(config)),
-        EmaSnapshots(plan.run_dir, config.ema, ema) if ema is not None and config.ema.tracks else None,
+        EmaSnapshots(plan.run_dir, config.ema, ema) if ema is not None and config.ema.sigma_rels else None,
         guard,
         ReplicaDigest(config.numerics.digest_every, plan.run_dir),
         ConsistencyMark(preemption.state),

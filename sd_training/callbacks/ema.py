@@ -185,7 +185,7 @@ class Ema(OptimizerStepCallback):
                 log.warning("model.use_ema: the checkpoint has no average; one begins with the weights of today")
                 continue
             if part not in averages:
-                option = "model.use_ema: true" if part == PART else f"ema.tracks: {part}"
+                option = "model.use_ema: true" if part == PART else f"ema.sigma_rels: {part}"
                 raise CheckpointError(
                     f"{option}, but the checkpoint has no such average; resume without it, take another "
                     "experiment.name and start from the exported pipeline (model.pretrained)"
@@ -204,7 +204,7 @@ class Ema(OptimizerStepCallback):
 
     def _parts(self) -> dict[str, float | None]:
         """Part of a checkpoint → width of the track; the average itself has none."""
-        return {PART: None} | {track_part(sigma_rel): sigma_rel for sigma_rel in self.config.tracks}
+        return {PART: None} | {track_part(sigma_rel): sigma_rel for sigma_rel in self.config.sigma_rels}
 
     def _begin(
         self,
@@ -412,7 +412,7 @@ class EmaSnapshots(OptimizerStepCallback):
             return
         self.ema.finish_update()
         sharding, parameters = sharding_of(trainer), averaged_parameters(module)
-        for number, sigma_rel in enumerate(self.config.tracks):
+        for number, sigma_rel in enumerate(self.config.sigma_rels):
             shares, is_writer = (
                 self.ema.averages[track_part(sigma_rel)],
                 number % trainer.world_size == trainer.global_rank,

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from sd_training.config.fields import is_below, option_of, options, shown
+from sd_training.config.fields import is_below, option_of, options, rename_old, shown
 from sd_training.config.schema import Config
 from sd_training.redaction import note_secret, redacted_values
 
@@ -114,6 +114,7 @@ def changed_options(previous: str, config: Config) -> list[Change]:
         return []
     if not isinstance(before, dict):
         return []
+    rename_old(before)
     now = yaml.safe_load(resolved_yaml(config))
     keys = [key for key in options() if key != "experiment.allow_changed"]
     return [change for key in keys for change in differences(key, _value(before, key), _value(now, key))]

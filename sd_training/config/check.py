@@ -29,14 +29,6 @@ from sd_training.config.schema import MESH_AXES, SECTIONS, Config, DistributedCo
 SHARDED_OPTIMIZERS = ("adamw", "lion")
 """Optimizers that treat every number alone, so that a shard of a tensor is updated as the whole would be."""
 PARTS = tuple(field.name for field in fields(ModelConfig) if isinstance(getattr(ModelConfig(), field.name), PartConfig))
-_PARTNERS = (
-    ("dataset.params.batch_size", "system.batch_size"),
-    ("dataset.params.workers", "system.workers"),
-    ("dataset.params.num_examples_to_see", "experiment.num_examples_to_see"),
-    ("system.dist_backend", "distributed.dist_backend"),
-    ("system.dist_url", "distributed.dist_url"),
-)
-"""Second names of sd-training, and the options that they must agree with."""
 _MODEL_FILES = ("model_index.json", "config.json", "scheduler_config.json", "tokenizer_config.json")
 _PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 _RENDEZVOUS = re.compile(r"env://|tcp://[^\s/:]+:([0-9]{1,5})")
@@ -47,11 +39,10 @@ _ONLY = {"sigma_sqrt": "flow_prediction", "cosmap": "flow_prediction", "edm": "e
 
 def check(config: Config) -> list[str]:
     """Everything that is wrong between options, one sentence each; each starts with the option's dotted name."""
-    if config.model.train == "unet":
+    if config.model.train == "denoiser":
         config = replace(config, objective=with_preset(config.objective))
     rules = (
         _choices,
-        _partners,
         _parts,
         _objective,
         _optimizer,
@@ -103,14 +94,6 @@ def _choices(config: Config) -> Iterator[str]:
         yield from unread(entry, f"dataset.mix.{number}.")
     for number, encoder in enumerate(config.model.text_encoders):
         yield from unread(encoder, f"model.text_encoders.{number}.")
-
-
-def _partners(config: Config) -> Iterator[str]:
-    for copy, original in _PARTNERS:
-        first, second = value_of(config, copy), value_of(config, original)
-        if first is not None and first != second:
-            values = f"is {shown(first)}, but {original} is {shown(second)}"
-            yield f"{copy}: {values}; leave {copy} out or write ${{{original}}}"
 
 
 def _parts(config: Config) -> Iterator[str]:
@@ -165,7 +148,7 @@ def _unused_parts(model: ModelConfig) -> Iterator[str]:
 
 def _objective(config: Config) -> Iterator[str]:
     """Rules that need no noise scheduler; `models.schedulers` checks the others once it is loaded."""
-    if config.model.train == "unet":
+    if config.model.train == "denoiser":
         yield from objective_problems(config.objective)
 
 
@@ -236,7 +219,7 @@ def _optimizer(config: Config) -> Iterator[str]:
             yield "model.use_ema: is true, but schedule_free_adamw averages the weights itself; set it to false"
     if (
         model.bf16_weights
-        and model.train == "unet"
+        and model.train == "denoiser"
         and not (model.mixed_precision == "bf16" and optimizer.stochastic_rounding)
     ):
         yield "model.bf16_weights: true needs model.mixed_precision=bf16 and optimizer.stochastic_rounding=true"
@@ -310,7 +293,7 @@ def _model_path(config: Config, key: str, text: str) -> Iterator[str]:
 
 def model_folder_problem(config: Config, key: str, text: str) -> str:
     """Why a folder that exists is no model, or one part where a whole pipeline is needed; empty when it is right."""
-    is_pipeline = key == "model.pretrained" and config.model.train == "unet"
+    is_pipeline = key == "model.pretrained" and config.model.train == "denoiser"
     path, parent = Path(text), Path(text).absolute().parent
     if any((path / name).is_file() for name in (_MODEL_FILES[:1] if is_pipeline else _MODEL_FILES)):
         return ""
@@ -385,11 +368,11 @@ def _model(config: Config) -> Iterator[str]:
         yield "model.gradient_checkpointing: selective is for denoisers only; use true with model.train=vae"
     if model.train_text_encoder and ema.path is not None:
         yield "ema.path: holds one network, but model.train_text_encoder trains several; remove one of them"
-    if len(set(ema.tracks)) < len(ema.tracks):
-        yield f"ema.tracks: {ema.tracks} names a width twice"
-    if ema.tracks and ema.snapshot_every % ema.update_every:
+    if len(set(ema.sigma_rels)) < len(ema.sigma_rels):
+        yield f"ema.sigma_rels: {ema.sigma_rels} names a width twice"
+    if ema.sigma_rels and ema.snapshot_every % ema.update_every:
         yield f"ema.snapshot_every: {ema.snapshot_every} is no multiple of ema.update_every={ema.update_every}"
-    if model.train == "unet" and sampling.every > 0 and not sampling.prompts:
+    if model.train == "denoiser" and sampling.every > 0 and not sampling.prompts:
         yield f"sampling.prompts: is empty, but sampling.every={sampling.every} asks for previews; give one"
 
 
@@ -464,7 +447,7 @@ def _sharding(config: Config) -> Iterator[str]:
     if fsdp:
         if config.model.mixed_precision == "fp16":
             yield f"model.mixed_precision: fp16 needs a loss scale that {name} does not share; use bf16, or deepspeed_2"
-        if config.trainer.channels_last is True and config.model.train == "unet":
+        if config.trainer.channels_last is True and config.model.train == "denoiser":
             yield f"trainer.channels_last: true, but {name} shards contiguous weights only; use auto"
         if config.trainer.compile and mesh.tensor != 1:
             yield "trainer.compile: is not known to work with distributed.mesh.tensor; set it to false"

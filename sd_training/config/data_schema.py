@@ -176,12 +176,6 @@ class SourceParams:
 class DatasetParams(SourceParams):
     """Which samples, and how they become pixels and captions."""
 
-    batch_size: PositiveInt | None = None
-    """As `system.batch_size`; kept for sd-training files, must not contradict it."""
-    workers: Count | None = None
-    """As `system.workers`; kept for sd-training files, must not contradict it."""
-    num_examples_to_see: PositiveInt | None = None
-    """As `experiment.num_examples_to_see`; kept for sd-training files, must not contradict it."""
     resolution: PositiveInt = 512
     """Height and width of a training image [pixels]; a multiple of the autoencoder's downscale factor."""
     buckets: BucketConfig = Field(default_factory=BucketConfig)

@@ -2,7 +2,7 @@
 
 import json
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -15,6 +15,19 @@ from sd_training.config.value_types import ReadWith
 
 SECRETS = frozenset({"wandb.api_key"})
 """Options whose values are never printed or written."""
+OLD_NAMES: Mapping[str, str] = {
+    # sd-training's second names
+    "dataset.params.batch_size": "system.batch_size",
+    "dataset.params.num_examples_to_see": "experiment.num_examples_to_see",
+    "dataset.params.workers": "system.workers",
+    "system.dist_backend": "distributed.dist_backend",
+    "system.dist_url": "distributed.dist_url",
+    # of this project's older files
+    "ema.tracks": "ema.sigma_rels",
+}
+"""Old or second name of an option → its name."""
+OLD_WORDS: Mapping[str, Mapping[str, str]] = {"model.train": {"unet": "denoiser"}}
+"""Option → old word → today's."""
 
 _SHOWN_CHARACTERS = 80
 _ONE = {str: "a text", bool: "true or false", type(None): "null", Any: "any value"}
@@ -103,6 +116,40 @@ def option_of(key: str) -> Option:
 def defaults(group: type = Config) -> dict[str, Any]:
     """Plain defaults of a group; a required option is `???`."""
     return {name: _default(field) for name, field in group_fields(group).items()}
+
+
+def rename_old(values: Any, given: Collection[str] = ()) -> dict[str, str]:
+    """Puts values under the names of `OLD_NAMES` where today's names are, in place, and likewise words.
+
+    Args:
+        values: plain containers of a configuration.
+        given: dotted options that have a value of their own, which an old name must not contradict.
+
+    Returns:
+        Old name → what is wrong with its value.
+    """
+    problems = {}
+    for old, new in OLD_NAMES.items():
+        value = _group_of(values, old).pop(old.rpartition(".")[2], None)
+        group, name = _group_of(values, new), new.rpartition(".")[2]
+        if value is None:
+            continue
+        if new not in given or name not in group:
+            group[name] = value
+        elif value != group[name]:
+            problems[old] = f"is {shown(value)}, but {new} is {shown(group[name])}; remove {old}, a second name of it"
+    for key, words in OLD_WORDS.items():
+        group, name = _group_of(values, key), key.rpartition(".")[2]
+        if isinstance(group.get(name), str):
+            group[name] = words.get(group[name], group[name])
+    return problems
+
+
+def _group_of(values: Any, key: str) -> dict[str, Any]:
+    """The mapping that holds a dotted option; an empty one where there is none."""
+    for step in key.split(".")[:-1]:
+        values = values.get(step) if isinstance(values, dict) else None
+    return values if isinstance(values, dict) else {}
 
 
 def value_of(group: Any, key: str) -> Any:

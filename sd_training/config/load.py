@@ -23,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from sd_training.config.changes import PERMISSIONS
 from sd_training.config.check import check, warnings
 from sd_training.config.fields import (
+    OLD_NAMES,
     SECRETS,
     Option,
     accepts,
@@ -31,6 +32,7 @@ from sd_training.config.fields import (
     is_below,
     option_of,
     options,
+    rename_old,
     shown,
     words_of,
 )
@@ -81,6 +83,8 @@ def load_config(argv: Sequence[str], further: Callable[[Config], list[str]] | No
         values = _resolve(tree, "", problems)
     except RecursionError:
         raise ConfigError("configuration: nested too deeply, or an option contains itself by interpolation") from None
+    problems |= rename_old(values, origins)
+    origins |= {new: origins[old] for old, new in OLD_NAMES.items() if old in origins and new not in origins}
     try:
         config = _ADAPTER.validate_python(values)
     except ValidationError as error:
@@ -108,7 +112,6 @@ def load_data_config(argv: Sequence[str]) -> Config:
 def _gather(argv: Sequence[str], problems: Problems) -> tuple[DictConfig, Origins, bool]:
     """Files and overrides laid over the schema's defaults; where each value comes from; whether all files were read."""
     tree, origins, is_complete = OmegaConf.create(defaults()), Origins(), True
-    given_by_files: Problems = {}
     files = [name.strip() for item in argv if item.startswith("config=") for name in item[7:].split(",")]
     for name in files:
         try:
@@ -117,11 +120,13 @@ def _gather(argv: Sequence[str], problems: Problems) -> tuple[DictConfig, Origin
             where, _, text = str(error).partition(": ")
             problems[where], is_complete = text, False
             continue
-        found = dict.fromkeys(map(str, values), name) | {key: f"{name}, line {line}" for key, line in lines.items()}
-        _take_out_resolvers(values, "", problems)
-        for key, value in _permissions(values, ""):
-            remedy = f"this permission is given on the command line only ({key}=true)"
-            given_by_files[key] = f"is {shown(value)}{_where(key, found)}; {remedy}"
+        found = {key: name for _, _, key in _entries(values)} | {k: f"{name}, line {n}" for k, n in lines.items()}
+        _take_out_resolvers(values, problems)
+        for holder, name_of_key, key in _entries(values):
+            # Wherever it stands: interpolation could move any mapping.
+            if name_of_key in PERMISSIONS and holder[name_of_key] not in (False, None):
+                remedy = f"this permission is given on the command line only ({key}=true)"
+                problems[key] = f"is {shown(holder[name_of_key])}{_where(key, found)}; {remedy}"
         tree.merge_with(OmegaConf.create(values))
         origins |= found
     overrides = [item for item in argv if not item.startswith("config=")]
@@ -129,11 +134,9 @@ def _gather(argv: Sequence[str], problems: Problems) -> tuple[DictConfig, Origin
         _override(tree, item, origins, problems)
     # An unquoted `{000..999}` reaches us as a thousand paths, of which the last would win silently.
     if (times := len({item for item in overrides if item.startswith(f"{_SHARDS}=")})) > 1:
-        text = f"is given {times} times with different values; give it once, and quote a pattern with braces"
-        problems[_SHARDS] = text
-    for key, text in given_by_files.items():
-        if origins.get(key) != COMMAND_LINE:
-            problems.setdefault(key, text)
+        problems[_SHARDS] = (
+            f"is given {times} times with different values; give it once, and quote a pattern with braces"
+        )
     return tree, origins, is_complete
 
 
@@ -180,27 +183,23 @@ def _lines(node: yaml.MappingNode, prefix: str = "") -> dict[str, int]:
     return found
 
 
-def _permissions(holder: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Every permission that is given, wherever it stands: interpolation could move any mapping."""
-    entries = holder.items() if isinstance(holder, dict) else enumerate(holder) if isinstance(holder, list) else ()
-    for key, value in entries:
-        if key not in PERMISSIONS:
-            yield from _permissions(value, f"{prefix}{key}.")
-        elif value is not False and value is not None:
-            yield f"{prefix}{key}", value
-
-
-def _take_out_resolvers(holder: Any, prefix: str, problems: Problems) -> None:
-    """Replaces every text with a resolver by `???`, so that merging files computes nothing."""
+def _entries(holder: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str]]:
+    """Every entry of nested containers: the container, the key in it, and the dotted name."""
     for key in range(len(holder)) if isinstance(holder, list) else list(holder):
-        value = holder[key]
-        if isinstance(value, (dict, list)):
-            _take_out_resolvers(value, f"{prefix}{key}.", problems)
-        elif isinstance(value, str) and (found := _RESOLVER.search(value)):
-            holder[key] = "???"
+        yield holder, key, f"{prefix}{key}"
+        if isinstance(holder[key], (dict, list)):
+            yield from _entries(holder[key], f"{prefix}{key}.")
+
+
+def _take_out_resolvers(values: dict[Any, Any], problems: Problems) -> None:
+    """Replaces every text with a resolver by `???`, so that merging files computes nothing."""
+    for holder, key, place in _entries(values):
+        if isinstance(holder[key], str) and (found := _RESOLVER.search(holder[key])):
             refused = f"${{{found[1].strip()}:…}}" if found[0].endswith(":") else "${…${…}…}"
-            text = f"{refused} is not allowed: only ${{another.option}} is read, nothing from outside the files"
-            problems[f"{prefix}{key}"] = text
+            holder[key] = "???"
+            problems[place] = (
+                f"{refused} is not allowed: only ${{another.option}} is read, nothing from outside the files"
+            )
 
 
 def _override(tree: DictConfig, item: str, origins: Origins, problems: Problems) -> None:
@@ -210,21 +209,20 @@ def _override(tree: DictConfig, item: str, origins: Origins, problems: Problems)
     if not equals:
         hint = f"config={item}" if item.endswith((".yaml", ".yml")) else "option=value, such as experiment.name=first"
         problems[item] = f"not understood; write {hint}"
-        return
-    stem = key.rstrip("<>!= ")
-    if key.startswith("-"):
+    elif key.startswith("-"):
         problems[item] = f"not understood: options are written without dashes: {item.lstrip('-')}"
-    elif stem != key and _KEY.fullmatch(stem):
-        value = f"{key[len(stem) :].strip()}={text}"
-        problems[item] = f"not understood: the option's name ends at the first =; write {stem}={value}"
     elif not _KEY.fullmatch(key):
-        problems[item] = "not understood: an option is dotted names, such as dataset.params.path"
+        rule = "an option is dotted names, such as dataset.params.path, and its name ends at the first ="
+        stem = key.rstrip("<>!= ")
+        hint = f"; write {stem}={key[len(stem) :].strip()}={text}" if stem != key else ""
+        problems[item] = f"not understood: {rule}{hint}"
     else:
         try:
             wrapped = {key: parse_value(key, text)}
-            _take_out_resolvers(wrapped, "", problems)
+            _take_out_resolvers(wrapped, problems)
             OmegaConf.update(tree, key, wrapped[key], merge=True)
-            origins[key.replace("[", ".").replace("]", "")] = COMMAND_LINE
+            for _, _, place in _entries(wrapped):
+                origins[place.replace("[", ".").replace("]", "")] = COMMAND_LINE
         except RecursionError:
             problems[f"{item[:60]}…"] = "cannot be set: nested too deeply"
         except (OmegaConfBaseException, ValueError) as error:
@@ -256,7 +254,7 @@ def _resolve(node: Any, path: str, problems: Problems) -> Any:
         try:
             value = node[key]
         except MissingMandatoryValue:
-            if place not in options():  # inside a free mapping or a list, which have no defaults
+            if place not in options() and place not in OLD_NAMES:  # in a free mapping or a list, without a default
                 problems.setdefault(place, "is required (it is ???)")
             continue
         except InterpolationToMissingValueError:
@@ -269,16 +267,15 @@ def _resolve(node: Any, path: str, problems: Problems) -> Any:
             continue
         if isinstance(value, (DictConfig, ListConfig)):
             value = _resolve(value, place, problems)
-        elif value is None and _means_default(place):
-            continue
+        elif value is None and (place in groups() or _is_emptied(options().get(place))):
+            continue  # in YAML, a group or mapping with nothing but comments below it is null: its defaults
         found[key] = value
     return list(found.values()) if isinstance(node, ListConfig) else found
 
 
-def _means_default(key: str) -> bool:
-    """Whether null is an empty group or mapping: in YAML, one with nothing but comments below it is null."""
-    option = options().get(key)
-    return key in groups() or bool(option and isinstance(option.default, (dict, list)) and not accepts(option, None))
+def _is_emptied(option: Option | None) -> bool:
+    """Whether null is an empty mapping or list of an option."""
+    return option is not None and isinstance(option.default, (dict, list)) and not accepts(option, None)
 
 
 def _near(written: str) -> str:
@@ -299,7 +296,6 @@ def _wrong_values(error: ValidationError, values: Any, origins: Origins) -> list
             option = options().get(key)
             found[key] = f"is required ({option.allowed}): {option.doc}" if option else "is required"
         elif kind == "unexpected_keyword_argument":
-            key, value = _only_leaf(key, value)
             near = elsewhere(key) or suggest(key, [*options(), *groups()])
             hint = f"did you mean {near}?" if near else "docs/config.md lists every option"
             found[key] = f"unknown option{_where(key, origins)}; {hint}"
@@ -334,14 +330,6 @@ def _locate(location: Iterable[int | str], values: Any) -> tuple[str, Any]:
         values = values[step]
         path.append(str(step))
     return ".".join(path), values
-
-
-def _only_leaf(key: str, value: Any) -> tuple[str, Any]:
-    """The whole dotted name of a misspelt group, where it holds a single value."""
-    while isinstance(value, dict) and len(value) == 1:
-        [(name, value)] = value.items()
-        key = f"{key}.{name}"
-    return key, value
 
 
 def _where(key: str, origins: Origins) -> str:

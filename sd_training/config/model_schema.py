@@ -81,8 +81,8 @@ class ModelConfig:
     """Hub branch, tag or commit of `model.pretrained`."""
     family: Annotated[FamilyName | None, DENOISER] = None
     """What kind of pipeline it is; null: as `pretrained` says, or as the given parts tell."""
-    train: Literal["unet", "vae"] = "unet"
-    """Which part is trained: the denoiser (`unet`, whatever its class), or the autoencoder itself."""
+    train: Literal["denoiser", "vae"] = "denoiser"
+    """Which part is trained: the denoiser (a UNet or a transformer), or the autoencoder itself."""
     vae: PartConfig = Field(default_factory=PartConfig)
     """Image autoencoder; frozen unless `model.train` is `vae`."""
     text_encoder: _DenoiserPart = Field(default_factory=PartConfig)

@@ -227,10 +227,6 @@ class SystemConfig:
     """Signals after which the run saves and ends with status 75. Ctrl-C (SIGINT) always does, with status 130."""
     save_signals: list[SignalName] = Field(default_factory=lambda: list(SAVE_SIGNALS), json_schema_extra=_SIGNALS)
     """Signals after which the run saves and goes on."""
-    dist_backend: Literal["nccl", "gloo", "mpi"] | None = None
-    """As `distributed.dist_backend`; kept for sd-training files, must not contradict it."""
-    dist_url: str | None = None
-    """As `distributed.dist_url`; kept for sd-training files, must not contradict it."""
 
 
 @dataclass(config=SCHEMA, kw_only=True)
@@ -374,13 +370,13 @@ class EmaConfig:
     """Ramp min(decay, (1 + n) / (10 + n)) over optimizer steps n, so that early averages forget the initial weights."""
     path: str | None = None
     """Start the average from these weights: a pipeline folder, or the part's own folder."""
-    tracks: Annotated[list[Annotated[Number, Field(gt=0, le=0.2886)]], read_with("model.use_ema")] = Field(
+    sigma_rels: Annotated[list[Annotated[Number, Field(gt=0, le=0.2886)]], read_with("model.use_ema")] = Field(
         default_factory=list, json_schema_extra={"allowed": "a list of numbers above 0 and at most 0.2886"}
     )
     """Widths of further averages [share of the training so far], such as [0.05, 0.10]; from their snapshots
     `scripts/posthoc_ema.py` rebuilds an average of any width after the training (docs/ema.md)."""
     snapshot_every: PositiveInt = 1000
-    """Interval between snapshots of the tracks [optimizer steps]; a multiple of `update_every`."""
+    """Interval between snapshots of `sigma_rels` [optimizer steps]; a multiple of `update_every`."""
 
 
 @dataclass(config=SCHEMA, kw_only=True)

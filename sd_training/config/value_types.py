@@ -51,4 +51,4 @@ def used_with(option: str) -> ReadWith:
     return ReadWith(option, is_refused=False)
 
 
-DENOISER = read_with("model.train", "unet")
+DENOISER = read_with("model.train", "denoiser")

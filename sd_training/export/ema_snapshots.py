@@ -127,8 +127,8 @@ def find_snapshots(run_dir: Path) -> list[Snapshot]:
     found = [read_snapshot(path) for path in (run_dir / FOLDER).glob(_PATTERN)]
     if not found:
         raise DataError(
-            f"{run_dir / FOLDER}: has no snapshots; they are kept when the run trains with ema.tracks, such as "
-            "ema.tracks=[0.05,0.10], and ema.snapshot_every"
+            f"{run_dir / FOLDER}: has no snapshots; they are kept when the run trains with ema.sigma_rels, such as "
+            "ema.sigma_rels=[0.05,0.10], and ema.snapshot_every"
         )
     return sorted(found, key=lambda snapshot: (snapshot.step, snapshot.sigma_rel))
 

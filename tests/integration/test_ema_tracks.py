@@ -17,12 +17,14 @@ def test_an_average_of_another_width_is_rebuilt(pipeline_dir: Path, shards_dir: 
         pipeline_dir,
         shards_dir,
         **changes,
-        ema__tracks="[0.05,0.10]",
+        ema__sigma_rels="[0.05,0.10]",
         ema__snapshot_every=1,
         logging__every=20,
     )
     train(tracks)
-    direct = options(tmp_path / "direct", pipeline_dir, shards_dir, **changes, ema__tracks="[0.075]", logging__every=20)
+    direct = options(
+        tmp_path / "direct", pipeline_dir, shards_dir, **changes, ema__sigma_rels="[0.075]", logging__every=20
+    )
     train(direct)
     script = [sys.executable, "scripts/posthoc_ema.py", f"run={tmp_path / 'tracks'}", "sigma_rel=0.075"]
     done = subprocess.run([*script, f"output={tmp_path / 'out'}"], cwd=ROOT, capture_output=True, text=True)

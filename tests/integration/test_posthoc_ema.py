@@ -101,7 +101,7 @@ def test_a_kept_track_at_an_earlier_step_is_its_snapshot(run_dir: Path, tmp_path
 def test_a_rough_average_is_said_to_be_one(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call(run_dir, tmp_path / "narrow", 0.01)
     assert "warning: the residual is above 0.02" in (said := capsys.readouterr().out)
-    assert "more snapshots (ema.snapshot_every) or tracks nearer to this width (ema.tracks) would help" in said
+    assert "more snapshots (ema.snapshot_every) or tracks nearer to this width (ema.sigma_rels) would help" in said
     call(run_dir, tmp_path / "between", step=155)
     assert "step 155 has no snapshot, take step=150 or step=160" in capsys.readouterr().out
 
@@ -133,7 +133,7 @@ def test_nothing_is_overwritten(run_dir: Path, tmp_path: Path) -> None:
 def test_a_run_without_snapshots_or_without_a_pipeline(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     words = (f"run={tmp_path / 'run'}", f"output={tmp_path / 'made'}", "sigma_rel=0.1")
-    assert "has no snapshots; they are kept when the run trains with ema.tracks" in fails(*words)
+    assert "has no snapshots; they are kept when the run trains with ema.sigma_rels" in fails(*words)
     write_snapshot(tmp_path / "run", 10, 0.05, {"a": torch.zeros(2)})
     assert "current_pipeline is no pipeline; the run has not saved yet" in fails(*words)
     makers.save_tiny_pipeline(tmp_path / "run/current_pipeline")

@@ -27,7 +27,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
 ]
 REFUSED: list[tuple[list[str], str]] = [
     (["model.use_ema=false"], "model.use_ema: was true at the last start of .* and is false now"),
-    (["model.train=vae", "dataset.params.crop=center"], 'model.train: was "unet" at the last start'),
+    (["model.train=vae", "dataset.params.crop=center"], 'model.train: was "denoiser" at the last start'),
     (
         ["model.noise_scheduler_training.params.beta_end=0.5"],
         "model.noise_scheduler_training.params.beta_end: was null",

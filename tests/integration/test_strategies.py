@@ -144,7 +144,7 @@ def test_fsdp_with_other_parts_of_a_run(
 def test_what_the_other_tests_leave_out_of_cut_weights(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     """bf16, weights on the CPU, tracks of averages and an optimizer of another library, together."""
     more = ["distributed.strategy=fsdp", "distributed.offload_parameters=true", "model.mixed_precision=bf16"]
-    more += ["ema.tracks=[0.05,0.1]", "optimizer.name=lion", "trainer.accelerator=cpu"]
+    more += ["ema.sigma_rels=[0.05,0.1]", "optimizer.name=lion", "trainer.accelerator=cpu"]
     changes = {"experiment__num_examples_to_see": 32, "system__batch_size": 4}
     train_in_processes([*options(tmp_path / "run", pipeline_dir, shards_dir, **changes), *more], 2)
     assert len(losses(tmp_path / "run")) == 4 and all(0 < loss < 10 for loss in losses(tmp_path / "run"))

@@ -132,7 +132,7 @@ def test_average_of_another_network_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_track_follows_its_power_function_beside_the_average() -> None:
-    ema, module = Ema(EmaConfig(tracks=[0.1], update_every=2)), module_with(0.0)
+    ema, module = Ema(EmaConfig(sigma_rels=[0.1], update_every=2)), module_with(0.0)
     ema.on_train_start(module._trainer, module)  # type: ignore[arg-type]
     exponent = gamma_of(0.1) + 1
     expected = 0.0
@@ -150,5 +150,5 @@ def test_a_track_follows_its_power_function_beside_the_average() -> None:
 def test_a_track_that_the_checkpoint_lacks_is_named() -> None:
     module = module_with(1.0)
     stored = {"ema": {"network.weight": torch.zeros(1, 2), "network.bias": torch.zeros(1)}}
-    with pytest.raises(CheckpointError, match=r"ema\.tracks: ema-sigma_rel=0\.100, but the checkpoint has no such"):
-        Ema(EmaConfig(tracks=[0.1])).load_averages(module._trainer, module, stored)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"ema\.sigma_rels: ema-sigma_rel=0\.100, but the checkpoint has no such"):
+        Ema(EmaConfig(sigma_rels=[0.1])).load_averages(module._trainer, module, stored)  # type: ignore[arg-type]

@@ -53,7 +53,7 @@ def test_help_needs_no_torch() -> None:
         ("learning_rate", "optimizer.params.learning_rate"),
         ("optimiser.params.learning_rate", "optimizer.params.learning_rate"),
         ("optimizer.learning_rate", "optimizer.params.learning_rate"),
-        ("dataset.batch_size", "dataset.params.batch_size"),
+        ("dataset.batch_size", "system.batch_size"),
         ("dataset.param.path", "dataset.params.path"),
         ("modle", "model"),
         ("model.ema", "model.use_ema"),

@@ -105,8 +105,6 @@ def test_a_permission_that_a_file_gives_is_told_once(tmp_path: Path) -> None:
 def test_the_command_line_permits_shell_commands(tmp_path: Path) -> None:
     permit = "dataset.params.allow_pipe=true"
     assert load_config([*BASE, permit]).dataset.params.allow_pipe
-    file = write(tmp_path / "a.yaml", "dataset: {params: {allow_pipe: true}}")
-    assert load_config([f"config={file}", *BASE, permit]).dataset.params.allow_pipe
     mix = write(tmp_path / "b.yaml", "dataset: {mix: [{params: {path: 'pipe:true'}}]}")
     loaded = load_config([f"config={mix}", *BASE, "dataset.mix[0].params.allow_pipe=true"])
     assert loaded.dataset.mix[0].params.allow_pipe and not loaded.dataset.params.allow_pipe

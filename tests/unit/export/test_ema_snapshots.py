@@ -117,7 +117,9 @@ def test_a_damaged_file_and_no_file(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(DataError, match=r"step=20/sigma_rel=0\.050\.safetensors: is damaged"):
         find_snapshots(tmp_path)
-    with pytest.raises(DataError, match=r"has no snapshots; .*ema\.tracks=\[0\.05,0\.10\], and ema\.snapshot_every"):
+    with pytest.raises(
+        DataError, match=r"has no snapshots; .*ema\.sigma_rels=\[0\.05,0\.10\], and ema\.snapshot_every"
+    ):
         find_snapshots(tmp_path / "other")
 
 
