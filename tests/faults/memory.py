@@ -37,9 +37,9 @@ class Runs:
 QUICK = (Runs("fsdp", 2, 5, ("distributed.strategy=fsdp",)),)
 # The widths of the tiny network are multiples of 8: three processes share them unevenly, and torch pads.
 FULL = (
-    Runs("fsdp", 2, 2500, ("distributed.strategy=fsdp",)),
-    Runs("fsdp, uneven shards", 3, 500, ("distributed.strategy=fsdp", "experiment.num_examples_to_see=3000")),
-    Runs("ddp", 2, 500, ("distributed.strategy=ddp",)),
+    Runs("fsdp", 2, 1500, ("distributed.strategy=fsdp",)),
+    Runs("fsdp, uneven shards", 3, 600, ("distributed.strategy=fsdp", "experiment.num_examples_to_see=3600")),
+    Runs("ddp", 2, 400, ("distributed.strategy=ddp",)),
     Runs("hsdp", 4, 500, ("distributed.mesh.data=2", "distributed.mesh.fsdp=2")),
 )
 
