@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from sd_training.config.fields import is_below, option_of, options, rename_old, shown
+from sd_training.config.fields import group_of, is_below, option_of, options, rename_old, shown
 from sd_training.config.schema import Config
 from sd_training.redaction import note_secret, redacted_values
 
@@ -44,29 +44,15 @@ def chosen_options(config: Config) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value != options()[key].default}
 
 
-EXPORTED = (
-    "conditioning.null_text",
-    "model.bf16_weights",
-    "model.family",
-    "model.noise_scheduler_training",
-    "model.pretrained",
-    "model.revision",
-    "model.text_encoder",
-    "model.text_encoder_2",
-    "model.text_encoder_3",
-    "model.text_encoders",
-    "model.tokenizer",
-    "model.tokenizer_2",
-    "model.tokenizer_3",
-    "model.train",
-    "model.transformer",
-    "model.unet",
-    "model.use_ema",
-    "model.vae",
-    "model.vae_scaling_factor",
-    "objective.shift",
-    "objective.sigma_data",
-)
+_EXPORTED: Mapping[str, str] = {
+    "conditioning": "null_text",
+    "model": (
+        "bf16_weights family noise_scheduler_training pretrained revision text_encoder text_encoder_2 text_encoder_3 "
+        "text_encoders tokenizer tokenizer_2 tokenizer_3 train transformer unet use_ema vae vae_scaling_factor"
+    ),
+    "objective": "shift sigma_data",
+}
+EXPORTED = tuple(f"{group}.{name}" for group, names in _EXPORTED.items() for name in names.split())
 """Options, and groups of them, that decide which weights and parts `current_pipeline` holds. What the checkpoint itself
 knows, such as the prediction type and the optimizer, is compared when it is loaded."""
 
@@ -134,11 +120,7 @@ def refused_changes(changes: Sequence[Change], allowed: Sequence[str], run_dir: 
 
 
 def _value(holder: Any, key: str) -> Any:
-    for step in key.split("."):
-        if not isinstance(holder, dict) or step not in holder:
-            return options()[key].default
-        holder = holder[step]
-    return holder
+    return group_of(holder, key).get(key.rpartition(".")[2], options()[key].default)
 
 
 def _is_same_place(change: Change) -> bool:

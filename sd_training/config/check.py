@@ -30,8 +30,6 @@ SHARDED_OPTIMIZERS = ("adamw", "lion")
 """Optimizers that treat every number alone, so that a shard of a tensor is updated as the whole would be."""
 PARTS = tuple(field.name for field in fields(ModelConfig) if isinstance(getattr(ModelConfig(), field.name), PartConfig))
 _MODEL_FILES = ("model_index.json", "config.json", "scheduler_config.json", "tokenizer_config.json")
-_PICKLES = (".ckpt", ".pt", ".pth", ".bin")
-_RENDEZVOUS = re.compile(r"env://|tcp://[^\s/:]+:([0-9]{1,5})")
 _CONSTANT = ("constant", "ConstantWithWarmup")
 _ONLY = {"sigma_sqrt": "flow_prediction", "cosmap": "flow_prediction", "edm": "edm"}
 """Weighting → the prediction type it is defined for."""
@@ -44,7 +42,6 @@ def check(config: Config) -> list[str]:
     rules = (
         _choices,
         _parts,
-        _objective,
         _optimizer,
         _paths,
         _data,
@@ -53,7 +50,9 @@ def check(config: Config) -> list[str]:
         _processes,
         _sharding,
     )
-    found = (problem for rule in rules for problem in rule(config))
+    found = [problem for rule in rules for problem in rule(config)]
+    if config.model.train == "denoiser":
+        found += objective_problems(config.objective)  # and once more when a noise scheduler says what is null here
     return list(dict.fromkeys(found))
 
 
@@ -116,8 +115,6 @@ def _parts(config: Config) -> Iterator[str]:
     for part in given:
         if part not in known:
             yield f"model.{part}: family {family} has no such part; it has {', '.join(FAMILY_PARTS[family])}"
-    if model.text_encoders and family != "mmdit_rope":
-        yield f"model.text_encoders: is only read with model.family=mmdit_rope, not {family}"
 
 
 def _part(key: str, part: PartConfig, is_needed: bool) -> Iterator[str]:
@@ -146,12 +143,6 @@ def _unused_parts(model: ModelConfig) -> Iterator[str]:
             yield f"model.{part}: its own settings are not used, because model.pretrained is set"
 
 
-def _objective(config: Config) -> Iterator[str]:
-    """Rules that need no noise scheduler; `models.schedulers` checks the others once it is loaded."""
-    if config.model.train == "denoiser":
-        yield from objective_problems(config.objective)
-
-
 def objective_problems(objective: ObjectiveConfig) -> list[str]:
     """What is wrong with an objective.
 
@@ -166,10 +157,8 @@ def _objective_rules(objective: ObjectiveConfig) -> Iterator[str]:
     shift, loss = objective.shift, objective.loss
     if density.low >= density.high:
         yield f"timestep_density.low: {density.low:g} must be below timestep_density.high, {density.high:g}"
-    if len(density.bias_range) != 2 or density.bias_range[0] >= density.bias_range[1]:
+    if density.bias_range[0] >= density.bias_range[1]:
         yield f"timestep_density.bias_range: is {density.bias_range}; must be [from, to] with from below to"
-    if not -1.0 <= density.mode_scale <= 1.751938393884109:  # 2 / (π - 2) (arXiv:2403.03206, section 3.1)
-        yield f"timestep_density.mode_scale: {density.mode_scale:g} must be from -1 to 1.75, or levels run backwards"
     if shift.base_tokens >= shift.max_tokens:
         yield f"shift.base_tokens: {shift.base_tokens} must be below shift.max_tokens, {shift.max_tokens}"
     if loss.huber_schedule == "exponential" and loss.huber_delta > 1:
@@ -191,8 +180,6 @@ def _objective_rules(objective: ObjectiveConfig) -> Iterator[str]:
         yield "offset_noise: must be 0 with flow_prediction: samplers start from plain noise, which it would not train"
     if objective.rescale_betas_zero_snr and prediction == "epsilon":
         yield "rescale_betas_zero_snr: true needs prediction_type v_prediction or sample: at zero SNR, ε says nothing"
-    elif objective.rescale_betas_zero_snr and prediction in ("flow_prediction", "edm"):
-        yield f"rescale_betas_zero_snr: is only read with a discrete noise schedule, not prediction_type={prediction}"
 
 
 def _optimizer(config: Config) -> Iterator[str]:
@@ -257,14 +244,10 @@ def _paths(config: Config) -> Iterator[str]:
         elif "@" in mirror.partition("://")[2].partition("/")[0]:
             yield "checkpoint.mirror: has a user or a key before @; give keys by the environment (docs/security.md)"
     for key in ("experiment.log_dir", "dataset.params.remote.cache_dir", "dataset.params.index_dir"):
-        folder = value_of(config, key)
-        if folder is not None and (problem := output_problem(folder)):
-            hint = "; checkpoint.mirror copies the checkpoints of a run to an object store (docs/checkpoints.md)"
-            yield f"{key}: {problem}{hint if key == 'experiment.log_dir' and '://' in folder else ''}"
+        if (folder := value_of(config, key)) is not None and (problem := output_problem(folder)):
+            yield f"{key}: {problem}"
     captions = config.experiment.eval_caption_file
-    if captions is not None and "://" in captions:
-        yield f"experiment.eval_caption_file: {captions!r} is a URL; download the file and give its path"
-    elif captions is not None and not Path(captions).is_file():
+    if captions is not None and not Path(captions).is_file():
         yield f"experiment.eval_caption_file: {captions!r} does not exist or is no file"
 
 
@@ -286,7 +269,10 @@ def _model_path(config: Config, key: str, text: str) -> Iterator[str]:
         if text.startswith(("/", "./", "../", "~")):
             yield f"{key}: {text!r} does not exist{' (~ is not expanded)' if text.startswith('~') else ''}"
     elif path.is_file():
-        yield f"{key}: {text!r} is a file; {_instead_of_file(key, path)}"
+        wanted = "model_index.json" if key == "model.pretrained" else "config.json"
+        folder = next((folder for folder in path.parents[:2] if (folder / wanted).is_file()), None)
+        convert = "a folder that diffusers saved, or a hub id, is needed; docs/models.md says how to convert a file"
+        yield f"{key}: {text!r} is a file; {f'write its folder: {key}={folder}' if folder else convert}"
     elif problem := model_folder_problem(config, key, text):
         yield f"{key}: {text!r} {problem}"
 
@@ -294,10 +280,10 @@ def _model_path(config: Config, key: str, text: str) -> Iterator[str]:
 def model_folder_problem(config: Config, key: str, text: str) -> str:
     """Why a folder that exists is no model, or one part where a whole pipeline is needed; empty when it is right."""
     is_pipeline = key == "model.pretrained" and config.model.train == "denoiser"
-    path, parent = Path(text), Path(text).absolute().parent
+    path = Path(text).absolute()
     if any((path / name).is_file() for name in (_MODEL_FILES[:1] if is_pipeline else _MODEL_FILES)):
         return ""
-    for run in (path, parent, parent.parent):
+    for run in (path, *path.parents[:2]):
         if (run / "current_pipeline" / "model_index.json").is_file():
             return f"is the folder of a run; write {key}={run / 'current_pipeline'}"
     if (path / "checkpoints").is_dir() and (path / "config.yaml").is_file():
@@ -305,30 +291,9 @@ def model_folder_problem(config: Config, key: str, text: str) -> str:
     if not is_pipeline:
         has_parts = any(True for name in _MODEL_FILES for _ in path.glob(f"*/{name}"))
         return "" if has_parts else "holds no model: it has no config.json, and no folder in it has one"
-    if (parent / "model_index.json").is_file():
-        return f"is one part of a pipeline; write {key}={parent}"
-    if any((path / name).is_file() for name in _MODEL_FILES):
-        part = path.absolute().name if path.absolute().name in PARTS else "unet"
-        return f"is one part, not a pipeline; give each part by its own option, such as model.{part}.pretrained"
+    if (path.parent / "model_index.json").is_file():
+        return f"is one part of a pipeline; write {key}={path.parent}"
     return "is no pipeline folder: it has no model_index.json"
-
-
-def _instead_of_file(key: str, path: Path) -> str:
-    """A file inside a model folder stands for the folder; a checkpoint of one file has to be converted."""
-    wanted = "model_index.json" if key == "model.pretrained" else "config.json"
-    if folder := next((folder for folder in path.parents[:2] if (folder / wanted).is_file()), None):
-        return f"write its folder: {key}={folder}"
-    if path.suffix not in (".safetensors", *_PICKLES):
-        return "a folder that diffusers saved, or a hub id, is needed"
-    first = ""
-    if path.suffix in _PICKLES:
-        source, path = path, path.with_suffix(".safetensors")
-        first = f"python scripts/convert_checkpoint.py {source} {path}, then "
-    load = f"StableDiffusionPipeline.from_single_file('{path}').save_pretrained('models/{path.stem}')"
-    return (
-        f"a folder that diffusers saved is needed. Convert it: {first}in Python {load} (StableDiffusionXLPipeline for "
-        f"SDXL; from diffusers, needs the hub once), and write {key}=models/{path.stem}"
-    )
 
 
 def _data(config: Config) -> Iterator[str]:
@@ -338,25 +303,15 @@ def _data(config: Config) -> Iterator[str]:
         yield from _source(f"dataset.mix.{number}", entry)
     if buckets.mode == "table" and not buckets.sizes:
         yield "dataset.params.buckets.sizes: is required with buckets.mode=table: a list of [height, width] pairs"
-    if any(len(size) != 2 for size in buckets.sizes or ()):
-        yield "dataset.params.buckets.sizes: must be [height, width] pairs"
     if (examples := config.experiment.num_examples_to_see) < _least_batch(config):
         step = f"batch_size {system.batch_size} × accumulation {system.gradient_accumulation}"
         yield f"experiment.num_examples_to_see: is {examples:,}, less than one optimizer step ({step})"
 
 
 def _source(prefix: str, entry: DatasetConfig | MixEntry) -> Iterator[str]:
-    params = entry.params
-    if not params.path:
-        yield f"{prefix}.params.path: is empty; give a tar file, a folder, a glob or a brace pattern"
-    problems = parse_filters(params.filters)[1]
+    problems = parse_filters(entry.params.filters)[1]
     if entry.type == "ClassificationWebDataset":
-        if params.idx_to_prompt is not None and params.class_mapping is not None:
-            yield f"{prefix}.params.class_mapping: is another name of {prefix}.params.idx_to_prompt; keep one of them"
-        elif params.idx_to_prompt is None and params.class_mapping is None:
-            yield f"{prefix}.params.idx_to_prompt: is required with {prefix}.type=ClassificationWebDataset"
-        else:
-            problems += read_class_prompts(params)[1]
+        problems += read_class_prompts(entry.params)[1]
     yield from (problem.replace("dataset.", f"{prefix}.", 1) for problem in problems)
     if entry.end_step is not None and entry.end_step <= entry.start_step:
         yield f"{prefix}.end_step: is {entry.end_step}, not after {prefix}.start_step={entry.start_step}"
@@ -368,8 +323,6 @@ def _model(config: Config) -> Iterator[str]:
         yield "model.gradient_checkpointing: selective is for denoisers only; use true with model.train=vae"
     if model.train_text_encoder and ema.path is not None:
         yield "ema.path: holds one network, but model.train_text_encoder trains several; remove one of them"
-    if len(set(ema.sigma_rels)) < len(ema.sigma_rels):
-        yield f"ema.sigma_rels: {ema.sigma_rels} names a width twice"
     if ema.sigma_rels and ema.snapshot_every % ema.update_every:
         yield f"ema.snapshot_every: {ema.snapshot_every} is no multiple of ema.update_every={ema.update_every}"
     if model.train == "denoiser" and sampling.every > 0 and not sampling.prompts:
@@ -408,9 +361,6 @@ def _processes(config: Config) -> Iterator[str]:
     if distributed.strategy == "single" and max(devices, trainer.num_nodes or 1) > 1:
         asked = f"trainer.devices={trainer.devices} and trainer.num_nodes={trainer.num_nodes}"
         yield f"distributed.strategy: `single` is one process, but {asked} ask for more; use ddp or auto"
-    url = _RENDEZVOUS.fullmatch(distributed.dist_url)
-    if not url or (url[1] and not 0 < int(url[1]) < 65536):
-        yield f"distributed.dist_url: is {distributed.dist_url!r}; allowed: env:// or tcp://host:port"
 
 
 def is_deepspeed(config: DistributedConfig) -> bool:
@@ -433,12 +383,8 @@ def _sharding(config: Config) -> Iterator[str]:
     yield from (f"distributed.mesh.{axis}: is 0; 1 leaves the axis out" for axis, size in sizes.items() if size == 0)
     if list(sizes.values()).count(-1) > 1:
         yield "distributed.mesh: more than one axis is -1; only one can be what is left"
-    if distributed.offload_optimizer and not deepspeed:
-        yield "distributed.offload_optimizer: only DeepSpeed does this; use deepspeed_2, or fsdp and offload_parameters"
     if distributed.offload_parameters and not (fsdp or distributed.strategy == "deepspeed_3"):
         yield "distributed.offload_parameters: is only read with fsdp, hsdp and deepspeed_3"
-    if distributed.deepspeed_config is not None and not deepspeed:
-        yield f"distributed.deepspeed_config: is only read with deepspeed, not {distributed.strategy}"
     if not distributed.reshard_after_forward and not fsdp:
         yield "distributed.reshard_after_forward: is only read with fsdp and hsdp"
     name = distributed.strategy if distributed.strategy != "auto" else "distributed.mesh"

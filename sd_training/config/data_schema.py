@@ -1,6 +1,5 @@
 """The options of the training data, and the class prompts that one of them names."""
 
-import errno
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -35,6 +34,7 @@ _COLUMNS = read_with("type", *_TABLES)
 _CLASSES = read_with("type", "ClassificationWebDataset")
 _MIXED = read_with("mix")
 _LADDER = read_with("mode", "ladder")
+_Size = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 
 
 @dataclass(config=SCHEMA, kw_only=True)
@@ -76,7 +76,7 @@ class BucketConfig:
     """Ladder: longest side [pixels]; null: twice `resolution`."""
     max_aspect: Annotated[Number, Field(ge=1), _LADDER] = 2.0
     """Ladder: largest ratio of the longer to the shorter side; images beyond it are cropped."""
-    sizes: Annotated[list[list[PositiveInt]] | None, read_with("mode", "table")] = Field(
+    sizes: Annotated[list[_Size] | None, read_with("mode", "table")] = Field(
         default=None, json_schema_extra={"allowed": "a list of [height, width] pairs or null"}
     )
     """Table: `[height, width]` pairs [pixels]."""
@@ -251,8 +251,6 @@ class DatasetConfig:
     """More data sets; each optimizer step draws from one of them."""
 
 
-_MAX_PROMPT_BYTES = 256 * 2**20
-"""Largest file of class prompts [bytes]."""
 _MAX_DIGITS = 20
 """Longer numbers are names."""
 
@@ -263,20 +261,17 @@ def read_class_prompts(params: SourceParams) -> tuple[dict[str, list[str]], list
     Returns:
         Class → at least one prompt, and one sentence per problem. `7`, `"7"` and `"07"` are the class `7`.
     """
-    option = "dataset.params.idx_to_prompt" if params.idx_to_prompt is not None else "dataset.params.class_mapping"
+    option = "dataset.params.idx_to_prompt"
+    if params.idx_to_prompt is not None and params.class_mapping is not None:
+        return {}, [f"dataset.params.class_mapping: is another name of {option}; keep one of them"]
     written: Any = params.class_mapping if params.idx_to_prompt is None else params.idx_to_prompt
+    if written is None:
+        return {}, [f"{option}: is required with dataset.type=ClassificationWebDataset"]
     if isinstance(written, str):
         try:
-            with Path(written).expanduser().open("rb") as file:
-                content = file.read(_MAX_PROMPT_BYTES + 1)
-            if len(content) > _MAX_PROMPT_BYTES:
-                raise OSError(errno.EFBIG, f"larger than {_MAX_PROMPT_BYTES:,} bytes")
-            written = json.loads(content)
-        except (OSError, RuntimeError) as error:  # RuntimeError: `~nobody`, and RecursionError
-            reason = "nested too deeply" if isinstance(error, RecursionError) else getattr(error, "strerror", None)
-            return {}, [f"{option}: cannot read {written!r}: {reason or error}"]
-        except ValueError as error:
-            return {}, [f"{option}: {written!r} is not readable as JSON: {error}"]
+            written = json.loads(Path(written).expanduser().read_bytes())
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: `~nobody`, and nested too deeply
+            return {}, [f"{option}: cannot read {written!r} as JSON: {getattr(error, 'strerror', None) or error}"]
     if not isinstance(written, dict) or not written:
         return {}, [f"{option}: must be a mapping of class to prompt, with at least one class"]
     prompts: dict[str, list[str]] = {}

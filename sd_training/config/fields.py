@@ -130,8 +130,8 @@ def rename_old(values: Any, given: Collection[str] = ()) -> dict[str, str]:
     """
     problems = {}
     for old, new in OLD_NAMES.items():
-        value = _group_of(values, old).pop(old.rpartition(".")[2], None)
-        group, name = _group_of(values, new), new.rpartition(".")[2]
+        value = group_of(values, old).pop(old.rpartition(".")[2], None)
+        group, name = group_of(values, new), new.rpartition(".")[2]
         if value is None:
             continue
         if new not in given or name not in group:
@@ -139,13 +139,13 @@ def rename_old(values: Any, given: Collection[str] = ()) -> dict[str, str]:
         elif value != group[name]:
             problems[old] = f"is {shown(value)}, but {new} is {shown(group[name])}; remove {old}, a second name of it"
     for key, words in OLD_WORDS.items():
-        group, name = _group_of(values, key), key.rpartition(".")[2]
+        group, name = group_of(values, key), key.rpartition(".")[2]
         if isinstance(group.get(name), str):
             group[name] = words.get(group[name], group[name])
     return problems
 
 
-def _group_of(values: Any, key: str) -> dict[str, Any]:
+def group_of(values: Any, key: str) -> dict[str, Any]:
     """The mapping that holds a dotted option; an empty one where there is none."""
     for step in key.split(".")[:-1]:
         values = values.get(step) if isinstance(values, dict) else None

@@ -8,34 +8,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from sd_training.config.fields import Option, groups, options
 from sd_training.errors import ConfigError
 
-_USUAL = (
-    "experiment.log_dir",
-    "experiment.name",
-    "experiment.num_examples_to_see",
-    "experiment.save_every",
-    "dataset.type",
-    "dataset.params.path",
-    "dataset.params.resolution",
-    "system.batch_size",
-    "system.gradient_accumulation",
-    "system.workers",
-    "model.pretrained",
-    "model.train",
-    "model.mixed_precision",
-    "model.gradient_checkpointing",
-    "model.use_ema",
-    "distributed.strategy",
-    "objective.preset",
-    "optimizer.name",
-    "optimizer.params.learning_rate",
-    "lr_scheduler.scheduler",
-    "validation.path",
-    "sampling.every",
-    "logging.every",
-    "trainer.accelerator",
-    "trainer.devices",
-)
-"""The options of the README's table, and what every run needs."""
+_USUAL: Mapping[str, str] = {
+    "experiment": "log_dir name num_examples_to_see save_every",
+    "dataset": "type params.path params.resolution",
+    "system": "batch_size gradient_accumulation workers",
+    "model": "pretrained train mixed_precision gradient_checkpointing use_ema",
+    "distributed": "strategy",
+    "objective": "preset",
+    "optimizer": "name params.learning_rate",
+    "lr_scheduler": "scheduler",
+    "validation": "path",
+    "sampling": "every",
+    "logging": "every",
+    "trainer": "accelerator devices",
+}
+"""Group → options of the README's table, and what every run needs."""
 _WIDTH = 118
 
 
@@ -54,7 +41,8 @@ def help_text(usage: str, topics: Iterable[str]) -> str:
 
 
 def _overview(usage: str) -> str:
-    usual = (_entry(options()[key], is_short=True) for key in _USUAL)
+    keys = (f"{group}.{name}" for group, names in _USUAL.items() for name in names.split())
+    usual = (_entry(options()[key], is_short=True) for key in keys)
     held = (f"  {key:32} {_first_sentence(field.description or '')}" for key, field in groups().items())
     return "\n".join(
         [

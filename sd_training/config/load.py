@@ -28,6 +28,7 @@ from sd_training.config.fields import (
     Option,
     accepts,
     defaults,
+    group_of,
     groups,
     is_below,
     option_of,
@@ -348,22 +349,13 @@ def _rules_that_hold_anyway(
 ) -> list[str]:
     """Rules about options without a problem, so that whoever corrects one report does not meet a second one."""
     for key in problems:
-        holder, place = values, ""
-        for step in key.split("."):
-            place = f"{place}.{step}" if place else step
-            if not isinstance(holder, dict) or step not in holder:
-                break
-            if place not in groups() or place == key:
-                del holder[step]
-                break
-            holder = holder[step]
+        # The value that is wrong: of an option's part the whole option.
+        wrong = option_of(key).key if is_below(key, options()) else key
+        group_of(values, wrong).pop(wrong.rpartition(".")[2], None)
     for key, option in options().items():
         if option.required:
-            *above, name = key.split(".")
-            holder = values
-            for step in above:
-                holder = holder.setdefault(step, {})
-            holder.setdefault(name, _LONG_RUN if accepts(option, _LONG_RUN) else "stand-in")
+            stand_in = _LONG_RUN if accepts(option, _LONG_RUN) else "stand-in"
+            group_of(values, key).setdefault(key.rpartition(".")[2], stand_in)
     try:
         rules = _all_rules(_ADAPTER.validate_python(values), further)
     except ValidationError:

@@ -97,7 +97,7 @@ class ModelConfig:
     """Third text encoder (sd3); may be left out."""
     tokenizer_3: _DenoiserPart = Field(default_factory=PartConfig)
     """Its tokenizer."""
-    text_encoders: Annotated[list[TextEncoderEntry], DENOISER] = Field(
+    text_encoders: Annotated[list[TextEncoderEntry], read_with("family", None, "mmdit_rope"), DENOISER] = Field(
         default_factory=list, json_schema_extra={"allowed": "a list of up to three text encoders"}
     )
     """mmdit_rope: the text encoders, each with `pretrained` or `target` and `params`, and `tokenizer`, `layer`,

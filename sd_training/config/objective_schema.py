@@ -3,6 +3,7 @@
 Objectives by name: settings that go together.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -31,6 +32,7 @@ _LEVELS = read_with("name", None, "uniform", "logit_normal", "mode", "cosmap", "
 _BETA = read_with("name", "beta")
 _TOKENS = read_with("mode", "tokens")
 _HUBER = read_with("name", "huber")
+_DISCRETE = read_with("prediction_type", None, "epsilon", "v_prediction", "sample")
 
 
 @dataclass(config=SCHEMA, kw_only=True)
@@ -45,8 +47,8 @@ class TimestepDensityConfig:
     as EDM."""
     std: Annotated[Positive | None, _NORMAL] = None
     """`logit_normal`: s; `log_normal`: standard deviation of ln σ. null: the preset's, or 1."""
-    mode_scale: Annotated[Number, read_with("name", "mode")] = 1.29
-    """`mode`: s; flat at 0, peaked in the middle above, at most 1.75."""
+    mode_scale: Annotated[Number, Field(ge=-1, le=2 / (math.pi - 2)), read_with("name", "mode")] = 1.29
+    """`mode`: s; flat at 0, peaked in the middle above. Beyond 2 / (π − 2) levels would run backwards."""
     alpha: Annotated[Positive, _BETA] = 1.0
     """`beta`: α."""
     beta: Annotated[Positive, _BETA] = 1.0
@@ -62,7 +64,9 @@ class TimestepDensityConfig:
     """See `bias`."""
     bias_portion: Annotated[Probability, read_with("bias", "later", "earlier")] = 0.25
     """See `bias`."""
-    bias_range: Annotated[list[Probability], read_with("bias", "range")] = Field(default_factory=lambda: [0.0, 1.0])
+    bias_range: Annotated[list[Probability], Field(min_length=2, max_length=2), read_with("bias", "range")] = Field(
+        default_factory=lambda: [0.0, 1.0], json_schema_extra={"allowed": "[from, to] with numbers from 0 to 1"}
+    )
     """See `bias`."""
     stratified: bool = False
     """Draw one noise level from each of G equal parts of the density at every optimizer step of G samples, instead of
@@ -128,7 +132,7 @@ class ObjectiveConfig:
     prediction_type: PredictionType | None = None
     """Target of the denoiser; null takes the preset's, or the training noise scheduler's. It is written into the
     exported scheduler."""
-    rescale_betas_zero_snr: bool | None = None
+    rescale_betas_zero_snr: Annotated[bool | None, _DISCRETE] = None
     """Zero terminal SNR (Lin et al. 2023, arXiv:2305.08891, algorithm 1); null takes the preset's, or the training
     noise scheduler's."""
     timestep_density: TimestepDensityConfig = Field(default_factory=TimestepDensityConfig)

@@ -13,7 +13,6 @@ from sd_training.redaction import is_secret_name
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})", re.ASCII)
 """As `os.path.expandvars` finds them."""
-_ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
 
 def output_problem(text: str) -> str:
@@ -26,12 +25,7 @@ def output_problem(text: str) -> str:
     expanded = os.path.expandvars(text)
     if "$" in expanded:
         return f"{text!r} is {expanded!r} with its variables; a path here cannot have a $"
-    scheme, is_url, rest = expanded.partition("://")
-    if is_url and scheme.lower() == "file":
-        return f"{text!r} is a URL; write the path itself: {'/' + rest.lstrip('/')}"
-    if not is_url and _ONE_SLASH.match(expanded):
-        return f"{text!r} looks like a URL with one slash, and files are written to local or mounted folders only"
-    if is_url:
+    if "://" in expanded:
         return f"{text!r} is a URL, and files are written to local or mounted folders only"
     try:
         Path(expanded).expanduser()

@@ -33,6 +33,7 @@ from sd_training.signals import SAVE_SIGNALS, STOP_SIGNALS, SignalName
 StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "deepspeed_1", "deepspeed_2", "deepspeed_3"]
 MeshAxis = Annotated[Int, Field(ge=-1)]
 MESH_AXES = ("data", "fsdp", "tensor")
+_DEEPSPEED = read_with("strategy", "deepspeed_1", "deepspeed_2", "deepspeed_3")
 
 
 @dataclass(config=SCHEMA, kw_only=True)
@@ -65,16 +66,20 @@ class DistributedConfig:
     """Processes by axis, such as `{data: -1, fsdp: 8, tensor: 1}`."""
     reshard_after_forward: bool = True
     """fsdp, hsdp: reshard the weights of a block after its forward pass. False is faster and needs more memory."""
-    offload_optimizer: bool = False
-    """deepspeed: keep the optimizer state in CPU memory and update there."""
+    offload_optimizer: Annotated[bool, _DEEPSPEED] = False
+    """Keep the optimizer state in CPU memory and update there."""
     offload_parameters: bool = False
     """fsdp, hsdp: keep weights, gradients and optimizer state in CPU memory. deepspeed_3: the weights."""
-    deepspeed_config: str | None = None
-    """deepspeed: a JSON file of DeepSpeed options, those that docs/scaling.md lists; what this trainer decides itself
+    deepspeed_config: Annotated[str | None, _DEEPSPEED] = None
+    """A JSON file of DeepSpeed options, those that docs/scaling.md lists; what this trainer decides itself
     (batch sizes, optimizer, clipping, precision) must not be in it, nor another stage."""
     dist_backend: Literal["nccl", "gloo", "mpi"] = "nccl"
     """Communication library; `nccl` becomes `gloo` on a machine without CUDA, with one line saying so."""
-    dist_url: str = "env://"
+    dist_url: str = Field(
+        default="env://",
+        pattern=r"^(env://|tcp://[^\s/:]+:[0-9]{1,5})$",
+        json_schema_extra={"allowed": "env:// or tcp://host:port"},
+    )
     """Rendezvous: `env://` reads MASTER_ADDR and MASTER_PORT as torchrun and SLURM set them; `tcp://host:port` sets
     them."""
 

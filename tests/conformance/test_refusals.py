@@ -58,8 +58,6 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     ("flow_prediction", {"shift": ShiftConfig(mode="static", base_shift=0.7)}, "shift.base_shift"),
     # Values out of range.
     ("epsilon", density("uniform", low=0.7, high=0.3), "timestep_density.low"),
-    ("epsilon", density("mode", mode_scale=1.8), "timestep_density.mode_scale"),
-    ("epsilon", density("mode", mode_scale=-1.1), "timestep_density.mode_scale"),
     ("epsilon", density("uniform", bias="range", bias_range=[0.6, 0.2]), "timestep_density.bias_range"),
     (
         "epsilon",

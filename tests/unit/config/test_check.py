@@ -57,26 +57,18 @@ def test_good_configurations_pass_without_a_word(base: dict[str, str]) -> None:
             {"experiment__num_examples_to_see": "31", "lr_scheduler__params__warmup_length": "0"},
             "experiment.num_examples",
         ),
-        ({"dataset__params__path": "[]"}, "dataset.params.path: is empty"),
         ({"dataset__params__filters__a": "open('x')"}, "dataset.params.filters.a"),
         ({"sampling__every": "10"}, "sampling.prompts: is empty"),
         ({"distributed__dist_url": "tcp://host"}, "distributed.dist_url"),
-        ({"distributed__dist_url": "tcp://host:99999"}, "distributed.dist_url"),
         ({"distributed__strategy": "single", "trainer__devices": "2"}, "distributed.strategy"),
         ({"distributed__strategy": "single", "trainer__num_nodes": "2"}, "distributed.strategy"),
         (
             {"experiment__eval_caption_file": "nowhere.csv"},
             "experiment.eval_caption_file: 'nowhere.csv' does not exist",
         ),
-        ({"experiment__eval_caption_file": "s3://b/c.csv"}, "experiment.eval_caption_file: 's3://b/c.csv' is a URL"),
         (
             {"experiment__log_dir": "gs://b/runs"},
             "experiment.log_dir: 'gs://b/runs' is a URL, and files are written to",
-        ),
-        ({"experiment__log_dir": "gs:/b/runs"}, "experiment.log_dir: 'gs:/b/runs' looks like a URL with one slash"),
-        (
-            {"experiment__log_dir": "file:///x/y"},
-            "experiment.log_dir: 'file:///x/y' is a URL; write the path itself: /x/y",
         ),
         (
             {"experiment__log_dir": "$NOWHERE/runs"},
@@ -129,11 +121,6 @@ def test_contradictions(changes: dict[str, str], start: str, monkeypatch: pytest
     problems = report(BASE, **changes)
     assert len(problems) == 1, problems
     assert problems[0].startswith(start)
-
-
-def test_a_url_for_the_runs_names_the_mirror() -> None:
-    (problem,) = report(BASE, experiment__log_dir="s3://b/runs")
-    assert "checkpoint.mirror copies the checkpoints of a run" in problem
 
 
 def test_output_paths_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +209,7 @@ def test_class_prompts_inline_and_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("{", "is not readable as JSON"),
+        ("{", "as JSON: Expecting property name"),
         ("[]", "must be a mapping"),
         ("{}", "at least one class"),
         ('{"0": []}', "idx_to_prompt.0: must be a prompt or a list"),

@@ -203,7 +203,7 @@ def test_every_kind_of_problem_in_one_report(tmp_path: Path) -> None:
         "sampling.prompts: is empty",
         "model.unet: is required",
         "model.vae.pretrained: './not/there' does not exist",
-        "distributed.dist_url: is 'http://x'",
+        'distributed.dist_url: is "http://x"',
     )
     for start in expected:
         assert sum(line.startswith(start) for line in report) == 1, (start, report)
