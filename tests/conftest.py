@@ -1,5 +1,6 @@
 """Fixtures shared by all tests. One OpenMP thread, set before torch starts: two on two busy cores are slow."""
 
+import gc
 import os
 import tempfile
 
@@ -27,7 +28,14 @@ from tests import makers
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that starts the tests in the background has Ctrl-C ignored, and so would every run that a test starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+gc.disable()  # until everything is imported: see `pytest_collection_finish`
 _HANDLERS = {number: signal.getsignal(number) for number in FOR_THE_TRAINING_PROCESS}
+
+
+def pytest_collection_finish() -> None:
+    """Collections pass over what was imported: looking at it takes half a second, hundreds of times."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -161,6 +161,7 @@ def _import_everything() -> None:
     from sd_training.log import quiet_libraries
 
     quiet_libraries()
+    gc.disable()
     for name in _IMPORTED:
         importlib.import_module(name)
     from diffusers import StableDiffusionPipeline  # noqa: F401 - diffusers imports a class when it is asked for
@@ -168,6 +169,7 @@ def _import_everything() -> None:
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
     gc.freeze()  # collecting garbage in a child would copy all of it
+    gc.enable()
 
 
 def _become_child(job: Mapping[str, Any], reply: int) -> Callable[[], None]:
