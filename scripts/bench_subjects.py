@@ -13,7 +13,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from sd_training.config.schema import ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.diffusion.objective import Objective, make_objective
 from sd_training.models.encoders import Encoders
-from sd_training.models.execution import compile_blocks, compile_whole, recompute_activations, use_channels_last
+from sd_training.models.execution import compile_blocks, recompute_activations, use_channels_last
 from sd_training.models.families.stable_diffusion import StableDiffusion
 from sd_training.models.schedulers import load_schedulers
 from sd_training.types import PixelBatch
@@ -110,5 +110,5 @@ def variant_of(subject: Subject, variant: str) -> StableDiffusion:
     if "compiled" in wanted:
         compile_blocks(own.blocks(), num_sizes=1)
     if "compiled_full" in wanted:
-        compile_whole(own.denoiser, num_sizes=1)
+        compile_blocks([own.denoiser], num_sizes=1)
     return own

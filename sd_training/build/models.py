@@ -18,7 +18,6 @@ from sd_training.log import get_logger
 from sd_training.models.encoders import Encoders
 from sd_training.models.execution import (
     compile_blocks,
-    compile_whole,
     recompute_activations,
     require_compiler,
     use_channels_last,
@@ -123,10 +122,7 @@ def _prepare_denoiser(family: Family, plan: Plan) -> None:
             "model.mixed_precision=no or trainer.compile=false"
         )
     num_sizes = len(training_sizes(config.dataset.params).sizes)
-    if config.trainer.compile == "full":
-        compile_whole(family.denoiser, num_sizes=num_sizes)
-    else:
-        compile_blocks(blocks, num_sizes=num_sizes)
+    compile_blocks([family.denoiser] if config.trainer.compile == "full" else blocks, num_sizes=num_sizes)
 
 
 def optimization(plan: Plan) -> Optimization:

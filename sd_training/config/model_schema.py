@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from sd_training.config.value_types import DENOISER, SCHEMA, PositiveInt, read_with, used_with
+from sd_training.config.value_types import DENOISER, SCHEMA, Int, PositiveInt, read_with, used_with
 
 FamilyName = Literal["stable_diffusion", "sdxl", "sd3", "pixart", "flux", "mmdit_rope"]
 FAMILY_PARTS: Mapping[str, tuple[str, ...]] = {
@@ -50,21 +50,28 @@ class PartConfig:
 
 
 @dataclass(config=SCHEMA, kw_only=True)
-class TextEncoderEntry(PartConfig):
+class TextOptions:
+    """What is taken from one text encoder of `mmdit_rope`; its pipeline stores them too."""
+
+    layer: Annotated[Int, Field(le=-1)] | None = -1
+    """Hidden layer of the states: -1 the last one, -2 the one before, …; null: the pooled vector only."""
+    apply_final_norm: bool = True
+    """Whether the states go through the encoder's final norm. Encoders whose layers end in a norm have none."""
+    pooling: Literal["none", "eos", "mean", "projection"] = "none"
+    """Vector of the whole caption, of the last layer with its norm: `eos`: state of the end-of-text token. `mean`: mean
+    of the unmasked tokens. `projection`: CLIP's `text_embeds`."""
+    max_tokens: PositiveInt = 77
+    """L: captions are truncated and padded to this many tokens [count]."""
+    use_mask: bool = True
+    """Whether encoder and denoiser get a mask of the padding. Stable Diffusion's CLIP does not."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class TextEncoderEntry(TextOptions, PartConfig):
     """One text encoder of `mmdit_rope`: any encoder or decoder of transformers, with its tokenizer."""
 
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer; null: as `pretrained`."""
-    layer: int | None = -1
-    """Hidden states that are used: -1 the last layer's, -2 the one before, …; null: the pooled vector only."""
-    apply_final_norm: bool = True
-    """Whether states of an earlier layer go through the encoder's last norm."""
-    pooling: Literal["none", "eos", "mean", "projection"] = "none"
-    """How this encoder makes a vector of the whole caption."""
-    max_tokens: PositiveInt = 77
-    """Tokens per caption; longer ones are cut [count]."""
-    use_mask: bool = True
-    """Hide tokens that only fill up, from the encoder and from the denoiser."""
 
 
 _DenoiserPart = Annotated[PartConfig, DENOISER]

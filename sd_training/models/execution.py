@@ -7,14 +7,11 @@ whatever wraps or compiles the block afterwards sees an ordinary block.
 """
 
 import os
-import platform
 import shutil
-import sysconfig
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
-from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
 
@@ -38,35 +35,24 @@ calls those of their modules and does nothing where there is none."""
 _PRODUCTS = {"aten.mm", "aten.addmm", "aten.convolution"}
 """Not `aten.bmm`: batched products are the scores of unfused attention, which are larger than all else in a block."""
 _ATTENTION = ("aten._scaled_dot_product_", "aten._flash_attention_forward", "aten._efficient_attention_forward")
-_XFORMERS = "xformers"
 
 
 def compile_blocks(blocks: list[nn.Module], *, num_sizes: int, backend: str = "inductor") -> None:
     """Compiles each block by itself, when it first runs.
 
     Args:
-        blocks: the denoiser's repeated blocks; compiled in place.
+        blocks: the denoiser's repeated blocks, or the denoiser as the only one; compiled in place.
         num_sizes: bucket sizes of the run; each has graphs of its own.
         backend: of torch.compile.
     """
-    # torch.compile counts graphs per function, and all modules are called through the same one. Twice, because
-    # the first graphs of a block may be made for another autocast or autograd state.
-    allow_graphs(2 * num_sizes * len(blocks) + _SPARE_GRAPHS)
-    for block in blocks:
-        block.compile(dynamic=False, backend=backend)
-
-
-def compile_whole(denoiser: nn.Module, *, num_sizes: int, backend: str = "inductor") -> None:
-    """Compiles the network as one; arguments as of `compile_blocks`."""
-    compile_blocks([denoiser], num_sizes=num_sizes, backend=backend)
-
-
-def allow_graphs(count: int) -> None:
-    """Lets torch.compile keep `count` graphs of one function; beyond its own limit of 8 it would silently stop
-    compiling."""
-    config = torch._dynamo.config
+    # torch.compile counts graphs per function, and all modules are called through the same one; beyond its own limit of
+    # 8 it would silently stop compiling. Twice, because the first graphs of a block may be made for another autocast or
+    # autograd state.
+    config, count = torch._dynamo.config, 2 * num_sizes * len(blocks) + _SPARE_GRAPHS
     config.recompile_limit = max(config.recompile_limit, count)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, count)
+    for block in blocks:
+        block.compile(dynamic=False, backend=backend)
 
 
 def graphs_compiled() -> int:
@@ -87,7 +73,7 @@ def require_compiler(accelerator: str) -> None:
         accelerator: "cpu" or "cuda".
 
     Raises:
-        ConfigError: no C++ compiler (CPU), no Triton or C compiler (CUDA), or no headers of Python.
+        ConfigError: no C++ compiler (CPU), or no Triton or C compiler (CUDA).
     """
     variable, *names = _COMPILERS["cuda" if accelerator == "cuda" else "cpu"]
     chosen = os.environ.get(variable)
@@ -102,17 +88,11 @@ def require_compiler(accelerator: str) -> None:
             "trainer.compile: needs Triton on CUDA, which is not installed; install it (pip install triton) or set "
             "trainer.compile=false"
         )
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    if not header.exists():
-        raise ConfigError(
-            f"trainer.compile: needs the headers of Python, but {header} does not exist; install them (Debian: "
-            f"apt-get install python{platform.python_version().rpartition('.')[0]}-dev) or set trainer.compile=false"
-        )
 
 
 def xformers_problems(denoiser: Any) -> list[str]:
     """Why `model.xformers` cannot have an effect on this network, on whatever device; empty when it can."""
-    if _switchable(denoiser):
+    if any(hasattr(module, _HOOK) and not isinstance(module, ModelMixin) for module in denoiser.modules()):
         return []
     name = type(denoiser).__name__
     return [
@@ -123,34 +103,15 @@ def xformers_problems(denoiser: Any) -> list[str]:
 
 def use_fast_attention(denoiser: Any, device: torch.device) -> None:
     """xformers attention where it works, PyTorch's fused attention elsewhere; logs which of them runs."""
-    reason = "there is no CUDA device"
+    name, kernel = type(denoiser).__name__, "PyTorch's fused attention instead (there is no CUDA device)"
     if device.type == "cuda":
         try:
             denoiser.enable_xformers_memory_efficient_attention()
-            reason = "diffusers has not switched to it"
+            kernel = "xformers"
         except (ImportError, AttributeError, ValueError, NotImplementedError, RuntimeError) as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    log.info(f"model.xformers: {attention_sentence(denoiser, reason)}")
-
-
-def attention_sentence(denoiser: Any, reason: str) -> str:
-    """Which kernels the attention of a network runs on, from the network itself; `reason`: why it is not xformers."""
-    modules, name = _switchable(denoiser), type(denoiser).__name__
-    switched = sum(_runs_on_xformers(module) for module in modules)
-    if switched == 0:
-        return f"{name} runs on PyTorch's fused attention instead ({reason})"
-    return f"{switched} of {len(modules)} attention modules of {name} run on xformers"
-
-
-def _switchable(denoiser: Any) -> list[Any]:
-    return [module for module in denoiser.modules() if hasattr(module, _HOOK) and not isinstance(module, ModelMixin)]
-
-
-def _runs_on_xformers(module: Any) -> bool:
-    """diffusers either exchanges the processor, or names a backend in it."""
-    processor = module.processor
-    backend = getattr(processor, "_attention_backend", None)
-    return "XFormers" in type(processor).__name__ or getattr(backend, "value", None) == "xformers"
+            kernel = f"PyTorch's fused attention instead ({reason})"
+    log.info(f"model.xformers: {name} runs on {kernel}")
 
 
 def wants_channels_last(option: Literal["auto"] | bool, accelerator: str) -> bool:
@@ -174,29 +135,17 @@ def recompute_activations(blocks: Sequence[nn.Module], *, every: int = 1, is_sel
         is_selective: also keep the results of attention, matrix products and convolutions, which are slow to make
             again; norms, activations and sums are recomputed.
     """
-    forward = _forward_selectively if is_selective else _forward_whole
+    selective = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
     for block in blocks[::every]:
         # A bound method, not a closure: a copy of the block then runs the copy's weights.
-        block.forward = MethodType(forward, block)
+        block.forward = MethodType(partial(_checkpointed, selective if is_selective else {}), block)
 
 
-def _forward_whole(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return _checkpointed(block, args, kwargs, {})
-
-
-def _forward_selectively(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return _checkpointed(block, args, kwargs, {"context_fn": _selective_contexts})
-
-
-def _checkpointed(block: nn.Module, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
+def _checkpointed(options: dict[str, Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     forward = type(block).forward
     if not torch.is_grad_enabled():
         return forward(block, *args, **kwargs)
     return checkpoint(forward, block, *args, use_reentrant=False, **options, **kwargs)
-
-
-def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -207,6 +156,6 @@ def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
 def is_kept(operation: Any) -> bool:
     """Whether selective recomputation keeps the result of an operation such as `torch.ops.aten.mm.default`."""
     name = str(operation).rpartition(".")[0]
-    if name.startswith(_XFORMERS):
+    if name.startswith("xformers"):
         return "forward" in name or "fwd" in name
     return name in _PRODUCTS or name.startswith(_ATTENTION)

@@ -5,7 +5,6 @@ of a model repository are checked before a library reads them: transformers woul
 a config.json names, or start a quantizer. Every failure is a sentence that names the option.
 """
 
-import difflib
 import hashlib
 import inspect
 import json
@@ -22,6 +21,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sd_training.config.help import suggest
 from sd_training.config.model_schema import ModelConfig, PartConfig
 from sd_training.errors import ConfigError
 from sd_training.hub import hub_problem
@@ -74,8 +74,6 @@ ALLOWED: Mapping[str, Mapping[str, type]] = {
     part: next(classes for kind, classes in _KINDS.items() if part.startswith(kind)) for part in _USUAL_CLASS
 }
 """Part → the classes that a config may name. Nothing else is ever constructed or loaded."""
-MAX_JSON_BYTES = 64 << 20
-"""Largest settings or index file of a repository [bytes]; a tokenizer's own files may be larger."""
 _CONFIG_FILES = ("config.json", "scheduler_config.json", "tokenizer_config.json")
 _REFUSED = {
     "quantization_config": "quantized weights are not trained or drawn with",
@@ -176,15 +174,11 @@ def load_noise_scheduler(model: ModelConfig, part: str) -> Any:
 
 
 def stored_scheduler(model: ModelConfig, part: str) -> dict[str, Any] | None:
-    """Settings of the noise scheduler that is stored beside a part's weights; None where there is none."""
+    """Settings of the noise scheduler in the pipeline that a part is loaded from; None where there is none."""
     config, scheduler = effective_part(model, part), "noise_scheduler_training"
     if config.pretrained is None:
         return None
-    subfolder, root = _subfolder_of(part, config), config.pretrained
-    if subfolder is None:  # the part's own folder
-        root, subfolder = str(Path(root).absolute().parent), part
-    folder = str(Path(subfolder).parent / "scheduler")
-    beside = PartConfig(pretrained=root, revision=config.revision, subfolder=folder)
+    beside = PartConfig(pretrained=config.pretrained, revision=config.revision)
     try:
         return dict(_stored_settings(scheduler, class_of(scheduler, None), beside))
     except ConfigError:
@@ -246,8 +240,8 @@ def _check_params(part: str, constructor: Callable[..., Any], params: Mapping[st
     accepted = [name for name in inspect.signature(constructor).parameters if name not in {"self", "kwargs"}]
     problems = []
     for name in (name for name in params if name not in accepted):
-        near = difflib.get_close_matches(name, accepted, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(accepted)}"
+        near = suggest(name, accepted)
+        hint = f"did you mean {near!r}?" if near else f"it takes {', '.join(accepted)}"
         problems.append(f"model.{part}.params.{name}: {constructor.__qualname__} has no such parameter; {hint}")
     if problems:
         raise ConfigError(problems)
@@ -325,23 +319,20 @@ def _subfolder_of(part: str, config: PartConfig) -> str | None:
 
 def folder_settings_problems(folder: Path) -> list[str]:
     """Refused content of the JSON files of a part's folder: settings, and shards that an index names."""
-    checks = {"*config.json": _config_problems, "*.safetensors.index.json": _index_problems}
     problems: list[str] = []
-    for pattern, check in checks.items():
-        for path in sorted(folder.glob(pattern)):
-            try:
-                if path.stat().st_size > MAX_JSON_BYTES:
-                    problems.append(f"{path}: is larger than {MAX_JSON_BYTES:,} bytes")
-                    continue
-                value = json.loads(path.read_text(encoding="utf-8"))
-                problems += check(value, path) if isinstance(value, dict) else [f"{path}: is no JSON object"]
-            except (OSError, ValueError, RecursionError) as error:
-                problems.append(f"{path}: is not readable as JSON ({str(error)[:100]})")
+    for path in sorted([*folder.glob("*config.json"), *folder.glob("*.safetensors.index.json")]):
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            problems.append(f"{path}: is not readable as JSON ({str(error)[:100]})")
+            continue
+        if not isinstance(value, dict):
+            problems.append(f"{path}: is no JSON object")
+        elif path.name.endswith(".index.json"):
+            problems += _index_problems(value, path)
+        else:
+            problems += refused_settings(value, str(path))
     return problems
-
-
-def _config_problems(value: dict[str, Any], path: Path) -> list[str]:
-    return list(refused_settings(value, str(path)))
 
 
 def refused_settings(settings: Any, where: str) -> Iterator[str]:

@@ -229,6 +229,16 @@ def joint_attention(
     return attended[:, length:], attended[:, :length]
 
 
+def to_patches(latents: Tensor, size: int) -> Tensor:
+    """[B, C, h, w] → [B, I, C·p·p]."""
+    return F.pixel_unshuffle(latents, size).flatten(2).mT.contiguous()
+
+
+def from_patches(tokens: Tensor, rows: int, size: int) -> Tensor:
+    """[B, I, C·p·p] → [B, C, h, w]."""
+    return F.pixel_shuffle(tokens.mT.unflatten(2, (rows, -1)), size)
+
+
 ROPE_SCALINGS = ("none", "interpolate")
 
 # `ModelMixin` must stay a name of this module: diffusers looks it up here to learn how the class is loaded.
@@ -282,7 +292,10 @@ class MMDiTRope(ModelMixin, ConfigMixin):
         zero_init: bool = True,
     ) -> None:
         super().__init__()
-        _check_parameters(num_layers, attention_head_dim, text_dims, rope_base_size, rope_scaling)
+        if attention_head_dim % 4:
+            raise ValueError(f"attention_head_dim: {attention_head_dim} is not a multiple of 4 (pairs of two axes)")
+        if rope_scaling not in ROPE_SCALINGS:
+            raise ValueError(f"rope_scaling: {rope_scaling!r} is not one of {', '.join(ROPE_SCALINGS)}")
         width = num_attention_heads * attention_head_dim
         self.patchify = nn.Linear(in_channels * patch_size**2, width)
         self.time_embedding = TimestepEmbedding(width, time_scale_init)
@@ -333,44 +346,26 @@ class MMDiTRope(ModelMixin, ConfigMixin):
         Raises:
             ValueError: h or w does not divide into patches, or the conditioning does not fit the model.
         """
-        rows, columns = self._grid(hidden_states)
-        image = self.patchify(self._to_patches(hidden_states))
+        config, (height, width) = self.config, hidden_states.shape[-2:]
+        patch = config.patch_size
+        if height % patch or width % patch:
+            raise ValueError(f"latents of {height} × {width} cells: both must be multiples of the patch size {patch}")
+        rows, columns = height // patch, width // patch
+        image = self.patchify(to_patches(hidden_states, patch))
         text, mask = self._text(encoder_hidden_states, encoder_attention_mask, image.shape[1])
         condition = self._condition(timestep, pooled_projections)
-        angles = self._angles(rows, columns, hidden_states.device)
+        spacing = position_scale(rows, columns, config.rope_base_size, config.rope_scaling)
+        angles = axial_angles(
+            rows, columns, config.attention_head_dim, config.rope_theta, spacing, hidden_states.device
+        )
         for block in self.blocks:
             if torch.is_grad_enabled() and self.gradient_checkpointing:
                 image, text = self._gradient_checkpointing_func(block, image, text, condition, angles, mask)
             else:
                 image, text = block(image, text, condition, angles, mask)
         scale, shift = self.final_modulation(F.silu(condition))[:, None].chunk(2, dim=-1)
-        sample = self._from_patches(self.unpatchify(modulate(image, scale, shift)), rows, columns)
+        sample = from_patches(self.unpatchify(modulate(image, scale, shift)), rows, patch)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
-
-    def _grid(self, latents: Tensor) -> tuple[int, int]:
-        """Rows and columns of tokens."""
-        height, width = latents.shape[-2:]
-        patch = self.config.patch_size
-        if height % patch or width % patch:
-            raise ValueError(f"latents of {height} × {width} cells: both must be multiples of the patch size {patch}")
-        return height // patch, width // patch
-
-    def _to_patches(self, latents: Tensor) -> Tensor:
-        """[B, C, h, w] → [B, I, C·p·p]."""
-        patch = self.config.patch_size
-        cells = latents.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # B C rows p columns p
-        return cells.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-
-    def _from_patches(self, tokens: Tensor, rows: int, columns: int) -> Tensor:
-        """[B, I, C·p·p] → [B, C, h, w]."""
-        patch = self.config.patch_size
-        cells = tokens.unflatten(2, (-1, patch, patch)).unflatten(1, (rows, columns))  # B rows columns C p p
-        return cells.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
-
-    def _angles(self, rows: int, columns: int, device: torch.device) -> Tensor:
-        config = self.config
-        scale = position_scale(rows, columns, config.rope_base_size, config.rope_scaling)
-        return axial_angles(rows, columns, config.attention_head_dim, config.rope_theta, scale, device)
 
     def _condition(self, timestep: Tensor, pooled: Tensor | None) -> Tensor:
         """[B, W]: time plus pooled text."""
@@ -403,21 +398,3 @@ class MMDiTRope(ModelMixin, ConfigMixin):
         )
         text = text.masked_fill(~kept[..., None], 0.0)  # a weight of 0 would not stop a NaN in a masked token
         return text, F.pad(kept, (0, image_length), value=True)[:, None, None]
-
-
-def _check_parameters(
-    num_layers: int, head_dim: int, text_dims: Sequence[int], rope_base_size: int, rope_scaling: str
-) -> None:
-    problems = []
-    if num_layers < 1:
-        problems.append(f"num_layers: {num_layers}; at least 1 is needed")
-    if head_dim < 4 or head_dim % 4:
-        problems.append(f"attention_head_dim: {head_dim} is not a multiple of 4 (pairs of rows and pairs of columns)")
-    if not text_dims:
-        problems.append("text_dims: names no text encoder; at least one is needed")
-    if rope_base_size < 1:
-        problems.append(f"rope_base_size: {rope_base_size} tokens; at least 1 is needed")
-    if rope_scaling not in ROPE_SCALINGS:
-        problems.append(f"rope_scaling: {rope_scaling!r} is not one of {', '.join(ROPE_SCALINGS)}")
-    if problems:
-        raise ValueError("; ".join(problems))

@@ -10,17 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sd_training.config.check import objective_problems
-from sd_training.config.model_schema import ModelConfig
-from sd_training.config.objective_schema import ObjectiveConfig, PredictionType, with_preset
+from sd_training.config.model_schema import ModelConfig, is_set
+from sd_training.config.objective_schema import ObjectiveConfig, PredictionType, ShiftConfig, with_preset
 from sd_training.diffusion.noise_schedule import FlowSchedule, NoiseSchedule, SigmaSchedule, discrete_schedule_of
 from sd_training.errors import ConfigError
 from sd_training.models.load import class_of, effective_part, load_noise_scheduler, stored_scheduler
 
+_SAMPLER = "noise_scheduler_inference"
 # What sampling must share with training; everything else (spacing, order, thresholds) is the sampler's own.
-_TRAINING_KEYS = (
-    *("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas"),
-    *("prediction_type", "rescale_betas_zero_snr"),
-)
+_TRAINING_KEYS = ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas")
 _SHIFT_KEYS = {
     "base_tokens": "base_image_seq_len",
     "max_tokens": "max_image_seq_len",
@@ -161,87 +159,66 @@ def _schedule(objective: ObjectiveConfig, config: Mapping[str, Any]) -> NoiseSch
 def _sampler(
     model: ModelConfig, objective: ObjectiveConfig, config: Mapping[str, Any], static: float, has_unet: bool
 ) -> Any:
-    part = "noise_scheduler_inference"
-    chosen = effective_part(model, part)
-    was_chosen = chosen.pretrained is not None or chosen.target is not None or bool(chosen.params)
-    sampler = load_noise_scheduler(model, part if was_chosen else "noise_scheduler_training")
-    match objective.prediction_type:
-        case "flow_prediction":
-            return _flow_sampler(sampler, chosen.target, objective, config, static, has_unet)
-        case "edm":
-            return _edm_sampler(sampler, chosen.target, objective)
-        case _:
-            if "clip_sample" in sampler.config and "clip_sample" not in chosen.params:
-                sampler = type(sampler).from_config(sampler.config, clip_sample=False)
-            return _discrete_sampler(sampler, objective, config)
+    """The sampler of the options, or else of the training noise scheduler, set to what is trained.
+
+    Raises:
+        ConfigError: it cannot sample what is trained, and was chosen.
+    """
+    chosen, prediction = effective_part(model, _SAMPLER), objective.prediction_type
+    sampler = load_noise_scheduler(model, _SAMPLER if is_set(chosen) else "noise_scheduler_training")
+    name = type(sampler).__name__
+
+    def usual(usual_name: str) -> Any:
+        """Takes the place of a class that was not chosen and cannot sample the prediction type."""
+        if chosen.target is not None:
+            problem = f"{chosen.target} cannot sample prediction_type={prediction} here; use {usual_name}"
+            raise ConfigError(f"model.{_SAMPLER}.target: {problem}")
+        return class_of(_SAMPLER, usual_name)()
+
+    if prediction == "edm":
+        sampler = sampler if name.startswith("EDM") else usual(EDM_SAMPLER)
+        # Their word for EDM's own c_out is epsilon.
+        settings: dict[str, Any] = {"sigma_data": objective.sigma_data, "prediction_type": "epsilon"}
+    elif prediction == "flow_prediction":
+        if "use_flow_sigmas" not in sampler.config and (has_unet or name != FLOW_SAMPLER):
+            sampler = usual(UNET_FLOW_SAMPLER if has_unet else FLOW_SAMPLER)
+        settings = _flow_settings(sampler, objective.shift, config, static)
+    else:
+        settings = _discrete_settings(sampler, objective, config)
+        if "clip_sample" in chosen.params:
+            settings.pop("clip_sample", None)
+    return type(sampler).from_config(sampler.config, **settings)
 
 
-def _discrete_sampler(sampler: Any, objective: ObjectiveConfig, config: Mapping[str, Any]) -> Any:
+def _discrete_settings(sampler: Any, objective: ObjectiveConfig, config: Mapping[str, Any]) -> dict[str, Any]:
     name, prediction = type(sampler).__name__, objective.prediction_type
     zero_snr = bool(objective.rescale_betas_zero_snr)
-    settings = {**config, "prediction_type": prediction, "rescale_betas_zero_snr": zero_snr}
-    agreed = {key: settings[key] for key in _TRAINING_KEYS if key in settings}
-    if objective.rescale_betas_zero_snr:
-        if "rescale_betas_zero_snr" not in sampler.config:
-            raise ConfigError(
-                f"model.noise_scheduler_inference: {name} cannot sample a zero-terminal-SNR model; use DDIMScheduler "
-                "or EulerDiscreteScheduler"
-            )
-        # Only trailing spacing starts at the true last step (Lin et al. 2023, section 3.3).
-        agreed["timestep_spacing"] = "trailing"
     no_sample = prediction == "sample" and name in ("PNDMScheduler", "EulerAncestralDiscreteScheduler")
     if "prediction_type" not in sampler.config or name.startswith("EDM") or no_sample:
+        raise ConfigError(f"model.{_SAMPLER}: {name} cannot sample prediction_type={prediction}; use DDIMScheduler")
+    if zero_snr and "rescale_betas_zero_snr" not in sampler.config:
         raise ConfigError(
-            f"model.noise_scheduler_inference: {name} cannot sample prediction_type={prediction}; use DDIMScheduler"
+            f"model.{_SAMPLER}: {name} cannot sample a zero-terminal-SNR model; use DDIMScheduler or "
+            "EulerDiscreteScheduler"
         )
-    known = {key: value for key, value in agreed.items() if key in sampler.config}
-    return type(sampler).from_config(sampler.config, **known)
+    shared = {key: config[key] for key in _TRAINING_KEYS if key in config}
+    shared |= {"prediction_type": prediction, "rescale_betas_zero_snr": zero_snr, "clip_sample": False}
+    if zero_snr:  # Only trailing spacing starts at the true last step (Lin et al. 2023, section 3.3).
+        shared["timestep_spacing"] = "trailing"
+    return {key: value for key, value in shared.items() if key in sampler.config}
 
 
-def _flow_sampler(
-    sampler: Any,
-    target: str | None,
-    objective: ObjectiveConfig,
-    config: Mapping[str, Any],
-    static: float,
-    has_unet: bool,
-) -> Any:
-    shift = objective.shift
-    factor = shift.value if shift.mode == "static" else static
-    count = int(config.get("num_train_timesteps", 1000))
-    if type(sampler).__name__ == FLOW_SAMPLER and not has_unet:
-        by_tokens: dict[str, Any] = {"use_dynamic_shifting": shift.mode == "tokens"}
-        if shift.mode == "tokens":
-            by_tokens |= {theirs: getattr(shift, ours) for ours, theirs in _SHIFT_KEYS.items()}
-            by_tokens["time_shift_type"] = "exponential"
-        return type(sampler).from_config(sampler.config, num_train_timesteps=count, shift=factor, **by_tokens)
-    if shift.mode == "tokens":
+def _flow_settings(sampler: Any, shift: ShiftConfig, config: Mapping[str, Any], static: float) -> dict[str, Any]:
+    factor, by_tokens = shift.value if shift.mode == "static" else static, shift.mode == "tokens"
+    settings: dict[str, Any] = {"num_train_timesteps": int(config.get("num_train_timesteps", 1000))}
+    if type(sampler).__name__ == FLOW_SAMPLER:
+        settings |= {"shift": factor, "use_dynamic_shifting": by_tokens}
+        if by_tokens:
+            settings |= {theirs: getattr(shift, ours) for ours, theirs in _SHIFT_KEYS.items()}
+            settings["time_shift_type"] = "exponential"
+        return settings
+    if by_tokens:
         raise ConfigError(
             f"objective.shift.mode: tokens needs {FLOW_SAMPLER} and a transformer; use static with this pipeline"
         )
-    settings = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": factor}
-    if "use_flow_sigmas" in sampler.config:
-        return type(sampler).from_config(sampler.config, num_train_timesteps=count, **settings)
-    if target is not None:
-        raise ConfigError(
-            f"model.noise_scheduler_inference.target: {target} cannot sample prediction_type=flow_prediction here; use "
-            f"{UNET_FLOW_SAMPLER if has_unet else FLOW_SAMPLER}"
-        )
-    if has_unet:
-        return _made(UNET_FLOW_SAMPLER, num_train_timesteps=count, **settings)
-    return _made(FLOW_SAMPLER, num_train_timesteps=count, shift=factor)
-
-
-def _edm_sampler(sampler: Any, target: str | None, objective: ObjectiveConfig) -> Any:
-    settings = {"sigma_data": objective.sigma_data, "prediction_type": "epsilon"}  # their word for EDM's own c_out
-    if type(sampler).__name__.startswith("EDM"):
-        return type(sampler).from_config(sampler.config, **settings)
-    if target is not None:
-        raise ConfigError(
-            f"model.noise_scheduler_inference.target: {target} cannot sample prediction_type=edm; use {EDM_SAMPLER}"
-        )
-    return _made(EDM_SAMPLER, **settings)
-
-
-def _made(name: str, **settings: Any) -> Any:
-    return class_of("noise_scheduler_inference", name)(**settings)
+    return settings | {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": factor}

@@ -5,71 +5,42 @@ The trainer and the pipeline call the same functions, so that sampling sees the 
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sd_training.config.help import suggest
+from sd_training.config.model_schema import TextOptions
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError
 from sd_training.types import Conditioning
 
-POOLINGS = ("none", "eos", "mean", "projection")
-"""none · eos: state of the end-of-text token · mean: mean of the unmasked tokens · projection: CLIP's `text_embeds`."""
+_OPTIONS = TypeAdapter(TextOptions)
 
 
-@dataclass(frozen=True)
-class TextOptions:
-    """What is taken from one text encoder.
+def read_text_options(stored: Mapping[str, Any], encoders: Sequence[str]) -> dict[str, TextOptions]:
+    """Text encoder → its options.
+
+    Args:
+        stored: as a pipeline stores them; encoders and options that are left out have the defaults.
+        encoders: names of those that there are.
 
     Raises:
-        ConfigError: a value that means nothing.
+        ConfigError: an encoder or an option is unknown, or a value is wrong.
     """
-
-    layer: int | None = -1
-    """Hidden layer of the states: -1 is the last one, -2 the one before; null takes the pooled vector only."""
-    apply_final_norm: bool = True
-    """Whether the states go through the encoder's final norm. Encoders whose layers end in a norm have none."""
-    pooling: str = "none"
-    """One of `POOLINGS`. Pooled vectors are always taken from the last layer with its norm, whatever `layer` is."""
-    max_tokens: int = 77
-    """L: captions are truncated and padded to this many tokens."""
-    use_mask: bool = True
-    """Whether encoder and denoiser get a mask of the padding. Stable Diffusion's CLIP does not."""
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.pooling not in POOLINGS:
-            problems.append(f"pooling: {self.pooling!r} is not one of {', '.join(POOLINGS)}")
-        if self.layer is None and self.pooling == "none":
-            problems.append("layer: null with pooling none takes nothing from this text encoder; set one of them")
-        if self.layer is not None and self.layer >= 0:
-            problems.append(f"layer: {self.layer}; layers are counted from the end, -1 is the last one")
-        if self.max_tokens < 1:
-            problems.append(f"max_tokens: {self.max_tokens}; at least 1 is needed")
-        if problems:
-            raise ConfigError(problems)
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> "TextOptions":
-        """The options stored in a config.
-
-        Raises:
-            ConfigError: an unknown option, or a value that means nothing.
-        """
-        known = [option.name for option in fields(cls)]
-        problems = [
-            f"{name}: a text encoder has no such option; did you mean {suggest(name, known) or ', '.join(known)}?"
-            for name in values
-            if name not in known
-        ]
-        if problems:
-            raise ConfigError(problems)
-        return cls(**values)
+    problems = [f"text_options.{name}: there is no such text encoder" for name in stored if name not in encoders]
+    options = {}
+    for name in encoders:
+        try:
+            options[name] = _OPTIONS.validate_python(dict(stored.get(name, {})))
+        except ValidationError as error:
+            problems += [f"text_options.{name}.{e['loc'][0]}: is {e['input']!r}; {e['msg']}" for e in error.errors()]
+    if problems:
+        raise ConfigError(problems)
+    return options
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, captions: Sequence[str], max_tokens: int) -> tuple[Tensor, Tensor]:
@@ -95,9 +66,6 @@ def encode_texts(
     Args:
         tokens: [B, L_i] int64 each.
         masks: [B, L_i] bool each; not used for an encoder with `use_mask=False`.
-
-    Raises:
-        ConfigError: as `encode_tokens`.
     """
     result, pooled = Conditioning([]), []
     for encoder, ids, given, option in zip(encoders, tokens, masks, options, strict=True):
@@ -130,21 +98,12 @@ def encode_tokens(
         tokens: [B, L] int64.
         mask: [B, L] bool, True for tokens of the caption; None lets every token count. States of masked tokens are 0.
         layer: -1 is the last layer, -N-1 the embeddings of an encoder of N layers.
-        pooling: one of `POOLINGS`, see there.
+        pooling: as `TextOptions.pooling`.
         apply_final_norm: whether states go through the encoder's final norm, if it has one.
 
     Returns:
         [B, L, D] states and [B, P] pooled vector (None for pooling none).
-
-    Raises:
-        ConfigError: the encoder has no such layer or no projection, or the pooling needs a mask.
     """
-    if pooling not in POOLINGS:
-        raise ConfigError(f"pooling: {pooling!r} is not one of {', '.join(POOLINGS)}")
-    if pooling == "projection" and not hasattr(encoder, "text_projection"):
-        raise ConfigError(
-            f"pooling: projection, but {type(encoder).__name__} has none; use CLIPTextModelWithProjection, eos or mean"
-        )
     network = encoder
     if getattr(encoder.config, "is_encoder_decoder", False):
         network = encoder.get_encoder()
@@ -160,12 +119,6 @@ def encode_tokens(
     if layer == -1:
         states = last if apply_final_norm else before_norm
     else:
-        count = len(output.hidden_states)
-        if not -count <= layer < 0:
-            raise ConfigError(
-                f"layer: {layer}, but {type(encoder).__name__} has layers -1 to {1 - count} and its embeddings at "
-                f"{-count}"
-            )
         states = output.hidden_states[layer]
         states = norm(states) if apply_final_norm else states
     if mask is not None:
@@ -195,6 +148,11 @@ def _final_norm_calls(network: nn.Module) -> Iterator[list[tuple[nn.Module, Tens
             hook.remove()
 
 
+def is_clip(encoder: PreTrainedModel) -> bool:
+    """Whether it pools the end of the text without a mask."""
+    return bool(encoder.config.model_type == "clip_text_model")
+
+
 def _pool(
     encoder: PreTrainedModel, output: Any, last: Tensor, tokens: Tensor, mask: Tensor | None, pooling: str
 ) -> Tensor | None:
@@ -204,15 +162,12 @@ def _pool(
     if pooling == "projection":
         return output.text_embeds
     rows = torch.arange(len(last), device=last.device)
-    if pooling == "eos" and encoder.config.model_type == "clip_text_model":
+    if pooling == "eos" and is_clip(encoder):
         # The first end-of-text token, as it also pads. Old configs say 2, which their vocabularies do not mean: there
         # the end is the highest id.
         end = encoder.config.eos_token_id
         return last[rows, tokens.argmax(dim=1) if end == 2 else (tokens == end).int().argmax(dim=1)]
-    if mask is None:
-        raise ConfigError(
-            f"pooling: {pooling} of {type(encoder).__name__} needs use_mask=true, else padding counts as text"
-        )
+    assert mask is not None, "checked when the parts are put together: padding would count as text"
     if pooling == "mean":
         return last.sum(dim=1) / mask.sum(dim=1, keepdim=True).clamp(min=1)
     return last[rows, (torch.arange(mask.shape[1], device=mask.device) * mask).argmax(dim=1)]

@@ -54,7 +54,13 @@ def make_optimizer(
         ConfigError: the package of the optimizer is not installed, or it cannot update these weights.
     """
     groups = _by_mesh(parameter_groups(config, named_parameters, learning_rate))
-    optimizer = _deepspeed_cpu_adamw(config, groups) if is_offloaded else _make(config, groups, fused, seed)
+    optimizer: torch.optim.Optimizer
+    if is_offloaded:  # compiled by g++ at its first use
+        params, library = config.params, _module("deepspeed.ops.adam", config.name, "deepspeed")
+        betas = (params.beta1, params.beta2)
+        optimizer = library.DeepSpeedCPUAdam(groups, betas=betas, eps=params.epsilon, adamw_mode=True)
+    else:
+        optimizer = _make(config, groups, fused, seed)
     # A resumed run follows its options, as it does for the learning rate.
     own = [{key: group[key] for key in _FROM_OPTIONS if key in group} for group in optimizer.param_groups]
     optimizer.register_load_state_dict_post_hook(partial(_set_options, own))
@@ -72,7 +78,6 @@ def _make(config: OptimizerConfig, groups: list[Group], fused: bool, seed: int) 
     # Where `lr` is given, the library only checks it: every group has its own.
     match config.name:
         case "adamw" if config.stochastic_rounding:
-            _check_dtypes(groups)
             return StochasticRoundingAdamW(groups, seed=seed, fused=fused, **adam)
         case "adamw":
             return (torch.optim.AdamW if fused else skipping(torch.optim.AdamW))(groups, fused=fused, **adam)
@@ -102,15 +107,6 @@ def _make(config: OptimizerConfig, groups: list[Group], fused: bool, seed: int) 
             optimizer = skipping(_module("schedulefree", config.name, "schedulefree").AdamWScheduleFree)(groups, **adam)
             optimizer.train()
             return optimizer
-
-
-def _deepspeed_cpu_adamw(config: OptimizerConfig, groups: list[Group]) -> torch.optim.Optimizer:
-    """Compiled by g++ at its first use."""
-    library, params = _module("deepspeed.ops.adam", config.name, "deepspeed"), config.params
-    optimizer: torch.optim.Optimizer = library.DeepSpeedCPUAdam(
-        groups, betas=(params.beta1, params.beta2), eps=params.epsilon, adamw_mode=True
-    )
-    return optimizer
 
 
 def _module(module: str, name: str, package: str) -> Any:
@@ -180,8 +176,8 @@ def is_norm_or_bias(name: str, parameter: Tensor) -> bool:
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
     """Whether Muon updates it: the weight of a linear layer or a convolution between the first and the last layer
     (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; a kernel [out, in, …] is a matrix [out, in · …])."""
-    is_weight = name.endswith(".weight") and parameter.ndim >= 2
-    return is_weight and min(parameter.shape[:2]) > 1 and not _AT_THE_ENDS.search(name)
+    is_matrix = name.endswith(".weight") and parameter.ndim >= 2 and min(parameter.shape[:2]) > 1
+    return is_matrix and not _AT_THE_ENDS.search(name)
 
 
 def _by_mesh(groups: Iterable[Group]) -> list[Group]:
@@ -286,16 +282,6 @@ def rounding_generator(seed: int, step: int, device: torch.device) -> torch.Gene
     """The generator of one optimizer step: the same on every rank, so that replicas stay equal."""
     key = np.random.SeedSequence([seed % 2**64, step]).generate_state(1, np.uint32)  # torch's CPU generator: 32 bits
     return torch.Generator(device).manual_seed(int(key[0]))
-
-
-def _check_dtypes(groups: list[Group]) -> None:
-    dtypes = {weight.dtype for group in groups for weight in group["params"]}
-    if torch.bfloat16 not in dtypes or not dtypes <= {torch.bfloat16, torch.float32}:
-        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise ConfigError(
-            f"optimizer.stochastic_rounding: is true, but the trained weights are {found}; it rounds bfloat16 weights, "
-            "fp32 weights need none: set it to false"
-        )
 
 
 class MuonWithAdamW(SkippingOptimizer):

@@ -1,7 +1,7 @@
 """The project's own MMDiT with rotary positions: any text encoders of transformers, listed in the config."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from sd_training.config.model_schema import ModelConfig, PartConfig
+from sd_training.config.model_schema import ModelConfig, PartConfig, TextOptions
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError
 from sd_training.models.families.mmdit_pipeline import MMDiTRopePipeline
 from sd_training.models.family import FLOW_ONLY, TEXT_PARTS, Family, is_stored, mlp_plan
 from sd_training.models.load import make_network, make_tokenizer
-from sd_training.models.text_states import TextOptions, encode_texts
+from sd_training.models.text_states import encode_texts, is_clip, read_text_options
 from sd_training.types import Conditioning, NoisedBatch, PixelBatch
 
 OPTIONS = "text_options"
@@ -53,13 +53,10 @@ class MMDiT(Family):
             try:
                 parts[name] = make_network(name, entry, seed=seed, meta=meta)
                 parts[tokenizer] = make_tokenizer(tokenizer, words, default="AutoTokenizer")
-                own = TextOptions(**{field.name: getattr(entry, field.name) for field in fields(TextOptions)})
             except ConfigError as error:
-                renamed = [
-                    p.replace(f"model.{tokenizer}", option).replace(f"model.{name}", option) for p in error.problems
-                ]
-                raise ConfigError([p if p.startswith(option) else f"{option}.{p}" for p in renamed]) from error
-            parts[OPTIONS][name] = asdict(own)
+                text = str(error).replace(f"model.{tokenizer}", option).replace(f"model.{name}", option)
+                raise ConfigError(text.splitlines()) from error
+            parts[OPTIONS][name] = {field.name: getattr(entry, field.name) for field in fields(TextOptions)}
         return parts
 
     @classmethod
@@ -77,8 +74,7 @@ class MMDiT(Family):
     @cached_property
     def options(self) -> dict[str, TextOptions]:
         """Text encoder → what is taken from it."""
-        stored = self.parts.get(OPTIONS, {})
-        return {name: TextOptions.from_mapping(stored.get(name, {})) for name in self.text_encoders()}
+        return read_text_options(self.parts.get(OPTIONS, {}), list(self.text_encoders()))
 
     def tokenizers(self) -> dict[str, Tokenizer]:
         return {name: Tokenizer(self.parts[TEXT_PARTS[name]], own.max_tokens) for name, own in self.options.items()}
@@ -122,33 +118,26 @@ class MMDiT(Family):
         )
 
     def fit_problems(self) -> list[str]:
-        """As `Family.fit_problems`."""
-        problems = self._channel_problems(out_key=None) + self._vocabulary_problems()
-        try:
-            self.pipeline()
-        except ConfigError as error:
-            problems += [f"model.{problem}" for problem in error.problems]
-        encoders, dims = self.text_encoders(), list(self.denoiser.config.text_dims)
-        widths = [encoders[name].config.hidden_size for name, own in self.options.items() if own.layer is not None]
-        if len(widths) == len(dims) and widths != dims:
-            problems.append(f"model.transformer.params.text_dims: {dims}, but the text encoders are {widths} wide")
-        return problems + self._option_problems()
-
-    def _option_problems(self) -> list[str]:
-        """What the encoders cannot give."""
-        problems, pooled_width = [], 0
+        """As `Family.fit_problems`, and what the text encoders cannot give."""
+        problems, widths, pooled_width = [], [], 0
         for number, (name, own) in enumerate(self.options.items()):
             encoder, place = self.parts[name], f"model.text_encoders.{number}"
-            layers, has_projection = int(encoder.config.num_hidden_layers), hasattr(encoder, "text_projection")
-            if own.layer is not None and own.layer < -(layers + 1):
-                problems.append(f"{place}.layer: {own.layer}, but the encoder has layers -1 to {-(layers + 1)}")
+            deepest, has_projection = -1 - int(encoder.config.num_hidden_layers), hasattr(encoder, "text_projection")
+            if own.layer is None and own.pooling == "none":
+                problems.append(f"{place}.layer: null with pooling none takes nothing from it; set one of them")
+            if own.layer is not None:
+                widths.append(encoder.config.hidden_size)
+                if own.layer < deepest:
+                    problems.append(f"{place}.layer: {own.layer}, but the encoder has layers -1 to {deepest}")
             if own.pooling == "projection" and not has_projection:
                 problems.append(f"{place}.pooling: projection, but {type(encoder).__name__} has none; use eos or mean")
-            if own.pooling == "mean" and not own.use_mask:
-                problems.append(f"{place}.pooling: mean needs use_mask: true, to leave out the padding")
+            if not own.use_mask and (own.pooling == "mean" or (own.pooling == "eos" and not is_clip(encoder))):
+                problems.append(f"{place}.pooling: {own.pooling} needs use_mask: true, to leave out the padding")
             if own.pooling != "none":
                 projects = own.pooling == "projection" and has_projection
                 pooled_width += encoder.config.projection_dim if projects else encoder.config.hidden_size
-        if not problems and pooled_width and self.denoiser.config.pooled_dim:
-            problems += self._width_problem("pooled_dim", pooled_width, "the pooled vectors are")
-        return problems
+        if not problems:
+            problems = self._width_problem("pooled_dim", pooled_width, "the pooled vectors are")
+        if widths != (dims := list(self.denoiser.config.text_dims)):
+            problems.append(f"model.transformer.params.text_dims: {dims}, but the text encoders are {widths} wide")
+        return problems + self._channel_problems(out_key=None) + self._vocabulary_problems()

@@ -13,19 +13,16 @@ import diffusers
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
 from diffusers.image_processor import VaeImageProcessor
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline, ImagePipelineOutput
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sd_training.errors import ConfigError
+from sd_training.models.family import TEXT_PARTS
 from sd_training.models.mmdit_rope import MMDiTRope
-from sd_training.models.text_states import TextOptions, encode_texts, tokenize
+from sd_training.models.text_states import encode_texts, read_text_options, tokenize
 from sd_training.types import Conditioning
-
-ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
-"""Names of the text encoders, in the order of their states; each has a tokenizer of the same number."""
-OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
 
 class MMDiTRopePipeline(DiffusionPipeline):
@@ -37,10 +34,10 @@ class MMDiTRopePipeline(DiffusionPipeline):
         scheduler: its timesteps are σ × 1000.
         text_encoder, text_encoder_2, text_encoder_3: any text encoder or decoder of transformers.
         tokenizer, tokenizer_2, tokenizer_3: theirs.
-        text_options: for each of `ENCODERS` that there is, the fields of `TextOptions` that differ from its defaults.
+        text_options: for each text encoder that there is, the fields of `TextOptions` that differ from its defaults.
 
     Raises:
-        ConfigError: encoders, tokenizers, options and transformer do not fit together.
+        ConfigError: an option is unknown or has a wrong value.
     """
 
     model_cpu_offload_seq = "text_encoder->text_encoder_2->text_encoder_3->transformer->vae"
@@ -64,36 +61,12 @@ class MMDiTRopePipeline(DiffusionPipeline):
         parts |= {"text_encoder": text_encoder, "text_encoder_2": text_encoder_2, "text_encoder_3": text_encoder_3}
         parts |= {"tokenizer": tokenizer, "tokenizer_2": tokenizer_2, "tokenizer_3": tokenizer_3}
         self.register_modules(**parts)
-        self.options = self._read_options(text_options or {})
+        present = [name for name in TEXT_PARTS if parts[name] is not None]
+        self.options = read_text_options(text_options or {}, present)
         # A mapping, as diffusers takes every list in model_index.json for a part of the pipeline.
         self.register_to_config(text_options={name: asdict(option) for name, option in self.options.items()})
         self.vae_scale_factor = 2 ** (len(vae.config.block_out_channels) - 1)
         self.image_processor = VaeImageProcessor(vae_scale_factor=self.vae_scale_factor)
-
-    def _read_options(self, given: Mapping[str, Any]) -> dict[str, TextOptions]:
-        """Options by encoder name, for the encoders that there are; checked against the transformer's inputs."""
-        present = [name for name in ENCODERS if getattr(self, name) is not None]
-        problems = [f"text_options.{name}: there is no such text encoder" for name in given if name not in present]
-        problems += [f"{name}: has no tokenizer" for name in present if getattr(self, _tokenizer_of(name)) is None]
-        options = {}
-        for name in present:
-            try:
-                options[name] = TextOptions.from_mapping(given.get(name, {}))
-            except ConfigError as error:
-                problems += [f"text_options.{name}.{problem}" for problem in error.problems]
-        if problems:
-            raise ConfigError(problems)
-        dims, pooled_dim = list(self.transformer.config.text_dims), self.transformer.config.pooled_dim
-        streams = [name for name, option in options.items() if option.layer is not None]
-        pooled = [name for name, option in options.items() if option.pooling != "none"]
-        if len(streams) != len(dims):
-            problems.append(f"transformer.text_dims: {dims}, but states come from {', '.join(streams) or 'nowhere'}")
-        if bool(pooled) != bool(pooled_dim):
-            come = ", ".join(pooled) or "nowhere"
-            problems.append(f"transformer.pooled_dim: {pooled_dim}, but pooled vectors come from {come}")
-        if problems:
-            raise ConfigError(problems)
-        return options
 
     @torch.no_grad()
     def __call__(
@@ -123,14 +96,17 @@ class MMDiTRopePipeline(DiffusionPipeline):
             return_dict: False returns a tuple.
 
         Raises:
-            ValueError: sizes or counts that do not fit, or an unknown output type.
+            ValueError: sizes or counts that do not fit.
         """
-        if output_type not in OUTPUT_TYPES:
-            raise ValueError(f"output_type {output_type!r} is not one of {', '.join(OUTPUT_TYPES)}")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         conditioning = self._conditioning(prompts, negative_prompt, guidance_scale)
         latents = self._initial_latents(len(prompts), height, width, generator, latents)
-        self.scheduler.set_timesteps(num_inference_steps, device=latents.device, **self._dynamic_shift(latents))
+        config, shift = self.scheduler.config, {}
+        if config.use_dynamic_shifting:
+            tokens = latents.shape[-2] * latents.shape[-1] // self.transformer.config.patch_size**2
+            ends = (config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift)
+            shift = {"mu": calculate_shift(tokens, *ends)}
+        self.scheduler.set_timesteps(num_inference_steps, device=latents.device, **shift)
         is_random = "generator" in inspect.signature(self.scheduler.step).parameters
         options: dict[str, Any] = {"generator": generator} if is_random else {}
         for timestep in self.progress_bar(self.scheduler.timesteps):
@@ -143,20 +119,6 @@ class MMDiTRopePipeline(DiffusionPipeline):
             images = self.image_processor.postprocess(pixels.float(), output_type=output_type)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images) if return_dict else (images,)
-
-    def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
-        """States and pooled vectors of the prompts, on the pipeline's device."""
-        device = self._execution_device
-        pairs = [
-            tokenize(getattr(self, _tokenizer_of(name)), prompts, option.max_tokens)
-            for name, option in self.options.items()
-        ]
-        return encode_texts(
-            encoders=[getattr(self, name) for name in self.options],
-            tokens=[tokens.to(device) for tokens, _ in pairs],
-            masks=[mask.to(device) for _, mask in pairs],
-            options=list(self.options.values()),
-        )
 
     def _conditioning(self, prompts: list[str], negative: str | Sequence[str], guidance_scale: float) -> dict[str, Any]:
         """Arguments of the transformer; with guidance the null conditioning of the batch comes first."""
@@ -171,6 +133,17 @@ class MMDiTRopePipeline(DiffusionPipeline):
             "encoder_attention_mask": text.masks,
             "pooled_projections": None if text.pooled is None else text.pooled.to(dtype),
         }
+
+    def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
+        """States and pooled vectors of the prompts, on the pipeline's device."""
+        device, options = self._execution_device, self.options
+        pairs = [tokenize(getattr(self, TEXT_PARTS[name]), prompts, options[name].max_tokens) for name in options]
+        return encode_texts(
+            encoders=[getattr(self, name) for name in options],
+            tokens=[tokens.to(device) for tokens, _ in pairs],
+            masks=[mask.to(device) for _, mask in pairs],
+            options=list(options.values()),
+        )
 
     def _initial_latents(
         self,
@@ -206,19 +179,6 @@ class MMDiTRopePipeline(DiffusionPipeline):
             return velocity
         null, conditioned = velocity.chunk(2)
         return null + guidance_scale * (conditioned - null)
-
-    def _dynamic_shift(self, latents: Tensor) -> dict[str, float]:
-        """`mu` for a scheduler that shifts by the number of tokens: linear between its two ends."""
-        config = self.scheduler.config
-        if not config.use_dynamic_shifting:
-            return {}
-        tokens = latents.shape[-2] * latents.shape[-1] // self.transformer.config.patch_size**2
-        slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
-        return {"mu": config.base_shift + slope * (tokens - config.base_image_seq_len)}
-
-
-def _tokenizer_of(encoder: str) -> str:
-    return encoder.replace("text_encoder", "tokenizer")
 
 
 # `DiffusionPipeline.from_pretrained` looks the class that model_index.json names up in diffusers' own namespace. Its

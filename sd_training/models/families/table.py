@@ -51,8 +51,7 @@ def load_family(
     cls, checks = FAMILIES[_family_name(model, index)], Checks()
     is_unet = cls.denoiser_part == "unet"
     schedulers = checks.run(lambda: load_schedulers(model, objective, has_unet=is_unet, allowed=cls.predictions))
-    null_is_zeros = checks.run(lambda: _null_is_zeros(cls, conditioning, index))
-    checks.run(lambda: _check_conditioning(cls, model, conditioning))
+    null_is_zeros = checks.run(lambda: _null_is_zeros(cls, model, conditioning, index))
 
     def load(part: str) -> Any:
         default = cls.class_of_part(part, index)
@@ -106,24 +105,23 @@ def _family_name(model: ModelConfig, index: Mapping[str, Any]) -> FamilyName:
     return stored
 
 
-def _null_is_zeros(cls: type[Family], conditioning: ConditioningConfig, index: Mapping[str, Any]) -> bool:
-    if conditioning.null_text == "zeros" and not cls.may_null_be_zeros:
-        raise ConfigError(f"conditioning.null_text: zeros is only known by sdxl, not by {cls.name}; use empty")
-    if conditioning.null_text is not None or not cls.may_null_be_zeros:
-        return conditioning.null_text == "zeros"
-    return bool(index.get("force_zeros_for_empty_prompt", False))
+def _null_is_zeros(
+    cls: type[Family], model: ModelConfig, conditioning: ConditioningConfig, index: Mapping[str, Any]
+) -> bool:
+    """Whether dropped captions are zeros.
 
-
-def _check_conditioning(cls: type[Family], model: ModelConfig, conditioning: ConditioningConfig) -> None:
-    """Options that the family does not read or know."""
+    Raises:
+        ConfigError: the family does not read or know an option of its conditioning.
+    """
     problems = []
+    if conditioning.null_text == "zeros" and not cls.may_null_be_zeros:
+        problems.append(f"conditioning.null_text: zeros is only known by sdxl, not by {cls.name}; use empty")
     if model.train_text_encoder and not cls.may_train_text:
-        problems = [f"model.train_text_encoder: is only known for stable_diffusion and sdxl, not for {cls.name}"]
-    if not cls.has_micro_conditioning:
-        problems += [
-            f"conditioning.{name}: is only read by sdxl, not by {cls.name}; remove it"
-            for name in ("size_dropout_prob", "crop_dropout_prob")
-            if getattr(conditioning, name) > 0
-        ]
+        problems.append(f"model.train_text_encoder: is only known for stable_diffusion and sdxl, not for {cls.name}")
+    for name in ("size_dropout_prob", "crop_dropout_prob"):
+        if getattr(conditioning, name) > 0 and not cls.has_micro_conditioning:
+            problems.append(f"conditioning.{name}: is only read by sdxl, not by {cls.name}; remove it")
     if problems:
         raise ConfigError(problems)
+    stored = cls.may_null_be_zeros and index.get("force_zeros_for_empty_prompt", False)
+    return bool(stored) if conditioning.null_text is None else conditioning.null_text == "zeros"

@@ -187,6 +187,9 @@ LISTED = [
     ({"pooling": "projection"}, r"text_encoders\.0\.pooling: projection, but T5EncoderModel has none"),
     ({"pooling": "mean", "use_mask": False}, r"text_encoders\.0\.pooling: mean needs use_mask"),
     ({"pooling": "eos"}, "pooled_dim: 16, but the pooled vectors are 48 wide"),
+    ({"pooling": "eos", "use_mask": False}, r"text_encoders\.0\.pooling: eos needs use_mask"),
+    ({"layer": None}, r"text_encoders\.0\.layer: null with pooling none takes nothing"),
+    ({"layer": None, "pooling": "eos"}, r"text_dims: \[32\], but the text encoders are \[\] wide"),
 ]
 
 

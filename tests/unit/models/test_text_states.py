@@ -12,9 +12,10 @@ from tokenizers import models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
+from sd_training.config.model_schema import TextOptions
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError
-from sd_training.models.text_states import TextOptions, encode_texts, encode_tokens, tokenize
+from sd_training.models.text_states import encode_texts, encode_tokens, read_text_options, tokenize
 from tests import makers
 
 SIZES: dict[str, Any] = {
@@ -193,33 +194,14 @@ def test_gradients_reach_a_trained_encoder() -> None:
     assert all(parameter.grad is not None for parameter in encoder.parameters())
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments", "said"),
-    [
-        ("clip", (None, -1, "projection", True), "CLIPTextModel has none"),
-        ("gemma", (None, -1, "eos", True), "use_mask"),
-        ("bert", (None, -1, "mean", True), "use_mask"),
-        ("bert", (MASK, -5, "none", True), "BertModel has layers -1 to -3 and its embeddings at -4"),
-        ("bert", (MASK, 0, "none", True), "layers -1 to -3"),
-        ("bert", (MASK, -1, "max", True), "'max' is not one of none, eos, mean, projection"),
-    ],
-)
-def test_wrong_use_is_named(kind: str, arguments: tuple[Any, ...], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        encode_tokens(make(kind), tokens(), *arguments)
-
-
 def test_options_are_checked_and_survive_storing() -> None:
     option = TextOptions(layer=-2, apply_final_norm=False, pooling="mean", max_tokens=5, use_mask=False)
-    assert TextOptions.from_mapping(asdict(option)) == option
-    with pytest.raises(ConfigError, match="did you mean pooling") as error:
-        TextOptions.from_mapping({"poling": "eos", "kind": 1})
-    assert len(error.value.problems) == 2
+    assert read_text_options({"a": asdict(option)}, ["a", "b"]) == {"a": option, "b": TextOptions()}
+    wrong = {"a": {"poling": "eos"}, "b": {"layer": 1, "pooling": "best", "max_tokens": 0}, "c": {}}
     with pytest.raises(ConfigError) as error:
-        TextOptions(layer=1, pooling="best", max_tokens=0)
-    assert [problem.split(":")[0] for problem in error.value.problems] == ["pooling", "layer", "max_tokens"]
-    with pytest.raises(ConfigError, match="takes nothing"):
-        TextOptions(layer=None)
+        read_text_options(wrong, ["a", "b"])
+    named = ("c", "a.poling", "b.layer", "b.pooling", "b.max_tokens")
+    assert [problem.partition(":")[0] for problem in error.value.problems] == [f"text_options.{name}" for name in named]
 
 
 def word_tokenizer(**special: str) -> PreTrainedTokenizerFast:

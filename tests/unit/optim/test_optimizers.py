@@ -630,9 +630,3 @@ def test_chunks_change_nothing_but_memory(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("sd_training.optim.optimizers._MAX_COPIED_ELEMENTS", 100)
     train(build("adamw", cut, stochastic_rounding=True), cut, 0, 2)
     assert all(torch.equal(a, b) for a, b in zip(values(whole), values(cut), strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_weights_that_it_cannot_round_are_an_error(dtype: torch.dtype) -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.stochastic_rounding: is true, but .* are float"):
-        build("adamw", toy(dtype), stochastic_rounding=True)
