@@ -1,7 +1,7 @@
 """Index a data set and say what is in it: the report of `train.py --dry-run`, without a model.
 
     python scripts/index_dataset.py data/mine 'more/{000..099}.tar'                  shards of images and captions
-    python scripts/index_dataset.py --type Parquet data/*.parquet --html report.html
+    python scripts/index_dataset.py --type Parquet data/*.parquet
     python scripts/index_dataset.py config=a.yaml dataset.params.path=…              the data of a run
 
 A run does this by itself when it starts; doing it before finds what is wrong with the data without waiting for a GPU.
@@ -13,14 +13,12 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sd_training.cli import run_cli
 from sd_training.config.load import load_data_config
-from sd_training.config.paths import path_argument
 from sd_training.config.plan import BatchPlan
 from sd_training.config.schema import Config
 from sd_training.errors import ConfigError
@@ -36,19 +34,16 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line.
 
     Raises:
-        ConfigError: a value cannot be used; said before hours of indexing, not after.
+        ConfigError: a value cannot be used; raised before hours of indexing, not after.
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", nargs="+", metavar="PATH or a.b.c=value", help="paths, or config=… and options")
     parser.add_argument("--type", help="dataset.type of the paths (default WebDataset)")
     parser.add_argument("--images", type=int, help="say also what a run of so many images draws from it")
     parser.add_argument("--processes", type=int, default=1, help="training processes of that run")
-    parser.add_argument("--html", type=path_argument, help="write the report as one HTML page")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.processes < 1:
         raise ConfigError(f"--processes: is {arguments.processes}; give 1 or more")
-    if arguments.html is not None and (arguments.html.is_dir() or not arguments.html.absolute().parent.is_dir()):
-        raise ConfigError(f"--html: '{arguments.html}' must be a file in a folder that exists")
     return arguments
 
 
@@ -89,7 +84,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = read_config(arguments)
     quiet_libraries()
     from sd_training.data.datamodule import TrainingData
-    from sd_training.data.index.report import DataReport, report_page
     from sd_training.data.samples.sample import DrawSettings
     from sd_training.types import LatentGrid
 
@@ -104,23 +98,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         draws=DrawSettings(config.experiment.seed, LatentGrid(4, 8), has_noise=False),
         run_dir=None,
     )
-    report = data.report(of_run=is_run)
     words = [word for word in arguments.what if is_option(word)]
-    if not any(word.startswith(("config=", "dataset.params.resolution=")) for word in words):
-        # The size that images are trained at is not known.
-        report = DataReport([replace(dataset, is_size_known=False) for dataset in report.datasets])
+    is_size_known = any(word.startswith(("config=", "dataset.params.resolution=")) for word in words)
+    report = data.report(of_run=is_run, is_size_known=is_size_known)
     if is_run:
         is_assumed = not any(word.startswith(("config=", "system.batch_size=")) for word in words)
         remark = f"; batch_size {batch} is assumed, and config=… gives the run's own" if is_assumed else ""
         print(f"{plan.sentence()}{remark}")
     print(report.text())
-    if arguments.html is not None:
-        page = report_page(report, plan if is_run else None)
-        try:
-            arguments.html.write_text(page, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--html: '{arguments.html}' cannot be written: {error.strerror}") from error
-        print(f"written: {arguments.html}")
 
 
 if __name__ == "__main__":

@@ -133,7 +133,6 @@ def _numeric_guard(plan: Plan, data: TrainingData, timer: TrainingTimer, saves: 
         """Asked when an incident is written: the fingerprint is there once the data is."""
         return {
             "seed": config.experiment.seed,
-            "purposes_of_draws": data.draws.purposes(),
             "batch_plan": asdict(batch),
             "strategy": plan.layout.strategy,
             "precision": plan.precision,

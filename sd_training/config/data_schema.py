@@ -94,7 +94,7 @@ class TagConfig:
     consider_every_nth: PositiveInt | None = None
     """Keep files 0, n, 2n, … of the sorted list [count]."""
     score_tags: list[int] = Field(default_factory=list)
-    """Thresholds, highest first; the first one that the score reaches is added as a tag `scr<threshold>`."""
+    """Thresholds; the highest one that the score reaches is added as a tag `scr<threshold>`."""
     abs_min_score: float = 25
     """Samples whose own score is lower are dropped."""
     min_score: float = 50

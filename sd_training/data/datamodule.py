@@ -3,7 +3,7 @@ that the data are still the same."""
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 
-from sd_training.config.changes import Change, differences, without_permissions
+from sd_training.config.changes import differences, without_permissions
 from sd_training.config.data_schema import DatasetConfig, MixEntry
 from sd_training.config.fields import shown
 from sd_training.config.plan import BatchPlan, counted
@@ -48,8 +48,6 @@ _OPTION_OF = {
     "window": "dataset.params.window",
 }
 """Entry of a checkpoint about the order → the option that decides it."""
-_DERIVED = ("lanes", "window")
-"""Of these: what follows from others unless it is set."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class TrainingData(pl.LightningDataModule):
             max_bad_fraction=params.max_bad_fraction,
             max_bad_in_row=params.max_bad_in_row,
             max_bad_shard_fraction=params.max_bad_shard_fraction,
-            shard_sizes=lambda shard: sum(dataset.selected_of_shard.get(shard, 0) for dataset in self.datasets()),
+            shard_sizes=lambda shard: sum(dataset.selected_in(shard) for dataset in self.datasets()),
         )
         self.held_out: HeldOutData | None = None
         """What the run is measured on."""
@@ -173,17 +171,18 @@ class TrainingData(pl.LightningDataModule):
             sample_id -= len(dataset.index)
         raise ValueError(f"sample id {sample_id} beyond the end of all data sets")
 
-    def report(self, *, of_run: bool = True) -> DataReport:
+    def report(self, *, of_run: bool = True, is_size_known: bool = True) -> DataReport:
         """What the data set is; usable without a trainer.
 
         Args:
             of_run: whether to report what the run draws from it.
+            is_size_known: whether the size that images are trained at is that of a run.
 
         Raises:
             DataError: it cannot be used.
         """
         opened = self._open()
-        return make_report(opened.datasets, opened.order, self.table, of_run=of_run)
+        return make_report(opened.datasets, opened.order, self.table, of_run, is_size_known)
 
     def fingerprint(self) -> str:
         """sha256 of the selected samples, their buckets and their order: equal means that the run sees the same."""
@@ -216,7 +215,7 @@ class TrainingData(pl.LightningDataModule):
         Raises:
             CheckpointError: shards, filters, buckets, order, seed or global batch are not those of the checkpoint.
         """
-        changed = list(_changes(state_dict, self.state_dict()))
+        changed = _changes(state_dict, self.state_dict())
         if changed and self.dataset.params.allow_change:
             log.warning("dataset.params.allow_change: the run continues with other data: %s", "; ".join(changed))
         elif changed:
@@ -268,8 +267,8 @@ def order_problem(
     """
     if dataset.params.allow_change or not before:
         return ""
-    order = list(_order_changes(before, _order(dataset, plan, seed)))
-    changed = [change.sentence() for change in _option_changes(before, _options(dataset))]
+    order = _order_changes(before, _order(dataset, plan, seed))
+    changed = _option_changes(before, _options(dataset))
     if not order:
         return f"options of the data have changed, too: {'; '.join(changed)}" if is_refused and changed else ""
     return _other_data([*changed, *order])
@@ -302,30 +301,28 @@ def _order(dataset: DatasetConfig, plan: BatchPlan, seed: int) -> dict[str, Any]
     }
 
 
-def _option_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+def _option_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     known: Mapping[str, Any] = before.get("options", {})
-    return [change for key, value in known.items() for change in differences(key, value, now.get(key))]
+    changes = (change for key, value in known.items() for change in differences(key, value, now.get(key)))
+    return [change.sentence() for change in changes]
 
 
-def _order_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in now.items():
-        if value != before.get(key):
-            yield f"{_OPTION_OF[key]} was {shown(before.get(key))}, now {shown(value)}"
+def _order_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    changed = [key for key in _OPTION_OF if key in now and now[key] != before.get(key)]
+    return [f"{_OPTION_OF[key]} was {shown(before.get(key))}, now {shown(now[key])}" for key in changed]
 
 
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """In words, what makes the stream of samples another one than that of a checkpoint."""
-    is_named = False
-    if now["fingerprint"] != before.get("fingerprint"):
-        is_named = True
-        changed = _option_changes(before, now["options"])
-        yield from (change.sentence() for change in changed)
-        count = f"{counted(before.get('num_samples', 0), 'sample')} took part, now {now['num_samples']:,}"
-        if not changed:
-            yield f"the files of dataset.params.path, or what was chosen of them, have changed: {count}"
-        elif now["num_samples"] != before.get("num_samples"):
-            yield count
-    chosen = list(_order_changes(before, {key: now[key] for key in _OPTION_OF if key not in _DERIVED}))
-    yield from chosen
-    if not (is_named or chosen):  # they follow from the batch and the data where no option sets them
-        yield from _order_changes(before, {key: now[key] for key in _DERIVED})
+    if now["fingerprint"] == before.get("fingerprint"):
+        return _order_changes(before, now)
+    changed = _option_changes(before, now["options"])
+    count = f"{counted(before.get('num_samples', 0), 'sample')} took part, now {now['num_samples']:,}"
+    if not changed:
+        changed.append(f"the files of dataset.params.path, or what was chosen of them, have changed: {count}")
+    elif now["num_samples"] != before.get("num_samples"):
+        changed.append(count)
+    of_options = {
+        key: value for key, value in now.items() if key not in ("lanes", "window")
+    }  # these may follow from the data
+    return changed + _order_changes(before, of_options)

@@ -1,7 +1,7 @@
 """One data set of a run: its source indexed, filtered, assigned to buckets and ready to be read."""
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +10,7 @@ from sd_training.config.data_schema import DatasetParams, SourceParams, read_cla
 from sd_training.config.filters import parse_filters
 from sd_training.config.paths import output_path
 from sd_training.config.plan import counted
-from sd_training.data.index.selection import Selection, filter_lines, select
+from sd_training.data.index.selection import Selection, select, what_was_left_out
 from sd_training.data.index.store import DatasetIndex, load_index
 from sd_training.data.order.buckets import BucketTable, Merge, merge_small
 from sd_training.data.samples.captions import (
@@ -23,7 +23,7 @@ from sd_training.data.samples.captions import (
     fields_needed,
     tag_folder_caption,
 )
-from sd_training.data.sources.base import SampleReader
+from sd_training.data.sources.base import IndexedReader
 from sd_training.data.sources.choose import access_of, fitting_type, make_source
 from sd_training.data.sources.tags import limited
 from sd_training.data.storage.locations import shown
@@ -48,24 +48,17 @@ class OpenDataset:
     """Samples that pass the filters but fit no bucket that is used, or whose size is not known."""
     num_over_limit: int
     """Samples that pass the filters but are more than `tags.limit_images`."""
-    reader: SampleReader
+    reader: IndexedReader
     captioner: Captioner
 
     def in_bucket(self, bucket: int) -> NDArray[np.int64]:
         """Samples of the index in a bucket."""
-        if bucket not in self._by_bucket:
-            self._by_bucket[bucket] = self.selected[self.bucket_of == bucket]
-        return self._by_bucket[bucket]
+        return self.selected[self.bucket_of == bucket]
 
-    @cached_property
-    def _by_bucket(self) -> dict[int, NDArray[np.int64]]:
-        return {}
-
-    @cached_property
-    def selected_of_shard(self) -> dict[str, int]:
-        """Location of a shard, as it may be shown → how many of its samples are selected."""
-        counts = np.bincount(self.index.numbers("unit")[self.selected], minlength=len(self.index.shards))
-        return {shown(shard.location): int(count) for shard, count in zip(self.index.shards, counts, strict=True)}
+    def selected_in(self, location: str) -> int:
+        """How many samples of a shard, whose location is given as it may be shown, are selected."""
+        numbers = [number for number, shard in enumerate(self.index.shards) if shown(shard.location) == location]
+        return int(np.isin(self.index.numbers("unit")[self.selected], numbers).sum())
 
 
 def open_dataset(
@@ -91,49 +84,72 @@ def open_dataset(
         ConfigError: an option is wrong.
         DataError: the data cannot be used.
     """
+    rules, problems = parse_filters(source_params.filters)
+    if kind == "ClassificationWebDataset":
+        prompts, wrong = read_class_prompts(source_params)
+        problems = problems + wrong
+    if problems:
+        raise ConfigError(problems)
+    captions = source_params.captions
+    check_rules(captions)
+    fields = set().union(fields_needed(captions) if captions_needed else (), *(rule.fields() for rule in rules))
+    folder = None if params.index_dir is None else output_path(params.index_dir)
     try:
-        return _open(kind, source_params, params, table, batches, captions_needed)
+        source = make_source(kind, source_params, access_of(params.remote))
+        index = load_index(source, folder, fields - {CAPTION})
+        reader = source.reader(index)
+        captioner: Captioner = partial(field_caption, index, reader, captions)
+        known_classes = None
+        if kind == "ClassificationWebDataset":
+            captioner, known_classes = partial(class_caption, index, prompts, captions), prompts
+        elif kind == "TagFolder":
+            captioner = partial(tag_folder_caption, index, source_params.tags)
+        if known_classes is None and captions_needed:
+            check_fields(captions, index.fields | {CAPTION})
+        selection = select(
+            index, rules, known_classes, captions, captions_needed=captions_needed, max_pixels=params.max_image_pixels
+        )
+        chosen = selection.selected
+        if kind == "TagFolder" and source_params.tags.limit_images is not None:
+            chosen = chosen[limited([index.name(int(sample))[1] for sample in chosen], source_params.tags.limit_images)]
+        # Where a step may repeat samples, one sample is enough for the last bucket that is left.
+        needed = np.ones_like(batches) if params.resampled else batches
+        selected, bucket_of, merges = _assign_buckets(index, selection, chosen, table, batches, needed)
     except DataError as error:
         first, *others = str(error).split("\n")
         raise type(error)("\n".join([first + fitting_type(kind, source_params.path), *others])) from error
+    without, over_limit = len(chosen) - len(selected), len(selection.selected) - len(chosen)
+    return OpenDataset(kind, index, selection, selected, bucket_of, merges, without, over_limit, reader, captioner)
 
 
-def _open(
-    kind: str,
-    source_params: SourceParams,
-    params: DatasetParams,
+def _assign_buckets(
+    index: DatasetIndex,
+    selection: Selection,
+    chosen: NDArray[np.int64],
     table: BucketTable,
     batches: NDArray[np.int64],
-    captions_needed: bool,
-) -> OpenDataset:
-    rules, problems = parse_filters(source_params.filters)
-    if problems:
-        raise ConfigError(problems)
-    prompts = None
-    if kind == "ClassificationWebDataset":
-        prompts, problems = read_class_prompts(source_params)
-        if problems:
-            raise ConfigError(problems)
-    captions = source_params.captions
-    source = make_source(kind, source_params, access_of(params.remote))
-    check_rules(captions)
-    fields = set().union(fields_needed(captions) if captions_needed else (), *(rule.fields() for rule in rules))
-    index = load_index(source, None if params.index_dir is None else output_path(params.index_dir), fields - {CAPTION})
-    if prompts is None and captions_needed:
-        check_fields(captions, index.fields | {CAPTION})
-    selection = select(
-        index, rules, prompts, captions, captions_needed=captions_needed, max_pixels=params.max_image_pixels
-    )
-    chosen = selection.selected
-    if kind == "TagFolder" and source_params.tags.limit_images is not None:
-        chosen = chosen[limited([index.name(int(sample))[1] for sample in chosen], source_params.tags.limit_images)]
+    needed: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int32], list[Merge]]:
+    """The samples that fit a bucket in use, the bucket of each, and buckets that were merged.
 
-    def check_count(num_left: int, needed: int) -> None:
-        if num_left < needed:
-            raise DataError(_too_few(index, selection, num_left, len(chosen) - num_left, needed))
+    Raises:
+        DataError: fewer are left than one optimizer step takes.
+    """
 
-    # Where a step may repeat samples, one sample is enough for the last bucket that is left.
-    needed = np.ones_like(batches) if params.resampled else batches
+    def check_count(num_left: int, num_needed: int) -> None:
+        if num_left >= num_needed:
+            return
+        first = shown(index.shards[0].location) + (" and further" if len(index.shards) > 1 else "")
+        unfit = len(chosen) - num_left
+        more = f" ({unfit:,} more fit no bucket or have no readable size)" if unfit else ""
+        repeat = ", or set dataset.params.resampled=true, which repeats samples" if num_left else ""
+        few = (
+            f"dataset.params.path: {counted(num_left, 'sample')} of {first} {'is' if num_left == 1 else 'are'} left"
+            f"{more}, fewer than one optimizer step of {num_needed:,} takes; give more data, loosen "
+            f"dataset.params.filters, or lower system.batch_size × system.gradient_accumulation × processes{repeat}"
+        )
+        raise DataError("\n".join([few, *what_was_left_out(index, selection)]))
+
     assigned = table.assign(index.numbers("width")[chosen], index.numbers("height")[chosen])
     fits = assigned >= 0
     check_count(int(fits.sum()), int(needed.min()))
@@ -141,27 +157,4 @@ def _open(
     is_kept = bucket_of >= 0
     selected, bucket_of = chosen[fits][is_kept], bucket_of[is_kept]
     check_count(len(selected), int(needed[bucket_of].min()))
-    reader = source.reader(index)
-    captioner: Captioner = partial(field_caption, index, reader, captions)
-    if prompts is not None:
-        captioner = partial(class_caption, index, prompts, captions)
-    elif kind == "TagFolder":
-        captioner = partial(tag_folder_caption, index, source_params.tags)
-    without, over_limit = len(chosen) - len(selected), len(selection.selected) - len(chosen)
-    return OpenDataset(kind, index, selection, selected, bucket_of, merges, without, over_limit, reader, captioner)
-
-
-def _too_few(index: DatasetIndex, selection: Selection, num_left: int, num_without_bucket: int, needed: int) -> str:
-    unfit = f" ({num_without_bucket:,} more fit no bucket or have no readable size)" if num_without_bucket else ""
-    first = shown(index.shards[0].location) + (" and further" if len(index.shards) > 1 else "")
-    repeat = ", or set dataset.params.resampled=true, which repeats samples" if num_left else ""
-    lines = [
-        f"dataset.params.path: {counted(num_left, 'sample')} of {first} {'is' if num_left == 1 else 'are'} "
-        f"left{unfit}, fewer than one optimizer step of {needed:,} takes; give more data, loosen "
-        "dataset.params.filters, or lower system.batch_size × system.gradient_accumulation × processes"
-        f"{repeat}",
-        *(f"filter {line}" for line in filter_lines(index, selection)),
-    ]
-    if selection.problems.total():
-        lines.append(f"problems: {selection.problems.text()}")
-    return "\n".join(lines)
+    return selected, bucket_of, merges

@@ -1,5 +1,6 @@
 """Samples that a run is measured on: never trained on, always the same ones with the same noise."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from sd_training.config.schema import ValidationConfig
 from sd_training.data.dataset import OpenDataset, open_dataset
 from sd_training.data.loader import BadSampleLog
 from sd_training.data.order.buckets import training_sizes
-from sd_training.data.problems import SkippedSample, printable
+from sd_training.data.problems import printable
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.data.samples.sample import DrawSettings, Dropout, SampleRequest, TrainingSamples, collate
 from sd_training.data.sources.choose import SHARD_NOUNS
@@ -104,7 +105,7 @@ class HeldOutData:
         locations = {shard.location for dataset in trained for shard in dataset.index.shards}
         shared = [shown(shard.location) for shard in own.index.shards if shard.location in locations]
         if shared:
-            shards = counted(len(shared), SHARD_NOUNS[self.kind])
+            shards = counted(len(shared), SHARD_NOUNS.get(self.kind, "shard"))
             log.warning(f"validation.path: trained on as well: {shards}, such as {shared[0]}")
 
     def __len__(self) -> int:
@@ -118,31 +119,25 @@ class HeldOutData:
             DataError: one cannot be read.
         """
         with ThreadPoolExecutor(1, "held-out data") as reader:
-            pending = [reader.submit(self._read, number) for number in numbers[:1]]
-            for number in numbers[1:]:
-                batch = pending.pop().result()
+            pending = deque(reader.submit(self._read, number) for number in numbers[:2])
+            for number in numbers[2:]:
+                yield pending.popleft().result()
                 pending.append(reader.submit(self._read, number))
-                yield batch
-            yield from (last.result() for last in pending)
+            yield from (batch.result() for batch in pending)
 
     def _read(self, number: int) -> PixelBatch:
         opened = self.open()
         result = collate([opened.samples[request] for request in opened.batches[number]])
         for skipped in result.skipped:
-            self._warn(skipped)
+            if (skipped.shard, skipped.key) not in self._warned:  # all of them are named in the file
+                self._warned.add((skipped.shard, skipped.key))
+                self.bad_samples.name(skipped)
+                shard, key, reason = (printable(part) for part in skipped[:3])
+                log.warning(f"validation.path: {shard} {key} cannot be used, another sample replaces it: {reason}")
         if result.error is not None:
             raise type(result.error)(f"validation.path: {result.error}")
         assert result.batch is not None, "a result has a batch or an error"
         return result.batch
-
-    def _warn(self, skipped: SkippedSample) -> None:
-        """Once for each sample; all of them are named in the file."""
-        if (skipped.shard, skipped.key) in self._warned:
-            return
-        self._warned.add((skipped.shard, skipped.key))
-        self.bad_samples.name(skipped)
-        shard, key, reason = (printable(part) for part in skipped[:3])
-        log.warning(f"validation.path: {shard} {key} cannot be used, another sample stands in for it: {reason}")
 
 
 def _batches(dataset: OpenDataset, num_samples: int, batch_size: int) -> list[list[SampleRequest]]:

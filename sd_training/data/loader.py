@@ -1,18 +1,18 @@
 """The loader of a run: micro-batches of one rank, from any optimizer step on, and the limits on bad samples."""
 
-import fcntl
 import json
 import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from sd_training.config.plan import BatchPlan, counted
 from sd_training.data.order.order import RunOrder, slots
@@ -33,27 +33,6 @@ MIN_BAD_OF_SHARD = 10
 """Fewer bad samples say nothing about a shard: a tiny one would end the run with its second bad sample."""
 _PREFETCHED = 2
 """Micro-batches each loader process reads ahead."""
-
-
-class RequestSampler(Sampler[list[SampleRequest]]):
-    """Lists of requests, one list per micro-batch of this rank, from optimizer step `first_step` to the last; of that
-    step without the first `num_done` micro-batches."""
-
-    def __init__(self, order: RunOrder, plan: BatchPlan, rank: int, first_step: int, num_done: int = 0) -> None:
-        self.order, self.plan, self.rank, self.first_step, self.num_done = order, plan, rank, first_step, num_done
-
-    def __len__(self) -> int:
-        return max(0, (self.plan.num_steps - self.first_step) * self.plan.accumulation - self.num_done)
-
-    def __iter__(self) -> Iterator[list[SampleRequest]]:
-        for step in range(self.first_step, self.plan.num_steps):
-            bucket, samples, dataset = self.order.at(step)
-            first, count = step * self.order.positions_per_step, len(samples)
-            factor = count // self.plan.global_batch
-            for micro_index in range(self.num_done if step == self.first_step else 0, self.plan.accumulation):
-                own = slots(micro_index, self.rank, self.plan, factor)
-                pairs = zip(own, samples[own.start : own.stop].tolist(), strict=True)
-                yield [SampleRequest(first + slot, dataset, sample, bucket, slot, count) for slot, sample in pairs]
 
 
 @dataclass
@@ -96,9 +75,17 @@ class TrainingLoader:
                 f"{limits} tokens of the text encoder and were truncated"
             )
 
-    def requests(self, first_step: int, num_done: int = 0) -> RequestSampler:
-        """What the loader processes are asked for, micro-batch by micro-batch."""
-        return RequestSampler(self.order, self.plan, self.rank, first_step, num_done)
+    def requests(self, first_step: int, num_done: int = 0) -> Iterator[list[SampleRequest]]:
+        """What the loader processes are asked for, a list per micro-batch of this rank, from step `first_step`
+        to the last; of that step without the first `num_done` micro-batches."""
+        for step in range(first_step, self.plan.num_steps):
+            bucket, samples, dataset = self.order.at(step)
+            first, count = step * self.order.positions_per_step, len(samples)
+            factor = count // self.plan.global_batch
+            for micro_index in range(num_done if step == first_step else 0, self.plan.accumulation):
+                own = slots(micro_index, self.rank, self.plan, factor)
+                pairs = zip(own, samples[own.start : own.stop].tolist(), strict=True)
+                yield [SampleRequest(first + slot, dataset, sample, bucket, slot, count) for slot, sample in pairs]
 
     def _results(self, next_micro_batch: int) -> Iterator[WorkerResult]:
         """To the end of the run. Loader processes that die are replaced by new ones, which begin with the micro-batch
@@ -133,11 +120,11 @@ class TrainingLoader:
 
 
 class BadSampleLog:
-    """Names each skipped sample once in `run_dir/bad_samples.jsonl`, and ends the run when there are too many.
+    """Names each skipped sample in `run_dir/bad_samples.jsonl`, and ends the run when there are too many.
 
-    Every process of a run counts what it reads itself. A sample counts once, however often it is read: a small data set
-    with one bad sample is not a bad data set after a hundred epochs. Several processes append to the file, each line in
-    one write, and none repeats what another one, or an earlier start of the run, has named.
+    Every process of a run counts what it reads itself and names a sample once. A sample counts once, however often it
+    is read: a small data set with one bad sample is not a bad data set after a hundred epochs. What the file named at
+    the start is not named again; two processes may both name a sample.
 
     Args:
         run_dir: None keeps the counts only.
@@ -166,9 +153,7 @@ class BadSampleLog:
         self._recent = deque[int]()  # for each bad sample of the window, how many samples had been read
         self._of_shard = Counter[str]()
         self._in_row = 0
-        self._named = set[tuple[str, str]]()
-        self._num_bytes_known = 0  # of the file: what `_named` holds
-        self._can_write = True
+        self._named: set[tuple[str, str]] | None = None
 
     def report(self, problems: Problems, where: str) -> None:
         """Logs what was found when the shards were indexed, and names it in the file."""
@@ -225,56 +210,38 @@ class BadSampleLog:
         return None
 
     def _where(self, which: str) -> str:
-        return f"; {which} named in {self.path}" if self.path and self._can_write else ""
+        return f"; {which} named in {self.path}" if self.path else ""
 
     def name(self, problem: SkippedSample) -> None:
         """Writes the problem to the file, unless its sample has been named before."""
-        if self.path is None or not self._can_write:
+        if self.path is None:
             return
         entry: dict[str, Any] = redacted_values(problem._asdict())
         sample = (entry["shard"], entry["key"])  # as they are read back
-        if sample in self._named:
-            return
-        self._named.add(sample)
         try:
-            self._append(self.path, sample, json.dumps({**entry, "time": round(time.time(), 3)}))
+            if self._named is None:
+                self._named = _named_in(self.path)
+            if sample not in self._named:
+                self._named.add(sample)
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with self.path.open("ab", buffering=0) as file:  # one write, because other processes append too
+                    file.write(json.dumps({**entry, "time": round(time.time(), 3)}).encode() + b"\n")
         except OSError as error:  # a full disk is no reason to lose the run that this file only describes
-            self._can_write = False
             log.warning("%s cannot be written, bad samples are only counted from now on: %s", self.path, error)
-
-    def _append(self, path: Path, sample: tuple[str, str], line: str) -> None:
-        """Adds the line, unless another process has named the sample since this one last read the file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+b", buffering=0) as file:
-            _lock(file.fileno())
-            start = self._num_bytes_known if self._num_bytes_known <= file.seek(0, os.SEEK_END) else 0  # a new file
-            file.seek(start)
-            new = file.read()
-            complete = new[: new.rfind(b"\n") + 1]
-            named = set(_names(complete))
-            self._named |= named
-            self._num_bytes_known = start + len(complete)
-            if sample not in named:
-                separator = b"\n" if len(complete) < len(new) else b""  # after a line that a crash cut off
-                self._num_bytes_known = start + len(new) + file.write(separator + line.encode() + b"\n")
+            self.path = None
 
 
-def _lock(descriptor: int) -> None:
-    """Waits a second at most: file systems without locks, and holders that hang, cost a repeated line, not the run."""
-    for _ in range(20):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            time.sleep(0.05)
-        except OSError:
-            return
-
-
-def _names(lines: bytes) -> Iterator[tuple[str, str]]:
-    for line in lines.decode("utf-8", errors="replace").splitlines():
-        try:
+def _named_in(path: Path) -> set[tuple[str, str]]:
+    """The samples that the file names; the line that a crash cut off is ended."""
+    named = set[tuple[str, str]]()
+    if not path.exists():
+        return named
+    text = path.read_bytes()
+    if text and not text.endswith(b"\n"):
+        with path.open("ab") as file:
+            file.write(b"\n")
+    for line in text.decode("utf-8", errors="replace").splitlines():
+        with suppress(ValueError, KeyError, TypeError):  # of the line that was cut off
             entry = json.loads(line)
-            yield str(entry["shard"]), str(entry["key"])
-        except (ValueError, KeyError, TypeError):  # a line cut off by a crash
-            continue
+            named.add((str(entry["shard"]), str(entry["key"])))
+    return named

@@ -20,7 +20,7 @@ from sd_training.data.index.store import DatasetIndex, load_index
 from sd_training.data.order.buckets import BucketTable, ladder, merge_small
 from sd_training.data.order.order import OrderSettings, SampleOrder
 from sd_training.data.problems import Problems
-from sd_training.data.sources.base import SampleReader, Shard, ShardScan
+from sd_training.data.sources.base import IndexedReader, Shard, ShardScan
 from tests import makers
 from tests.integration.training import ROOT
 from tests.unit.data.making import training_data
@@ -54,7 +54,7 @@ class MadeUp:
         }
         return ShardScan(columns, Problems())
 
-    def reader(self, index: DatasetIndex) -> SampleReader:
+    def reader(self, index: DatasetIndex) -> IndexedReader:
         raise NotImplementedError
 
 

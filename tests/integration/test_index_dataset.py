@@ -22,15 +22,13 @@ def config_of(*arguments: object) -> Config:
     return index_dataset.read_config(index_dataset.parse_arguments([str(argument) for argument in arguments]))
 
 
-def test_paths_and_a_page(tmp_path: Path) -> None:
+def test_paths(tmp_path: Path) -> None:
     makers.caption_shards(tmp_path / "data", shards=2, per_shard=20)
-    done = run(tmp_path / "data" / "000.tar", tmp_path / "data" / "001.tar", "--html", tmp_path / "report.html")
+    done = run(tmp_path / "data" / "000.tar", tmp_path / "data" / "001.tar")
     assert done.returncode == 0, done.stderr
     assert "data: 40 samples in 2 shards" in done.stdout
-    page = (tmp_path / "report.html").read_text()
-    assert "class='bar'" in page
     for words in ("step", "the run sees", "1,000,000"):  # nobody asked for a run
-        assert words not in done.stdout and words not in page
+        assert words not in done.stdout
 
 
 def test_a_run_is_projected_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,8 +80,6 @@ def test_options_of_the_script_are_options_of_the_config() -> None:
         (["a.tar", "--processes", "-1"], "--processes: is -1"),
         (["a.tar", "--images", "0"], "experiment.num_examples_to_see"),
         (["a.tar", "--type", "Tar"], "dataset.type"),
-        (["a.tar", "--html", "nowhere/x.html"], "--html: 'nowhere/x.html'"),
-        (["a.tar", "--html", "/"], "--html: '/'"),
         (["a.tar", "dataset.params.path=b"], "not both"),
         (["--type", "Table", "dataset.type=Parquet", "dataset.params.path=x"], "--type: is dataset.type"),
     ],

@@ -9,8 +9,8 @@ import pytest
 from sd_training.config.data_schema import RemoteConfig
 from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
-from sd_training.data.sources.locate import expand_shards
-from sd_training.data.storage import remote as remote_files
+from sd_training.data.sources.choose import expand_shards
+from sd_training.data.storage import files as remote_files
 from sd_training.data.storage.byte_file import Access
 from sd_training.errors import EXIT_STOPPED, OutageError
 from tests import makers

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from scripts import download_diffusers, index_dataset, make_webdataset
+from scripts import download_diffusers, make_webdataset
 from tests import makers
 from tests.integration.commands import ROOT, fails, run
 from tests.unit.data.making import training_data
@@ -38,7 +38,6 @@ def test_a_mistake_is_one_sentence_and_status_2(script: str, tmp_path: Path) -> 
     [
         (make_webdataset.main, ["nowhere", "--out"]),
         (download_diffusers.main, ["-m", "nowhere", "-o"]),
-        (index_dataset.main, ["nowhere.tar", "--html"]),
     ],
     ids=lambda value: getattr(value, "__module__", ""),
 )
@@ -127,7 +126,7 @@ def test_make_webdataset_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFix
     assert "4 samples in 3 shards" in said and "skipped 1: caption is missing" in said and str(out) in said
     assert json.loads((out / "report.json").read_text())["reasons"] == {"caption is missing": 1}
     assert json.loads((out / "skipped.jsonl").read_text()) == {
-        "sample": "sub/3.jpg",
+        "sample": f"{photos}/sub/3.jpg",
         "reason": "caption is missing",
     }
     assert sorted(p.name for p in out.glob("*.tar*")) == ["00000.tar", "00001.tar", "00002.tar"]
@@ -150,7 +149,7 @@ def test_make_webdataset_from_a_table(tmp_path: Path) -> None:
     make_webdataset.main([*argv, "--workers", "1", "--shuffle", "3"])
     with tarfile.open(tmp_path / "out/00000.tar") as tar:
         members = {name.split(".")[1]: tar.extractfile(name) for name in tar.getnames()}
-        assert json.loads(members["json"].read()) == {"original_width": 40, "original_height": 32, "pwatermark": 0.25}  # type: ignore[union-attr]
+        assert json.loads(members["json"].read()) == {"original_width": 40, "original_height": 32, "pwatermark": "0.25"}  # type: ignore[union-attr]
         assert Image.open(members["png"]).size == (20, 16)  # type: ignore[arg-type]
 
 
@@ -160,7 +159,7 @@ def test_make_webdataset_refuses(tmp_path: Path) -> None:
     said = fails(make_webdataset.main, tmp_path, "--out", tmp_path / "out")
     assert "no sample can be used" in said and "a.jpg" in said
     assert "--workers: 0" in fails(make_webdataset.main, tmp_path, "--out", tmp_path / "o", "--workers", "0")
-    assert "cannot be made" in fails(make_webdataset.main, tmp_path, "--out", tmp_path / "a.jpg")
+    assert "cannot be written" in fails(make_webdataset.main, tmp_path, "--out", tmp_path / "a.jpg")
 
 
 def test_imagenet_prompts() -> None:

@@ -26,20 +26,15 @@ def field_names(column_names: Sequence[str]) -> frozenset[str]:
     return frozenset(name.partition(":")[2] for name in column_names if name.startswith((NUMBER, TEXT)))
 
 
-def metadata_columns(rows: Sequence[Mapping[str, Scalar]]) -> tuple[dict[str, pa.Array], int]:
-    """The columns of per-sample metadata, and how many fields were left out because there are too many."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
+def metadata_columns(rows: Sequence[Mapping[str, Scalar]]) -> dict[str, pa.Array]:
+    """The columns of per-sample metadata."""
     columns: dict[str, pa.Array] = {}
-    for name in names[:MAX_FIELDS]:
-        columns |= _field_columns(name, [row.get(name) for row in rows])
-    return columns, max(0, len(names) - MAX_FIELDS)
-
-
-def _field_columns(name: str, values: Sequence[Scalar | None]) -> dict[str, pa.Array]:
-    texts = [value if isinstance(value, str) else None for value in values]
-    columns = {NUMBER + name: pa.array([_number(value) for value in values], pa.float64())}
-    if any(text is not None for text in texts):
-        columns[TEXT + name] = pa.array(texts, pa.large_string())
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row.get(name) for row in rows]
+        texts = [value if isinstance(value, str) else None for value in values]
+        columns[NUMBER + name] = pa.array([_number(value) for value in values], pa.float64())
+        if any(text is not None for text in texts):
+            columns[TEXT + name] = pa.array(texts, pa.large_string())
     return columns
 
 
@@ -95,3 +90,17 @@ def _scalar(value: object) -> Scalar | None:
 def storable(name: str) -> str:
     """Text that is not UTF-8 comes with surrogates, which parquet and JSON cannot store."""
     return name.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def captions_in(text: str | None) -> list[str]:
+    """The captions of a stored text: the entries of a JSON list of texts, else the text; without the empty ones."""
+    text = (text or "").strip()
+    entries = [text]
+    if text.startswith("[") and text.endswith("]"):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+            entries = [entry.strip() for entry in value]
+    return [entry for entry in entries if entry]

@@ -1,13 +1,13 @@
 """Which samples of the index are selected: those with a caption or known class that pass all filters.
 
-Filters are evaluated as pyarrow expressions over the columns of the index; no image is read. Logic has three values
-(Kleene 1938), as Arrow's `and_kleene` and its siblings have: a comparison with a null, missing or NaN value is null,
-`not` leaves it null, and a sample passes only where the whole filter is true.
+Filters are evaluated over the columns of the index; no image is read. Logic has three values (Kleene 1938), as Arrow's
+`and_kleene` and its siblings have: a comparison with a null, missing or NaN value is null, `not` leaves it null, and a
+sample passes only where the whole filter is true.
 """
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,7 @@ from sd_training.errors import DataError
 Mask = NDArray[np.bool_]
 BUILT_IN = frozenset({"width", "height", "aspect_ratio", "caption_length"})
 """Fields of the index itself, where no metadata field has the name: pixels, width / height, and bytes."""
-_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    ">": operator.gt,
-    "<": operator.lt,
-}
+_COMPARISONS = {">=": pc.greater_equal, "<=": pc.less_equal, ">": pc.greater, "<": pc.less}
 
 
 def evaluate(condition: Filter, columns: pa.Table, num_samples: int) -> Mask:
@@ -45,86 +40,49 @@ def evaluate(condition: Filter, columns: pa.Table, num_samples: int) -> Mask:
             without columns is missing everywhere.
         num_samples: N, also when there are no columns.
     """
-    from pyarrow import acero  # imports pyarrow.dataset, which runs without filters need not load
-
-    fields = condition.fields() | (BUILT_IN - {"aspect_ratio"})
-    read = [name for name in columns.column_names if name.removeprefix(NUMBER).removeprefix(TEXT) in fields]
-    columns = columns.select(read)
-    if not columns.num_columns:  # a table without columns has no rows
-        columns = pa.table({"rows": pa.nulls(num_samples)})
-    passes = pc.coalesce(_expression(condition, columns), pc.scalar(False))
-    table = acero.Declaration.from_sequence(
-        [
-            acero.Declaration("table_source", acero.TableSourceNodeOptions(columns)),
-            acero.Declaration("project", acero.ProjectNodeOptions([passes], ["passes"])),
-        ]
-    ).to_table(use_threads=False)  # threads would not keep the order of rows
-    return np.asarray(table["passes"].to_numpy(), dtype=np.bool_)
+    return np.asarray(pc.fill_null(_passes(condition, columns, num_samples), False).to_numpy(zero_copy_only=False))
 
 
-def _expression(node: Filter, columns: pa.Table) -> pc.Expression:
+def _passes(node: Filter, columns: pa.Table, num_samples: int) -> Any:
     """True, false or null for every row."""
     if node.parts:
-        parts = [_expression(part, columns) for part in node.parts]
-        return ~parts[0] if node.operator == "not" else _balanced(node.operator, parts)
-    number, text = _number(node.field, columns), _text(node.field, columns)
-    is_present = number.is_valid() if text is None else number.is_valid() | text.is_valid()
+        parts = (_passes(part, columns, num_samples) for part in node.parts)
+        if node.operator == "not":
+            return pc.invert(next(parts))
+        return reduce(pc.and_kleene if node.operator == "and" else pc.or_kleene, parts)
+    number = _number(node.field, columns, num_samples)
+    is_present, text = pc.is_valid(number), None
+    if TEXT + node.field in columns.column_names:
+        text = columns[TEXT + node.field].combine_chunks()
+        is_present = pc.or_(is_present, pc.is_valid(text))
     if node.operator == "null":
-        return ~is_present
+        return pc.invert(is_present)
     if node.operator in _COMPARISONS:
         return _COMPARISONS[node.operator](number, node.values[0])
-    found = _is_one_of(number, text, node.values, columns, node.field)
-    return pc.if_else(is_present, ~found if node.operator == "!=" else found, _null(pa.bool_()))
+    numbers = [found for found in map(_as_number, node.values) if found is not None]
+    found = pc.is_in(number, pa.array(numbers, pa.float64()))  # numbers written as text are equal to the number
+    texts = [spelling for value in node.values if isinstance(value, str) for spelling in _spellings(value)]
+    if text is not None and texts:
+        found = pc.or_(found, pc.is_in(text, pa.array(texts, text.type)))
+    return pc.if_else(is_present, pc.invert(found) if node.operator == "!=" else found, pa.scalar(None, pa.bool_()))
 
 
-def _null(kind: pa.DataType) -> pc.Expression:
-    """Not a constant of the module: making one imports pandas where it is installed, in every loader process."""
-    return pc.scalar(pa.scalar(None, kind))
-
-
-def _balanced(word: str, parts: Sequence[pc.Expression]) -> pc.Expression:
-    """A balanced tree: Arrow recurses over the depth of an expression, and a filter may have thousands of parts."""
-    if len(parts) == 1:
-        return parts[0]
-    half = len(parts) // 2
-    left, right = _balanced(word, parts[:half]), _balanced(word, parts[half:])
-    return left & right if word == "and" else left | right
-
-
-def _number(field: str, columns: pa.Table) -> pc.Expression:
+def _number(field: str, columns: pa.Table, num_samples: int) -> pa.Array:
     """The field's number; null where it has none."""
-    names = set(columns.column_names)
+    names, least = set(columns.column_names), 0 if field == "caption_length" else 1
+    null = pa.scalar(None, pa.float64())
+
+    def known(column: str) -> pa.Array:
+        """A column of the index; smaller numbers mean that the value is not known."""
+        value = columns[column].combine_chunks().cast(pa.float64())
+        return pc.if_else(pc.greater_equal(value, least), value, null)
+
     if NUMBER + field in names:
-        value = pc.field(NUMBER + field)
-        return pc.if_else(pc.is_nan(value), _null(pa.float64()), value)
+        value = columns[NUMBER + field].combine_chunks()
+        return pc.if_else(pc.is_nan(value), null, value)
     if TEXT + field in names or field not in BUILT_IN or not BUILT_IN - {"aspect_ratio"} <= names:
-        return _null(pa.float64())
-    if field == "aspect_ratio":
-        return _known("width", 1) / _known("height", 1)
-    return _known(field, 0 if field == "caption_length" else 1)
-
-
-def _known(column: str, least: int) -> pc.Expression:
-    """A column of the index; smaller numbers mean that the value is not known."""
-    value = pc.field(column).cast(pa.float64())
-    return pc.if_else(value >= least, value, _null(pa.float64()))
-
-
-def _text(field: str, columns: pa.Table) -> pc.Expression | None:
-    """The field's text, null where the value was not written as text; None where no value was."""
-    return pc.field(TEXT + field) if TEXT + field in columns.column_names else None
-
-
-def _is_one_of(
-    number: pc.Expression, text: pc.Expression | None, values: Sequence[Value], columns: pa.Table, field: str
-) -> pc.Expression:
-    """Never null. Numbers written as text are equal to the number."""
-    numbers = [found for found in map(_as_number, values) if found is not None]
-    is_number = number.isin(pa.array(numbers, pa.float64()))
-    texts = [spelling for value in values if isinstance(value, str) for spelling in _spellings(value)]
-    if text is None or not texts:
-        return is_number
-    return is_number | text.isin(pa.array(texts, columns.schema.field(TEXT + field).type))
+        return pa.nulls(num_samples, pa.float64())
+    return pc.divide(known("width"), known("height")) if field == "aspect_ratio" else known(field)
 
 
 def _spellings(value: str) -> set[str]:
@@ -209,7 +167,9 @@ def select(
     rules = [(rule, int(mask.sum())) for rule, mask in zip(filters, passed, strict=True)]
     selection = Selection(selected, int(usable.sum()), rules, problems)
     if not len(selected):
-        raise DataError(_nothing_left(index, selection))
+        others = f" and {len(index.shards) - 1:,} more" if len(index.shards) > 1 else ""
+        none = f"dataset.params.path: no sample is left of {shown(index.shards[0].location)}{others}"
+        raise DataError("\n".join([none, *what_was_left_out(index, selection)]))
     return selection
 
 
@@ -270,21 +230,18 @@ def _name(
 
 def filter_lines(index: DatasetIndex, selection: Selection) -> list[str]:
     """One line per filter with the samples that pass it alone, and the fields that no sample has."""
-    lines = [f"{rule}: {counted(count, 'sample')}" for rule, count in selection.rules]
+    lines = [f"filter {rule}: {counted(count, 'sample')}" for rule, count in selection.rules]
     for field in sorted(set().union(*(rule.fields() for rule, _ in selection.rules)) - index.fields - BUILT_IN):
         fields = ", ".join(sorted(index.fields)[:20]) or "none"
         lines.append(f"no sample has the metadata field '{field}' (fields found: {fields})")
     return lines
 
 
-def _nothing_left(index: DatasetIndex, selection: Selection) -> str:
-    others = f" and {len(index.shards) - 1:,} more" if len(index.shards) > 1 else ""
-    where = f"{shown(index.shards[0].location)}{others}"
-    lines = [f"dataset.params.path: no sample is left of the {len(index):,} in {where}"]
-    if selection.rules:
-        lines.append(f"{selection.num_usable:,} have all members; dataset.params.filters keep of these, each alone:")
-        lines += [f"  {line}" for line in filter_lines(index, selection)]
-        lines.append("  all together: 0 samples; loosen the filters")
+def what_was_left_out(index: DatasetIndex, selection: Selection) -> list[str]:
+    """The end of an error about too few samples: filters and problems."""
+    keeps = "; of these each filter alone keeps:" if selection.rules else ""
+    lines = [f"{selection.num_usable:,} of {counted(len(index), 'sample')} have all members{keeps}"]
+    lines += filter_lines(index, selection)
     if selection.problems.total():
         lines.append(f"problems: {selection.problems.text()}")
-    return "\n".join(lines)
+    return lines

@@ -15,7 +15,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -86,7 +86,12 @@ class DatasetIndex:
     def numbers(self, column: str) -> NDArray[Any]:
         """[N] an integer column without nulls, such as `width` [pixels], as a view of the mapped file."""
         if column not in self._numbers:
-            self._numbers[column] = _view(self.columns[column])
+            # Not by `to_numpy`, which imports pandas where it is installed: a second and 60 MB in every loader process.
+            values = self.columns[column]
+            chunk = values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()
+            dtype = np.dtype(str(chunk.type))
+            offset = chunk.offset * dtype.itemsize
+            self._numbers[column] = np.frombuffer(chunk.buffers()[1], dtype, len(chunk), offset)
         return self._numbers[column]
 
     def text(self, column: str, sample: int) -> str | None:
@@ -107,17 +112,6 @@ class DatasetIndex:
 
     def __reduce__(self) -> tuple[type["DatasetIndex"], tuple[Path, list[Shard]]]:
         return DatasetIndex, (self.path, self.shards)
-
-
-def _view(column: pa.ChunkedArray) -> NDArray[Any]:
-    """A mapped column of integers as numpy sees it, without a copy.
-
-    Not by `to_numpy`, which imports pandas where it is installed: a second and 60 MB in every loader process.
-    """
-    if column.num_chunks != 1 or column.null_count:
-        return np.asarray(column.to_numpy())
-    chunk, dtype = column.chunk(0), {pa.int32(): np.int32, pa.int64(): np.int64}[column.type]
-    return np.frombuffer(chunk.buffers()[1], dtype, len(chunk), chunk.offset * np.dtype(dtype).itemsize)
 
 
 def default_index_dir() -> Path:
@@ -241,17 +235,7 @@ def _content_hash(table: pa.Table) -> str:
     return digest.hexdigest()
 
 
-class _ShardIndex(NamedTuple):
-    """One shard's index as read back."""
-
-    table: pa.Table
-    fields: frozenset[str]
-    """All metadata fields of the shard; `table` holds those that were asked for."""
-    content_sha256: str
-    problems: Problems
-
-
-def _read_or_rebuild(source: Source, shard: Shard, folder: Path, fields: frozenset[str]) -> _ShardIndex:
+def _read_or_rebuild(source: Source, shard: Shard, folder: Path, fields: frozenset[str]) -> pa.Table:
     path = _shard_path(source, shard, folder)
     try:
         return _read(path, fields)
@@ -261,43 +245,44 @@ def _read_or_rebuild(source: Source, shard: Shard, folder: Path, fields: frozens
         return _read(path, fields)
 
 
-def _read(path: Path, fields: frozenset[str]) -> _ShardIndex:
-    """Raises OSError, ValueError or KeyError where the file is missing, damaged (pyarrow's errors are of these kinds)
-    or of another program."""
+def _read(path: Path, fields: frozenset[str]) -> pa.Table:
+    """The index of a shard with the metadata fields that were asked for; all of them are named in its metadata.
+
+    Raises OSError, ValueError or KeyError where the file is missing, damaged (pyarrow's errors are of these kinds) or
+    of another program."""
     with pq.ParquetFile(path, memory_map=True) as file:
         schema = file.schema_arrow
-        info = json.loads((schema.metadata or {})[_INFO])
+        info = json.loads((schema.metadata or {})[_INFO]) | {"fields": sorted(field_names(schema.names))}
         wanted = [name for name in schema.names if not field_names([name]) or field_names([name]) & fields]
-        table = file.read(columns=wanted, use_threads=False).replace_schema_metadata(None)
-    return _ShardIndex(table, field_names(schema.names), info["content_sha256"], Problems.from_json(info["problems"]))
+        table = file.read(columns=wanted, use_threads=False)
+    return table.replace_schema_metadata({_INFO: json.dumps(info).encode()})
 
 
-def _write_joined(files: Sequence[_ShardIndex], path: Path) -> None:
-    table = pa.concat_tables([file.table for file in files], promote_options="permissive")
-    rows = [file.table.num_rows for file in files]
-    shard, block = np.repeat(np.arange(len(files), dtype=np.int32), rows), table["block"].to_numpy()
+def _write_joined(tables: Sequence[pa.Table], path: Path) -> None:
+    infos = [json.loads(table.schema.metadata[_INFO]) for table in tables]
+    joined = pa.concat_tables([t.replace_schema_metadata(None) for t in tables], promote_options="permissive")
+    shard = np.repeat(np.arange(len(tables), dtype=np.int32), [table.num_rows for table in tables])
     # Blocks are numbered within their shard; here they are numbered over all of them.
-    starts = np.ones(len(shard), dtype=bool)
+    block, starts = joined["block"].to_numpy(), np.ones(len(shard), dtype=bool)
     starts[1:] = (shard[1:] != shard[:-1]) | (block[1:] != block[:-1])
     blocks = pa.array((np.cumsum(starts) - 1).astype(np.int32))
-    table = table.append_column("unit", pa.array(shard))
-    table = table.set_column(table.column_names.index("block"), "block", blocks).combine_chunks()
+    joined = joined.append_column("unit", pa.array(shard))
+    joined = joined.set_column(joined.column_names.index("block"), "block", blocks).combine_chunks()
     problems = Problems()
-    for file in files:
-        problems.merge(file.problems)
-    fields = sorted(frozenset().union(*(file.fields for file in files)))
-    info = {
-        "fields": fields,
+    for info in infos:
+        problems.merge(Problems.from_json(info["problems"]))
+    whole = {
+        "fields": sorted({field for info in infos for field in info["fields"]}),
         "problems": problems.to_json(),
-        "contents": [file.content_sha256 for file in files],
+        "contents": [info["content_sha256"] for info in infos],
     }
-    table = table.replace_schema_metadata({_INFO: json.dumps(info).encode()})
+    joined = joined.replace_schema_metadata({_INFO: json.dumps(whole).encode()})
     with (
         _replaced_whole(path) as temporary,
         pa.OSFile(temporary, "wb") as sink,
-        pa.ipc.new_file(sink, table.schema) as w,
+        pa.ipc.new_file(sink, joined.schema) as writer,
     ):
-        w.write_table(table)
+        writer.write_table(joined)
 
 
 def _sweep(folder: Path) -> None:

@@ -11,13 +11,16 @@ import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sd_training.config.data_schema import CaptionConfig, TagConfig
+from sd_training.data.index.columns import captions_in
+from sd_training.data.index.store import DatasetIndex
 from sd_training.data.problems import BadSample, printable
+from sd_training.data.sources.base import IndexedReader
 from sd_training.errors import ConfigError, DataError
 
 CAPTION = "caption"
@@ -31,7 +34,6 @@ Captioner = Callable[[int, Generators], str]
 """Sample → caption; a partial of one of the three functions below, pickled into loader processes."""
 Prompts = dict[str, list[str]]
 """Class → at least one prompt; classes are spelled as `class_name` does."""
-_FIELDS_SHOWN = 20
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{(?P<field>[^{}]+)\}|(?P<text>[^{}]+)|(?P<stray>[{}])")
 _TAG_JOINT = "||"
 """Stands between tags while replacements are made, so that they cannot touch the separators."""
@@ -40,27 +42,9 @@ _TOKENS_CACHED = 8192
 _MAX_TOKENS = 100_000
 
 
-class TextColumns(Protocol):
-    """What captions need of a data set's index (`data/index/store.py`)."""
-
-    def text(self, column: str, sample: int) -> str | None:
-        """A value of a text column."""
-
-    def metadata_text(self, field: str, sample: int) -> str | None:
-        """A metadata field as text."""
-
-    def numbers(self, column: str) -> NDArray[Any]:
-        """[N] an integer column."""
-
-
-class CaptionReader(Protocol):
-    """What captions need of a source's reader (`data/sources/base.py`)."""
-
-    def caption(self, sample: int) -> str:
-        """The sample's own caption. Raises BadSample or DataError."""
-
-
-def field_caption(index: TextColumns, reader: CaptionReader, rules: CaptionConfig, sample: int, rng: Generators) -> str:
+def field_caption(
+    index: DatasetIndex, reader: IndexedReader, rules: CaptionConfig, sample: int, rng: Generators
+) -> str:
     """The sample's own caption or a metadata field, by `dataset.params.captions`. Raises BadSample or DataError."""
 
     def text(field: str) -> str | None:
@@ -71,13 +55,13 @@ def field_caption(index: TextColumns, reader: CaptionReader, rules: CaptionConfi
     return choose_caption(text, rules, rng)
 
 
-def class_caption(index: TextColumns, prompts: Prompts, rules: CaptionConfig, sample: int, rng: Generators) -> str:
+def class_caption(index: DatasetIndex, prompts: Prompts, rules: CaptionConfig, sample: int, rng: Generators) -> str:
     """One of the prompts of the sample's class in the place of a caption."""
     prompt = _entry(prompts[class_name(index.text("cls", sample) or "")], "caption", rng)
     return finish_caption(prompt, lambda field: index.metadata_text(field, sample), rules, rng)
 
 
-def tag_folder_caption(index: TextColumns, rules: TagConfig, sample: int, rng: Generators) -> str:
+def tag_folder_caption(index: DatasetIndex, rules: TagConfig, sample: int, rng: Generators) -> str:
     """The caption of a sample of a tag folder, whose index holds the tags (`write_tags`)."""
     score, *tags = json.loads(index.text("caption", sample) or "[0]")
     return tag_caption(score, tags, rules, rng)
@@ -111,24 +95,15 @@ def check_rules(rules: CaptionConfig, option: str = OPTION) -> None:
     if rules.fields and not caption_weights(rules):
         problems.append(f"{option}.fields: every weight is 0; give one field a weight above 0")
     try:
-        has_caption = CAPTION in template_fields(rules)
-        idle = [name for name in ("fields", "tag_separator") if getattr(rules, name)]
-        if idle and not has_caption:
+        if CAPTION not in template_fields(rules) and (rules.fields or rules.tag_separator):
             problems.append(
-                f"{option}.template: has no {{{CAPTION}}}, so {' and '.join(idle)} would do nothing; add it or take "
-                "them out"
+                f"{option}.template: has no {{{CAPTION}}}, which fields and tag_separator are about; add it"
             )
     except ValueError as error:
         problems.append(f"{option}.template: {rules.template!r} {error}")
-    idle = [name for name in ("shuffle_tags_prob", "drop_tag_prob", "num_kept_tags") if getattr(rules, name)]
-    if rules.tag_separator == "":
-        problems.append(
-            f"{option}.tag_separator: '' separates nothing; write what stands between tags, such as ', ', or null"
-        )
-    elif rules.tag_separator is None:
+    if not rules.tag_separator:
+        idle = [name for name in ("shuffle_tags_prob", "drop_tag_prob", "num_kept_tags") if getattr(rules, name)]
         problems += [f"{option}.{name}: needs {option}.tag_separator, such as ', '" for name in idle]
-    elif idle == ["num_kept_tags"]:
-        problems.append(f"{option}.num_kept_tags: does nothing without shuffle_tags_prob or drop_tag_prob above 0")
     if problems:
         raise ConfigError(problems)
 
@@ -140,10 +115,9 @@ def check_fields(rules: CaptionConfig, known: Collection[str], option: str = OPT
         known: metadata fields, and `caption` where samples have one of their own.
     """
     if unknown := sorted(fields_needed(rules) - set(known)):
-        shown = ", ".join(map(printable, sorted(known)[:_FIELDS_SHOWN])) or "none"
-        more = f" and {len(known) - _FIELDS_SHOWN} more" if len(known) > _FIELDS_SHOWN else ""
+        fields = printable(", ".join(sorted(known)) or "none")
         missing = ", ".join(f"'{printable(name)}'" for name in unknown)
-        raise DataError(f"{option}: no sample has {missing}; the fields of this data are: {shown}{more}")
+        raise DataError(f"{option}: no sample has {missing}; the fields of this data are: {fields}")
 
 
 @lru_cache(maxsize=64)
@@ -186,7 +160,7 @@ def choose_caption(texts: Texts, rules: CaptionConfig, rng: Generators) -> str:
 
 def finish_caption(caption: str, texts: Texts, rules: CaptionConfig, rng: Generators) -> str:
     """Tags, template, prefix and suffix for a caption that is drawn already. Raises as `choose_caption` does."""
-    if rules.tag_separator is not None:
+    if rules.tag_separator:
         caption = _arrange_tags(caption, rules.tag_separator, rules, rng)
     if rules.template is not None:
         found, parts = {CAPTION: caption}, list(_template_parts(rules.template))
@@ -217,20 +191,6 @@ def _draw_caption(texts: Texts, weights: dict[str, float], rng: Generators) -> s
     if weights.keys() == {CAPTION} and texts(CAPTION) is not None:
         return ""  # an empty caption file says that the picture has none: it trains the null conditioning
     raise BadSample("caption missing")
-
-
-def captions_in(text: str | None) -> list[str]:
-    """The captions of a stored text: the entries of a JSON list of texts, else the text; without the empty ones."""
-    text = (text or "").strip()
-    entries = [text]
-    if text.startswith("[") and text.endswith("]"):
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            value = None
-        if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
-            entries = [entry.strip() for entry in value]
-    return [entry for entry in entries if entry]
 
 
 def _entry(entries: Sequence[str], purpose: str, rng: Generators) -> str:
@@ -277,8 +237,8 @@ def tag_caption(score: int, tags: Sequence[str], rules: TagConfig, rng: Generato
 
 
 def with_score_tag(tags: Sequence[str], score: int, score_tags: Sequence[int]) -> list[str]:
-    """`tags` and, last, `scr<threshold>` of the first of `score_tags` that the picture's own score reaches."""
-    reached = next((threshold for threshold in score_tags if score >= threshold), None)
+    """`tags` and, last, `scr<threshold>` of the highest of `score_tags` that the picture's own score reaches."""
+    reached = max((threshold for threshold in score_tags if score >= threshold), default=None)
     return [*tags] if reached is None else [*tags, f"scr{reached}"]
 
 

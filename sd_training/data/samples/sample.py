@@ -91,17 +91,6 @@ class DrawSettings:
     is_stratified: bool = False
     """One timestep draw from each of as many equal parts of [0, 1) as the optimizer step has samples."""
 
-    def purposes(self) -> list[str]:
-        """The purposes that `generator` may be asked for when a sample of this run is read."""
-        optional = {
-            "noise": self.has_noise,
-            "offset_noise": self.has_offset_noise,
-            "input_noise": self.has_input_noise,
-            "strata": self.is_stratified,
-        }
-        always = ["caption", "conditioning_dropout", "crop", "flip", "posterior_noise", "replacement", "timestep"]
-        return sorted([*always, *(purpose for purpose, is_drawn in optional.items() if is_drawn)])
-
 
 @dataclass
 class Example:

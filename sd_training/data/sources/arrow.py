@@ -14,50 +14,85 @@ Captions and metadata are in the index; training reads single images, in the ord
 
 import json
 import posixpath
-import reprlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sd_training.data.index.columns import read_scalars
 from sd_training.data.problems import BadSample, printable
 from sd_training.data.samples.image import image_size
-from sd_training.data.sources.arrow_cells import (
-    IMAGE_COLUMNS,
-    PATH_COLUMNS,
-    Columns,
-    check_caption,
-    image_cells,
-    is_metadata,
-    pick_columns,
-    plain,
-    plain_type,
-    without_long_texts,
+from sd_training.data.sources.base import (
+    MAX_TEXT_BYTES,
+    ImageInfo,
+    IndexedReader,
+    IndexedShards,
+    Report,
+    Row,
+    Shard,
+    ShardScan,
+    caption_of,
+    checked_path,
+    collect,
+    folder_of,
+    join,
+    measure,
 )
-from sd_training.data.sources.base import ImageInfo, IndexedShards, Report, Row, Shard, ShardScan, caption_of, collect
-from sd_training.data.sources.reader import IndexedReader, checked_path, folder_of, join, measure
 from sd_training.data.storage.byte_file import Access, FileState, LocalFile, seekable
 from sd_training.data.storage.files import file_state, find_state, open_bytes
 from sd_training.data.storage.locations import HUB, exists, is_remote, local_path, shown
 from sd_training.data.storage.shard_cache import shard_cache
 from sd_training.errors import ConfigError, DataError
 
+IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp", "img", "image_bytes", "bytes")
+PATH_COLUMNS = ("image_path", "img_path", "path", "file_name", "filename", "filepath", "image_file", "file")
+_CAPTION_COLUMNS = ("caption", "text", "txt", "prompt", "description", "title")
 ROWS_AT_ONCE = 64
 """Rows of Parquet that are Python objects at the same time."""
 MAX_GROUP_BYTES = 4 << 30
 """Larger row groups are refused [bytes, unpacked, as the file says]."""
 _MAX_JSON_BYTES = 16 << 20
 """Largest `state.json`; an Arrow file takes about 50 bytes of it."""
-_SHOWN_SPLITS = 10
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 """Of every Arrow stream."""
+
+
+class Columns(NamedTuple):
+    """Column names that the user gave; None looks for the usual ones."""
+
+    image: str | None = None
+    caption: str | None = None
+
+    def pick(self, table: str, names: Sequence[str], image_names: Sequence[str]) -> tuple[str, str]:
+        """The image column and the caption column.
+
+        Args:
+            table: what a message calls the table.
+            names: its columns.
+            image_names: usual names of the image column, the most likely one first; case does not matter.
+
+        Raises:
+            ConfigError: a column is missing, the table's columns are named; or both are the same.
+        """
+        wanted = {"image": (self.image, image_names), "caption": (self.caption, _CAPTION_COLUMNS)}
+        known, picked = {name.strip().lower(): name for name in reversed(names)}, list[str]()
+        for part, (given, usual) in wanted.items():
+            found = next((known[name] for name in usual if name in known), None) if given is None else given
+            if found is None or found not in names:
+                missing = f"no column {given!r}" if given else f"none of the columns {', '.join(usual)}"
+                columns = ", ".join(names) or "none"
+                raise ConfigError(f"dataset.params.{part}_column: {table} has {missing}; it has {columns}")
+            picked.append(found)
+        if picked[0] == picked[1]:
+            raise ConfigError(f"dataset.params.caption_column: {picked[0]!r} is the image column of {table} already")
+        return picked[0], picked[1]
 
 
 class ArrowSource:
@@ -113,8 +148,7 @@ class ArrowSource:
     def reader(self, index: IndexedShards) -> IndexedReader:
         """As `Source.reader`."""
         bases = [folder_of(shard.location) for shard in index.shards]
-        unpack = None if self.saved else partial(_unpacked, self.wanted, self.access)
-        return IndexedReader(index, self.access, bases, unpack=unpack)
+        return IndexedReader(index, self.access, bases, None if self.saved else partial(_unpacked, self))
 
 
 @dataclass
@@ -124,37 +158,50 @@ class _Table:
     location: str
     schema: pa.Schema
     batches: Callable[[Sequence[str]], Iterator[tuple[int | None, pa.RecordBatch]]]
-    """Columns to read → (row group or None, batch in plain types)."""
+    """Columns to read → (row group or None, batch)."""
     content: pa.Buffer | None = None
     """Of a stream: the whole file, which its images are views of."""
 
     def columns(self, wanted: Columns) -> tuple[str, str]:
         """Image and caption column. Raises ConfigError."""
-        return pick_columns(shown(self.location), self.schema.names, wanted, IMAGE_COLUMNS + PATH_COLUMNS)
+        return wanted.pick(shown(self.location), self.schema.names, IMAGE_COLUMNS + PATH_COLUMNS)
+
+    def offset(self, part: pa.Buffer) -> int:
+        """Where an image of a stream lies in the file [bytes]."""
+        assert self.content is not None
+        offset = int(part.address - self.content.address)
+        if not 0 <= offset <= self.content.size - part.size:  # pyarrow unpacked it into memory of its own
+            raise DataError(
+                f"'{shown(self.location)}' is a compressed Arrow file; save_to_disk writes plain ones: save it again"
+            )
+        return offset
 
 
 def _rows(table: _Table, wanted: Columns, access: Access, report: Report) -> Iterator[Row]:
     """All rows that have an image."""
     location, base = shown(table.location), folder_of(table.location)
     image, caption = table.columns(wanted)
-    check_caption(location, table.schema.field(caption))
+    kind = table.schema.field(caption).type
+    if not (pa.types.is_null(kind) or _is_text(plain_type(kind))):
+        raise ConfigError(
+            f"dataset.params.caption_column: column '{caption}' of {location} is {kind}; it must hold texts or lists "
+            "of texts"
+        )
     metadata = [field.name for field in table.schema if field.name != image and is_metadata(plain_type(field.type))]
     number, offset, last_group = 0, 0, None
     for group, batch in table.batches(list(dict.fromkeys([*metadata, caption, image]))):
         if group != last_group:
             offset, last_group = 0, group
         keys = [f"row {number + i}" for i in range(batch.num_rows)]
-        cells = image_cells(location, image, batch.column(image))
-        texts, long = without_long_texts(batch.drop_columns([image]))
-        for name in long:
-            report(keys[0], f"texts have too many bytes: column {name}")
-        paths = [_path(base, cell, key, report) for key, cell in zip(keys, cells, strict=True)]
+        cells = _image_cells(location, image, batch.column(image))
+        texts = _plain_texts(batch.drop_columns([image]), partial(report, f"row {number}"))
+        paths = [_path(base, cell, partial(report, key)) for key, cell in zip(keys, cells, strict=True)]
         infos = iter(measure([join(base, path) for path in paths if path is not None], access))
-        for key, (content, _), path, values in zip(keys, cells, paths, texts.to_pylist(), strict=True):
+        for key, (content, _), path, values in zip(keys, cells, paths, texts, strict=True):
             where: int | None = -1
             if content is not None:
                 info: ImageInfo | None = ImageInfo(content.size, *image_size(pa.BufferReader(content)))
-                where = offset if table.content is None else _offset(content, table.content, location)
+                where = offset if table.content is None else table.offset(content)
                 offset += content.size
             elif path is None:
                 continue
@@ -169,7 +216,7 @@ def _rows(table: _Table, wanted: Columns, access: Access, report: Report) -> Ite
         number += batch.num_rows
 
 
-def _path(base: str, cell: tuple[pa.Buffer | None, str | None], key: str, report: Report) -> str | None:
+def _path(base: str, cell: tuple[pa.Buffer | None, str | None], report: Callable[[str], None]) -> str | None:
     """The image file of a row, as `join` takes it; None where the image is in the table or cannot be used."""
     content, path = cell
     try:
@@ -177,19 +224,95 @@ def _path(base: str, cell: tuple[pa.Buffer | None, str | None], key: str, report
             raise BadSample("image is empty")
         return checked_path(base, path or "") if content is None else None
     except BadSample as error:
-        report(key, str(error))
+        report(str(error))
         return None
 
 
-def _offset(part: pa.Buffer, content: pa.Buffer, location: str) -> int:
-    offset = int(part.address - content.address)
-    if not 0 <= offset <= content.size - part.size:  # pyarrow unpacked it into memory of its own
-        raise DataError(f"'{location}' is a compressed Arrow file; save_to_disk writes plain ones: save it again")
-    return offset
+# --- Cells ---
 
 
-def _plain_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
-    return pa.RecordBatch.from_arrays([plain(column) for column in batch.columns], names=batch.schema.names)
+def _is_text(kind: pa.DataType) -> bool:
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def is_metadata(kind: pa.DataType) -> bool:
+    """Whether values of this type can be metadata or captions."""
+    return _is_text(kind) or any(t(kind) for t in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean))
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type that holds the same values without dictionaries (pandas' categories), views and decimals."""
+    if pa.types.is_dictionary(kind):
+        return plain_type(kind.value_type)
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(plain_type(field.type)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(plain_type(kind.value_type)))
+    if pa.types.is_null(kind):  # what pandas writes where no row has bytes
+        return pa.binary()
+    plain_types = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+    return pa.float64() if pa.types.is_decimal(kind) else plain_types.get(kind, kind)
+
+
+def plain(column: pa.Array) -> pa.Array:
+    """The column in its plain type, with texts that are UTF-8: Arrow does not check what is written as text."""
+    kind = plain_type(column.type)
+    column = column if kind == column.type else column.cast(kind)
+    if not pa.types.is_string(kind) and not pa.types.is_large_string(kind):
+        return column
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        texts = column.cast(pa.large_binary()).to_pylist()
+        return pa.array([None if text is None else text.decode("utf-8", "replace") for text in texts], kind)
+    return column
+
+
+def _plain_texts(batch: pa.RecordBatch, report: Callable[[str], None]) -> list[dict[str, Any]]:
+    """The rows. Columns of more than `MAX_TEXT_BYTES` per row are left empty: as Python objects a few bytes of a packed
+    file would fill the memory."""
+    columns = {}
+    for name, column in zip(batch.schema.names, map(plain, batch.columns), strict=True):
+        if column.nbytes > MAX_TEXT_BYTES * max(1, batch.num_rows):
+            report(f"texts have too many bytes: column {name}")
+            column = pa.nulls(batch.num_rows, column.type)
+        columns[name] = column
+    rows: list[dict[str, Any]] = pa.table(columns).to_pylist()
+    return rows
+
+
+def _image_cells(table: str, name: str, column: pa.Array) -> list[tuple[pa.Buffer | None, str | None]]:
+    """Content, as a view of the file, and path of each cell."""
+    column = plain(column)
+    if isinstance(column, pa.ExtensionArray):
+        column = column.storage
+    kind, contents, paths = column.type, [None] * len(column), [None] * len(column)
+    if pa.types.is_struct(kind):
+        parts = dict(zip((field.name for field in kind), column.flatten(), strict=True))
+        if parts.keys() & {"bytes", "path"}:
+            contents = _views(parts["bytes"]) if "bytes" in parts else contents
+            return list(zip(contents, parts["path"].to_pylist() if "path" in parts else paths, strict=True))
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return list(zip(_views(column), paths, strict=True))
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return list(zip(contents, column.to_pylist(), strict=True))
+    raise DataError(
+        f"dataset.params.image_column: column '{name}' of {table} is {kind}; it must hold image files (Image or "
+        "binary) or paths"
+    )
+
+
+def _views(column: pa.Array) -> list[Any]:
+    """The values of a binary column without copying them, as taking a scalar does."""
+    _, places, data = column.buffers()
+    if data is None:
+        return [None] * len(column)
+    kind = np.int64 if pa.types.is_large_binary(column.type) else np.int32
+    ends = np.frombuffer(places, kind)[column.offset : column.offset + len(column) + 1].tolist()
+    is_there = column.is_valid().to_pylist()
+    return [data.slice(ends[i], ends[i + 1] - ends[i]) if is_there[i] else None for i in range(len(column))]
 
 
 # --- Parquet ---
@@ -197,43 +320,39 @@ def _plain_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 @contextmanager
 def _opened_parquet(shard: Shard, access: Access, only_group: int | None = None) -> Iterator[_Table]:
-    file = open_bytes(FileState(*shard), access)
     try:
-        with pq.ParquetFile(seekable(file)) as table:
+        with closing(open_bytes(FileState(*shard), access)) as file, pq.ParquetFile(seekable(file)) as table:
 
             def batches(columns: Sequence[str]) -> Iterator[tuple[int | None, pa.RecordBatch]]:
                 for group in range(table.num_row_groups) if only_group is None else [only_group]:
-                    _check_group(shard, group, table.metadata.row_group(group).total_byte_size)
+                    size = table.metadata.row_group(group).total_byte_size
+                    if size > MAX_GROUP_BYTES:
+                        raise DataError(
+                            f"row group {group} of '{shown(shard.location)}' unpacks to {size:,} bytes, at most "
+                            f"{MAX_GROUP_BYTES:,} are read at once; write the table with smaller row groups (pyarrow: "
+                            "row_group_size=1000)"
+                        )
                     for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=list(columns)):
-                        yield group, _plain_batch(batch)
+                        yield group, batch
 
             yield _Table(shard.location, table.schema_arrow, batches)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"'{shown(shard.location)}' is not a readable Parquet file: {error}") from error
-    finally:
-        file.close()
 
 
-def _check_group(shard: Shard, group: int, size: int) -> None:
-    if size > MAX_GROUP_BYTES:
-        raise DataError(
-            f"row group {group} of '{shown(shard.location)}' unpacks to {size:,} bytes, at most {MAX_GROUP_BYTES:,} "
-            "are read at once; write the table with smaller row groups (pyarrow: row_group_size=1000)"
-        )
-
-
-def _unpacked(wanted: Columns, access: Access, index: IndexedShards, sample: int) -> LocalFile:
+def _unpacked(source: ArrowSource, index: IndexedShards, sample: int) -> LocalFile:
     """The images of the row group of a sample, one after the other, as a file of the shard cache."""
     shard = index.shards[index.numbers("unit")[sample]]
     group = int(index.numbers("at:group")[sample])
+    name = f"{shown(shard.location)} row group {group}"
 
     def contents() -> Iterator[pa.Buffer]:
         """In the order in which the index counted their bytes. A generator, so that a full disk where they are written
         is not reported as damage of the table."""
-        with _opened_parquet(shard, access, group) as table:
-            image, _ = table.columns(wanted)
+        with _opened_parquet(shard, source.access, group) as table:
+            image, _ = table.columns(source.wanted)
             for _, batch in table.batches([image]):
-                for content, _ in image_cells(shown(shard.location), image, batch.column(0)):
+                for content, _ in _image_cells(shown(shard.location), image, batch.column(0)):
                     if content is not None:
                         yield content
 
@@ -242,9 +361,9 @@ def _unpacked(wanted: Columns, access: Access, index: IndexedShards, sample: int
             for content in contents():
                 output.write(content)
 
-    name = f"{shown(shard.location)} row group {group}"
-    key = json.dumps(["parquet", *shard, group, *wanted])
-    return shard_cache(access.cache_dir, access.cache_gib).open(key, produce, lambda path: LocalFile(str(path), name))
+    key = json.dumps(["parquet", *shard, group, *source.wanted])
+    cache = shard_cache(source.access.cache_dir, source.access.cache_gib)
+    return cache.open(key, produce, lambda path: LocalFile(str(path), name))
 
 
 # --- Saved data sets ---
@@ -254,11 +373,8 @@ def _unpacked(wanted: Columns, access: Access, index: IndexedShards, sample: int
 def _opened_stream(shard: Shard, access: Access) -> Iterator[_Table]:
     try:
         if is_remote(shard.location):
-            file = open_bytes(shard.location, access)
-            try:
+            with closing(open_bytes(shard.location, access)) as file:
                 content = pa.py_buffer(file.pread(file.size, 0))
-            finally:
-                file.close()
         else:
             content = pa.memory_map(shard.location).read_buffer()
         if content.size < len(_END) or content.slice(content.size - len(_END)).to_pybytes() != _END:
@@ -266,8 +382,7 @@ def _opened_stream(shard: Shard, access: Access) -> Iterator[_Table]:
         with pa.ipc.open_stream(content) as stream:
 
             def batches(columns: Sequence[str]) -> Iterator[tuple[int | None, pa.RecordBatch]]:
-                for batch in stream:
-                    yield None, _plain_batch(batch.select(list(columns)))
+                return ((None, batch.select(list(columns))) for batch in stream)
 
             yield _Table(shard.location, stream.schema, batches, content)
     except (pa.ArrowException, OSError) as error:
@@ -290,52 +405,39 @@ def saved_files(path: str, access: Access) -> list[str]:
     if path.startswith(HUB):
         return _hub_files(path)
     folder = path.rstrip("/") if is_remote(path) else local_path(path)
+    name = f"dataset.params.path: '{shown(folder)}'"
     state = _read_json(f"{folder}/state.json", access)
     if state is None:
         splits = (_read_json(f"{folder}/dataset_dict.json", access) or {}).get("splits")
-        if not isinstance(splits, list):
-            raise DataError(
-                f"dataset.params.path: '{shown(folder)}' is not a folder written by save_to_disk: it has no state.json"
-            )
-        known = " or ".join(f"'{shown(folder)}/{printable(str(split))}'" for split in splits[:_SHOWN_SPLITS])
-        more = f", or one of {len(splits) - _SHOWN_SPLITS} more" if len(splits) > _SHOWN_SPLITS else ""
-        raise DataError(f"dataset.params.path: '{shown(folder)}' holds several splits; name one: {known}{more}")
+        if splits:
+            raise DataError(f"{name} holds several splits; add one to the path: {printable(json.dumps(splits))}")
+        raise DataError(f"{name} is not a folder written by save_to_disk: it has no state.json")
     if state.get("_indices_data_files") or state.get("_indices_files"):
-        raise DataError(
-            f"dataset.params.path: '{shown(folder)}' was saved with a table of row numbers, by an old version of "
-            "datasets; load it and save it again"
-        )
-    entries = state.get("_data_files") or []
-    entries = entries if isinstance(entries, list) else [entries]
-    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
-    for name, entry in zip(names, entries, strict=True):
-        if not isinstance(name, str) or posixpath.basename(name) != name or not name.isprintable():
-            raise DataError(
-                f"'{shown(folder)}/state.json': '_data_files' must be a list of entries such as "
-                f"{{'filename': 'x.arrow'}} for files beside it, not {printable(reprlib.repr(entry))}"
-            )
+        raise DataError(f"{name} was saved with a table of row numbers, by an old version of datasets; save it again")
+    try:
+        names = [str(entry["filename"]) for entry in state.get("_data_files") or []]
+    except (TypeError, KeyError):
+        names = ["/"]
+    if any(posixpath.basename(name) != name or not name.isprintable() for name in names):
+        raise DataError(f"'{shown(folder)}/state.json': '_data_files' must name Arrow files beside it")
     return [f"{folder}/{name}" for name in names]
 
 
 def _read_json(location: str, access: Access) -> dict[str, Any] | None:
     """A JSON object; None where there is no such file."""
-    if not is_remote(location) and not exists(location):
-        return None
-    state = find_state(location, access)
+    state = find_state(location, access) if is_remote(location) or exists(location) else None
     if state is None:
         return None
-    file = open_bytes(state, access)
     try:
         if state.size > _MAX_JSON_BYTES:
             raise ValueError(f"{state.size:,} bytes, at most {_MAX_JSON_BYTES:,} are read")
-        value = json.loads(file.pread(file.size, 0))
+        with closing(open_bytes(state, access)) as file:
+            value = json.loads(file.pread(file.size, 0))
         if not isinstance(value, dict):
             raise ValueError("it holds no JSON object")
         return value
     except (ValueError, RecursionError) as error:
         raise DataError(f"'{shown(location)}' is not JSON as save_to_disk writes it: {error}") from error
-    finally:
-        file.close()
 
 
 def _hub_files(path: str) -> list[str]:
@@ -346,12 +448,12 @@ def _hub_files(path: str) -> list[str]:
     try:
         import datasets
     except ImportError:
+        datasets = None
+    if datasets is None or int(datasets.__version__.partition(".")[0]) < 4:  # older ones run scripts of a data set
         raise ConfigError(
             f"dataset.params.path: '{path}' is a data set of the Hugging Face hub, which needs a package: "
             "pip install 'datasets>=4.0'"
-        ) from None
-    if int(datasets.__version__.partition(".")[0]) < 4:  # older ones run scripts of a data set
-        raise ConfigError(f"dataset.params.path: '{path}' needs 'datasets>=4.0', not {datasets.__version__}")
+        )
     repository = f"{parts.netloc}{parts.path}".removeprefix("datasets/").strip("/")
     try:
         found = datasets.load_dataset(repository, split=options.pop("split", "train"), **options)

@@ -1,6 +1,10 @@
-"""Options → sources: which class reads which `dataset.type`, and which type local files look like."""
+"""Options → sources: which class reads which `dataset.type`, which files `dataset.params.path` names (files, folders,
+globs, braces, URLs, commands), and which type local files look like."""
 
+import glob
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -11,24 +15,33 @@ from sd_training.config.paths import output_path
 from sd_training.data.sources.arrow import ArrowSource
 from sd_training.data.sources.base import Source
 from sd_training.data.sources.files import IMAGE_SUFFIXES, FolderSource
-from sd_training.data.sources.locate import expand_shards
 from sd_training.data.sources.table import TABLE_EXTENSIONS, TableSource
 from sd_training.data.sources.tags import TagSource
 from sd_training.data.sources.tar import TarSource
 from sd_training.data.storage.byte_file import Access
-from sd_training.data.storage.locations import HUB, PIPE, is_remote, local_path
-from sd_training.errors import UserError
+from sd_training.data.storage.files import list_folder, list_matches
+from sd_training.data.storage.locations import (
+    HUB,
+    PIPE,
+    entries_of,
+    exists,
+    expand,
+    is_remote,
+    local_path,
+    protocol_of,
+    shown,
+)
+from sd_training.errors import DataError, UserError
 
 SHARD_NOUNS = {
-    "WebDataset": "shard",
-    "ClassificationWebDataset": "shard",
     "Parquet": "file",
+    "HuggingFace": "file",
     "Table": "table",
     "ImageFolder": "folder",
     "TagFolder": "folder",
-    "HuggingFace": "file",
 }
-"""`dataset.type` → what its shards are called in reports."""
+"""`dataset.type` → what its shards are called in reports, where that is not `shard`."""
+MAX_SHARDS = 1_000_000
 _TARS = ("WebDataset", "ClassificationWebDataset")
 _FOLDERS = ("ImageFolder", "TagFolder", "HuggingFace")
 """Types whose paths are folders."""
@@ -68,6 +81,122 @@ def _entries(path: str | list[str]) -> list[str]:
     return [path] if isinstance(path, str) else list(path)
 
 
+# --- Which files a path names ---
+
+
+def expand_shards(
+    path: str | Sequence[str], access: Access, allow_pipe: bool = False, extensions: Sequence[str] = (".tar",)
+) -> list[str]:
+    """Expands a file, folder, glob, brace pattern such as `{000..999}`, or a list of these, local or remote.
+
+    Local files must exist. Remote ones are listed only for globs and folders; whether the files that a URL or its
+    braces name exist is found when they are first read.
+
+    Args:
+        path: one entry or several.
+        access: how remote storage is read.
+        allow_pipe: whether `pipe:` entries are returned, one per command that their braces stand for; otherwise they
+            are an error.
+        extensions: which files of a folder are taken.
+
+    Returns:
+        Absolute paths and URLs in the order written, folders and globs sorted, each once.
+
+    Raises:
+        DataError: a file is missing, or a pattern matches nothing.
+        ConfigError: a protocol is not known.
+    """
+    entries = [path] if isinstance(path, str) else list(path)
+    if not entries:
+        raise DataError("dataset.params.path: the list is empty; name at least one shard")
+    found: list[str] = []
+    for entry in entries:
+        if entry.startswith(PIPE):
+            if not allow_pipe:
+                raise DataError(
+                    f"dataset.params.path: '{shown(entry)}' is a shell command; such entries are run only with "
+                    "dataset.params.allow_pipe=true, and only if you trust them"
+                )
+            found += _braces(entry, entry)
+        elif is_remote(entry):
+            found += [shard for name in _braces(entry, entry) for shard in _remote(name, access, tuple(extensions))]
+        else:
+            found += _local(entry, tuple(extensions))
+    return list(dict.fromkeys(found))
+
+
+def _local(entry: str, extensions: tuple[str, ...]) -> list[str]:
+    path = local_path(entry)
+    if exists(path):
+        return _files_of(path, extensions)
+    shards, missing = list[str](), list[str]()
+    for name in _braces(entry, path):
+        matches = expand(name) if glob.has_magic(name) and not exists(name) else [name]
+        if matches and exists(matches[0]):
+            shards += [shard for match in matches for shard in _files_of(match, extensions)]
+        else:
+            missing.append(name)
+    if missing:
+        state = "matches no file" if glob.has_magic(missing[0]) else "does not exist"
+        more = f", nor do {len(missing) - 1:,} more files of the pattern" if len(missing) > 1 else ""
+        raise DataError(f"dataset.params.path: '{entry}': {missing[0]} {state}{more}")
+    return shards
+
+
+def _files_of(path: str, extensions: tuple[str, ...]) -> list[str]:
+    """The file, or the files directly in a folder; hidden ones are left out (macOS writes `._0.tar`)."""
+    if not os.path.isdir(path):
+        return [path]
+    entries = [entry for entry in entries_of(path) if entry.name.lower().endswith(extensions) and not entry.is_dir()]
+    return _filled(path, [entry.path for entry in entries], extensions)
+
+
+def _remote(url: str, access: Access, extensions: tuple[str, ...]) -> list[str]:
+    if _has_magic(url):
+        if not (matches := list_matches(url, access)):
+            raise DataError(f"dataset.params.path: '{shown(url)}' matches no file")
+        return matches
+    if url.lower().endswith(extensions):
+        return [url]
+    files = list_folder(url, access, extensions)
+    if files is None and url.endswith("/"):
+        raise DataError(f"dataset.params.path: the folder '{shown(url)}' does not exist")
+    return [url] if files is None else _filled(shown(url), files, extensions)
+
+
+def _has_magic(url: str) -> bool:
+    """The query of a web address begins with `?`, and an address in brackets is a host."""
+    if protocol_of(url) in ("http", "https"):
+        return re.search(r"[*\[]", url.partition("://")[2].partition("/")[2].partition("?")[0]) is not None
+    return glob.has_magic(url)
+
+
+def _filled(folder: str, files: list[str], extensions: tuple[str, ...]) -> list[str]:
+    if not files:
+        kinds = " or *".join(extensions)
+        raise DataError(
+            f"dataset.params.path: the folder '{folder}' holds no *{kinds} file; of folders below it, write "
+            f"'{folder}/*/*{extensions[0]}'"
+        )
+    return files
+
+
+def _braces(entry: str, pattern: str) -> list[str]:
+    try:
+        is_command = entry.startswith(PIPE)  # where a backslash is the shell's
+        names = list(islice(braceexpand.braceexpand(pattern, escape=not is_command), MAX_SHARDS + 1))
+    except ValueError:
+        raise DataError(
+            f"dataset.params.path: the braces of '{shown(entry)}' cannot be expanded; is one missing?"
+        ) from None
+    if len(names) > MAX_SHARDS:
+        raise DataError(f"dataset.params.path: '{shown(entry)}' stands for more than {MAX_SHARDS:,} files")
+    return names
+
+
+# --- What local files look like ---
+
+
 def path_problems(kind: str, params: SourceParams, access: Access) -> list[str]:
     """Local paths that do not exist or hold nothing of their kind, one sentence each; no file is opened.
 
@@ -84,17 +213,14 @@ def path_problems(kind: str, params: SourceParams, access: Access) -> list[str]:
                     f"dataset.params.path: '{path}' is the folder of a run, which holds no training data; give the "
                     "folder of the data that the run reads"
                 )
-                continue
-            if kind not in _FOLDERS:
-                make_source(kind, replace(params, path=path), access)
-            elif not os.path.isdir(local):
+            elif kind in _FOLDERS and not os.path.isdir(local):
                 state = "is no folder" if os.path.exists(local) else "does not exist"
-                problems.append(
-                    f"dataset.params.path: '{path}' {state}; {kind} reads folders{fitting_type(kind, path)}"
-                )
-                continue
-            if os.path.isfile(local) and (hint := fitting_type(kind, path)):
-                problems.append(f"dataset.params.path: '{path}' is no {kind} data{hint}")
+                hint = fitting_type(kind, path)
+                problems.append(f"dataset.params.path: '{path}' {state}; {kind} reads folders{hint}")
+            elif kind not in _FOLDERS:
+                make_source(kind, replace(params, path=path), access)
+                if os.path.isfile(local) and (hint := fitting_type(kind, path)):
+                    problems.append(f"dataset.params.path: '{path}' is no {kind} data{hint}")
         except UserError as error:
             problems.append(f"{error}{fitting_type(kind, path)}")
     return problems
@@ -145,7 +271,7 @@ def _types_of(names: list[str]) -> dict[str, str]:
     for kind, ends in {"WebDataset": (".tar",), "Parquet": (".parquet",), "Table": TABLE_EXTENSIONS}.items():
         if found := [name for name in names if name.lower().endswith(ends)]:
             types[kind] = found[0]
-    images = [name for name in names if name.lower().endswith(tuple(IMAGE_SUFFIXES))]
+    images = [name for name in names if name.lower().endswith(IMAGE_SUFFIXES)]
     # Images beside a table are those that it names, unless they have captions of their own.
     if images and ("Table" not in types or any(name.endswith(".txt") for name in names)):
         types["ImageFolder"] = images[0]

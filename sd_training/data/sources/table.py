@@ -4,19 +4,19 @@ import csv
 import io
 import json
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import chain, islice
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
 from sd_training.data.index.columns import read_scalars
 from sd_training.data.problems import BadSample
-from sd_training.data.sources.arrow_cells import IMAGE_COLUMNS, PATH_COLUMNS, Columns, pick_columns
-from sd_training.data.sources.base import Report, Row, Shard, caption_of
+from sd_training.data.sources.arrow import IMAGE_COLUMNS, PATH_COLUMNS, Columns
+from sd_training.data.sources.base import Report, Row, Shard, caption_of, checked_path, folder_of
 from sd_training.data.sources.files import FileSource
-from sd_training.data.sources.reader import checked_path, folder_of
 from sd_training.data.storage.byte_file import Access, seekable
 from sd_training.data.storage.files import file_state, open_bytes
 from sd_training.data.storage.locations import is_remote, local_path, shown
@@ -49,7 +49,7 @@ class TableSource(FileSource):
     def __init__(
         self, paths: Sequence[str], access: Access, image_column: str | None = None, caption_column: str | None = None
     ) -> None:
-        super().__init__(access, named_by="table")
+        super().__init__(access)
         self.paths = [path if is_remote(path) else local_path(path) for path in paths]
         self.wanted = Columns(image_column, caption_column)
 
@@ -72,10 +72,9 @@ class TableSource(FileSource):
     def rows(self, shard: Shard, report: Report) -> Iterator[Row]:
         """As `FileSource.rows`."""
         name, seen = shown(shard.location), set[str]()
-        file = open_bytes(shard.location, self.access)
-        try:
-            names, rows = read_table(name, seekable(file, buffer_size=_READ_BYTES))
-            image, caption = pick_columns(name, names, self.wanted, PATH_COLUMNS + IMAGE_COLUMNS)
+        with closing(open_bytes(shard.location, self.access)) as file:
+            names, rows = _read_table(name, seekable(file, buffer_size=_READ_BYTES))
+            image, caption = self.wanted.pick(name, names, PATH_COLUMNS + IMAGE_COLUMNS)
             first = next(rows, None)
             if first is None:
                 report("", "table has no rows")
@@ -95,12 +94,10 @@ class TableSource(FileSource):
                 key = f"{path} {line}" if path in seen else path
                 seen.add(path)
                 yield Row(key, info, read_scalars(cells), path, caption=text)
-        finally:
-            file.close()
 
     def _named_images(
-        self, base: str, rows: Iterable["TableRow"], image: str, report: Report
-    ) -> Iterator[tuple["TableRow", str]]:
+        self, base: str, rows: Iterable["_TableRow"], image: str, report: Report
+    ) -> Iterator[tuple["_TableRow", str]]:
         """Rows whose image path may be followed, and that path as `join` takes it."""
         for row in rows:
             try:
@@ -114,9 +111,7 @@ class TableSource(FileSource):
                 raise DataError(f"line {row.line}: {error}") from error
 
 
-class TableRow(NamedTuple):
-    """One row."""
-
+class _TableRow(NamedTuple):
     line: int
     """First line of the row, counted from 1."""
     values: Mapping[str, Any]
@@ -125,7 +120,7 @@ class TableRow(NamedTuple):
     """Why there are no values."""
 
 
-def read_table(name: str, file: BinaryIO) -> tuple[list[str], Iterator[TableRow]]:
+def _read_table(name: str, file: BinaryIO) -> tuple[list[str], Iterator[_TableRow]]:
     """The columns of a table and its rows, which are read when they are asked for.
 
     Args:
@@ -136,63 +131,32 @@ def read_table(name: str, file: BinaryIO) -> tuple[list[str], Iterator[TableRow]
         DataError: the format is not known, or the header cannot be read.
     """
     extension = PurePosixPath(name.partition("?")[0] if "://" in name else name).suffix.lower()
-    if extension in (".csv", ".tsv"):
-        return _delimited(name, _text(file, ""), "\t" if extension == ".tsv" else ",")
     if extension not in TABLE_EXTENSIONS:
         raise DataError(f"{name}: is not a table; {', '.join(TABLE_EXTENSIONS)} files are read")
-    rows = (_json_row(line, text) for line, text in enumerate(_text(file, "\n"), 1) if text.strip())
+    # Bytes that are not UTF-8 become surrogates, by which their rows are found.
+    is_json = extension not in (".csv", ".tsv")
+    newline = "\n" if is_json else ""
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+    if not is_json:
+        return _delimited(name, text, "\t" if extension == ".tsv" else ",")
+    rows = (_json_row(number, line) for number, line in enumerate(text, 1) if line.strip())
     first = list(islice(rows, _ROWS_FOR_NAMES))
     return list(dict.fromkeys(column for row in first for column in row.values)), chain(first, rows)
 
 
-def _text(file: BinaryIO, newline: str) -> io.TextIOWrapper:
-    """Bytes that are not UTF-8 become surrogates, by which their rows are found."""
-    return io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
-
-
-def _json_row(line: int, text: str) -> TableRow:
+def _json_row(line: int, text: str) -> _TableRow:
     if not text.isascii() and _NOT_UTF8.search(text):
-        return TableRow(line, {}, "row is not UTF-8 text")
+        return _TableRow(line, {}, "row is not UTF-8 text")
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return TableRow(line, {}, f"row is malformed: {error}")
-    return TableRow(line, values) if isinstance(values, dict) else TableRow(line, {}, "row is no JSON object")
+        return _TableRow(line, {}, f"row is malformed: {error}")
+    return _TableRow(line, values) if isinstance(values, dict) else _TableRow(line, {}, "row is no JSON object")
 
 
-class _Lines:
-    """Lines for a `csv.reader`, which can be returned: a quote that is never closed takes many lines."""
-
-    def __init__(self, lines: Iterable[str]) -> None:
-        self._lines = iter(lines)
-        self._ahead: deque[str] = deque()
-        self._row: list[str] = []
-        self._number = 0
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        line = self._ahead.popleft() if self._ahead else next(self._lines)
-        self._row.append(line)
-        return line
-
-    def begin_row(self) -> int:
-        """The number of the next line, counted from 1."""
-        self._number += len(self._row)
-        self._row = []
-        return self._number + 1
-
-    def put_back(self) -> None:
-        """Puts back all lines of the current row but its first."""
-        self._ahead.extendleft(reversed(self._row[1:]))
-        del self._row[1:]
-
-
-def _delimited(name: str, text: Iterable[str], delimiter: str) -> tuple[list[str], Iterator[TableRow]]:
+def _delimited(name: str, text: Iterable[str], delimiter: str) -> tuple[list[str], Iterator[_TableRow]]:
     csv.field_size_limit(_MAX_CELL)
-    lines = _Lines(text)
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
     try:
         names = next(reader, [])
     except csv.Error as error:
@@ -202,22 +166,23 @@ def _delimited(name: str, text: Iterable[str], delimiter: str) -> tuple[list[str
     if twice := [column for column, count in Counter(names).items() if column and count > 1]:
         raise DataError(f"{name}: has two columns named '{twice[0]}'; rename one")
 
-    def rows() -> Iterator[TableRow]:
+    def rows() -> Iterator[_TableRow]:
         while True:
-            line = lines.begin_row()
+            line = reader.line_num + 1
             try:
                 cells = next(reader)
             except StopIteration:
                 return
             except csv.Error as error:
-                lines.put_back()
-                yield TableRow(line, {}, f"row is malformed: {error}")
+                # A quote that is not closed takes all lines up to the next quote with it.
+                for lost in range(line, reader.line_num + 1):
+                    yield _TableRow(lost, {}, f"row is malformed: {error}")
                 continue
             if cells and len(cells) != len(names):
-                yield TableRow(line, {}, f"row has {len(cells)} cells where the header has {len(names)}")
+                yield _TableRow(line, {}, f"row has {len(cells)} cells where the header has {len(names)}")
             elif any(not cell.isascii() and _NOT_UTF8.search(cell) for cell in cells):
-                yield TableRow(line, {}, "row is not UTF-8 text")
+                yield _TableRow(line, {}, "row is not UTF-8 text")
             elif cells:
-                yield TableRow(line, dict(zip(names, cells, strict=True)))
+                yield _TableRow(line, dict(zip(names, cells, strict=True)))
 
     return names, rows()

@@ -15,7 +15,6 @@ A score tag is given from its threshold on (score >= threshold), as the original
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -35,7 +34,6 @@ from sd_training.data.storage.byte_file import Access
 from sd_training.data.storage.locations import entries_of, exists, folders_below
 from sd_training.errors import ConfigError, DataError
 
-OPTION = "dataset.params.tags"
 METADATA = "metadata"
 LIMIT_SEED = 1
 """Of the choice of `limit_images`: the same in every run, whatever `experiment.seed` is."""
@@ -66,14 +64,18 @@ class TagSource(FileSource):
         rules: which samples take part.
 
     Raises:
-        ConfigError: a folder is remote, or every rule whose value has no meaning.
+        ConfigError: a folder is remote, or `aspect_range` is none.
     """
 
     def __init__(self, folders: Sequence[str], access: Access, rules: TagConfig) -> None:
-        super().__init__(access, named_by="metadata file")
+        super().__init__(access)
         self.roots = [Path(folder) for folder in dict.fromkeys(local_folders(folders))]
-        if problems := _problems(rules):
-            raise ConfigError(problems)
+        sides = rules.aspect_range
+        if len(sides) != 2 or not 0 < sides[0] <= sides[1] < math.inf:
+            raise ConfigError(
+                f"dataset.params.tags.aspect_range: {sides} must be [lowest, highest] width / height, such as "
+                "[0.71, 1.42]"
+            )
         self.rules = rules
 
     @property
@@ -122,34 +124,19 @@ class TagSource(FileSource):
                     report(path.name, str(error))
 
         for (key, record), path, info in self.measured(shard, judged()):
-            reason = f"image missing: {path}" if info is None else None
+            reason = None
             if info is not None and record.aspect_ratio is None and info.height:
                 reason = judge_aspect(info.width / info.height, self.rules)
-            if info is None or reason is not None:
-                report(key, reason or "")
+            if info is None:
+                report(key, f"image missing: {path}")
+            elif reason is not None:
+                report(key, reason)
             else:
                 yield Row(key, info, {"score": float(record.score)}, path, caption=write_tags(record))
 
 
 def _json_files(folder: str) -> list[os.DirEntry[str]]:
     return [entry for entry in entries_of(folder) if entry.name.lower().endswith(".json") and entry.is_file()]
-
-
-def _problems(rules: TagConfig) -> list[str]:
-    problems, sides = [], rules.aspect_range
-    if any(one <= other for one, other in itertools.pairwise(rules.score_tags)):
-        problems.append(f"{OPTION}.score_tags: {rules.score_tags} must fall; the first one that is reached counts")
-    if len(sides) != 2 or not 0 < sides[0] <= sides[1] < math.inf:
-        problems.append(
-            f"{OPTION}.aspect_range: {sides} must be [lowest, highest] width / height, such as [0.71, 1.42]"
-        )
-    if "" in (rules.replacements or {}):
-        problems.append(f"{OPTION}.replacements: '' cannot be replaced; write the text to look for")
-    if "" in (rules.non_caption_tag_prefixes or ()):
-        problems.append(
-            f"{OPTION}.non_caption_tag_prefixes: every tag starts with ''; use skip_caption for no captions"
-        )
-    return problems
 
 
 def judged_by(rules: TagConfig) -> str:

@@ -1,4 +1,26 @@
-"""The one place that chooses by location how a file is read: a local file, a URL, or the output of a command."""
+"""How a file is read, chosen by its location: a local file, an object or web server's file, or the output of a command.
+
+Remote files are read through obstore. Every answer is checked: its length against the request, its version against the
+indexed file. A transient failure is retried `dataset.params.remote.num_retries` times. The retries are written here and
+obstore's are off, because its own do not cover answers of a wrong length and would multiply with these.
+"""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from glob import has_magic
+from pathlib import Path
+from typing import Any, TypeVar
+
+import obstore
+from obstore.exceptions import (
+    BaseError,
+    NotSupportedError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
 
 from sd_training.data.storage.byte_file import (
     Access,
@@ -9,9 +31,15 @@ from sd_training.data.storage.byte_file import (
     has_changed,
     local_state,
 )
-from sd_training.data.storage.locations import PIPE, is_remote, local_path
+from sd_training.data.storage.locations import PIPE, is_remote, local_path, protocol_of, shown
+from sd_training.data.storage.object_store import FIRST_WAIT_S, LONGEST_WAIT_S, is_outage, open_store, reason_of
 from sd_training.data.storage.pipe import open_pipe, pipe_state
-from sd_training.data.storage.remote import open_remote, remote_state
+from sd_training.data.storage.shard_cache import shard_cache
+from sd_training.errors import DataError, OutageError
+
+_CHUNK_BYTES = 1 << 20
+_UNSATISFIABLE = "416 Range Not Satisfiable"
+T = TypeVar("T")
 
 
 def file_state(location: str, access: Access) -> FileState:
@@ -19,12 +47,13 @@ def file_state(location: str, access: Access) -> FileState:
 
     Raises:
         FileMissing: it does not exist, is not a file, or may not be read.
-        DataError: it cannot be reached, after all retries.
+        OutageError: its server cannot be reached or fails, after all retries.
+        DataError: another failure.
         ConfigError: its protocol is unknown.
     """
     if location.startswith(PIPE):
         return pipe_state(location, access)
-    return remote_state(location, access) if is_remote(location) else local_state(location)
+    return _remote_state(location, access) if is_remote(location) else local_state(location)
 
 
 def find_state(location: str, access: Access) -> FileState | None:
@@ -44,15 +73,200 @@ def open_bytes(file: str | FileState, access: Access) -> ByteFile:
         access: how remote files are read.
 
     Raises:
-        FileMissing, DataError, ConfigError: as `file_state`; DataError also when the file is not in the given state.
+        FileMissing, OutageError, DataError, ConfigError: as `file_state`; DataError also when the file is not in the
+            given state.
     """
     location = file if isinstance(file, str) else file.location
     if location.startswith(PIPE):
         return open_pipe(pipe_state(location, access) if isinstance(file, str) else file, access)
     if is_remote(location):
-        return open_remote(remote_state(location, access) if isinstance(file, str) else file, access)
+        state = _remote_state(location, access) if isinstance(file, str) else file
+        return RangeFile(state, access) if access.mode == "range" else _cached(state, access)
     opened = LocalFile(local_path(location), location)
     if isinstance(file, FileState) and (opened.size, opened.version) != (file.size, file.version):
         opened.close()
         raise has_changed(location)
     return opened
+
+
+class RangeFile:
+    """A `ByteFile` that requests the bytes it is asked for."""
+
+    def __init__(self, state: FileState, access: Access) -> None:
+        self.state, self.access, self.size = state, access, state.size
+
+    def pread(self, length: int, offset: int) -> bytes:
+        """As `ByteFile.pread`. Raises OutageError, or DataError as for a server that does not send ranges."""
+        if length < 0 or offset < 0 or offset + length > self.size:
+            raise DataError(
+                f"'{shown(self.state.location)}' has {self.size} bytes, {length} from {offset} were expected; "
+                "it is truncated or has changed"
+            )
+        if not length:
+            return b""
+        options: Any = {"range": (offset, offset + length)}
+        if self.state.version.startswith('"'):  # weak tags never match `If-Match` (RFC 9110, section 13.1.1)
+            options["if_match"] = self.state.version
+
+        def read() -> bytes:
+            data = bytes(_get(self.state, self.access, options).bytes())
+            _check_length(len(data), length)
+            return data
+
+        return _retrying(self.state.location, self.access, read)
+
+    def close(self) -> None:
+        """As `ByteFile.close`."""
+
+
+def _cached(state: FileState, access: Access) -> LocalFile:
+    """A remote file as its copy in the shard cache. No request is made when that holds the file."""
+
+    def download(path: Path) -> None:
+        def write() -> None:
+            with path.open("r+b") as target:
+                chunks = _get(state, access).stream(min_chunk_size=_CHUNK_BYTES) if state.size else ()
+                _check_length(sum(target.write(bytes(chunk)) for chunk in chunks), state.size)
+
+        _retrying(state.location, access, write)
+
+    key = "\n".join((state.location, str(state.size), state.version))
+    cache = shard_cache(access.cache_dir, access.cache_gib)
+    return cache.open(key, download, lambda path: LocalFile(str(path), state.location), state.size)
+
+
+def _get(state: FileState, access: Access, options: Any = None) -> Any:
+    """obstore's answer for a file, which is in the indexed state."""
+    store, path = open_store(state.location, 0, access.timeout_s)
+    answer = obstore.get(store, path, options=options)
+    size, version = answer.meta["size"], _version(answer.meta)
+    if version != state.version or (size != state.size and not version):
+        raise has_changed(state.location)
+    _check_length(size, state.size)
+    return answer
+
+
+def _remote_state(location: str, access: Access) -> FileState:
+    """Size and version of a remote file. One byte is requested: many web servers and all signed links refuse HEAD."""
+
+    def look() -> FileState:
+        store, path = open_store(location, 0, access.timeout_s)
+        try:
+            meta = obstore.get(store, path, options={"range": (0, 1)}).meta
+        except NotSupportedError:  # no ranges: the answer is the whole file, and its beginning is enough
+            meta = obstore.get(store, path).meta
+        except BaseError as error:
+            if _UNSATISFIABLE in str(error):  # an empty file has no first byte
+                return FileState(location, 0, "")
+            raise
+        return FileState(location, meta["size"], _version(meta))
+
+    return _retrying(location, access, look)
+
+
+def _version(meta: Any) -> str:
+    """ETag or modification time; empty where the server sends neither (obstore then gives the epoch)."""
+    modified = meta["last_modified"]
+    return meta.get("e_tag") or (str(modified) if modified.timestamp() else "")
+
+
+def list_folder(location: str, access: Access, extensions: Sequence[str]) -> list[str] | None:
+    """Sorted URLs of the files with these extensions in a remote folder, without hidden ones; None: not a folder."""
+    if protocol_of(location) not in ("s3", "gs"):
+        if location.endswith("/"):
+            raise _not_listed(location)
+        return None
+    root, path = _split(location)
+    files, folders = _listed(root, path, access)
+    if not files and not folders:
+        return None
+    names = (name for name in files if name.lower().endswith(tuple(extensions)))
+    return sorted(f"{root}/{name}" for name in names if not name.rpartition("/")[2].startswith("."))
+
+
+def list_matches(pattern: str, access: Access) -> list[str]:
+    """Sorted URLs of the files that a pattern with `*`, `?` or `[…]` matches; `*` matches no slash.
+
+    Raises:
+        DataError: a web server, which does not list files; or as `file_state`: a failed listing is never taken for an
+            empty one.
+    """
+    if protocol_of(pattern) not in ("s3", "gs"):
+        raise _not_listed(pattern)
+    root, path = _split(pattern)
+    *folders, last = path.split("/")
+    found = [""]
+    for part in folders:
+        if has_magic(part):
+            below = [name for folder in found for name in _listed(root, folder, access)[1]]
+            found = [f"{name}/" for name in below if fnmatchcase(name.rpartition("/")[2], part)]
+        else:
+            found = [f"{folder}{part}/" for folder in found]
+    files = [name for folder in found for name in _listed(root, folder, access)[0]]
+    return sorted(f"{root}/{name}" for name in files if fnmatchcase(name.rpartition("/")[2], last))
+
+
+def _not_listed(location: str) -> DataError:
+    return DataError(
+        f"dataset.params.path: '{shown(location)}': web servers do not list files; name them by braces, such as "
+        "shards/{000..099}.tar, or by a list"
+    )
+
+
+def _split(location: str) -> tuple[str, str]:
+    """`s3://bucket` and the path in it."""
+    scheme, _, rest = location.partition("://")
+    bucket, _, path = rest.partition("/")
+    return f"{scheme}://{bucket}", path.strip("/")
+
+
+def _listed(root: str, folder: str, access: Access) -> tuple[list[str], list[str]]:
+    """Paths of the files and folders directly in a folder of a bucket; none where there is no such folder."""
+    store, _ = open_store(root, 0, access.timeout_s)
+    prefix = folder.rstrip("/") or None
+    found = _retrying(f"{root}/{folder}", access, lambda: obstore.list_with_delimiter(store, prefix))
+    return [meta["path"] for meta in found["objects"]], [path.rstrip("/") for path in found["common_prefixes"]]
+
+
+class _WrongLength(Exception):
+    """A server sent fewer or more bytes than were asked for."""
+
+
+def _check_length(found: int, requested: int) -> None:
+    if found != requested:
+        raise _WrongLength(f"the answer has {found} bytes instead of {requested}")
+
+
+def _retrying(location: str, access: Access, attempt: Callable[[], T]) -> T:
+    """The result of `attempt`, called again after growing waits while its failures may be transient.
+
+    Raises:
+        FileMissing, OutageError, DataError: as `file_state`. Without their cause, which holds URLs with secrets.
+        OSError: of the local disk.
+    """
+    failures = 0
+    while True:
+        try:
+            return attempt()
+        except (OSError, BaseError, _WrongLength) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # of the disk; obstore's errors have no number
+            failures += 1
+            transient = is_outage(error) or isinstance(error, _WrongLength) or "invalid list response" in str(error)
+            if not transient or failures > access.num_retries:
+                raise _explained(location, error, failures) from None
+        time.sleep(random.uniform(0.5, 1.0) * min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** (failures - 1)))
+
+
+def _explained(location: str, error: Exception, failures: int) -> DataError:
+    name, reason = shown(location), reason_of(error)
+    if isinstance(error, FileNotFoundError):
+        return FileMissing(f"'{name}' cannot be read: does not exist")
+    if isinstance(error, (PermissionError, PermissionDeniedError, UnauthenticatedError)):
+        return FileMissing(f"'{name}' cannot be read: not allowed: {reason}; are the credentials right?")
+    if isinstance(error, PreconditionError) or _UNSATISFIABLE in str(error):
+        return has_changed(location)
+    if isinstance(error, NotSupportedError):
+        return DataError(f"the server of '{name}' sends no parts of files; set dataset.params.remote.mode=cache")
+    attempts = f" after {failures} attempts" if failures > 1 else ""
+    return (OutageError if is_outage(error) else DataError)(f"'{name}' cannot be read{attempts}: {reason}")

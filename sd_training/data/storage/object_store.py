@@ -5,10 +5,9 @@ keys, endpoints and proxies from the environment. Its threads do not survive a f
 started by spawn or by a fork server that has not used it (`data/loader.py`).
 """
 
-import importlib.util
 import os
 import re
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,6 @@ _TRANSIENT_STATUS = frozenset({408, 425, 429, *range(500, 600)} - {501, 505})
 _STATUS = re.compile(r"status code: (\d{3})")
 _METADATA_SERVICES = ("/latest/api/token", "metadata.google.internal")
 """Where a cloud's machines get the keys of their role; asked last, when there are no others."""
-_PROFILE_TTL = timedelta(minutes=15)
-"""A role's keys are asked for again after this; botocore renews them before they expire."""
 
 
 def open_store(url: str, num_retries: int, timeout_s: float) -> tuple[ObjectStore, str]:
@@ -86,7 +83,7 @@ def _client(root: str, num_retries: int, timeout_s: float, pid: int) -> Any:
 
 
 def _profile() -> dict[str, Any]:
-    """Keys of `~/.aws` and of a profile, which obstore does not read, by botocore where the environment has no keys."""
+    """Keys of `~/.aws` and of a profile, which obstore does not read, by boto3 where the environment has no keys."""
     if os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE"):
         return {}
     names = (("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), ("AWS_CONFIG_FILE", "~/.aws/config"))
@@ -94,22 +91,18 @@ def _profile() -> dict[str, Any]:
     profile = os.environ.get("AWS_PROFILE")
     if not profile and not any(map(os.path.exists, files)):
         return {}
-    if importlib.util.find_spec("botocore") is None:
+    try:
+        from obstore.auth.boto3 import Boto3CredentialProvider
+
+        return {"credential_provider": Boto3CredentialProvider()}
+    except ImportError:
         if profile:
-            raise ConfigError(f"AWS_PROFILE: is {profile}, and reading profiles needs a package: pip install boto3")
-        return {}
-    from botocore.session import Session
-
-    credentials = Session().get_credentials()
-    if credentials is None:
-        return {}
-
-    def provide() -> dict[str, Any]:
-        keys = credentials.get_frozen_credentials()
-        found = {"access_key_id": keys.access_key, "secret_access_key": keys.secret_key, "token": keys.token}
-        return {**found, "expires_at": datetime.now(timezone.utc) + _PROFILE_TTL}
-
-    return {"credential_provider": provide}
+            raise ConfigError(
+                f"AWS_PROFILE: is {profile}, and reading profiles needs a package: pip install boto3"
+            ) from None
+    except ValueError:  # no keys in these files
+        pass
+    return {}
 
 
 def reason_of(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,8 +24,6 @@ _WAIT_S = 0.05
 _REOPENED = 20
 """How often a file may be deleted between being found and being opened."""
 _DATA, _PARTIAL, _LOCK, _EVICT = ".data", ".partial", ".lock", "evict.lock"
-_RANGE_MODE = " or set dataset.params.remote.mode=range"
-"""Remedy for copies of remote files; what is made here (row groups, `pipe:`) is always cached."""
 T = TypeVar("T")
 
 
@@ -52,14 +50,15 @@ class ShardCache:
         Raises:
             DataError: the file is larger than the whole cache, or the folder cannot be written.
         """
-        path = self._path(key, _DATA)
+        stem = str(self.folder / hashlib.sha256(key.encode()).hexdigest()[:32])
+        path = Path(stem + _DATA)
         try:
             if not _touch(path):
-                self._check_size(size or 0, _RANGE_MODE)
+                self._check_size(size or 0)
                 self.folder.mkdir(parents=True, exist_ok=True)
-                with _locked(self._path(key, _LOCK)):
+                with _locked(Path(stem + _LOCK)):
                     if not _touch(path):
-                        self._make(path, self._path(key, _PARTIAL), produce, size)
+                        self._make(path, Path(stem + _PARTIAL), produce, size)
         except OSError as error:
             raise DataError(f"the shard cache '{self.folder}' cannot be used: {error.strerror or error}") from error
         return path
@@ -73,18 +72,9 @@ class ShardCache:
             DataError: as `get`, or the cache is so small that files are deleted as soon as they are made.
         """
         for _ in range(_REOPENED):
-            try:
+            with suppress(FileNotFoundError, FileMissing):
                 return opener(self.get(key, produce, size))
-            except (FileNotFoundError, FileMissing):
-                continue
         raise DataError(f"the shard cache '{self.folder}' is too small: raise dataset.params.remote.cache_gib")
-
-    def forget(self, key: str) -> None:
-        """Deletes the file of a key, because its content is wrong."""
-        self._path(key, _DATA).unlink(missing_ok=True)
-
-    def _path(self, key: str, ending: str) -> Path:
-        return self.folder / (hashlib.sha256(key.encode()).hexdigest()[:32] + ending)
 
     def _make(self, path: Path, partial: Path, produce: Callable[[Path], None], size: int | None) -> None:
         """Makes the file; this process holds the lock of its key."""
@@ -94,7 +84,7 @@ class ShardCache:
             made = partial.stat().st_size
             if size is not None and made != size:
                 raise DataError(f"a file for the shard cache has {made} bytes instead of {size}")
-            self._check_size(made, "" if size is None else _RANGE_MODE)
+            self._check_size(made)
             with _locked(self.folder / _EVICT):
                 self._evict(made, partial)
                 partial.rename(path)
@@ -116,8 +106,9 @@ class ShardCache:
         """Deletes files, least recently used first, until `needed` bytes fit. Returns whether they fit then."""
         complete, total = [], needed
         for entry in os.scandir(self.folder):
-            if entry.path != str(own) and (status := _status(entry)) is not None:
-                total += status.st_size
+            with suppress(FileNotFoundError):
+                status = entry.stat()
+                total += status.st_size if entry.path != str(own) else 0
                 if entry.name.endswith(_DATA):
                     complete.append((status.st_mtime_ns, status.st_size, entry.path))
         for _, size, path in sorted(complete):
@@ -136,11 +127,11 @@ class ShardCache:
                     if is_mine:
                         Path(stem + _PARTIAL).unlink(missing_ok=True)
 
-    def _check_size(self, size: int, other_remedy: str) -> None:
+    def _check_size(self, size: int) -> None:
         if size > self.max_bytes:
             raise DataError(
                 f"a file of {size / GIB:.3g} GiB does not fit into the shard cache of {self.max_bytes / GIB:.3g} GiB; "
-                f"raise dataset.params.remote.cache_gib{other_remedy}"
+                "raise dataset.params.remote.cache_gib, or read remote shards with dataset.params.remote.mode=range"
             )
 
 
@@ -160,16 +151,14 @@ def _locked(path: Path, wait: bool = True) -> Iterator[bool]:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_file_at(descriptor, path):  # else its holder deleted it, and others lock a new one
-                break
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    break
         except BlockingIOError:
             os.close(descriptor)
             yield False
             return
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
+        os.close(descriptor)  # its holder deleted this lock file, and others lock a new one
     try:
         yield True
     finally:
@@ -179,24 +168,9 @@ def _locked(path: Path, wait: bool = True) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def _is_file_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 def _touch(path: Path) -> bool:
     """Marks a file as used now. Returns whether it exists."""
-    try:
+    with suppress(FileNotFoundError):
         os.utime(path)
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def _status(entry: "os.DirEntry[str]") -> os.stat_result | None:
-    try:
-        return entry.stat()
-    except FileNotFoundError:
-        return None
+        return True
+    return False

@@ -97,7 +97,7 @@ def test_a_poisoned_step_is_skipped_and_described(tmp_path: Path, pipeline_dir: 
     told = incidents(run_dir)["step=3.skipped.json"]
     assert (told["optimizer_step"], told["first_position"], told["last_position"]) == (3, 24, 31)
     assert told["ranks_with_non_finite_loss"] == [0] and told["losses_by_rank"] == {"0": ["nan", "nan"]}
-    assert (told["seed"], told["batch_plan"]["accumulation"]) == (0, 2) and "noise" in told["purposes_of_draws"]
+    assert (told["seed"], told["batch_plan"]["accumulation"]) == (0, 2)
     first, second, *others = told["samples"]
     assert {first["position"], second["position"]} == {26, 30}  # the third of each micro-batch
     assert first["loss"] == "nan" and all(isinstance(sample["loss"], float) for sample in others)

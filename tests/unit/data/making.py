@@ -15,8 +15,7 @@ from sd_training.data.index.store import DatasetIndex, load_index
 from sd_training.data.problems import Problems
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.data.samples.sample import DrawSettings, Dropout
-from sd_training.data.sources.tar import TarSource
-from sd_training.data.sources.tar_index import TarSample, scan_tar
+from sd_training.data.sources.tar import TarSample, TarSource, scan_tar
 from sd_training.data.storage.byte_file import Access
 from sd_training.data.storage.files import open_bytes
 from sd_training.types import LatentGrid, PixelBatch

@@ -17,8 +17,8 @@ from PIL import Image
 from sd_training.config.data_schema import TagConfig
 from sd_training.data.sources.arrow import ArrowSource
 from sd_training.data.sources.base import Source
+from sd_training.data.sources.choose import expand_shards
 from sd_training.data.sources.files import FolderSource
-from sd_training.data.sources.locate import expand_shards
 from sd_training.data.sources.table import TABLE_EXTENSIONS, TableSource
 from sd_training.data.sources.tags import TagSource
 from sd_training.data.sources.tar import TarSource

@@ -73,9 +73,9 @@ def test_an_empty_cell_is_named_once(tmp_path: Path) -> None:
     rows = "".join(f"{number}.png,{'' if number == 3 else 'text'},x{number}\n" for number in range(6))
     (tmp_path / "t.csv").write_text(f"path,caption,long\n{rows}")
     data = training_data(tmp_path / "t.csv", kind="Table")
-    assert data.report().problem_counts == {"caption missing": 1}
+    assert data.datasets()[0].selection.problems.counts == {"caption missing": 1}
     other = training_data(tmp_path / "t.csv", kind="Table", captions=CaptionConfig(fields={"long": 1}))
-    assert other.report().problem_counts == {} and other.report().num_selected == 6
+    assert other.datasets()[0].selection.problems.counts == {} and len(other.datasets()[0].selected) == 6
 
 
 def test_limited_tag_folders_say_so(tmp_path: Path) -> None:

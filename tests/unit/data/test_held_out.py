@@ -101,7 +101,7 @@ def test_samples_that_cannot_be_read_are_named_once(tmp_path: Path, caplog: pyte
     data = held_out(shards, run_dir=tmp_path / "run")
     with caplog.at_level(logging.WARNING):
         first, second = all_batches(data), all_batches(data)
-    told = [record.message for record in caplog.records if "another sample stands in" in record.message]
+    told = [record.message for record in caplog.records if "another sample replaces it" in record.message]
     named = [json.loads(line) for line in (tmp_path / "run" / "bad_samples.jsonl").read_text().splitlines()]
     assert len(told) == len(named) == 3 and {entry["key"] for entry in named} == {"000000", "000001", "000002"}
     assert all(torch.equal(a.pixels, b.pixels) for a, b in zip(first, second, strict=True))

@@ -21,7 +21,7 @@ from sd_training.data.samples import image as image_decode
 from sd_training.data.samples.image import FORMATS, ImageRules, decode, image_size
 from sd_training.data.sources import arrow as arrow_source
 from sd_training.data.sources import base
-from sd_training.data.sources import tar_index as tar_index
+from sd_training.data.sources import tar as tar_index
 from sd_training.data.sources.arrow import ArrowSource
 from sd_training.errors import DataError
 from tests import makers

@@ -147,7 +147,7 @@ def same(value: Any, wanted: Any) -> bool:
 
 @pytest.mark.parametrize("chunk", [3, 1000])
 def test_thousands_of_rules_agree_with_three_valued_logic_row_by_row(chunk: int) -> None:
-    columns, _ = metadata_columns(ROWS)
+    columns = metadata_columns(ROWS)
     table = pa.Table.from_batches(pa.table(columns).to_batches(max_chunksize=chunk))
     draw, outcomes = random.Random(0), set()
     for _ in range(1_500):

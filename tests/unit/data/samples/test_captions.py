@@ -136,7 +136,7 @@ def test_unknown_fields_are_named_with_those_there_are() -> None:
     check_fields(rules, {"caption", "lnog", "style"})
     with pytest.raises(DataError, match=r"no sample has 'lnog', 'style'; the fields of this data are: caption, long$"):
         check_fields(rules, {"long", "caption"})
-    with pytest.raises(DataError, match="and 80 more"):
+    with pytest.raises(DataError, match=r"field17, .*…$"):
         check_fields(rules, {f"field{i}" for i in range(100)})
 
 
@@ -230,10 +230,9 @@ def test_all_problems_of_a_config_at_once() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (CaptionConfig(template="a {style}", fields={"a": 1}), "fields would do nothing"),
-        (CaptionConfig(template="a {style}", tag_separator=","), "tag_separator would do nothing"),
-        (CaptionConfig(tag_separator=""), "separates nothing"),
-        (CaptionConfig(tag_separator=",", num_kept_tags=2), "does nothing without"),
+        (CaptionConfig(template="a {style}", fields={"a": 1}), "template: has no {caption}"),
+        (CaptionConfig(template="a {style}", tag_separator=","), "template: has no {caption}"),
+        (CaptionConfig(tag_separator="", shuffle_tags_prob=0.1), "shuffle_tags_prob: needs"),
         (CaptionConfig(drop_tag_prob=0.1), r"drop_tag_prob: needs"),
     ],
 )

@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from sd_training.data.index.columns import captions_in
 from sd_training.data.index.store import DatasetIndex, load_index
 from sd_training.data.problems import BadSample
-from sd_training.data.samples.captions import captions_in
 from sd_training.data.sources.arrow import ArrowSource, saved_files
 from sd_training.errors import ConfigError, DataError
 from tests import makers
@@ -111,13 +111,13 @@ def test_columns_by_name(tmp_path: Path) -> None:
         ("[]", "holds no JSON object"),
         ({"a": 1}, "no Arrow file"),
         ({"_data_files": []}, "no Arrow file"),
-        ({"_data_files": 5}, r"'_data_files' must be a list of entries such as"),
-        ({"_data_files": [1]}, r"'_data_files' must be .* not 1$"),
-        ({"_data_files": [{"x": 1}]}, r"'_data_files' must be .* not \{'x': 1\}$"),
-        ({"_data_files": [{"filename": 5}]}, r"'_data_files' must be"),
-        ({"_data_files": [{"filename": "a\0"}]}, r"'_data_files' must be"),
-        ({"_data_files": [{"filename": "\ud800"}]}, r"'_data_files' must be"),
-        ({"_data_files": [{"filename": "../x.arrow"}]}, "for files beside it"),
+        ({"_data_files": 5}, "'_data_files' must name Arrow files beside it"),
+        ({"_data_files": [1]}, "'_data_files' must name"),
+        ({"_data_files": [{"x": 1}]}, "'_data_files' must name"),
+        ({"_data_files": [{"filename": 5}]}, "No such file"),
+        ({"_data_files": [{"filename": "a\0"}]}, "'_data_files' must name"),
+        ({"_data_files": [{"filename": "\ud800"}]}, "'_data_files' must name"),
+        ({"_data_files": [{"filename": "../x.arrow"}]}, "'_data_files' must name"),
         ({"_data_files": [{"filename": "gone.arrow"}]}, "No such file"),
         ({"_data_files": [{"filename": "x.arrow"}], "_indices_data_files": [{"filename": "i"}]}, "save it again"),
         ({"_data_files": [{"filename": "x.arrow"}]}, "not a readable Arrow file"),
@@ -134,7 +134,7 @@ def test_folders_that_cannot_be_read(tmp_path: Path, state: Any, said: str) -> N
 
 def test_of_many_splits_some_are_named(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": [f"part{i}" for i in range(1000)]}))
-    with pytest.raises(DataError, match=r"holds several splits; name one: .*/part9', or one of 990 more$"):
+    with pytest.raises(DataError, match=r'holds several splits; add one to the path: .*"part9".*…$'):
         index_of(tmp_path)
 
 
@@ -227,7 +227,7 @@ def test_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch, query: str, opti
     with pytest.raises(ConfigError, match="unknown trust_remote_code; write split, name or revision"):
         saved_files("hf://datasets/owner/set?trust_remote_code=1", ACCESS)
     monkeypatch.setattr(library, "__version__", "3.6.0")
-    with pytest.raises(ConfigError, match=r"needs 'datasets>=4\.0', not 3\.6\.0"):
+    with pytest.raises(ConfigError, match=r"pip install 'datasets>=4\.0'"):
         saved_files(path, ACCESS)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"dataset\.params\.path: 'hf://.* pip install 'datasets>=4\.0'"):
@@ -306,7 +306,7 @@ def test_captions_and_metadata(tmp_path: Path) -> None:
 def test_splits_are_named(tmp_path: Path) -> None:
     part = datasets.Dataset.from_dict({"image": ["a.jpg"], "text": ["x"]})
     datasets.DatasetDict({"train": part, "test": part}).save_to_disk(str(tmp_path / "set"))
-    with pytest.raises(DataError, match=r"several splits; name one: '.*/set/train' or '.*/set/test'"):
+    with pytest.raises(DataError, match=r'several splits; add one to the path: \["train", "test"\]'):
         index_of(tmp_path / "set")
     (tmp_path / "set" / "train" / "a.jpg").write_bytes(IMAGES[0])
     assert image_and_caption(index_of(tmp_path / "set" / "train"), 0) == (IMAGES[0], ["x"])

@@ -15,7 +15,7 @@ from sd_training.data.index.selection import select
 from sd_training.data.index.store import DatasetIndex, load_index
 from sd_training.data.problems import BadSample
 from sd_training.data.samples.image import ImageRules, decode
-from sd_training.data.sources.base import SampleReader
+from sd_training.data.sources.base import IndexedReader
 from sd_training.errors import DataError
 from tests.unit.data.source_cases import CASES, Case, Sample, make_sample
 
@@ -37,7 +37,7 @@ def index_of(case: Case, folder: Path) -> DatasetIndex:
     return load_index(case.open(folder), folder.parent / "index", case.fields)
 
 
-def read_all(reader: SampleReader, count: int) -> list[tuple[bytes, str]]:
+def read_all(reader: IndexedReader, count: int) -> list[tuple[bytes, str]]:
     return [(reader.image(i), reader.caption(i)) for i in range(count)]
 
 

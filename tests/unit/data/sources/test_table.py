@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from sd_training.config.filters import parse_filters
+from sd_training.data.index.columns import captions_in
 from sd_training.data.index.selection import evaluate
 from sd_training.data.index.store import DatasetIndex, load_index
 from sd_training.data.problems import BadSample
-from sd_training.data.samples.captions import captions_in
-from sd_training.data.sources.base import caption_of, length_of
-from sd_training.data.sources.reader import checked_path, join
+from sd_training.data.sources.base import caption_of, checked_path, join, length_of
 from sd_training.data.sources.table import TableSource
 from sd_training.errors import ConfigError, DataError
 from tests import makers
@@ -206,7 +205,7 @@ def test_files_that_change_later_make_bad_samples(images: Path) -> None:
     reader = TableSource([str(table)], ACCESS).reader(index)
     (images / "1.jpg").write_bytes(IMAGE + b"more")
     (images / "2.jpg").unlink()
-    remedy = "touch the table that names it and start again to index it anew"
+    remedy = "touch the table or metadata file that names it, if one does, and start again"
     with pytest.raises(BadSample, match=rf"image file has changed since it was indexed: 1\.jpg; {remedy}"):
         reader.image(0)
     with pytest.raises(BadSample, match=r"image file missing: 2\.jpg"):
@@ -216,19 +215,18 @@ def test_files_that_change_later_make_bad_samples(images: Path) -> None:
     assert TableSource([str(table)], ACCESS).reader(index_of(table)).image(0) == IMAGE + b"more"
 
 
-def test_an_open_quote_takes_no_other_row_along(images: Path) -> None:
+def test_rows_that_an_open_quote_takes_along_are_named(images: Path) -> None:
     rows = ['1.jpg,"open,1', "2.jpg,fine,2", '3.jpg,"Hello" said,3', '4.jpg,"two', 'lines, ""a""",4', '5.jpg,"cut,5']
     table = write(images, "t.csv", "path,caption,n", *rows)
     index = index_of(table, ["n"])
-    assert keys(index) == ["2.jpg", "4.jpg"]
-    assert TableSource([], ACCESS).reader(index).caption(1) == 'two\nlines, "a"'
+    assert keys(index) == ["4.jpg"]
+    assert TableSource([], ACCESS).reader(index).caption(0) == 'two\nlines, "a"'
     assert {key: reason.partition(":")[0] for key, reason in named(index)} == dict.fromkeys(
-        ["line 2", "line 4", "line 7"], "row is malformed"
+        ["line 2", "line 3", "line 4", "line 7"], "row is malformed"
     )
 
 
 def test_every_second_quote_is_missing(images: Path) -> None:
-    """Reading again from the next line must not make this quadratic."""
     rows = [f'{n % 5 + 1}.jpg,"{n} inch' for n in range(3_000)]
     index = index_of(write(images, "t.csv", "path,caption", "1.jpg,fine", *rows))
     assert (keys(index), index.problems.counts) == (["1.jpg"], {"row is malformed": 3_000})

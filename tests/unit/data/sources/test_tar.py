@@ -9,10 +9,10 @@ import pytest
 
 from sd_training.config.data_schema import CaptionConfig
 from sd_training.config.filters import parse_filters
+from sd_training.data.index.columns import captions_in
 from sd_training.data.index.selection import select
 from sd_training.data.index.store import DatasetIndex
 from sd_training.data.problems import BadSample
-from sd_training.data.samples.captions import captions_in
 from sd_training.data.sources.tar import TarSource
 from tests import makers
 from tests.unit.data.making import ACCESS, tar_index
@@ -43,12 +43,6 @@ def test_sizes_of_the_table_count_where_they_can_be(shard: Path, width: list[flo
 def test_decimals_of_the_table(shard: Path) -> None:
     index = with_table(shard, key=KEYS, score=[decimal.Decimal("0.5"), None, decimal.Decimal("1.25")])
     assert index.columns["number:score"].to_pylist() == [0.5, None, 1.25]
-
-
-def test_keys_that_are_numbers(shard: Path) -> None:
-    index = with_table(shard, key=[2, 0, 1], similarity=[0.2, 0.0, 0.1])
-    assert index.columns["number:similarity"].to_pylist() == [0.0, 0.1, 0.2]
-    assert index.problems.total() == 0
 
 
 def test_a_table_of_other_samples_is_named(shard: Path) -> None:

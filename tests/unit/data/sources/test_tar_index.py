@@ -195,14 +195,16 @@ def test_a_byte_order_mark_is_no_damage(tmp_path: Path) -> None:
     assert scan.problems.total() == 0
 
 
-@pytest.mark.parametrize("second", [["1.jpg", "1.txt", "1.json"], ["1.json", "1.jpg"], ["1.json", "1.png"]])
-def test_a_sample_whose_key_was_there_gives_nothing_to_the_first(tmp_path: Path, second: list[str]) -> None:
-    names = ["1.jpg", "1.txt", "2.jpg", "2.txt", *second]
+def test_of_members_of_one_role_the_first_counts(tmp_path: Path) -> None:
+    names = ["1.jpg", "1.txt", "1.json", "2.jpg", "2.txt", "1.jpg", "1.txt", "1.json"]
     image = makers.encode(makers.picture(0))
     path = write_tar(tmp_path / "a.tar", [(name, image if name.endswith("g") else b"{}") for name in names])
     scan = scanned(path)
-    assert [sorted(sample.spans) for sample in scan.samples] == [["caption", "image"]] * 2
-    assert scan.problems.counts == {"repeated member ignored": len(second)}
+    assert [sorted(sample.spans) for sample in scan.samples] == [["caption", "image", "metadata"], ["caption", "image"]]
+    assert max(offset for offset, _ in scan.samples[0].spans.values()) < min(
+        offset for offset, _ in scan.samples[1].spans.values()
+    )
+    assert scan.problems.counts == {"repeated member ignored": 3}
 
 
 def test_a_second_image_of_a_sample_takes_nothing_from_it(tmp_path: Path) -> None:
