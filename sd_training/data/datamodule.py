@@ -89,11 +89,7 @@ class TrainingData(pl.LightningDataModule):
         params = dataset.params
         self.table: BucketTable = training_sizes(params)
         self.bad_samples = BadSampleLog(
-            run_dir,
-            max_bad_fraction=params.max_bad_fraction,
-            max_bad_in_row=params.max_bad_in_row,
-            max_bad_shard_fraction=params.max_bad_shard_fraction,
-            shard_sizes=lambda shard: sum(dataset.selected_in(shard) for dataset in self.datasets()),
+            run_dir, params, lambda shard: sum(dataset.selected_in(shard) for dataset in self.datasets())
         )
         self.held_out: HeldOutData | None = None
         """What the run is measured on."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from sd_training.config.data_schema import DatasetParams
 from sd_training.config.plan import BatchPlan, counted
 from sd_training.data.order.order import RunOrder, slots
 from sd_training.data.problems import Problems, SkippedSample, printable
@@ -128,25 +129,14 @@ class BadSampleLog:
 
     Args:
         run_dir: None keeps the counts only.
-        max_bad_fraction: allowed share of bad samples in the last 100,000 read.
-        max_bad_in_row: the run stops when so many requested samples in a row could not be used.
-        max_bad_shard_fraction: allowed share of bad samples in one shard.
+        limits: `max_bad_fraction`, `max_bad_in_row` and `max_bad_shard_fraction`.
         shard_sizes: location of a shard → selected samples of it.
     """
 
-    def __init__(
-        self,
-        run_dir: Path | None,
-        *,
-        max_bad_fraction: float,
-        max_bad_in_row: int,
-        max_bad_shard_fraction: float,
-        shard_sizes: Callable[[str], int],
-    ) -> None:
+    def __init__(self, run_dir: Path | None, limits: DatasetParams, shard_sizes: Callable[[str], int]) -> None:
         self.path = None if run_dir is None else run_dir / BAD_SAMPLES_FILE
-        self.max_bad_fraction, self.max_bad_in_row = max_bad_fraction, max_bad_in_row
-        self.allowed = int(max_bad_fraction * WINDOW + 1e-6)  # 0.00007 * 100,000 is 6.999999999999999
-        self.max_bad_shard_fraction, self.shard_sizes = max_bad_shard_fraction, shard_sizes
+        self.limits, self.shard_sizes = limits, shard_sizes
+        self.allowed = int(limits.max_bad_fraction * WINDOW + 1e-6)  # 0.00007 * 100,000 is 6.999999999999999
         self.problems = Problems()
         self.num_read = 0
         self._counted = set[tuple[str, str]]()
@@ -195,17 +185,16 @@ class BadSampleLog:
 
     def _broken_limit(self, shards: set[str], in_row: int) -> str | None:
         if len(self._recent) > self.allowed:
-            return (
-                f"{len(self._recent):,} of the last {min(self.num_read, WINDOW):,} samples could not be used; "
-                f"dataset.params.max_bad_fraction={self.max_bad_fraction:g} allows {self.allowed:,} of {WINDOW:,}"
-            )
-        if in_row >= self.max_bad_in_row:
-            option = f"dataset.params.max_bad_in_row={self.max_bad_in_row}"
+            option = f"dataset.params.max_bad_fraction={self.limits.max_bad_fraction:g}"
+            read = f"{len(self._recent):,} of the last {min(self.num_read, WINDOW):,} samples"
+            return f"{read} could not be used; {option} allows {self.allowed:,} of {WINDOW:,}"
+        if in_row >= self.limits.max_bad_in_row:
+            option = f"dataset.params.max_bad_in_row={self.limits.max_bad_in_row}"
             return f"{counted(in_row, 'sample')} in a row could not be used ({option})"
         for shard in shards:
             bad, size = self._of_shard[shard], self.shard_sizes(shard)
-            if bad >= MIN_BAD_OF_SHARD and bad > self.max_bad_shard_fraction * size:
-                option = f"dataset.params.max_bad_shard_fraction={self.max_bad_shard_fraction:g}"
+            if bad >= MIN_BAD_OF_SHARD and bad > self.limits.max_bad_shard_fraction * size:
+                option = f"dataset.params.max_bad_shard_fraction={self.limits.max_bad_shard_fraction:g}"
                 return f"{bad:,} of the {counted(size, 'sample')} of {shard} could not be used ({option})"
         return None
 

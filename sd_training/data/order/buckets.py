@@ -156,15 +156,10 @@ class BucketTable:
             fits = (heights[unassigned] >= sides[nearest, 0]) & (widths[unassigned] >= sides[nearest, 1])
             bucket[unassigned[fits]] = nearest[fits]
             unassigned = unassigned[~fits]
-        self._cover(bucket, widths, heights)
-        return bucket
-
-    def _cover(self, bucket: Buckets, widths: NDArray[np.int32], heights: NDArray[np.int32]) -> None:
-        """Gives images without a bucket the largest one of any aspect that they cover."""
-        unassigned = np.flatnonzero(bucket < 0)
-        for candidate in np.argsort(self._areas, kind="stable"):
+        for candidate in np.argsort(self._areas, kind="stable"):  # the others get the largest of any aspect they cover
             height, width = self.sizes[candidate]
             bucket[unassigned[(widths[unassigned] >= width) & (heights[unassigned] >= height)]] = candidate
+        return bucket
 
 
 def merge_small(
@@ -232,7 +227,7 @@ def training_sizes(params: DatasetParams) -> BucketTable:
     if buckets.mode == "off":
         return BucketTable(((side, side),))
     if buckets.mode == "table":
-        return BucketTable(_given(buckets.sizes))
+        return BucketTable(tuple(dict.fromkeys((height, width) for height, width in buckets.sizes or ())))
     make = ladder if buckets.upscale else ladders
     try:
         sizes = make(
@@ -245,12 +240,6 @@ def training_sizes(params: DatasetParams) -> BucketTable:
     except ValueError as error:
         raise ConfigError(f"dataset.params.buckets: {error}") from error
     return BucketTable(tuple(sizes), buckets.upscale)
-
-
-def _given(sizes: list[list[int]] | None) -> tuple[tuple[int, int], ...]:
-    if not sizes or any(len(size) != 2 for size in sizes):
-        raise ConfigError("dataset.params.buckets.sizes: must be a list of [height, width] pairs with mode=table")
-    return tuple(dict.fromkeys((height, width) for height, width in sizes))
 
 
 def size_problems(factor: int, sizes: Sequence[tuple[int, int]], patch_size: int = 1) -> list[str]:

@@ -19,13 +19,11 @@ from sd_training.data.sources.table import TABLE_EXTENSIONS, TableSource
 from sd_training.data.sources.tags import TagSource
 from sd_training.data.sources.tar import TarSource
 from sd_training.data.storage.byte_file import Access
-from sd_training.data.storage.files import list_folder, list_matches
+from sd_training.data.storage.files import expand, list_folder
 from sd_training.data.storage.locations import (
     HUB,
     PIPE,
-    entries_of,
     exists,
-    expand,
     is_remote,
     local_path,
     protocol_of,
@@ -111,57 +109,58 @@ def expand_shards(
         raise DataError("dataset.params.path: the list is empty; name at least one shard")
     found: list[str] = []
     for entry in entries:
-        if entry.startswith(PIPE):
-            if not allow_pipe:
-                raise DataError(
-                    f"dataset.params.path: '{shown(entry)}' is a shell command; such entries are run only with "
-                    "dataset.params.allow_pipe=true, and only if you trust them"
-                )
+        if not entry.startswith(PIPE):
+            found += _shards_of(entry, access, tuple(extensions))
+        elif allow_pipe:
             found += _braces(entry, entry)
-        elif is_remote(entry):
-            found += [shard for name in _braces(entry, entry) for shard in _remote(name, access, tuple(extensions))]
         else:
-            found += _local(entry, tuple(extensions))
+            raise DataError(
+                f"dataset.params.path: '{shown(entry)}' is a shell command; such entries are run only with "
+                "dataset.params.allow_pipe=true, and only if you trust them"
+            )
     return list(dict.fromkeys(found))
 
 
-def _local(entry: str, extensions: tuple[str, ...]) -> list[str]:
-    path = local_path(entry)
-    if exists(path):
-        return _files_of(path, extensions)
+def _shards_of(entry: str, access: Access, extensions: tuple[str, ...]) -> list[str]:
+    remote = is_remote(entry)
+    path = entry if remote else local_path(entry)
     shards, missing = list[str](), list[str]()
-    for name in _braces(entry, path):
-        matches = expand(name) if glob.has_magic(name) and not exists(name) else [name]
-        if matches and exists(matches[0]):
-            shards += [shard for match in matches for shard in _files_of(match, extensions)]
+    for name in [path] if not remote and exists(path) else _braces(entry, path):
+        if _has_magic(name) and (remote or not exists(name)):
+            matches = expand(name, access)
         else:
-            missing.append(name)
+            matches = [name] if remote or exists(name) else []
+        shards += [shard for match in matches for shard in _files_of(match, access, extensions)]
+        missing += [] if matches else [name]
     if missing:
-        state = "matches no file" if glob.has_magic(missing[0]) else "does not exist"
+        state = "matches no file" if _has_magic(missing[0]) else "does not exist"
         more = f", nor do {len(missing) - 1:,} more files of the pattern" if len(missing) > 1 else ""
-        raise DataError(f"dataset.params.path: '{entry}': {missing[0]} {state}{more}")
+        raise DataError(f"dataset.params.path: '{shown(entry)}': {shown(missing[0])} {state}{more}")
     return shards
 
 
-def _files_of(path: str, extensions: tuple[str, ...]) -> list[str]:
+def _files_of(location: str, access: Access, extensions: tuple[str, ...]) -> list[str]:
     """The file, or the files directly in a folder; hidden ones are left out (macOS writes `._0.tar`)."""
-    if not os.path.isdir(path):
-        return [path]
-    entries = [entry for entry in entries_of(path) if entry.name.lower().endswith(extensions) and not entry.is_dir()]
-    return _filled(path, [entry.path for entry in entries], extensions)
-
-
-def _remote(url: str, access: Access, extensions: tuple[str, ...]) -> list[str]:
-    if _has_magic(url):
-        if not (matches := list_matches(url, access)):
-            raise DataError(f"dataset.params.path: '{shown(url)}' matches no file")
-        return matches
-    if url.lower().endswith(extensions):
-        return [url]
-    files = list_folder(url, access, extensions)
-    if files is None and url.endswith("/"):
-        raise DataError(f"dataset.params.path: the folder '{shown(url)}' does not exist")
-    return [url] if files is None else _filled(shown(url), files, extensions)
+    if is_remote(location):
+        is_web = protocol_of(location) in ("http", "https")
+        if location.lower().endswith(extensions) or (is_web and not location.endswith("/")):
+            return [location]
+        files, folders = list_folder(location, access)
+        if not files and not folders:
+            if location.endswith("/"):
+                raise DataError(f"dataset.params.path: the folder '{shown(location)}' does not exist")
+            return [location]
+    elif os.path.isdir(location):
+        files, _ = list_folder(location, access)
+    else:
+        return [location]
+    if shards := [file for file in files if file.lower().endswith(extensions)]:
+        return shards
+    kinds = " or *".join(extensions)
+    raise DataError(
+        f"dataset.params.path: the folder '{shown(location)}' holds no *{kinds} file; of folders below it, write "
+        f"'{shown(location)}/*/*{extensions[0]}'"
+    )
 
 
 def _has_magic(url: str) -> bool:
@@ -169,16 +168,6 @@ def _has_magic(url: str) -> bool:
     if protocol_of(url) in ("http", "https"):
         return re.search(r"[*\[]", url.partition("://")[2].partition("/")[2].partition("?")[0]) is not None
     return glob.has_magic(url)
-
-
-def _filled(folder: str, files: list[str], extensions: tuple[str, ...]) -> list[str]:
-    if not files:
-        kinds = " or *".join(extensions)
-        raise DataError(
-            f"dataset.params.path: the folder '{folder}' holds no *{kinds} file; of folders below it, write "
-            f"'{folder}/*/*{extensions[0]}'"
-        )
-    return files
 
 
 def _braces(entry: str, pattern: str) -> list[str]:

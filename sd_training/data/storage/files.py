@@ -5,9 +5,10 @@ indexed file. A transient failure is retried `dataset.params.remote.num_retries`
 obstore's are off, because its own do not cover answers of a wrong length and would multiply with these.
 """
 
+import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from glob import has_magic
 from pathlib import Path
@@ -31,7 +32,7 @@ from sd_training.data.storage.byte_file import (
     has_changed,
     local_state,
 )
-from sd_training.data.storage.locations import PIPE, is_remote, local_path, protocol_of, shown
+from sd_training.data.storage.locations import PIPE, entries_of, is_remote, local_path, protocol_of, shown
 from sd_training.data.storage.object_store import FIRST_WAIT_S, LONGEST_WAIT_S, is_outage, open_store, reason_of
 from sd_training.data.storage.pipe import open_pipe, pipe_state
 from sd_training.data.storage.shard_cache import shard_cache
@@ -170,62 +171,51 @@ def _version(meta: Any) -> str:
     return meta.get("e_tag") or (str(modified) if modified.timestamp() else "")
 
 
-def list_folder(location: str, access: Access, extensions: Sequence[str]) -> list[str] | None:
-    """Sorted URLs of the files with these extensions in a remote folder, without hidden ones; None: not a folder."""
-    if protocol_of(location) not in ("s3", "gs"):
-        if location.endswith("/"):
-            raise _not_listed(location)
-        return None
-    root, path = _split(location)
-    files, folders = _listed(root, path, access)
-    if not files and not folders:
-        return None
-    names = (name for name in files if name.lower().endswith(tuple(extensions)))
-    return sorted(f"{root}/{name}" for name in names if not name.rpartition("/")[2].startswith("."))
-
-
-def list_matches(pattern: str, access: Access) -> list[str]:
-    """Sorted URLs of the files that a pattern with `*`, `?` or `[…]` matches; `*` matches no slash.
+def list_folder(folder: str, access: Access, hidden: bool = False) -> tuple[list[str], list[str]]:
+    """Sorted paths or URLs of the files and of the folders directly in a folder; none where a bucket has no such one.
 
     Raises:
-        DataError: a web server, which does not list files; or as `file_state`: a failed listing is never taken for an
-            empty one.
+        DataError: a local folder cannot be read, a web server, which does not list files, or as `file_state`: a failed
+            listing is never taken for an empty one.
     """
-    if protocol_of(pattern) not in ("s3", "gs"):
-        raise _not_listed(pattern)
-    root, path = _split(pattern)
-    *folders, last = path.split("/")
-    found = [""]
-    for part in folders:
-        if has_magic(part):
-            below = [name for folder in found for name in _listed(root, folder, access)[1]]
-            found = [f"{name}/" for name in below if fnmatchcase(name.rpartition("/")[2], part)]
-        else:
-            found = [f"{folder}{part}/" for folder in found]
-    files = [name for folder in found for name in _listed(root, folder, access)[0]]
-    return sorted(f"{root}/{name}" for name in files if fnmatchcase(name.rpartition("/")[2], last))
-
-
-def _not_listed(location: str) -> DataError:
-    return DataError(
-        f"dataset.params.path: '{shown(location)}': web servers do not list files; name them by braces, such as "
-        "shards/{000..099}.tar, or by a list"
-    )
-
-
-def _split(location: str) -> tuple[str, str]:
-    """`s3://bucket` and the path in it."""
-    scheme, _, rest = location.partition("://")
+    if not is_remote(folder):
+        entries = entries_of(folder, hidden)
+        return [e.path for e in entries if not e.is_dir()], [e.path for e in entries if e.is_dir()]
+    scheme, _, rest = folder.partition("://")
+    if protocol_of(folder) not in ("s3", "gs"):
+        raise DataError(
+            f"dataset.params.path: '{shown(folder)}': web servers do not list files; name them by braces, such as "
+            "shards/{000..099}.tar, or by a list"
+        )
     bucket, _, path = rest.partition("/")
-    return f"{scheme}://{bucket}", path.strip("/")
+    store, _ = open_store(f"{scheme}://{bucket}", 0, access.timeout_s)
+    found = _retrying(folder, access, lambda: obstore.list_with_delimiter(store, path.strip("/") or None))
+    files = sorted(f"{scheme}://{bucket}/{meta['path']}" for meta in found["objects"])
+    folders = sorted(f"{scheme}://{bucket}/{prefix.rstrip('/')}" for prefix in found["common_prefixes"])
+    if not hidden:
+        files = [file for file in files if not file.rpartition("/")[2].startswith(".")]
+    return files, folders
 
 
-def _listed(root: str, folder: str, access: Access) -> tuple[list[str], list[str]]:
-    """Paths of the files and folders directly in a folder of a bucket; none where there is no such folder."""
-    store, _ = open_store(root, 0, access.timeout_s)
-    prefix = folder.rstrip("/") or None
-    found = _retrying(f"{root}/{folder}", access, lambda: obstore.list_with_delimiter(store, prefix))
-    return [meta["path"] for meta in found["objects"]], [path.rstrip("/") for path in found["common_prefixes"]]
+def expand(pattern: str, access: Access) -> list[str]:
+    """Sorted paths or URLs of the files and folders that an absolute pattern with `*`, `?` or `[…]` matches.
+
+    `*` matches no slash and no leading dot. Raises DataError as `list_folder` does."""
+    scheme, separator, rest = pattern.rpartition("://")
+    first, *parts = rest.split("/")  # the bucket, or nothing before the first slash of a path
+    found, is_listed = [f"{scheme}{separator}{first}"], False
+    for number, part in enumerate(parts):
+        is_listed = is_listed or has_magic(part)
+        if not is_listed:
+            found = [f"{folder}/{part}" for folder in found]
+            continue
+        matches: list[str] = []
+        for folder in found if separator else filter(os.path.isdir, (folder or "/" for folder in found)):
+            files, folders = list_folder(folder, access, hidden=part.startswith("."))
+            candidates = folders if number + 1 < len(parts) else files + folders
+            matches += [path for path in candidates if fnmatchcase(path.rpartition("/")[2], part)]
+        found = matches
+    return sorted(found)
 
 
 class _WrongLength(Exception):

@@ -4,11 +4,9 @@ A local folder that cannot be listed is an error, because leaving it out would g
 `glob` skip such folders silently.
 """
 
-import glob
 import os
 import re
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from urllib.parse import unquote
 
 from sd_training.errors import ConfigError, DataError
@@ -109,21 +107,3 @@ def exists(path: str) -> bool:
     except OSError as error:
         raise unreadable(error) from error
     return True
-
-
-def expand(pattern: str) -> list[str]:
-    """Sorted paths of the files and folders that an absolute pattern matches; `*` matches no slash and no leading dot.
-
-    Raises:
-        DataError: a folder that has to be listed cannot be.
-    """
-    found = ["/"]
-    for part in pattern.strip("/").split("/"):
-        if glob.has_magic(part):
-            folders, found = filter(os.path.isdir, found), []
-            for folder in folders:
-                entries = entries_of(folder, hidden=part.startswith("."))
-                found += [os.path.join(folder, entry.name) for entry in entries if fnmatchcase(entry.name, part)]
-        else:
-            found = [os.path.join(folder, part) for folder in found]
-    return sorted(filter(exists, found))

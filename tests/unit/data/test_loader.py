@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sd_training.config.data_schema import DatasetParams
 from sd_training.data.loader import BadSampleLog
 from sd_training.data.problems import SkippedSample
 from sd_training.errors import DataError
@@ -14,7 +15,7 @@ from sd_training.errors import DataError
 def make_log(run_dir: Path | None = None, shard_size: int = 10**6, **limits: Any) -> BadSampleLog:
     """Limits that are never reached, but for those that a test gives."""
     far = {"max_bad_fraction": 1.0, "max_bad_in_row": 10**6, "max_bad_shard_fraction": 1.0}
-    return BadSampleLog(run_dir, **{**far, **limits}, shard_sizes=lambda shard: shard_size)
+    return BadSampleLog(run_dir, DatasetParams(path="x", **{**far, **limits}), lambda shard: shard_size)
 
 
 def problem(key: int, reason: str = "image cannot be decoded: x", shard: str = "a.tar") -> SkippedSample:
