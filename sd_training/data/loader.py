@@ -53,28 +53,17 @@ class TrainingLoader:
     first_step: Callable[[], int]
     bad_samples: "BadSampleLog"
     deaths: WorkerDeaths
-    num_truncated: int = 0
-    """Captions so far that had more tokens than the text encoder takes."""
 
     def __len__(self) -> int:
         return self.plan.num_steps * self.plan.accumulation
 
     def __iter__(self) -> Iterator[PixelBatch]:
-        num_requests = 0
         for result in self._results(self.first_step() * self.plan.accumulation):
-            num_requests += len(result.were_good)
             self.bad_samples.count(result.were_good, result.skipped)
-            self.num_truncated += result.num_truncated
             if result.error is not None:
                 raise result.error
             assert result.batch is not None, "a result has a batch or an error"
             yield result.batch
-        if self.num_truncated:
-            limits = " and ".join(str(tokenizer.length) for tokenizer in self.dataset.tokenizers.values())
-            log.info(
-                f"{self.num_truncated:,} captions ({self.num_truncated / num_requests:.1%}) were longer than the "
-                f"{limits} tokens of the text encoder and were truncated"
-            )
 
     def requests(self, first_step: int, num_done: int = 0) -> Iterator[list[SampleRequest]]:
         """What the loader processes are asked for, a list per micro-batch of this rank, from step `first_step`

@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
@@ -165,17 +165,14 @@ def _shard_path(source: Source, shard: Shard, folder: Path) -> Path:
 
 
 def _build_missing(source: Source, missing: Sequence[Shard], folder: Path) -> None:
-    if len(missing) <= FEW_SHARDS:
+    count = min(len(missing), MAX_PROCESSES, os.cpu_count() or 1)
+    if len(missing) <= FEW_SHARDS or count == 1:
         for shard in missing:
             _build(source, shard, folder)
         return
-    count = min(len(missing), MAX_PROCESSES, os.cpu_count() or 1)
     # Reading headers holds the interpreter lock, so processes; fresh ones, because this one may run threads.
-    pool: Executor = ThreadPoolExecutor(1)
-    if count > 1:
-        pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"))
-    bar = tqdm(total=len(missing), desc="indexing", unit="shard", disable=not is_main_process())
-    with pool, bar:
+    pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"))
+    with pool, tqdm(total=len(missing), desc="indexing", unit="shard", disable=not is_main_process()) as bar:
         futures = [pool.submit(_build, source, shard, folder) for shard in missing]
         try:
             for future in as_completed(futures):

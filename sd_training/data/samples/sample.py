@@ -225,8 +225,6 @@ class WorkerResult:
     skipped: list[SkippedSample]
     were_good: list[bool]
     """Of each request: whether the requested sample itself could be used."""
-    num_truncated: int = 0
-    """Examples with a caption of more tokens than its text encoder takes."""
     error: DataError | None = None
     """Why the run cannot continue; the training process raises it."""
 
@@ -250,5 +248,4 @@ def collate(examples: Sequence[Example | FailedExample]) -> WorkerResult:
         token_masks={name: torch.from_numpy(np.stack([row.texts[name].mask for row in rows])) for name in encoders},
         dropped={name: torch.tensor([row.dropped[name] for row in rows]) for name in rows[0].dropped},
     )
-    num_truncated = sum(any(text.num_cut > 0 for text in row.texts.values()) for row in rows)
-    return WorkerResult(batch, skipped, were_good, num_truncated)
+    return WorkerResult(batch, skipped, were_good)

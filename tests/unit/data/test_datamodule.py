@@ -230,18 +230,6 @@ def test_only_bad_samples_end_the_run_without_a_traceback_from_a_worker(tmp_path
             assert "Traceback" not in str(error.value)
 
 
-def test_captions_that_are_cut_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    samples = makers.caption_samples(8)
-    for sample in samples[:2]:
-        sample["txt"] = "a much longer caption than sixteen tokens"
-    makers.write_shard(tmp_path / "a.tar", samples)
-    loader = training_data(tmp_path, BatchPlan(8, 1, 1, 16)).loader(0, lambda: 0)
-    with caplog.at_level("INFO"):
-        list(loader)
-    assert loader.num_truncated == 4
-    assert "4 captions (25.0%) were longer than the 16 tokens" in caplog.text
-
-
 def test_stratified_draws_take_one_from_each_part(shards_dir: Path) -> None:
     plan = BatchPlan(micro_batch=8, accumulation=1, processes=1, num_examples=80)
     draws = [batch.timestep_draw.numpy() for batch in stream(training_data(shards_dir, plan, is_stratified=True))]
