@@ -22,7 +22,7 @@ from sd_training.data.held_out import HeldOutData
 from sd_training.data.index.report import DataReport, make_report
 from sd_training.data.loader import BadSampleLog, TrainingLoader
 from sd_training.data.order.buckets import BucketTable, training_sizes
-from sd_training.data.order.order import MixtureSchedule, MixtureShare, OrderSettings, RunOrder, SampleOrder
+from sd_training.data.order.order import MixtureSchedule, OrderSettings, RunOrder, SampleOrder
 from sd_training.data.problems import Problems
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.data.samples.sample import DrawSettings, TrainingSamples
@@ -242,8 +242,7 @@ class TrainingData(pl.LightningDataModule):
             settings = OrderSettings(seed, plan.global_batch, params.lanes, params.window, params.resampled, factors)
             block_of = dataset.index.numbers("block")[dataset.selected]
             orders.append(SampleOrder(settings, block_of, dataset.bucket_of))
-        shares = [MixtureShare(entry.weight, entry.start_step, entry.end_step) for entry in self._entries()]
-        mixture = MixtureSchedule(shares, self.draws.seed, plan.num_steps)
+        mixture = MixtureSchedule(self._entries(), self.draws.seed, plan.num_steps)
         self._opened = _Opened(datasets, RunOrder([d.selected for d in datasets], orders, mixture))
         return self._opened
 

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import DTypeLike, NDArray
 
+from sd_training.config.data_schema import DatasetConfig, MixEntry
 from sd_training.config.plan import BatchPlan, counted
 from sd_training.errors import ConfigError
 
@@ -54,21 +55,11 @@ class StepSamples(NamedTuple):
     dataset: int = 0
 
 
-@dataclass(frozen=True)
-class MixtureShare:
-    """When and how often a data set is drawn from."""
-
-    weight: float
-    start_step: int = 0
-    end_step: int | None = None
-    """The first step that does not draw from it; None: the end of the run."""
-
-
 class MixtureSchedule:
     """Looks up the data set of a step, and how many steps have drawn from it before.
 
     Args:
-        shares: of the data sets.
+        shares: the data sets, whose `weight`, `start_step` and `end_step` count.
         seed: of the run.
         num_steps: length of the run.
 
@@ -76,7 +67,7 @@ class MixtureSchedule:
         ConfigError: some step has no data set.
     """
 
-    def __init__(self, shares: Sequence[MixtureShare], seed: int, num_steps: int) -> None:
+    def __init__(self, shares: Sequence[DatasetConfig | MixEntry], seed: int, num_steps: int) -> None:
         self.num_steps = num_steps
         self.dataset_of: NDArray[np.unsignedinteger] | None = None
         if len(shares) == 1 and shares[0].start_step == 0 and shares[0].end_step is None:
@@ -104,7 +95,7 @@ class MixtureSchedule:
         return step if self.dataset_of is None else int(np.searchsorted(self._steps_of[dataset], step))
 
 
-def _choose(shares: Sequence[MixtureShare], step: int, places: np.ndarray) -> np.ndarray:
+def _choose(shares: Sequence[DatasetConfig | MixEntry], step: int, places: np.ndarray) -> np.ndarray:
     active = [i for i, s in enumerate(shares) if s.start_step <= step and (s.end_step is None or step < s.end_step)]
     if not active:
         raise ConfigError(

@@ -1,18 +1,23 @@
 import numpy as np
 import pytest
 
-from sd_training.data.order.order import MixtureSchedule, MixtureShare
+from sd_training.config.data_schema import MixEntry, SourceParams
+from sd_training.data.order.order import MixtureSchedule
 from sd_training.errors import ConfigError
 
 
+def share(weight: float, **steps: int) -> MixEntry:
+    return MixEntry(params=SourceParams(path="x"), weight=weight, **steps)
+
+
 def test_one_data_set_has_every_step() -> None:
-    mixture = MixtureSchedule([MixtureShare(1.0)], seed=0, num_steps=10)
+    mixture = MixtureSchedule([share(1.0)], seed=0, num_steps=10)
     assert [mixture.at(step) for step in range(10)] == [(0, step) for step in range(10)]
 
 
 def test_shares_are_kept_after_any_number_of_steps() -> None:
     weights = np.array([5.0, 2.0, 1.0])
-    mixture = MixtureSchedule([MixtureShare(weight) for weight in weights], seed=3, num_steps=10_000)
+    mixture = MixtureSchedule([share(weight) for weight in weights], seed=3, num_steps=10_000)
     counts = np.cumsum(mixture.dataset_of[:, None] == np.arange(3), axis=0)
     wanted = np.arange(1, 10_001)[:, None] * weights / weights.sum()
     assert abs(counts - wanted).max() < 5
@@ -20,21 +25,21 @@ def test_shares_are_kept_after_any_number_of_steps() -> None:
 
 
 def test_a_data_set_goes_on_where_it_was() -> None:
-    mixture = MixtureSchedule([MixtureShare(1.0), MixtureShare(2.0)], seed=1, num_steps=300)
+    mixture = MixtureSchedule([share(1.0), share(2.0)], seed=1, num_steps=300)
     for dataset in (0, 1):
         own = [mixture.at(step)[1] for step in range(300) if mixture.at(step)[0] == dataset]
         assert own == list(range(len(own)))
 
 
 def test_start_and_end() -> None:
-    mixture = MixtureSchedule([MixtureShare(1.0, end_step=60), MixtureShare(1.0, start_step=30)], seed=2, num_steps=100)
+    mixture = MixtureSchedule([share(1.0, end_step=60), share(1.0, start_step=30)], seed=2, num_steps=100)
     assert set(mixture.dataset_of[:30]) == {0}
     assert set(mixture.dataset_of[30:60]) == {0, 1}
     assert set(mixture.dataset_of[60:]) == {1}
 
 
 def test_a_longer_run_begins_like_a_shorter_one() -> None:
-    shares = [MixtureShare(1.0), MixtureShare(3.0, start_step=5)]
+    shares = [share(1.0), share(3.0, start_step=5)]
     short, longer = MixtureSchedule(shares, 4, 50), MixtureSchedule(shares, 4, 500)
     assert np.array_equal(short.dataset_of, longer.dataset_of[:50])
     assert np.array_equal(short.own_step, longer.own_step[:50])
@@ -42,4 +47,4 @@ def test_a_longer_run_begins_like_a_shorter_one() -> None:
 
 def test_a_step_without_data_is_refused() -> None:
     with pytest.raises(ConfigError, match="at step 20"):
-        MixtureSchedule([MixtureShare(1.0, end_step=20), MixtureShare(1.0, start_step=21)], seed=0, num_steps=100)
+        MixtureSchedule([share(1.0, end_step=20), share(1.0, start_step=21)], seed=0, num_steps=100)
