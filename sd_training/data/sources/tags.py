@@ -21,10 +21,11 @@ import os
 import posixpath
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field, ValidationError
 
 from sd_training.config.data_schema import TagConfig
 from sd_training.data.samples.captions import with_score_tag
@@ -162,44 +163,27 @@ def limited(keys: Sequence[str], limit: int, seed: int = LIMIT_SEED) -> NDArray[
     return np.sort(np.argsort(places, kind="stable")[:limit])
 
 
+class _MetadataFile(BaseModel, strict=True, allow_inf_nan=False):
+    """Other keys are ignored."""
+
+    path: str
+    score: Annotated[float, Field(multiple_of=1, ge=-_MAX_SCORE, le=_MAX_SCORE)]
+    tags: list[str]
+    aspect_ratio: Annotated[float, Field(gt=0, lt=_MAX_ASPECT)] | None = None
+
+
 def read_tag_record(text: str) -> TagRecord:
-    """Reads a metadata file: `path`, `score`, `tags` and, if it is there, `aspect_ratio`; other keys are ignored.
-
-    Raises:
-        ValueError: the reason why the file cannot be used.
-    """
-
-    def require(holds: object, problem: str) -> None:
-        if not holds:
-            raise ValueError(f"metadata {problem}")
-
+    """Reads a metadata file. Raises ValueError: the reason why it cannot be used."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError("metadata is not JSON") from error
-    require(isinstance(value, dict), "is no JSON object")
-    for name in ("path", "score", "tags"):
-        require(value.get(name) is not None, f"without {name}")
-    path, aspect, score, tags = (value.get(name) for name in ("path", "aspect_ratio", "score", "tags"))
-    require(_is_text(path) and "\0" not in path, "has a path that is no text")
-    path = posixpath.normpath(path)
-    outside = posixpath.isabs(path) or path.split("/")[0] in (".", "..")
-    require(not outside, "has a path that leads out of the data set")
-    is_ratio = aspect is None or (_is_number(aspect) and 0 < aspect < _MAX_ASPECT)
-    require(is_ratio, "has an aspect_ratio that is no number above 0")
-    is_whole = _is_number(score) and abs(score) <= _MAX_SCORE and score == int(score)
-    require(is_whole, "has a score that is no whole number")
-    require(isinstance(tags, list) and all(map(_is_text, tags)), "has tags that are no list of texts")
-    return TagRecord(path, None if aspect is None else float(aspect), int(score), tags)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_text(value: object) -> bool:
-    """JSON can spell halves of characters, which no file name and no index can hold."""
-    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+        read = _MetadataFile.model_validate_json(text.encode("utf-8", "surrogatepass"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "file"
+        raise ValueError(f"metadata {where}: {first['msg']}") from error
+    path = posixpath.normpath(read.path)
+    if "\0" in path or posixpath.isabs(path) or path.split("/")[0] in (".", ".."):
+        raise ValueError("metadata path: leads out of the data set")
+    return TagRecord(path, read.aspect_ratio, int(read.score), read.tags)
 
 
 def judge(record: TagRecord, rules: TagConfig) -> str | None:
