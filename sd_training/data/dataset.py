@@ -10,7 +10,7 @@ from sd_training.config.data_schema import DatasetParams, SourceParams, read_cla
 from sd_training.config.filters import parse_filters
 from sd_training.config.paths import output_path
 from sd_training.config.plan import counted
-from sd_training.data.index.selection import Selection, select, what_was_left_out
+from sd_training.data.index.selection import Selection, exclusion_lines, select
 from sd_training.data.index.store import DatasetIndex, load_index
 from sd_training.data.order.buckets import BucketTable, Merge, merge_small
 from sd_training.data.samples.captions import (
@@ -148,7 +148,7 @@ def _assign_buckets(
             f"{more}, fewer than one optimizer step of {num_needed:,} takes; give more data, loosen "
             f"dataset.params.filters, or lower system.batch_size × system.gradient_accumulation × processes{repeat}"
         )
-        raise DataError("\n".join([few, *what_was_left_out(index, selection)]))
+        raise DataError("\n".join([few, *exclusion_lines(index, selection)]))
 
     assigned = table.assign(index.numbers("width")[chosen], index.numbers("height")[chosen])
     fits = assigned >= 0

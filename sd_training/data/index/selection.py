@@ -169,7 +169,7 @@ def select(
     if not len(selected):
         others = f" and {len(index.shards) - 1:,} more" if len(index.shards) > 1 else ""
         none = f"dataset.params.path: no sample is left of {shown(index.shards[0].location)}{others}"
-        raise DataError("\n".join([none, *what_was_left_out(index, selection)]))
+        raise DataError("\n".join([none, *exclusion_lines(index, selection)]))
     return selection
 
 
@@ -237,7 +237,7 @@ def filter_lines(index: DatasetIndex, selection: Selection) -> list[str]:
     return lines
 
 
-def what_was_left_out(index: DatasetIndex, selection: Selection) -> list[str]:
+def exclusion_lines(index: DatasetIndex, selection: Selection) -> list[str]:
     """The end of an error about too few samples: filters and problems."""
     keeps = "; of these each filter alone keeps:" if selection.rules else ""
     lines = [f"{selection.num_usable:,} of {counted(len(index), 'sample')} have all members{keeps}"]

@@ -222,7 +222,7 @@ def _table(rows: Sequence[Row]) -> pa.Table:
 
 
 def caption_of(value: object) -> str | None:
-    """A cell as a caption: of a list of texts a visit draws one, so it is kept as JSON. None without any text."""
+    """A cell as a caption; a list of texts, of which each read draws one, is kept as JSON. None without any text."""
     entries = value if isinstance(value, list) else [value]
     texts = [storable(entry.strip()) for entry in entries if isinstance(entry, str) and entry.strip()]
     return json.dumps(texts, ensure_ascii=False) if len(texts) > 1 else next(iter(texts), None)

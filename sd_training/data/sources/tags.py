@@ -1,12 +1,12 @@
 """Tag folders as LunNova's trainer reads them: `metadata/**.json` name an image, its score and its tags.
 
-Names, meanings and order of operations are those of LunNova's `lun.data.local.Local`. A file is judged once, when the
-index is made: aspect ratio, own score, score tag, bonus scores, blacklist. A caption is made at every visit: score
+Names, meanings and order of operations are those of LunNova's `lun.data.local.Local`. A file is filtered once, when the
+index is made: aspect ratio, own score, score tag, bonus scores, blacklist. A caption is made at each read: score
 tag, tags left out, shuffled or sorted, replacements, separators. What differs there, on purpose:
 
 - `aspect_range` counts; the original reads it and uses 0.71..1.42 always.
 - Prefixes in `non_caption_tag_prefixes` count alone; the original ignores them unless `non_caption_tags` is given.
-- Shuffling is drawn at every visit; the original draws it once, when the data set is set up.
+- Shuffling is drawn each time a sample is read; the original draws it once, when the data set is set up.
 - Files are counted folder by folder, by name (`consider_every_nth`); the original takes the order of the disk.
 - `caption_sorter` is a word, and there is no `custom_filter`: both name code to run.
 
@@ -40,7 +40,7 @@ LIMIT_SEED = 1
 """Of the choice of `limit_images`: the same in every run, whatever `experiment.seed` is."""
 _MAX_SCORE = 2**53
 _MAX_ASPECT = 1e9
-_JUDGING = ("score_tags", "abs_min_score", "min_score", "tag_bonus_scores", "blacklist_tags", "aspect_range")
+_FILTER_OPTIONS = ("score_tags", "abs_min_score", "min_score", "tag_bonus_scores", "blacklist_tags", "aspect_range")
 
 
 class TagRecord(NamedTuple):
@@ -81,7 +81,7 @@ class TagSource(FileSource):
 
     @property
     def identity(self) -> str:
-        return json.dumps(["tags", list(map(str, self.roots)), judged_by(self.rules)])
+        return json.dumps(["tags", list(map(str, self.roots)), rules_identity(self.rules)])
 
     def base(self, shard: Shard) -> str:
         """As `FileSource.base`."""
@@ -112,22 +112,22 @@ class TagSource(FileSource):
     def rows(self, shard: Shard, report: Report) -> Iterator[Row]:
         """As `FileSource.rows`."""
         root, num_before = Path(self.base(shard)), int((shard.version.split(" ")[1:] or ["0"])[0])
-        names = considered([file.name for file in _json_files(shard.location)], self.rules, num_before)
+        names = every_nth([file.name for file in _json_files(shard.location)], self.rules, num_before)
 
-        def judged() -> Iterator[tuple[tuple[str, TagRecord], str]]:
+        def candidates() -> Iterator[tuple[tuple[str, TagRecord], str]]:
             for path in (Path(shard.location, name) for name in names):
                 try:
                     record = read_tag_record(path.read_text(encoding="utf-8-sig", errors="replace"))
-                    if (reason := judge(record, self.rules)) is not None:
+                    if (reason := rejection_reason(record, self.rules)) is not None:
                         raise ValueError(reason)
                     yield (path.relative_to(root).as_posix(), record), record.path
                 except ValueError as error:
                     report(path.name, str(error))
 
-        for (key, record), path, info in self.measured(shard, judged()):
+        for (key, record), path, info in self.measured(shard, candidates()):
             reason = None
             if info is not None and record.aspect_ratio is None and info.height:
-                reason = judge_aspect(info.width / info.height, self.rules)
+                reason = aspect_rejection(info.width / info.height, self.rules)
             if info is None:
                 report(key, f"image missing: {path}")
             elif reason is not None:
@@ -140,12 +140,12 @@ def _json_files(folder: str) -> list[os.DirEntry[str]]:
     return [entry for entry in entries_of(folder) if entry.name.lower().endswith(".json") and entry.is_file()]
 
 
-def judged_by(rules: TagConfig) -> str:
-    """The rules that `judge` depends on, as text: files are judged anew when it changes."""
-    return json.dumps({name: value for name, value in dataclasses.asdict(rules).items() if name in _JUDGING})
+def rules_identity(rules: TagConfig) -> str:
+    """The rules that `rejection_reason` depends on, as text: files are filtered anew when it changes."""
+    return json.dumps({name: value for name, value in dataclasses.asdict(rules).items() if name in _FILTER_OPTIONS})
 
 
-def considered(names: Sequence[str], rules: TagConfig, num_before: int = 0) -> list[str]:
+def every_nth(names: Sequence[str], rules: TagConfig, num_before: int = 0) -> list[str]:
     """Which `names` of a folder are files 0, n, 2n, … (`consider_every_nth`); `num_before` are in earlier folders."""
     step = rules.consider_every_nth or 1
     return sorted(names)[-num_before % step :: step]
@@ -186,12 +186,12 @@ def read_tag_record(text: str) -> TagRecord:
     return TagRecord(path, read.aspect_ratio, int(read.score), read.tags)
 
 
-def judge(record: TagRecord, rules: TagConfig) -> str | None:
+def rejection_reason(record: TagRecord, rules: TagConfig) -> str | None:
     """Why the picture is not used, or None when it is; reasons are counted by their part before the colon.
 
-    An `aspect_ratio` of None is not judged: call `judge_aspect` when the picture's size is known.
+    An `aspect_ratio` of None is not checked: call `aspect_rejection` when the picture's size is known.
     """
-    if record.aspect_ratio is not None and (reason := judge_aspect(record.aspect_ratio, rules)):
+    if record.aspect_ratio is not None and (reason := aspect_rejection(record.aspect_ratio, rules)):
         return reason
     if record.score < rules.abs_min_score:
         return f"score below abs_min_score: {record.score}"
@@ -203,8 +203,8 @@ def judge(record: TagRecord, rules: TagConfig) -> str | None:
     return None if blacklisted is None else f"blacklisted tag: {blacklisted}"
 
 
-def judge_aspect(aspect_ratio: float, rules: TagConfig) -> str | None:
-    """As `judge`, for width / height alone; both ends of the range belong to it."""
+def aspect_rejection(aspect_ratio: float, rules: TagConfig) -> str | None:
+    """As `rejection_reason`, for width / height alone; both ends of the range belong to it."""
     low, high = rules.aspect_range
     return None if low <= aspect_ratio <= high else f"aspect ratio outside aspect_range: {aspect_ratio:.3g}"
 

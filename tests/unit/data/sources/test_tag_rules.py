@@ -10,12 +10,12 @@ from sd_training.data.samples.captions import tag_caption
 from sd_training.data.sources.tags import (
     TagRecord,
     TagSource,
-    considered,
-    judge,
-    judge_aspect,
-    judged_by,
+    aspect_rejection,
+    every_nth,
     limited,
     read_tag_record,
+    rejection_reason,
+    rules_identity,
     write_tags,
 )
 from sd_training.errors import ConfigError
@@ -52,8 +52,10 @@ def test_the_originals_example() -> None:
     )
     rules = config
     kindle = read_tag_record(json.dumps(KINDLE))
-    assert judge(kindle, rules) is None
-    assert judge(kindle, dataclasses.replace(rules, min_score=156)) == "score with bonuses below min_score: 155"
+    assert rejection_reason(kindle, rules) is None
+    assert (
+        rejection_reason(kindle, dataclasses.replace(rules, min_score=156)) == "score with bonuses below min_score: 155"
+    )
     caption = "by=lulubell kirin oc oc_only oc=kindle safe scr50 solo"
     score, *tags = json.loads(write_tags(kindle))
     assert tag_caption(score, tags, config, np.random.default_rng) == caption
@@ -91,28 +93,28 @@ def test_the_originals_example() -> None:
     ],
 )
 def test_judging(sample: TagRecord, options: dict[str, Any], reason: str | None) -> None:
-    assert judge(sample, TagConfig(**options)) == reason
+    assert rejection_reason(sample, TagConfig(**options)) == reason
 
 
 def test_the_aspect_range_counts_and_includes_its_ends() -> None:
-    assert judge_aspect(0.71, TagConfig()) is judge_aspect(1.42, TagConfig()) is None
-    assert judge_aspect(0.70, TagConfig()) == "aspect ratio outside aspect_range: 0.7"
+    assert aspect_rejection(0.71, TagConfig()) is aspect_rejection(1.42, TagConfig()) is None
+    assert aspect_rejection(0.70, TagConfig()) == "aspect ratio outside aspect_range: 0.7"
     wide = TagConfig(aspect_range=[1.5, 2.0])
-    assert judge(record(aspect_ratio=1.7), wide) is None
-    assert judge(record(aspect_ratio=1.0), wide) == "aspect ratio outside aspect_range: 1"
+    assert rejection_reason(record(aspect_ratio=1.7), wide) is None
+    assert rejection_reason(record(aspect_ratio=1.0), wide) == "aspect ratio outside aspect_range: 1"
 
 
 def test_every_nth_of_the_sorted_files() -> None:
     names = ["d/1", "a/2", "c/9", "b/0", "a/10"]
-    assert considered(names, TagConfig(consider_every_nth=2)) == ["a/10", "b/0", "d/1"]
-    assert considered(names, TagConfig()) == considered(names, TagConfig(), 7) == sorted(names)
+    assert every_nth(names, TagConfig(consider_every_nth=2)) == ["a/10", "b/0", "d/1"]
+    assert every_nth(names, TagConfig()) == every_nth(names, TagConfig(), 7) == sorted(names)
 
 
 def test_every_nth_goes_on_from_folder_to_folder() -> None:
     names = [f"{n:02d}" for n in range(20)]
     rules = TagConfig(consider_every_nth=3)
     for cut in range(20):
-        assert considered(names[:cut], rules) + considered(names[cut:], rules, cut) == names[::3]
+        assert every_nth(names[:cut], rules) + every_nth(names[cut:], rules, cut) == names[::3]
 
 
 def test_a_limit_is_a_fixed_random_choice() -> None:
@@ -131,7 +133,7 @@ def test_a_limit_is_a_fixed_random_choice() -> None:
 
 
 def test_judged_by_names_exactly_what_judging_depends_on() -> None:
-    base = judged_by(TagConfig())
+    base = rules_identity(TagConfig())
     judging = {"score_tags", "abs_min_score", "min_score", "tag_bonus_scores", "blacklist_tags", "aspect_range"}
     changed: dict[str, Any] = {
         "consider_every_nth": 2,
@@ -153,7 +155,9 @@ def test_judged_by_names_exactly_what_judging_depends_on() -> None:
     }
     assert set(changed) == {f.name for f in dataclasses.fields(TagConfig)}
     moved = {
-        name for name, value in changed.items() if judged_by(dataclasses.replace(TagConfig(), **{name: value})) != base
+        name
+        for name, value in changed.items()
+        if rules_identity(dataclasses.replace(TagConfig(), **{name: value})) != base
     }
     assert moved == judging
 
