@@ -135,7 +135,8 @@ def _shards_of(entry: str, access: Access, extensions: tuple[str, ...]) -> list[
     if missing:
         state = "matches no file" if _has_magic(missing[0]) else "does not exist"
         more = f", nor do {len(missing) - 1:,} more files of the pattern" if len(missing) > 1 else ""
-        raise DataError(f"dataset.params.path: '{shown(entry)}': {shown(missing[0])} {state}{more}")
+        first = "" if missing[0] == path else f": {shown(missing[0])}"
+        raise DataError(f"dataset.params.path: '{shown(entry)}'{first} {state}{more}")
     return shards
 
 
@@ -158,8 +159,8 @@ def _files_of(location: str, access: Access, extensions: tuple[str, ...]) -> lis
         return shards
     kinds = " or *".join(extensions)
     raise DataError(
-        f"dataset.params.path: the folder '{shown(location)}' holds no *{kinds} file; of folders below it, write "
-        f"'{shown(location)}/*/*{extensions[0]}'"
+        f"dataset.params.path: the folder '{shown(location)}' holds no *{kinds} file (of folders below it, write "
+        f"'{shown(location)}/*/*{extensions[0]}')"
     )
 
 

@@ -130,7 +130,7 @@ def test_a_folder_gives_no_hidden_files_and_any_case(folder: Path) -> None:
 def test_shards_in_folders_below_are_named_by_a_pattern(folder: Path) -> None:
     (folder / "below" / "part").mkdir(parents=True)
     (folder / "below" / "part" / "1.tar").write_bytes(b"")
-    with pytest.raises(DataError, match=r"below' holds no \*\.tar file; of folders below it, write '.*/\*/\*\.tar'"):
+    with pytest.raises(DataError, match=r"below' holds no \*\.tar file \(of folders below it, write '.*/\*/\*\.tar'\)"):
         expand_shards(f"{folder}/below", ACCESS)
     assert names(expand_shards(f"{folder}/below/*/*.tar", ACCESS)) == ["1.tar"]
 
