@@ -204,7 +204,7 @@ def this_trainer(subject: Subject, loader: TurnLoader, variant: str = "") -> Non
         encoders, plain_objective(subject), Optimization(OptimizerConfig(), LEARNING_RATE, schedule)
     )
     with tempfile.TemporaryDirectory() as folder:
-        ema = Ema(EmaConfig(decay=EMA_DECAY, warmup=False))
+        ema = Ema(EmaConfig(decay=EMA_DECAY, warmup=False), Path())
         metrics = Metrics(Path(folder) / "metrics.csv", 10, lambda step: step * batch, ema, TrainingTimer(), RunState())
         guard = NumericGuard(NumericsConfig(), 10, Path(folder), lambda sample: ("", str(sample)), TrainingTimer())
         trainer = lightning_trainer(subject, [ema, guard, metrics], len(loader), SingleProcessStrategy(subject.device))

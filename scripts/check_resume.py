@@ -30,7 +30,7 @@ from torch import Tensor, distributed
 
 from sd_training.build.plan import Plan, make_plan
 from sd_training.build.run import build_run
-from sd_training.checkpoint.save import read_state
+from sd_training.checkpoint.save import open_checkpoint
 
 _OPTIONS = {"steps": "4", "folder": str(ROOT / "build" / "check_resume")}
 _WITHOUT_EXTRAS = (
@@ -101,7 +101,7 @@ def compare(whole: Path, resumed: Path, steps: int) -> dict[str, float]:
     """Largest relative difference of the losses after the resume, and of each kind of tensor after the last step."""
     losses = [_losses(folder, steps) for folder in (whole, resumed)]
     found = {"losses": max(_difference(a, b) for a, b in zip(*losses, strict=True))}
-    stored = [read_state(folder / "checkpoints" / f"step={2 * steps}")[1] for folder in (whole, resumed)]
+    stored = [open_checkpoint(folder / "checkpoints" / f"step={2 * steps}").parts for folder in (whole, resumed)]
     for part in stored[0]:
         found[part] = _distance(stored[0][part], stored[1].get(part, {}))
     return found

@@ -38,7 +38,7 @@ from sd_training.build.plan import Plan, make_plan
 from sd_training.build.run import make_data
 from sd_training.callbacks.run_record import CONFIG, RECORD, read_starts
 from sd_training.checkpoint.folder import sealed_checkpoints, step_of, verify_checkpoint
-from sd_training.checkpoint.save import read_state
+from sd_training.checkpoint.save import open_checkpoint
 from sd_training.cli import run_cli
 from sd_training.config.load import load_config
 from sd_training.config.plan import BatchPlan
@@ -189,7 +189,7 @@ def load_weights(incident: Incident, trained: Trained) -> bool:
         print(f"weights: those that the run began with; the step was after {incident.step:,} optimizer steps")
         return incident.step == 0
     try:
-        trained.module.load_state_dict(dict(read_state(folder)[1]["weights"]))
+        trained.module.load_state_dict(dict(open_checkpoint(folder).parts["weights"]))
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{folder}: its weights do not fit the model of these options: {reason}") from error

@@ -12,7 +12,7 @@ def write_sealed(
     root: Path, step: int, fill: Callable[[Path], None], info: Mapping[str, Any], run_lock: RunLock = NO_LOCK
 ) -> Path:
     """`root/step=N`; one that is there and verifies is kept."""
-    partial = begin_partial(root, step, 0, run_lock)
+    partial = begin_partial(root, step, run_lock)
     if partial is None:
         return root / folder_name(step)
     fill(partial)

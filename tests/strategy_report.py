@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sd_training.checkpoint.save import read_state
+from sd_training.checkpoint.save import open_checkpoint
 from sd_training.cli import run_cli
 from sd_training.errors import UserError
 from tests.tiny_options import tiny_run_options
@@ -169,7 +169,7 @@ def make_runs(folder: Path, engines: Iterable[Engine], steps: int, is_quick: boo
 
 def tensors(run: Path, step: int, *parts: str) -> dict[str, Tensor]:
     """Tensors of a checkpoint by part and name."""
-    stored = read_state(run / "checkpoints" / f"step={step}")[1]
+    stored = open_checkpoint(run / "checkpoints" / f"step={step}").parts
     return {f"{part}/{name}": t.float() for part in parts for name, t in stored[part].items()}
 
 

@@ -46,7 +46,7 @@ def local_bytes(run: Run) -> dict[str, int]:
     sharding, parameters = strategy.sharding, [p for p in run.module.parameters() if p.requires_grad]
     states = [_local(v) for s in sharding.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
     masters = [sharding.local_shard(p) for p in parameters] if isinstance(sharding, ZeroSharding) else []
-    averages = [e.shares for e in run.trainer.callbacks if isinstance(e, Ema)]  # type: ignore[attr-defined]
+    averages = [e.shards for e in run.trainer.callbacks if isinstance(e, Ema)]  # type: ignore[attr-defined]
     return {
         "weights": _bytes([_weights(p) for p in parameters]),
         "optimizer": _bytes([state for state in states if state.numel() > 1]) + _bytes(masters),

@@ -12,21 +12,19 @@ from sd_training.build.models import Trained
 from sd_training.build.plan import Plan
 from sd_training.build.start import Start
 from sd_training.callbacks.base import TrainingTimer
-from sd_training.callbacks.ema import Ema, EmaSnapshots, NoEma
-from sd_training.callbacks.heartbeat import Heartbeat
+from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.metrics import MetricRows, Metrics
 from sd_training.callbacks.numerics import NumericGuard, ReplicaDigest
 from sd_training.callbacks.preemption import Preemption
 from sd_training.callbacks.previews import PictureJob, Pictures
 from sd_training.callbacks.progress import ProgressBar
 from sd_training.callbacks.run_record import RunRecord
-from sd_training.callbacks.runtime import CompileWatch, GarbageCollection
+from sd_training.callbacks.runtime import GarbageCollection, Heartbeat
 from sd_training.callbacks.save import ConsistencyMark, Save
 from sd_training.callbacks.validation import COLUMNS, Validation
 from sd_training.checkpoint.mirror import Mirror
 from sd_training.checkpoint.run_lock import RunLock
 from sd_training.config.changes import resolved_yaml
-from sd_training.config.schema import Config
 from sd_training.data.datamodule import TrainingData
 from sd_training.export.pictures import read_captions
 from sd_training.log import get_logger
@@ -55,7 +53,7 @@ def build_callbacks(
         plan.run_dir / "metrics.csv", config.logging.every, data.images_before, ema, timer, preemption.state, run_lock
     )
 
-    def facts() -> dict[str, Any]:
+    def run_metadata() -> dict[str, Any]:
         return {
             "world_size": batch.processes,
             "global_batch": batch.global_batch,
@@ -76,20 +74,21 @@ def build_callbacks(
         preemption.state,
         run_lock,
         start.is_resumed,
+        "model.use_ema" in config.experiment.allow_changed,
         mirror,
         _mirror_limit_s(plan),
     )
     guard = _numeric_guard(plan, data, timer, saves, ema)
     callbacks: list[pl.Callback | None] = [
         preemption,
-        RunRecord(plan.run_dir, resolved_yaml(config), facts, lambda step: _banner(plan, start, data, what, step)),
-        ema or NoEma(may_drop=_may_change_ema(config)),
-        EmaSnapshots(plan.run_dir, config.ema, ema) if ema is not None and config.ema.sigma_rels else None,
+        RunRecord(
+            plan.run_dir, resolved_yaml(config), run_metadata, lambda step: _banner(plan, start, data, what, step)
+        ),
+        ema,
         guard,
         ReplicaDigest(config.numerics.digest_every, plan.run_dir),
         ConsistencyMark(preemption.state),
         metrics,
-        CompileWatch(config.logging.every) if config.trainer.compile else None,
         validation,
         *_picture_callbacks(plan, trained, ema, timer),
         saves,
@@ -129,7 +128,7 @@ def _numeric_guard(plan: Plan, data: TrainingData, timer: TrainingTimer, saves: 
     """With what `scripts/replay_step.py` needs to find a step's samples and draws again."""
     config, batch = plan.config, plan.batch
 
-    def facts() -> dict[str, Any]:
+    def run_metadata() -> dict[str, Any]:
         """Asked when an incident is written: the fingerprint is there once the data is."""
         return {
             "seed": config.experiment.seed,
@@ -140,7 +139,7 @@ def _numeric_guard(plan: Plan, data: TrainingData, timer: TrainingTimer, saves: 
         }
 
     every = config.logging.every
-    return NumericGuard(config.numerics, every, plan.run_dir, data.name_of, timer, facts, ema, saves)
+    return NumericGuard(config.numerics, every, plan.run_dir, data.name_of, timer, run_metadata, ema, saves)
 
 
 def _validation(
@@ -169,16 +168,12 @@ def _ema(plan: Plan, trained: Trained) -> Ema:
     """The average, started from `ema.path` where it is given."""
     config = plan.config
     if config.ema.path is None:
-        return Ema(config.ema, None, may_begin_late=_may_change_ema(config))
+        return Ema(config.ema, plan.run_dir)
     part, default = "vae", None
     if trained.family is not None:
         part, default = trained.family.denoiser_part, trained.family.classes.get(trained.family.denoiser_part)
     initial = load_weights(config.ema.path, part, "ema.path", default)
-    return Ema(config.ema, initial, may_begin_late=_may_change_ema(config))
-
-
-def _may_change_ema(config: Config) -> bool:
-    return "model.use_ema" in config.experiment.allow_changed
+    return Ema(config.ema, plan.run_dir, initial)
 
 
 def _picture_callbacks(plan: Plan, trained: Trained, ema: Ema | None, timer: TrainingTimer) -> list[Pictures]:

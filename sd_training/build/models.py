@@ -48,7 +48,7 @@ class Trained:
     family: Family | None
     """Null for autoencoder training."""
     exported: Callable[[Mapping[str, Tensor] | None], Any]
-    """What a save exports: around the live networks, or around a copy with full tensors, by name in the network.
+    """What a save exports: around a copy of the network with these full weights by name, or around the live one.
     Collective: an autoencoder's scale is measured on all ranks."""
     sharding: ShardingSpec
     """What of it strategies may shard."""
@@ -192,8 +192,10 @@ def copy_with_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> nn.M
         settings = {name: value for name, value in settings.items() if name != "_use_default_values"}
     with torch.device("meta"):  # no memory, no random numbers
         copy: nn.Module = cls.from_config(settings) if issubclass(cls, ModelMixin) else cls(settings)
-    rest = {name: value.detach().cpu() for name, value in network.state_dict().items() if name not in weights}
-    copy.load_state_dict({**weights, **rest}, assign=True)
+    own = network.state_dict(keep_vars=True)
+    names = {id(value): name for name, value in own.items() if name in weights}  # tied weights have further names
+    copied = {n: weights[names[id(v)]] if id(v) in names else v.detach().cpu() for n, v in own.items()}
+    copy.load_state_dict(copied, assign=True)
     for name, buffer in network.named_buffers():  # also those that are computed at construction and not stored
         parent, _, leaf = name.rpartition(".")
         setattr(copy.get_submodule(parent), leaf, buffer.detach().cpu())

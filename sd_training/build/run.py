@@ -152,8 +152,8 @@ def make_data(plan: Plan, family: Family | None, grid: LatentGrid) -> TrainingDa
 def _preemption(plan: Plan, signals: StopSignals) -> Preemption:
     config = plan.config
     signals.choose(config.system.stop_signals, config.system.save_signals)
-    leave_s = END_S + (0.0 if config.checkpoint.mirror is None else MIRROR_AFTER_STOP_S)
-    deadlines = Deadlines(config.experiment.max_hours, signals.started_s, os.environ, leave_s)
+    shutdown_s = END_S + (0.0 if config.checkpoint.mirror is None else MIRROR_AFTER_STOP_S)
+    deadlines = Deadlines(config.experiment.max_hours, signals.started_s, os.environ, shutdown_s)
     return Preemption(
         signals, deadlines, RunState(), config.checkpoint.save_every_minutes, config.watch.collective_timeout_s
     )

@@ -18,7 +18,7 @@ from sd_training.checkpoint.folder import (
 )
 from sd_training.checkpoint.mirror import Mirror, MirrorError
 from sd_training.checkpoint.run_lock import NO_LOCK, RunLock, acquire_run_lock
-from sd_training.checkpoint.save import read_state
+from sd_training.checkpoint.save import open_checkpoint
 from sd_training.config.changes import Change, changed_options, refused_changes
 from sd_training.config.check import PARTS
 from sd_training.config.fields import is_below, options, value_of
@@ -141,7 +141,7 @@ def data_refusal(start: Start, data: TrainingData) -> UserError | None:
     if not start.is_resumed or start.run_dir not in folder.parents:
         return None
     try:
-        data.load_state_dict(read_state(folder)[0][type(data).__qualname__])
+        data.load_state_dict(open_checkpoint(folder).state[type(data).__qualname__])
     except CheckpointError as error:
         return error
     return None
@@ -204,7 +204,7 @@ def _state_problems(plan: Plan, folder: Path, is_refused: bool) -> list[str]:
         is_refused: the run does not start anyway; changed options of the data are then named in any case.
     """
     try:
-        state = read_state(folder)[0]
+        state = open_checkpoint(folder).state
     except CheckpointError:
         return []  # an older one is looked for when it is loaded
     trained, config = state.get("trained_as", {}), plan.config
@@ -230,7 +230,7 @@ def _traces(run_dir: Path) -> list[str]:
         saved.append(f"a start that resumed it in {RECORD}")
     if not saved:
         return []
-    rows = MetricRows(run_dir / "metrics.csv", COLUMNS).last_step()
+    rows = max(MetricRows(run_dir / "metrics.csv", COLUMNS).steps(), default=0)
     also = [f"metrics.csv up to step {rows:,}"] if rows else []
     return [*saved, *also, *([f"{RECORD} of {len(starts):,} start{'s' * (len(starts) > 1)}"] if starts else [])]
 

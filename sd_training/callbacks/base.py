@@ -1,8 +1,8 @@
-"""What every callback is built on: one call per optimizer step, the run's clock, and what callbacks tell each other."""
+"""What every callback is built on: one call per optimizer step, the run's clock, and the state that callbacks share."""
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +54,7 @@ class TrainingTimer:
     """Measures time spent training, without what is done inside `excluded`.
 
     Args:
-        watch: hang watch that is told which section the process is in.
+        watch: hang watch that measures the excluded sections.
     """
 
     def __init__(self, watch: HangWatch | None = None) -> None:
@@ -71,11 +71,8 @@ class TrainingTimer:
         """
         began_s = time.perf_counter()
         try:
-            if self.watch is None:
+            with nullcontext() if self.watch is None else self.watch.inside(section):
                 yield
-            else:
-                with self.watch.inside(section):
-                    yield
         finally:
             self._excluded_s += time.perf_counter() - began_s
 

@@ -1,23 +1,22 @@
-"""Exponential moving average of the trained network, in fp32 on the CPU, each process its share.
+"""Exponential moving average of the trained network, in fp32 on the CPU, each rank its shard.
 
 Lightning's `WeightAveraging` averages the whole LightningModule on its device and cannot do sharded ones; here only the
 trained network is averaged, off the device, once per optimizer step, and nothing is gathered for it.
 
-Weights on their way from the device to where they are averaged, while training goes on.
+On a device the weights are copied on a stream of their own, beside the next forward pass; only the next optimizer step
+waits for the copy, on the device. The averaging runs in threads (PyTorch's kernels release the interpreter lock), so
+that the thread that feeds the device does none of it. torchrun gives a process one OpenMP thread, hence several Python
+threads.
 
-The copy runs on a stream of its own, beside the next forward pass; only the next optimizer step waits for it, on the
-device. The averaging runs in threads (PyTorch's kernels release the interpreter lock), so that the thread that feeds
-the device has nothing to do with it. torchrun gives a process one OpenMP thread, hence several Python threads.
-
-Snapshots of the tracks of an average, from which other widths are rebuilt after the training (docs/ema.md).
-
-The weights to draw, save and compare with: for schedule-free optimizers they are not those that are trained.
+`export_weights` and `full_export_weights` give the weights to draw, save and compare with: the average, and for
+schedule-free optimizers others than those that are trained. Averages of other widths are rebuilt after the training
+from snapshots of the tracks (docs/ema.md).
 """
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,15 @@ from sd_training.errors import CheckpointError
 from sd_training.export.ema_snapshots import width_name, write_snapshot
 from sd_training.log import get_logger
 from sd_training.optim.power_function_ema import decay, gamma_of
-from sd_training.parallel.sharding import ParameterSharding
 from sd_training.parallel.strategies import strategy_of
 from sd_training.training.base_module import TrainedModule
 
-_MOST_THREADS = 4
-"""Per process. Averaging is bound by memory bandwidth, which a few threads use up."""
+log = get_logger(__name__)
+
+PART = "ema"
+"""Name of the average in a checkpoint."""
+_MAX_THREADS = 4
+"""Per process. Averaging is bound by memory bandwidth, which a few threads saturate."""
 
 
 class WeightStaging:
@@ -45,7 +47,7 @@ class WeightStaging:
 
     def __init__(self) -> None:
         local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.num_threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // local_processes - 1))
+        self.num_threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // local_processes - 1))
         self.copies: dict[str, Tensor] = {}
         self._threads: ThreadPoolExecutor | None = None
         self._running: list[Future[None]] = []
@@ -78,20 +80,20 @@ class WeightStaging:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def run(self, average: Callable[[Sequence[str]], None]) -> None:
-        """Start `average` on the names of the copies, dealt out to threads, once the copies have arrived."""
+        """Start `average` in threads, each with some names of the copies, once the copies have arrived."""
         self._threads = self._threads or ThreadPoolExecutor(self.num_threads, "averaging")
         names = sorted(self.copies, key=lambda name: -self.copies[name].numel())
-        shares = [names[first :: self.num_threads] for first in range(self.num_threads)]
-        self._running = [self._threads.submit(self._arrived, average, share) for share in shares if share]
+        groups = [names[first :: self.num_threads] for first in range(self.num_threads)]
+        self._running = [self._threads.submit(self._average_arrived, average, group) for group in groups if group]
 
-    def _arrived(self, average: Callable[[Sequence[str]], None], names: Sequence[str]) -> None:
+    def _average_arrived(self, average: Callable[[Sequence[str]], None], names: Sequence[str]) -> None:
         if self._copied is not None:
             self._copied.synchronize()
         average(names)
 
     def wait(self) -> None:
-        """Until what `run` started is done; its errors come up here, at every call: an average that is half updated is
-        never a whole one again."""
+        """Until what `run` started is done. Raises its errors, at every call: a half updated average is never whole
+        again."""
         for future in self._running:
             future.result()
         self._running = []
@@ -105,13 +107,13 @@ def evaluation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     To be opened around previews and exports, on all ranks. Not around checkpoints: these hold y, from which x follows.
     A copy of the weights is kept on the CPU meanwhile. Not to be nested.
     """
-    swapped: Any = optimizer if is_schedule_free(optimizer) else None
-    if swapped is None:
+    if any("train_mode" not in group for group in optimizer.param_groups):
         yield
         return
-    weights = [weight for group in swapped.param_groups for weight in group["params"]]
+    schedule_free: Any = optimizer
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     trained = [weight.detach().to("cpu", copy=True) for weight in weights]
-    swapped.eval()
+    schedule_free.eval()
     try:
         yield
     finally:
@@ -119,20 +121,8 @@ def evaluation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         with torch.no_grad():
             for weight, value in zip(weights, trained, strict=True):
                 weight.copy_(value)
-        for group in swapped.param_groups:
+        for group in optimizer.param_groups:
             group["train_mode"] = True
-
-
-def is_schedule_free(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether training and evaluation use different weights."""
-    return all("train_mode" in group for group in optimizer.param_groups)
-
-
-log = get_logger(__name__)
-
-PART = "ema"
-"""Name of the average in a checkpoint."""
-_ALLOW = "'experiment.allow_changed=[model.use_ema]'"
 
 
 def decay_at(step: int, config: EmaConfig) -> float:
@@ -143,28 +133,28 @@ def decay_at(step: int, config: EmaConfig) -> float:
 
 
 class Ema(OptimizerStepCallback):
-    """Keeps the average; `averaged_weights` lends it to previews and exports.
+    """Keeps the average, and further ones of other widths (tracks).
 
     Args:
-        config: decay, interval and warm-up, and the widths of further averages (tracks).
+        config: decay, interval, warm-up, and the widths of the tracks.
+        run_dir: the run folder, where snapshots of the tracks are written.
         initial: weights by parameter name to start from; null starts from the network's own.
-        may_begin_late: a run that is resumed from a checkpoint without an average begins one there.
     """
 
-    def __init__(
-        self, config: EmaConfig, initial: Mapping[str, Tensor] | None = None, *, may_begin_late: bool = False
-    ) -> None:
-        self.config = config
-        self.may_begin_late = may_begin_late
+    def __init__(self, config: EmaConfig, run_dir: Path, initial: Mapping[str, Tensor] | None = None) -> None:
+        self.config, self.run_dir = config, run_dir
         self._initial = initial
         self.averages: dict[str, dict[str, Tensor]] = {}
-        """Part of a checkpoint → parameter of the network → this process's share of its average, fp32 on the CPU."""
+        """Part of a checkpoint → parameter of the network → this rank's shard of its average, fp32 on the CPU."""
         self.staging: WeightStaging | None = None
         """Takes weights off a device in the background; on CPUs they are averaged where they are."""
-        self._now: Mapping[str, Tensor] = {}
+        self._weights: Mapping[str, Tensor] = {}
+        """Local shards of the weights, as of the newest update."""
+        self._widths: dict[str, float | None] = {PART: None} | {track_part(width): width for width in config.sigma_rels}
+        """Part of a checkpoint → sigma_rel of the track; the average itself has none."""
 
     @property
-    def shares(self) -> dict[str, Tensor]:
+    def shards(self) -> dict[str, Tensor]:
         """The average that previews and exports use, as in `averages`."""
         return self.averages[PART]
 
@@ -177,171 +167,154 @@ class Ema(OptimizerStepCallback):
             averages: part → full tensors by parameter of the module.
 
         Raises:
-            CheckpointError: an average is missing.
+            CheckpointError: a track is missing, which cannot begin late.
         """
         self.finish_update()
-        for part in self._parts():
-            if part == PART and part not in averages and self.may_begin_late:
-                log.warning("model.use_ema: the checkpoint has no average; one begins with the weights of today")
-                continue
-            if part not in averages:
-                option = "model.use_ema: true" if part == PART else f"ema.sigma_rels: {part}"
+        for part in self._widths:
+            if part in averages:
+                self._start(trainer, module, part, averages[part], prefix="network.")
+            elif part == PART:
+                self._start(trainer, module, part, self._initial)
+            else:
                 raise CheckpointError(
-                    f"{option}, but the checkpoint has no such average; resume without it, take another "
-                    "experiment.name and start from the exported pipeline (model.pretrained)"
-                    + (f", or begin one now: {_ALLOW}" if part == PART else "")
+                    f"ema.sigma_rels: {part}, but the checkpoint has no such average; resume without it, or take "
+                    "another experiment.name and start from the exported pipeline (model.pretrained)"
                 )
-            self._begin(trainer, module, part, averages[part], prefix="network.")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the average from `ema.path` or the initial weights, unless it goes on from a checkpoint."""
+        """Start the average from `ema.path` or the initial weights, unless a checkpoint's was loaded."""
         super().on_train_start(trainer, pl_module)
         assert isinstance(pl_module, TrainedModule)
-        for part in self._parts():
+        for part in self._widths:  # in one order on all ranks
             if part not in self.averages:
-                self._begin(trainer, pl_module, part, self._initial if part == PART else None)
+                self._start(trainer, pl_module, part, self._initial if part == PART else None)
         self._initial = None
 
-    def _parts(self) -> dict[str, float | None]:
-        """Part of a checkpoint → width of the track; the average itself has none."""
-        return {PART: None} | {track_part(sigma_rel): sigma_rel for sigma_rel in self.config.sigma_rels}
-
-    def _begin(
+    def _start(
         self,
         trainer: pl.Trainer,
         module: TrainedModule,
         part: str,
-        source: Mapping[str, Tensor] | None,
+        full_tensors: Mapping[str, Tensor] | None,
         prefix: str = "",
     ) -> None:
-        """Take this process's shares of whole tensors, or of the weights as they are."""
-        sharding, parameters = sharding_of(trainer), averaged_parameters(module)
-        missing = [] if source is None else [name for name in parameters if prefix + name not in source]
+        """Takes this rank's shards of full tensors; None: of the network's own weights."""
+        sharding, parameters = strategy_of(trainer).sharding, averaged_parameters(module)
+        missing = [] if full_tensors is None else [name for name in parameters if prefix + name not in full_tensors]
         if missing:
             raise CheckpointError(
                 f"the EMA weights do not fit the network: {len(missing)} names are missing, e.g. {missing[0]}"
             )
-        shares = self.averages.setdefault(part, {})
+        shards = self.averages[part] = {}
         for name, parameter in parameters.items():
-            own = (
-                sharding.local_shard(parameter)
-                if source is None
-                else sharding.shard_of(parameter, source[prefix + name])
-            )
-            shares[name] = own.detach().to("cpu", torch.float32, copy=True).contiguous()
+            if full_tensors is None:
+                shard = sharding.local_shard(parameter)
+            else:
+                shard = sharding.shard_of(parameter, full_tensors[prefix + name])
+            shards[name] = shard.detach().to("cpu", torch.float32, copy=True).contiguous()
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        """Average every `update_every` optimizer steps."""
+        """Average every `update_every` optimizer steps. Collective where snapshots are due: every so many optimizer
+        steps, and at the last update of the run."""
         if step % self.config.update_every:
             return
+        self._update(trainer, module, step)
+        if self.config.sigma_rels and self.is_due(trainer, step, self.config.snapshot_every):
+            self._write_snapshots(trainer, module, step)
+
+    def _update(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         self.finish_update()
-        sharding = sharding_of(trainer)
-        kept_here = {name: p for name, p in averaged_parameters(module).items() if self.shares[name].numel()}
-        shares = {name: sharding.local_shard(parameter) for name, parameter in kept_here.items()}
-        if any(share.is_cuda for share in shares.values()):
+        sharding = strategy_of(trainer).sharding
+        weights = {
+            name: sharding.local_shard(parameter)
+            for name, parameter in averaged_parameters(module).items()
+            if self.shards[name].numel()
+        }
+        if any(weight.is_cuda for weight in weights.values()):
             self.staging = self.staging or WeightStaging()
         if self.staging is None:
-            self._now = shares
-            self._average(step, list(shares))
+            self._weights = weights
+            self._average(step, list(weights))
             return
-        self.staging.copy(shares)
-        self._now = self.staging.copies
+        self.staging.copy(weights)
+        self._weights = self.staging.copies
         self.staging.run(partial(self._average, step))
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        """The weights must not change under a copy that is on its way."""
+        """The weights must not change while they are copied."""
         if self.staging is not None:
             self.staging.before_weights_change()
 
     @torch.no_grad()
     def _average(self, step: int, names: Sequence[str]) -> None:
         """average ← decay · average + (1 - decay) · weights."""
-        weights = [self._now[name].to("cpu", torch.float32) for name in names]
-        for part, sigma_rel in self._parts().items():
-            averages = [self.averages[part][name] for name in names]
-            torch._foreach_lerp_(averages, weights, 1.0 - self._decay(sigma_rel, step))
+        weights = [self._weights[name].to("cpu", torch.float32) for name in names]
+        for part, width in self._widths.items():
+            if width is None:
+                part_decay = decay_at(step, self.config)
+            else:
+                part_decay = decay(step, gamma_of(width), self.config.update_every)
+            torch._foreach_lerp_([self.averages[part][name] for name in names], weights, 1.0 - part_decay)
 
     def finish_update(self) -> None:
         """Wait for an update in the background; called before the average is read."""
         if self.staging is not None:
             self.staging.wait()
 
-    def _decay(self, sigma_rel: float | None, step: int) -> float:
-        if sigma_rel is None:
-            return decay_at(step, self.config)
-        return decay(step, gamma_of(sigma_rel), self.config.update_every)
+    def _write_snapshots(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+        """Collective: tracks are gathered one after the other, each written by another rank. One that cannot be written
+        is missing later; the run continues."""
+        self.finish_update()
+        sharding = strategy_of(trainer).sharding
+        for number, sigma_rel in enumerate(self.config.sigma_rels):
+            is_writer = number % trainer.world_size == trainer.global_rank
+            shards, full_tensors = self.averages[track_part(sigma_rel)], {}
+            for name, parameter in averaged_parameters(module).items():
+                tensor = sharding.gather(parameter, shards[name])
+                if is_writer:
+                    full_tensors[name] = tensor.detach().to("cpu", copy=True)
+            if is_writer:
+                try:
+                    write_snapshot(self.run_dir, step, sigma_rel, full_tensors)
+                except OSError as error:
+                    log.error(str(error))
+        trainer.strategy.barrier("snapshots written")
 
     @torch.no_grad()
-    def measures(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> dict[str, float]:
+    def metrics(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> dict[str, float]:
         """Collective: the decay per optimizer step, and ‖average − weights‖ over all parameters (on a device, of the
         weights at the last update); 0 before the first update."""
         self.finish_update()
-        sharding, total = sharding_of(trainer), torch.zeros((), dtype=torch.float64)
+        sharding, total = strategy_of(trainer).sharding, torch.zeros((), dtype=torch.float64)
         for name, parameter in averaged_parameters(module).items():
-            if name in self._now:
-                difference = self.shares[name] - self._now[name]
+            if name in self._weights:
+                difference = self.shards[name] - self._weights[name]
                 total += difference.double().square().sum() / sharding.copies(parameter)
         if trainer.world_size > 1:
             total = total.to(trainer.strategy.root_device)
             distributed.all_reduce(total)
-        decay = decay_at(step, self.config) ** (1 / self.config.update_every)
-        return {"ema_decay": decay, "ema_distance": float(total.sqrt())}
+        decay_per_step = decay_at(step, self.config) ** (1 / self.config.update_every)
+        return {"ema_decay": decay_per_step, "ema_distance": float(total.sqrt())}
 
     @contextmanager
     def averaged_weights(self, module: TrainedModule) -> Iterator[None]:
-        """The network holds the average inside this scope, on all ranks, and its own weights to the bit afterwards.
-
-        Collective.
-        """
+        """Collective: the network holds the average inside this scope, and its own weights to the bit afterwards."""
         self.finish_update()
-        sharding, parameters = sharding_of(module.trainer), averaged_parameters(module)
-        kept = {name: sharding.backup(parameter) for name, parameter in parameters.items()}
+        sharding, parameters = strategy_of(module.trainer).sharding, averaged_parameters(module)
+        backups = {name: sharding.backup(parameter) for name, parameter in parameters.items()}
         try:
             for name, parameter in parameters.items():
-                sharding.swap_in(parameter, self.shares[name])
+                sharding.swap_in(parameter, self.shards[name])
             yield
         finally:
             sharding.reshard()
             for name, parameter in parameters.items():
-                sharding.restore(parameter, kept[name])
+                sharding.restore(parameter, backups[name])
 
     def averages_by_module_name(self) -> dict[str, dict[str, Tensor]]:
         """Part of a checkpoint → parameter of the module → this rank's shard."""
         self.finish_update()
-        return {
-            part: {f"network.{name}": share for name, share in shares.items()} for part, shares in self.averages.items()
-        }
-
-
-class NoEma(pl.Callback):
-    """In place of `Ema`, in a run that keeps no average.
-
-    Args:
-        may_drop: a run that is resumed from a checkpoint with an average goes on without it.
-    """
-
-    def __init__(self, *, may_drop: bool) -> None:
-        self.may_drop = may_drop
-
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, object]
-    ) -> None:
-        """What was exported so far is the average of the checkpoint.
-
-        Raises:
-            CheckpointError: it has one, and the run was not asked to drop it.
-        """
-        averages = checkpoint["averages"]
-        assert isinstance(averages, list)
-        if PART not in averages:
-            return
-        if not self.may_drop:
-            raise CheckpointError(
-                "model.use_ema: false, but the checkpoint has an average, and current_pipeline holds it; set it to "
-                "true, take another experiment.name, or drop the average and export the raw weights from now on: "
-                f"{_ALLOW}"
-            )
-        log.warning("model.use_ema: the checkpoint's average is dropped; exports hold the raw weights from now on")
+        return {part: {f"network.{name}": s for name, s in shards.items()} for part, shards in self.averages.items()}
 
 
 def track_part(sigma_rel: float) -> str:
@@ -354,81 +327,33 @@ def averaged_parameters(module: TrainedModule) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.network.named_parameters() if p.requires_grad}
 
 
-def sharding_of(trainer: pl.Trainer) -> ParameterSharding:
-    """Where the strategy keeps weights and optimizer state."""
-    return strategy_of(trainer).sharding
-
-
 @contextmanager
 def export_weights(module: TrainedModule, ema: Ema | None) -> Iterator[None]:
     """The network in evaluation mode with the weights that previews and exports use: the average where there is one,
     else its own. Collective."""
-    was_training = module.network.training
+    was_training, trainer = module.network.training, module.trainer
     module.network.eval()
     try:
-        if ema is not None:
-            with ema.averaged_weights(module):
-                yield
-        else:
-            with evaluation_weights(module.trainer.optimizers[0]):
-                yield
+        with evaluation_weights(trainer.optimizers[0]) if ema is None else ema.averaged_weights(module):
+            yield
     finally:
-        sharding_of(module.trainer).reshard()
+        strategy_of(trainer).sharding.reshard()
         module.network.train(was_training)
 
 
-def whole_weights(trainer: pl.Trainer, module: TrainedModule, ema: Ema | None) -> dict[str, Tensor]:
-    """Collective: what is exported, put together on the CPU of the first process, by name in the network; empty on the
-    others."""
-    sharding, weights = sharding_of(trainer), {}
+def full_export_weights(module: TrainedModule, ema: Ema | None) -> dict[str, Tensor]:
+    """Collective: the same weights as full tensors in the CPU memory of rank 0, by name in the network; empty on the
+    other ranks."""
+    trainer, weights = module.trainer, dict[str, Tensor]()
+    sharding = strategy_of(trainer).sharding
     if ema is not None:
         ema.finish_update()
-    for name, parameter in module.network.named_parameters():
-        share = None if ema is None else ema.shares.get(name)
-        whole = sharding.full_tensor(parameter) if share is None else sharding.gather(parameter, share)
-        if trainer.is_global_zero:
-            weights[name] = whole.detach().to("cpu", copy=True)
+    with evaluation_weights(trainer.optimizers[0]) if ema is None else nullcontext():
+        for name, parameter in module.network.named_parameters():
+            if ema is None or name not in ema.shards:
+                full = sharding.full_tensor(parameter)
+            else:
+                full = sharding.gather(parameter, ema.shards[name]).to(sharding.local_shard(parameter).dtype)
+            if trainer.is_global_zero:
+                weights[name] = full.detach().to("cpu", copy=True)
     return weights
-
-
-log = get_logger(__name__)
-
-
-class EmaSnapshots(OptimizerStepCallback):
-    """Writes each track every so many optimizer steps, and at the last update of the run.
-
-    Args:
-        run_dir: the run folder.
-        config: widths and interval.
-        ema: keeps the tracks.
-    """
-
-    def __init__(self, run_dir: Path, config: EmaConfig, ema: Ema) -> None:
-        self.run_dir, self.config, self.ema = run_dir, config, ema
-
-    def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        """Collective: tracks are put together one after the other, each written by another process."""
-        if step % self.config.update_every or not self.is_due(trainer, step, self.config.snapshot_every):
-            return
-        self.ema.finish_update()
-        sharding, parameters = sharding_of(trainer), averaged_parameters(module)
-        for number, sigma_rel in enumerate(self.config.sigma_rels):
-            shares, is_writer = (
-                self.ema.averages[track_part(sigma_rel)],
-                number % trainer.world_size == trainer.global_rank,
-            )
-            whole = {}
-            for name, parameter in parameters.items():
-                tensor = sharding.gather(parameter, shares[name])
-                if is_writer:
-                    whole[name] = tensor.detach().to("cpu", copy=True)
-            if is_writer:
-                self._write(step, sigma_rel, whole)
-        trainer.strategy.barrier("snapshots written")
-
-    def _write(self, step: int, sigma_rel: float, whole: Mapping[str, Tensor]) -> None:
-        """One that cannot be written is missing later; the run goes on."""
-        try:
-            write_snapshot(self.run_dir, step, sigma_rel, whole)
-        except OSError as error:
-            log.error(str(error))

@@ -1,8 +1,6 @@
 """Averaged metrics every N optimizer steps: `metrics.csv` always, and every logger of the trainer.
 
 The only moment when the host waits for the device.
-
-metrics.csv: rows that survive kills and full disks.
 """
 
 import csv
@@ -27,54 +25,50 @@ from sd_training.training.base_module import TrainedModule
 
 log = get_logger(__name__)
 
+COLUMNS = (
+    *("optimizer_step", "images_seen", "loss", "l1", "kl", "learning_rate", "grad_norm", "images_per_s"),
+    *("ema_decay", "ema_distance", "device_memory_gib"),
+)
 _MAX_WAITING = 10_000
 """Rows kept in memory while they cannot be written; then the oldest are lost [count]."""
 
 
 class MetricRows:
-    """A CSV file that rows are added to. No method raises for what the disk does: training is worth more than a row.
+    """A CSV file that rows are added to, and that kills and full disks leave whole. No method raises for a disk error:
+    training is worth more than a row.
 
     Args:
         path: the file.
         columns: names of the columns; the first one counts optimizer steps.
-        run_lock: of this start of the run: rows are the owner's, too.
+        run_lock: of this start of the run; only the owner adds rows.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], run_lock: RunLock = NO_LOCK) -> None:
-        self.path = path
-        self.columns = columns
-        self.run_lock = run_lock
+        self.path, self.columns, self.run_lock = path, columns, run_lock
         self._waiting: list[dict[str, str]] = []
 
     def keep_until(self, step: int) -> None:
         """Drops rows after `step` and what a kill cut short; the file is replaced at once or not at all."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(self.path, self._text(self._whole_rows(step)))
+            header = dict(zip(self.columns, self.columns, strict=True))
+            replace_text(self.path, self._text([header, *self._whole_rows(step)]))
         except OSError as error:
             log.error(f"{self.path} is not tidied: {error.strerror}")
 
-    def has(self, step: int) -> bool:
-        """Whether there is a row of this step."""
+    def steps(self) -> list[int]:
+        """Optimizer step of each whole row; empty where the file cannot be read."""
         try:
-            return any(int(row[self.columns[0]]) == step for row in self._whole_rows(step))
-        except OSError as error:
-            log.error(f"{self.path} cannot be read: {error.strerror}")
-            return False
-
-    def last_step(self) -> int:
-        """Optimizer step of the last whole row; 0 where there is none."""
-        try:
-            return max((int(row[self.columns[0]]) for row in self._whole_rows(sys.maxsize)), default=0)
+            return [int(row[self.columns[0]]) for row in self._whole_rows(sys.maxsize)]
         except OSError:
-            return 0
+            return []
 
     def add(self, *rows: Mapping[str, str]) -> None:
         """Appends rows at once, and those that could not be written before them."""
         self._waiting = [*self._waiting, *map(dict, rows)][-_MAX_WAITING:]
         try:
             self.run_lock.check()
-            self._append(self._text(self._waiting, has_header=False))
+            self._append(self._text(self._waiting))
         except TakenOverError:
             return  # the next save ends this process, on all ranks
         except OSError as error:
@@ -105,28 +99,10 @@ class MetricRows:
         rows = [row for row in csv.DictReader(whole) if None not in row and None not in row.values()]
         return [row for row in rows if row.get(self.columns[0], "").isdigit() and int(row[self.columns[0]]) <= step]
 
-    def _text(self, rows: Sequence[Mapping[str, str]], has_header: bool = True) -> str:
+    def _text(self, rows: Sequence[Mapping[str, str]]) -> str:
         text = io.StringIO()
-        writer = csv.DictWriter(text, self.columns, extrasaction="ignore")
-        if has_header:
-            writer.writeheader()
-        writer.writerows(rows)
+        csv.DictWriter(text, self.columns, extrasaction="ignore").writerows(rows)
         return text.getvalue()
-
-
-COLUMNS = (
-    "optimizer_step",
-    "images_seen",
-    "loss",
-    "l1",
-    "kl",
-    "learning_rate",
-    "grad_norm",
-    "images_per_s",
-    "ema_decay",
-    "ema_distance",
-    "device_memory_gib",
-)
 
 
 class Metrics(OptimizerStepCallback):
@@ -153,11 +129,7 @@ class Metrics(OptimizerStepCallback):
         run_lock: RunLock = NO_LOCK,
     ) -> None:
         self.rows = MetricRows(csv_path, COLUMNS, run_lock)
-        self.every = every
-        self.images_before = images_before
-        self.ema = ema
-        self.timer = timer
-        self.state = state
+        self.every, self.images_before, self.ema, self.timer, self.state = every, images_before, ema, timer, state
         self._window_start = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -179,7 +151,7 @@ class Metrics(OptimizerStepCallback):
         self.state.window_losses.append((step - self._window_start, metrics["loss"]))
         self._window_start = step
         if self.ema is not None:
-            metrics |= self.ema.measures(trainer, module, step)
+            metrics |= self.ema.metrics(trainer, module, step)
         metrics["images_per_s"] = images / elapsed_s
         device = trainer.strategy.root_device
         if device.type == "cuda":
@@ -188,7 +160,9 @@ class Metrics(OptimizerStepCallback):
         self.state.metrics = metrics
         module.reset_logged()
         if trainer.is_global_zero:
-            self._write(step, metrics)
+            # Nine digits tell every two numbers of fp32 apart, so a resumed run can be compared by its rows.
+            row = {name: f"{value:.9g}" for name, value in metrics.items()}
+            self.rows.add(row | {"optimizer_step": str(step), "images_seen": str(images_seen)})
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step)
 
@@ -200,15 +174,8 @@ class Metrics(OptimizerStepCallback):
             torch.distributed.all_reduce(sums)
             sums /= trainer.world_size
         metrics = dict(zip(names, sums.tolist(), strict=True))
-        step = trainer.global_step
         plan = module.optimization
-        metrics["learning_rate"] = plan.learning_rate * plan.schedule(max(0, step - 1))
+        metrics["learning_rate"] = plan.learning_rate * plan.schedule(max(0, trainer.global_step - 1))
         if isinstance(module.grad_norm, Tensor):
             metrics["grad_norm"] = float(module.grad_norm)
         return metrics
-
-    def _write(self, step: int, metrics: dict[str, float]) -> None:
-        # Nine digits tell every two numbers of fp32 apart, so a resumed run can be compared by its rows.
-        row = {name: f"{value:.9g}" for name, value in metrics.items()}
-        row |= {"optimizer_step": str(step), "images_seen": str(int(metrics["images_seen"]))}
-        self.rows.add(row)

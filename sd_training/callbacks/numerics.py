@@ -1,34 +1,38 @@
-"""Numbers that go wrong: records them as incidents, goes back to an older checkpoint, ends a run that cannot go on.
+"""Numbers that go wrong: detects them, records them as incidents, goes back to an older checkpoint, ends a run that
+cannot go on. docs/numerics.md says what is promised.
 
 A non-finite step is skipped on the device, in the optimizer (`TrainedModule.configure_gradient_clipping`). Here losses
-and flags of all ranks are read once per logging interval, `anomalies.py` decides what is wrong, and `NumericGuard`
-acts. `ReplicaDigest` compares replicas of the weights, which must stay equal to the bit: a memory error or a broken
-device makes each replica train something else, and a checkpoint, written by all of them, mixes them.
-docs/numerics.md says what is promised.
+and flags of all ranks are read once per logging interval, `AnomalyDetector` decides what is wrong, and `NumericGuard`
+acts. The detector sees every step in order, on every rank, and its state is part of the checkpoint: all ranks, and a
+resumed run, decide alike. `ReplicaDigest` compares replicas of the weights, which must stay equal to the bit: a memory
+error or a broken device makes each replica train something else, and a checkpoint, written by all of them, mixes them.
+
+Spikes: the loss of a step of a diffusion model is noisy, with heavy tails, and falls over the run; its logarithm is
+about symmetric around a slow trend. So the median of the last `RECENT` log losses is compared with the median of the
+`HISTORY` before them, in units of their median absolute deviation. Fewer than half of `RECENT` outliers never count.
 """
 
 import math
 import socket
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from statistics import median
+from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sd_training.callbacks.anomalies import SKIPPED, SPIKE, Anomaly, AnomalyDetector, RollbackReason, StepReport
 from sd_training.callbacks.base import OptimizerStepCallback, TrainingTimer, gather_ranks
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.save import Save
 from sd_training.checkpoint.folder import folder_name, sealed_checkpoints, step_of, verify_checkpoint
-from sd_training.checkpoint.lightning_state import restore_precision
 from sd_training.checkpoint.save import load_checkpoint, open_checkpoint
 from sd_training.config.plan import counted
 from sd_training.config.schema import NumericsConfig
-from sd_training.data.problems import printable
 from sd_training.errors import IntegrityError, NumericError
 from sd_training.incidents import incident_path, write_incident
 from sd_training.log import get_logger
@@ -38,6 +42,15 @@ from sd_training.training.base_module import MicroBatchRecord, TrainedModule
 
 log = get_logger(__name__)
 
+RECENT = 5
+HISTORY = 200
+MIN_HISTORY = 50
+"""Steps before the first decision about a spike."""
+SKIPPED, SPIKE = "skipped", "spike"
+"""Kinds of anomalies; also the kinds of their incidents."""
+_SIGMA_OF_MAD = 1.4826
+_MIN_SIGMA = 0.02
+"""Of the log loss: where the loss hardly varies, 2 % count as one deviation."""
 _STATE = "numerics"
 """Key of a checkpoint."""
 _WORDS = {SKIPPED: "a non-finite loss or gradient", SPIKE: "a loss spike"}
@@ -45,6 +58,131 @@ _REMEDY = (
     "Lower optimizer.params.learning_rate, set optimizer.max_grad_norm, or look at the samples that the file names; "
     "scripts/replay_step.py runs the step again"
 )
+
+
+class StepReport(NamedTuple):
+    """One optimizer step as all ranks know it."""
+
+    step: int
+    """Optimizer steps completed before it."""
+    losses: list[list[float]]
+    """Rank → micro-batch → loss."""
+    was_skipped: bool
+    """Whether the optimizer skipped the step because the gradient was not finite."""
+
+    @property
+    def loss(self) -> float:
+        """Mean over ranks and micro-batches; NaN where one is not finite."""
+        if self.non_finite_ranks:
+            return math.nan
+        return math.fsum(map(math.fsum, self.losses)) / sum(map(len, self.losses))
+
+    @property
+    def non_finite_ranks(self) -> list[int]:
+        """Ranks with a loss that is not finite."""
+        return [rank for rank, losses in enumerate(self.losses) if not all(map(math.isfinite, losses))]
+
+
+class Anomaly(NamedTuple):
+    """What is wrong with a step."""
+
+    kind: str
+    first_step: int
+    """The first wrong step [optimizer steps completed before it]."""
+    score: float = math.nan
+    """Of a spike: robust standard deviations above the level before."""
+    level: float = math.nan
+    """Of a spike: median loss of the steps before."""
+
+
+class RollbackReason(NamedTuple):
+    """Why the run should go back to an older checkpoint."""
+
+    kind: str
+    first_step: int
+    """The first wrong step [optimizer steps completed before it]."""
+    last_step: int
+
+
+class AnomalyDetector:
+    """Takes every step of the run in order.
+
+    Args:
+        config: limits and thresholds.
+
+    Attributes:
+        rollback_reason: set until `reset`.
+    """
+
+    def __init__(self, config: NumericsConfig) -> None:
+        self.config = config
+        self.rollback_reason: RollbackReason | None = None
+        self._in_a_row = self._first_in_a_row = 0
+        self._history: deque[float] = deque(maxlen=HISTORY)
+        self._recent: deque[tuple[int, float]] = deque()
+        self._is_in_spike = False
+
+    def add(self, report: StepReport) -> Anomaly | None:
+        """What is wrong with the next step, if anything. A spike is reported once, at the step that completes it."""
+        step = report.step
+        if report.was_skipped or report.non_finite_ranks:
+            self._first_in_a_row = self._first_in_a_row if self._in_a_row else step
+            self._in_a_row += 1
+            if self._in_a_row >= self.config.max_skipped_in_a_row:
+                self.rollback_reason = self.rollback_reason or RollbackReason(SKIPPED, self._first_in_a_row, step)
+            return Anomaly(SKIPPED, step)
+        self._in_a_row = 0
+        spike = self._spike(step, report.loss)
+        if spike is not None and self.config.on_spike == "rollback":
+            self.rollback_reason = self.rollback_reason or RollbackReason(SPIKE, spike.first_step, step)
+        return spike
+
+    def _spike(self, step: int, loss: float) -> Anomaly | None:
+        if loss <= 0:  # has no logarithm
+            return None
+        self._recent.append((step, math.log(loss)))
+        if len(self._recent) > RECENT:
+            self._history.append(self._recent.popleft()[1])
+        if len(self._history) < MIN_HISTORY or len(self._recent) < RECENT:
+            return None
+        level = median(self._history)
+        sigma = max(_SIGMA_OF_MAD * median(abs(value - level) for value in self._history), _MIN_SIGMA)
+        threshold = self.config.spike_threshold
+        score = (median(value for _, value in self._recent) - level) / sigma
+        was_in_spike, self._is_in_spike = self._is_in_spike, score > threshold
+        if was_in_spike or not self._is_in_spike:
+            return None
+        first = next(step for step, value in self._recent if value > level + threshold * sigma)
+        return Anomaly(SPIKE, first, score, math.exp(level))
+
+    def reset(self) -> None:
+        """After a rollback: the last steps belong to weights that are gone."""
+        self.rollback_reason = None
+        self._in_a_row = 0
+        self._recent.clear()
+        self._is_in_spike = False
+
+    def state(self) -> dict[str, Any]:
+        """Plain values for a checkpoint; `load` restores them."""
+        return {
+            "in_a_row": self._in_a_row,
+            "first_in_a_row": self._first_in_a_row,
+            "trouble": None if self.rollback_reason is None else list(self.rollback_reason),
+            "detector": {
+                "history": list(self._history),
+                "recent": [[step, value] for step, value in self._recent],
+                "is_in_spike": self._is_in_spike,
+            },
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continues from a checkpoint."""
+        self._in_a_row, self._first_in_a_row = state["in_a_row"], state["first_in_a_row"]
+        self.rollback_reason = None if state["trouble"] is None else RollbackReason(*state["trouble"])
+        spikes = state["detector"]
+        self._history = deque(spikes["history"], maxlen=HISTORY)
+        self._recent = deque((step, value) for step, value in spikes["recent"])
+        self._is_in_spike = spikes["is_in_spike"]
 
 
 class Rollback(NamedTuple):
@@ -60,7 +198,7 @@ class Rollback(NamedTuple):
     """What was wrong: `skipped` or `spike`."""
 
 
-class _Step(NamedTuple):
+class _UnreadStep(NamedTuple):
     """An optimizer step of this rank whose losses and flag are still on the device."""
 
     step: int
@@ -70,41 +208,37 @@ class _Step(NamedTuple):
     """Not 0 where it was skipped; None where the engine does not say."""
 
 
+@dataclass(eq=False)
 class NumericGuard(OptimizerStepCallback):
     """Reads losses every `every` optimizer steps, and before every save. Goes back only at a multiple of `every`, so
     that a save or a signal does not change when that happens.
 
     The optimizer step counts on after a rollback, so the batches that did the damage, and those since the checkpoint,
     are used up; no order of the data, name of a checkpoint or row of the metrics gets two meanings.
-
-    Args:
-        config: limits and thresholds.
-        every: optimizer steps between reads.
-        run_dir: the run folder, with `checkpoints/` and `incidents/`.
-        name_of: sample id → location of its shard, and key.
-        timer: does not count the time of a rollback.
-        run_metadata: further entries of an incident, asked when one is written.
-        ema: goes back as well.
-        saves: writes a checkpoint after a rollback; null where nothing is saved.
     """
 
-    def __init__(
-        self,
-        config: NumericsConfig,
-        every: int,
-        run_dir: Path,
-        name_of: Callable[[int], tuple[str, str]],
-        timer: TrainingTimer,
-        run_metadata: Callable[[], Mapping[str, Any]] = dict,
-        ema: Ema | None = None,
-        saves: Save | None = None,
-    ) -> None:
-        self.config, self.every, self.run_dir, self.name_of = config, every, run_dir, name_of
-        self.timer, self.run_metadata, self.ema, self.saves = timer, run_metadata, ema, saves
-        self.detector = AnomalyDetector(config)
-        self.rollbacks: list[Rollback] = []
-        self._micro_batches: list[MicroBatchRecord] = []
-        self._unread: list[_Step] = []
+    config: NumericsConfig
+    """Limits and thresholds."""
+    every: int
+    """Optimizer steps between reads."""
+    run_dir: Path
+    """With `checkpoints/` and `incidents/`."""
+    name_of: Callable[[int], tuple[str, str]]
+    """Sample id → location of its shard, and key."""
+    timer: TrainingTimer
+    """Does not count the time of a rollback."""
+    run_metadata: Callable[[], Mapping[str, Any]] = dict
+    """Further entries of an incident, asked when one is written."""
+    ema: Ema | None = None
+    """Goes back as well."""
+    saves: Save | None = None
+    """Writes a checkpoint after a rollback; None where nothing is saved."""
+    rollbacks: list[Rollback] = field(default_factory=list, init=False)
+    _micro_batches: list[MicroBatchRecord] = field(default_factory=list, init=False)
+    _unread: list[_UnreadStep] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.detector = AnomalyDetector(self.config)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -117,7 +251,7 @@ class NumericGuard(OptimizerStepCallback):
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Collective where it is due."""
-        self._unread.append(_Step(step - 1, self._micro_batches, module.was_step_skipped))
+        self._unread.append(_UnreadStep(step - 1, self._micro_batches, module.was_step_skipped))
         self._micro_batches = []
         if not self.is_due(trainer, step, self.every):
             return
@@ -144,7 +278,7 @@ class NumericGuard(OptimizerStepCallback):
                 if trainer.is_global_zero:
                     self._record(module, report, anomaly, samples)
 
-    def _samples(self, trainer: pl.Trainer, step: _Step) -> list[dict[str, Any]]:
+    def _samples(self, trainer: pl.Trainer, step: _UnreadStep) -> list[dict[str, Any]]:
         """Collective: the samples of a step, those with a non-finite loss first, then by loss."""
         rows = []
         for record in step.micro_batches:
@@ -166,11 +300,12 @@ class NumericGuard(OptimizerStepCallback):
     def _record(
         self, module: TrainedModule, report: StepReport, anomaly: Anomaly, samples: list[dict[str, Any]]
     ) -> None:
-        positions = [sample["position"] for sample in samples]
-        plan = module.optimization
-        names = [dict(zip(("shard", "key"), self.name_of(sample["sample_id"]), strict=True)) for sample in samples]
+        positions, plan = [sample["position"] for sample in samples], module.optimization
+        for sample in samples:
+            sample["shard"], sample["key"] = self.name_of(sample["sample_id"])
         spike = {} if anomaly.kind == SKIPPED else anomaly._asdict()
-        facts = {
+        spike.pop("kind", None)
+        entries = {
             "loss": report.loss,
             "losses_by_rank": dict(enumerate(report.losses)),
             "ranks_with_non_finite_loss": report.non_finite_ranks,
@@ -178,10 +313,10 @@ class NumericGuard(OptimizerStepCallback):
             "first_position": min(positions),
             "last_position": max(positions),
             "num_samples": len(samples),
-            **{name: value for name, value in spike.items() if name != "kind"},
-            "samples": [sample | name for sample, name in zip(samples, names, strict=True)],
+            **spike,
+            "samples": samples,
         }
-        write_incident(self.run_dir, anomaly.kind, report.step, **facts, **self.run_metadata())
+        write_incident(self.run_dir, anomaly.kind, report.step, **entries, **self.run_metadata())
         path = incident_path(self.run_dir, report.step, anomaly.kind)
         where = f"positions {min(positions)} to {max(positions)}; {path}"
         if anomaly.kind == SKIPPED:
@@ -195,27 +330,28 @@ class NumericGuard(OptimizerStepCallback):
         Raises:
             NumericError: there is none, or it was done too often.
         """
-        if len(self.rollbacks) >= self.config.max_rollbacks:
-            raise self._no_way_back(reason, f"numerics.max_rollbacks={self.config.max_rollbacks} is reached")
         if self.saves is not None:
             self.saves.finish_pending()  # it may be the checkpoint to go back to
-        root = self.run_dir / "checkpoints"
-        strategy, before = strategy_of(trainer), reason.first_step
-        found = strategy.cpu_group.on_rank0(lambda: newest_before(root, before, self.rollbacks))
+        root, before, found = self.run_dir / "checkpoints", reason.first_step, None
+        if len(self.rollbacks) >= self.config.max_rollbacks:
+            problem = f"numerics.max_rollbacks={self.config.max_rollbacks} is reached"
+        else:
+            problem = f"{root} has no checkpoint from before the first of them (checkpoint.keep keeps more)"
+            found = strategy_of(trainer).cpu_group.on_rank0(lambda: newest_before(root, before, self.rollbacks))
         if found is None:
-            why = f"{root} has no checkpoint from before the first of them (checkpoint.keep keeps more)"
-            raise self._no_way_back(reason, why)
+            raise NumericError(
+                f"optimizer steps {before:,} to {reason.last_step:,} had {_WORDS[reason.kind]}, and the run cannot go "
+                f"back: {problem}. See {incident_path(self.run_dir, reason.last_step, reason.kind)}. {_REMEDY}."
+            )
         stored = open_checkpoint(root / folder_name(found))
-        load_checkpoint(stored, module, strategy.sharding)
-        restore_precision(trainer, stored.state)
+        load_checkpoint(stored, trainer)
         if self.ema is not None:
             self.ema.load_averages(trainer, module, stored.averages())
-        done = Rollback(step, found, before, reason.kind)
-        self.rollbacks.append(done)
+        self.rollbacks.append(Rollback(step, found, before, reason.kind))
         self.detector.reset()
         if trainer.is_global_zero:
-            facts = {"at": done.at, "to": done.to, "first_bad": done.first_bad, "reason": done.kind}
-            write_incident(self.run_dir, "rollback", reason.last_step, **facts)
+            entries = {"at": step, "to": found, "first_bad": before, "reason": reason.kind}
+            write_incident(self.run_dir, "rollback", reason.last_step, **entries)
         log.warning(
             f"{_WORDS[reason.kind]} since optimizer step {before:,}: loaded the weights of {folder_name(found)}; "
             f"training continues with optimizer step {step:,}"
@@ -225,12 +361,6 @@ class NumericGuard(OptimizerStepCallback):
                 self.saves.write_checkpoint(trainer, step)
         except OSError as error:
             log.error(f"training continues, but a resume would go back once more: {error}")
-
-    def _no_way_back(self, reason: RollbackReason, why: str) -> NumericError:
-        return NumericError(
-            f"optimizer steps {reason.first_step:,} to {reason.last_step:,} had {_WORDS[reason.kind]}, and the run "
-            f"cannot go back: {why}. See {incident_path(self.run_dir, reason.last_step, reason.kind)}. {_REMEDY}."
-        )
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -271,14 +401,12 @@ class ReplicaDigest(OptimizerStepCallback):
 
     def __init__(self, every: int, run_dir: Path) -> None:
         self.every, self.run_dir = every, run_dir
-        self._compared_at = 0
+        self._equal_at = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Replicas start from the same weights."""
         super().on_train_start(trainer, pl_module)
-        self._compared_at = trainer.global_step
-        if self.every and trainer.world_size > 1 and strategy_of(trainer).num_replicas == 1:
-            log.info("numerics.digest_every: no rank has a copy of another's weights, so none are compared")
+        self._equal_at = trainer.global_step
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Collective where it is due."""
@@ -289,7 +417,7 @@ class ReplicaDigest(OptimizerStepCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Collective: no checkpoint is made of replicas that differ."""
-        if self.every and trainer.global_step != self._compared_at:
+        if self.every and trainer.global_step != self._equal_at:
             assert isinstance(pl_module, TrainedModule)
             self._compare(trainer, pl_module, trainer.global_step)
 
@@ -305,29 +433,22 @@ class ReplicaDigest(OptimizerStepCallback):
         digests = gather_ranks(trainer, bit_digest(p for _, p in module.named_trained() if p.requires_grad)).tolist()
         # Ranks that hold the same block of the weights are as far apart as a replica has ranks.
         ranks, has_majority = odd_ranks(digests, trainer.world_size // replicas)
-        if ranks:
-            self._end(trainer, digests, ranks, has_majority, step)
-        self._compared_at = step
-
-    def _end(
-        self, trainer: pl.Trainer, digests: Sequence[int], ranks: list[int], has_majority: bool, step: int
-    ) -> NoReturn:
+        if not ranks:
+            self._equal_at = step
+            return
         # A group of its own: a save in the background may be using the strategy's.
         group = CpuGroup(trainer.global_rank, trainer.world_size, strategy_of(trainer).collective_timeout)
         hosts = group.all_gather(socket.gethostname())
         if trainer.is_global_zero:
-            each = [
-                {"rank": rank, "host": hosts[rank], "digest": f"{digest % 2**64:016x}"}
-                for rank, digest in enumerate(digests)
-            ]
-            facts = {"differing_ranks": ranks, "has_majority": has_majority, "equal_at": self._compared_at}
-            write_incident(self.run_dir, "replicas", step, **facts, ranks=each)
-        named = ", ".join(f"rank {rank} on {printable(hosts[rank])}" for rank in ranks)
+            rows = enumerate(zip(hosts, digests, strict=True))
+            by_rank = [{"rank": rank, "host": h, "digest": f"{digest % 2**64:016x}"} for rank, (h, digest) in rows]
+            entries = {"differing_ranks": ranks, "has_majority": has_majority, "equal_at": self._equal_at}
+            write_incident(self.run_dir, "replicas", step, **entries, ranks=by_rank)
+        named = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks)
         verdict = "unlike the majority" if has_majority else "without a majority that says which is wrong"
         raise IntegrityError(
-            f"the weights of replicas differ after {counted(step, 'optimizer step')}: {named}, {verdict}. "
-            "They were equal after "
-            f"{counted(self._compared_at, 'step')}, and nothing was saved since; see "
+            f"the weights of replicas differ after {counted(step, 'optimizer step')}: {named}, {verdict}. They were "
+            f"equal after {counted(self._equal_at, 'step')}, and nothing was saved since; see "
             f"{incident_path(self.run_dir, step, 'replicas')}. The same command continues from the newest checkpoint; "
             "leave a machine out that does this twice. Unlike devices may round differently: then set "
             "numerics.digest_every=0"

@@ -1,15 +1,14 @@
 """Stops a run that was asked to, and has it save when asked: all ranks after the same optimizer step.
 
-When a process must have ended, without anybody sending a signal: `experiment.max_hours`, and SLURM's time limit.
+A run is asked by a signal (`signals.py`), or by a limit that comes near: `experiment.max_hours`, SLURM's time limit.
 """
 
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
@@ -23,11 +22,14 @@ from sd_training.signals import StopSignals
 from sd_training.training.base_module import TrainedModule
 from sd_training.watchdog.first_failure import write_status
 
+log = get_logger(__name__)
+
 SLURM_END_VARIABLE = "SLURM_JOB_END_TIME"
 """Environment variable of the job's end [s since 1970], set by SLURM where the job has a time limit."""
-
+STEP_FILE_VARIABLE = "SD_TRAINING_STEP_FILE"
+"""Environment variable of a file that gets the newest sealed step, for a launcher that checks for progress."""
 UNMEASURED_SAVE_S = 10.0
-"""What a save is taken to need before there was one."""
+"""Assumed duration of a save before the first one."""
 
 
 class Deadlines:
@@ -37,38 +39,31 @@ class Deadlines:
         max_hours: allowed running time of this start; null: none.
         started_s: when the program began [s of `time.monotonic`].
         environment: of this process.
-        leave_s: what the process may need after its last save until it has ended.
+        shutdown_s: what the process may need after its last save until it has ended.
     """
 
     def __init__(
-        self, max_hours: float | None, started_s: float, environment: Mapping[str, str], leave_s: float = 0.0
+        self, max_hours: float | None, started_s: float, environment: Mapping[str, str], shutdown_s: float = 0.0
     ) -> None:
-        self.leave_s = leave_s
+        self.shutdown_s = shutdown_s
         self._ends_s = [] if max_hours is None else [started_s + 3600 * max_hours]
         end = environment.get(SLURM_END_VARIABLE, "")
         if end.isdigit():
             self._ends_s.append(time.monotonic() + int(end) - time.time())
 
     def is_near(self, save_s: float, step_s: float, num_in_flight: int = 0) -> bool:
-        """Whether what must still be done no longer fits twice, the way out once.
+        """Whether what must still be done no longer fits twice, the shutdown once.
 
         Args:
             save_s: the longest save so far; 0: unmeasured.
             step_s: the longest time between two optimizer steps so far.
             num_in_flight: saves that must be waited for before the last one.
         """
-        needed_s = (2 + num_in_flight) * (save_s or UNMEASURED_SAVE_S) + 2 * step_s + self.leave_s
+        needed_s = (2 + num_in_flight) * (save_s or UNMEASURED_SAVE_S) + 2 * step_s + self.shutdown_s
         return bool(self._ends_s) and min(self._ends_s) - time.monotonic() < needed_s
 
 
-log = get_logger(__name__)
-
-STEP_FILE_VARIABLE = "SD_TRAINING_STEP_FILE"
-"""Environment variable of a file that gets the newest sealed step, for a launcher that checks for progress."""
-
-
-@dataclass(frozen=True)
-class StopRequest:
+class StopRequest(NamedTuple):
     """What one rank asks for; of all ranks the largest of each counts."""
 
     status: int = 0
@@ -76,21 +71,21 @@ class StopRequest:
     is_time_up: bool = False
     """A time limit is near."""
     is_save_due: bool = False
-    """To save and go on."""
+    """To save and continue."""
 
 
 class Preemption(OptimizerStepCallback):
     """Sets `trainer.should_stop`; whatever is due at the end of a run is then due at this step, saves included.
 
-    The first of the callbacks, so that the others of the same step see it (a validation that is broken off comes
-    later, and those after it see it). A signal to one rank stops all: after each optimizer step the ranks begin a
-    reduction of their wishes over gloo, and look at its result one step later, when it has long arrived. No device
+    The first of the callbacks, so that the others of the same step see it (a validation that is interrupted comes
+    later, and those after it see it). A signal to one rank stops all: after each optimizer step the ranks start a
+    reduction of their requests over gloo, and read its result one step later, when it has long arrived. No device
     takes part, and one process alone communicates nothing. Clocks are read on rank 0.
 
     Args:
-        signals: notes of this process.
+        signals: those that this process received.
         deadlines: when it must have ended.
-        state: tells `Save` that a save is requested, and says how long one takes.
+        state: gets the request for a save, and has the duration of one.
         save_every_minutes: longest time between two saves; null: steps alone decide.
         timeout_s: how long the ranks wait for each other.
     """
@@ -103,23 +98,19 @@ class Preemption(OptimizerStepCallback):
         save_every_minutes: float | None,
         timeout_s: float,
     ) -> None:
-        self.signals = signals
-        self.deadlines = deadlines
-        self.state = state
-        self.save_every_minutes = save_every_minutes
-        self.timeout = timedelta(seconds=timeout_s)
+        self.signals, self.deadlines, self.state = signals, deadlines, state
+        self.save_every_minutes, self.timeout = save_every_minutes, timedelta(seconds=timeout_s)
         self.status = 0
         """0, or the exit status that all ranks agreed on."""
         self._is_listening = False
         self._num_saves_seen = 0
-        self._told_step = -1
-        self._can_tell = True
+        self._step_in_file = -1
+        self._has_warned = False
         self._last_end_s: float | None = None
         self._longest_step_s = 0.0
         self._group: distributed.ProcessGroup | None = None
-        self._wishes: Tensor | None = None
-        self._asked_after = 0
-        self._reduction: distributed.Work | None = None
+        self._reduction: tuple[int, Tensor, distributed.Work] | None = None
+        """Optimizer step after which it was started, its requests, and the operation."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Collective: makes the group."""
@@ -129,7 +120,7 @@ class Preemption(OptimizerStepCallback):
             self._group = distributed.new_group(backend="gloo", timeout=self.timeout)
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """Until the first step there is nothing to save, and what is done before it may take long."""
+        """Until the first step there is nothing to save, and what precedes it may take long."""
         if not self._is_listening:
             self._is_listening = True
             self.signals.listen()
@@ -137,8 +128,8 @@ class Preemption(OptimizerStepCallback):
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Agree; the last step needs no stopping."""
         self._measure_step()
-        self._tell_launcher(trainer)
-        agreed = self._agreed(trainer, step)
+        self._write_step_file(trainer)
+        agreed = self._agreed_request(trainer)
         self.state.save_requested = agreed.is_save_due
         if step == trainer.max_steps:
             return
@@ -146,50 +137,37 @@ class Preemption(OptimizerStepCallback):
             why = "a signal asks this run to stop" if agreed.status else "the time limit is near"
             self.stop(trainer, agreed.status or EXIT_STOPPED, why)
         elif self._group is not None:
-            self._begin_reduction(trainer, step)
+            requests = torch.tensor([int(value) for value in self._local_request(trainer)])
+            work = distributed.all_reduce(requests, op=distributed.ReduceOp.MAX, group=self._group, async_op=True)
+            assert work is not None
+            self._reduction = step, requests, work
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Everything is saved. What comes now, such as loggers that take leave, may be cut short by a launcher."""
-        self._tell_launcher(trainer)
+        """Everything is saved. A launcher may kill what comes now, such as the shutdown of loggers."""
+        self._write_step_file(trainer)
         if trainer.is_global_zero:
             write_status(self.status)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Signals mean what they meant before."""
+        """The former handlers of the signals."""
         self.signals.restore()
-
-    def _tell_launcher(self, trainer: pl.Trainer) -> None:
-        """How far the run has sealed what it saved; also for the start after one that was killed. Not worth a run."""
-        path, saved_step = os.environ.get(STEP_FILE_VARIABLE), self.state.sealed_step
-        if path and trainer.is_global_zero and saved_step > self._told_step:
-            self._told_step = saved_step
-            try:
-                replace_text(Path(path), f"{saved_step}\n")
-            except OSError as error:
-                if self._can_tell:
-                    log.warning(f"{STEP_FILE_VARIABLE}: {path} cannot be written: {error.strerror}; tried at each save")
-                self._can_tell = False
 
     def stop(self, trainer: pl.Trainer, status: int, why: str) -> None:
         """After this optimizer step; all ranks do, with the same status."""
         self.status = status
         trainer.should_stop = True
-        # The handler of Ctrl-C has said so on the terminal of its process.
-        is_said = self.signals.status == EXIT_INTERRUPTED
-        log.info(f"{why}: saving after optimizer step {trainer.global_step:,}", extra=FOR_FILE if is_said else None)
+        # The handler of Ctrl-C has printed this on the terminal of its process.
+        is_printed = self.signals.status == EXIT_INTERRUPTED
+        log.info(f"{why}: saving after optimizer step {trainer.global_step:,}", extra=FOR_FILE if is_printed else None)
 
-    def status_asked(self, trainer: pl.Trainer) -> int:
+    def requested_status(self, trainer: pl.Trainer) -> int:
         """0, or the exit status with which this process was asked to stop, or has to as the time is nearly up."""
         return self.signals.status or (EXIT_STOPPED if trainer.is_global_zero and self._is_time_up() else 0)
 
-    def _is_time_up(self) -> bool:
-        num_pending = int(self.state.pending_save_since_s is not None)
-        return self.deadlines.is_near(self.state.save_s, self._longest_step_s, num_pending)
-
-    def leave_out(self, pause_s: float) -> None:
-        """Of the time between two steps: what is broken off when the time is nearly up."""
+    def exclude_from_step(self, duration_s: float) -> None:
+        """Of the time between two steps: what is interrupted when the time is nearly up."""
         if self._last_end_s is not None:
-            self._last_end_s += pause_s
+            self._last_end_s += duration_s
 
     def _measure_step(self) -> None:
         """The time since the step before, with whatever was drawn or saved in between; the first compiles."""
@@ -198,7 +176,24 @@ class Preemption(OptimizerStepCallback):
             self._longest_step_s = max(self._longest_step_s, now_s - self._last_end_s)
         self._last_end_s = now_s
 
-    def _own(self, trainer: pl.Trainer) -> StopRequest:
+    def _write_step_file(self, trainer: pl.Trainer) -> None:
+        """The newest sealed step, for the launcher; also for the start after one that was killed."""
+        path, sealed_step = os.environ.get(STEP_FILE_VARIABLE), self.state.sealed_step
+        if not path or not trainer.is_global_zero or sealed_step <= self._step_in_file:
+            return
+        self._step_in_file = sealed_step
+        try:
+            replace_text(Path(path), f"{sealed_step}\n")
+        except OSError as error:
+            if not self._has_warned:
+                log.warning(f"{STEP_FILE_VARIABLE}: {path} cannot be written: {error.strerror}; tried at each save")
+            self._has_warned = True
+
+    def _is_time_up(self) -> bool:
+        num_pending = int(self.state.pending_save_since_s is not None)
+        return self.deadlines.is_near(self.state.save_s, self._longest_step_s, num_pending)
+
+    def _local_request(self, trainer: pl.Trainer) -> StopRequest:
         """What this rank asks for now; a signal that asks for a save asks once."""
         asked = self.signals.num_saves_asked
         is_save_due, self._num_saves_seen = asked > self._num_saves_seen, asked
@@ -208,25 +203,15 @@ class Preemption(OptimizerStepCallback):
             is_save_due |= time.monotonic() - self.state.last_save_end_s >= 60 * self.save_every_minutes
         return StopRequest(self.signals.status, self._is_time_up(), is_save_due)
 
-    def _begin_reduction(self, trainer: pl.Trainer, step: int) -> None:
-        own = self._own(trainer)
-        # A save that is asked for is made later in this step, so the clock asks again: see `_agreed`.
-        self._asked_after = step
-        self._wishes = torch.tensor([own.status, int(own.is_time_up), int(own.is_save_due)])
-        self._reduction = distributed.all_reduce(
-            self._wishes, op=distributed.ReduceOp.MAX, group=self._group, async_op=True
-        )
-
-    def _agreed(self, trainer: pl.Trainer, step: int) -> StopRequest:
-        """The wishes of all ranks at the step before; of this process now where it is alone."""
+    def _agreed_request(self, trainer: pl.Trainer) -> StopRequest:
+        """The requests of all ranks at the step before; of this process now where it is alone."""
         if self._group is None:
-            return self._own(trainer)
-        if self._reduction is None or self._wishes is None:
+            return self._local_request(trainer)
+        if self._reduction is None:
             return StopRequest()
-        self._reduction.wait()
-        self._reduction = None
-        status, is_time_up, is_save_due = self._wishes.tolist()
-        # Every rank knows of a save since the wish was made, which is what was wished for.
-        return StopRequest(
-            status, bool(is_time_up), bool(is_save_due) and self.state.last_save_step < self._asked_after
-        )
+        (started_after, requests, work), self._reduction = self._reduction, None
+        work.wait()
+        status, is_time_up, is_save_due = requests.tolist()
+        # A save since then, of which every rank knows, has fulfilled the request for one.
+        is_save_due = is_save_due and self.state.last_save_step < started_after
+        return StopRequest(status, bool(is_time_up), bool(is_save_due))

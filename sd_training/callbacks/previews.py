@@ -6,8 +6,7 @@ training is the same with and without them.
 
 import shutil
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -25,7 +24,7 @@ from sd_training.export.pictures import picture_grid
 from sd_training.log import get_logger
 from sd_training.models.encoders import autocast
 from sd_training.models.execution import without_compiling
-from sd_training.parallel.strategies import TrainingStrategy, strategy_of
+from sd_training.parallel.strategies import strategy_of
 from sd_training.training.base_module import TrainedModule
 
 log = get_logger(__name__)
@@ -55,42 +54,28 @@ class PictureJob:
     as_tar: bool = False
     """Pack the images into `NAME.tar` and remove the folder."""
     at_start: bool = False
-    """Draw also before the first step of a new run: what the model can do untrained."""
+    """Draw also before the first step of a new run, with the untrained model."""
 
 
+@dataclass(eq=False)
 class Pictures(OptimizerStepCallback):
-    """Draws one job's pictures on all ranks.
+    """Draws one job's pictures on all ranks."""
 
-    Args:
-        job: prompts and times.
-        samples_dir: the run's `samples/`.
-        resolution: height and width [pixels].
-        sampling: steps, guidance, first seed, batch size.
-        pipeline: makes the pipeline around the live modules.
-        precision: autocast type, as in training.
-        ema: the average to draw with, if there is one.
-        timer: stands still while drawing.
-    """
-
-    def __init__(
-        self,
-        job: PictureJob,
-        samples_dir: Path,
-        resolution: int,
-        sampling: SamplingConfig,
-        pipeline: Callable[[], DiffusionPipeline],
-        precision: str,
-        ema: Ema | None,
-        timer: TrainingTimer,
-    ) -> None:
-        self.job = job
-        self.samples_dir = samples_dir
-        self.resolution = resolution
-        self.sampling = sampling
-        self.pipeline = pipeline
-        self.precision = precision
-        self.ema = ema
-        self.timer = timer
+    job: PictureJob
+    samples_dir: Path
+    """The run's `samples/`."""
+    resolution: int
+    """Height and width [pixels]."""
+    sampling: SamplingConfig
+    """Steps, guidance, first seed, batch size."""
+    pipeline: Callable[[], DiffusionPipeline]
+    """Makes the pipeline around the live modules."""
+    precision: str
+    """Autocast type, as in training."""
+    ema: Ema | None
+    """The average to draw with, if there is one."""
+    timer: TrainingTimer
+    """Does not count the time of drawing."""
 
     @property
     def state_key(self) -> str:
@@ -110,46 +95,49 @@ class Pictures(OptimizerStepCallback):
             self._draw(trainer, module, step)
 
     def _draw(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        """Collective; a run that was asked to stop has no time for it."""
+        """Collective; left out when the run was asked to stop. Pictures that cannot be written are lost, and the run
+        continues."""
         if trainer.should_stop:
             return
         folder = self.samples_dir / f"step_{step}" / self.job.name
         with self.timer.excluded("validate"):
             with export_weights(module, self.ema):
-                images = self._draw_share(trainer)
-            with _unwritten_told(self.job.name, step):
+                images = self._local_images(trainer)
+            try:
                 folder.mkdir(parents=True, exist_ok=True)
                 for i, image in images.items():
                     image.save(folder / f"{self.job.prompts[i][0]}.png")
+            except OSError as error:
+                log.error(f"pictures {self.job.name!r} of step {step:,} could not be written: {error}")
             trainer.strategy.barrier("pictures drawn")
             if trainer.is_global_zero:
-                with _unwritten_told(self.job.name, step):
+                try:
                     self._publish(trainer, folder, step)
+                except OSError as error:
+                    log.error(f"pictures {self.job.name!r} of step {step:,} could not be published: {error}")
 
-    def _draw_share(self, trainer: pl.Trainer) -> dict[int, Image.Image]:
-        """This rank's pictures by number of the prompt, which the seed belongs to, not to the rank."""
-        share = self._share(strategy_of(trainer))
-        if not share:
+    def _local_images(self, trainer: pl.Trainer) -> dict[int, Image.Image]:
+        """This rank's pictures by number of the prompt, which the seed depends on, not on the rank. Where a forward
+        pass is collective, all ranks draw equally many: some draw again what another draws as well, which gives the
+        same picture."""
+        strategy, count, sampling = strategy_of(trainer), len(self.job.prompts), self.sampling
+        numbers, missing = strategy.split_over_ranks(count)
+        if strategy.has_collective_forward:
+            numbers += [strategy.data_rank % count] * missing
+        if not numbers:
             return {}
         with torch.no_grad(), autocast(trainer.strategy.root_device, self.precision), without_compiling():
             images = draw_images(
                 self.pipeline(),
-                [self.job.prompts[i][1] for i in share],
-                [self.sampling.seed + i for i in share],
+                [self.job.prompts[i][1] for i in numbers],
+                [sampling.seed + i for i in numbers],
                 height=self.resolution,
                 width=self.resolution,
-                num_inference_steps=self.sampling.num_inference_steps,
-                guidance_scale=self.sampling.guidance_scale,
-                batch_size=self.sampling.batch_size,
+                num_inference_steps=sampling.num_inference_steps,
+                guidance_scale=sampling.guidance_scale,
+                batch_size=sampling.batch_size,
             )
-            return dict(zip(share, images, strict=True))  # drawn while they are taken
-
-    def _share(self, strategy: TrainingStrategy) -> list[int]:
-        """Numbers of the prompts that this rank draws. Where a forward pass is collective, all ranks draw equally many:
-        some draw again what another draws as well, which gives the same picture."""
-        count = len(self.job.prompts)
-        own, missing = strategy.split_over_ranks(count)
-        return own + [strategy.data_rank % count] * missing if strategy.has_collective_forward else own
+            return dict(zip(numbers, images, strict=True))  # drawn while they are taken
 
     def _publish(self, trainer: pl.Trainer, folder: Path, step: int) -> None:
         """Grid picture, loggers, tar."""
@@ -164,12 +152,3 @@ class Pictures(OptimizerStepCallback):
                 for path in sorted(folder.iterdir()):
                     tar.add(path, arcname=path.name)
             shutil.rmtree(folder)
-
-
-@contextmanager
-def _unwritten_told(name: str, step: int) -> Iterator[None]:
-    """Pictures that cannot be written are lost, and the run goes on."""
-    try:
-        yield
-    except OSError as error:
-        log.error(f"pictures {name!r} of step {step:,} could not be written: {error}")

@@ -30,9 +30,7 @@ class ProgressBar(OptimizerStepCallback):
     """
 
     def __init__(self, state: RunState, images_before: Callable[[int], int], num_steps: int) -> None:
-        self.state = state
-        self.images_before = images_before
-        self.num_steps = num_steps
+        self.state, self.images_before, self.num_steps = state, images_before, num_steps
         self._bar: tqdm | None = None
         self._started = self._line = (0.0, 0)
         """Time [s] and images of the start, and of the newest line."""
@@ -61,18 +59,13 @@ class ProgressBar(OptimizerStepCallback):
             # Of the time since the last line: saves and pictures slow down the line they belong to only.
             per_s = (done - self._line[1]) / max(now_s - self._line[0], 1e-9)
             self._line = (now_s, done)
-            self._write_line(step, done, per_s, loss)
-
-    def _write_line(self, step: int, done: int, per_s: float, loss: str) -> None:
-        spent_s, new = time.monotonic() - self._started[0], done - self._started[1]
-        left = timedelta(seconds=round(spent_s / max(new, 1) * (self.images_before(self.num_steps) - done)))
-        log.info(
-            f"step {step:,} of {self.num_steps:,}: {counted(done, 'image')}, {per_s:.1f} images/s, {left} left{loss}",
-            extra=None if self._bar is None else FOR_FILE,
-        )
+            s_per_image = (now_s - self._started[0]) / max(done - self._started[1], 1)
+            left = timedelta(seconds=round(s_per_image * (self.images_before(self.num_steps) - done)))
+            progress = f"step {step:,} of {self.num_steps:,}: {counted(done, 'image')}, {per_s:.1f} images/s"
+            log.info(f"{progress}, {left} left{loss}", extra=None if self._bar is None else FOR_FILE)
 
     def on_exception(self, *_: object) -> None:
-        """What went wrong is told below the bar."""
+        """The error is printed below the bar."""
         self._close()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

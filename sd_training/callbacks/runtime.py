@@ -1,32 +1,69 @@
-"""Python's garbage collector at work between optimizer steps, in the thread that trains, and at no other time.
+"""The process itself: the hang watch learns what it is doing, and Python's garbage is collected between steps only.
 
-Left alone it runs in whatever thread allocates. A collection in a logger's thread, while autograd worked without
-Python's lock, is the likeliest reason for a run that once died here: the first backward pass found DDP's weak reference
-to itself empty, as Lightning issue 20706 tells of other trainers. On many devices the pauses also fall together.
-
-Says how many graphs torch.compile made, and when it makes more although no new size of pictures came.
+Left alone the collector runs in whatever thread allocates. A collection in a logger's thread, while autograd worked
+without Python's lock, is the likeliest reason for a run that once died here: the first backward pass found DDP's weak
+reference to itself empty, as in Lightning issue 20706. On many devices the pauses also fall together.
 """
 
 import gc
+import os
+import platform
+import zlib
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 
-from sd_training.callbacks.base import OptimizerStepCallback
-from sd_training.config.plan import counted
-from sd_training.log import get_logger
-from sd_training.models.execution import graphs_compiled
+from sd_training.callbacks.base import OptimizerStepCallback, gather_ranks
 from sd_training.training.base_module import TrainedModule
-from sd_training.types import PixelBatch
+from sd_training.watchdog.hang import HangWatch
 
-WHOLE_EVERY = 1000
-"""Optimizer steps between collections of everything, which take a second; young objects are looked at every step."""
+FULL_COLLECTION_EVERY = 1000
+"""Optimizer steps between collections of everything, which take a second; young objects are collected every step."""
 _YOUNG = 1
 _EVERYTHING = 2
 
 
+class Heartbeat(pl.Callback):
+    """Marks the sections of the hang watch; saves and pictures mark theirs themselves. The last callback but the
+    garbage collection, so that what the others do after a step still belongs to the step.
+
+    The first optimizer step belongs to the start: it compiles, and finds the fastest kernels.
+    """
+
+    def __init__(self, watch: HangWatch) -> None:
+        self.watch = watch
+        self._first_step = 0
+        self._is_warm = False
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Collective: the watch learns the process ids of the ranks on this machine."""
+        self._first_step = trainer.global_step
+        if trainer.world_size > 1:
+            own_node = zlib.crc32(platform.node().encode())
+            ranks = gather_ranks(trainer, torch.tensor([own_node, os.getpid()])).tolist()
+            self.watch.local_peers = {
+                rank: pid for rank, (node, pid) in enumerate(ranks) if node == own_node and pid != os.getpid()
+            }
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """The micro-batch is there."""
+        if self._is_warm:
+            self.watch.enter("step", trainer.global_step)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """What follows is the wait for the next micro-batch."""
+        self._is_warm |= trainer.global_step > self._first_step
+        if self._is_warm:
+            self.watch.enter("data", trainer.global_step)
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """What follows is the end of pending saves and of the loggers."""
+        self.watch.enter("save", trainer.global_step)
+
+
 class GarbageCollection(OptimizerStepCallback):
-    """Acts last, when nothing of the step is under way any more."""
+    """Acts last, when nothing of the step is in progress any more."""
 
     def __init__(self) -> None:
         self._was_enabled = False
@@ -40,68 +77,13 @@ class GarbageCollection(OptimizerStepCallback):
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Cycles of the step, and from time to time older ones."""
-        gc.collect(_YOUNG if step % WHOLE_EVERY else _EVERYTHING)
+        gc.collect(_YOUNG if step % FULL_COLLECTION_EVERY else _EVERYTHING)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, *_: Any) -> None:
         """As before."""
-        self._restore()
-
-    def on_exception(self, *_: Any) -> None:
-        """As before."""
-        self._restore()
-
-    def _restore(self) -> None:
         if self._was_enabled:
             gc.enable()
 
-
-log = get_logger(__name__)
-
-
-class CompileWatch(OptimizerStepCallback):
-    """Looks at the number of graphs every `every` optimizer steps.
-
-    Shapes are static, so a new graph means a new size, and after all sizes were seen there is none. One that is made
-    nevertheless is made again and again as a rule, and costs minutes each time.
-    """
-
-    def __init__(self, every: int) -> None:
-        self.every = every
-        self._shapes: set[tuple[int, ...]] = set()
-        self._has_new_shape = False
-        self._graphs = self._graphs_before = 0
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Graphs of before do not count."""
-        super().on_train_start(trainer, pl_module)
-        self._graphs = self._graphs_before = graphs_compiled()
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: PixelBatch, *_: Any
-    ) -> None:
-        """Remembers the shape of the batch."""
-        shape = tuple(batch.pixels.shape)
-        self._has_new_shape |= shape not in self._shapes
-        self._shapes.add(shape)
-
-    def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        """One line when there are new graphs: a plain one, or a warning."""
-        if not self.is_due(trainer, step, self.every):
-            return
-        graphs = graphs_compiled()
-        if graphs > self._graphs:
-            self._tell(step, graphs - self._graphs)
-        self._graphs, self._has_new_shape = graphs, False
-
-    def _tell(self, step: int, new: int) -> None:
-        total, sizes = self._graphs + new - self._graphs_before, len(self._shapes)
-        if self._has_new_shape:
-            log.info(
-                f"trainer.compile: {counted(total, 'graph')} for {counted(sizes, 'size')} of pictures after "
-                f"{counted(step, 'step')}"
-            )
-            return
-        log.warning(
-            f"trainer.compile: {new} new graph(s) by step {step:,} although no new size of pictures came ({total} for "
-            f"{sizes} size(s)); each costs time. TORCH_LOGS=recompiles tells why, trainer.compile=false goes without"
-        )
+    def on_exception(self, *_: Any) -> None:
+        """As before."""
+        self.on_train_end()

@@ -1,14 +1,13 @@
-"""The loss on held-out pictures: the same (picture, noise, noise level) triples each time, so that two measurements, of
-one run or of two, differ by the weights alone.
+"""The loss on held-out data: the same (picture, noise, noise level) triples each time, so that two measurements, of one
+run or of two, differ by the weights alone.
 
-Rows go to `validation.csv`, the mean to every logger. All ranks take part, and the result does not depend on how many
-there are but for rounding.
+Rows go to `validation.csv`, the mean to every logger. All ranks take part, and the result does not depend on their
+number except for rounding.
 """
 
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytorch_lightning as pl
 import torch
@@ -24,9 +23,8 @@ from sd_training.log import get_logger
 from sd_training.models.encoders import autocast
 from sd_training.models.execution import without_compiling
 from sd_training.parallel.cpu_group import CpuGroup
-from sd_training.parallel.strategies import TrainingStrategy, strategy_of
+from sd_training.parallel.strategies import strategy_of
 from sd_training.training.base_module import TrainedModule
-from sd_training.types import PixelBatch
 
 log = get_logger(__name__)
 
@@ -37,13 +35,13 @@ ALL = "all"
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What one set of weights answers."""
+class Measurement:
+    """The loss of one set of weights."""
 
     losses: list[float]
     """[K] mean over the samples at each quantile."""
     timesteps: list[float]
-    """[K] mean of what the denoiser is told; NaN where there is no denoiser."""
+    """[K] mean of the denoiser's timestep input; NaN where there is no denoiser."""
     num_samples: int
 
     @property
@@ -52,66 +50,56 @@ class Measured:
         return sum(self.losses) / len(self.losses)
 
 
+@dataclass(eq=False)
 class Validation(OptimizerStepCallback):
-    """Measures the weights that are trained and, where there is one, their average.
+    """Measures the weights that are trained and, where there is one, their average."""
 
-    Args:
-        data: what is measured on.
-        every: optimizer steps between measurements.
-        quantiles: [K] of the timestep density.
-        rows: of the run's `validation.csv`.
-        precision: autocast type, as in training.
-        ema: the average, if there is one.
-        timer: stands still meanwhile.
-        preemption: a run that is to stop has no time for it.
-        state: gets the loss of the weights that are exported.
-    """
-
-    def __init__(
-        self,
-        data: HeldOutData,
-        every: int,
-        quantiles: list[float],
-        rows: MetricRows,
-        precision: str,
-        ema: Ema | None,
-        timer: TrainingTimer,
-        preemption: Preemption,
-        state: RunState,
-    ) -> None:
-        self.data, self.every, self.quantiles, self.rows = data, every, quantiles, rows
-        self.precision, self.ema, self.timer, self.preemption = precision, ema, timer, preemption
-        self.state = state
-        self._cpu_group: CpuGroup | None = None
+    data: HeldOutData
+    every: int
+    """Optimizer steps between measurements."""
+    quantiles: list[float]
+    """[K] of the timestep density."""
+    rows: MetricRows
+    """Of the run's `validation.csv`."""
+    precision: str
+    """Autocast type, as in training."""
+    ema: Ema | None
+    """The average, if there is one."""
+    timer: TrainingTimer
+    """Does not count the time of a measurement."""
+    preemption: Preemption
+    """Interrupts a measurement of a run that is to stop."""
+    state: RunState
+    """Gets the loss of the weights that are exported."""
+    _group: CpuGroup | None = field(default=None, init=False)
+    """Of its own: a save in the background may be using the strategy's."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Collective. Drop rows after the checkpoint that a run resumes from. A new run is measured before its first
-        step, and one that stopped where it was to be measured is measured now."""
+        step, and one that stopped where a measurement was due is measured now."""
         super().on_train_start(trainer, pl_module)
-        self._make_up(trainer, pl_module)
+        self._measure_missing(trainer, pl_module)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Training does not start when there is nothing left to train; the last measurement may have been broken
-        off."""
-        if self._cpu_group is None:
-            self._make_up(trainer, pl_module)
+        """Training does not start when there is nothing left to train; the last measurement may have been
+        interrupted."""
+        if self._group is None:
+            self._measure_missing(trainer, pl_module)
 
-    def _make_up(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def _measure_missing(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         step = trainer.global_step
-        # Saves have a group of their own, which a save in the background may be using.
-        self._cpu_group = CpuGroup(trainer.global_rank, trainer.world_size, self.preemption.timeout)
-        is_known = self._cpu_group.on_rank0(lambda: self._is_known(step))
-        if not is_known and self.is_due(trainer, step, self.every):
+        self._group = CpuGroup(trainer.global_rank, trainer.world_size, self.preemption.timeout)
+
+        def is_measured() -> bool:
+            self.rows.keep_until(step or -1)  # a run that saved nothing is measured anew
+            return step in self.rows.steps()
+
+        if not self._group.on_rank0(is_measured) and self.is_due(trainer, step, self.every):
             assert isinstance(module, TrainedModule)
             self._measure_all(trainer, module, step)
 
-    def _is_known(self, step: int) -> bool:
-        """What was measured of a run that saved nothing is measured anew."""
-        self.rows.keep_until(step or -1)
-        return self.rows.has(step)
-
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        """Measure when due. A run that was asked to stop does so when it goes on; one that is asked meanwhile stops
+        """Measure when due. A run that was asked to stop does so when it continues; one that is asked meanwhile stops
         after this step."""
         if trainer.should_stop or not self.is_due(trainer, step, self.every):
             return
@@ -120,75 +108,61 @@ class Validation(OptimizerStepCallback):
             self.preemption.stop(trainer, status, "a signal or the time limit asks this run to stop")
 
     def _measure_all(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> int:
-        """Returns 0, or the exit status that all ranks agreed on when one was asked to stop; then nothing is known."""
-        measured: dict[str, Measured] = {}
+        """Returns 0, or the exit status that all ranks agreed on when one was asked to stop; then nothing is
+        recorded."""
+        measured: dict[str, Measurement] = {}
         began_s = time.monotonic()
         with self.timer.excluded("validate"):
             for name, ema in ((TRAINED, None), *([(AVERAGE, self.ema)] if self.ema else [])):
                 one = self._measure(trainer, module, ema)
                 if isinstance(one, int):
                     log.info(
-                        f"validation loss after {counted(step, 'optimizer step')}: broken off, as the run is to stop"
+                        f"validation loss after {counted(step, 'optimizer step')}: interrupted, the run is to stop"
                     )
                     return one
                 measured[name] = one
-        self.preemption.leave_out(time.monotonic() - began_s)
+        self.preemption.exclude_from_step(time.monotonic() - began_s)
         self.state.validation_loss = (step, measured[TRAINED if self.ema is None else AVERAGE].loss)
         if trainer.is_global_zero:
-            self._tell(trainer, step, measured)
+            self._record(trainer, step, measured)
         return 0
 
     @torch.no_grad()
-    def _measure(self, trainer: pl.Trainer, module: TrainedModule, ema: Ema | None) -> Measured | int:
+    def _measure(self, trainer: pl.Trainer, module: TrainedModule, ema: Ema | None) -> Measurement | int:
         """Collective; an exit status when one rank was asked to stop.
 
         Raises:
             DataError: the held-out data cannot be read, on some rank; whatever else its reading raises.
         """
         device, strategy = trainer.strategy.root_device, strategy_of(trainer)
+        assert self._group is not None
+        # All ranks do equally many rounds. In one without a batch of its own, a rank waits, or computes the loss of
+        # some batch for nothing where a forward pass is collective.
+        numbers, missing = strategy.split_over_ranks(len(self.data))
+        batches = self.data.batches(numbers + [0] * missing if strategy.has_collective_forward else numbers)
         sums = torch.zeros(len(self.quantiles), 3, dtype=torch.float64)
         with export_weights(module, ema), autocast(device, self.precision), without_compiling():
-            batches, counted = self._share(strategy)
-            for is_counted in counted:
-                if status := self._agreed_status(trainer):
+            for round_ in range(len(numbers) + missing):
+                if status := max(self._group.all_gather(self.preemption.requested_status(trainer))):
                     return status
-                batch = self._next(batches)
+                batch, failure = None, None
+                try:
+                    batch = next(batches, None)
+                except Exception as error:
+                    failure = error
+                self._group.raise_first(failure)  # all ranks fail when one does, so that they can save
                 if batch is not None:
                     losses, timesteps = module.held_out_losses(batch.to(device), self.quantiles)
-                    if is_counted:
-                        sums += _summed(losses, timesteps)
+                    if round_ < len(numbers):
+                        sums += _sums(losses, timesteps)
         if trainer.world_size > 1:
             sums = sums.to(device)
             distributed.all_reduce(sums)
-        # Processes that share samples have measured the same.
+        # Ranks that share samples have measured the same.
         total, times, count = (sums.cpu() / strategy.tensor_parallel_size).unbind(1)
-        return Measured((total / count).tolist(), (times / count).tolist(), round(float(count[0])))
+        return Measurement((total / count).tolist(), (times / count).tolist(), round(float(count[0])))
 
-    def _share(self, strategy: TrainingStrategy) -> tuple[Iterator[PixelBatch], list[bool]]:
-        """This rank's batches, and for each of the rounds, which are equally many on all ranks, whether its batch
-        counts. In a round without one a rank waits, or passes some batch for nothing where a forward pass is
-        collective."""
-        own, missing = strategy.split_over_ranks(len(self.data))
-        passed = [0] * missing if strategy.has_collective_forward else []
-        return self.data.batches(own + passed), [True] * len(own) + [False] * missing
-
-    def _next(self, batches: Iterator[PixelBatch]) -> PixelBatch | None:
-        """Collective: all ranks fail when one does, so that they can save."""
-        batch, failure = None, None
-        try:
-            batch = next(batches, None)
-        except Exception as error:
-            failure = error
-        assert self._cpu_group is not None
-        self._cpu_group.raise_first(failure)
-        return batch
-
-    def _agreed_status(self, trainer: pl.Trainer) -> int:
-        """Collective."""
-        assert self._cpu_group is not None
-        return max(self._cpu_group.all_gather(self.preemption.status_asked(trainer)))
-
-    def _tell(self, trainer: pl.Trainer, step: int, measured: dict[str, Measured]) -> None:
+    def _record(self, trainer: pl.Trainer, step: int, measured: dict[str, Measurement]) -> None:
         rows = []
         for weights, one in measured.items():
             levels = zip(map(str, self.quantiles), one.timesteps, one.losses, strict=True)
@@ -205,7 +179,7 @@ class Validation(OptimizerStepCallback):
         log.info(f"validation loss after {counted(step, 'optimizer step')}: {text}")
 
 
-def _summed(losses: Tensor, timesteps: Tensor | None) -> Tensor:
+def _sums(losses: Tensor, timesteps: Tensor | None) -> Tensor:
     """[K, 3] sums over the samples: losses, timesteps, ones."""
     losses = losses.double().cpu()
     times = torch.full_like(losses, math.nan) if timesteps is None else timesteps.double().cpu()

@@ -138,14 +138,11 @@ def write_failure(what: str, folder: Path, error: BaseException) -> OSError:
     """The error to raise when `what` could not be written: names the folder, the cause and the free space [GiB]."""
     number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
     cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return OSError(number, f"{what} could not be written to {folder}: {cause}; {_free_space(folder)}")
-
-
-def _free_space(folder: Path) -> str:
     try:
-        return f"{free_bytes(folder) / 2**30:.2f} GiB are free there"
-    except OSError as error:
-        return f"free space unknown ({error})"
+        free = f"{free_bytes(folder) / 2**30:.2f} GiB are free there"
+    except OSError as unknown:
+        free = f"free space unknown ({unknown})"
+    return OSError(number, f"{what} could not be written to {folder}: {cause}; {free}")
 
 
 def _flush(path: Path, flags: int) -> None:

@@ -1,4 +1,5 @@
-"""Sealed checkpoint folders on a file system: write, verify, find the newest intact one. Needs no torch.
+"""Sealed checkpoint folders on a file system: write, verify, find the newest intact one, delete old ones. Needs no
+torch.
 
 A folder `step=N` exists only after every file in it was flushed to disk and read back equal to `MANIFEST.json` (sizes,
 SHA-256 sums, and a sum of the manifest itself). A process killed at any moment leaves at most a `step=N.partial-…` or
@@ -6,7 +7,7 @@ SHA-256 sums, and a sum of the manifest itself). A process killed at any moment 
 checked before anything is published or deleted.
 
 A `step=N` may be a link to a folder, as after a move to another disk. It is read like a folder; a rename or removal
-affects the link. A dangling link is a damaged checkpoint: the disk may be back tomorrow.
+affects the link. A dangling link is a damaged checkpoint: its disk may be mounted again later.
 
 Files are hashed after they were written, not while: the sums must be compared with what the disk holds in any case, so
 files are read again, and the first of the two readings comes from the page cache.
@@ -17,11 +18,11 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from sd_training.checkpoint.atomic_io import (
     files_below,
@@ -29,12 +30,12 @@ from sd_training.checkpoint.atomic_io import (
     flush_tree,
     forget_cached,
     make_empty_folder,
+    remove_durably,
     remove_quietly,
     replace_text,
-    require_free_space,
 )
 from sd_training.checkpoint.run_lock import NO_LOCK, RunLock
-from sd_training.errors import CheckpointError, DamagedCheckpointsError
+from sd_training.errors import DamagedCheckpointsError
 from sd_training.log import get_logger
 
 log = get_logger(__name__)
@@ -42,6 +43,8 @@ log = get_logger(__name__)
 MANIFEST_NAME = "MANIFEST.json"
 MAX_MANIFEST_BYTES = 16 * 2**20
 """Larger manifests are refused, wherever they come from [bytes]."""
+MIN_KEPT = 2
+"""`rotate` never leaves fewer verified checkpoints: the newest may turn out damaged [count]."""
 _FORMAT = 1
 _CHUNK_BYTES = 4 * 2**20
 _THREADS = 4
@@ -51,6 +54,9 @@ _SAVED_STEP_FILE = "saved_step"
 _SEALED_NAME = re.compile(r"step=(\d+)", re.ASCII)
 _DAMAGED_NAME = re.compile(r"step=\d+\.damaged(-\d+)?", re.ASCII)
 _LEFTOVER_NAME = re.compile(r"step=\d+\.(partial|deleting)(-\d+)?", re.ASCII)
+_LOSS_KEYS = {"training_loss": "mean_loss", "validation_loss": "validation_loss"}
+"""`checkpoint.best_by` → name in a manifest."""
+_Name = TypeVar("_Name")
 
 
 class ReadBackError(OSError):
@@ -74,18 +80,17 @@ def step_of(folder: Path) -> int:
     return int(match[1])
 
 
-def begin_partial(root: Path, step: int, needed_bytes: int = 0, run_lock: RunLock = NO_LOCK) -> Path | None:
+def begin_partial(root: Path, step: int, run_lock: RunLock = NO_LOCK) -> Path | None:
     """An empty folder to write a checkpoint into, for `seal_partial`; None when `step=N` exists and verifies: replacing
     it would put it at risk. One that does not verify is set aside.
 
     Args:
         root: the run's folder of checkpoints; made when missing.
         step: optimizer steps completed.
-        needed_bytes: what will be written.
         run_lock: of this start of the run.
 
     Raises:
-        OSError: it cannot be made, or there is less space than needed.
+        OSError: it cannot be made.
         TakenOverError: another start has taken the run over.
     """
     run_lock.check()
@@ -95,7 +100,6 @@ def begin_partial(root: Path, step: int, needed_bytes: int = 0, run_lock: RunLoc
         if not problems:
             return None
         _set_aside(final, problems)
-    require_free_space(root, needed_bytes)
     partial = root / f"{folder_name(step)}{_PARTIAL}{run_lock.suffix}"
     make_empty_folder(partial)
     return partial
@@ -106,7 +110,7 @@ def seal_partial(partial: Path, info: Mapping[str, Any] | None, run_lock: RunLoc
 
     Args:
         partial: holds all files.
-        info: JSON for a new manifest, see `read_info`; None for a copy of a checkpoint, which has its manifest.
+        info: JSON for a new manifest, see `Manifest`; None for a copy of a checkpoint, which has its manifest.
         run_lock: of this start of the run.
 
     Raises:
@@ -116,7 +120,7 @@ def seal_partial(partial: Path, info: Mapping[str, Any] | None, run_lock: RunLoc
     final = partial.with_name(partial.name.partition(_PARTIAL)[0])
     flush_tree(partial)
     if info is not None:
-        text = manifest_text(_record_manifest(partial, step_of(final), info))
+        text = manifest_text(_new_manifest(partial, step_of(final), info))
         (partial / MANIFEST_NAME).write_text(text, encoding="utf-8")
         flush_tree(partial)
     for path in files_below(partial):
@@ -141,28 +145,26 @@ def verify_checkpoint(folder: Path, *, contents: bool = True) -> list[str]:
         folder: `step=N`.
         contents: also read every file and compare its checksum; without it only names and sizes are compared.
     """
-    if folder.is_symlink() and not folder.is_dir():
-        return [f"it is a link to {os.readlink(folder)}, where no folder is"]
     match = _SEALED_NAME.fullmatch(folder.name)
     return _problems(folder, None if match is None else int(match[1]), contents=contents)
 
 
 def _problems(folder: Path, step: int | None, *, contents: bool = True) -> list[str]:
     try:
-        recorded = read_manifest(folder)
+        manifest = read_manifest(folder)
     except FileNotFoundError:
         return [f"{MANIFEST_NAME} is missing"]
     except (OSError, ValueError) as error:
         return [f"{MANIFEST_NAME} cannot be used: {error}"]
     with ThreadPoolExecutor(_THREADS) as pool:
-        checks = pool.map(lambda item: _check_file(folder, *item, contents=contents), recorded.files.items())
+        checks = pool.map(lambda item: _file_problem(folder, *item, contents=contents), manifest.files.items())
         problems = [problem for problem in checks if problem]
-    if step not in (None, recorded.step):
-        problems.append(f"{MANIFEST_NAME} belongs to step {recorded.step:,}")
+    if step not in (None, manifest.step):
+        problems.append(f"{MANIFEST_NAME} belongs to step {manifest.step:,}")
     return problems
 
 
-def _check_file(folder: Path, name: str, expected: "FileRecord", *, contents: bool) -> str | None:
+def _file_problem(folder: Path, name: str, expected: "FileRecord", *, contents: bool) -> str | None:
     path = folder / name
     try:
         if os.path.realpath(path) != os.path.join(os.path.realpath(folder), name):
@@ -172,10 +174,8 @@ def _check_file(folder: Path, name: str, expected: "FileRecord", *, contents: bo
             return f"{name} has {size:,} bytes, {expected.size:,} were written"
         if contents and _sha256(path) != expected.sha256:
             return f"{name} has changed since it was written (SHA-256 differs)"
-    except FileNotFoundError:
-        return f"{name} is missing"
     except OSError as error:
-        return f"{name} cannot be read: {error.strerror or error}"
+        return f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{name} cannot be read: {error}"
     return None
 
 
@@ -188,15 +188,7 @@ def has_ever_saved(root: Path) -> bool:
     """Whether a checkpoint was ever finished, intact or damaged: then a fresh start would lose a run.
 
     The answer is the same before, during and after `remove_leftovers`, so ranks may call it at different times.
-
-    Raises:
-        DamagedCheckpointsError: `root` is a dangling link, so that it cannot be known.
     """
-    if root.is_symlink() and not root.is_dir():
-        raise DamagedCheckpointsError(
-            f"{root} is a link to {os.readlink(root)}, where no folder is: bring that one back (is its disk mounted?), "
-            "or take another experiment.name to train from the beginning"
-        )
     return bool(sealed_checkpoints(root) or _folders(root, _DAMAGED_NAME))
 
 
@@ -229,13 +221,13 @@ def newest_verified(root: Path) -> Path | None:
         CheckpointError: checkpoints exist, or were set aside before, and none verifies. Nothing is renamed then.
     """
     newest, damaged = _newest(root, contents=True)
-    for bad, reasons in damaged.items():
-        _set_aside(bad, reasons)
+    for folder, problems in damaged.items():
+        _set_aside(folder, problems)
     return newest
 
 
 def _newest(root: Path, *, contents: bool) -> tuple[Path | None, dict[Path, list[str]]]:
-    """The newest checkpoint without a problem, and those after it with theirs."""
+    """The newest checkpoint without a problem, and the newer ones with theirs."""
     damaged: dict[Path, list[str]] = {}
     for folder in reversed(sealed_checkpoints(root)):
         problems = verify_checkpoint(folder, contents=contents)
@@ -246,7 +238,7 @@ def _newest(root: Path, *, contents: bool) -> tuple[Path | None, dict[Path, list
     if not damaged and not set_aside:
         return None, {}
     lines = [f"{root} holds checkpoints, but none of them can be used:"]
-    lines += [f"  {folder.name}: {'; '.join(reasons)}" for folder, reasons in damaged.items()]
+    lines += [f"  {folder.name}: {'; '.join(problems)}" for folder, problems in damaged.items()]
     lines += [f"  {folder.name}: set aside earlier" for folder in set_aside]
     lines.append("Put a good copy of one back, or take another experiment.name to train from the beginning.")
     raise DamagedCheckpointsError("\n".join(lines))
@@ -258,7 +250,7 @@ def remove_leftovers(root: Path) -> list[Path]:
     for folder in leftovers:
         log.info(f"removing {folder}, left by a process that was stopped")
         doomed = folder.with_name(f"{folder.name.partition('.')[0]}.deleting")
-        if folder != doomed:  # a process that is about to publish it after all finds it gone at once
+        if folder != doomed:  # a former start that is about to publish it finds it gone at once
             remove_quietly(doomed)
             os.rename(folder, doomed)
         remove_quietly(doomed)
@@ -271,16 +263,90 @@ def _folders(root: Path, name: re.Pattern[str]) -> list[Path]:
     return [p for p in sorted(root.iterdir()) if name.fullmatch(p.name) and (p.is_dir() or p.is_symlink())]
 
 
-def _set_aside(folder: Path, reasons: list[str]) -> None:
+def _set_aside(folder: Path, problems: list[str]) -> None:
     target, count = folder.with_name(f"{folder.name}.damaged"), 1
     while os.path.lexists(target):
         count += 1
         target = folder.with_name(f"{folder.name}.damaged-{count}")
-    log.error(f"checkpoint {folder} is damaged and is set aside as {target.name}: {'; '.join(reasons)}")
+    log.error(f"checkpoint {folder} is damaged and is set aside as {target.name}: {'; '.join(problems)}")
     try:
         os.rename(folder, target)
     except OSError as error:
         log.error(f"{folder} could not be renamed: {error}")
+
+
+def retention_info(
+    *, is_milestone: bool, mean_loss: float | None, validation_loss: float | None = None
+) -> dict[str, Any]:
+    """What a manifest records for `rotate`, so that it outlives the run that wrote it and a change of its options.
+
+    Args:
+        is_milestone: never to be deleted.
+        mean_loss: of the training since the save before; None when nothing finite is known.
+        validation_loss: after the checkpoint's step; None when it was not measured then, or is not finite.
+    """
+    return {"is_milestone": is_milestone, "mean_loss": mean_loss, "validation_loss": validation_loss}
+
+
+def rotate(
+    root: Path,
+    keep: int,
+    num_best: int = 0,
+    best_by: str = "training_loss",
+    newest: Path | None = None,
+    also_kept: Collection[Path] = (),
+    run_lock: RunLock = NO_LOCK,
+) -> list[Path]:
+    """Deletes checkpoints older than the `keep` newest verified ones, except milestones and the best.
+
+    Args:
+        root: the run's folder of checkpoints.
+        keep: verified checkpoints to leave [count]; fewer than 2 count as 2. Damaged ones do not count.
+        num_best: how many with the lowest loss are left, the newest ones included.
+        best_by: as `checkpoint.best_by`.
+        newest: was verified a moment ago and is not read again.
+        also_kept: older ones that are left as well.
+        run_lock: of this start of the run.
+
+    Returns:
+        What was deleted. An older one that is itself damaged is left for a person to look at.
+    """
+    infos: dict[Path, Mapping[str, Any]] = {}
+    for folder in sealed_checkpoints(root):
+        try:
+            infos[folder] = read_manifest(folder).info
+        except (OSError, ValueError):
+            infos[folder] = {}
+    protected = {*protected_checkpoints(infos, num_best, best_by), *also_kept}
+    good, deleted = 0, []
+    for folder in reversed(infos):
+        if good < max(keep, MIN_KEPT):
+            good += folder == newest or not verify_checkpoint(folder)
+        elif folder not in protected and not verify_checkpoint(folder, contents=False):
+            run_lock.check()
+            discard_checkpoint(folder)
+            deleted.append(folder)
+    return deleted
+
+
+def protected_checkpoints(
+    infos: Mapping[_Name, Mapping[str, Any]], num_best: int, best_by: str = "training_loss"
+) -> list[_Name]:
+    """Of checkpoints with the `info` of their manifests: milestones, and the `num_best` with the lowest loss."""
+    key = _LOSS_KEYS[best_by]
+    losses = {name: info[key] for name, info in infos.items() if isinstance(info.get(key), float)}
+    best = sorted(losses, key=lambda name: losses[name])[:num_best]
+    return [*best, *(name for name, info in infos.items() if info.get("is_milestone") is True)]
+
+
+def discard_checkpoint(folder: Path) -> None:
+    """Deletes a checkpoint; of a link, the link alone. It is renamed first, so a kill half way leaves no damaged
+    `step=N`."""
+    if os.path.lexists(folder):
+        doomed = folder.with_name(f"{folder.name}.deleting")
+        remove_durably(doomed)
+        os.rename(folder, doomed)
+        remove_durably(doomed)
 
 
 @dataclass(frozen=True)
@@ -303,18 +369,6 @@ class Manifest:
     """JSON about the checkpoint, such as its loss."""
     files: dict[str, FileRecord]
     """By path relative to the folder."""
-
-
-def read_info(folder: Path) -> dict[str, Any]:
-    """The `info` that `seal_partial` was given.
-
-    Raises:
-        CheckpointError: the manifest is missing or damaged.
-    """
-    try:
-        return read_manifest(folder).info
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / MANIFEST_NAME} cannot be used: {error}") from error
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -363,7 +417,7 @@ def manifest_text(manifest: Manifest) -> str:
     return json.dumps(body | {"manifest_sha256": digest}, indent=1)
 
 
-def _record_manifest(folder: Path, step: int, info: Mapping[str, Any]) -> Manifest:
+def _new_manifest(folder: Path, step: int, info: Mapping[str, Any]) -> Manifest:
     """Reads and hashes every file below `folder`."""
     paths = list(files_below(folder))
     names = [path.relative_to(folder).as_posix() for path in paths]

@@ -9,11 +9,11 @@ whose folder has less: a new machine, a lost disk. A copy is compared with its m
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import obstore
 from obstore.store import ObjectStore
@@ -22,18 +22,19 @@ from sd_training.checkpoint.atomic_io import files_below, remove_quietly
 from sd_training.checkpoint.folder import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
+    MIN_KEPT,
     Manifest,
     ReadBackError,
     begin_partial,
     folder_name,
     manifest_text,
     parse_manifest,
+    protected_checkpoints,
     seal_partial,
     sealed_checkpoints,
     step_of,
     verify_checkpoint,
 )
-from sd_training.checkpoint.retention import MIN_KEPT, to_keep
 from sd_training.checkpoint.run_lock import RunLock
 from sd_training.data.storage.object_store import is_outage, open_store, reason_of
 from sd_training.errors import ConfigError, DamagedCheckpointsError, TakenOverError
@@ -42,6 +43,7 @@ from sd_training.log import get_logger
 log = get_logger(__name__)
 
 _NUM_RETRIES, _TIMEOUT_S = 5, 60.0
+_STEP = re.compile(r"step=(0|[1-9][0-9]{0,14})")
 
 
 class MirrorError(OSError):
@@ -61,12 +63,8 @@ class _BadCopy(Exception):
     """A copy is not what was sent."""
 
 
-class _IncompleteCopy(_BadCopy):
-    """Its sender was stopped, or has begun to delete it."""
-
-
 class Mirror:
-    """Of one run.
+    """The copies of one run.
 
     Args:
         url: `checkpoint.mirror`.
@@ -80,8 +78,6 @@ class Mirror:
         scheme, _, place = url.partition("://")
         folder = "" if scheme == "file" else place.partition("/")[2].strip("/")
         self._prefix = "/".join(filter(None, (folder, run, "checkpoints")))
-        self._unusable: set[int] = set()
-        """Steps of the copies that rotation leaves alone and the log has named."""
 
     @cached_property
     def _store(self) -> ObjectStore:
@@ -95,7 +91,7 @@ class Mirror:
             MirrorError: it cannot be read.
         """
         with self._errors_named():
-            return [step for step in self._folders() if self._size(step, MANIFEST_NAME) is not None]
+            return [step for step, sizes in self._copies().items() if MANIFEST_NAME in sizes]
 
     def send(self, folder: Path, run_lock: RunLock) -> None:
         """Copies a sealed checkpoint, its manifest last; an equal copy is left alone.
@@ -106,11 +102,10 @@ class Mirror:
         """
         step, own = step_of(folder), folder / MANIFEST_NAME
         with self._errors_named():
-            size = self._size(step, MANIFEST_NAME)
-            if size == own.stat().st_size and self._read(self._path(step, MANIFEST_NAME)) == own.read_bytes():
+            if self._manifest_bytes(step) == own.read_bytes():
                 return
             run_lock.check()
-            if size is not None:
+            with suppress(FileNotFoundError):
                 obstore.delete(self._store, self._path(step, MANIFEST_NAME))
             for path in [*(path for path in files_below(folder) if path != own), own]:
                 run_lock.check()
@@ -123,8 +118,7 @@ class Mirror:
 
         Args:
             newest: optimizer steps of the checkpoint that was just sent; stays.
-            keep: as `checkpoint.keep`.
-            num_best, best_by: as `checkpoint.keep_best` and `checkpoint.best_by`.
+            keep, num_best, best_by: as `checkpoint.keep`, `checkpoint.keep_best` and `checkpoint.best_by`.
             run_lock: of this start of the run.
 
         Raises:
@@ -132,17 +126,23 @@ class Mirror:
             TakenOverError: another start has taken the run over.
         """
         with self._errors_named():
-            infos = {step: info for step, info in self._infos().items() if step <= newest}
-            kept = {newest, *self._unusable, *list(infos)[-max(keep, MIN_KEPT) :], *to_keep(infos, num_best, best_by)}
-            for step in set(self._folders()) - kept:
+            copies, infos, unusable = self._copies(), {}, []
+            for step in (step for step, sizes in copies.items() if MANIFEST_NAME in sizes):
+                try:
+                    infos[step] = self._manifest(step).info
+                except _BadCopy as error:
+                    unusable.append(step)
+                    log.warning(f"{self.root}/{folder_name(step)} is left as it is, for you to delete: {error}")
+            infos = {step: info for step, info in infos.items() if step <= newest}
+            protected = protected_checkpoints(infos, num_best, best_by)
+            kept = {newest, *unusable, *list(infos)[-max(keep, MIN_KEPT) :], *protected}
+            for step in copies.keys() - kept:
                 run_lock.check()
-                if self._size(step, MANIFEST_NAME) is not None:  # first: without it the copy does not exist
-                    obstore.delete(self._store, self._path(step, MANIFEST_NAME))
-                for files in obstore.list(self._store, self._path(step)):
-                    obstore.delete(self._store, [file["path"] for file in files])
+                for name in sorted(copies[step], key=lambda name: name != MANIFEST_NAME):  # the manifest first
+                    obstore.delete(self._store, self._path(step, name))
 
     def restore(self, root: Path, run_lock: RunLock) -> Path | None:
-        """Fetches the newest intact copy, where the run's own folder has no checkpoint as new that verifies.
+        """Downloads the newest intact copy, where the run's own folder has no checkpoint as new that verifies.
 
         Args:
             root: the run's folder of checkpoints.
@@ -155,106 +155,75 @@ class Mirror:
         """
         intact = (step_of(folder) for folder in reversed(sealed_checkpoints(root)) if not verify_checkpoint(folder))
         own = next(intact, -1)
-        newer = [step for step in self.steps() if step > own]
-        for step in reversed(newer):
-            log.info(f"{root} has nothing intact as new as {self._url_of(step)}: fetching it")
+        with self._errors_named():
+            newer = {step: sizes for step, sizes in self._copies().items() if step > own and MANIFEST_NAME in sizes}
+        for step, sizes in reversed(newer.items()):
+            copy = f"{self.root}/{folder_name(step)}"
+            log.info(f"{root} has nothing intact as new as {copy}: downloading it")
             try:
-                return self._fetch(step, root, run_lock)
+                return self._download(step, sizes, root, run_lock)
             except _BadCopy as error:
-                log.error(f"{self._url_of(step)} cannot be used: {error}")
+                log.error(f"{copy} cannot be used: {error}")
         if newer and own < 0:
             raise DamagedCheckpointsError(
                 f"checkpoint.mirror: {self.root} holds copies of checkpoints, but none of them can be used"
             )
         return None
 
-    def _fetch(self, step: int, root: Path, run_lock: RunLock) -> Path:
+    def _download(self, step: int, sizes: Mapping[str, int], root: Path, run_lock: RunLock) -> Path:
         with self._errors_named():
-            recorded = self._manifest(step)
-        partial = begin_partial(root, step, sum(file.size for file in recorded.files.values()), run_lock)
-        if partial is None:
-            return root / folder_name(step)
+            manifest = self._manifest(step)
+        partial = begin_partial(root, step, run_lock)
+        assert partial is not None, "an intact checkpoint of this step is there"
         try:
-            with self._errors_named():
-                for name, file in recorded.files.items():
-                    self._get(step, name, partial, file.size)
-            (partial / MANIFEST_NAME).write_text(manifest_text(recorded), encoding="utf-8")
+            for name, file in manifest.files.items():
+                if sizes.get(name) != file.size:  # the copy may not be what was sent
+                    raise _BadCopy(f"{name} has {sizes.get(name, 0):,} bytes, {file.size:,} were sent")
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                with self._errors_named(), (partial / name).open("wb") as target:
+                    for chunk in obstore.get(self._store, self._path(step, name)).stream():
+                        target.write(chunk)
+            (partial / MANIFEST_NAME).write_text(manifest_text(manifest), encoding="utf-8")
             return seal_partial(partial, None, run_lock)
         except ReadBackError as error:
             raise _BadCopy(str(error)) from error
         finally:
             remove_quietly(partial)  # gone where it was sealed
 
-    def _infos(self) -> dict[int, dict[str, Any]]:
-        """What the usable manifests say, oldest first."""
-        found, unusable = {}, set()
-        for step in self._folders():
-            try:
-                found[step] = self._manifest(step).info
-            except _IncompleteCopy:
-                continue
-            except _BadCopy as error:
-                unusable.add(step)
-                if step not in self._unusable:
-                    log.error(f"{self._url_of(step)} is left as it is, for you to delete: {error}")
-        self._unusable = unusable
-        return found
-
     def _manifest(self, step: int) -> Manifest:
-        """Of a copy; no more is read than a manifest may have."""
-        size = self._size(step, MANIFEST_NAME) or 0
-        if size > MAX_MANIFEST_BYTES:
-            raise _BadCopy(f"{MANIFEST_NAME} has {size:,} bytes, at most {MAX_MANIFEST_BYTES:,} are read")
         try:
-            raw = self._read(self._path(step, MANIFEST_NAME)) if size else b""
-        except FileNotFoundError:
-            raw = b""
-        if not raw.endswith(b"}"):
-            raise _IncompleteCopy(f"{MANIFEST_NAME} is missing or has no end")
-        try:
-            recorded = parse_manifest(raw)
+            manifest = parse_manifest(self._manifest_bytes(step))
         except ValueError as error:
             raise _BadCopy(f"{MANIFEST_NAME}: {error}") from error
-        if recorded.step != step:
-            raise _BadCopy(f"its manifest is that of step {recorded.step:,}")
-        return recorded
+        if manifest.step != step:
+            raise _BadCopy(f"its manifest is that of step {manifest.step:,}")
+        return manifest
 
-    def _get(self, step: int, name: str, folder: Path, size: int) -> None:
-        """Compares sizes first: the copy may not be what was sent."""
-        found = self._size(step, name)
-        if found != size:
-            raise _BadCopy(f"{name} is missing" if found is None else f"{name} has {found:,} bytes, {size:,} were sent")
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        with (folder / name).open("wb") as target:
-            for chunk in obstore.get(self._store, self._path(step, name)).stream():
-                target.write(chunk)
-
-    def _size(self, step: int, name: str) -> int | None:
-        """Of a file [bytes]; None where it does not exist."""
+    def _manifest_bytes(self, step: int) -> bytes:
+        """Empty where there is none, or a larger one than a manifest may be."""
         try:
-            return int(obstore.head(self._store, self._path(step, name))["size"])
+            found = obstore.get(self._store, self._path(step, MANIFEST_NAME))
         except FileNotFoundError:
-            return None
+            return b""
+        return bytes(found.bytes()) if found.meta["size"] <= MAX_MANIFEST_BYTES else b""
 
-    def _read(self, path: str) -> bytes:
-        return bytes(obstore.get(self._store, path).bytes())
-
-    def _folders(self) -> list[int]:
-        """Steps of all copies, complete or not, oldest first."""
+    def _copies(self) -> dict[int, dict[str, int]]:
+        """Step → file → size [bytes] of all copies, complete or not, oldest first."""
         if self._url.startswith("file://"):
             try:
                 os.stat(self.root.removeprefix("file://"))
             except FileNotFoundError:
-                return []  # opening the store would make the folder
-        found = obstore.list_with_delimiter(self._store, self._prefix)["common_prefixes"]
-        names = [path.rstrip("/").rpartition("/")[2] for path in found]
-        return sorted(int(name[5:]) for name in names if re.fullmatch(r"step=(0|[1-9][0-9]{0,14})", name))
+                return {}  # opening the store would make the folder
+        found: dict[int, dict[str, int]] = defaultdict(dict)
+        for page in obstore.list(self._store, self._prefix):
+            for file in page:
+                folder, _, name = file["path"].removeprefix(f"{self._prefix}/").partition("/")
+                if match := _STEP.fullmatch(folder):
+                    found[int(match[1])][name] = file["size"]
+        return dict(sorted(found.items()))
 
-    def _path(self, step: int, name: str = "") -> str:
-        return f"{self._prefix}/{folder_name(step)}/{name}".rstrip("/")
-
-    def _url_of(self, step: int) -> str:
-        return f"{self.root}/{folder_name(step)}"
+    def _path(self, step: int, name: str) -> str:
+        return f"{self._prefix}/{folder_name(step)}/{name}"
 
     @contextmanager
     def _errors_named(self) -> Iterator[None]:

@@ -22,8 +22,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,7 @@ class RunLock:
         if self.run_dir is None:
             return
         newest = max(_numbers(self.run_dir), default=0)
-        owner = _read(self.run_dir, newest)
+        owner = _claim_of(self.run_dir, newest)
         if newest != self.number or owner.get("token") != self.token:
             raise TakenOverError(
                 f"{self.run_dir}: {_described(newest, owner)} has taken this run over from start {self.number}; this "
@@ -99,71 +98,44 @@ def acquire_run_lock(run_dir: Path) -> RunLock:
         OSError: the folder cannot be written.
     """
     (run_dir / _CLAIMS).mkdir(exist_ok=True)
-    with _one_start_at_a_time(run_dir):
+    start_lock, end_s = os.open(run_dir / _START_LOCK, os.O_RDWR | os.O_CREAT, 0o644), time.monotonic() + _START_WAIT_S
+    try:
+        with suppress(OSError):  # a file system without locks
+            while not _try_lock(start_lock) and time.monotonic() < end_s:
+                time.sleep(0.05)
         while True:
             newest = max(_numbers(run_dir), default=0)
-            is_locked = _lock(run_dir)
+            is_locked = _lock(run_dir / _LOCK, run_dir)
             if not is_locked:
                 _refuse_if_here(run_dir, newest)
             run_lock = RunLock(run_dir, newest + 1, secrets.token_hex(8))
             try:
-                _claim(run_dir, run_lock)
-                if not is_locked:
-                    _replace_lock(run_dir, run_lock.number)
+                _write_claim(run_dir, run_lock)
+                if not is_locked:  # the lock of a machine that is lost: replaced by one that this process has
+                    own = run_dir / f"{_LOCK}.{run_lock.number}"
+                    _lock(own, run_dir)
+                    os.replace(own, run_dir / _LOCK)
                 run_lock.check()
                 break
             except (FileExistsError, TakenOverError):
                 continue  # another start at this very moment; the later one has it
-        for older in _numbers(run_dir):
-            if older < run_lock.number:
-                _path(run_dir, older).unlink(missing_ok=True)
+    finally:
+        os.close(start_lock)
+    for older in _numbers(run_dir):
+        if older < run_lock.number:
+            _claim_path(run_dir, older).unlink(missing_ok=True)
     return run_lock
 
 
-@contextmanager
-def _one_start_at_a_time(run_dir: Path) -> Iterator[None]:
-    """Starts on one machine wait for each other here; where the file system has no locks, they do not."""
-    end_s = time.monotonic() + _START_WAIT_S
-    handle = os.open(run_dir / _START_LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        with suppress(OSError):
-            while not _flock(handle) and time.monotonic() < end_s:
-                time.sleep(0.05)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _claim(run_dir: Path, run_lock: RunLock) -> None:
-    path = _path(run_dir, run_lock.number)
-    owner = {
-        "token": run_lock.token,
-        "host": socket.gethostname(),
-        "boot_id": _boot_id(),
-        "pid": os.getpid(),
-        "job_id": os.environ.get("SLURM_JOB_ID"),
-        "restart_count": os.environ.get("SLURM_RESTART_COUNT"),
-        "started_unix_s": int(time.time()),
-    }
-    with path.open("x", encoding="utf-8") as file:
-        try:
-            file.write(json.dumps(owner))
-            file.flush()
-            os.fsync(file.fileno())
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
-
-
-def _lock(run_dir: Path) -> bool:
-    """Whether no other process has it; also where the file system has no locks."""
+def _lock(path: Path, run_dir: Path) -> bool:
+    """Whether no other process has the file locked; also where the file system has no locks."""
     _unlock(run_dir)
-    handle = os.open(run_dir / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)  # not inherited by programs that this one starts
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)  # not inherited by programs that this one starts
     try:
-        is_ours = _flock(handle)
+        is_ours = _try_lock(handle)
     except OSError as error:
-        os.close(handle)
         log.info(f"{run_dir}: no locks there ({error.strerror}); a second start takes this run over")
+        os.close(handle)
         return True
     if is_ours:
         _held_locks[os.path.realpath(run_dir)] = handle
@@ -172,7 +144,7 @@ def _lock(run_dir: Path) -> bool:
     return is_ours
 
 
-def _flock(handle: int) -> bool:
+def _try_lock(handle: int) -> bool:
     """Whether no other process has it locked; then this process has.
 
     Raises:
@@ -187,15 +159,17 @@ def _flock(handle: int) -> bool:
     return True
 
 
+def _unlock(run_dir: Path) -> None:
+    handle = _held_locks.pop(os.path.realpath(run_dir), None)
+    if handle is not None:
+        os.close(handle)
+
+
 def _refuse_if_here(run_dir: Path, number: int) -> None:
     """Another process has the lock, and `number` is the newest start. One that does not record its machine is of this
-    one; boots are compared before names, as containers have names of their own."""
-    owner, boot_id = _read(run_dir, number), _boot_id()
-    if owner.get("boot_id") and boot_id:
-        is_here = owner["boot_id"] == boot_id
-    else:
-        is_here = owner.get("host") in (None, socket.gethostname())
-    if is_here:
+    one."""
+    owner = _claim_of(run_dir, number)
+    if owner.get("boot_id") in (None, _boot_id()):
         raise ConfigError(
             f"experiment.name: {_described(number, owner)} writes in {run_dir} and still lives; end it first (it may "
             "be stopped), or choose another experiment.name"
@@ -203,53 +177,50 @@ def _refuse_if_here(run_dir: Path, number: int) -> None:
     log.warning(f"{run_dir}: {_described(number, owner)} still has it locked; it is taken over from that machine")
 
 
-def _boot_id() -> str | None:
-    """Distinguishes machines, and the boots of one; None where the system has none."""
+def _boot_id() -> str:
+    """Distinguishes machines, and the boots of one; containers of one machine share it. The name of the machine where
+    the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
-        return None
+        return socket.gethostname()
 
 
-def _replace_lock(run_dir: Path, number: int) -> None:
-    """By one that this process has; `number` is that of this start."""
-    beside = run_dir / f"{_LOCK}.{number}"
-    handle = os.open(beside, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        _flock(handle)
-        os.replace(beside, run_dir / _LOCK)
-    except OSError:
-        os.close(handle)
-        beside.unlink(missing_ok=True)
-        raise
-    _held_locks[os.path.realpath(run_dir)] = handle
+def _write_claim(run_dir: Path, run_lock: RunLock) -> None:
+    path = _claim_path(run_dir, run_lock.number)
+    owner = {
+        "token": run_lock.token,
+        "host": socket.gethostname(),
+        "boot_id": _boot_id(),
+        "pid": os.getpid(),
+        "job_id": os.environ.get("SLURM_JOB_ID"),
+    }
+    with path.open("x", encoding="utf-8") as file:
+        try:
+            file.write(json.dumps(owner))
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
 
 
-def _unlock(run_dir: Path) -> None:
-    handle = _held_locks.pop(os.path.realpath(run_dir), None)
-    if handle is not None:
-        os.close(handle)
-
-
-def _path(run_dir: Path, number: int) -> Path:
+def _claim_path(run_dir: Path, number: int) -> Path:
     return run_dir / _CLAIMS / f"{number}.json"
 
 
-def _numbers(run_dir: Path) -> list[int]:
-    try:
-        names = os.listdir(run_dir / _CLAIMS)
-    except FileNotFoundError:
-        return []
-    return [int(name.removesuffix(".json")) for name in names if name.removesuffix(".json").isdecimal()]
-
-
-def _read(run_dir: Path, number: int) -> dict[str, Any]:
+def _claim_of(run_dir: Path, number: int) -> dict[str, Any]:
     """What a start records of itself; nothing when it cannot be read."""
     try:
-        owner = json.loads(_path(run_dir, number).read_text(encoding="utf-8"))
+        owner = json.loads(_claim_path(run_dir, number).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
     return owner if isinstance(owner, dict) else {}
+
+
+def _numbers(run_dir: Path) -> list[int]:
+    """Of the starts with a claim, in no order."""
+    return [int(path.stem) for path in (run_dir / _CLAIMS).glob("*.json") if path.stem.isdecimal()]
 
 
 def _described(number: int, owner: dict[str, Any]) -> str:

@@ -8,75 +8,71 @@ step=N/weights.safetensors                  one rank; several: weights-00001-of-
 
 A checkpoint depends neither on the strategy nor on the world size, so that a run continues with any other. Which rank
 wrote a tensor does not matter to a reader.
+
+Lightning saves and resumes by `Trainer.save_checkpoint` and `Trainer.fit(ckpt_path=...)`, in a format per strategy and
+with hooks for weights and optimizer in the strategies. This trainer uses neither: `training_state` and
+`restore_training_state` call the same hooks of callbacks, module, data module, loops, schedulers and precision plugin
+as Lightning's `_CheckpointConnector` (2.6), through public names. `tests/unit/checkpoint/test_save_lightning.py` tests
+what they rely on: `on_fit_start` comes after the strategy's setup and before the loops, and a loop that loaded its
+state continues from there.
 """
 
 import errno
 import json
+import math
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import pytorch_lightning as pl
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sd_training.checkpoint.atomic_io import remove_quietly, system_error, write_failure
-from sd_training.checkpoint.codec import join_tensors, split_tensors
 from sd_training.checkpoint.folder import begin_partial, folder_name, newest_verified, seal_partial, step_of
 from sd_training.checkpoint.run_lock import RunLock
 from sd_training.errors import CheckpointError
 from sd_training.parallel.cpu_group import CpuGroup
-from sd_training.parallel.sharding import ParameterSharding, local_bytes
+from sd_training.parallel.sharding import ParameterSharding
+from sd_training.parallel.strategies import strategy_of
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 """Parts of every checkpoint; averages are further ones."""
 _STATE = "state.json"
 _FORMAT = 2
 _LOSS_SCALE = "deepspeed_loss_scale"
+_RESERVED = "__metadata__"  # safetensors keeps its header's free text under this name
+
+Averages: TypeAlias = Mapping[str, Mapping[str, Tensor]]
+"""Part of a checkpoint → trained parameter of the module → this rank's shard of its average."""
+JsonValue: TypeAlias = Any
+"""None, bool, int, finite float, str, list or str-keyed dict of these."""
 
 
 @dataclass(frozen=True)
-class TrainingContents:
-    """What a checkpoint is made of, as it lies on this rank."""
-
-    module: nn.Module
-    """Its trained parameters are stored from `sharding`; frozen ones and buffers are the same on every rank."""
-    sharding: ParameterSharding
-    averages: Mapping[str, Mapping[str, Tensor]]
-    """Part of the checkpoint → trained parameter → this rank's shard of its average."""
-    state: Mapping[str, Any]
-    """Everything else, as `split_tensors` takes it; that of rank 0 is stored."""
-
-
 class PendingWrite:
-    """A checkpoint of which this rank holds its share of full tensors, ready to be written.
+    """A checkpoint of which this rank holds its share of full tensors, ready to be written."""
 
-    Args:
-        folder: `step=N`.
-        partial: where the files go until they are sealed.
-        parts: part → this rank's tensors by name; may gather them as it goes.
-        state: for `state.json`.
-        info: JSON for the manifest.
-        group: the ranks that write.
-        run_lock: of this start of the run, on rank 0.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        partial: Path,
-        parts: Iterable[tuple[str, Mapping[str, Tensor]]],
-        state: Mapping[str, Any],
-        info: Mapping[str, Any],
-        group: CpuGroup,
-        run_lock: RunLock,
-    ) -> None:
-        self.folder, self.partial, self.parts, self.state, self.info = folder, partial, parts, state, info
-        self.group, self.run_lock = group, run_lock
+    folder: Path
+    """`step=N`."""
+    partial: Path
+    """Where the files go until they are sealed."""
+    parts: Iterable[tuple[str, Mapping[str, Tensor]]]
+    """Part → this rank's tensors by name; may gather them as it goes."""
+    state: Mapping[str, Any]
+    """For `state.json`; that of rank 0 is stored."""
+    info: Mapping[str, Any]
+    """JSON for the manifest."""
+    group: CpuGroup
+    run_lock: RunLock
+    """Of this start of the run, on rank 0."""
 
     def write(self) -> None:
         """Collective. Of copies (`asynchronous`) it uses the CPU group only, so that a thread may run it while the
@@ -89,18 +85,14 @@ class PendingWrite:
         failure: OSError | None = None
         with _removed_on_failure(self.partial, self.group):
             for part, tensors in self.parts:  # gathers may be collective: they go on after a failure
-                if failure is None:
-                    failure = self._write_part(part, tensors)
+                try:
+                    if failure is None:
+                        with _failure_named(self.folder):
+                            write_tensors(self.partial, part, tensors, self.group.rank, self.group.world_size)
+                except OSError as error:
+                    failure = error
             self.group.raise_first(failure)
             self.group.on_rank0(self._seal)
-
-    def _write_part(self, part: str, tensors: Mapping[str, Tensor]) -> OSError | None:
-        try:
-            with _failure_named(self.folder):
-                write_tensors(self.partial, part, tensors, self.group.rank, self.group.world_size)
-        except OSError as error:
-            return error
-        return None
 
     def _seal(self) -> None:
         with _failure_named(self.folder):
@@ -110,20 +102,20 @@ class PendingWrite:
 
 def save_checkpoint(
     folder: Path,
-    contents: TrainingContents,
+    trainer: pl.Trainer,
+    averages: Averages,
     info: Mapping[str, Any],
-    group: CpuGroup,
     run_lock: RunLock,
     *,
     asynchronous: bool = False,
 ) -> PendingWrite | None:
-    """Collective: seals `contents` as `folder`, unless an intact checkpoint is there already.
+    """Collective: seals everything that training continues from as `folder`, unless an intact checkpoint is there.
 
     Args:
         folder: `…/step=N`.
-        contents: of this rank.
-        info: JSON for the manifest (`read_info`), that of rank 0.
-        group: all ranks.
+        trainer: in fit.
+        averages: stored beside the weights.
+        info: JSON for the manifest, that of rank 0.
         run_lock: of this start of the run; rank 0 checks it.
         asynchronous: only copy to CPU memory, as much as this rank's part of the checkpoint takes on disk.
 
@@ -131,32 +123,32 @@ def save_checkpoint(
         None, or what is still to be written where `asynchronous`.
 
     Raises:
-        OSError: as `PendingWrite.write`, and where too little space is free.
+        OSError: as `PendingWrite.write`.
         TakenOverError: another start has taken the run over.
     """
-    needed_bytes = sum(group.all_gather(_bytes_here(contents, group.rank)))
+    module, sharding, group = trainer.lightning_module, strategy_of(trainer).sharding, strategy_of(trainer).cpu_group
+    state = training_state(trainer)
 
     def begin() -> str | None:
         with _failure_named(folder):
-            partial = begin_partial(folder.parent, step_of(folder), needed_bytes, run_lock)
+            partial = begin_partial(folder.parent, step_of(folder), run_lock)
         return None if partial is None else str(partial)
 
-    made = group.on_rank0(begin)
-    if made is None:
+    begun = group.on_rank0(begin)
+    if begun is None:
         return None
-    partial = Path(made)
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in contents.sharding.optimizer.param_groups]
+    partial = Path(begun)
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in sharding.optimizer.param_groups]
     state_of_parameters: dict[str, Any] = {}
-    state = {**contents.state, OPTIMIZER: {"groups": groups, "state": state_of_parameters}}
-    state["averages"] = sorted(contents.averages)
-    if scale := contents.sharding.loss_scale():
+    state |= {OPTIMIZER: {"groups": groups, "state": state_of_parameters}, "averages": sorted(averages)}
+    if scale := sharding.loss_scale():
         state[_LOSS_SCALE] = scale
     streams = {
-        WEIGHTS: _weights(contents),
-        OPTIMIZER: _optimizer_tensors(contents, state_of_parameters),
-        **{part: _average(contents, shards) for part, shards in contents.averages.items()},
+        WEIGHTS: _weights(module, sharding),
+        OPTIMIZER: _optimizer_tensors(module, sharding, state_of_parameters),
+        **{part: _average(module, sharding, shards) for part, shards in averages.items()},
     }
-    parts = ((part, _own_share(stream, group, is_copied=asynchronous)) for part, stream in streams.items())
+    parts = ((part, _local_share(stream, group, is_copied=asynchronous)) for part, stream in streams.items())
     if not asynchronous:
         PendingWrite(folder, partial, parts, state, info, group, run_lock).write()
         return None
@@ -171,9 +163,7 @@ class StoredCheckpoint:
     """A checkpoint on disk; tensors are read when they are used."""
 
     state: dict[str, Any]
-    """The `state` it was saved with."""
-    optimizer: dict[str, Any]
-    """Groups of the optimizer, and per parameter what its state is joined from."""
+    """Everything that is not a tensor of a part."""
     parts: dict[str, "StoredTensors"]
 
     def averages(self) -> dict[str, "StoredTensors"]:
@@ -198,25 +188,37 @@ def newest_checkpoint(root: Path, group: CpuGroup) -> Path:
 
 
 def open_checkpoint(folder: Path) -> StoredCheckpoint:
-    """The plain state of a checkpoint, and access to its tensors.
+    """A checkpoint's state, and access to its tensors; nothing but tensors and JSON is ever read.
 
     Raises:
-        CheckpointError: it is of another format.
+        CheckpointError: the folder is of another format.
     """
-    state, parts = read_state(folder)
     try:
-        return StoredCheckpoint(state, state.pop(OPTIMIZER), parts)
-    except KeyError as error:
-        raise CheckpointError(f"checkpoint {folder} is of another format: {error} is missing") from error
+        document = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+        if document["format"] != _FORMAT:
+            raise ValueError(f"format {document['format']!r}; this version reads format {_FORMAT}")
+        paths: dict[str, list[Path]] = {}
+        for name in document["tensor_files"]:
+            stem, _, suffix = name.rpartition(".")
+            if suffix != "safetensors" or Path(name).name != name:  # the name comes from a file
+                raise ValueError(f"{name!r:.80} is not a file of tensors")
+            head, of, _ = stem.rpartition("-of-")
+            paths.setdefault(head.rpartition("-")[0] if of else stem, []).append(folder / name)
+        parts = {part: StoredTensors(files) for part, files in paths.items()}
+        state: dict[str, Any] = join_tensors(document["checkpoint"], dict(parts.pop("state", {})))
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {folder} is of another format: {error}") from error
+    return StoredCheckpoint(state, parts)
 
 
-def load_checkpoint(stored: StoredCheckpoint, module: nn.Module, sharding: ParameterSharding) -> None:
-    """Collective: `module` and its optimizer continue from the checkpoint's weights, buffers and optimizer state.
+def load_checkpoint(stored: StoredCheckpoint, trainer: pl.Trainer) -> None:
+    """Collective: module, optimizer and gradient scaler continue from the checkpoint's weights, buffers and state.
     Options that an optimizer's group takes from the config stay as the config has them.
 
     Raises:
         CheckpointError: the checkpoint belongs to another network.
     """
+    module, sharding = trainer.lightning_module, strategy_of(trainer).sharding
     weights: Mapping[str, Tensor] = stored.parts.get(WEIGHTS, {})
     own = nn.Module.state_dict(module, keep_vars=True)
     if odd := sorted(set(own) ^ set(weights)):
@@ -236,14 +238,18 @@ def load_checkpoint(stored: StoredCheckpoint, module: nn.Module, sharding: Param
         elif not isinstance(value, DTensor):  # sharded frozen weights are what they were at the start
             value.detach().copy_(full)
     names = {id(parameter): name for name, parameter in trained.items()}
+    optimizer = stored.state[OPTIMIZER]
     tensors: Mapping[str, Tensor] = stored.parts.get(OPTIMIZER, {})
 
     def state_of(parameter: nn.Parameter) -> dict[str, Any]:
-        state: dict[str, Any] = join_tensors(stored.optimizer["state"].get(names[id(parameter)], {}), tensors)
+        state: dict[str, Any] = join_tensors(optimizer["state"].get(names[id(parameter)], {}), tensors)
         return state
 
-    sharding.load_optimizer(trained.values(), state_of, stored.optimizer["groups"])
+    sharding.load_optimizer(trained.values(), state_of, optimizer["groups"])
     sharding.load_loss_scale(stored.state.get(_LOSS_SCALE, {}))
+    precision = trainer.precision_plugin  # with the loss scale of fp16
+    if own_state := stored.state.get(type(precision).__qualname__):
+        precision.load_state_dict(own_state)
 
 
 @contextmanager
@@ -270,56 +276,49 @@ def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def _weights(contents: TrainingContents) -> Iterator[tuple[str, Tensor]]:
+def _weights(module: nn.Module, sharding: ParameterSharding) -> Iterator[tuple[str, Tensor]]:
     """Collective: full tensors of the module's parameters and buffers."""
-    trained = _trained(contents.module)
+    trained = _trained(module)
     for name, parameter in trained.items():
-        yield name, contents.sharding.full_tensor(parameter)
-    for name, value in nn.Module.state_dict(contents.module, keep_vars=True).items():
+        yield name, sharding.full_tensor(parameter)
+    for name, value in nn.Module.state_dict(module, keep_vars=True).items():
         if name not in trained:
             yield name, value.full_tensor() if isinstance(value, DTensor) else value.detach()
 
 
-def _optimizer_tensors(contents: TrainingContents, state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _optimizer_tensors(
+    module: nn.Module, sharding: ParameterSharding, state: dict[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
     """Collective: full tensors of the optimizer's state; fills `state` with what they are joined to, by parameter."""
-    for name, parameter in _trained(contents.module).items():
-        plain, tensors = split_tensors({name: contents.sharding.full_state(parameter)})
+    for name, parameter in _trained(module).items():
+        plain, tensors = split_tensors({name: sharding.full_state(parameter)})
         state |= plain
         yield from tensors.items()
 
 
-def _average(contents: TrainingContents, shards: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _average(
+    module: nn.Module, sharding: ParameterSharding, shards: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """Collective."""
-    for name, parameter in _trained(contents.module).items():
+    for name, parameter in _trained(module).items():
         if name in shards:
-            yield name, contents.sharding.gather(parameter, shards[name])
+            yield name, sharding.gather(parameter, shards[name])
 
 
-def _own_share(stream: Iterator[tuple[str, Tensor]], group: CpuGroup, *, is_copied: bool) -> dict[str, Tensor]:
+def _local_share(stream: Iterator[tuple[str, Tensor]], group: CpuGroup, *, is_copied: bool) -> dict[str, Tensor]:
     """This rank's share of a stream of full tensors: each goes to the rank with the fewest bytes so far.
 
     Args:
         is_copied: on the CPU, in memory of its own.
     """
-    loads, kept = [0] * group.world_size, {}
+    loads, share = [0] * group.world_size, {}
     for name, tensor in stream:
         writer = loads.index(min(loads))
         loads[writer] += tensor.numel() * tensor.element_size()
         if writer == group.rank:
-            is_kept_as_it_is = group.world_size == 1 and not is_copied
-            kept[name] = tensor if is_kept_as_it_is else tensor.detach().to("cpu", copy=True)
-    return kept
-
-
-def _bytes_here(contents: TrainingContents, rank: int) -> int:
-    """What this rank adds to a checkpoint [bytes]; the sum over all ranks is its size."""
-    sharding, trained = contents.sharding, _trained(contents.module)
-    shards = [(parameter, sharding.local_shard(parameter)) for parameter in trained.values()]
-    shards += [(trained[name], shard) for average in contents.averages.values() for name, shard in average.items()]
-    own = nn.Module.state_dict(contents.module, keep_vars=True)
-    unchanged = sum(value.numel() * value.element_size() for name, value in own.items() if name not in trained)
-    divided = sum(local_bytes([shard]) // sharding.copies(parameter) for parameter, shard in shards)
-    return divided + sharding.state_bytes() + (unchanged if rank == 0 else 0)
+            is_view_enough = group.world_size == 1 and not is_copied
+            share[name] = tensor if is_view_enough else tensor.detach().to("cpu", copy=True)
+    return share
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -383,25 +382,114 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     (folder / _STATE).write_text(json.dumps(document, allow_nan=False), encoding="utf-8")
 
 
-def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, StoredTensors]]:
-    """What `write_state` wrote, and the tensors by part; nothing but tensors and JSON is ever read.
+def training_state(trainer: pl.Trainer) -> dict[str, Any]:
+    """Everything but weights and optimizer state. Collective where a callback's `on_save_checkpoint` is."""
+    lightning: Any = trainer  # its type lacks attributes that it has
+    state: dict[str, Any] = {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "pytorch-lightning_version": pl.__version__,
+        "loops": {"fit_loop": trainer.fit_loop.state_dict()},
+        "callbacks": {callback.state_key: own for callback in lightning.callbacks if (own := callback.state_dict())},
+        "lr_schedulers": [],  # the learning rate is a function of the step
+    }
+    for part in (lightning.datamodule, trainer.precision_plugin):
+        if part is not None and (own := part.state_dict()):
+            state[type(part).__qualname__] = own
+    for callback in lightning.callbacks:
+        callback.on_save_checkpoint(trainer, trainer.lightning_module, state)
+    trainer.lightning_module.on_save_checkpoint(state)
+    return state
+
+
+def restore_training_state(trainer: pl.Trainer, state: dict[str, Any]) -> None:
+    """The inverse; to be called in `on_fit_start`, after `load_checkpoint`."""
+    lightning: Any = trainer
+    if own := state.get(type(lightning.datamodule).__qualname__):
+        lightning.datamodule.load_state_dict(own)
+    for callback in lightning.callbacks:
+        callback.on_load_checkpoint(trainer, trainer.lightning_module, state)
+        if own := state["callbacks"].get(callback.state_key):
+            callback.load_state_dict(own)
+    # Progress is counted in optimizer steps; Lightning also stores micro-batches, which mean something else after a
+    # change of `system.gradient_accumulation`.
+    loop, micro_batches = state["loops"]["fit_loop"], state["global_step"] * trainer.accumulate_grad_batches
+    progress = loop["epoch_loop.batch_progress"]
+    for counts in (progress["total"], progress["current"]):
+        counts |= {"ready": micro_batches, "started": micro_batches, "processed": micro_batches}
+        # Saved inside on_train_batch_end, where Lightning has not yet counted the batch as completed.
+        counts["completed"] = micro_batches - 1
+    progress["is_last_batch"] = False
+    trainer.fit_loop.load_state_dict(loop)
+
+
+def split_tensors(state: Any) -> tuple[JsonValue, dict[str, Tensor]]:
+    """Nested state as JSON plus named tensors: exactly, and without pickle.
+
+    A value that JSON cannot express becomes an object with one tag that starts with `$`: `{"$tensor": name}`,
+    `{"$tuple": [...]}`, `{"$float": "nan"}`, `{"$dict": [[key, value], ...]}`. A dict with keys that are not text, or
+    that look like a tag, is written as `$dict`, so no value can be mistaken for a tag.
+
+    Args:
+        state: dict, OrderedDict, list, tuple, None, bool, int, float, str and tensors, nested freely.
+
+    Returns:
+        What `json.dumps(..., allow_nan=False)` takes, and the tensors by name: the very ones of `state`, not copies. A
+        name is the tensor's path joined by `/`.
 
     Raises:
-        CheckpointError: the folder is of another format.
+        TypeError: a value of another type, with its path.
     """
-    try:
-        document = json.loads((folder / _STATE).read_text(encoding="utf-8"))
-        if document["format"] != _FORMAT:
-            raise ValueError(f"format {document['format']!r}; this version reads format {_FORMAT}")
-        paths: dict[str, list[Path]] = {}
-        for name in document["tensor_files"]:
-            stem, _, suffix = name.rpartition(".")
-            if suffix != "safetensors" or Path(name).name != name:  # the name comes from a file
-                raise ValueError(f"{name!r:.80} is no file of tensors")
-            head, of, _ = stem.rpartition("-of-")
-            paths.setdefault(head.rpartition("-")[0] if of else stem, []).append(folder / name)
-        parts = {part: StoredTensors(files) for part, files in paths.items()}
-        state: dict[str, Any] = join_tensors(document["checkpoint"], dict(parts.pop("state", {})))
-    except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"checkpoint {folder} is of another format: {error}") from error
-    return state, parts
+    tensors: dict[str, Tensor] = {}
+    return _encode(state, (), tensors), tensors
+
+
+def join_tensors(value: JsonValue, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of `split_tensors`; an OrderedDict comes back as a dict in the same order.
+
+    Raises:
+        ValueError: `value` was not made by `split_tensors`, or a tensor that it names is missing.
+    """
+    if isinstance(value, list):
+        return [join_tensors(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next((key for key in value if key.startswith("$")), None)
+    if tag is None:
+        return {key: join_tensors(item, tensors) for key, item in value.items()}
+    content = value[tag]
+    if tag == "$tensor" and content in tensors:
+        return tensors[content]
+    if tag == "$float" and content in ("nan", "inf", "-inf"):
+        return float(content)
+    if tag == "$tuple" and isinstance(content, list):
+        return tuple(join_tensors(content, tensors))
+    if tag == "$dict" and isinstance(content, list):
+        return {join_tensors(key, tensors): join_tensors(item, tensors) for key, item in content}
+    raise ValueError(f"not a checkpoint's state: {tag} with {str(content)[:80]!r}")
+
+
+def _encode(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor] | None) -> JsonValue:
+    """`tensors` takes those of `value`; None: it may have none."""
+    kind = type(value)  # exact types: a subclass would come back as its base
+    if kind in (type(None), bool, int, str) or (kind is float and math.isfinite(value)):
+        return value
+    if kind is float:
+        return {"$float": repr(value)}
+    if kind in (list, tuple):
+        items = [_encode(item, (*path, str(i)), tensors) for i, item in enumerate(value)]
+        return items if kind is list else {"$tuple": items}
+    if kind in (dict, OrderedDict):
+        items = [[_encode(k, (*path, "key"), None), _encode(v, (*path, str(k)), tensors)] for k, v in value.items()]
+        return dict(items) if all(type(k) is str and not k.startswith("$") for k in value) else {"$dict": items}
+    is_plain = kind in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta
+    if is_plain and tensors is not None:
+        name = base = "/".join(path).replace(_RESERVED, "metadata").encode("utf-8", "backslashreplace").decode()
+        while name in tensors or not name:  # `{1: a, "1": b}` has two tensors of one path
+            name = f"{base or 'tensor'}~{len(tensors)}"
+        tensors[name] = value
+        return {"$tensor": name}
+    raise TypeError(
+        f"{'/'.join(path) or 'the state'} is a {kind.__module__}.{kind.__qualname__}; a checkpoint holds dense "
+        "tensors, numbers, text, None, and dicts, lists and tuples of these"
+    )

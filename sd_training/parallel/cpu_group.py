@@ -20,8 +20,9 @@ _SHARED_ERRORS = {
     kind.__name__: kind for kind in (CheckpointError, DamagedCheckpointsError, DataError, OutageError, TakenOverError)
 }
 """Errors of one rank that are raised as the same class on the others."""
-_SHORT_TIMEOUT = timedelta(seconds=30)
-"""How long `agree` waits for a rank that may be about to die as well."""
+AGREE_TIMEOUT = timedelta(seconds=30)
+"""How long `agree` waits for a rank that may be about to fail as well. A rank that has ended closes its connections,
+which ends the wait at once; one that waits in a collective cannot be told from one that is about to fail."""
 
 
 class CpuGroup:
@@ -37,7 +38,7 @@ class CpuGroup:
         self.rank = rank
         self.world_size = world_size
         self._group = distributed.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
-        self._short_group = distributed.new_group(backend="gloo", timeout=_SHORT_TIMEOUT) if world_size > 1 else None
+        self._agree_group = distributed.new_group(backend="gloo", timeout=AGREE_TIMEOUT) if world_size > 1 else None
 
     def all_gather(self, value: Any) -> list[Any]:
         """Collective: the JSON value of every rank, by rank."""
@@ -56,11 +57,11 @@ class CpuGroup:
         return [json.loads(bytes(t[: int(size)].tolist())) for t, size in zip(texts, sizes, strict=True)]
 
     def agree(self, value: Any) -> bool:
-        """Whether all ranks call this within half a minute with the same JSON value. A rank that waited in vain cannot
-        use it again."""
+        """Whether all ranks call this within `AGREE_TIMEOUT` with the same JSON value. After a timeout it cannot be
+        used again."""
         try:
-            return all(other == value for other in self._all_gather(value, self._short_group))
-        except RuntimeError:  # the timeout, or the other ranks have ended
+            return all(other == value for other in self._all_gather(value, self._agree_group))
+        except RuntimeError:  # the timeout, or a rank has ended
             return False
 
     def raise_first(self, failure: Exception | None) -> None:

@@ -50,8 +50,8 @@ def _accelerator(config: TrainerConfig) -> str:
 
 
 def _from_launcher() -> tuple[int, int, Literal["torchrun", "slurm"]] | None:
-    """(processes per machine, machines, who) as torchrun or srun set them, or null when started alone; a job of one
-    task starts its processes itself."""
+    """(processes per machine, machines, launcher) as torchrun or srun set them, or null when started alone; a job of
+    one task starts its processes itself."""
     env = os.environ
     if "LOCAL_WORLD_SIZE" in env and "WORLD_SIZE" in env:
         local = int(env["LOCAL_WORLD_SIZE"])
@@ -62,14 +62,13 @@ def _from_launcher() -> tuple[int, int, Literal["torchrun", "slurm"]] | None:
     return None
 
 
-def _quotient(processes: int, each: int, name: str) -> int:
-    """How many times `each` makes all processes."""
-    if processes % each:
+def _quotient(processes: int, divisor: int, name: str) -> int:
+    if processes % divisor:
         raise ConfigError(
-            f"{name}: the launcher started {counted(processes, 'process', 'processes')}, which {each} does "
+            f"{name}: the launcher started {counted(processes, 'process', 'processes')}, which {divisor} does "
             "not divide; start the same number on every machine (srun --ntasks-per-node, torchrun --nproc_per_node)"
         )
-    return processes // each
+    return processes // divisor
 
 
 def find_launch(config: TrainerConfig, *, is_described: bool = False) -> Launch:
@@ -81,43 +80,34 @@ def find_launch(config: TrainerConfig, *, is_described: bool = False) -> Launch:
     Raises:
         ConfigError: when the config contradicts the launcher or the machine.
     """
-    accelerator = _accelerator(config)
-    launched = _from_launcher()
-    if launched is not None:
+    accelerator, wanted_nodes = _accelerator(config), config.num_nodes or 1
+    visible = torch.cuda.device_count() if accelerator == "cuda" else 1
+    if (launched := _from_launcher()) is not None:
         devices, num_nodes, launcher = launched
+        started = counted(devices, "process", "processes")
         if config.devices not in ("auto", devices):
-            raise ConfigError(
-                f"trainer.devices: {config.devices}, but the launcher started "
-                f"{counted(devices, 'process', 'processes')} per machine"
-            )
+            raise ConfigError(f"trainer.devices: {config.devices}, but the launcher started {started} per machine")
         if config.num_nodes not in (None, num_nodes):
             raise ConfigError(
                 f"trainer.num_nodes: {config.num_nodes}, but the launcher runs on {counted(num_nodes, 'machine')}"
             )
-        _check_visible(accelerator, devices)
+        if accelerator == "cuda" and devices > visible:
+            raise ConfigError(
+                f"trainer.devices: the launcher started {started} on this machine, but they see "
+                f"{counted(visible, 'GPU')}; start one for each GPU, and let each see all of them "
+                "(srun --gpus-per-node, not --gpus-per-task)"
+            )
         return Launch(accelerator, devices, num_nodes, launcher)
     if is_described and config.devices != "auto":
-        return Launch(accelerator, config.devices, config.num_nodes or 1)
-    if (config.num_nodes or 1) > 1:
+        return Launch(accelerator, config.devices, wanted_nodes)
+    if wanted_nodes > 1:
         raise ConfigError(
             f"trainer.num_nodes: {config.num_nodes} machines need a launcher; start with torchrun or srun (see README)"
         )
-    visible = torch.cuda.device_count() if accelerator == "cuda" else 1
     devices = visible if config.devices == "auto" else config.devices
     if accelerator != "cpu" and devices > visible:
         raise ConfigError(f"trainer.devices: {devices}, but this machine has {visible}")
     return Launch(accelerator, devices, 1)
-
-
-def _check_visible(accelerator: str, devices: int) -> None:
-    """Every process of a machine must see the GPUs of all of them."""
-    visible = torch.cuda.device_count() if accelerator == "cuda" else devices
-    if devices > visible:
-        raise ConfigError(
-            f"trainer.devices: the launcher started {devices} processes on this machine, but they see "
-            f"{counted(visible, 'GPU')}; "
-            "start one for each GPU, and let each see all of them (srun --gpus-per-node, not --gpus-per-task)"
-        )
 
 
 def process_group_backend(config: DistributedConfig, accelerator: str) -> str:

@@ -9,7 +9,7 @@ full tensors, gathered one at a time, so they mean the same under every strategy
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, distributed, nn
@@ -27,8 +27,6 @@ class ParameterSharding(Protocol):
 
     optimizer: torch.optim.Optimizer
     """Updates the local shards; inside the engine, where there is one."""
-    is_network_whole: ClassVar[bool]
-    """Whether the network itself holds full tensors as training updates them, so that it can be exported as it is."""
 
     @abstractmethod
     def local_shard(self, parameter: nn.Parameter) -> Tensor:
@@ -84,11 +82,6 @@ class ParameterSharding(Protocol):
         """Number of ranks with the same local shard."""
         return 1
 
-    def state_bytes(self) -> int:
-        """This rank's part of the optimizer state in a checkpoint [bytes]."""
-        state: Mapping[Any, Mapping[str, Any]] = self.optimizer.state
-        return sum(local_bytes(values.values()) // self.copies(parameter) for parameter, values in state.items())
-
     def loss_scale(self) -> dict[str, Any]:
         """State of the engine's own dynamic loss scale; empty where Lightning's precision plugin scales the loss."""
         return {}
@@ -100,8 +93,6 @@ class ParameterSharding(Protocol):
 
 class ReplicatedSharding(ParameterSharding):
     """Every rank holds every weight: one process, or DDP. Averages are assigned to ranks by size."""
-
-    is_network_whole = True
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, world_size: int) -> None:
         parameters = list(parameters)
@@ -155,10 +146,6 @@ class ReplicatedSharding(ParameterSharding):
         """Whatever the optimizer keeps."""
         return dict(self.optimizer.state.get(parameter, {}))
 
-    def state_bytes(self) -> int:
-        """Every rank has all of it, and stores its share."""
-        return sum(local_bytes(values.values()) for values in self.optimizer.state.values()) // self._world_size
-
     def load_optimizer(
         self, parameters: Iterable[nn.Parameter], state_of: StateOf, groups: Sequence[Mapping[str, Any]]
     ) -> None:
@@ -175,8 +162,6 @@ class ReplicatedSharding(ParameterSharding):
 
 class DTensorSharding(ParameterSharding):
     """Every trained parameter is a DTensor; the local shard is this rank's block of it."""
-
-    is_network_whole = False
 
     def __init__(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
         self.optimizer = optimizer
@@ -247,12 +232,6 @@ class DTensorSharding(ParameterSharding):
         own = _dtensor(parameter)
         axes = zip(own.device_mesh.shape, own.placements, strict=True)
         return distributed.get_world_size() // math.prod(size for size, how in axes if how.is_shard())
-
-
-def local_bytes(values: Iterable[Any]) -> int:
-    """Bytes of this rank's part of those values that are tensors."""
-    local = (value.to_local() if isinstance(value, DTensor) else value for value in values)
-    return sum(value.numel() * value.element_size() for value in local if isinstance(value, Tensor))
 
 
 def assign_by_size(sizes: list[int], count: int) -> list[int]:

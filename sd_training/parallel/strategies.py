@@ -2,11 +2,11 @@
 the ranks' CPU group. Each class holds only what is different about its engine; DeepSpeed's is in `deepspeed.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -84,13 +84,6 @@ def strategy_of(trainer: pl.Trainer) -> TrainingStrategy:
     return strategy
 
 
-class TensorPlan(Protocol):
-    """Block → the parallel styles of its layers; also sets the number of heads that the block has on this rank."""
-
-    def __call__(self, block: nn.Module, size: int) -> dict[str, ParallelStyle]:
-        """Called once per block."""
-
-
 @dataclass(frozen=True)
 class ShardingSpec:
     """What of the trained module may be sharded."""
@@ -99,8 +92,9 @@ class ShardingSpec:
     """Networks that are called as a whole: together they have every trained parameter."""
     blocks: Sequence[nn.Module] = ()
     """Repeated blocks inside them, sharded one by one so that only one is gathered at a time."""
-    tensor_plan: TensorPlan | None = None
-    """How tensor parallelism splits a block, where the family can."""
+    tensor_plan: Callable[[nn.Module, int], dict[str, ParallelStyle]] | None = None
+    """(block, ranks) → the parallel styles of its layers, where the family can split it; also sets the number of heads
+    that the block has on this rank."""
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,6 @@ class ZeroSharding(ParameterSharding):
         engine: DeepSpeed's engine.
     """
 
-    is_network_whole = False
-
     def __init__(self, engine: Any) -> None:
         self.zero = engine.optimizer
         self.optimizer: torch.optim.Optimizer = self.zero.optimizer

@@ -21,7 +21,7 @@ from types import FrameType
 import torch
 
 from sd_training.checkpoint.folder import folder_name, verify_checkpoint
-from sd_training.checkpoint.save import read_state, write_state, write_tensors
+from sd_training.checkpoint.save import open_checkpoint, write_state, write_tensors
 from sd_training.cli import run_cli
 from sd_training.config.filters import parse_filters
 from sd_training.config.load import load_config
@@ -133,7 +133,7 @@ def read_checkpoint(data: bytes, folder: Path, inputs: Inputs) -> bool:
     if verify_checkpoint(damaged) == [] and after != before:
         raise AssertionError("damage was not found")
     try:
-        _, parts = read_state(damaged)
+        parts = open_checkpoint(damaged).parts
         for tensors in parts.values():
             for tensor in tensors:
                 tensors[tensor]

@@ -95,7 +95,7 @@ def run_one(argv: list[str], fault: Fault) -> Outcome:
         run.trainer.fit(run.module, datamodule=run.data)
     except UserError as error:
         outcome.status, outcome.message = error.exit_status, str(error)
-    averages = [e.shares.values() for e in run.trainer.callbacks if isinstance(e, Ema)]  # type: ignore[attr-defined]
+    averages = [e.shards.values() for e in run.trainer.callbacks if isinstance(e, Ema)]  # type: ignore[attr-defined]
     held = [*run.module.parameters(), *(share for shares in averages for share in shares)]
     outcome.is_finite = all(bool(torch.isfinite(getattr(t, "to_local", lambda t=t: t)()).all()) for t in held)
     outcome.steps = run.trainer.global_step

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sd_training.callbacks.anomalies import RECENT, AnomalyDetector, StepReport
+from sd_training.callbacks.numerics import RECENT, AnomalyDetector, StepReport
 from sd_training.config.schema import NumericsConfig
 from sd_training.errors import UserError
 from tests.faults.numeric_runs import Fault, Outcome, run_one, write_outcome

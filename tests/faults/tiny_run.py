@@ -187,10 +187,10 @@ def digest_of(checkpoint: Path) -> str:
     """SHA-256 over name, type, shape and bytes of every tensor of a checkpoint, whichever process wrote it."""
     import torch
 
-    from sd_training.checkpoint.save import read_state
+    from sd_training.checkpoint.save import open_checkpoint
 
     digest = hashlib.sha256()
-    stored: Mapping[str, Mapping[str, Any]] = read_state(checkpoint)[1]
+    stored: Mapping[str, Mapping[str, Any]] = open_checkpoint(checkpoint).parts
     for part in sorted(stored):
         for name in sorted(stored[part]):
             tensor = stored[part][name]

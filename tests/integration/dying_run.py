@@ -8,6 +8,7 @@ RANKS: those that end, such as 0,1. HOW: `raise` raises an exception in a callba
 
 import os
 import sys
+from datetime import timedelta
 from typing import Any
 
 from sd_training.log import quiet_libraries
@@ -20,6 +21,7 @@ import torch
 import train
 from sd_training.build import run as building
 from sd_training.cli import run_cli
+from sd_training.parallel import cpu_group
 
 
 class Defect(pl.Callback):
@@ -44,6 +46,8 @@ class Defect(pl.Callback):
 
 def main() -> None:
     build_run, defect = building.build_run, Defect(*sys.argv[1:3])
+    if "," not in sys.argv[1]:
+        cpu_group.AGREE_TIMEOUT = timedelta(seconds=5)  # nobody will agree
 
     def build_dying(*given: Any) -> building.Run:
         run = build_run(*given)

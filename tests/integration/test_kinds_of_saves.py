@@ -11,7 +11,7 @@ import torch
 from sd_training.build.plan import make_plan
 from sd_training.build.run import build_run
 from sd_training.callbacks.base import OptimizerStepCallback
-from sd_training.checkpoint.folder import read_info, sealed_checkpoints
+from sd_training.checkpoint.folder import read_manifest, sealed_checkpoints
 from sd_training.checkpoint.save import PendingWrite
 from sd_training.config.load import load_config
 from sd_training.errors import DataError
@@ -30,7 +30,7 @@ def test_milestones_and_the_best_stay(pipeline_dir: Path, shards_dir: Path, tmp_
     run_losses = losses(tmp_path / "run")
     best = run_losses.index(min(run_losses)) + 1
     assert names(tmp_path / "run") == [f"step={step}" for step in sorted({3, 6, 7, 8, best})]
-    stored = read_info(tmp_path / "run" / "checkpoints" / "step=3")
+    stored = read_manifest(tmp_path / "run" / "checkpoints" / "step=3").info
     assert stored == {"is_milestone": True, "mean_loss": pytest.approx(run_losses[2]), "validation_loss": None}
 
 

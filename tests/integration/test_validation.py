@@ -11,7 +11,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from sd_training.checkpoint.folder import read_info, sealed_checkpoints, step_of
+from sd_training.checkpoint.folder import read_manifest, sealed_checkpoints, step_of
 from sd_training.errors import EXIT_STOPPED, DataError
 from tests import makers
 from tests.integration.spoiled_held_out import empty
@@ -139,7 +139,7 @@ def test_the_best_by_it_stay(pipeline_dir: Path, shards_dir: Path, held_out: Pat
     best = min((step for step in found if step), key=lambda step: found[step])
     kept = [step_of(folder) for folder in sealed_checkpoints(tmp_path / "run" / "checkpoints")]
     assert kept == sorted({best, 7, 8})
-    assert read_info(tmp_path / "run" / "checkpoints" / "step=8")["validation_loss"] == pytest.approx(found[8])
+    assert read_manifest(tmp_path / "run" / "checkpoints" / "step=8").info["validation_loss"] == pytest.approx(found[8])
 
 
 def test_an_autoencoder_has_no_noise_levels(

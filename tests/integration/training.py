@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sd_training.build.plan import make_plan
 from sd_training.build.run import Run, build_run
-from sd_training.checkpoint.save import read_state
+from sd_training.checkpoint.save import open_checkpoint
 from sd_training.config.load import load_config
 from tests.faults.fork_server import shared_server
 from tests.faults.tiny_run import as_torchrun, stop_all
@@ -152,5 +152,5 @@ def losses(run_dir: Path) -> list[float]:
 
 def checkpoint_tensors(run_dir: Path, step: int) -> dict[str, Tensor]:
     """Weights, EMA and optimizer of a checkpoint by part and name, whichever process wrote them."""
-    _, stored = read_state(run_dir / "checkpoints" / f"step={step}")
+    stored = open_checkpoint(run_dir / "checkpoints" / f"step={step}").parts
     return {f"{part}:{name}": tensor for part, tensors in stored.items() for name, tensor in tensors.items()}

@@ -23,7 +23,7 @@ def test_a_save_in_the_background_must_fit_beside_the_last_one() -> None:
 def test_what_comes_after_the_save_must_fit_as_well() -> None:
     now_s = time.monotonic()
     for spare_s, is_near in ((-1, True), (1, False)):
-        deadlines = Deadlines(2.0, now_s + 70 + 90 + spare_s - 7200, {}, leave_s=90)
+        deadlines = Deadlines(2.0, now_s + 70 + 90 + spare_s - 7200, {}, shutdown_s=90)
         assert deadlines.is_near(30, 5) == is_near
 
 

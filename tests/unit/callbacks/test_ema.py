@@ -32,6 +32,7 @@ class TrainerFacts:
     is_global_zero = True
     world_size = 1
     max_steps = 100
+    should_stop = False
     global_step = 0
 
     def __init__(self, module: TrainedModule) -> None:
@@ -56,7 +57,7 @@ def set_weight(module: TrainedModule, value: float) -> None:
 @pytest.mark.parametrize("every", [1, 3])
 def test_average_equals_the_recurrence_in_float64(every: int, is_staged: bool) -> None:
     config = EmaConfig(decay=0.9, update_every=every, warmup=False)
-    ema, module = Ema(config), module_with(0.0)
+    ema, module = Ema(config, Path()), module_with(0.0)
     ema.staging = WeightStaging() if is_staged else None  # as on a device: the weights go on changing meanwhile
     ema.on_train_start(module._trainer, module)  # type: ignore[arg-type]
     expected = 0.0
@@ -66,7 +67,7 @@ def test_average_equals_the_recurrence_in_float64(every: int, is_staged: bool) -
         if step % every == 0:
             expected = 0.9**every * expected + (1 - 0.9**every) * step
     ema.finish_update()
-    torch.testing.assert_close(ema.shares["weight"], torch.full((1, 2), expected))
+    torch.testing.assert_close(ema.shards["weight"], torch.full((1, 2), expected))
 
 
 def test_warmup_ramp() -> None:
@@ -78,7 +79,7 @@ def test_warmup_ramp() -> None:
 
 
 def test_scope_lends_the_average_and_gives_the_weights_back_to_the_bit() -> None:
-    ema, module = Ema(EmaConfig(decay=0.5, warmup=False)), module_with(0.0)
+    ema, module = Ema(EmaConfig(decay=0.5, warmup=False), Path()), module_with(0.0)
     ema.on_train_start(module._trainer, module)  # type: ignore[arg-type]
     set_weight(module, 1 / 3)
     own = module.network.weight.detach().clone()
@@ -100,39 +101,39 @@ def test_without_an_average_the_own_weights_are_exported() -> None:
 
 
 def test_state_round_trip_continues_the_average() -> None:
-    first, module = Ema(EmaConfig()), module_with(1.0)
+    first, module = Ema(EmaConfig(), Path()), module_with(1.0)
     first.on_train_start(module._trainer, module)  # type: ignore[arg-type]
     averages = first.averages_by_module_name()
-    second = Ema(EmaConfig())
+    second = Ema(EmaConfig(), Path())
     set_weight(module, 5.0)
     second.load_averages(module._trainer, module, averages)  # type: ignore[arg-type]
     second.on_train_start(module._trainer, module)  # type: ignore[arg-type]
-    assert float(second.shares["weight"][0, 0]) == 1.0
+    assert float(second.shards["weight"][0, 0]) == 1.0
 
 
-def test_a_checkpoint_without_an_average_is_refused() -> None:
-    module = module_with(1.0)
-    with pytest.raises(CheckpointError, match=r"model\.use_ema: true, but the checkpoint has no such average"):
-        Ema(EmaConfig()).load_averages(module._trainer, module, {})  # type: ignore[arg-type]
+def test_an_average_that_the_checkpoint_lacks_begins_with_its_weights() -> None:
+    ema, module = Ema(EmaConfig(), Path()), module_with(3.0)
+    ema.load_averages(module._trainer, module, {})  # type: ignore[arg-type]
+    assert float(ema.shards["weight"][0, 0]) == 3.0
 
 
 def test_decay_and_distance_are_told() -> None:
-    ema, module = Ema(EmaConfig(decay=0.75, warmup=False)), module_with(0.0)
+    ema, module = Ema(EmaConfig(decay=0.75, warmup=False), Path()), module_with(0.0)
     ema.on_train_start(module._trainer, module)  # type: ignore[arg-type]
     set_weight(module, 4.0)
     ema.on_optimizer_step(module._trainer, module, 1)  # type: ignore[arg-type]
-    told = ema.measures(module._trainer, module, 1)  # type: ignore[arg-type]
-    assert told == pytest.approx({"ema_decay": 0.75, "ema_distance": 2**0.5 * 3})
+    found = ema.metrics(module._trainer, module, 1)  # type: ignore[arg-type]
+    assert found == pytest.approx({"ema_decay": 0.75, "ema_distance": 2**0.5 * 3})
 
 
 def test_average_of_another_network_is_refused(tmp_path: Path) -> None:
-    ema, module = Ema(EmaConfig(), initial={"other": torch.zeros(1)}), module_with(1.0)
+    ema, module = Ema(EmaConfig(), Path(), initial={"other": torch.zeros(1)}), module_with(1.0)
     with pytest.raises(CheckpointError, match="do not fit the network"):
         ema.on_train_start(module._trainer, module)  # type: ignore[arg-type]
 
 
 def test_a_track_follows_its_power_function_beside_the_average() -> None:
-    ema, module = Ema(EmaConfig(sigma_rels=[0.1], update_every=2)), module_with(0.0)
+    ema, module = Ema(EmaConfig(sigma_rels=[0.1], update_every=2), Path()), module_with(0.0)
     ema.on_train_start(module._trainer, module)  # type: ignore[arg-type]
     exponent = gamma_of(0.1) + 1
     expected = 0.0
@@ -144,11 +145,11 @@ def test_a_track_follows_its_power_function_beside_the_average() -> None:
             expected = beta * expected + (1 - beta) * step
     track = ema.averages["ema-sigma_rel=0.100"]["weight"]
     torch.testing.assert_close(track, torch.full((1, 2), expected))
-    assert not torch.equal(track, ema.shares["weight"])
+    assert not torch.equal(track, ema.shards["weight"])
 
 
 def test_a_track_that_the_checkpoint_lacks_is_named() -> None:
     module = module_with(1.0)
     stored = {"ema": {"network.weight": torch.zeros(1, 2), "network.bias": torch.zeros(1)}}
     with pytest.raises(CheckpointError, match=r"ema\.sigma_rels: ema-sigma_rel=0\.100, but the checkpoint has no such"):
-        Ema(EmaConfig(sigma_rels=[0.1])).load_averages(module._trainer, module, stored)  # type: ignore[arg-type]
+        Ema(EmaConfig(sigma_rels=[0.1]), Path()).load_averages(module._trainer, module, stored)  # type: ignore[arg-type]

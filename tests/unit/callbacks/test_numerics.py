@@ -76,7 +76,7 @@ class Watch(pl.Callback):
         parameters = [p.detach().flatten() for p in pl_module.network.parameters()]
         self.weights[trainer.global_step] = torch.cat(parameters)
         (ema,) = [callback for callback in trainer.callbacks if isinstance(callback, Ema)]  # type: ignore[attr-defined]
-        self.averages[trainer.global_step] = torch.cat([share.flatten() for share in ema.shares.values()])
+        self.averages[trainer.global_step] = torch.cat([shard.flatten() for shard in ema.shards.values()])
         state = trainer.optimizers[0].state[next(pl_module.network.parameters())]
         self.counters[trainer.global_step] = int(state.get("step", 0))
 

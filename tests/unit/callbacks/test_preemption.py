@@ -1,4 +1,4 @@
-"""What the launcher is told of the run's progress, also where the disk does not take it."""
+"""The launcher's file of the run's progress, also where the disk does not take it."""
 
 import os
 import time
@@ -28,7 +28,7 @@ def preemption() -> Preemption:
 
 def saved(preemption: Preemption, trainer: pl.Trainer, step: int) -> None:
     preemption.state.sealed_step = preemption.state.last_save_step = step
-    preemption._tell_launcher(trainer)
+    preemption._write_step_file(trainer)
 
 
 def test_a_step_file_that_cannot_be_written_is_told_once_and_ends_nothing(
@@ -70,7 +70,7 @@ def test_a_save_that_was_not_sealed_is_not_told(
     monkeypatch.setenv(STEP_FILE_VARIABLE, str(tmp_path / "step"))
     saved(preemption, trainer, 2)
     preemption.state.last_save_step = 4
-    preemption._tell_launcher(trainer)
+    preemption._write_step_file(trainer)
     assert (tmp_path / "step").read_text() == "2\n"
 
 
@@ -86,7 +86,7 @@ def test_a_full_disk_leaves_the_step_before(
 
 def test_what_can_be_broken_off_is_no_part_of_the_longest_step(preemption: Preemption) -> None:
     preemption._measure_step()
-    preemption.leave_out(1000)
+    preemption.exclude_from_step(1000)
     preemption._measure_step()
     assert preemption._longest_step_s == 0
     preemption._measure_step()

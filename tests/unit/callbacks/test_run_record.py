@@ -28,8 +28,7 @@ def test_each_start_is_recorded(tmp_path: Path) -> None:
 
 def test_configurations_are_kept_once_and_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_record, "_MAX_CONFIGS", 3)
-    (tmp_path / "config.yaml").write_text("a: 0\n")  # of a version that kept the newest only
-    for number in (1, 1, 2, 3):
+    for number in (0, 1, 1, 2, 3):
         start(tmp_path, f"a: {number}\n")
     kept = {path.name: path.read_text() for path in (tmp_path / "configs").iterdir()}
     assert kept == {"0001.yaml": "a: 0\n", "0003.yaml": "a: 2\n", "0004.yaml": "a: 3\n"}

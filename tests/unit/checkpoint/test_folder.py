@@ -13,15 +13,15 @@ import pytest
 
 from sd_training.checkpoint.folder import (
     MANIFEST_NAME,
+    discard_checkpoint,
     has_ever_saved,
     newest_verified,
-    read_info,
+    read_manifest,
     remove_leftovers,
     sealed_checkpoints,
     step_of,
     verify_checkpoint,
 )
-from sd_training.checkpoint.retention import discard_checkpoint
 from sd_training.errors import CheckpointError
 from tests.checkpoints import write_sealed
 
@@ -47,7 +47,7 @@ def test_a_sealed_folder_holds_what_was_written(root: Path) -> None:
     assert names(root) == ["step=12"] and folder == root / "step=12"
     assert {name: (folder / name).read_bytes() for name in CONTENT} == CONTENT
     assert verify_checkpoint(folder) == [] and newest_verified(root) == folder
-    assert read_info(folder) == {"world_size": 4, "nested": {"a": [1.5, None]}}
+    assert read_manifest(folder).info == {"world_size": 4, "nested": {"a": [1.5, None]}}
 
 
 def test_no_checkpoint_is_not_an_error(root: Path) -> None:
@@ -66,7 +66,7 @@ def test_order_is_by_number(root: Path) -> None:
 def test_a_verified_checkpoint_of_the_same_step_is_kept(root: Path) -> None:
     (folder,) = write_steps(root, 3)
     assert write_sealed(root, 3, lambda _: pytest.fail("must not write"), {}) == folder
-    assert read_info(folder) == {"step": 3}
+    assert read_manifest(folder).info == {"step": 3}
 
 
 def test_a_damaged_checkpoint_of_the_same_step_is_set_aside(root: Path) -> None:

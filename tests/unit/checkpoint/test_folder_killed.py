@@ -12,12 +12,12 @@ import torch
 from sd_training.checkpoint.folder import (
     newest_verified,
     remove_leftovers,
+    rotate,
     sealed_checkpoints,
     step_of,
     verify_checkpoint,
 )
-from sd_training.checkpoint.retention import rotate
-from sd_training.checkpoint.save import read_state, write_state, write_tensors
+from sd_training.checkpoint.save import open_checkpoint, write_state, write_tensors
 from tests.checkpoints import write_sealed
 from tests.unit.checkpoint.exact import assert_same
 from tests.unit.kill import killed_after
@@ -44,7 +44,7 @@ def save_for_ever(root: Path, first: int, done: Callable[[int], None]) -> None:
     for step in itertools.count(first):
         save(root, step)
         done(step)
-        rotate(root, 2, trusted=[root / f"step={step}"])
+        rotate(root, 2, newest=root / f"step={step}")
 
 
 def seconds_of_a_save(root: Path) -> float:
@@ -72,9 +72,9 @@ def test_every_kill_leaves_a_good_newest_checkpoint(tmp_path: Path) -> None:
             continue
         assert step_of(newest) in (acknowledged, acknowledged + 1)  # sealed, but killed before it could say so
         acknowledged = step_of(newest)
-        state, stored = read_state(newest)
-        assert state == {"global_step": acknowledged}
-        assert_same({part: stored[part]["all"] for part in ("w", "v")}, tensors_of(acknowledged))
+        stored = open_checkpoint(newest)
+        assert stored.state == {"global_step": acknowledged}
+        assert_same({part: stored.parts[part]["all"] for part in ("w", "v")}, tensors_of(acknowledged))
         good = [folder for folder in sealed_checkpoints(root) if not verify_checkpoint(folder)]
         assert len(good) >= min(2, acknowledged)
         assert {path.name for path in root.iterdir()} == {path.name for path in good}

@@ -9,13 +9,13 @@ from sd_training.checkpoint.folder import (
     MANIFEST_NAME,
     has_ever_saved,
     newest_verified,
-    read_info,
+    read_manifest,
     remove_leftovers,
+    rotate,
     sealed_checkpoints,
     verify_checkpoint,
 )
 from sd_training.checkpoint.mirror import Mirror
-from sd_training.checkpoint.retention import rotate
 from sd_training.checkpoint.run_lock import NO_LOCK
 from sd_training.errors import DamagedCheckpointsError
 from tests.checkpoints import write_sealed
@@ -38,7 +38,7 @@ def test_links_are_checkpoints(root: Path, disk: Path) -> None:
     folders = write_steps(root, 1, 2)
     moved(disk, *folders)
     assert has_ever_saved(root) and sealed_checkpoints(root) == folders
-    assert newest_verified(root) == folders[1] and read_info(folders[1]) == {"step": 2}
+    assert newest_verified(root) == folders[1] and read_manifest(folders[1]).info == {"step": 2}
     assert write_sealed(root, 2, lambda _: pytest.fail("must not write"), {}) == folders[1]
 
 
@@ -70,7 +70,7 @@ def test_links_that_lead_nowhere_are_no_fresh_start(root: Path, disk: Path) -> N
     moved(disk, *write_steps(root, 1, 2))
     disk.rename(disk.with_name("elsewhere"))
     assert has_ever_saved(root)
-    with pytest.raises(DamagedCheckpointsError, match=r"step=2: it is a link to .*/disk/step=2, where no folder is"):
+    with pytest.raises(DamagedCheckpointsError, match=r"step=2: MANIFEST.json is missing"):
         newest_verified(root)
     assert names(root) == ["step=1", "step=2"]
 
@@ -92,16 +92,6 @@ def test_what_a_kill_left_of_a_link_is_swept(root: Path, disk: Path, is_there: b
         (root / name).symlink_to(disk / ("kept" if is_there else "gone"))
     remove_leftovers(root)
     assert names(root) == ["step=1"] and (disk / "kept" / "weights.bin").is_file()
-
-
-def test_a_folder_of_checkpoints_that_leads_nowhere_is_refused(root: Path, disk: Path) -> None:
-    write_steps(root, 1)
-    os.rename(root, disk / "checkpoints")
-    root.symlink_to(disk / "checkpoints")
-    assert newest_verified(root) == root / "step=1"
-    disk.rename(disk.with_name("elsewhere"))
-    with pytest.raises(DamagedCheckpointsError, match=r"checkpoints is a link to .*/disk/checkpoints"):
-        has_ever_saved(root)
 
 
 def test_a_copy_is_made_of_what_a_link_leads_to(root: Path, disk: Path, tmp_path: Path) -> None:

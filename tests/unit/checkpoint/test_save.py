@@ -16,14 +16,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from sd_training.checkpoint.folder import sealed_checkpoints
-from sd_training.checkpoint.lightning_state import restore_training_state, training_state
 from sd_training.checkpoint.run_lock import NO_LOCK
 from sd_training.checkpoint.save import (
-    TrainingContents,
     load_checkpoint,
     newest_checkpoint,
     open_checkpoint,
-    read_state,
+    restore_training_state,
     save_checkpoint,
     write_state,
     write_tensors,
@@ -57,9 +55,7 @@ class TinyModule(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         decayed, plain = [self.conv.weight, self.small], [self.conv.bias, *self.norm.parameters()]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.98), fused=self.fused)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.98), fused=self.fused)
 
 
 class Counter(pl.Callback):
@@ -88,14 +84,12 @@ class Resume(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.root is not None:
             stored = open_checkpoint(newest_checkpoint(self.root, strategy_of(trainer).cpu_group))
-            load_checkpoint(stored, pl_module, strategy_of(trainer).sharding)
+            load_checkpoint(stored, trainer)
             restore_training_state(trainer, stored.state)
 
 
 def save(trainer: pl.Trainer, folder: Path) -> None:
-    strategy = strategy_of(trainer)
-    contents = TrainingContents(trainer.lightning_module, strategy.sharding, {}, training_state(trainer))
-    save_checkpoint(folder, contents, {}, strategy.cpu_group, NO_LOCK)
+    save_checkpoint(folder, trainer, {}, {}, NO_LOCK)
 
 
 def train(steps: int, fused: bool = True, resume: Path | None = None, precision: Any = "32-true") -> pl.Trainer:
@@ -120,7 +114,6 @@ def contents(trainer: pl.Trainer) -> dict[str, Any]:
     return {
         "weights": dict(trainer.model.state_dict()),
         "optimizer": trainer.optimizers[0].state_dict(),
-        "schedule": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
         "callback": callback.rest,
         "step": trainer.global_step,
     }
@@ -134,7 +127,7 @@ def test_resumed_training_equals_uninterrupted_training(tmp_path: Path, fused: b
     save(train(3, fused, precision=precision), tmp_path / "step=3")
     resumed = train(7, fused, resume=tmp_path, precision=precision)
     assert_same(contents(resumed)["weights"], contents(whole)["weights"])
-    for key in ("optimizer", "schedule", "callback", "step"):
+    for key in ("optimizer", "callback", "step"):
         assert_same(contents(resumed)[key], contents(whole)[key], key)
 
 
@@ -204,7 +197,7 @@ def test_a_path_that_is_no_step_is_refused(tmp_path: Path) -> None:
 def round_trip(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any] | None = None) -> dict[str, Tensor]:
     write_tensors(folder, "weights", tensors, 0, 1)
     write_state(folder, state or {})
-    return dict(read_state(folder)[1]["weights"])
+    return dict(open_checkpoint(folder).parts["weights"])
 
 
 def test_shared_tensors_are_stored_once_per_name(tmp_path: Path) -> None:
@@ -240,7 +233,7 @@ def test_the_files_of_several_writers_are_one_part(tmp_path: Path) -> None:
     write_tensors(tmp_path, "ema-sigma_rel=0.050", {"b": torch.ones(1)}, 2, 3)
     write_tensors(tmp_path, "ema", {"b": torch.full((1,), 2.0)}, 2, 3)
     write_state(tmp_path, {})
-    stored = read_state(tmp_path)[1]
+    stored = open_checkpoint(tmp_path).parts
     assert {part: {name: float(t) for name, t in tensors.items()} for part, tensors in stored.items()} == {
         "ema-sigma_rel=0.050": {"a": 0.0, "b": 1.0},
         "ema": {"b": 2.0},
@@ -251,7 +244,7 @@ def test_the_files_of_several_writers_are_one_part(tmp_path: Path) -> None:
 def test_tensors_inside_the_state_come_back_in_their_place(tmp_path: Path) -> None:
     state = {"loops": {"done": (1, None), "best": float("inf")}, "scale": torch.tensor(3.0)}
     round_trip(tmp_path, {"a": torch.zeros(1)}, state)
-    assert_same(read_state(tmp_path)[0], state)
+    assert_same(open_checkpoint(tmp_path).state, state)
 
 
 def test_an_unstorable_value_is_named(tmp_path: Path) -> None:
@@ -276,4 +269,4 @@ def test_another_format_is_refused(tmp_path: Path, change: Callable[[Any], Any])
     document = {"format": 2, "tensor_files": [], "checkpoint": {}}
     (tmp_path / "state.json").write_text(json.dumps(change(document)))
     with pytest.raises(CheckpointError, match="another format"):
-        read_state(tmp_path)
+        open_checkpoint(tmp_path)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sd_training.checkpoint.codec import join_tensors, split_tensors
+from sd_training.checkpoint.save import join_tensors, split_tensors
 from sd_training.optim.optimizers import make_optimizer
 from tests.unit.optim.toy import NAMES, Toy, build, config, named, set_gradients, toy, train, values
 

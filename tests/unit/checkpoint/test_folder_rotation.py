@@ -5,8 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.checkpoint.folder import sealed_checkpoints
-from sd_training.checkpoint.retention import discard_checkpoint, protected_checkpoints, retention_info, rotate
+from sd_training.checkpoint.folder import (
+    discard_checkpoint,
+    protected_checkpoints,
+    read_manifest,
+    retention_info,
+    rotate,
+    sealed_checkpoints,
+)
 from tests.checkpoints import write_sealed
 from tests.unit.checkpoint.test_folder import empty, flip_bit, names, write_steps
 
@@ -17,7 +23,7 @@ def save(root: Path, step: int, mean_loss: float | None = None, *, is_milestone:
 
 
 def rotated(root: Path, num_best: int) -> list[str]:
-    rotate(root, 2, protected=protected_checkpoints(root, num_best))
+    rotate(root, 2, num_best)
     return [folder.name for folder in sealed_checkpoints(root)]
 
 
@@ -39,16 +45,15 @@ def test_the_best_by_validation_are_others(tmp_path: Path) -> None:
     for step, (training, held_out) in enumerate([(0.1, 0.9), (0.2, 0.3), (0.3, 0.5), (0.4, 0.8), (0.0, None)], start=1):
         info = retention_info(is_milestone=False, mean_loss=training, validation_loss=held_out)
         write_sealed(tmp_path, step, lambda folder: (folder / "w").write_bytes(b"w") and None, info)
-    chosen = {
-        by: [f.name for f in protected_checkpoints(tmp_path, 2, by)] for by in ("training_loss", "validation_loss")
-    }
+    infos = {folder.name: read_manifest(folder).info for folder in sealed_checkpoints(tmp_path)}
+    chosen = {by: protected_checkpoints(infos, 2, by) for by in ("training_loss", "validation_loss")}
     assert chosen == {"training_loss": ["step=5", "step=1"], "validation_loss": ["step=2", "step=3"]}
 
 
-def test_without_facts_nothing_is_protected(tmp_path: Path) -> None:
+def test_without_losses_nothing_is_protected(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write_sealed(tmp_path, step, lambda folder: (folder / "w").write_bytes(b"w") and None, {})
-    assert protected_checkpoints(tmp_path, 2) == []
+    assert rotated(tmp_path, 2) == ["step=2", "step=3"]
 
 
 def test_a_damaged_manifest_is_left_alone(tmp_path: Path) -> None:
@@ -78,7 +83,7 @@ def test_rotation_deletes_the_oldest_and_never_leaves_fewer_than_two(root: Path)
 def test_damaged_checkpoints_do_not_count_as_kept(root: Path) -> None:
     folders = write_steps(root, 1, 2, 3, 4)
     flip_bit(folders[2] / "weights.bin")
-    rotate(root, 2, trusted=[folders[3]])
+    rotate(root, 2, newest=folders[3])
     assert names(root) == ["step=2", "step=3", "step=4"]
 
 

@@ -1,4 +1,4 @@
-"""What `lightning_state.py` relies on in Lightning, whose version the requirements pin."""
+"""What `checkpoint/save.py` relies on in Lightning, whose version the requirements pin."""
 
 import inspect
 from pathlib import Path

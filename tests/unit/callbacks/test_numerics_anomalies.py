@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from sd_training.callbacks.anomalies import (
+from sd_training.callbacks.numerics import (
     MIN_HISTORY,
     RECENT,
     SKIPPED,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sd_training.checkpoint.codec import join_tensors, split_tensors
+from sd_training.checkpoint.save import join_tensors, split_tensors
 from tests.unit.checkpoint.exact import assert_same
 
 
