@@ -35,20 +35,16 @@ ALLOWED = (
     *("wall_clock_breakdown", "zero_force_ds_cpu_optimizer", "zero_optimization"),
 )
 """DeepSpeed's keys that may be in a file; DeepSpeed checks their values."""
-_DECIDED = {
-    "train_batch_size": "system.batch_size",
-    "train_micro_batch_size_per_gpu": "system.batch_size",
-    "gradient_accumulation_steps": "system.gradient_accumulation",
-    "gradient_clipping": "optimizer.max_grad_norm",
-    "optimizer": "optimizer.name",
-    "scheduler": "lr_scheduler.name",
-    "fp16": "model.mixed_precision",
-    "bf16": "model.mixed_precision",
-    "torch_autocast": "model.mixed_precision",
-    "amp": "model.mixed_precision",
-    "zero_allow_untested_optimizer": "optimizer.name",
-    "tensor_parallel": "distributed.mesh.tensor",
+_DECIDED_BY = {
+    "system.batch_size": ("train_batch_size", "train_micro_batch_size_per_gpu"),
+    "system.gradient_accumulation": ("gradient_accumulation_steps",),
+    "optimizer.max_grad_norm": ("gradient_clipping",),
+    "optimizer.name": ("optimizer", "zero_allow_untested_optimizer"),
+    "lr_scheduler.name": ("scheduler",),
+    "model.mixed_precision": ("fp16", "bf16", "torch_autocast", "amp"),
+    "distributed.mesh.tensor": ("tensor_parallel",),
 }
+_DECIDED = {key: option for option, keys in _DECIDED_BY.items() for key in keys}
 """DeepSpeed's key → this trainer's option for the same."""
 _UNUSABLE: Mapping[str, tuple[Any, str]] = {
     "round_robin_gradients": (True, "saves would not find the shards of the weights"),

@@ -7,7 +7,6 @@ full tensors, gathered one at a time, so they mean the same under every strategy
 """
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -28,15 +27,12 @@ class ParameterSharding(Protocol):
     optimizer: torch.optim.Optimizer
     """Updates the local shards; inside the engine, where there is one."""
 
-    @abstractmethod
     def local_shard(self, parameter: nn.Parameter) -> Tensor:
         """This rank's part of the weights that training updates; empty for none. A view."""
 
-    @abstractmethod
     def shard_of(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
         """This rank's part of a tensor of the parameter's full shape, cut as `local_shard` is."""
 
-    @abstractmethod
     def gather(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
         """Collective: the full tensor, on the parameter's device, from a tensor cut like `local_shard` on each rank."""
 
@@ -48,15 +44,12 @@ class ParameterSharding(Protocol):
         """Shape of the full tensor."""
         return parameter.shape
 
-    @abstractmethod
     def backup(self, parameter: nn.Parameter) -> Tensor | None:
         """What `restore` needs to undo `swap_in`; None where the engine holds a copy."""
 
-    @abstractmethod
     def swap_in(self, parameter: nn.Parameter, shard: Tensor) -> None:
         """Collective: the network computes with the weights that these shards make up, until `restore`."""
 
-    @abstractmethod
     def restore(self, parameter: nn.Parameter, backup: Tensor | None) -> None:
         """Collective: the network computes with its own weights again, bit for bit."""
 
@@ -64,15 +57,12 @@ class ParameterSharding(Protocol):
         """Frees weights that forward passes without a backward pass left gathered; the next step would use them."""
         return
 
-    @abstractmethod
     def load(self, parameter: nn.Parameter, full: Tensor) -> None:
         """Collective: training continues from these weights."""
 
-    @abstractmethod
     def full_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Collective: the optimizer's state of a parameter in full tensors; empty before the first step."""
 
-    @abstractmethod
     def load_optimizer(
         self, parameters: Iterable[nn.Parameter], state_of: StateOf, groups: Sequence[Mapping[str, Any]]
     ) -> None:

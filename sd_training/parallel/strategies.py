@@ -46,8 +46,9 @@ class TrainingStrategy:
         return self.make_sharding()
 
     def make_sharding(self) -> ParameterSharding:
-        """Called once, after the engine was set up."""
-        raise NotImplementedError
+        """Called once, after the engine was set up; here for a network that every rank holds."""
+        trained = [p for p in self.lightning_module.parameters() if p.requires_grad]
+        return ReplicatedSharding(trained, self.optimizers[0], self.world_size)
 
     def shard_network(self) -> None:
         """Called from `configure_model`, before the optimizer is made."""
@@ -71,10 +72,6 @@ class TrainingStrategy:
         """Which of `count` items this rank takes, and how many fewer these are than those of the rank with most."""
         own = list(range(self.data_rank, count, self.data_ranks))
         return own, -(-count // self.data_ranks) - len(own)
-
-    def trained_parameters(self) -> list[nn.Parameter]:
-        """Of the module."""
-        return [p for p in self.lightning_module.parameters() if p.requires_grad]
 
 
 def strategy_of(trainer: pl.Trainer) -> TrainingStrategy:
@@ -110,10 +107,6 @@ class FSDP2Options:
 class SingleProcessStrategy(TrainingStrategy, SingleDeviceStrategy):
     """One process, without a process group."""
 
-    def make_sharding(self) -> ReplicatedSharding:
-        """Everything is here."""
-        return ReplicatedSharding(self.trained_parameters(), self.optimizers[0], 1)
-
 
 class ReplicatedStrategy(TrainingStrategy, DDPStrategy):
     """DDP (Li et al. 2020, arXiv:2006.15704): every rank has every weight, and gradients are averaged.
@@ -131,10 +124,6 @@ class ReplicatedStrategy(TrainingStrategy, DDPStrategy):
     def num_replicas(self) -> int:  # type: ignore[override]
         """Every rank."""
         return self.world_size
-
-    def make_sharding(self) -> ReplicatedSharding:
-        """Averages and files are assigned to ranks."""
-        return ReplicatedSharding(self.trained_parameters(), self.optimizers[0], self.world_size)
 
 
 class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
