@@ -18,6 +18,9 @@ export OMP_NUM_THREADS := 1
 # The environment is installed without bytecode; where nobody may write it, every process compiles torch again: 10 s.
 export PYTHONDONTWRITEBYTECODE :=
 
+# Tests with bounds on rounding; they run again with the kernels of another CPU.
+NUMERICAL := tests/conformance tests/unit/diffusion tests/unit/optim
+
 .PHONY: env test slurm quickstart format docs audit clean
 
 env: $(STAMP)
@@ -36,6 +39,7 @@ test: env slurm
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	SLURM_TEST_LOGS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n auto --maxprocesses 4 -q $(NUMERICAL)
 
 slurm:
 	@if command -v slurmctld >/dev/null || [ -x /usr/sbin/slurmctld ]; then :; \

@@ -2,9 +2,6 @@
 
 import inspect
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +13,28 @@ from safetensors.torch import load_file
 from sd_training.training.diffusion_module import DiffusionModule
 from sd_training.types import NoisedBatch
 from tests.family_makers import PIPELINES, save_pipeline
-from tests.integration.training import ROOT, CrashAfter, Interrupted, options, train
+from tests.faults.fork_server import shared_server
+from tests.integration.training import CrashAfter, Interrupted, options, train
+from tests.offline import refuse_connections
 
-LOAD_AND_DRAW = """
-import socket, sys
-def refused(*args, **kwargs):
-    raise AssertionError("a connection was asked for")
-socket.socket.connect = socket.create_connection = socket.getaddrinfo = refused
-import diffusers, numpy, torch
-import sd_training.models.families.mmdit_pipeline
-from sd_training.export.draw import draw_images
-left_out = {"text_encoder_3": None, "tokenizer_3": None} if "without_t5" in sys.argv[3] else {}
-pipeline = diffusers.DiffusionPipeline.from_pretrained(
-    sys.argv[1], local_files_only=True, low_cpu_mem_usage=False, **left_out
-)
-[picture] = draw_images(pipeline, ["a red picture"], [3], height=24, width=16, num_inference_steps=3,
-                        guidance_scale=2.0, batch_size=1)
-numpy.save(sys.argv[2], numpy.asarray(picture))
-"""
+
+def load_and_draw(words: list[str]) -> None:
+    """In a process of its own: folder of a pipeline, file of the picture, family."""
+    refuse_connections()
+    import diffusers
+
+    import sd_training.models.families.mmdit_pipeline  # noqa: F401 - diffusers finds the class when it is imported
+    from sd_training.export.draw import draw_images
+
+    folder, file, name = words
+    left_out = {"text_encoder_3": None, "tokenizer_3": None} if "without_t5" in name else {}
+    load = diffusers.DiffusionPipeline.from_pretrained
+    pipeline = load(folder, local_files_only=True, low_cpu_mem_usage=False, **left_out)
+    size = {"height": 24, "width": 16}
+    [picture] = draw_images(
+        pipeline, ["a red picture"], [3], **size, num_inference_steps=3, guidance_scale=2.0, batch_size=1
+    )
+    np.save(file, np.asarray(picture))
 
 
 @pytest.fixture(scope="module", params=PIPELINES)
@@ -62,11 +63,9 @@ def test_trains_saves_resumes_loads_and_draws(pipeline: tuple[str, Path], shards
     assert equal(weights(tmp_path / "cut" / "current_pipeline"), weights(result))
     assert not equal(weights(result), weights(folder))
 
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     picture = tmp_path / "picture.npy"
-    command = [sys.executable, "-c", LOAD_AND_DRAW, str(result), str(picture), name]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    words = [str(result), str(picture), name]
+    shared_server().call("tests.integration.test_families:load_and_draw", words, tmp_path / "log")
     assert np.load(picture).shape == (24, 16, 3)
     assert (
         json.loads((result / "model_index.json").read_text()).keys()

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,16 @@ from sd_training.build.run import build_run
 from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
 from tests import makers
+from tests.faults.fork_server import shared_server
 from tests.integration.training import ROOT, options
 
 
-def started(argv: list[str], *more: str) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "train.py", *argv, "trainer.accelerator=cpu", *more]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+def started(argv: list[str], *more: str) -> tuple[int | None, str]:
+    """Status and output of `python -m train`."""
+    with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
+        words = ["train", *argv, "trainer.accelerator=cpu", *more]
+        child = shared_server().start("tests.integration.training:run_module", words, Path(log.name), os.environ)
+        return child.wait(900), log.read()
 
 
 @pytest.mark.parametrize(
@@ -35,9 +39,9 @@ def started(argv: list[str], *more: str) -> "subprocess.CompletedProcess[str]":
 def test_one_sentence_and_status_2(
     more: list[str], said: str, pipeline_dir: Path, shards_dir: Path, tmp_path: Path
 ) -> None:
-    done = started(options(tmp_path / "run", pipeline_dir, shards_dir), *more)
-    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
-    assert said in done.stderr
+    status, printed = started(options(tmp_path / "run", pipeline_dir, shards_dir), *more)
+    assert (status, "Traceback" in printed) == (2, False), printed
+    assert said in printed
 
 
 def test_all_of_a_run_is_where_a_variable_leads(
@@ -45,8 +49,8 @@ def test_all_of_a_run_is_where_a_variable_leads(
 ) -> None:
     monkeypatch.setenv("RUNS_HERE", str(tmp_path / "scratch"))
     argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=16)
-    done = started(argv, "experiment.log_dir=$RUNS_HERE/all", "wandb.mode=offline")
-    assert done.returncode == 0, done.stderr
+    status, printed = started(argv, "experiment.log_dir=$RUNS_HERE/all", "wandb.mode=offline")
+    assert status == 0, printed
     names = {path.name for path in (tmp_path / "scratch" / "all" / "run").iterdir()}
     expected = ("checkpoints", "config.yaml", "current_pipeline", "metrics.csv", "run.json", "tensorboard", "wandb")
     assert names >= set(expected)
@@ -54,23 +58,24 @@ def test_all_of_a_run_is_where_a_variable_leads(
     assert [path for folder in (ROOT, tmp_path) for path in folder.iterdir() if "$" in path.name] == []
     # The options win over WANDB_MODE=disabled of the tests, and of all that W&B would print there is one line.
     (offline,) = (tmp_path / "scratch" / "all" / "run" / "wandb").glob("offline-run-*")
-    assert [line[20:] for line in done.stderr.splitlines() if "wandb" in line] == [
+    assert [line[20:] for line in printed.splitlines() if "wandb" in line] == [
         f"W&B: offline; upload with `wandb sync {offline}`"
     ]
 
 
 def test_a_dry_run_needs_no_writable_folder(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
-    done = started(options(tmp_path / "run", pipeline_dir, shards_dir), "experiment.log_dir=/proc/nowhere", "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert "run folder    /proc/nowhere/run" in done.stdout
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir)
+    status, printed = started(argv, "experiment.log_dir=/proc/nowhere", "--dry-run")
+    assert status == 0, printed
+    assert "run folder    /proc/nowhere/run" in printed
 
 
 def test_captions_without_a_row_do_not_cost_the_save(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "captions.csv").write_text("uid,caption\n")
     argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=16)
-    done = started(argv, f"experiment.eval_caption_file={tmp_path / 'captions.csv'}")
-    assert done.returncode == 0, done.stderr
-    assert "has no caption to draw" in done.stderr
+    status, printed = started(argv, f"experiment.eval_caption_file={tmp_path / 'captions.csv'}")
+    assert status == 0, printed
+    assert "has no caption to draw" in printed
     assert (tmp_path / "run" / "checkpoints" / "step=2").is_dir()
 
 
@@ -89,12 +94,12 @@ def test_a_run_on_the_cpu_says_how_many_threads_it_takes(
 def test_a_key_on_the_command_line_is_written_nowhere(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     secret = "0123456789abcdef0123456789abcdef01234567"
     argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=16)
-    done = started(argv, f"wandb={{api_key: '{secret}', mode: offline}}")
-    assert done.returncode == 0, done.stderr
+    status, printed = started(argv, f"wandb={{api_key: '{secret}', mode: offline}}")
+    assert status == 0, printed
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert any("wandb" in str(path) for path in files)
     assert [path for path in files if secret.encode() in path.read_bytes()] == []
-    assert secret not in done.stdout + done.stderr
+    assert secret not in printed
 
 
 def test_mistakes_of_parts_and_data_are_one_report(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,40 +22,58 @@ from sd_training.config.load import load_config
 from sd_training.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from sd_training.log import RunLog
 from sd_training.signals import StopSignals
+from tests.faults.fork_server import Child, shared_server
 from tests.integration.record_ids import read_ids
 from tests.integration.test_training import assert_same_tensors
 from tests.integration.training import ROOT, checkpoint_tensors, losses, metrics, options, train
 
-ONE = [sys.executable, "-m", "tests.integration.watched_train"]
+LIGHTNING = [sys.executable, "-m", "tests.integration.watched_train"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
 TORCHRUN += ["--rdzv_endpoint", "localhost:0", "-m", "tests.integration.watched_train"]
+LOADER = "system.workers=1"
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 LIMIT_S = 500
 """Two processes that start on busy cores may take minutes."""
 
 
-class Started:
-    """A run in processes of its own, started and signalled as a user or a cluster does."""
+class Launched(subprocess.Popen[str]):
+    """A launcher and the processes that it starts, as a user or a cluster starts them."""
 
-    def __init__(self, command: list[str], argv: list[str], folder: Path, hold: str | None = None) -> None:
+    def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
+        with log.open("w") as output:
+            super().__init__(
+                command,
+                cwd=ROOT,
+                env={**os.environ, **environment, "PYTHONPATH": str(ROOT)},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                # Where the tests themselves are started in the background of a script, Ctrl-C is ignored, and so it
+                # would be here.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+
+
+class Started:
+    """A run in processes of its own, which is sent signals.
+
+    Args:
+        command: a launcher's; without one a single process is forked, which takes a second instead of ten.
+    """
+
+    def __init__(self, argv: list[str], folder: Path, hold: str = "", command: Sequence[str] = ()) -> None:
         folder.mkdir(exist_ok=True)
-        self.folder = folder
-        for name in ("held", "noted"):
+        self.folder, self.log = folder, folder / "log.txt"
+        for name in ("held", "noted", self.log.name):
             (folder / name).unlink(missing_ok=True)
-        watch = {"WATCH_DIR": str(folder), "PYTHONPATH": str(ROOT), STEP_FILE_VARIABLE: str(folder / "step")}
-        watch |= {"WATCH_HOLD": hold} if hold else {}
-        self.process = subprocess.Popen(
-            [*command, *argv],
-            cwd=ROOT,
-            env={**os.environ, **watch},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            # Where the tests themselves are started in the background of a script, Ctrl-C is ignored, and so it would
-            # be here.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        watch = {"WATCH_DIR": str(folder), STEP_FILE_VARIABLE: str(folder / "step"), "WATCH_HOLD": hold}
+        self.process: Launched | Child
+        if command:
+            self.process = Launched([*command, *argv], watch, self.log)
+        else:
+            words = ["tests.integration.watched_train", *argv]
+            environment = {**os.environ, **watch}
+            self.process = shared_server().start("tests.integration.training:run_module", words, self.log, environment)
 
     def wait_until_held(self) -> int:
         """Process id of the rank that waits."""
@@ -65,22 +83,20 @@ class Started:
         """What a file of the watched run says, once it says something."""
         path, end_s = self.folder / name, time.monotonic() + LIMIT_S
         while not (path.exists() and path.read_text()):
-            assert self.process.poll() is None and time.monotonic() < end_s, self.said()
+            assert self.process.poll() is None and time.monotonic() < end_s, self.log.read_text()
             time.sleep(0.02)
         return path.read_text()
 
-    def said(self) -> str:
-        """Its output; kills what still runs."""
-        try:
-            return self.process.communicate(timeout=LIMIT_S)[0]
-        finally:
-            self.process.kill()
+    def ended(self) -> tuple[int | None, str]:
+        """Its exit status and output."""
+        status = self.process.wait(LIMIT_S)
+        return status, self.log.read_text()
 
 
 @pytest.fixture
 def argv(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> list[str]:
-    """One process, 8 steps of 8 images, read by a loader process; nothing is saved before the end."""
-    return options(tmp_path / "run", pipeline_dir, shards_dir, experiment__save_every=100, system__workers=1)
+    """One process, 8 steps of 8 images; nothing is saved before the end."""
+    return options(tmp_path / "run", pipeline_dir, shards_dir, experiment__save_every=100)
 
 
 def saved_steps(run_dir: Path) -> list[str]:
@@ -88,19 +104,19 @@ def saved_steps(run_dir: Path) -> list[str]:
 
 
 def test_one_process(argv: list[str], tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
-    run = Started(ONE, argv, tmp_path / "watched", "3:all")
+    run = Started([*argv, LOADER], tmp_path / "watched", "3:all")
     run.wait_until_held()
     while run.process.poll() is None:  # again and again, also while it saves; to the loader processes as well
         for number in (signal.SIGUSR1, signal.SIGTERM):
             os.killpg(run.process.pid, number)
         time.sleep(0.05)
-    said = run.said()
-    assert run.process.returncode == EXIT_STOPPED, said
+    status, said = run.ended()
+    assert status == EXIT_STOPPED, said
     assert "Traceback" not in said and "stopped after 4 optimizer steps" in said
     assert saved_steps(tmp_path / "run") == ["step=4"]
     assert (tmp_path / "watched/step").read_text() == "4\n"
-    again = Started(ONE, argv, tmp_path / "watched")
-    assert again.process.wait(LIMIT_S) == 0, again.said()
+    status, said = Started(argv, tmp_path / "watched").ended()
+    assert status == 0, said
     whole = tmp_path / "whole"
     train(options(whole, pipeline_dir, shards_dir, experiment__save_every=100))
     assert_same_tensors(checkpoint_tensors(tmp_path / "run", 8), checkpoint_tensors(whole, 8))
@@ -109,22 +125,23 @@ def test_one_process(argv: list[str], tmp_path: Path, pipeline_dir: Path, shards
 
 
 def test_ctrl_c_saves_and_a_second_one_kills(argv: list[str], tmp_path: Path) -> None:
-    run = Started(ONE, argv, tmp_path / "watched", "1:all")
+    run = Started(argv, tmp_path / "watched", "1:all")
     os.kill(run.wait_until_held(), signal.SIGINT)
-    said = run.said()
-    assert run.process.returncode == EXIT_INTERRUPTED, said
+    status, said = run.ended()
+    assert status == EXIT_INTERRUPTED, said
     # What a second one would do is said at once, and not only when the step is done.
     assert re.search(rf"^{TIME}Ctrl-C: saving after .*; press Ctrl-C again to end at once without saving$", said, re.M)
     assert "a signal asks" not in said and "a signal asks" in (tmp_path / "run" / "train.log").read_text()
     assert saved_steps(tmp_path / "run") == ["step=2"]
-    stuck = Started(ONE, argv, tmp_path / "watched", "3:all:forever")
+    stuck = Started([*argv, LOADER], tmp_path / "watched", "3:all:forever")
     pid = stuck.wait_until_held()
     os.kill(pid, signal.SIGINT)
     stuck.wait_for("noted")  # two that come before it looks would be one
     assert stuck.process.poll() is None
     os.kill(pid, signal.SIGINT)
-    assert stuck.process.wait(LIMIT_S) == -signal.SIGINT, stuck.said()
-    stuck.said()  # ends when the last process that writes to it has ended: no loader process is left behind
+    status, said = stuck.ended()
+    assert status == -signal.SIGINT, said
+    assert isinstance(stuck.process, Child) and stuck.process.left_behind() == []
 
 
 class Presses(pl.Callback):
@@ -159,22 +176,23 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_step(
     changes = {"system__batch_size": 4, "experiment__save_every": 100}
     argv = options(tmp_path / "run", pipeline_dir, shards_dir, **changes)
     own = ["trainer.devices=2", "trainer.accelerator=cpu"]
-    command, more = (ONE, own) if rank == 0 else (TORCHRUN, [])  # started by Lightning, and by torchrun
-    run = Started(command, [*argv, *more], tmp_path / "watched", f"3:{rank}")
+    command, more = (LIGHTNING, own) if rank == 0 else (TORCHRUN, [])
+    run = Started([*argv, *more], tmp_path / "watched", f"3:{rank}", command)
     os.kill(run.wait_until_held(), signal.SIGTERM)
-    said = run.said()
+    status, said = run.ended()
     assert "stopped after 5 optimizer steps" in said, said
-    if command is ONE:
-        assert run.process.returncode == EXIT_STOPPED, said
+    if command is LIGHTNING:
+        assert status == EXIT_STOPPED, said
     else:  # torchrun has a status of its own, and says that of its processes
-        assert said.count(f"(exitcode: {EXIT_STOPPED})") == 1 and run.process.returncode == 1, said
+        assert said.count(f"(exitcode: {EXIT_STOPPED})") == 1 and status == 1, said
         assert "SIGKILL" not in said
     assert saved_steps(tmp_path / "run") == ["step=5"]
     assert [len(pairs) for pairs in read_ids(tmp_path / "watched").values()] == [8] * 5
     if rank == 1:
-        again = Started(command, [*argv, *more], tmp_path / "watched", f"5:{rank}")
+        again = Started([*argv, *more], tmp_path / "watched", f"5:{rank}", command)
         os.kill(again.wait_until_held(), signal.SIGUSR2)  # the one rank asks for a save, both save
-        assert "done: " in again.said() and again.process.returncode == 0
+        status, said = again.ended()
+        assert "done: " in said and status == 0
         assert saved_steps(tmp_path / "run") == ["step=7", "step=8"]
         assert [len(pairs) for pairs in read_ids(tmp_path / "watched").values()] == [8] * 8
 

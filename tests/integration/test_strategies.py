@@ -1,8 +1,6 @@
 """Every strategy trains, averages, saves, resumes and exports what one process does."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ import pytest
 from sd_training.build.estimate import meta_networks, model_size
 from sd_training.config.load import load_config
 from tests.family_makers import save_pipeline
-from tests.integration.training import ROOT, losses, options, train, train_in_processes
+from tests.integration.training import losses, options, train, train_in_processes
 from tests.strategy_report import ENGINES, Row, report
 from tests.tiny_parts import flux
 
@@ -74,14 +72,11 @@ def test_memory_is_cut_as_the_strategy_says(rows: dict[str, Row], tmp_path: Path
 def test_cut_blocks_have_the_gradients_of_whole_ones(tmp_path: Path, axes: list[str]) -> None:
     families = ["sd3", "pixart", "flux", "mmdit_rope"] + (["sdxl"] if axes == ["fsdp=2"] else [])
     folders = [str(save_pipeline(name, tmp_path / name)) for name in families]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    words = ["-m", "tests.integration.cut_gradients", *axes, *folders]
-    done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
+    printed = train_in_processes([*axes, *folders], 2, "tests.integration.cut_gradients")
     found = {
         line.split()[0]: [float(w) for w in line.split()[1:]]
-        for line in done.stdout.splitlines()
-        if "e-" in line or "e+" in line
+        for line in printed.splitlines()
+        if line.split()[:1] and line.split()[0] in families
     }
     assert set(found) == set(families)
     assert all(max(numbers) < 1e-5 for numbers in found.values()), found

@@ -60,7 +60,7 @@ def main() -> None:
     def build_watched(*given: Any) -> building.Run:
         run = build_run(*given)
         run.trainer.callbacks.append(RecordIds(folder))  # type: ignore[attr-defined]
-        if "WATCH_HOLD" in os.environ:
+        if os.environ.get("WATCH_HOLD"):
             run.trainer.callbacks.append(Hold(folder, os.environ["WATCH_HOLD"]))  # type: ignore[attr-defined]
         return run
 

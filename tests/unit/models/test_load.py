@@ -234,7 +234,7 @@ def hub() -> Iterator[tuple[str, list[str]]]:
 def said(home: Path, endpoint: str, names: list[str], **environment: str) -> dict[str, str | None]:
     """The sentence of each name, from a process of its own: the library reads its settings when it is imported."""
     code = (
-        "import json, sys; from sd_training.models.load import hub_problem; "
+        "import json, sys; from sd_training.hub import hub_problem; "
         "print(json.dumps({n: hub_problem(n, None, 'model.pretrained') for n in sys.argv[1:]}))"
     )
     kept = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}

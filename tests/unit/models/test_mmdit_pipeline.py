@@ -1,13 +1,11 @@
 """The pipeline of the project's own denoiser: what it computes, what it refuses, and that its folder gives it back."""
 
 import json
-import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -24,6 +22,8 @@ from sd_training.models.families.mmdit_pipeline import MMDiTRopePipeline
 from sd_training.models.mmdit_rope import MMDiTRope
 from sd_training.models.text_states import encode_tokens, tokenize
 from tests import makers
+from tests.faults.fork_server import shared_server
+from tests.offline import refuse_connections
 
 ROOT = Path(__file__).resolve().parents[3]
 OPTIONS: dict[str, Any] = {
@@ -32,21 +32,17 @@ OPTIONS: dict[str, Any] = {
     "text_encoder_3": {"layer": -2, "apply_final_norm": False, "pooling": "mean", "max_tokens": 8},
 }
 WORDS = ["<p>", "</s>", "?", "a", "red", "green", "blue", "picture"]
-# Two loads, the second by diffusers' own class, in a process that may not open a connection.
-LOAD = """
-import socket, sys
-def refused(*args, **kwargs):
-    raise AssertionError("a connection was asked for")
-socket.socket.connect = socket.create_connection = socket.getaddrinfo = refused
-import numpy, torch, diffusers
-from sd_training.models.families.mmdit_pipeline import MMDiTRopePipeline
-for name, cls in (("own", MMDiTRopePipeline), ("plain", diffusers.DiffusionPipeline)):
-    pipeline = cls.from_pretrained(sys.argv[1], low_cpu_mem_usage=False)
-    assert type(pipeline) is MMDiTRopePipeline
-    pictures = pipeline(["a red picture"], num_inference_steps=3, output_type="np", height=16, width=24,
-                        generator=torch.Generator().manual_seed(5)).images
-    numpy.save(sys.argv[2] + "/" + name + ".npy", pictures)
-"""
+
+
+def load(words: list[str]) -> None:
+    """In a process that may not open a connection: two loads, the second by diffusers' own class."""
+    refuse_connections()
+    for name, cls in (("own", MMDiTRopePipeline), ("plain", diffusers.DiffusionPipeline)):
+        pipeline = cls.from_pretrained(words[0], low_cpu_mem_usage=False)
+        assert type(pipeline) is MMDiTRopePipeline
+        generator = torch.Generator().manual_seed(5)
+        asked = {"num_inference_steps": 3, "output_type": "np", "height": 16, "width": 24, "generator": generator}
+        np.save(f"{words[1]}/{name}.npy", pipeline(["a red picture"], **asked).images)
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
@@ -264,11 +260,9 @@ def test_folder_gives_back_the_same_picture_without_network(pipeline: MMDiTRopeP
         width=24,
         generator=torch.Generator().manual_seed(5),
     ).images
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(folder), str(tmp_path)], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "expected" not in done.stderr and "ignored" not in done.stderr  # diffusers' words for parts it doubts
+    log = tmp_path / "log"
+    shared_server().call("tests.unit.models.test_mmdit_pipeline:load", [str(folder), str(tmp_path)], log)
+    said = log.read_text()
+    assert "expected" not in said and "ignored" not in said  # diffusers' words for parts it doubts
     for name in ("own", "plain"):
         assert np.array_equal(np.load(tmp_path / f"{name}.npy"), expected)
