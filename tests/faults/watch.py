@@ -154,15 +154,16 @@ def deaths(server: ForkServer, parts: Path, folder: Path, rounds: int) -> Row:
 def bad_data(server: ForkServer, parts: Path, folder: Path) -> Row:
     """Two ranks on images that are cut off (found while training), and on images without captions (at the start)."""
     problems = []
-    for name, status, num_lines in (("cut", EXIT_BAD_DATA, 1), ("captionless", EXIT_MISTAKE, 2)):
+    no_sample = "error: dataset.params.path: no sample is left"  # a report of the data follows, line by line
+    for name, status, once in (("cut", EXIT_BAD_DATA, "error: "), ("captionless", EXIT_MISTAKE, no_sample)):
         bad = folder / f"parts_{name}"
         shutil.copytree(parts, bad, ignore=shutil.ignore_patterns("cache"))
         for shard in (bad / "shards").iterdir():
             _spoil(shard, is_cut=name == "cut")
         tiny = TinyRun(bad, folder / f"bad_{name}", 12, 1000, folder / "tmp")
         statuses, said = _statuses(start(server, tiny, "", RANKS)), (tiny.home / "log.txt").read_text()
-        num_said = sum(line.startswith("error: ") for line in said.splitlines())
-        if statuses != [status] * RANKS or num_said != num_lines or "Traceback" in said:
+        num_said = sum(line.startswith(once) for line in said.splitlines())
+        if statuses != [status] * RANKS or num_said != 1 or "Traceback" in said:
             problems.append(f"{name}: statuses {statuses}\n{tail(tiny.home / 'log.txt')}")
     return Row(
         "data that cannot be used, on two ranks",
@@ -188,12 +189,16 @@ def _spoil(shard: Path, *, is_cut: bool) -> None:
             tar.addfile(entry, io.BytesIO(kept))
 
 
-def outage(server: ForkServer, parts: Path, folder: Path, steps: int) -> Row:
-    """W&B at a server that takes every connection and never answers."""
+def outage(server: ForkServer, parts: Path, folder: Path, steps: int, *, is_timed: bool) -> Row:
+    """W&B at a server that takes every connection and never answers. The time of short runs on a machine with other
+    work says nothing, so only the long form compares it."""
     problems: list[str] = []
-    fastest, slower, is_too_slow, pairs = [0.0, 0.0], "no speeds", True, 0
+    fastest, slower, is_too_slow, pairs = [0.0, 0.0], "no speeds", is_timed, 0
     with silent_server() as port:
         key = {"WANDB_MODE": "online", "WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": "0" * 40}
+        if not is_timed:
+            _, problem = _beside_outage(server, TinyRun(parts, folder / "outage", steps, 1000, folder / "tmp"), key)
+            problems += [problem] if problem else []
         while is_too_slow and not problems and pairs < _PAIRS:
             pairs += 1
             for number, more in enumerate(({}, key)):
@@ -204,14 +209,11 @@ def outage(server: ForkServer, parts: Path, folder: Path, steps: int) -> Row:
             if not problems:
                 slower, is_too_slow = slowness(*fastest)
     problems += ["its steps are slower"] if is_too_slow and not problems else []
-    return Row(
-        "W&B at a server that never answers",
-        f"the run ends well, with every row of metrics.csv, and a step takes at most {MOST_SLOWER:.0%} longer",
-        1,
-        f"{len(problems)} failures; {slower} per step (median of {steps}, runs without and with it: {pairs} of each)"
-        + _listed(problems),
-        not problems,
-    )
+    promise, figure = "the run ends well, with every row of metrics.csv", f"{len(problems)} failures"
+    if is_timed:
+        promise += f", and a step takes at most {MOST_SLOWER:.0%} longer"
+        figure += f"; {slower} per step (median of {steps}, runs without and with it: {pairs} of each)"
+    return Row("W&B at a server that never answers", promise, 1, figure + _listed(problems), not problems)
 
 
 def _beside_outage(server: ForkServer, tiny: TinyRun, more: Mapping[str, str]) -> tuple[float, str]:
@@ -292,6 +294,6 @@ def run(folder: Path, is_quick: bool) -> list[Row]:
     rows = hangs(server, parts, folder, 1 if is_quick else 5)
     rows.append(deaths(server, parts, folder, 1 if is_quick else 7))
     rows.append(bad_data(server, parts, folder))
-    rows.append(outage(server, parts, folder, 60 if is_quick else 2000))
+    rows.append(outage(server, parts, folder, 60 if is_quick else 2000, is_timed=not is_quick))
     rows.append(clean(server, parts, folder, 50 if is_quick else 10_000))
     return rows

@@ -13,8 +13,8 @@ from tests.integration.training import (
     Interrupted,
     checkpoint_tensors,
     prepare,
-    torchrun,
     train,
+    train_in_processes,
 )
 
 
@@ -95,9 +95,9 @@ def test_example_trains_saves_and_resumes(example, tmp_path: Path, sd_like_dir: 
     StableDiffusionPipeline.from_pretrained(tmp_path / "cut" / "current_pipeline", local_files_only=True)
 
 
-def test_fine_tuning_under_torchrun(tmp_path: Path, sd_like_dir: Path, shards_dir: Path) -> None:
+def test_fine_tuning_on_two_processes(tmp_path: Path, sd_like_dir: Path, shards_dir: Path) -> None:
     argv = fine_tuning(tmp_path / "run", sd_like_dir, shards_dir)
-    output = torchrun(argv, 2)
+    output = train_in_processes(argv, 2)
     assert "gloo is used here" in output
     assert (tmp_path / "run" / "samples" / "step_2" / "eval" / "u1.png").exists()
 
