@@ -12,7 +12,7 @@ from sd_training.checkpoint.folder import (
     folder_name,
     has_ever_saved,
     last_saved_step,
-    newest_apparent,
+    newest_verified,
     remove_leftovers,
     step_of,
 )
@@ -90,7 +90,7 @@ def find_start(plan: Plan, mirror: Mirror | None) -> Start:
     try:
         has_saved = has_ever_saved(checkpoints)
         try:
-            own = newest_apparent(checkpoints)
+            own = newest_verified(checkpoints, contents=False)
         except CheckpointError as error:
             damage = error
         # Every process lists them; continuing without the list could lose steps that were trained elsewhere.

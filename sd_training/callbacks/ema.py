@@ -301,15 +301,15 @@ class Ema(OptimizerStepCallback):
         """Collective: the network holds the average inside this scope, and its own weights to the bit afterwards."""
         self.finish_update()
         sharding, parameters = strategy_of(module.trainer).sharding, averaged_parameters(module)
-        backups = {name: sharding.backup(parameter) for name, parameter in parameters.items()}
+        backups = [sharding.backup(parameter) for parameter in parameters.values()]
         try:
             for name, parameter in parameters.items():
                 sharding.swap_in(parameter, self.shards[name])
             yield
         finally:
             sharding.reshard()
-            for name, parameter in parameters.items():
-                sharding.restore(parameter, backups[name])
+            for parameter, backup in zip(parameters.values(), backups, strict=True):
+                sharding.restore(parameter, backup)
 
     def averages_by_module_name(self) -> dict[str, dict[str, Tensor]]:
         """Part of a checkpoint → parameter of the module → this rank's shard."""

@@ -160,7 +160,7 @@ class Metrics(OptimizerStepCallback):
         self.state.metrics = metrics
         module.reset_logged()
         if trainer.is_global_zero:
-            # Nine digits tell every two numbers of fp32 apart, so a resumed run can be compared by its rows.
+            # Nine digits distinguish every two fp32 numbers, so that a resumed run can be compared by its rows.
             row = {name: f"{value:.9g}" for name, value in metrics.items()}
             self.rows.add(row | {"optimizer_step": str(step), "images_seen": str(images_seen)})
             for logger in trainer.loggers:

@@ -1,5 +1,5 @@
 """Numbers that go wrong: detects them, records them as incidents, goes back to an older checkpoint, ends a run that
-cannot go on. docs/numerics.md says what is promised.
+cannot continue (docs/numerics.md).
 
 A non-finite step is skipped on the device, in the optimizer (`TrainedModule.configure_gradient_clipping`). Here losses
 and flags of all ranks are read once per logging interval, `AnomalyDetector` decides what is wrong, and `NumericGuard`
@@ -205,7 +205,7 @@ class _UnreadStep(NamedTuple):
     """Optimizer steps completed before it."""
     micro_batches: list[MicroBatchRecord]
     skipped: Tensor | None
-    """Not 0 where it was skipped; None where the engine does not say."""
+    """Not 0 where it was skipped; None where the engine does not report it."""
 
 
 @dataclass(eq=False)

@@ -1,4 +1,5 @@
-"""Folders that survive a crash: flush to disk, remove, and say plainly why a write failed. Needs no torch."""
+"""Files and folders that survive a crash: flush, replace, remove; errors with the cause of a failed write. Needs no
+torch."""
 
 import errno
 import os
@@ -11,8 +12,6 @@ from pathlib import Path
 _FOLDER_MODE = 0o775  # before the umask; never writable for everybody
 _NOT_EXECUTABLE = 0o666
 _SYSTEM_ERROR = re.compile(r"\bos error (\d+)|\bcode: (\d+)")
-_SLACK_BYTES = 2**20
-"""Asked for beside what files hold: folders, manifests, the rest of last blocks."""
 
 
 def files_below(folder: Path) -> Iterator[Path]:
@@ -104,34 +103,9 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def system_error(error: Exception) -> OSError | None:
-    """The error of the system inside one of safetensors or tokenizers, which tell it in their text only; None for
-    others."""
+    """The system's error inside one of safetensors or tokenizers, which have it in their text only; None for others."""
     found = _SYSTEM_ERROR.search(str(error))
     return None if found is None else OSError(int(found[1] or found[2]), str(error))
-
-
-def free_bytes(folder: Path) -> int:
-    """Space that this user may fill on the file system that holds, or will hold, `folder` [bytes].
-
-    Raises:
-        OSError: the system does not say.
-    """
-    return shutil.disk_usage(next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))).free
-
-
-def require_free_space(folder: Path, needed_bytes: int) -> None:
-    """To be called before `needed_bytes` are written to `folder`, so that a full disk costs no writing.
-
-    Raises:
-        OSError: ENOSPC, naming both figures. A file system that does not tell its free space passes.
-    """
-    try:
-        free = free_bytes(folder)
-    except OSError:
-        return
-    if needed_bytes + _SLACK_BYTES > free:
-        wanted = f"{needed_bytes + _SLACK_BYTES:,} bytes are needed, {free:,} are free"
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {wanted}; nothing was written")
 
 
 def write_failure(what: str, folder: Path, error: BaseException) -> OSError:
@@ -139,7 +113,8 @@ def write_failure(what: str, folder: Path, error: BaseException) -> OSError:
     number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
     cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     try:
-        free = f"{free_bytes(folder) / 2**30:.2f} GiB are free there"
+        existing = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
+        free = f"{shutil.disk_usage(existing).free / 2**30:.2f} GiB are free there"
     except OSError as unknown:
         free = f"free space unknown ({unknown})"
     return OSError(number, f"{what} could not be written to {folder}: {cause}; {free}")

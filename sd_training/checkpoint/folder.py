@@ -202,41 +202,29 @@ def last_saved_step(run_dir: Path) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def newest_apparent(root: Path) -> Path | None:
-    """The newest checkpoint whose files exist in their sizes, or None when none was ever finished. No content is read,
-    and nothing is renamed.
+def newest_verified(root: Path, *, contents: bool = True) -> Path | None:
+    """The newest checkpoint that verifies, or None when none was ever finished. Newer ones that do not verify are
+    renamed `step=N.damaged`, with the reason in the log.
 
-    Raises:
-        CheckpointError: as `newest_verified`.
-    """
-    return _newest(root, contents=False)[0]
-
-
-def newest_verified(root: Path) -> Path | None:
-    """The newest checkpoint that verifies, or None when none was ever finished.
-
-    Newer ones that do not verify are renamed `step=N.damaged`, with the reason in the log.
+    Args:
+        root: the run's folder of checkpoints.
+        contents: read every file; without it only names and sizes are compared, and nothing is renamed.
 
     Raises:
         CheckpointError: checkpoints exist, or were set aside before, and none verifies. Nothing is renamed then.
     """
-    newest, damaged = _newest(root, contents=True)
-    for folder, problems in damaged.items():
-        _set_aside(folder, problems)
-    return newest
-
-
-def _newest(root: Path, *, contents: bool) -> tuple[Path | None, dict[Path, list[str]]]:
-    """The newest checkpoint without a problem, and the newer ones with theirs."""
     damaged: dict[Path, list[str]] = {}
     for folder in reversed(sealed_checkpoints(root)):
         problems = verify_checkpoint(folder, contents=contents)
-        if not problems:
-            return folder, damaged
-        damaged[folder] = problems
+        if problems:
+            damaged[folder] = problems
+            continue
+        for other, reasons in damaged.items() if contents else ():
+            _set_aside(other, reasons)
+        return folder
     set_aside = _folders(root, _DAMAGED_NAME)
     if not damaged and not set_aside:
-        return None, {}
+        return None
     lines = [f"{root} holds checkpoints, but none of them can be used:"]
     lines += [f"  {folder.name}: {'; '.join(problems)}" for folder, problems in damaged.items()]
     lines += [f"  {folder.name}: set aside earlier" for folder in set_aside]

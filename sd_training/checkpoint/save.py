@@ -84,7 +84,7 @@ class PendingWrite:
         """
         failure: OSError | None = None
         with _removed_on_failure(self.partial, self.group):
-            for part, tensors in self.parts:  # gathers may be collective: they go on after a failure
+            for part, tensors in self.parts:  # gathers may be collective: they continue after a failure
                 try:
                     if failure is None:
                         with _failure_named(self.folder):

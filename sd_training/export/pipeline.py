@@ -28,7 +28,6 @@ from sd_training.checkpoint.atomic_io import (
     make_empty_folder,
     remove_durably,
     remove_quietly,
-    require_free_space,
     system_error,
     write_failure,
 )
@@ -71,7 +70,6 @@ def export_pipeline(pipeline: DiffusionPipeline | ModelMixin, destination: Path,
     try:
         run_lock.check()
         recover_export(destination)
-        require_free_space(destination.parent, _bytes(pipeline))
         make_empty_folder(partial)
         try:
             with without_progress_bars():
@@ -140,13 +138,6 @@ def recover_exports(run_dir: Path) -> None:
 
 def _beside(destination: Path, suffix: str) -> Path:
     return destination.with_name(f"{destination.name}.{suffix}")
-
-
-def _bytes(pipeline: Any) -> int:
-    """Weights of all parts; the rest of a pipeline is small."""
-    parts = pipeline.components.values() if isinstance(pipeline, DiffusionPipeline) else [pipeline]
-    modules = (part for part in parts if isinstance(part, nn.Module))
-    return sum(t.numel() * t.element_size() for module in modules for t in module.state_dict(keep_vars=True).values())
 
 
 def _replace(destination: Path, put_in_place: Callable[[], None]) -> None:

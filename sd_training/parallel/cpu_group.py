@@ -22,7 +22,7 @@ _SHARED_ERRORS = {
 """Errors of one rank that are raised as the same class on the others."""
 AGREE_TIMEOUT = timedelta(seconds=30)
 """How long `agree` waits for a rank that may be about to fail as well. A rank that has ended closes its connections,
-which ends the wait at once; one that waits in a collective cannot be told from one that is about to fail."""
+which ends the wait at once; one that waits in a collective looks the same as one that is about to fail."""
 
 
 class CpuGroup:

@@ -208,7 +208,7 @@ class DeepSpeedZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
 
 
 class DeepSpeedZeroPrecision(DeepSpeedPrecision):
-    """Types as every other strategy has them; tells the module what DeepSpeed did with the gradient."""
+    """Types as every other strategy has them; the module gets the gradient norm and whether the step was skipped."""
 
     def convert_input(self, data: Any) -> Any:
         """As they are; layers cast under autocast."""

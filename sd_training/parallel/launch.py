@@ -111,7 +111,7 @@ def find_launch(config: TrainerConfig, *, is_described: bool = False) -> Launch:
 
 
 def process_group_backend(config: DistributedConfig, accelerator: str) -> str:
-    """The communication library; `nccl` without CUDA becomes `gloo`, said in one line.
+    """The communication library; `nccl` without CUDA becomes `gloo`, with a line in the log.
 
     Raises:
         ConfigError: this PyTorch was built without it.

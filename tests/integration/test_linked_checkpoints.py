@@ -18,7 +18,7 @@ def test_a_run_goes_on_from_links(pipeline_dir: Path, shards_dir: Path, tmp_path
         folder.symlink_to(disk / folder.name)
     more = options(run_dir, pipeline_dir, shards_dir, experiment__num_examples_to_see=80)
     disk.rename(tmp_path / "unplugged")
-    with pytest.raises(DamagedCheckpointsError, match="it is a link to"):
+    with pytest.raises(DamagedCheckpointsError, match=r"MANIFEST\.json is missing"):
         train(more)
     assert len(metrics(run_dir)) == 8
     (tmp_path / "unplugged").rename(disk)

@@ -75,7 +75,7 @@ def test_a_second_start_while_the_first_lives_is_refused(tmp_path: Path) -> None
 
 
 def held(run_dir: Path, **owner: str) -> int:
-    """A lock that this machine sees, as on file systems whose locks span machines, and who says to have it."""
+    """A lock that this machine sees, as on file systems whose locks span machines, and the claim beside it."""
     (run_dir / "writers").mkdir(parents=True)
     (run_dir / "writers" / "1.json").write_text(json.dumps({"token": "x", "pid": 17, "job_id": "5", **owner}))
     handle = os.open(run_dir / "writer.lock", os.O_RDWR | os.O_CREAT)
@@ -110,7 +110,7 @@ def test_a_lock_of_another_machine_refuses_nobody(owner: dict[str, str], tmp_pat
 @pytest.mark.parametrize(
     "owner",
     [HERE, {"host": HERE["host"]}, HERE | {"host": "name-of-a-container"}, {}],
-    ids=["this boot", "older file", "container", "nobody says"],
+    ids=["this boot", "older file", "container", "no machine"],
 )
 def test_a_lock_of_this_machine_refuses(owner: dict[str, str], tmp_path: Path) -> None:
     lock = held(tmp_path, **owner)

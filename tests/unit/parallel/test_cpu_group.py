@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other; two real ones are in tests/integration/test_failed_saves.py."""
+"""Collectives and errors of the ranks; two real ones are in tests/integration/test_failed_saves.py."""
 
 import errno
 from collections.abc import Callable
