@@ -141,7 +141,7 @@ def readable_visits(data: TrainingData, samples: int) -> tuple[list[SampleReques
     first = zip(range(batches), data.loader(0, lambda: 0).requests(0), strict=False)
     visits = [visit for _, batch in first for visit in batch]
     visited = [(visit, dataset[visit]) for visit in visits]
-    good = [(visit, sample) for visit, sample in visited if isinstance(sample, Example) and not sample.skipped]
+    good = [(visit, sample) for visit, sample in visited if sample.error is None and not sample.skipped]
     if not good:
         raise DataError(f"dataset.params.path: none of the first {len(visits):,} samples of a run can be read")
     return [visit for visit, _ in good], [sample for _, sample in good]

@@ -181,8 +181,8 @@ class BadSampleLog:
             option = f"dataset.params.max_bad_in_row={self.limits.max_bad_in_row}"
             return f"{counted(in_row, 'sample')} in a row could not be used ({option})"
         for shard in shards:
-            bad, size = self._of_shard[shard], self.shard_sizes(shard)
-            if bad >= MIN_BAD_OF_SHARD and bad > self.limits.max_bad_shard_fraction * size:
+            bad = self._of_shard[shard]
+            if bad >= MIN_BAD_OF_SHARD and bad > self.limits.max_bad_shard_fraction * (size := self.shard_sizes(shard)):
                 option = f"dataset.params.max_bad_shard_fraction={self.limits.max_bad_shard_fraction:g}"
                 return f"{bad:,} of the {counted(size, 'sample')} of {shard} could not be used ({option})"
         return None

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from sd_training.data.index.columns import NUMBER, TEXT, field_names
 from sd_training.data.problems import Problems
-from sd_training.data.sources.base import Shard, ShardScan, Source
+from sd_training.data.sources.base import Shard, Source
 from sd_training.data.storage.locations import shown
 from sd_training.errors import DataError
 from sd_training.log import get_logger, is_main_process
@@ -39,14 +39,6 @@ FEW_SHARDS = 16
 """Up to so many shards are indexed in this process: starting others would take longer."""
 MAX_PROCESSES = 16
 _INFO = b"sd_training"
-_STANDARD: dict[str, tuple[pa.DataType, object]] = {
-    "width": (pa.int32(), 0),
-    "height": (pa.int32(), 0),
-    "caption_length": (pa.int64(), -1),
-    "block": (pa.int32(), 0),
-    "cls": (pa.large_string(), None),
-}
-"""Columns that every index has, with the value of a scan that does not give them."""
 _JOINED_KEPT_S = 30 * 24 * 3600
 """Joined indexes not opened for so long are removed; they are made again from the shards' in seconds."""
 _PARTIAL_KEPT_S = 24 * 3600
@@ -186,7 +178,9 @@ def _build_missing(source: Source, missing: Sequence[Shard], folder: Path) -> No
 def _build(source: Source, shard: Shard, folder: Path) -> None:
     """Scans the shard and writes its index."""
     scan = source.scan(shard)
-    table = _table(scan)
+    rows = len(scan.columns["key"])
+    every = {"block": pa.array(np.zeros(rows, dtype=np.int32)), "cls": pa.nulls(rows, pa.large_string())}
+    table = pa.table(every | scan.columns)
     info = {"content_sha256": _content_hash(table), "problems": scan.problems.to_json()}
     table = table.drop_columns([name for name in table.column_names if name.startswith(CHECK)])
     table = table.replace_schema_metadata({_INFO: json.dumps(info).encode()})
@@ -205,18 +199,6 @@ def _replaced_whole(path: Path) -> Iterator[str]:
     except BaseException:
         os.unlink(temporary)
         raise
-
-
-def _table(scan: ShardScan) -> pa.Table:
-    # Texts of many shards together pass the 2 GiB that 32-bit offsets can address.
-    columns = {n: c.cast(pa.large_string()) if pa.types.is_string(c.type) else c for n, c in scan.columns.items()}
-    rows = len(columns["key"])
-    for name, (kind, value) in _STANDARD.items():
-        if name not in columns:
-            columns[name] = pa.nulls(rows, kind) if value is None else pa.array(np.full(rows, value), kind)
-        elif columns[name].type != kind:
-            columns[name] = columns[name].cast(kind)
-    return pa.table(columns)
 
 
 def _content_hash(table: pa.Table) -> str:

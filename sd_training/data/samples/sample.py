@@ -96,24 +96,18 @@ class DrawSettings:
 class Example:
     """One row of a PixelBatch, and the samples that were skipped on the way to it."""
 
-    arrays: dict[str, Any]
+    skipped: list[SkippedSample]
+    arrays: dict[str, Any] = field(default_factory=dict)
     """Tensor field of PixelBatch → the row's array or number."""
-    texts: dict[str, Encoded]
+    texts: dict[str, Encoded] = field(default_factory=dict)
     """Text encoder → tokens."""
-    dropped: dict[str, bool]
+    dropped: dict[str, bool] = field(default_factory=dict)
     """As `PixelBatch.dropped`."""
-    skipped: list[SkippedSample]
+    error: DataError | None = None
+    """Why there is no row; raised in a loader process it would reach the user as a traceback."""
 
 
-@dataclass
-class FailedExample:
-    """An error for the training process: raised in a loader process it would reach the user as a traceback."""
-
-    error: DataError
-    skipped: list[SkippedSample]
-
-
-class TrainingSamples(Dataset[Example | FailedExample]):
+class TrainingSamples(Dataset[Example]):
     """Maps a request to an example.
 
     Args:
@@ -138,7 +132,7 @@ class TrainingSamples(Dataset[Example | FailedExample]):
         lengths = [len(dataset.index) for dataset in self.datasets]
         self.first_ids = [sum(lengths[:number]) for number in range(len(lengths))]
 
-    def __getitem__(self, request: SampleRequest) -> Example | FailedExample:
+    def __getitem__(self, request: SampleRequest) -> Example:
         """The example; where the sample is bad, of another sample of the same bucket, drawn by the position alone."""
         skipped, most, seed = list[SkippedSample](), self.params.max_bad_in_row, self.draws.seed
         dataset = self.datasets[request.dataset]
@@ -153,12 +147,12 @@ class TrainingSamples(Dataset[Example | FailedExample]):
                     chosen = generator(seed, "replacement", request.position, attempt).integers(len(others))
                     request = request._replace(sample=int(others[chosen]))
         except DataError as error:
-            return FailedExample(error, skipped)
+            return Example(skipped, error=error)
         last = skipped[-1]
         message = (
             f"{counted(most, 'sample')} in a row could not be used; the last: {last.shard} {last.key}: {last.reason}"
         )
-        return FailedExample(DataError(f"{message} (dataset.params.max_bad_in_row={most})"), skipped)
+        return Example(skipped, error=DataError(f"{message} (dataset.params.max_bad_in_row={most})"))
 
     def _read(self, request: SampleRequest, skipped: list[SkippedSample]) -> Example:
         """Raises BadSample or DataError."""
@@ -192,7 +186,7 @@ class TrainingSamples(Dataset[Example | FailedExample]):
             "positions": np.int64(position),
             "sample_ids": np.int64(self.first_ids[request.dataset] + request.sample),
         }
-        return Example(arrays, texts, dropped, skipped)
+        return Example(skipped, arrays, texts, dropped)
 
     def _timestep_draw(self, request: SampleRequest) -> float:
         """In [0, 1)."""
@@ -233,14 +227,12 @@ class WorkerResult:
         return replace(self, batch=self.batch and self.batch.pin_memory())
 
 
-def collate(examples: Sequence[Example | FailedExample]) -> WorkerResult:
+def collate(rows: Sequence[Example]) -> WorkerResult:
     """Stacks the examples in the order of their positions."""
-    were_good = [not example.skipped for example in examples]
-    skipped = [problem for example in examples for problem in example.skipped]
-    rows = [example for example in examples if isinstance(example, Example)]
-    failed = [example for example in examples if isinstance(example, FailedExample)]
-    if failed:
-        return WorkerResult(None, skipped, were_good, error=failed[0].error)
+    were_good = [not row.skipped for row in rows]
+    skipped = [problem for row in rows for problem in row.skipped]
+    if errors := [row.error for row in rows if row.error is not None]:
+        return WorkerResult(None, skipped, were_good, errors[0])
     encoders = list(rows[0].texts)
     batch = PixelBatch(
         **{name: torch.from_numpy(np.stack([row.arrays[name] for row in rows])) for name in rows[0].arrays},

@@ -75,7 +75,7 @@ def make_source(kind: str, params: SourceParams, access: Access) -> Source:
             return TarSource(expand_shards(paths, access, allow_pipe=params.allow_pipe), access)
 
 
-def _entries(path: str | list[str]) -> list[str]:
+def _entries(path: str | Sequence[str]) -> list[str]:
     return [path] if isinstance(path, str) else list(path)
 
 
@@ -104,11 +104,10 @@ def expand_shards(
         DataError: a file is missing, or a pattern matches nothing.
         ConfigError: a protocol is not known.
     """
-    entries = [path] if isinstance(path, str) else list(path)
-    if not entries:
-        raise DataError("dataset.params.path: the list is empty; name at least one shard")
+    if not path:
+        raise DataError("dataset.params.path: is empty; name at least one shard")
     found: list[str] = []
-    for entry in entries:
+    for entry in _entries(path):
         if not entry.startswith(PIPE):
             found += _shards_of(entry, access, tuple(extensions))
         elif allow_pipe:
@@ -198,12 +197,7 @@ def path_problems(kind: str, params: SourceParams, access: Access) -> list[str]:
             if not _is_local(path) or _is_long(path):
                 continue
             local = local_path(path)
-            if os.path.isfile(f"{local}/config.yaml") and os.path.isdir(f"{local}/checkpoints"):
-                problems.append(
-                    f"dataset.params.path: '{path}' is the folder of a run, which holds no training data; give the "
-                    "folder of the data that the run reads"
-                )
-            elif kind in _FOLDERS and not os.path.isdir(local):
+            if kind in _FOLDERS and not os.path.isdir(local):
                 state = "is no folder" if os.path.exists(local) else "does not exist"
                 hint = fitting_type(kind, path)
                 problems.append(f"dataset.params.path: '{path}' {state}; {kind} reads folders{hint}")

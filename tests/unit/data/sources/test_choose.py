@@ -70,7 +70,7 @@ def test_what_is_missing_is_named(folder: Path, pattern: str, said: str) -> None
 def test_empty_folder_and_empty_list(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no"):
         expand_shards(str(tmp_path), ACCESS)
-    with pytest.raises(DataError, match="list is empty"):
+    with pytest.raises(DataError, match="is empty"):
         expand_shards([], ACCESS)
 
 
