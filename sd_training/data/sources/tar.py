@@ -49,6 +49,7 @@ _BLOCK = 512
 _PADDING_READ = 1 << 20
 """Bytes read at once where only zeros are expected."""
 _STATES_AT_ONCE = 16
+_TOO_WIDE = 2**31
 _COLUMNS = ("at:image_offset", "at:caption_offset", "check:caption")
 _ROLES = {**dict.fromkeys(IMAGE_EXTENSIONS, "image"), "txt": "caption", "cls": "cls", "json": "metadata"}
 
@@ -166,7 +167,9 @@ def _row(sample: TarSample, file: ByteFile, known: Mapping[str, Scalar] | None, 
         except (ValueError, RecursionError):
             report(sample.key, "metadata is not a JSON object")
     offset, length = sample.spans["image"]
-    info = image_info(file, offset, length) if length <= MAX_IMAGE_BYTES else ImageInfo(length, 0, 0)
+    info = ImageInfo(length, 0, 0)
+    if length <= MAX_IMAGE_BYTES:
+        info = _known_info(length, known or {}) or image_info(file, offset, length)
     return Row(
         sample.key,
         info,
@@ -178,6 +181,15 @@ def _row(sample: TarSample, file: ByteFile, known: Mapping[str, Scalar] | None, 
         caption_crc=crc,
         cls=content("cls").decode("utf-8-sig", "replace").strip() if "cls" in sample.spans else None,
     )
+
+
+def _known_info(length: int, known: Mapping[str, Scalar]) -> ImageInfo | None:
+    """By the table of img2dataset. In other metadata `width` may be that of the original, before it was resized."""
+    width, height = known.get("width"), known.get("height")
+    if not isinstance(width, float) or not isinstance(height, float):
+        return None
+    is_size = all(1 <= side < _TOO_WIDE for side in (width, height))
+    return ImageInfo(length, int(width), int(height)) if is_size else None
 
 
 # --- The headers of one shard ---

@@ -31,6 +31,15 @@ def with_table(shard: Path, **columns: Any) -> DatasetIndex:
     return tar_index([shard], [name for name in columns if name != "key"])
 
 
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [([7, 8, 9], [7, 8, 9]), ([-5, 0, 9], [40, 40, 9]), ([1e300, 2.0**31, 9.0], [40, 40, 9])],
+)
+def test_sizes_of_the_table_count_where_they_can_be(shard: Path, width: list[float], expected: list[int]) -> None:
+    index = with_table(shard, key=KEYS, width=width, height=[6, 6, 6])
+    assert index.numbers("width").tolist() == expected
+
+
 def test_decimals_of_the_table(shard: Path) -> None:
     index = with_table(shard, key=KEYS, score=[decimal.Decimal("0.5"), None, decimal.Decimal("1.25")])
     assert index.columns["number:score"].to_pylist() == [0.5, None, 1.25]
