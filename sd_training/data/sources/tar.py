@@ -108,10 +108,12 @@ class TarSource:
         def rows(report: Report) -> Iterator[Row]:
             near = ReadAhead(file) if "://" in shard.location else file
             samples = scan_tar(near, report)
-            if known and samples and all(sample.key not in known for sample in samples):
+            # The key 000012 may be the number 12 there.
+            found = [known.get(sample.key, known.get(sample.key.lstrip("0") or "0")) for sample in samples]
+            if known and samples and not any(row is not None for row in found):
                 report("", "metadata table names no sample of its shard")
-            for sample in samples:
-                yield _row(sample, near, known.get(sample.key), report)
+            for sample, row in zip(samples, found, strict=True):
+                yield _row(sample, near, row, report)
 
         file = open_bytes(shard.location, self.access)
         try:

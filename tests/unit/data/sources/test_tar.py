@@ -45,6 +45,12 @@ def test_decimals_of_the_table(shard: Path) -> None:
     assert index.columns["number:score"].to_pylist() == [0.5, None, 1.25]
 
 
+def test_keys_that_are_numbers(shard: Path) -> None:
+    index = with_table(shard, key=[2, 0, 1], similarity=[0.2, 0.0, 0.1])
+    assert index.columns["number:similarity"].to_pylist() == [0.0, 0.1, 0.2]
+    assert index.problems.total() == 0
+
+
 def test_a_table_of_other_samples_is_named(shard: Path) -> None:
     index = with_table(shard, key=["a", "b"], similarity=[0.0, 0.1])
     assert index.problems.text() == f"metadata table names no sample of its shard 1 (first: {shard})"
