@@ -31,7 +31,7 @@ MEMORY_PER_BYTE = 4
 """Memory that the process may take per byte of the file, besides `SPARE_BYTES`; a packed file that needs more is
 refused."""
 SPARE_BYTES = 2 << 30
-MAX_TENSORS, MAX_ENTRIES, MAX_DEPTH = 100_000, 10_000_000, 100
+MAX_ENTRIES = 10_000_000
 """Of one file [count]. A container may stand in many places, so few bytes can name more than any time suffices for."""
 CPU_S = 3600
 """Processor time that the process may take [s]."""
@@ -44,36 +44,28 @@ def tensors_in(value: Any) -> dict[str, Any]:
     """Names and tensors of nested dicts and lists; names are joined by dots.
 
     Raises:
-        DataError: a container holds itself, two tensors have one name, or there is more than the limits allow.
+        DataError: two tensors have one name, or there is more than the limit allows.
+        RecursionError: containers are nested too deeply, or one holds itself.
     """
     import torch
 
     found: dict[str, Any] = {}
-    for number, (name, entry) in enumerate(_entries(value, "", [])):
+    for number, (name, entry) in enumerate(_entries(value, "")):
         if number > MAX_ENTRIES:
             raise DataError(f"more than {MAX_ENTRIES:,} entries; no checkpoint needs so many")
-        if not isinstance(entry, torch.Tensor):
-            continue
-        if name in found:
-            raise DataError(f"two of its tensors have the name '{name[:60]}'; --key takes one part of the file")
-        found[name] = entry
-        if len(found) > MAX_TENSORS:
-            raise DataError(f"more than {MAX_TENSORS:,} tensors; no checkpoint needs so many")
+        if isinstance(entry, torch.Tensor):
+            if name in found:
+                raise DataError(f"two of its tensors have the name '{name[:60]}'; --key takes one part of the file")
+            found[name] = entry
     return found
 
 
-def _entries(value: Any, path: str, around: list[int]) -> Iterator[tuple[str, Any]]:
-    """The value and all that it holds. `around` has the containers that it is in, by identity."""
+def _entries(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The value and all that it holds."""
     yield path or "tensor", value
-    if not isinstance(value, (dict, list, tuple)):
-        return
-    if id(value) in around:
-        raise DataError(f"holds itself, at '{path[:60]}'")
-    if len(around) >= MAX_DEPTH:
-        raise DataError(f"nested too deeply: more than {MAX_DEPTH} containers in each other, at '{path[:60]}'")
-    around = [*around, id(value)]
-    for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from _entries(entry, f"{path}.{key}" if path else str(key), around)
+    if isinstance(value, (dict, list, tuple)):
+        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _entries(entry, f"{path}.{key}" if path else str(key))
 
 
 def load(path: Path, key: str | None = None) -> dict[str, Any]:
@@ -91,8 +83,8 @@ def load(path: Path, key: str | None = None) -> dict[str, Any]:
         return _chosen(content, key)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
-    except RecursionError:  # the text of a key
-        raise DataError(f"{path}: nested too deeply") from None
+    except RecursionError:
+        raise DataError(f"{path}: nested too deeply, or holds itself") from None
     except MemoryError:
         raise DataError(f"{path}: cannot be read: not enough memory") from None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from sd_training.config.fields import group_of, is_below, option_of, options, rename_old, shown
+from sd_training.config.fields import is_below, option_of, options, place_of, rename_old, shown
 from sd_training.config.schema import Config
 from sd_training.redaction import note_secret, redacted_values
 
@@ -120,7 +120,8 @@ def refused_changes(changes: Sequence[Change], allowed: Sequence[str], run_dir: 
 
 
 def _value(holder: Any, key: str) -> Any:
-    return group_of(holder, key).get(key.rpartition(".")[2], options()[key].default)
+    group, name = place_of(holder, key)
+    return group.get(name, options()[key].default)
 
 
 def _is_same_place(change: Change) -> bool:

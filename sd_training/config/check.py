@@ -4,7 +4,6 @@ That an option belongs to a choice which was not made is no rule of its own: it 
 """
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from sd_training.config.model_schema import (
 )
 from sd_training.config.objective_schema import ObjectiveConfig, with_preset
 from sd_training.config.paths import output_problem
-from sd_training.config.schema import MESH_AXES, SECTIONS, Config, DistributedConfig, warmup_length
+from sd_training.config.schema import SECTIONS, Config, DistributedConfig, warmup_length
 
 SHARDED_OPTIMIZERS = ("adamw", "lion")
 """Optimizers that treat every number alone, so that a shard of a tensor is updated as the whole would be."""
@@ -47,7 +46,6 @@ def check(config: Config) -> list[str]:
         _data,
         _model,
         _saves,
-        _processes,
         _sharding,
     )
     found = [problem for rule in rules for problem in rule(config)]
@@ -165,8 +163,6 @@ def _objective_rules(objective: ObjectiveConfig) -> Iterator[str]:
         yield "loss.huber_delta: must be at most 1 with loss.huber_schedule=exponential, or δ would grow without bound"
     if objective.snr_gamma is not None and weighting.name not in (None, "min_snr"):
         yield f"snr_gamma: means loss_weighting.name=min_snr, but that is {weighting.name}; keep one"
-    elif objective.snr_gamma is not None and weighting.gamma not in (objective.snr_gamma, type(weighting)().gamma):
-        yield "snr_gamma: means loss_weighting.gamma, which is given as well; keep one"
     prediction, drawn = objective.prediction_type, density.name or "uniform"
     if prediction is None:
         return
@@ -197,8 +193,6 @@ def _optimizer(config: Config) -> Iterator[str]:
     if optimizer.name == "prodigy" and peak < 1e-2:
         yield f"{where}: is {peak:g}, but prodigy multiplies the rate that it finds by it; set it to 1"
     if optimizer.name == "schedule_free_adamw":
-        if optimizer.params.beta1 == 0:
-            yield "optimizer.params.beta1: is 0, but schedule_free_adamw needs a value above 0; 0.9 is usual"
         if schedule.scheduler not in _CONSTANT:
             remedy = "averages weights instead of lowering the learning rate; use constant"
             yield f"lr_scheduler.scheduler: is {schedule.scheduler}, but schedule_free_adamw {remedy}"
@@ -217,8 +211,8 @@ def _optimizer(config: Config) -> Iterator[str]:
 def _schedule(config: Config) -> Iterator[str]:
     """Warnings about the length of the run; how many processes there are is not known here."""
     params, rate = config.lr_scheduler.params, config.optimizer.params.learning_rate
-    steps = config.experiment.num_examples_to_see // _least_batch(config)
-    warmup = warmup_length(params, _least_batch(config))
+    least_batch = config.system.batch_size * config.system.gradient_accumulation
+    steps, warmup = config.experiment.num_examples_to_see // least_batch, warmup_length(params, least_batch)
     if warmup > steps:
         key = "warmup_length" if params.warmup_images is None else "warmup_images"
         yield f"lr_scheduler.params.{key}: {warmup:,} steps of warm-up in a run of at most {steps:,} steps"
@@ -231,24 +225,12 @@ def _schedule(config: Config) -> Iterator[str]:
             yield f"dataset.mix.{number}.start_step: {start}; the data set is never drawn from"
 
 
-def _least_batch(config: Config) -> int:
-    return config.system.batch_size * config.system.gradient_accumulation
-
-
 def _paths(config: Config) -> Iterator[str]:
     for key, path in model_paths(config):
         yield from _model_path(config, key, path)
-    if (mirror := config.checkpoint.mirror) is not None:
-        if re.match(r"(s3|gs)://[^/]|file:///", mirror) is None:
-            yield f"checkpoint.mirror: {mirror!r} is no URL of a folder; write s3://…, gs://… or file:///…"
-        elif "@" in mirror.partition("://")[2].partition("/")[0]:
-            yield "checkpoint.mirror: has a user or a key before @; give keys by the environment (docs/security.md)"
     for key in ("experiment.log_dir", "dataset.params.remote.cache_dir", "dataset.params.index_dir"):
         if (folder := value_of(config, key)) is not None and (problem := output_problem(folder)):
             yield f"{key}: {problem}"
-    captions = config.experiment.eval_caption_file
-    if captions is not None and not Path(captions).is_file():
-        yield f"experiment.eval_caption_file: {captions!r} does not exist or is no file"
 
 
 def model_paths(config: Config) -> Iterator[tuple[str, str]]:
@@ -297,15 +279,12 @@ def model_folder_problem(config: Config, key: str, text: str) -> str:
 
 
 def _data(config: Config) -> Iterator[str]:
-    dataset, system, buckets = config.dataset, config.system, config.dataset.params.buckets
+    dataset, buckets = config.dataset, config.dataset.params.buckets
     yield from _source("dataset", dataset)
     for number, entry in enumerate(dataset.mix):
         yield from _source(f"dataset.mix.{number}", entry)
     if buckets.mode == "table" and not buckets.sizes:
         yield "dataset.params.buckets.sizes: is required with buckets.mode=table: a list of [height, width] pairs"
-    if (examples := config.experiment.num_examples_to_see) < _least_batch(config):
-        step = f"batch_size {system.batch_size} × accumulation {system.gradient_accumulation}"
-        yield f"experiment.num_examples_to_see: is {examples:,}, less than one optimizer step ({step})"
 
 
 def _source(prefix: str, entry: DatasetConfig | MixEntry) -> Iterator[str]:
@@ -355,14 +334,6 @@ def _saves(config: Config) -> Iterator[str]:
             yield f"watch.collective_timeout_s: {limits}; a network error would hide the report of a hang"
 
 
-def _processes(config: Config) -> Iterator[str]:
-    trainer, distributed = config.trainer, config.distributed
-    devices = trainer.devices if isinstance(trainer.devices, int) else 1
-    if distributed.strategy == "single" and max(devices, trainer.num_nodes or 1) > 1:
-        asked = f"trainer.devices={trainer.devices} and trainer.num_nodes={trainer.num_nodes}"
-        yield f"distributed.strategy: `single` is one process, but {asked} ask for more; use ddp or auto"
-
-
 def is_deepspeed(config: DistributedConfig) -> bool:
     """Whether DeepSpeed runs the step."""
     return config.strategy.startswith("deepspeed")
@@ -377,12 +348,8 @@ def _sharding(config: Config) -> Iterator[str]:
     """What the strategies cannot do."""
     distributed, mesh = config.distributed, config.distributed.mesh
     fsdp, deepspeed = is_fsdp(distributed), is_deepspeed(distributed)
-    sizes = {axis: getattr(mesh, axis) for axis in MESH_AXES}
     if mesh.is_set and distributed.strategy != "auto":
         yield f"distributed.strategy: {distributed.strategy}, but distributed.mesh is set as well; give one of them"
-    yield from (f"distributed.mesh.{axis}: is 0; 1 leaves the axis out" for axis, size in sizes.items() if size == 0)
-    if list(sizes.values()).count(-1) > 1:
-        yield "distributed.mesh: more than one axis is -1; only one can be what is left"
     if distributed.offload_parameters and not (fsdp or distributed.strategy == "deepspeed_3"):
         yield "distributed.offload_parameters: is only read with fsdp, hsdp and deepspeed_3"
     if not distributed.reshard_after_forward and not fsdp:

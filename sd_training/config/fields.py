@@ -130,8 +130,8 @@ def rename_old(values: Any, given: Collection[str] = ()) -> dict[str, str]:
     """
     problems = {}
     for old, new in OLD_NAMES.items():
-        value = group_of(values, old).pop(old.rpartition(".")[2], None)
-        group, name = group_of(values, new), new.rpartition(".")[2]
+        (source, old_name), (group, name) = place_of(values, old), place_of(values, new)
+        value = source.pop(old_name, None)
         if value is None:
             continue
         if new not in given or name not in group:
@@ -139,17 +139,18 @@ def rename_old(values: Any, given: Collection[str] = ()) -> dict[str, str]:
         elif value != group[name]:
             problems[old] = f"is {shown(value)}, but {new} is {shown(group[name])}; remove {old}, a second name of it"
     for key, words in OLD_WORDS.items():
-        group, name = group_of(values, key), key.rpartition(".")[2]
+        group, name = place_of(values, key)
         if isinstance(group.get(name), str):
             group[name] = words.get(group[name], group[name])
     return problems
 
 
-def group_of(values: Any, key: str) -> dict[str, Any]:
-    """The mapping that holds a dotted option; an empty one where there is none."""
-    for step in key.split(".")[:-1]:
+def place_of(values: Any, key: str) -> tuple[dict[str, Any], str]:
+    """The mapping that holds a dotted option, an empty one where there is none, and the option's name in it."""
+    *above, name = key.split(".")
+    for step in above:
         values = values.get(step) if isinstance(values, dict) else None
-    return values if isinstance(values, dict) else {}
+    return (values if isinstance(values, dict) else {}), name
 
 
 def value_of(group: Any, key: str) -> Any:

@@ -85,8 +85,7 @@ class Filter:
 def _value_text(value: Value) -> str:
     if isinstance(value, str):
         return f"'{value}'" if '"' in value else f'"{value}"'
-    short = f"{value:.15g}"
-    return short if float(short) == value else repr(value)
+    return repr(value).removesuffix(".0")
 
 
 def long_integer(number: str) -> str | None:
@@ -97,7 +96,7 @@ def long_integer(number: str) -> str | None:
     return str(int(number))
 
 
-class _SyntaxProblem(Exception):
+class _SyntaxProblem(ValueError):
     """What the user wrote is not a filter; the text says why."""
 
 
@@ -115,7 +114,7 @@ def parse_filters(filters: Mapping[str, Any] | None) -> tuple[list[Filter], list
     for name, written in (filters or {}).items():
         try:
             found.append(_parse_entry(str(name), written, 0))
-        except _SyntaxProblem as error:
+        except ValueError as error:  # also of a number with thousands of digits
             problems.append(_problem(str(name), written, str(error)))
     return found, problems
 
@@ -145,16 +144,8 @@ def _parse_entry(name: str, written: Any, depth: int) -> Filter:
         if not isinstance(written, str):
             raise _SyntaxProblem("where takes one text that names its fields")
         return _Parser(written, None).parse()
-    if isinstance(written, bool):
-        return Filter("==", name, (str(written).lower(),))
-    if isinstance(written, (int, float)):
-        try:
-            number = float(written)
-        except OverflowError:
-            number = math.inf
-        if not math.isfinite(number):
-            raise _SyntaxProblem("not a finite number")
-        return Filter("==", name, (long_integer(str(written)) or number,))
+    if isinstance(written, (bool, int, float)):
+        written = str(written).lower()
     if not isinstance(written, str):
         raise _SyntaxProblem("")
     return _Parser(written, name).parse()

@@ -28,11 +28,11 @@ from sd_training.config.fields import (
     Option,
     accepts,
     defaults,
-    group_of,
     groups,
     is_below,
     option_of,
     options,
+    place_of,
     rename_old,
     shown,
     words_of,
@@ -350,12 +350,12 @@ def _rules_that_hold_anyway(
     """Rules about options without a problem, so that whoever corrects one report does not meet a second one."""
     for key in problems:
         # The value that is wrong: of an option's part the whole option.
-        wrong = option_of(key).key if is_below(key, options()) else key
-        group_of(values, wrong).pop(wrong.rpartition(".")[2], None)
+        group, name = place_of(values, option_of(key).key if is_below(key, options()) else key)
+        group.pop(name, None)
     for key, option in options().items():
         if option.required:
-            stand_in = _LONG_RUN if accepts(option, _LONG_RUN) else "stand-in"
-            group_of(values, key).setdefault(key.rpartition(".")[2], stand_in)
+            group, name = place_of(values, key)
+            group.setdefault(name, _LONG_RUN if accepts(option, _LONG_RUN) else "stand-in")
     try:
         rules = _all_rules(_ADAPTER.validate_python(values), further)
     except ValidationError:

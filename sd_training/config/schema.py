@@ -125,7 +125,11 @@ class CheckpointConfig:
     """Copy what is saved to CPU memory after the optimizer step, and write, hash, flush and export it in the background
     while training goes on. The same bytes. One save at a time: the next one and the end of the run wait for it. Memory
     beside the training: each process its part of a checkpoint, the first one the exported network as well."""
-    mirror: str | None = None
+    mirror: str | None = Field(
+        default=None,
+        pattern=r"^((s3|gs)://[^/@]+(/.*)?|file:///.*)$",
+        json_schema_extra={"allowed": "s3://…, gs://… or file:///…, without user or key, or null"},
+    )
     """URL of a folder (`s3://…`, `gs://…` or `file:///…`) that gets copies of the checkpoints, in the background, at
     `<mirror>/<experiment.name>/checkpoints`; a run whose own folder has nothing as new goes on from there. Keys and
     endpoints come from the environment."""

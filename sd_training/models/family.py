@@ -44,11 +44,9 @@ class Family(ABC):
     block_classes: ClassVar[tuple[str, ...]]
     """Classes of the denoiser's repeated blocks: what is sharded, recomputed and compiled one by one."""
     classes: ClassVar[Mapping[str, str]] = {}
-    """Transformer or tokenizer → class, where it is not the part's usual one."""
+    """Part → class, where it is not the part's usual one, and of every text encoder whose outputs `encode` reads."""
     predictions: ClassVar[tuple[PredictionType, ...]] = ("epsilon", "v_prediction", "sample", "flow_prediction", "edm")
     """Prediction types that the family's pipeline can sample."""
-    text_classes: ClassVar[Mapping[str, str]] = {}
-    """Text encoder → its class: `encode` reads outputs that only this class has."""
     text_lengths: ClassVar[Mapping[str, int]] = {}
     """Text encoder → tokens per caption, where it is not the tokenizer's `model_max_length`."""
     has_lowercase_text: ClassVar[bool] = False
@@ -74,7 +72,7 @@ class Family(ABC):
     @classmethod
     def class_of_part(cls, part: str, index: Mapping[str, Any]) -> str | None:
         """The class of a part for which the config names none; None is the part's usual one."""
-        return {**cls.text_classes, **cls.classes}.get(part)
+        return cls.classes.get(part)
 
     @property
     def denoiser(self) -> Any:
@@ -232,7 +230,7 @@ class Family(ABC):
         for name, encoder in self.text_encoders().items():
             if self.parts.get(TEXT_PARTS[name]) is None:
                 problems.append(f"model.{TEXT_PARTS[name]}: is required with model.{name}")
-            wanted = self.text_classes.get(name, type(encoder).__name__)
+            wanted = self.classes.get(name, type(encoder).__name__)
             if type(encoder).__name__ != wanted:
                 problems.append(f"model.{name}: is a {type(encoder).__name__}, but {self.name} needs a {wanted}")
         return problems

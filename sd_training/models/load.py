@@ -9,10 +9,9 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import diffusers
@@ -21,6 +20,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sd_training.config.check import PARTS
 from sd_training.config.help import suggest
 from sd_training.config.model_schema import ModelConfig, PartConfig
 from sd_training.errors import ConfigError
@@ -33,45 +33,31 @@ diffusers.utils.logging.disable_progress_bar()
 transformers.utils.logging.disable_progress_bar()
 
 
-def _named(library: ModuleType, names: str) -> dict[str, type]:
-    return {name: getattr(library, name) for name in names.split()}
-
-
-_KINDS: Mapping[str, Mapping[str, type]] = {
-    "vae": _named(diffusers, "AutoencoderKL"),
-    "unet": _named(diffusers, "UNet2DConditionModel"),
-    "transformer": {
-        **_named(diffusers, "FluxTransformer2DModel PixArtTransformer2DModel SD3Transformer2DModel"),
-        "MMDiTRope": MMDiTRope,
-    },
-    "text_encoder": _named(
-        transformers,
-        "BertModel CLIPTextModel CLIPTextModelWithProjection Gemma2Model LlamaModel ModernBertModel Qwen2Model "
-        "T5EncoderModel XLMRobertaModel",
-    ),
-    "tokenizer": _named(transformers, "AutoTokenizer CLIPTokenizer CLIPTokenizerFast T5Tokenizer T5TokenizerFast"),
-    "noise_scheduler": _named(
-        diffusers,
-        "DDIMScheduler DDPMScheduler DPMSolverMultistepScheduler EDMDPMSolverMultistepScheduler EDMEulerScheduler "
-        "EulerAncestralDiscreteScheduler EulerDiscreteScheduler FlowMatchEulerDiscreteScheduler HeunDiscreteScheduler "
-        "LMSDiscreteScheduler PNDMScheduler UniPCMultistepScheduler",
-    ),
-}
-_USUAL_CLASS: Mapping[str, str] = {
+_CLASSES: Mapping[str, str] = {
     "vae": "AutoencoderKL",
     "unet": "UNet2DConditionModel",
-    "transformer": "SD3Transformer2DModel",
-    "text_encoder": "CLIPTextModel",
+    "transformer": "SD3Transformer2DModel FluxTransformer2DModel MMDiTRope PixArtTransformer2DModel",
+    "text_encoder": (
+        "CLIPTextModel BertModel CLIPTextModelWithProjection Gemma2Model LlamaModel ModernBertModel Qwen2Model "
+        "T5EncoderModel XLMRobertaModel"
+    ),
+    "tokenizer": "CLIPTokenizer AutoTokenizer CLIPTokenizerFast T5Tokenizer T5TokenizerFast",
+    "noise_scheduler": (
+        "DDPMScheduler DDIMScheduler DPMSolverMultistepScheduler EDMDPMSolverMultistepScheduler EDMEulerScheduler "
+        "EulerAncestralDiscreteScheduler EulerDiscreteScheduler FlowMatchEulerDiscreteScheduler HeunDiscreteScheduler "
+        "LMSDiscreteScheduler PNDMScheduler UniPCMultistepScheduler"
+    ),
+}
+"""Kind of part → its classes, the usual one first."""
+_USUAL_CLASS: Mapping[str, str] = {
     "text_encoder_2": "CLIPTextModelWithProjection",
     "text_encoder_3": "T5EncoderModel",
-    "tokenizer": "CLIPTokenizer",
-    "tokenizer_2": "CLIPTokenizer",
     "tokenizer_3": "T5TokenizerFast",
-    "noise_scheduler_training": "DDPMScheduler",
     "noise_scheduler_inference": "DDIMScheduler",
 }
-ALLOWED: Mapping[str, Mapping[str, type]] = {
-    part: next(classes for kind, classes in _KINDS.items() if part.startswith(kind)) for part in _USUAL_CLASS
+"""Part → its usual class, where it is not that of its kind."""
+ALLOWED: Mapping[str, Sequence[str]] = {
+    part: next(names.split() for kind, names in _CLASSES.items() if part.startswith(kind)) for part in PARTS
 }
 """Part → the classes that a config may name. Nothing else is ever constructed or loaded."""
 _CONFIG_FILES = ("config.json", "scheduler_config.json", "tokenizer_config.json")
@@ -92,12 +78,14 @@ def class_of(part: str, target: str | None) -> Any:
     Raises:
         ConfigError: for a class that is not on the list.
     """
-    name = target or _USUAL_CLASS[part]
-    bare = name.removeprefix("diffusers.").removeprefix("transformers.")
     allowed = ALLOWED[part]
+    name = target or _USUAL_CLASS.get(part, allowed[0])
+    bare = name.removeprefix("diffusers.").removeprefix("transformers.")
     if bare not in allowed:
         raise ConfigError(f"model.{part}.target: {name!r} is not allowed; use one of {', '.join(sorted(allowed))}")
-    return allowed[bare]
+    if bare == MMDiTRope.__name__:
+        return MMDiTRope
+    return getattr(transformers if part.startswith(("text_encoder", "tokenizer")) else diffusers, bare)
 
 
 def effective_part(model: ModelConfig, part: str) -> PartConfig:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from scripts import convert_checkpoint
-from scripts.convert_checkpoint import MAX_TENSORS, SPARE_BYTES, convert, limit_resources, load
+from scripts.convert_checkpoint import SPARE_BYTES, convert, limit_resources, load
 from sd_training.errors import DataError
 from tests.faults.hostile_files import canary_pickle
 
@@ -45,13 +45,6 @@ def test_tensors_by_name(tmp_path: Path) -> None:
         load(tmp_path / "z.pt")
 
 
-def nested(depth: int) -> Any:
-    found: Any = [torch.zeros(1)]
-    for _ in range(depth):
-        found = [found]
-    return found
-
-
 def doubled(found: Any) -> Any:
     """The same list in 2²⁶ places."""
     for _ in range(26):
@@ -70,12 +63,10 @@ def with_itself() -> Any:
     [
         ({1: torch.zeros(1), "1": torch.ones(1)}, "two of its tensors have the name '1'"),
         ({"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}}, "two of its tensors have the name 'a.b'"),
-        (with_itself(), "holds itself, at '1.again.0'"),
-        (nested(300), "nested too deeply: more than 100 containers"),
+        (with_itself(), "nested too deeply, or holds itself"),
         ({"a": torch.eye(2).to_sparse()}, r"tensor 'a' \(torch.sparse_coo\) cannot be stored: "),
-        ([torch.zeros(1)] * (MAX_TENSORS + 1), "more than 100,000 tensors"),
         (doubled([]), "more than 1,000,000 entries"),
-        (doubled([torch.zeros(1)]), "more than 100,000 tensors"),
+        (doubled([torch.zeros(1)]), "more than 1,000,000 entries"),
     ],
 )
 def test_what_has_no_plain_names_is_refused(

@@ -31,9 +31,10 @@ class Flux(Family):
     denoiser_part = "transformer"
     block_classes = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     predictions = FLOW_ONLY
-    text_classes: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIPTextModel", "text_encoder_2": "T5EncoderModel"}
     text_lengths: ClassVar[Mapping[str, int]] = {"text_encoder_2": T5_TOKENS}
     classes: ClassVar[Mapping[str, str]] = {
+        "text_encoder": "CLIPTextModel",
+        "text_encoder_2": "T5EncoderModel",
         "tokenizer_2": "T5TokenizerFast",
         "transformer": "FluxTransformer2DModel",
     }

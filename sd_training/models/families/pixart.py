@@ -24,10 +24,10 @@ class PixArtSigma(Family):
     denoiser_part = "transformer"
     block_classes = ("BasicTransformerBlock",)
     predictions = ("epsilon", "v_prediction", "sample", "edm")
-    text_classes: ClassVar[Mapping[str, str]] = {"text_encoder": "T5EncoderModel"}
     text_lengths: ClassVar[Mapping[str, int]] = {"text_encoder": T5_TOKENS}
     has_lowercase_text = True
     classes: ClassVar[Mapping[str, str]] = {
+        "text_encoder": "T5EncoderModel",
         "tokenizer": "T5TokenizerFast",
         "transformer": "PixArtTransformer2DModel",
     }

@@ -26,7 +26,7 @@ class StableDiffusion3(Family):
     denoiser_part = "transformer"
     block_classes = ("JointTransformerBlock",)
     predictions = FLOW_ONLY
-    text_classes: ClassVar[Mapping[str, str]] = {
+    classes: ClassVar[Mapping[str, str]] = {
         "text_encoder": "CLIPTextModelWithProjection",
         "text_encoder_2": "CLIPTextModelWithProjection",
         "text_encoder_3": "T5EncoderModel",

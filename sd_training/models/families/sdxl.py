@@ -28,7 +28,7 @@ class StableDiffusionXL(Family):
     may_null_be_zeros = True
     has_micro_conditioning = True
     may_train_text = True
-    text_classes: ClassVar[Mapping[str, str]] = {
+    classes: ClassVar[Mapping[str, str]] = {
         "text_encoder": "CLIPTextModel",
         "text_encoder_2": "CLIPTextModelWithProjection",
     }

@@ -18,7 +18,7 @@ class StableDiffusion(Family):
     denoiser_part = "unet"
     block_classes = ("BasicTransformerBlock", "ResnetBlock2D")
     may_train_text = True
-    text_classes: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIPTextModel"}
+    classes: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIPTextModel"}
 
     def encode(self, batch: PixelBatch) -> Conditioning:
         """Last hidden states, as `StableDiffusionPipeline` uses them."""

@@ -38,7 +38,6 @@ def test_every_optimizer_is_right_with_its_usual_values(name: str) -> None:
         ),
         ("prodigy", {}, "params.learning_rate: is 0.0001, but prodigy multiplies"),
         ("adamw", {"params__learning_rate": 0, "rates_by_part": "{a: 1e-6}"}, "params.learning_rate: is 0, but"),
-        ("schedule_free_adamw", {"params__beta1": 0.0}, "params.beta1: is 0, but schedule_free_adamw"),
         ("adamw", {"stochastic_rounding": "true"}, "stochastic_rounding: is only read with model.bf16_weights=true"),
     ],
 )
