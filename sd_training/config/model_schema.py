@@ -87,7 +87,7 @@ class ModelConfig:
     revision: Annotated[str | None, read_with("pretrained")] = None
     """Hub branch, tag or commit of `model.pretrained`."""
     family: Annotated[FamilyName | None, DENOISER] = None
-    """What kind of pipeline it is; null: as `pretrained` says, or as the given parts tell."""
+    """Kind of pipeline; null: that of `pretrained`, or inferred from the given parts."""
     train: Literal["denoiser", "vae"] = "denoiser"
     """Which part is trained: the denoiser (a UNet or a transformer), or the autoencoder itself."""
     vae: PartConfig = Field(default_factory=PartConfig)
@@ -156,7 +156,7 @@ def is_set(part: PartConfig) -> bool:
 
 
 def family_of_parts(model: ModelConfig) -> FamilyName:
-    """The family that the given parts tell, where `model.family` does not."""
+    """`model.family`, or the family inferred from the given parts."""
     if model.family is not None:
         return model.family
     target = (model.transformer.target or "").rpartition(".")[2]

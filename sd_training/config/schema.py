@@ -59,7 +59,7 @@ class DistributedConfig:
     """How weights, gradients and optimizer state lie over the processes; the numbers of a run do not depend on it."""
 
     strategy: Literal["auto"] | StrategyName = "auto"
-    """`auto`: as `mesh` says; without one, one process needs no process group, several use `ddp`. `fsdp` shards
+    """`auto`: `mesh` where it is set; otherwise `ddp`, and no process group for a single process. `fsdp` shards
     weights, gradients and optimizer state over all processes, `hsdp` over those of a machine. `deepspeed_1` shards the
     optimizer state, `deepspeed_2` the gradients too, `deepspeed_3` the weights too. See docs/scaling.md."""
     mesh: MeshConfig = Field(default_factory=MeshConfig)
@@ -123,16 +123,16 @@ class CheckpointConfig:
     in a row end the run with status 74 [count]. The last save of a run must succeed."""
     asynchronous: bool = False
     """Copy what is saved to CPU memory after the optimizer step, and write, hash, flush and export it in the background
-    while training goes on. The same bytes. One save at a time: the next one and the end of the run wait for it. Memory
-    beside the training: each process its part of a checkpoint, the first one the exported network as well."""
+    while training continues. The same bytes. One save at a time: the next one and the end of the run wait for it. Extra
+    CPU memory: on each rank its part of a checkpoint, on rank 0 the exported network as well."""
     mirror: str | None = Field(
         default=None,
         pattern=r"^((s3|gs)://[^/@]+(/.*)?|file:///.*)$",
         json_schema_extra={"allowed": "s3://…, gs://… or file:///…, without user or key, or null"},
     )
     """URL of a folder (`s3://…`, `gs://…` or `file:///…`) that gets copies of the checkpoints, in the background, at
-    `<mirror>/<experiment.name>/checkpoints`; a run whose own folder has nothing as new goes on from there. Keys and
-    endpoints come from the environment."""
+    `<mirror>/<experiment.name>/checkpoints`; a run resumes from them where its own folder has no checkpoint as new.
+    Keys and endpoints come from the environment."""
 
 
 @dataclass(config=SCHEMA, kw_only=True)
@@ -181,12 +181,12 @@ class NumericsConfig:
     """Non-finite steps, loss spikes, and replicas that no longer agree (docs/numerics.md)."""
 
     max_skipped_in_a_row: PositiveInt = 10
-    """A step with a non-finite loss or gradient is skipped. After so many in a row the run goes back to a checkpoint
-    from before the first of them [optimizer steps]."""
+    """A step with a non-finite loss or gradient is skipped. After so many in a row the run rolls back to a checkpoint
+    before the first of them [optimizer steps]."""
     max_rollbacks: Count = 3
-    """The run ends with status 86 when it would go back once more; 0 ends it the first time [count]."""
+    """The run ends with status 86 instead of another rollback; 0 ends it the first time [count]."""
     on_spike: Literal["record", "rollback"] = "record"
-    """What a loss spike leads to: an incident file, or that and going back to a checkpoint from before it."""
+    """After a loss spike, `record` writes an incident file; `rollback` also resumes from a checkpoint before it."""
     spike_threshold: Positive = 6.0
     """A spike is a median of the last 5 steps' log loss that lies so many robust standard deviations (1.4826 × median
     absolute deviation) above the median of the 200 steps before."""
@@ -217,7 +217,7 @@ class WandbConfig:
     entity: str | None = None
     """User or team that owns the project; null is the account's default."""
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """`auto` is what the environment variable `WANDB_MODE` says; without it online with a key and disabled without.
+    """`auto`: the environment variable `WANDB_MODE`; without it `online` with a key and `disabled` without one.
     `online` is refused without a key; `offline` writes to the run folder for a later `wandb sync`."""
 
 
@@ -235,7 +235,7 @@ class SystemConfig:
     stop_signals: list[SignalName] = Field(default_factory=lambda: list(STOP_SIGNALS), json_schema_extra=_SIGNALS)
     """Signals after which the run saves and ends with status 75. Ctrl-C (SIGINT) always does, with status 130."""
     save_signals: list[SignalName] = Field(default_factory=lambda: list(SAVE_SIGNALS), json_schema_extra=_SIGNALS)
-    """Signals after which the run saves and goes on."""
+    """Signals after which the run saves and continues."""
 
 
 @dataclass(config=SCHEMA, kw_only=True)
@@ -261,14 +261,14 @@ class ExperimentConfig:
     save_every: PositiveInt = 2000
     """Interval between saves [optimizer steps]."""
     max_hours: Positive | None = None
-    """Save and end with status 75 before a start of the run has taken this long [hours]; null: no limit. The end of a
-    SLURM job is kept to in any case."""
+    """Save and end with status 75 before a start of the run has taken this long [hours]; null: no limit. The time limit
+    of a SLURM job is always respected."""
     requeue: bool = True
     """The same command again resumes from the newest checkpoint that verifies. False: an existing run folder is an
     error."""
     allow_changed: list[str] = Field(default_factory=list)
-    """Options that a resumed run may have otherwise than before although that changes what it exports, such as
-    `[model.use_ema]`; without this a change of them is refused (docs/checkpoints.md)."""
+    """Options that a resumed run may change although they decide what it exports, such as `[model.use_ema]`; any other
+    change of such an option is refused (docs/checkpoints.md)."""
     eval_caption_file: Annotated[str | None, DENOISER] = None
     """CSV with the columns `uid,caption`; at each save one image per row is drawn into `samples/step_N/eval/`. Null:
     no evaluation images."""
