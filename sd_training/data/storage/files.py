@@ -124,12 +124,25 @@ def _cached(state: FileState, access: Access) -> LocalFile:
     """A remote file as its copy in the shard cache. No request is made when that holds the file."""
 
     def download(path: Path) -> None:
-        def write() -> None:
-            with path.open("r+b") as target:
-                chunks = _get(state, access).stream(min_chunk_size=_CHUNK_BYTES) if state.size else ()
-                _check_length(sum(target.write(bytes(chunk)) for chunk in chunks), state.size)
+        """Goes on where a connection broke; only failures without progress count as attempts."""
+        done = 0
 
-        _retrying(state.location, access, write)
+        def write() -> None:
+            nonlocal done
+            before, options = done, {"range": (done, state.size)} if done else None
+            try:
+                with path.open("r+b") as target:
+                    target.seek(done)
+                    for chunk in _get(state, access, options).stream(min_chunk_size=_CHUNK_BYTES):
+                        done += target.write(bytes(chunk))
+                if done == before:
+                    raise _WrongLength("the answer is empty")
+            except (OSError, BaseError) as error:
+                if done == before or (isinstance(error, OSError) and error.errno is not None):  # of the disk
+                    raise
+
+        while done < state.size:
+            _retrying(state.location, access, write)
 
     key = "\n".join((state.location, str(state.size), state.version))
     cache = shard_cache(access.cache_dir, access.cache_gib)
@@ -257,6 +270,7 @@ def _explained(location: str, error: Exception, failures: int) -> DataError:
     if isinstance(error, PreconditionError) or _UNSATISFIABLE in str(error):
         return has_changed(location)
     if isinstance(error, NotSupportedError):
-        return DataError(f"the server of '{name}' sends no parts of files; set dataset.params.remote.mode=cache")
+        needs = "which dataset.params.remote.mode=range and broken downloads need; set dataset.params.remote.mode=cache"
+        return DataError(f"the server of '{name}' sends no parts of files, {needs}")
     attempts = f" after {failures} attempts" if failures > 1 else ""
     return (OutageError if is_outage(error) else DataError)(f"'{name}' cannot be read{attempts}: {reason}")

@@ -88,7 +88,7 @@ def test_a_server_without_ranges(web: WebFiles, cached: Access) -> None:
     web.has_ranges = False
     state = file_state(f"{web.url}/a.tar", RANGE)
     assert state.size == len(CONTENT)
-    with pytest.raises(DataError, match=r"sends no parts.*remote\.mode=cache"):
+    with pytest.raises(DataError, match=r"sends no parts.*set dataset\.params\.remote\.mode=cache"):
         open_bytes(state, RANGE).pread(10, 5)
     assert open_bytes(state, cached).pread(10, 5) == CONTENT[5:15]
 
