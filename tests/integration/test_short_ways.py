@@ -1,0 +1,90 @@
+"""The two ways in docs/architecture.md, a sample's to its loss and a save's, name every file of the package on them.
+
+A real run is profiled: every call of a function of the package is noted with its file while a micro-batch is read and
+sent through `training_step`, and while a checkpoint is written.
+"""
+
+import re
+import sys
+import threading
+from collections import defaultdict
+from types import FrameType
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+
+from tests import makers
+from tests.integration.training import ROOT, options, train
+
+PACKAGE = ROOT / "sd_training"
+ROOTS = {
+    ("data/loader.py", "__next__"): "sample",
+    ("data/loader.py", "__iter__"): "sample",
+    ("training/base_module.py", "training_step"): "sample",
+    ("training/diffusion_module.py", "training_step"): "sample",
+    ("callbacks/save.py", "_checkpoint"): "save",
+}
+"""Where the ways begin: (file, function) → way."""
+OTHERS = {"state_dict", "on_save_checkpoint"}
+"""Where a save asks callbacks, the module and the data for what they want to be saved; that is theirs."""
+
+
+class Calls(pl.Callback):
+    """Notes files from the second optimizer step on, when everything that is made once is made."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, set[str]] = defaultdict(set)
+        """Way → files."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 1:
+            threading.setprofile(self._note)
+            sys.setprofile(self._note)
+
+    def on_train_end(self, *_: Any) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or not frame.f_code.co_filename.startswith(f"{PACKAGE}/"):
+            return
+        file = _file(frame)
+        above: FrameType | None = frame
+        while above is not None and above.f_code.co_name not in OTHERS:
+            way = ROOTS.get((_file(above), above.f_code.co_name))
+            if way is not None:
+                self.files[way].add(file)
+                return
+            above = above.f_back
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename.removeprefix(f"{PACKAGE}/")
+
+
+def listed(heading: str) -> tuple[int, set[str]]:
+    """How many items a numbered list of the page has, and the files that its section names."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.split(f"### {heading}\n")[1].split("\n#")[0]
+    return len(re.findall(r"^\d+\. ", section, re.MULTILINE)), set(re.findall(r"`([\w/]+\.py)`", section))
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """Way → files, of one run."""
+    home = tmp_path_factory.mktemp("ways")
+    pipeline, shards = makers.save_tiny_pipeline(home / "pipeline"), makers.caption_shards(home / "shards")
+    noted = Calls()
+    train(options(home / "run", pipeline, shards, experiment__num_examples_to_see=24), noted)
+    return noted.files
+
+
+@pytest.mark.parametrize(
+    ("way", "heading", "most"),
+    [("sample", "The way of a sample, from its place in a shard to its loss", 12), ("save", "The way of a save", 4)],
+)
+def test_no_other_file_takes_part(way: str, heading: str, most: int, calls: dict[str, set[str]]) -> None:
+    items, named = listed(heading)
+    assert items <= most
+    assert len(calls[way]) > most and sorted(calls[way] - named) == []
