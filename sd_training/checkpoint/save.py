@@ -83,7 +83,7 @@ class PendingWrite:
             TakenOverError: another start has taken the run over.
         """
         failure: OSError | None = None
-        with _removed_on_failure(self.partial, self.group):
+        try:
             for part, tensors in self.parts:  # gathers may be collective: they continue after a failure
                 try:
                     if failure is None:
@@ -93,6 +93,10 @@ class PendingWrite:
                     failure = error
             self.group.raise_first(failure)
             self.group.on_rank0(self._seal)
+        except BaseException:
+            if self.group.rank == 0:
+                remove_quietly(self.partial)
+            raise
 
     def _seal(self) -> None:
         with _failure_named(self.folder):
@@ -152,10 +156,9 @@ def save_checkpoint(
     if not asynchronous:
         PendingWrite(folder, partial, parts, state, info, group, run_lock).write()
         return None
-    with _removed_on_failure(partial, group):
-        copies = dict(parts)
-        drained = ((part, copies.pop(part)) for part in list(copies))  # frees memory part by part
-        return PendingWrite(folder, partial, drained, deepcopy(state), info, group, run_lock)
+    copies = dict(parts)
+    drained = ((part, copies.pop(part)) for part in list(copies))  # frees memory part by part
+    return PendingWrite(folder, partial, drained, deepcopy(state), info, group, run_lock)
 
 
 @dataclass(frozen=True)
@@ -259,17 +262,6 @@ def _failure_named(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise write_failure(f"checkpoint {folder.name}", folder.parent, error) from error
-
-
-@contextmanager
-def _removed_on_failure(partial: Path, group: CpuGroup) -> Iterator[None]:
-    """Rank 0 removes what was written."""
-    try:
-        yield
-    except BaseException:
-        if group.rank == 0:
-            remove_quietly(partial)
-        raise
 
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
