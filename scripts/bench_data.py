@@ -17,7 +17,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,8 @@ from sd_training.config.load import load_data_config
 from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.samples.captions import Encoded, Tokenizer
-from sd_training.data.samples.image import CropRequest, cover_scale, decode, read_image
-from sd_training.data.samples.sample import DrawSettings, Example, SampleRequest, collate
-from sd_training.errors import ConfigError, DataError
+from sd_training.data.samples.sample import DrawSettings
+from sd_training.errors import ConfigError
 from sd_training.log import quiet_libraries
 from sd_training.types import LatentGrid
 
@@ -121,69 +121,27 @@ def compete(contestants: dict[str, Iterator[Any]], turns: int, batches: int) -> 
     seconds: dict[str, list[list[float]]] = {name: [] for name in contestants}
     for _ in range(turns):
         for name, batches_of in contestants.items():
-            seconds[name].append([_timed(lambda it=batches_of: next(it)) for _ in range(batches)])  # type: ignore[misc]
+            moments = [time.perf_counter()]
+            for _ in range(batches):
+                next(batches_of)
+                moments.append(time.perf_counter())
+            seconds[name].append([end - start for start, end in pairwise(moments)])
     return seconds
 
 
-def _timed(action: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
-
-
-def readable_visits(data: TrainingData, samples: int) -> tuple[list[SampleRequest], list[Example]]:
-    """Of about so many first visits of a run those that can be read, and what they give.
-
-    Raises:
-        DataError: none can.
-    """
-    dataset, batches = data.samples(), -(-samples // data.plan.micro_batch)
-    first = zip(range(batches), data.loader(0, lambda: 0).requests(0), strict=False)
-    visits = [visit for _, batch in first for visit in batch]
-    visited = [(visit, dataset[visit]) for visit in visits]
-    good = [(visit, sample) for visit, sample in visited if sample.error is None and not sample.skipped]
-    if not good:
-        raise DataError(f"dataset.params.path: none of the first {len(visits):,} samples of a run can be read")
-    return [visit for visit, _ in good], [sample for _, sample in good]
-
-
-def ledger(data: TrainingData, samples: int) -> dict[str, float]:
-    """Milliseconds per sample of the parts of one visit, each measured by itself."""
-    dataset, batch = data.samples(), data.plan.micro_batch
-    visits, visited = readable_visits(data, samples)
-    read = [dataset.datasets[visit.dataset].reader.image for visit in visits]
-    files = [image(visit.sample) for image, visit in zip(read, visits, strict=True)]
-    wanted = [CropRequest(*data.table.sizes[visit.bucket]) for visit in visits]
-    rules = dataset.rules
-    pairs = list(zip(files, wanted, strict=True))
-    seconds = {
-        "read": _timed(lambda: [image(visit.sample) for image, visit in zip(read, visits, strict=True)]),
-        "decode": _timed(lambda: [decode(f, rules, lambda h, w, to=to: cover_scale(h, w, to)) for f, to in pairs]),  # type: ignore[misc]
-        "decode and resize": _timed(lambda: [read_image(file, to, rules) for file, to in pairs]),
-    }
-    seconds["whole visit"] = _timed(lambda: [dataset[visit] for visit in visits])
-    seconds["collate"] = _timed(lambda: [collate(visited[i : i + batch]) for i in range(0, len(visited), batch)])
-    seconds["resize"] = seconds.pop("decode and resize") - seconds["decode"]
-    seconds["caption and draws"] = seconds.pop("whole visit") - seconds["read"] - seconds["decode"] - seconds["resize"]
-    seconds["MB"] = sum(map(len, files)) / 1e6 / 1e3
-    return {name: value * 1e3 / len(visits) for name, value in seconds.items()}
-
-
-def report(seconds: dict[str, list[list[float]]], parts: dict[str, float], batch: int) -> list[str]:
+def report(seconds: dict[str, list[list[float]]], batch: int) -> list[str]:
     """Images/s, latencies and ratios."""
     lines = []
     rates = {name: [batch * len(turn) / sum(turn) for turn in turns] for name, turns in seconds.items()}
     for name, turns in seconds.items():
         latencies = sorted(value for turn in turns for value in turn)
         p50, p99 = (latencies[min(len(latencies) - 1, int(len(latencies) * q))] for q in (0.5, 0.99))
-        rate = statistics.median(rates[name])
-        speed = f"{rate:8.1f} images/s {rate * parts['MB']:7.1f} MB/s"
+        speed = f"{statistics.median(rates[name]):8.1f} images/s"
         lines.append(f"{name:12s} {speed}  batch latency p50 {p50 * 1e3:7.1f} ms, p99 {p99 * 1e3:7.1f} ms")
     if "webdataset" in rates:
         ratios = [own / other for own, other in zip(rates["sd_training"], rates["webdataset"], strict=True)]
         lines.append(f"ratio to webdataset: median {statistics.median(ratios):.2f}, lowest {min(ratios):.2f}")
-    shown = ", ".join(f"{name} {value:.2f} ms" for name, value in parts.items() if name != "MB")
-    return [*lines, f"per image of sd_training: {shown}"]
+    return lines
 
 
 def dataset_of(arguments: argparse.Namespace, folder: Path) -> DatasetConfig:
@@ -234,8 +192,7 @@ def main() -> None:
         if data.dataset.type == "WebDataset" and all(os.path.isfile(shard) for shard in shards):
             contestants["webdataset"] = webdataset_batches(shards, data.dataset.params.resolution, arguments.batch)
         seconds = compete(contestants, arguments.turns, arguments.batches)
-        for line in report(seconds, ledger(data, 64), arguments.batch):
-            print(line)
+        print("\n".join(report(seconds, arguments.batch)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draws pictures from a pipeline folder, on every device of this machine, and resumes where it was interrupted.
+"""Draws pictures from a pipeline folder, with torchrun on every device, and resumes where it was interrupted.
 
     python scripts/generate_examples.py --pipeline runs/x/current_pipeline --prompts prompts.txt --out pictures
     torchrun --nproc_per_node 8 scripts/generate_examples.py --pipeline ... --prompts captions.csv --out pictures
@@ -12,7 +12,6 @@ import argparse
 import inspect
 import json
 import os
-import queue
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +34,7 @@ from tqdm import tqdm
 
 from sd_training.cli import run_cli
 from sd_training.config.paths import path_argument
-from sd_training.errors import ConfigError, DataError, UserError
+from sd_training.errors import ConfigError, DataError
 from sd_training.export.draw import SAMPLERS, draw_images, make_sampler
 from sd_training.export.folder import fingerprint, folder_problems, load_pipeline, read_index
 from sd_training.export.pictures import Picture, finish_folder, is_drawn, read_captions, save_picture
@@ -60,14 +59,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--images-per-prompt", type=int, default=1, help="default 1")
     parser.add_argument("--batch-size", type=int, default=8, help="pictures drawn at once per process (default 8)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32)")
-    parser.add_argument("--device", default="auto", help="auto (all GPUs, else MPS, else CPU), cpu, cuda, mps, cuda:1")
-    parser.add_argument("--processes", type=int, help="how many CPU processes (default 1), or how many of the GPUs")
+    parser.add_argument("--device", default="auto", help="auto (a GPU, else MPS, else CPU), cpu, cuda, mps, cuda:1")
     return parser.parse_args(argv)
 
 
 def check_numbers(args: argparse.Namespace) -> None:
     """Raises ConfigError with every number that is out of range."""
-    counts = ("steps", "height", "width", "images_per_prompt", "batch_size", "processes")
+    counts = ("steps", "height", "width", "images_per_prompt", "batch_size")
     small = [name for name in counts if getattr(args, name) is not None and getattr(args, name) < 1]
     problems = [f"--{name.replace('_', '-')}: {getattr(args, name)} must be 1 or more" for name in small]
     sizes = [(name, getattr(args, name) or 0) for name in ("height", "width")]
@@ -127,19 +125,21 @@ def plan_pictures(args: argparse.Namespace, pairs: Sequence[tuple[str, str]], sa
     return [Picture(file, pairs[i // count][1], args.seed + i, *settings) for i, file in enumerate(files)]
 
 
-def choose_devices(device: str, processes: int | None) -> list[str]:
-    """One device name per process. Raises ConfigError when this machine does not have them."""
+def choose_device(device: str) -> str:
+    """The device of this process; of several processes on a machine each takes its own GPU.
+
+    Raises:
+        ConfigError: this machine does not have it.
+    """
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     mps = ["mps"] if torch.backends.mps.is_available() else []
     if device == "auto":
         device = "cuda" if gpus else "mps" if mps else "cpu"
-    if device == "cpu":
-        return ["cpu"] * (processes or 1)
-    devices = {"cuda": gpus, "mps": mps, **{name: [name] for name in gpus}}.get(device, [])
-    if not devices or (processes or 1) > len(devices):
-        asked = f"--device {device}" + (f" --processes {processes}" if processes else "")
-        raise ConfigError(f"{asked}: this machine has {', '.join(['cpu', *mps, *gpus])}")
-    return devices[:processes]
+    if device == "cuda" and gpus:
+        return gpus[int(os.environ.get("LOCAL_RANK", 0)) % len(gpus)]
+    if device not in ("cpu", *mps, *gpus):
+        raise ConfigError(f"--device {device}: this machine has {', '.join(['cpu', *mps, *gpus])}")
+    return device
 
 
 def draw_share(args: argparse.Namespace, mine: Sequence[Picture], device: str, done: Callable[[], Any]) -> None:
@@ -170,40 +170,6 @@ def draw_share(args: argparse.Namespace, mine: Sequence[Picture], device: str, d
         raise ConfigError(f"--batch-size: {args.batch_size} pictures at once do not fit into {device}") from None
 
 
-def _process(rank: int, args: argparse.Namespace, pictures: list[Picture], devices: list[str], messages: Any) -> None:
-    """One of several processes; reports None per picture, or the text of a user's mistake."""
-    try:
-        draw_share(args, pictures[rank :: len(devices)], devices[rank], lambda: messages.put(None))
-    except UserError as error:
-        messages.put(str(error))
-
-
-def _drain(messages: Any, bar: "tqdm[Any]") -> None:
-    """Counts pictures; raises the mistake that a process reported."""
-    while True:
-        try:
-            message = messages.get_nowait()
-        except queue.Empty:
-            return
-        if message is not None:
-            raise DataError(message)
-        bar.update()
-
-
-def draw_on_all(args: argparse.Namespace, pictures: list[Picture], devices: list[str], bar: "tqdm[Any]") -> None:
-    """Draws with one process per device; a single one works in this process."""
-    if len(devices) == 1:
-        return draw_share(args, pictures, devices[0], bar.update)
-    messages = torch.multiprocessing.get_context("spawn").Queue()
-    workers = torch.multiprocessing.spawn(
-        _process, args=(args, pictures, devices, messages), nprocs=len(devices), join=False, daemon=True
-    )
-    finished = False
-    while not finished:
-        finished = workers.join(timeout=0.2)
-        _drain(messages, bar)
-
-
 @contextmanager
 def launched_group() -> Iterator[tuple[int, int]]:
     """(rank, processes) as torchrun set them; on leaving, every process waits for the slowest one."""
@@ -220,17 +186,14 @@ def launched_group() -> Iterator[tuple[int, int]]:
 
 
 def run(args: argparse.Namespace, pictures: list[Picture]) -> None:
-    """Draws this process's share of the pictures, on one device or on all."""
+    """Draws this process's share of the pictures."""
     with launched_group() as (rank, world):
-        devices = choose_devices(args.device, args.processes if world == 1 else None)
-        if world > 1:
-            devices = [devices[int(os.environ.get("LOCAL_RANK", rank)) % len(devices)]]
-        mine = pictures[rank::world]
+        device, mine = choose_device(args.device), pictures[rank::world]
         missing = sum(not is_drawn(args.out, picture) for picture in mine)
-        if devices[0] == "cpu":
-            share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", len(devices))))
+        if device == "cpu":
+            share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         with tqdm(total=missing, unit="images", desc="drawing", disable=rank > 0) as bar:
-            draw_on_all(args, mine, devices, bar)
+            draw_share(args, mine, device, bar.update)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -238,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     check_numbers(args)
     pictures = plan_pictures(args, read_prompts(args), check_pipeline(args))
-    choose_devices(args.device, None)
+    choose_device(args.device)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -127,7 +127,12 @@ def batch_file(given: dict[str, str], overrides: Sequence[str]) -> str:
 def problems_with_run(text: str, config: Config) -> Iterator[str]:
     """What the run's options say against the nodes and GPUs of the batch file."""
     nodes, gpus = (int(_directive(text, name)) for name in ("nodes", "gpus-per-node"))
-    yield from _problems_with_batch(config, nodes, gpus)
+    try:
+        layout = find_layout(config.distributed, nodes * gpus, gpus)
+        system, examples = config.system, config.experiment.num_examples_to_see
+        _ = BatchPlan(system.batch_size, system.gradient_accumulation, layout.mesh.data_ranks, examples).num_steps
+    except ConfigError as error:
+        yield from error.problems
     ds_config = config.distributed.deepspeed_config
     if ds_config is not None and not Path(ds_config).expanduser().is_file():
         yield f"distributed.deepspeed_config: {ds_config} is no file"
@@ -143,33 +148,6 @@ def problems_with_run(text: str, config: Config) -> Iterator[str]:
         yield f"trainer.devices: is {config.trainer.devices}, but gpus_per_node is {gpus}"
     if config.trainer.num_nodes not in (None, nodes):
         yield f"trainer.num_nodes: is {config.trainer.num_nodes}, but nodes is {nodes}"
-
-
-def _problems_with_batch(config: Config, nodes: int, gpus: int) -> Iterator[str]:
-    """Processes that make no mesh, or take more samples per step than the run has."""
-    try:
-        layout = find_layout(config.distributed, nodes * gpus, gpus)
-        system, examples = config.system, config.experiment.num_examples_to_see
-        _ = BatchPlan(system.batch_size, system.gradient_accumulation, layout.mesh.data_ranks, examples).num_steps
-    except ConfigError as error:
-        yield from error.problems
-
-
-def problems_of_times(text: str) -> Iterator[str]:
-    """SLURM's signal must come while the job runs."""
-    limit_s, save_s = seconds(_directive(text, "time")), int(_directive(text, "signal").rpartition("@")[2])
-    if save_s >= limit_s:
-        yield f"save_s: is {save_s} s, but the whole job has {limit_s} s; raise time or lower save_s"
-
-
-def seconds(time: str) -> int:
-    """Of a time of SLURM: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
-    days, dash, rest = time.rpartition("-")
-    numbers = [int(part) for part in rest.split(":")]
-    if not dash and len(numbers) < 3:
-        numbers = [0, *numbers]
-    hours, minutes, whole_seconds = (*numbers, 0, 0)[:3]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + whole_seconds
 
 
 def _directive(text: str, name: str) -> str:
@@ -210,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     given, overrides = read_options(words)
     config = load_config([f"config={given['config']}", *overrides])
     text = batch_file(given, overrides)
-    if problems := [*problems_with_run(text, config), *problems_of_times(text)]:
+    if problems := list(problems_with_run(text, config)):
         raise ConfigError(problems)
     if "out" not in given:
         print(text, end="")

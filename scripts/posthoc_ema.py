@@ -1,100 +1,56 @@
 """Makes pipelines with averages of other widths than those that a run kept, without training again (docs/ema.md).
 
-    python scripts/posthoc_ema.py run=runs/x sigma_rel=0.075 output=averaged
-    python scripts/posthoc_ema.py run=runs/x sigma_rel=0.05,0.1,0.15 step=20000 output=averaged
+    python scripts/posthoc_ema.py runs/x --out averaged --sigma-rel 0.075
+    python scripts/posthoc_ema.py runs/x --out averaged --sigma-rel 0.05 0.1 0.15 --step 20000
 
-run: folder of a run that trained with `ema.sigma_rels` and `ema.snapshot_every`. sigma_rel: width of the average as a
-share of the training, above 0 and at most 0.2886. step: optimizer step to average up to, by default that of the last
-snapshot. output: folder to make, a pipeline; with several widths a folder of pipelines, `sigma_rel=0.050` and so on.
-Everything but the averaged weights is taken from `current_pipeline` of the run.
+The run has trained with `ema.sigma_rels` and `ema.snapshot_every`. With several widths the output is a folder of
+pipelines, `sigma_rel=0.050` and so on. Everything but the averaged weights is taken from `current_pipeline` of the run.
 """
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sd_training.cli import run_cli
-from sd_training.config.help import suggest
 from sd_training.config.model_schema import PartConfig
-from sd_training.config.paths import output_path, output_problem
+from sd_training.config.paths import path_argument
 from sd_training.errors import ConfigError
 from sd_training.log import quiet_libraries
 from sd_training.optim.power_function_ema import LARGE_RESIDUAL, MAX_SIGMA_REL, is_sigma_rel
 
-KEYS = ("run", "sigma_rel", "step", "output")
 
-
-@dataclass(frozen=True)
-class Arguments:
-    """The command line."""
-
-    run: Path
-    widths: list[float]
-    """sigma_rel of every pipeline to make."""
-    step: int | None
-    """None is that of the last snapshot."""
-    output: Path
-
-
-def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """Raises ConfigError with everything that is wrong."""
-    problems: list[str] = []
-    given: dict[str, str] = {}
-    for word in argv:
-        key, sign, value = word.partition("=")
-        if key not in KEYS or not sign:
-            near = suggest(key, KEYS)
-            problems.append(f"{word}: give {'=…, '.join(KEYS)}=…" + (f"; did you mean {near}?" if near else ""))
-        elif key in given:
-            problems.append(f"{key}: is given twice, {given[key]} and {value}; keep one of them")
-        given[key] = value
-    problems += [f"{key}: is missing; give {key}=…" for key in KEYS if key != "step" and not given.get(key)]
-    widths = [_width(text, problems) for text in given.get("sigma_rel", "").split(",") if text.strip()]
-    step = given.get("step")
-    if step is not None and (not step.isdecimal() or int(step) < 1):
-        problems.append(f"step: is {step}; give a number of optimizer steps, 1 or more")
-    if problem := output_problem(given.get("output", "")):
-        problems.append(f"output: {problem}")
-    if problems:
-        raise ConfigError(problems)
-    output = output_path(given["output"])
-    return Arguments(Path(given["run"]), list(dict.fromkeys(widths)), None if step is None else int(step), output)
-
-
-def _width(text: str, problems: list[str]) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not is_sigma_rel(value):
-        low_max = int(MAX_SIGMA_REL * 10_000) / 10_000  # rounded down, so that the number that is named is accepted
-        problems.append(f"sigma_rel: {text.strip()} is no width; give numbers above 0 and at most {low_max}")
-    return value
-
-
-def targets_of(arguments: Arguments) -> dict[float, Path]:
-    """The folder of every width.
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line.
 
     Raises:
-        ConfigError: one of them exists.
+        ConfigError: a value cannot be used.
     """
-    from sd_training.export.ema_snapshots import width_name
-
-    if len(arguments.widths) == 1:
-        targets = {arguments.widths[0]: arguments.output}
-    else:
-        targets = {width: arguments.output / width_name(width) for width in arguments.widths}
-    taken = [
-        f"output: {path} exists; remove it or choose another" for path in targets.values() if os.path.lexists(path)
+    low_max = int(MAX_SIGMA_REL * 10_000) / 10_000  # rounded down, so that the number that is named is accepted
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--out", type=path_argument, required=True, help="folder to make")
+    parser.add_argument(
+        "--sigma-rel", type=float, nargs="+", required=True, help=f"widths, shares of the training up to {low_max}"
+    )
+    parser.add_argument("--step", type=int, help="average up to this optimizer step (default: the last snapshot)")
+    arguments = parser.parse_args(argv)
+    problems = [
+        f"--sigma-rel: {width} is no width; give numbers above 0 and at most {low_max}"
+        for width in arguments.sigma_rel
+        if not is_sigma_rel(width)
     ]
-    if taken:
-        raise ConfigError(taken)
-    return targets
+    if arguments.step is not None and arguments.step < 1:
+        problems.append(f"--step: is {arguments.step}; give a number of optimizer steps, 1 or more")
+    if not arguments.run.is_dir():
+        problems.append(f"{arguments.run}: is no folder; give the folder of a run")
+    if problems:
+        raise ConfigError(problems)
+    return arguments
 
 
 def load_template(run: Path) -> Any:
@@ -108,68 +64,52 @@ def load_template(run: Path) -> Any:
         return load_pipeline(folder)
     if (folder / "config.json").is_file():
         return make_network("vae", PartConfig(pretrained=str(folder)), seed=0)
-    raise ConfigError(f"run: {folder} is no pipeline; the run has not saved yet, or its pipeline was moved away")
+    raise ConfigError(f"{folder}: is no pipeline; the run has not saved yet, or its pipeline was moved away")
 
 
-def make_pipelines(arguments: Arguments) -> None:
-    """Plans all widths, then writes them one after the other."""
-    from sd_training.export.ema_snapshots import (
-        averaged_parameters,
-        find_snapshots,
-        load_sum,
-        plan_sum,
-        snapshot_shapes,
-    )
+def make_pipelines(run: Path, out: Path, widths: Sequence[float], step: int | None) -> None:
+    """Writes the pipelines one after the other.
+
+    Raises:
+        UserError: snapshots or the pipeline cannot be used, or a folder exists.
+    """
+    from sd_training.export.ema_snapshots import averaged_parameters, find_snapshots, load_sum, plan_sum, width_name
     from sd_training.export.pipeline import export_pipeline
 
-    if not arguments.run.is_dir():
-        raise ConfigError(f"run: {arguments.run} is no folder; give the folder of a run")
-    targets = targets_of(arguments)
-    snapshots = find_snapshots(arguments.run)
-    last = snapshots[-1].step
-    step = last if arguments.step is None else arguments.step
-    if step > last:
-        raise ConfigError(f"step: is {step}, but the last snapshot of {arguments.run} is of step {last}")
-    template = load_template(arguments.run)
+    targets = {width: out / width_name(width) if len(widths) > 1 else out for width in widths}
+    if taken := [path for path in targets.values() if os.path.lexists(path)]:
+        raise ConfigError([f"--out: {path} exists; remove it or choose another" for path in taken])
+    snapshots = find_snapshots(run)
+    steps = sorted({snapshot.step for snapshot in snapshots})
+    step = step or steps[-1]
+    if step > steps[-1]:
+        raise ConfigError(f"--step: is {step}, but the last snapshot of {run} is of step {steps[-1]}")
+    template = load_template(run)
     for width, target in targets.items():
-        weighted = plan_sum(snapshots, step, width)
-        report(weighted.residual, len(weighted.parts), step, width, nearest_steps(snapshots, step))
-        parameters = averaged_parameters(template, snapshot_shapes(weighted.parts[0][0]))
-        load_sum(weighted, parameters)
+        planned = plan_sum(snapshots, step, width)
+        print(
+            f"sigma_rel={width:g} at step {step:,}: {len(planned.parts)} snapshots, relative residual of the profile "
+            f"{planned.residual:.1e}"
+        )
+        if planned.residual > LARGE_RESIDUAL:
+            print(
+                f"warning: the residual is above {LARGE_RESIDUAL}, the average is only roughly the one asked for; a "
+                f"step that has a snapshot ({', '.join(map(str, steps[-5:]))}, …), more of them (ema.snapshot_every) "
+                "or tracks nearer to this width (ema.sigma_rels) would help"
+            )
+        load_sum(planned, averaged_parameters(template, planned.parts[0][0]))
         try:
             export_pipeline(template, target)
         except OSError as error:
-            raise ConfigError(f"output: {error.strerror}") from error
+            raise ConfigError(f"--out: {error.strerror}") from error
         print(f"written: {target}")
-
-
-def nearest_steps(snapshots: Sequence[Any], step: int) -> list[int]:
-    """Steps with a snapshot around `step`; `step` alone where it has one."""
-    steps = sorted({snapshot.step for snapshot in snapshots})
-    return [step] if step in steps else [*[s for s in steps if s < step][-1:], *[s for s in steps if s > step][:1]]
-
-
-def report(residual: float, files: int, step: int, width: float, near: Sequence[int]) -> None:
-    """Says how well the snapshots make up the average, and what to do where they do not."""
-    print(f"sigma_rel={width:g} at step {step:,}: {files} snapshots, relative residual of the profile {residual:.1e}")
-    if residual <= LARGE_RESIDUAL:
-        return
-    if step not in near:
-        remedy = f"step {step} has no snapshot, take {' or '.join(f'step={s}' for s in near)}"
-    else:
-        remedy = "more snapshots (ema.snapshot_every) or tracks nearer to this width (ema.sigma_rels) would help"
-    print(f"warning: the residual is above {LARGE_RESIDUAL}, the average is only roughly the one asked for; {remedy}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or "-h" in words or "--help" in words:
-        print((__doc__ or "").strip())
-        return
-    arguments = parse_arguments(words)
+    arguments = parse_arguments(argv)
     quiet_libraries()
-    make_pipelines(arguments)
+    make_pipelines(arguments.run, arguments.out, arguments.sigma_rel, arguments.step)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,13 +75,6 @@ def choose_machine(num_gpus: int) -> Machine:
     if num_gpus == 0:
         return Machine("cpu", 2)
     return Machine("cuda", max(n for n in range(1, num_gpus + 1) if GLOBAL_BATCH % n == 0))
-
-
-def find_machine() -> Machine:
-    """This machine's."""
-    import torch
-
-    return choose_machine(torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
 def child_environment(environment: Mapping[str, str], machine: Machine) -> dict[str, str]:
@@ -247,34 +240,26 @@ and a run twice as long (dataset.params.path=… trains on your own shards):
   {readable(longer)}"""
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=path_argument, default=ROOT / DEFAULT_FOLDER, help=f"default {DEFAULT_FOLDER}")
-    parser.add_argument("--quick", action="store_true", help="a few steps of everything, no bound on the score")
-    parser.add_argument("--resume", action="store_true", help="keep what an earlier call has done")
-    return parser.parse_args(argv)
-
-
 def run_all(folder: Path, machine: Machine, is_quick: bool, environment: Mapping[str, str]) -> None:
     """The five steps."""
     write_digits(folder, environment)
-    steps: list[tuple[str, Callable[[], list[str]]]] = [
-        ("2/5 autoencoder: 16 x 16 pixels to 8 x 8 x 4 latents", lambda: vae_command(folder, machine, is_quick)),
-        ("3/5 UNet from scratch: noise and a caption to latents", lambda: unet_command(folder, machine, is_quick)),
-        (
-            "4/5 the result in a process without network",
-            lambda: [sys.executable, "-c", OFFLINE_PROOF, str(pipeline_dir(folder))],
-        ),
-        ("5/5 drawing and scoring", lambda: score_command(folder, is_quick)),
-    ]
-    for title, command in steps:
-        run_step(title, command(), environment)
+    proof = [sys.executable, "-c", OFFLINE_PROOF, str(pipeline_dir(folder))]
+    for title, command in (
+        ("2/5 autoencoder: 16 x 16 pixels to 8 x 8 x 4 latents", vae_command(folder, machine, is_quick)),
+        ("3/5 UNet from scratch: noise and a caption to latents", unet_command(folder, machine, is_quick)),
+        ("4/5 the result in a process without network", proof),
+        ("5/5 drawing and scoring", score_command(folder, is_quick)),
+    ):
+        run_step(title, command, environment)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
-    options = parse_arguments(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=path_argument, default=ROOT / DEFAULT_FOLDER, help=f"default {DEFAULT_FOLDER}")
+    parser.add_argument("--quick", action="store_true", help="a few steps of everything, no bound on the score")
+    parser.add_argument("--resume", action="store_true", help="keep what an earlier call has done")
+    options = parser.parse_args(argv)
     started = time.monotonic()
     quiet_libraries()
     folder: Path = options.folder.absolute()
@@ -282,10 +267,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Every command runs, and can be repeated, in the project's folder.
     os.chdir(ROOT)
     folder = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
-    machine = find_machine()
+    import torch
+
+    machine = choose_machine(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     print(f"{machine.processes} training processes on {machine.accelerator}, files in {folder}")
-    environment = child_environment(os.environ, machine)
-    run_all(folder, machine, options.quick, environment)
+    run_all(folder, machine, options.quick, child_environment(os.environ, machine))
     print(f"\nquickstart finished in {(time.monotonic() - started) / 60:.1f} minutes\n{summary(folder, machine)}")
 
 

@@ -1,6 +1,6 @@
 """Runs the very step that an incident tells of again, on one device: same samples, draws and micro-batches.
 
-    python scripts/replay_step.py RUN/incidents/step=N.skipped.json [device=cpu] [option=value …]
+    python scripts/replay_step.py RUN/incidents/step=N.skipped.json [--device cuda] [option=value …]
 
 Start it in the folder that the run was started in, so that paths mean the same. It takes the weights of the checkpoint
 after N optimizer steps, or of the newest one before, and says which. It prints the loss of every sample, where the
@@ -10,16 +10,15 @@ The options are those of `config.yaml` in the run folder. What it does not hold 
 permission to run commands (dataset.params.allow_pipe=true), and URLs with keys (dataset.params.path=…).
 """
 
+import argparse
 import json
 import math
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -65,8 +64,6 @@ ON_ONE_DEVICE = (
 """Options that make a run of several processes one process, which computes the same."""
 SHOWN = 40
 """Samples printed."""
-_OPTION = re.compile(r"\w+(\.[^\s./=]+)+=")
-"""Not `./runs/step=3.skipped.json`, which is a path."""
 
 
 @dataclass(frozen=True)
@@ -112,35 +109,6 @@ def read_incident(path: Path) -> Incident:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: is no file of a run's incidents/ folder: {error}") from error
-
-
-@dataclass(frozen=True)
-class Words:
-    """The command line."""
-
-    incident: Path
-    device: str
-    changes: tuple[str, ...]
-    """Options of the run, for `load_config`."""
-
-
-def read_words(words: list[str]) -> Words:
-    """An option of the run is told by the dot in its name.
-
-    Raises:
-        UserError: a word is none of this, or there is not one incident.
-    """
-    changes = tuple(word for word in words if _OPTION.match(word))
-    paths = [word for word in words if word.endswith(".json") and word not in changes]
-    options = dict(word.partition("=")[::2] for word in words if word not in (*changes, *paths))
-    if unknown := options.keys() - {"device"}:
-        raise UserError(
-            f"{sorted(unknown)[0]}: is no option; give the file of an incident, device=cpu or cuda, and options of the "
-            "run, such as dataset.params.path=…"
-        )
-    if len(paths) != 1:
-        raise UserError("give one file of a run's incidents/ folder")
-    return Words(Path(paths[0]), options.get("device", "cpu"), changes)
 
 
 def plan_of(incident: Incident, device: str, changes: Sequence[str] = ()) -> Plan:
@@ -219,7 +187,7 @@ def replay(incident: Incident, plan: Plan, trained: Trained, data: TrainingData)
     module, device = trained.module, torch.device(plan.launch.accelerator)
     module.to(device)
     module.move_frozen_to(device)
-    watch = FirstNonFinite(_watched(trained))
+    watch = FirstNonFinite(trained.family.networks() if trained.family else {"vae": trained.module.network})
     samples, batch_plan = list[ReplayedSample](), incident.batch
     for rank, micro, batch in micro_batches(incident, data):
         watch.begin(batch)
@@ -239,11 +207,6 @@ def replay(incident: Incident, plan: Plan, trained: Trained, data: TrainingData)
     if not watch.has_found:
         print("no value of the step is infinite or not a number")
     return samples
-
-
-def _watched(trained: Trained) -> dict[str, Any]:
-    networks = {} if trained.family is None else trained.family.networks()
-    return networks or {"vae": trained.module.network}
 
 
 def gradient_norms(trained: Trained) -> dict[str, float]:
@@ -282,11 +245,11 @@ def _number(value: float | None) -> str:
 
 def main() -> None:
     """Parse, build, replay, print."""
-    words = sys.argv[1:]
-    if not words or "-h" in words or "--help" in words:
-        print((__doc__ or "").strip())
-        return
-    given = read_words(words)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("incident", type=Path, help="a file of the run's incidents/ folder")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("changes", nargs="*", metavar="a.b.c=value", help="options of the run")
+    given = parser.parse_intermixed_args()
     incident = read_incident(given.incident)
     plan = plan_of(incident, given.device, given.changes)
     if plan.launch.accelerator == "cpu":

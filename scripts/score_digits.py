@@ -154,20 +154,6 @@ def score(pipeline: Any, guidance_scale: float, classifier: Any, options: argpar
     )
 
 
-def table(guided: Score, unguided: Score) -> str:
-    """Both scores, digit by digit."""
-    per_digit = guided.drawn // CLASSES
-    lines = [f"digit   guidance {guided.guidance_scale:g}: read  variety   without: read  variety"]
-    for digit, word in enumerate(DIGIT_WORDS):
-        with_, without = (
-            f"{s.recognised_per_digit[digit]:>4}/{per_digit}  {s.variety_per_digit[digit]:7.2f}"
-            for s in (guided, unguided)
-        )
-        lines.append(f"{word:<7} {with_:>31}   {without:>22}")
-    lines.append(f"variety (mean over digits; the real ones are 1): {guided.variety:.2f}, {unguided.variety:.2f}")
-    return "\n".join(lines)
-
-
 def shortfalls(guided: Score, unguided: Score, options: argparse.Namespace) -> list[str]:
     """One sentence per bound that is missed."""
     found = []
@@ -212,9 +198,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     pipeline = load_on_device(options.pipeline)
     guided = score(pipeline, options.guidance_scale, classifier, options, options.out / "digits.png")
     unguided = score(pipeline, 1.0, classifier, options, options.out / "digits_without_guidance.png")
-    print(table(guided, unguided))
-    print(f"digits recognised: {guided.recognised}/{guided.drawn}")
-    print(f"without guidance: {unguided.recognised}/{unguided.drawn}")
+    for name, found in (("digits recognised", guided), ("without guidance", unguided)):
+        print(f"{name}: {found.recognised}/{found.drawn}, variety {found.variety:.2f} (that of the real ones is 1)")
     report = {"classifier_accuracy": round(accuracy, 4), "guided": asdict(guided), "unguided": asdict(unguided)}
     (options.out / "score.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     missed = shortfalls(guided, unguided, options)

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from sd_training.errors import UserError
+from sd_training.errors import EXIT_INTERRUPTED, UserError
 from sd_training.log import get_logger, is_main_process
 from sd_training.redaction import for_terminal, hide_in_tracebacks
+
+log = get_logger(__name__)
 
 _OTHERS_CANNOT_WRITE = 0o002
 _RANK0_PRINTS_S = 3.0
@@ -22,14 +24,16 @@ _READER_GONE = 128 + signal.SIGPIPE
 _STDOUT = 1
 _TORCHRUN_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable of a file, of one process, whose text torchrun shows as the cause of the failure."""
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""What a container may use: quota and period [µs], or "max"."""
 
 
 def run_cli(main: Callable[[], None]) -> None:
     """Runs a command's `main`.
 
     Raises:
-        SystemExit: the status of a `UserError` (each of its lines printed as "error: ..."), 130 after Ctrl-C;
-            other exceptions are defects of the program and keep their traceback.
+        SystemExit: the status of a `UserError` (each of its lines printed as "error: ..."), 130 after Ctrl-C, 1 where
+            stdout cannot be written; other exceptions are defects of the program and keep their traceback.
     """
     os.umask(os.umask(0o077) | _OTHERS_CANNOT_WRITE)
     hide_in_tracebacks()
@@ -47,7 +51,7 @@ def run_cli(main: Callable[[], None]) -> None:
         raise SystemExit(error.exit_status) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(EXIT_INTERRUPTED) from None
     except BrokenPipeError:
         if not _is_reader_gone():
             raise
@@ -57,7 +61,11 @@ def run_cli(main: Callable[[], None]) -> None:
 
 
 def _is_reader_gone() -> bool:
-    """Whether stdout is a pipe that nobody reads, as after `| head -1`; then what is left for it goes nowhere."""
+    """Whether stdout is a pipe that nobody reads, as after `| head -1`; then what is left for it goes nowhere.
+
+    Raises:
+        SystemExit: stdout cannot be written for another reason, such as a full disk.
+    """
     try:
         print(end="", flush=True)
     except BrokenPipeError:
@@ -81,17 +89,10 @@ def print_error(error: UserError) -> None:
 
 def write_torchrun_error(text: str) -> None:
     """Gives torchrun the reason why this process ends; without it torchrun prints advice about tracebacks."""
-    path = os.environ.get(_TORCHRUN_VARIABLE)
-    if path:
+    if path := os.environ.get(_TORCHRUN_VARIABLE):
         message = {"message": for_terminal(text), "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
-
-
-log = get_logger(__name__)
-
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-"""What a container may use: quota and period [µs], or "max"."""
 
 
 def set_passive_wait() -> None:

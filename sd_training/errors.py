@@ -11,8 +11,6 @@ program only.
 from collections.abc import Callable, Sequence
 from typing import ClassVar, TypeVar
 
-EXIT_FINISHED = 0
-"""All optimizer steps are done and saved; nothing else ends with it."""
 EXIT_UNEXPECTED = 1
 """An error that nobody expected, or a process of the run that ended on its own; Python's status after an exception."""
 EXIT_MISTAKE = 2

@@ -13,7 +13,6 @@ import os
 import sys
 import traceback
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,12 +106,6 @@ def get_logger(name: str) -> logging.Logger:
 
 log = get_logger(__name__)
 
-FILE_NAME = "train.log"
-MAX_BYTES = 32 * 2**20
-"""A larger file becomes `train.log.1`, in place of the one before: both take at most twice as much."""
-_MAX_EARLY = 1000
-"""Lines that are kept until the run folder is this process's [count]."""
-
 
 class RunLog(logging.Handler):
     """Collects lines from its construction on, and writes them once there is a run folder."""
@@ -122,8 +115,8 @@ class RunLog(logging.Handler):
         self.setFormatter(LineFormatter())
         self._path: Path | None = None
         self._check: Callable[[], None] = lambda: None
-        self._early: deque[str] = deque(maxlen=_MAX_EARLY)
-        self._is_failing = self._is_cut = False
+        self._early: list[str] = []
+        self._is_failing = False
 
     def open(self, run_dir: Path, check: Callable[[], None]) -> None:
         """Lines so far and from now on go to the file in `run_dir`, which rank 0 has made.
@@ -131,8 +124,8 @@ class RunLog(logging.Handler):
         Args:
             check: raises where another start has taken the folder over; then nothing is written any more.
         """
-        self._path, self._check = run_dir / FILE_NAME, check
-        early, self._early = self._early, deque(maxlen=_MAX_EARLY)
+        self._path, self._check = run_dir / "train.log", check
+        early, self._early = self._early, []
         for line in early:
             self._write(line)
 
@@ -177,34 +170,15 @@ class RunLog(logging.Handler):
         assert self._path is not None
         try:
             self._check()
-            _append(self._path, f"{line}\n".encode(errors="replace"), after_cut=self._is_cut)
-            self._is_failing = self._is_cut = False
-            if is_main_process() and self._path.stat().st_size > MAX_BYTES:
-                os.replace(self._path, self._path.with_name(f"{FILE_NAME}.1"))
+            with self._path.open("a", encoding="utf-8", errors="replace") as stream:
+                stream.write("\n" * self._is_failing + f"{line}\n")  # the line before may have been written in part
+            self._is_failing = False
         except (UserError, FileNotFoundError):
             return  # the next save ends this process, on all ranks; or rank 0 has not made the folder yet
         except OSError as error:
-            self._is_cut = True
             if not self._is_failing:
                 self._is_failing = True  # before the warning, which comes here as well
                 log.warning(f"{self._path} cannot be written ({error.strerror}); lines until it can are lost there")
-
-
-def _append(path: Path, line: bytes, *, after_cut: bool) -> None:
-    """
-    Args:
-        after_cut: the line before may have been written in part.
-
-    Raises:
-        OSError: it could not be written, or not all of it.
-    """
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        line = b"\n" + line if after_cut else line
-        while line:
-            line = line[os.write(handle, line) :]
-    finally:
-        os.close(handle)
 
 
 _ERRORS_ONLY = (

@@ -1,5 +1,6 @@
 """The callbacks of a run."""
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import indent
@@ -25,6 +26,7 @@ from sd_training.callbacks.validation import COLUMNS, Validation
 from sd_training.checkpoint.mirror import Mirror
 from sd_training.checkpoint.run_lock import RunLock
 from sd_training.config.changes import resolved_yaml
+from sd_training.config.plan import counted
 from sd_training.data.datamodule import TrainingData
 from sd_training.export.pictures import read_captions
 from sd_training.log import get_logger
@@ -45,101 +47,86 @@ def build_callbacks(
     mirror: Mirror | None = None,
 ) -> list[pl.Callback]:
     """In the order they act after an optimizer step: stop, average, guard, log, measure, draw, save, copy, show."""
-    config, batch = plan.config, plan.batch
+    config, batch, run_dir, run_state = plan.config, plan.batch, plan.run_dir, preemption.state
     timer = TrainingTimer(watch)
     ema = _ema(plan, trained) if config.model.use_ema else None
-    validation = _validation(plan, data, ema, timer, preemption, run_lock)
-    metrics = Metrics(
-        plan.run_dir / "metrics.csv", config.logging.every, data.images_before, ema, timer, preemption.state, run_lock
-    )
+    # Something beside the saves may take so long before the hang watch or another process gives up.
+    mirror_limit_s = 0.8 * min(config.watch.save_s or math.inf, config.watch.collective_timeout_s)
 
     def run_metadata() -> dict[str, Any]:
+        """For run.json and for incidents, from which `scripts/replay_step.py` finds samples and draws of a step again;
+        asked once the data is open."""
         return {
             "world_size": batch.processes,
             "global_batch": batch.global_batch,
+            "batch_plan": asdict(batch),
+            "strategy": plan.layout.strategy,
+            "precision": plan.precision,
+            "seed": config.experiment.seed,
             "data_fingerprint": data.fingerprint(),
         }
 
     networks = trained.sharding.roots
     num_parameters = sum(parameter.numel() for network in networks for parameter in network.parameters())
-    what = f"{', '.join(type(network).__name__ for network in networks)} of {num_parameters:,} parameters"
+    title = f"training {', '.join(type(network).__name__ for network in networks)} of {num_parameters:,} parameters"
+    metrics = Metrics(
+        run_dir / "metrics.csv", config.logging.every, data.images_before, ema, timer, run_state, run_lock
+    )
     saves = Save(
-        plan.run_dir,
+        run_dir,
         config.experiment.save_every,
         config.checkpoint,
         config.experiment.save_only_most_recent,
         trained.exported,
         ema,
         timer,
-        preemption.state,
+        run_state,
         run_lock,
         start.is_resumed,
         "model.use_ema" in config.experiment.allow_changed,
         mirror,
-        _mirror_limit_s(plan),
+        mirror_limit_s,
     )
-    guard = _numeric_guard(plan, data, timer, saves, ema)
     callbacks: list[pl.Callback | None] = [
         preemption,
-        RunRecord(
-            plan.run_dir, resolved_yaml(config), run_metadata, lambda step: _banner(plan, start, data, what, step)
-        ),
+        RunRecord(run_dir, resolved_yaml(config), run_metadata, lambda step: _banner(plan, start, data, title, step)),
         ema,
-        guard,
-        ReplicaDigest(config.numerics.digest_every, plan.run_dir),
-        ConsistencyMark(preemption.state),
+        NumericGuard(config.numerics, config.logging.every, run_dir, data.name_of, timer, run_metadata, ema, saves),
+        ReplicaDigest(config.numerics.digest_every, run_dir),
+        ConsistencyMark(run_state),
         metrics,
-        validation,
-        *_picture_callbacks(plan, trained, ema, timer),
+        _validation(plan, data, ema, timer, preemption, run_lock),
+        *_pictures(plan, trained, ema, timer),
         saves,
-        ProgressBar(preemption.state, data.images_before, batch.num_steps) if config.logging.progress_bar else None,
+        ProgressBar(run_state, data.images_before, batch.num_steps) if config.logging.progress_bar else None,
         Heartbeat(watch),
         GarbageCollection(),
     ]
     return [callback for callback in callbacks if callback is not None]
 
 
-def _banner(plan: Plan, start: Start, data: TrainingData, what: str, step: int) -> str:
+def _banner(plan: Plan, start: Start, data: TrainingData, title: str, step: int) -> str:
     """What this start of the run does, in one block; a mistake is easier to see here than in the config.
 
     Args:
-        what: is trained.
+        title: what is trained, counted before it is sharded.
         step: optimizer steps that are done.
     """
     config, launch = plan.config, plan.launch
     device = torch.cuda.get_device_name() if launch.accelerator == "cuda" else launch.accelerator
     machines = "" if launch.num_nodes == 1 else f" on {launch.num_nodes} machines"
-    processes = "1 process" if launch.processes == 1 else f"{launch.processes} processes{machines}"
     average = f"EMA with decay {config.ema.decay:g} is exported" if config.model.use_ema else "no EMA"
-    samples = sum(len(dataset.selected) for dataset in data.datasets())
     done = f"resuming after optimizer step {step:,} of {plan.batch.num_steps:,}" if step else "a new run"
     rows = {
         "run folder": f"{plan.run_dir}, {done}",
-        "device": f"{device}, {processes}, strategy {plan.layout.strategy}",
+        "device": f"{device}, {counted(launch.processes, 'process', 'processes')}{machines}, "
+        f"strategy {plan.layout.strategy}",
         "precision": f"{plan.precision.replace('no', 'fp32')}, {average}",
-        "samples": f"{samples:,}",
+        "samples": f"{sum(len(dataset.selected) for dataset in data.datasets()):,}",
         "batch": plan.batch.sentence(),
     }
-    lines = [f"training {what}", *(f"  {name:<12}{value}" for name, value in rows.items())]
+    lines = [title, *(f"  {name:<12}{value}" for name, value in rows.items())]
     return "\n".join([*lines, *([indent(start.changes(), "  ")] if start.changed else [])])
-
-
-def _numeric_guard(plan: Plan, data: TrainingData, timer: TrainingTimer, saves: Save, ema: Ema | None) -> NumericGuard:
-    """With what `scripts/replay_step.py` needs to find a step's samples and draws again."""
-    config, batch = plan.config, plan.batch
-
-    def run_metadata() -> dict[str, Any]:
-        """Asked when an incident is written: the fingerprint is there once the data is."""
-        return {
-            "seed": config.experiment.seed,
-            "batch_plan": asdict(batch),
-            "strategy": plan.layout.strategy,
-            "precision": plan.precision,
-            "data_fingerprint": data.fingerprint(),
-        }
-
-    every = config.logging.every
-    return NumericGuard(config.numerics, every, plan.run_dir, data.name_of, timer, run_metadata, ema, saves)
 
 
 def _validation(
@@ -147,50 +134,39 @@ def _validation(
 ) -> Validation | None:
     if data.held_out is None:
         return None
-    config = plan.config.validation
-    # An autoencoder is not asked at noise levels.
-    count = 1 if plan.config.model.train == "vae" else config.num_levels
+    config, rows = plan.config.validation, MetricRows(plan.run_dir / "validation.csv", COLUMNS, run_lock)
+    count = 1 if plan.config.model.train == "vae" else config.num_levels  # an autoencoder has no noise levels
     quantiles = [(number + 0.5) / count for number in range(count)]
-    path = plan.run_dir / "validation.csv"
-    rows = MetricRows(path, COLUMNS, run_lock)
     return Validation(
         data.held_out, config.every, quantiles, rows, plan.precision, ema, timer, preemption, preemption.state
     )
 
 
-def _mirror_limit_s(plan: Plan) -> float:
-    """Time that something beside the saves may take before the hang watch or another process gives up."""
-    watch = plan.config.watch
-    return 0.8 * min(watch.save_s or watch.collective_timeout_s, watch.collective_timeout_s)
-
-
 def _ema(plan: Plan, trained: Trained) -> Ema:
     """The average, started from `ema.path` where it is given."""
-    config = plan.config
-    if config.ema.path is None:
-        return Ema(config.ema, plan.run_dir)
-    part, default = "vae", None
-    if trained.family is not None:
-        part, default = trained.family.denoiser_part, trained.family.classes.get(trained.family.denoiser_part)
-    initial = load_weights(config.ema.path, part, "ema.path", default)
-    return Ema(config.ema, plan.run_dir, initial)
+    config, family = plan.config.ema, trained.family
+    if config.path is None:
+        return Ema(config, plan.run_dir)
+    if family is None:
+        return Ema(config, plan.run_dir, load_weights(config.path, "vae", "ema.path"))
+    default = family.classes.get(family.denoiser_part)
+    return Ema(config, plan.run_dir, load_weights(config.path, family.denoiser_part, "ema.path", default))
 
 
-def _picture_callbacks(plan: Plan, trained: Trained, ema: Ema | None, timer: TrainingTimer) -> list[Pictures]:
+def _pictures(plan: Plan, trained: Trained, ema: Ema | None, timer: TrainingTimer) -> list[Pictures]:
     """Previews and evaluation images; there is nothing to draw while an autoencoder is trained."""
-    config = plan.config
+    config, jobs = plan.config, []
     if trained.family is None:
         return []
-    jobs = []
     if config.sampling.every and config.sampling.prompts:
         prompts = [(f"{i:03d}", prompt) for i, prompt in enumerate(config.sampling.prompts)]
         jobs.append(PictureJob("previews", config.sampling.every, prompts, at_start=True))
-    if config.experiment.eval_caption_file is not None:
-        captions = read_captions(Path(config.experiment.eval_caption_file))[: config.experiment.num_eval_images]
+    if (path := config.experiment.eval_caption_file) is not None:
+        captions = read_captions(Path(path))[: config.experiment.num_eval_images]
         if captions:
             jobs.append(PictureJob("eval", config.experiment.save_every, captions, config.experiment.eval_tar))
         else:
-            log.warning(f"experiment.eval_caption_file: {config.experiment.eval_caption_file} has no caption to draw")
+            log.warning(f"experiment.eval_caption_file: {path} has no caption to draw")
     resolution, samples_dir = config.dataset.params.resolution, plan.run_dir / "samples"
     return [
         Pictures(job, samples_dir, resolution, config.sampling, trained.family.pipeline, plan.precision, ema, timer)

@@ -1,9 +1,9 @@
-"""The report of `--dry-run`: a summary, warnings, changed options, and the details of model, memory and data.
+"""The report of `--dry-run`: a summary, warnings, changed options, and the details of memory and data.
 
 Networks are made without weights; nothing is written but the index of the data.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -24,20 +24,19 @@ from sd_training.build.estimate import (
 from sd_training.build.models import fit_problems, optimization
 from sd_training.build.plan import Plan
 from sd_training.build.run import ANY_GRID, make_data, zero_options
-from sd_training.build.start import Start, data_refusal, find_start, make_mirror
+from sd_training.build.start import Start, check_data, find_start, make_mirror
 from sd_training.config.changes import chosen_options
 from sd_training.config.plan import counted
 from sd_training.config.schema import Config, warmup_length
 from sd_training.data.index.report import DataReport, cut_captions
 from sd_training.data.order.buckets import size_problems, training_sizes
-from sd_training.errors import Checks, ConfigError
+from sd_training.errors import Checks, ConfigError, UserError
 from sd_training.models.family import Family, downscale_factor, latent_grid
 from sd_training.models.load import effective_part
 from sd_training.models.schedulers import prediction_warning
 from sd_training.parallel.launch import process_group_backend
 
 _PRECISION = {"no": "fp32", "bf16": "bf16 (weights fp32)", "fp16": "fp16 (weights fp32)"}
-_RATES_LOOKED_AT = 1_000
 
 
 def describe(plan: Plan) -> str:
@@ -47,32 +46,35 @@ def describe(plan: Plan) -> str:
         UserError: model, sizes, data, strategy or run folder cannot be used; problems of all of them together.
     """
     config, checks = plan.config, Checks()
-    start = checks.run(lambda: _start(plan))
+    start = checks.run(lambda: find_start(plan, make_mirror(plan)))
+    if start is not None:
+        checks.run(lambda: _require(start.refusal))
     networks, family = checks.run(lambda: meta_networks(config)) or ({}, None)
     if networks:
-        checks.run(lambda: _check_fit(config, networks, family))
+        sizes, factor = training_sizes(config.dataset.params).sizes, downscale_factor(networks["vae"])
+        problems = fit_problems(config, family) if family else size_problems(factor, sizes)
+        checks.run(lambda: _require(ConfigError(problems) if problems else None))
     data = make_data(plan, family, latent_grid(networks["vae"]) if networks else ANY_GRID)
     report = checks.run(data.report)
     held_out = checks.run(data.held_out.sentence) if data.held_out is not None else None
-    if start is not None and report is not None:
-        checks.run(lambda: _check_data_of_checkpoint(start, data))
+    if start is not None and start.refusal is None and report is not None:
+        checks.run(lambda: check_data(start, data))
     text = ""
     if not checks.errors and start is not None and report is not None:
         cuts = cut_captions(data.datasets(), data.tokenizers, config.experiment.seed)
-        memory = run_memory(config, networks, family, plan.layout, plan.precision)
         warnings = [warning for dataset in report.datasets for warning in dataset.warnings()]
         warnings += [f"captions: {cut.sentence()}" for cut in cuts if cut.is_much()]
         if family is not None:
             warning = prediction_warning(config.model, family.denoiser_part, family.schedulers.prediction_type)
             warnings += [warning] if warning is not None else []
+        memory = run_memory(config, networks, family, plan.layout, plan.precision)
         sections = [
             _summary(plan, start, parameter_counts(networks), family, report, memory),
             _list("probably not meant:", [f"- {warning}" for warning in warnings]),
             _list("options that are not at their defaults (docs/config.md has all of them):", _chosen(config)),
             start.changes(),
-            _parameters(config, networks, family),
             memory_table(memory, config, plan.layout),
-            _list(report.text(), [cut.sentence() for cut in cuts], is_always=True),
+            "\n".join([report.text(), *(f"  {cut.sentence()}" for cut in cuts)]),
             held_out,
         ]
         text = "\n\n".join(section for section in sections if section)
@@ -82,23 +84,9 @@ def describe(plan: Plan) -> str:
     return text
 
 
-def _start(plan: Plan) -> Start:
-    start = find_start(plan, make_mirror(plan))
-    if start.refusal is not None:
-        raise start.refusal
-    return start
-
-
-def _check_data_of_checkpoint(start: Start, data: Any) -> None:
-    if (refusal := data_refusal(start, data)) is not None:
-        raise refusal
-
-
-def _check_fit(config: Config, networks: Mapping[str, Any], family: Family | None) -> None:
-    """Sizes and options that this model cannot take."""
-    sizes, factor = training_sizes(config.dataset.params).sizes, downscale_factor(networks["vae"])
-    if problems := fit_problems(config, family) if family else size_problems(factor, sizes):
-        raise ConfigError(problems)
+def _require(error: UserError | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _check_layout(plan: Plan, family: Family | None) -> None:
@@ -111,8 +99,8 @@ def _check_layout(plan: Plan, family: Family | None) -> None:
         zero_options(plan)
 
 
-def _list(title: str, lines: Sequence[str], *, is_always: bool = False) -> str:
-    return "\n".join([title, *(f"  {line}" for line in lines)]) if lines or is_always else ""
+def _list(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([title, *(f"  {line}" for line in lines)]) if lines else ""
 
 
 def _chosen(config: Config) -> list[str]:
@@ -125,19 +113,25 @@ def _chosen(config: Config) -> list[str]:
 
 
 def _summary(
-    plan: Plan, start: Start, counts: Mapping[str, int], family: Family | None, report: DataReport, memory: Memory
+    plan: Plan, start: Start, counts: dict[str, int], family: Family | None, report: DataReport, memory: Memory
 ) -> str:
     config, launch, trained = plan.config, plan.launch, trained_names(plan.config, family)
     part = effective_part(config.model, family.denoiser_part if family else "vae")
-    weights = "random weights" if part.pretrained is None else f"from {part.pretrained}"
     machines = f" on {counted(launch.num_nodes, 'machine')}" if launch.num_nodes > 1 else ""
-    rows = {
-        "model": f"{family.name if family else 'autoencoder'}, {weights}",
-        "trains": ", ".join(f"{name} ({_millions(counts[name])})" for name in counts if name in trained),
-        "keeps frozen": ", ".join(f"{name} ({_millions(counts[name])})" for name in counts if name not in trained),
-        "predicts": str(family.schedulers.prediction_type) if family else "",
+    sizes = training_sizes(config.dataset.params).sizes
+    (first, last), several = (min(sizes), max(sizes)), f"{len(sizes):,} sizes from " if len(sizes) > 1 else ""
+    texts = {name: f"{name} ({count:,} parameters)" for name, count in counts.items()}
+    rows: dict[str, Any] = {
+        "model": f"{family.name if family else 'autoencoder'}, "
+        + (f"from {part.pretrained}" if part.pretrained else "random weights"),
+        "trains": ", ".join(text for name, text in texts.items() if name in trained),
+        "keeps frozen": ", ".join(text for name, text in texts.items() if name not in trained),
+        "predicts": family and family.schedulers.prediction_type,
+        "computes": family and f"{forward_flops(family, *largest_picture(config)) / 1e9:,.1f} GFLOP per image, forward",
         "data": "; ".join(f"{d.num_selected:,} of {d.place} ({d.location})" for d in report.datasets),
-        "at": _sizes(config),
+        "at": several
+        + " to ".join(dict.fromkeys(f"{height} × {width}" for height, width in (first, last)))
+        + " pixels",
         "length": plan.batch.sentence(),
         "": "; ".join(f"each sample {d.epochs:,.2f} times" for d in report.datasets),
         "optimizer": f"{config.optimizer.name}, {_learning_rate(plan)}",
@@ -145,54 +139,22 @@ def _summary(
         f"{_PRECISION[plan.precision]}, strategy {plan.layout.strategy}",
         "memory": f"at most {size_text(memory.device)} of the device per process (an estimate)",
         "disk": _disk(plan, counts, trained),
-        "run folder": str(plan.run_dir),
+        "run folder": plan.run_dir,
         "begins": start.sentence(),
     }
     width = max(map(len, rows))
     return "\n".join(["this run", *(f"  {name:<{width}}  {text}" for name, text in rows.items() if text)])
 
 
-def _millions(count: int) -> str:
-    return f"{count / 1e6:,.1f} M parameters" if count >= 50_000 else f"{count:,} parameters"
-
-
-def _sizes(config: Config) -> str:
-    sizes = training_sizes(config.dataset.params).sizes
-    if len(sizes) == 1:
-        return "{} × {} pixels".format(*sizes[0])
-    first, last = min(sizes), max(sizes)
-    return f"{len(sizes):,} sizes from {first[0]} × {first[1]} to {last[0]} × {last[1]} pixels (height × width)"
-
-
-def _parameters(config: Config, networks: Mapping[str, Any], family: Family | None) -> str:
-    trained = trained_names(config, family)
-    lines = [
-        f"{name}: {count:,} parameters ({count / 1e6:.1f} M), {'trained' if name in trained else 'frozen'}"
-        for name, count in parameter_counts(networks).items()
-    ]
-    if family is not None:
-        height, width = largest_picture(config)
-        flops = forward_flops(family, height, width)
-        place = f"{family.denoiser_part} at {height} × {width} pixels"
-        lines.append(f"forward pass of the {place}: {flops / 1e9:,.1f} GFLOP per image")
-    return "\n".join(lines)
-
-
 def _learning_rate(plan: Plan) -> str:
-    """First, highest and last learning rate of the run."""
+    """At the first step, after the warm-up, and at the last."""
     own, last = optimization(plan), plan.batch.num_steps - 1
-    warmup = warmup_length(plan.config.lr_scheduler.params, plan.batch.global_batch)
-    steps = {round(number * last / _RATES_LOOKED_AT) for number in range(_RATES_LOOKED_AT + 1)}
-    steps |= {max(0, min(warmup - 1, last))}
-    rates = {step: own.learning_rate * own.schedule(step) for step in sorted(steps)}
-    top = max(rates, key=lambda step: rates[step])
-    return (
-        f"learning rate {rates[0]:.3g} at the first step, {rates[top]:.3g} at step {top + 1:,}, "
-        f"{rates[last]:.3g} at the last"
-    )
+    top = max(0, min(warmup_length(plan.config.lr_scheduler.params, plan.batch.global_batch) - 1, last))
+    first, peak, end = (own.learning_rate * own.schedule(step) for step in (0, top, last))
+    return f"learning rate {first:.3g} at the first step, {peak:.3g} at step {top + 1:,}, {end:.3g} at the last"
 
 
-def _disk(plan: Plan, counts: Mapping[str, int], trained: set[str]) -> str:
+def _disk(plan: Plan, counts: dict[str, int], trained: set[str]) -> str:
     """Checkpoints and pipelines; one more of each exists while a new one is written."""
     config = plan.config
     count, narrow = sum(counts[part] for part in trained), 2 if config.model.bf16_weights else 1

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -76,7 +75,8 @@ class ModelSize:
     """Of one weight in the forward pass: 2 under mixed precision, else 4."""
     state_bytes: int
     """Of the optimizer's state, per parameter."""
-    has_ema: bool
+    ema_bytes: int
+    """Of the EMA, per parameter: fp32 in CPU memory, whatever the weights are; 0 without one."""
 
 
 @dataclass(frozen=True)
@@ -151,12 +151,8 @@ def run_memory(
     is_sharded = layout.strategy not in ("single", "ddp")
     moments = family_activations(family, model, picture, samples, precision, is_sharded)
     side = int(family.vae.tile_sample_min_size) if model.vae_tiling else max(picture)  # tiles are encoded one by one
-    encoding = encoding_bytes(
-        family.vae,
-        (min(side, picture[0]), min(side, picture[1])),
-        1 if model.vae_slicing else samples,
-        vae_precision(model, precision),
-    )
+    encoded, at_once = (min(side, picture[0]), min(side, picture[1])), 1 if model.vae_slicing else samples
+    encoding = encoding_bytes(family.vae, encoded, at_once, vae_precision(model, precision))
     return replace(standing, activations=max(moments), encoding=encoding)
 
 
@@ -173,7 +169,7 @@ def model_size(config: Config, networks: Mapping[str, Any], family: Family | Non
         weight_bytes=2 if config.model.bf16_weights else 4,
         compute_bytes=4 if precision == "no" else 2,
         state_bytes=STATE_BYTES[config.optimizer.name],
-        has_ema=config.model.use_ema,
+        ema_bytes=FP32_BYTES * config.model.use_ema,
     )
 
 
@@ -182,72 +178,40 @@ def _tensor_parallel_elements(family: Family) -> int:
         plans = [(block, family.tensor_plan(block, 1)) for block in family.blocks()]  # 1 changes nothing in the blocks
     except ConfigError:
         return 0
-    layers = [block.get_submodule(name) for block, plan in plans for name in plan]
+    layers = (block.get_submodule(name) for block, plan in plans for name in plan)
     return sum(p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.ndim == 2)
 
 
 def standing_memory(size: ModelSize, layout: Layout, options: DistributedConfig) -> Memory:
-    """Everything but activations and encoding."""
-    match layout.strategy:
-        case "single" | "ddp":
-            # ZeRO's baseline. With `gradient_as_bucket_view` DDP's buckets are the gradients; bf16 weights have bf16
-            # state; the EMA is sharded over the processes.
-            weights, state = size.weight_bytes * size.trained, size.state_bytes * size.trained
-            state = state * size.weight_bytes // FP32_BYTES
-            ema = _ema(size, size.trained, layout.mesh.data)
-            return Memory(weights, weights, state, FP32_BYTES * size.frozen, cpu_ema=ema)
-        case "fsdp" | "hsdp":
-            return _fsdp(size, layout, options)
-        case _:
-            return _deepspeed(size, layout, options)
+    """Everything but activations and encoding.
 
-
-def _fsdp(size: ModelSize, layout: Layout, options: DistributedConfig) -> Memory:
-    """Weights, gradients and state are sharded over the fsdp axis, Pos+g+p of ZeRO's figure 1; matrices of blocks over
-    the tensor axis before that (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
-
-    The root's weights stay gathered; of the blocks, the current and the next one (Zhao et al. 2023, arXiv:2304.11277,
-    section 3.3.2), and the gradient of one, as it was computed and in fp32 to be reduced.
+    Stages as in ZeRO's figure 1: 0 (one process, DDP) shards nothing, 1 the optimizer's state, 2 the gradients as well,
+    3 (also FSDP) the weights as well; before that the tensor axis shards matrices of blocks (Shoeybi et al. 2019,
+    arXiv:1909.08053, section 3). With `gradient_as_bucket_view` DDP's buckets are the gradients. bf16 weights have bf16
+    state. DeepSpeed's weights and gradients have the type of the forward pass, and it keeps fp32 weights beside them,
+    in stages 1 and 2 also of an fp32 run (deepspeed/runtime/zero/stage_1_and_2.py and stage3.py, 0.19). With an
+    offloaded optimizer the gradients of its shard are on the CPU in fp32 (Ren et al. 2021, arXiv:2101.06840, section
+    3).
     """
-    shards, tensor = layout.mesh.fsdp, layout.mesh.tensor
-    local = size.trained - size.block_matrices + _shard(size.block_matrices, tensor)
-    root, block = size.trained - size.in_blocks, _shard(size.largest_block, tensor)
-    gathered = size.compute_bytes * (root + 2 * block if options.reshard_after_forward else local)
-    weights, state = FP32_BYTES * _shard(local, shards), size.state_bytes * _shard(local, shards)
+    is_zero, mesh = layout.strategy.startswith("deepspeed"), layout.mesh
+    stage = int(layout.strategy[-1]) if is_zero else 3 if layout.strategy in ("fsdp", "hsdp") else 0
+    local = size.trained - size.block_matrices + _shard(size.block_matrices, mesh.tensor)
+    shard = _shard(local, mesh.data if is_zero or stage == 0 else mesh.fsdp)
+    stored = size.compute_bytes if is_zero else size.weight_bytes
+    state = size.state_bytes * size.weight_bytes // FP32_BYTES
+    state += FP32_BYTES * (is_zero and (stored < FP32_BYTES or stage < 3))
+    gathered = _zero_buffers(size, stage) if is_zero else _fsdp_buffers(size, mesh.tensor, local, options)
     memory = Memory(
-        weights,
-        weights,
-        state,
-        FP32_BYTES * size.frozen,
-        buffers=gathered + (size.compute_bytes + FP32_BYTES) * block,
-        cpu_ema=_ema(size, local, shards),
-    )
-    if not options.offload_parameters:
-        return memory
-    return replace(memory, weights=0, gradients=0, optimizer=0, cpu_offloaded=2 * weights + state)
-
-
-def _deepspeed(size: ModelSize, layout: Layout, options: DistributedConfig) -> Memory:
-    """ZeRO's figure 1: Pos shards the optimizer's state and the fp32 weights, Pos+g the gradients, Pos+g+p the weights.
-
-    Weights and gradients have the type of the forward pass. An fp32 run keeps a second copy of the weights too, except
-    in stage 3 (deepspeed/runtime/zero/stage_1_and_2.py and stage3.py, 0.19). Stages 1 and 2 fill one bucket of
-    gradients while another is reduced (`overlap_comm`); stage 3 has one bucket, and keeps the weights gathered that the
-    backward pass uses again soon: the last half of the reuse distance, and the current block. With an offloaded
-    optimizer the gradients of its shard are on the CPU in fp32 (Ren et al. 2021, arXiv:2101.06840, section 3).
-    """
-    stage, shards = int(layout.strategy[-1]), layout.mesh.data
-    narrow, shard = size.compute_bytes, _shard(size.trained, shards)
-    has_master = narrow < FP32_BYTES or stage < 3
-    gathered = min(size.trained, DEEPSPEED_REUSE // 2 + size.largest_block)
-    memory = Memory(
-        weights=narrow * (shard if stage == 3 else size.trained),
-        gradients=narrow * (shard if stage >= 2 else size.trained),
-        optimizer=(size.state_bytes + FP32_BYTES * has_master) * shard,
+        weights=stored * (shard if stage == 3 else local),
+        gradients=stored * (shard if stage >= 2 else local),
+        optimizer=state * (shard if stage else local),
         frozen=FP32_BYTES * size.frozen,
-        buffers=narrow * (2 * DEEPSPEED_BUCKET if stage < 3 else DEEPSPEED_BUCKET + gathered),
-        cpu_ema=_ema(size, size.trained, shards),
+        buffers=gathered if stage else 0,
+        cpu_ema=size.ema_bytes * shard,
     )
+    if options.offload_parameters and not is_zero:
+        moved = memory.weights + memory.gradients + memory.optimizer
+        return replace(memory, weights=0, gradients=0, optimizer=0, cpu_offloaded=moved)
     if options.offload_optimizer:
         moved = memory.optimizer + FP32_BYTES * shard
         memory = replace(memory, optimizer=0, gradients=0 if stage >= 2 else memory.gradients, cpu_offloaded=moved)
@@ -256,9 +220,20 @@ def _deepspeed(size: ModelSize, layout: Layout, options: DistributedConfig) -> M
     return memory
 
 
-def _ema(size: ModelSize, local: int, shards: int) -> int:
-    """The EMA is fp32 in CPU memory, whatever the weights are."""
-    return FP32_BYTES * _shard(local, shards) if size.has_ema else 0
+def _fsdp_buffers(size: ModelSize, tensor: int, local: int, options: DistributedConfig) -> int:
+    """The root's weights stay gathered; of the blocks, the current and the next one (Zhao et al. 2023,
+    arXiv:2304.11277, section 3.3.2), and the gradient of one, as it was computed and in fp32 to be reduced."""
+    root, block = size.trained - size.in_blocks, _shard(size.largest_block, tensor)
+    gathered = root + 2 * block if options.reshard_after_forward else local
+    return size.compute_bytes * gathered + (size.compute_bytes + FP32_BYTES) * block
+
+
+def _zero_buffers(size: ModelSize, stage: int) -> int:
+    """Stages 1 and 2 fill one bucket of gradients while another is reduced (`overlap_comm`); stage 3 has one bucket,
+    and keeps the weights gathered that the backward pass uses again soon: the last half of the reuse distance, and the
+    current block."""
+    gathered = min(size.trained, DEEPSPEED_REUSE // 2 + size.largest_block)
+    return size.compute_bytes * (2 * DEEPSPEED_BUCKET if stage < 3 else DEEPSPEED_BUCKET + gathered)
 
 
 def _shard(count: int, shards: int) -> int:
@@ -406,13 +381,13 @@ class _CudaAutocast(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__.strip("_") in FP32_ON_CUDA:
-            args, kwargs = tree_map(_fp32, args), tree_map(_fp32, kwargs or {})
+            wide = partial(tree_map, lambda value: value.float() if _is_bf16(value) else value)
+            args, kwargs = wide(args), wide(kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
-def _fp32(value: Any) -> Any:
-    is_narrow = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if is_narrow else value
+def _is_bf16(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.bfloat16
 
 
 @contextmanager
@@ -435,18 +410,10 @@ def fake_copy(network: Any) -> Any:
 
 
 def encoding_bytes(vae: "AutoencoderKL", size: tuple[int, int], samples: int, precision: str) -> int:
-    """Peak while the frozen autoencoder encodes pictures, without its weights, by torch's `MemTracker`."""
-    with FakeTensorMode(), cuda_autocast(precision), torch.no_grad():
-        fake = fake_copy(vae).eval()
-        fake.disable_slicing()  # MemTracker follows one call of each layer only
-        fake.disable_tiling()
-        pixels = torch.zeros(samples, fake.config.in_channels, *size, device=DEVICE)
-        tracker = MemTracker()
-        tracker.track_external(fake)
-        with tracker:
-            fake.encode(pixels)
-        own = sum(t.untyped_storage().nbytes() for t in (*fake.parameters(), *fake.buffers()))
-    return int(tracker.get_tracker_snapshot("peak")[DEVICE]["Total"]) - own
+    """Peak while the frozen autoencoder encodes pictures, without its weights: beside the pictures, four tensors of the
+    first block, which has the whole height and width; autocast makes two of them narrow."""
+    channels, width = vae.config.block_out_channels[0], 16 if precision == "fp32" else 12
+    return samples * size[0] * size[1] * (width * channels + FP32_BYTES * vae.config.in_channels)
 
 
 def forward_flops(family: Family, height: int, width: int) -> int:
@@ -479,21 +446,22 @@ def size_text(num_bytes: int) -> str:
 def memory_table(memory: Memory, config: Config, layout: Layout) -> str:
     """The section of `--dry-run`."""
     height, width = largest_picture(config)
-    rows = (
-        ("weights", memory.weights),
-        ("gradients", memory.gradients),
-        (config.optimizer.name, memory.optimizer),
-        ("frozen", memory.frozen),
-        ("buffers", memory.buffers),
-        ("sum without activations", memory.standing),
-        ("activations", memory.activations),
-        ("or, before them, encoding", memory.encoding),
-        ("device, at most", memory.device),
-        ("CPU: EMA", memory.cpu_ema),
-        ("CPU: offloaded", memory.cpu_offloaded),
-    )
     title = (
         f"memory per process with {layout.strategy}, batch_size {config.system.batch_size} at {height} × {width} "
         "pixels on a GPU; an estimate, see docs/memory.md"
     )
+    names = {
+        "weights": "weights",
+        "gradients": "gradients",
+        "optimizer": config.optimizer.name,
+        "frozen": "frozen",
+        "buffers": "buffers",
+        "standing": "sum without activations",
+        "activations": "activations",
+        "encoding": "or, before them, encoding",
+        "device": "device, at most",
+        "cpu_ema": "CPU: EMA",
+        "cpu_offloaded": "CPU: offloaded",
+    }
+    rows = [(text, getattr(memory, field)) for field, text in names.items()]
     return "\n".join([title, *(f"  {name:<26}{size_text(count):>12}" for name, count in rows if count)])

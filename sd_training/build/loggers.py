@@ -9,7 +9,6 @@ server that never answers it blocks for 50 to 110 s, whatever `init_timeout` and
 import os
 import sys
 import threading
-from argparse import Namespace
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,7 +16,8 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from pytorch_lightning.loggers import Logger, TensorBoardLogger
+from pytorch_lightning.loggers import Logger
+from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from sd_training.build.plan import Plan
@@ -39,8 +39,8 @@ _STEP = "trainer/global_step"
 
 def build_loggers(plan: Plan) -> list[Logger]:
     """TensorBoard always; W&B when a key or a mode asks for it."""
-    tensorboard = TensorBoard(plan.run_dir, name="", version="tensorboard")
-    tensorboard.log_hyperparams(_flat(to_plain(plan.config)))
+    tensorboard = TensorBoard(plan.run_dir / "tensorboard")
+    tensorboard.log_options(to_plain(plan.config))
     mode = chosen_mode(plan.config.wandb)
     if mode == "auto":
         reason = missing_login(plan.config.wandb)
@@ -53,53 +53,59 @@ def build_loggers(plan: Plan) -> list[Logger]:
     return [tensorboard, WandbLogger(lambda: _begin_wandb(plan, identifier, mode))]
 
 
-class TensorBoard(TensorBoardLogger):
-    """Rows that a full disk refuses are lost; the run continues. TensorBoard's writer thread ends with its first error,
-    and every later call repeats that error, so the next row begins a new file. The folder is used as it is: Lightning's
-    logger expands variables and `~` once more."""
+class _RunLogger(Logger):
+    """What Lightning asks of a logger, and nothing here depends on."""
 
-    @property
-    def log_dir(self) -> str:
-        """Folder of the files."""
-        return str(Path(self.save_dir) / str(self.version))
+    name, version = "", ""
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """Nothing: the options are logged when the run begins."""
+
+
+class TensorBoard(_RunLogger):
+    """Rows that a full disk refuses are lost; the run continues. TensorBoard's writer thread ends with its first error,
+    and every later call repeats that error, so the next row begins a new file.
+
+    Args:
+        folder: of the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.writer: SummaryWriter | None = None
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """As Lightning's."""
-        self._guarded(lambda: super(TensorBoard, self).log_metrics(dict(metrics), step))
+        """Numbers of an optimizer step."""
+        self._write(lambda writer: [writer.add_scalar(name, value, step) for name, value in metrics.items()])
 
-    def log_hyperparams(
-        self, params: dict[str, Any] | Namespace, metrics: dict[str, Any] | None = None, step: int | None = None
-    ) -> None:
-        """As Lightning's, without its invented metric: the table of runs shows the last loss."""
-
-        def write() -> None:
-            self.hparams.update(vars(params) if isinstance(params, Namespace) else params)
-            for summary in hparams(self.hparams, metrics or {"loss": 0.0}):
-                self.experiment._get_file_writer().add_summary(summary, step)
-
-        self._guarded(write)
-
-    def save(self) -> None:
-        """As Lightning's."""
-        self._guarded(super().save)
-
-    def finalize(self, status: str) -> None:
-        """As Lightning's."""
-        self._guarded(lambda: super(TensorBoard, self).finalize(status))
+    def log_options(self, options: Mapping[str, Any]) -> None:
+        """The options of the run, for the table that compares runs; it shows the last loss."""
+        summaries = hparams(_flat(options), {"loss": 0.0})
+        self._write(lambda writer: [writer._get_file_writer().add_summary(summary) for summary in summaries])
 
     def log_picture(self, tag: str, picture: Image.Image, step: int) -> None:
         """A picture of an optimizer step."""
-        self._guarded(lambda: self.experiment.add_image(tag, np.asarray(picture), step, dataformats="HWC"))
+        self._write(lambda writer: writer.add_image(tag, np.asarray(picture), step, dataformats="HWC"))
 
-    def _guarded(self, act: Callable[[], None]) -> None:
+    def save(self) -> None:
+        """Lightning calls it when training starts."""
+        self._write(lambda writer: writer.flush())
+
+    def finalize(self, status: str) -> None:
+        """Writes what is queued."""
+        self._write(lambda writer: writer.close())
+
+    def _write(self, act: Callable[[Any], Any]) -> None:
         try:
-            act()
-        except Exception as error:  # Lightning hides the cause behind a ValueError
+            self.writer = self.writer or SummaryWriter(str(self.folder))
+            act(self.writer)
+        except Exception as error:
             log.error(f"TensorBoard's files could not be written: {error.__cause__ or error}")
-            self._experiment = None
+            self.writer = None
 
 
-class WandbLogger(Logger):
+class WandbLogger(_RunLogger):
     """Logs to a W&B run. After the first failure, which is one warning, W&B is off.
 
     Args:
@@ -114,22 +120,9 @@ class WandbLogger(Logger):
         self._kept: list[Callable[[Any], None]] = []
         self._is_off = False
 
-    @property
-    def name(self) -> str:
-        """For Lightning."""
-        return "W&B"
-
-    @property
-    def version(self) -> str:
-        """For Lightning; nothing depends on it."""
-        return ""
-
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Numbers of an optimizer step."""
         self._do(lambda run: run.log({**metrics, _STEP: step}))
-
-    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the options are the run's `config`."""
 
     def save(self) -> None:
         """Lightning calls it when training starts: the run begins."""

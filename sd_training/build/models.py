@@ -243,18 +243,12 @@ def _set_scale(vae: Any, statistics: tuple[float, float] | None, *, is_measured:
         return
     mean, std = statistics
     if is_measured:
-        vae.register_to_config(scaling_factor=1 / std)
-        if vae.config.shift_factor is not None:
-            vae.register_to_config(shift_factor=mean)
-        log.info(f"scaling_factor: {1 / std:.5g} is exported, measured on this run's latents{_shift(vae, mean)}")
+        shift = {} if vae.config.shift_factor is None else {"shift_factor": mean}
+        vae.register_to_config(scaling_factor=1 / std, **shift)
+        origin = "measured on this run's latents"
     else:
-        log.info(
-            f"scaling_factor: {vae.config.scaling_factor:.5g} is exported, the value that training started with"
-            f"{_shift(vae, vae.config.shift_factor)}; this run's latents measure {1 / std:.5g}{_shift(vae, mean)} "
+        origin = (
+            f"the value that training started with; this run's latents measure {1 / std:.5g}, shift_factor {mean:.5g} "
             "(exported with model.vae_scaling_factor=measure)"
         )
-
-
-def _shift(vae: Any, value: float | None) -> str:
-    """The clause of a log line on an autoencoder that has a shift."""
-    return "" if vae.config.shift_factor is None else f", shift_factor {value:.5g}"
+    log.info(f"scaling_factor: {vae.config.scaling_factor:.5g} is exported, {origin}")

@@ -126,25 +126,20 @@ def find_start(plan: Plan, mirror: Mirror | None) -> Start:
     return replace(start, step=step, source=source, changed=changed, refusal=refusal)
 
 
-def data_refusal(start: Start, data: TrainingData) -> UserError | None:
-    """Why the checkpoint that a start resumes from cannot go on with this data, which a run finds out when it loads the
-    checkpoint; None where it can, and where the checkpoint is in the mirror only.
+def check_data(start: Start, data: TrainingData) -> None:
+    """As a run does when it loads the checkpoint that it resumes from, unless that one is in the mirror only.
 
     Args:
         start: as `find_start` gives it.
         data: of this start; is opened, and indexed where it was not before.
 
     Raises:
+        CheckpointError: the checkpoint cannot go on with this data.
         DataError: the data cannot be used.
     """
     folder = Path(start.source)
-    if not start.is_resumed or start.run_dir not in folder.parents:
-        return None
-    try:
+    if start.is_resumed and start.run_dir in folder.parents:
         data.load_state_dict(open_checkpoint(folder).state[type(data).__qualname__])
-    except CheckpointError as error:
-        return error
-    return None
 
 
 def make_mirror(plan: Plan) -> Mirror | None:
@@ -220,7 +215,7 @@ def _traces(run_dir: Path) -> list[str]:
     """Signs that a run has trained and saved in this folder; empty when there are none.
 
     A run that was stopped before its first save leaves rows of metrics and a record of its start: a new run loses
-    nothing by replacing those.
+    nothing by replacing those. Rows without that record are what is left of a run that lost more than its checkpoints.
     """
     starts = read_starts(run_dir / RECORD)
     saved = [name for name in (CURRENT, KEPT) if os.path.lexists(run_dir / name)]
@@ -228,18 +223,18 @@ def _traces(run_dir: Path) -> list[str]:
         saved.insert(0, f"last save after {counted(step, 'optimizer step')}")
     if any(first > 0 for first in (start.get("first_optimizer_step") for start in starts) if isinstance(first, int)):
         saved.append(f"a start that resumed it in {RECORD}")
-    if not saved:
-        return []
     rows = max(MetricRows(run_dir / "metrics.csv", COLUMNS).steps(), default=0)
-    also = [f"metrics.csv up to step {rows:,}"] if rows else []
-    return [*saved, *also, *([f"{RECORD} of {len(starts):,} start{'s' * (len(starts) > 1)}"] if starts else [])]
+    if not saved and (starts or not rows):
+        return []
+    saved += [f"metrics.csv up to step {rows:,}"] if rows else []
+    return [*saved, *([f"{RECORD} of {counted(len(starts), 'start')}"] if starts else [])]
 
 
 def _lost(run_dir: Path, traces: Sequence[str], mirror: Mirror | None) -> ConfigError:
     where = f"{run_dir / 'checkpoints'}" if mirror is None else f"{run_dir / 'checkpoints'} and {mirror.root}"
     copies = ", give the checkpoint.mirror that has copies of them" if mirror is None else ""
     return ConfigError(
-        f"experiment.name: {run_dir} holds a run that has trained and saved ({', '.join(traces)}), but {where} "
+        f"experiment.name: {run_dir} holds a run that has trained ({', '.join(traces)}), but {where} "
         f"hold{'s' * (mirror is None)} no checkpoint of it, and a new run would replace what is left: bring the "
         f"checkpoints back{copies}, take another experiment.name, or remove {run_dir}"
     )

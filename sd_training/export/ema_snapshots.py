@@ -11,7 +11,7 @@ An average that was never kept is reconstructed as a weighted sum of snapshots (
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,10 +109,9 @@ def read_snapshot(path: Path) -> Snapshot:
         step, sigma_rel, gamma = int(metadata["step"]), float(metadata["sigma_rel"]), float(metadata["gamma"])
     except (KeyError, ValueError):
         raise DataError(f"{path}: step, sigma_rel and gamma in its metadata are no numbers; remove it") from None
-    if step < 1 or not is_sigma_rel(sigma_rel):
-        raise DataError(f"{path}: step {step} or sigma_rel {sigma_rel} in its metadata cannot be; remove it")
-    if not math.isclose(gamma, gamma_of(sigma_rel), rel_tol=1e-6, abs_tol=1e-6):
-        raise DataError(f"{path}: gamma {gamma} is not that of sigma_rel {sigma_rel}; another program wrote it")
+    is_possible = step >= 1 and is_sigma_rel(sigma_rel)
+    if not is_possible or not math.isclose(gamma, gamma_of(sigma_rel), rel_tol=1e-6, abs_tol=1e-6):
+        raise DataError(f"{path}: step {step}, sigma_rel {sigma_rel} and gamma {gamma} in its metadata cannot be")
     if path.parent.name != f"step={step}" or path.stem != width_name(sigma_rel):
         raise DataError(f"{path}: holds step {step} and sigma_rel {sigma_rel}; give it its name back or remove it")
     return Snapshot(path, step, sigma_rel)
@@ -167,8 +166,8 @@ def plan_sum(snapshots: Sequence[Snapshot], step: int, sigma_rel: float) -> Snap
     return SnapshotSum(parts, fit.residual)
 
 
-def averaged_parameters(pipeline: Any, names: Iterable[str]) -> dict[str, nn.Parameter]:
-    """The parameters of a pipeline (or of a single network) that snapshots with these names belong to.
+def averaged_parameters(pipeline: Any, snapshot: Snapshot) -> dict[str, nn.Parameter]:
+    """The parameters of a pipeline (or of a single network) that the tensors of a snapshot belong to.
 
     A run that trains text encoders as well stores `denoiser.NAME` and `text_encoder.NAME`, others the network's names.
     """
@@ -176,17 +175,11 @@ def averaged_parameters(pipeline: Any, names: Iterable[str]) -> dict[str, nn.Par
         return dict(pipeline.named_parameters())
     parts = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
     denoiser = parts["unet"] if "unet" in parts else parts["transformer"]
-    if not any(name.startswith(_DENOISER) for name in names):
-        return dict(denoiser.named_parameters())
+    with safe_open(snapshot.path, framework="pt") as stored:
+        if not any(name.startswith(_DENOISER) for name in stored.keys()):  # noqa: SIM118
+            return dict(denoiser.named_parameters())
     trained = {_DENOISER[:-1]: denoiser, **{n: part for n, part in parts.items() if n.startswith("text_encoder")}}
     return {f"{n}.{name}": p for n, part in trained.items() for name, p in part.named_parameters()}
-
-
-def snapshot_shapes(snapshot: Snapshot) -> dict[str, tuple[int, ...]]:
-    """Shapes by parameter name; no weights are read."""
-    with safe_open(snapshot.path, framework="pt") as stored:
-        names = stored.keys()
-        return {name: tuple(stored.get_slice(name).get_shape()) for name in names}
 
 
 def check_fit(snapshots: SnapshotSum, parameters: Mapping[str, Tensor]) -> None:
@@ -197,7 +190,8 @@ def check_fit(snapshots: SnapshotSum, parameters: Mapping[str, Tensor]) -> None:
     """
     expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     for snapshot, _ in snapshots.parts:
-        found = snapshot_shapes(snapshot)
+        with safe_open(snapshot.path, framework="pt") as stored:
+            found = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
         odd = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
         if odd:
             raise DataError(

@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from PIL import Image, PngImagePlugin
 
+from sd_training.checkpoint.atomic_io import replace_text
 from sd_training.errors import DataError
 
 _SAFE_IN_NAMES = " !#$&'()+,;=@[]^{}"
@@ -179,7 +180,7 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 
 def finish_folder(folder: Path, pictures: Sequence[Picture], columns: int | None = None) -> int:
-    """Writes `metadata.jsonl` (a line for each picture in the folder, also of earlier calls) and `grid.png`.
+    """Writes `metadata.jsonl` (a line for each picture in the folder, those of this call first) and `grid.png`.
 
     Args:
         folder: where the pictures are.
@@ -189,13 +190,12 @@ def finish_folder(folder: Path, pictures: Sequence[Picture], columns: int | None
     Returns:
         How many of `pictures` exist.
     """
-    there = [picture for picture in pictures if _read_record(folder / picture.file) == asdict(picture)]
-    new = {picture.file: asdict(picture) for picture in there}
-    earlier = {name: record for name, record in _read_lines(folder).items() if name not in new}
-    lines = {name: record for name, record in earlier.items() if (folder / name).exists()} | new
-    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in lines.values())
-    (folder / ".metadata.jsonl.partial").write_text(text, encoding="utf-8")
-    os.replace(folder / ".metadata.jsonl.partial", folder / "metadata.jsonl")
+    records = {path.name: record for path in sorted(folder.glob("*.png")) if (record := _read_record(path))}
+    there = [picture for picture in pictures if records.get(picture.file) == asdict(picture)]
+    lines = {picture.file: asdict(picture) for picture in there} | records
+    replace_text(
+        folder / "metadata.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines.values())
+    )
     if there:
         shown = there[:_GRID_PICTURES]
         grid = picture_grid([_thumbnail(folder / p.file) for p in shown], columns or max(1, round(len(shown) ** 0.5)))
@@ -208,16 +208,3 @@ def _thumbnail(path: Path) -> Image.Image:
     with Image.open(path) as image:
         image.thumbnail((_GRID_CELL, _GRID_CELL))
         return image.copy()
-
-
-def _read_lines(folder: Path) -> dict[str, dict[str, Any]]:
-    """Records of an earlier call by file name; lines that are not records are dropped."""
-    path = folder / "metadata.jsonl"
-    records: dict[str, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            record = json.loads(line)
-            records[Path(record["file"]).name] = record
-        except (ValueError, KeyError, TypeError):
-            continue
-    return records

@@ -6,7 +6,6 @@ goes to a file for the batch file that started the run: srun returns the highest
 that had to be killed hides the cause.
 """
 
-import fcntl
 import json
 import os
 import re
@@ -56,7 +55,8 @@ class Failure:
 
 
 class FirstFailure:
-    """The note `first_failure.json` of a run folder.
+    """The note `first_failure.json` of a run folder. One that is older than this process, or has other variables of
+    the launcher, is of an earlier start.
 
     Args:
         run_dir: the run folder.
@@ -68,10 +68,7 @@ class FirstFailure:
         self.path = run_dir / "first_failure.json"
         self.rank = rank
         self.environment = environment
-        stamp = self._stamp()
-        self._before = stamp if stamp is not None and stamp[1] < _process_start_ns() else None
-        """A note that is older than this process is of an earlier start, which may have had the same variables. A newer
-        one may be of a process that failed while this one imported its libraries."""
+        self._process_start_ns = _process_start_ns()
 
     def clear(self) -> None:
         """By rank 0, at its start."""
@@ -85,10 +82,9 @@ class FirstFailure:
         """
         failure = Failure(self.rank if rank is None else rank, status, text, self._start())
         try:
-            with _locked(self.path.parent):
-                if self._current() is None:
-                    self.clear()  # a note of an earlier start
-                _write_once(self.path, json.dumps(asdict(failure)))
+            if self._current() is None:
+                self.clear()
+            _write_once(self.path, json.dumps(asdict(failure)))
         except OSError:
             return self.of_another() is None
         return True
@@ -97,11 +93,6 @@ class FirstFailure:
         """The first failure of this start of the run, if it was another process's."""
         failure = self._current()
         return failure if failure is not None and failure.rank != self.rank else None
-
-    def is_own(self) -> bool:
-        """Whether this process was the first."""
-        failure = self._current()
-        return failure is not None and failure.rank == self.rank
 
     def wait_for_another(self, limit_s: float, peers: Mapping[int, int] = MappingProxyType({})) -> Failure | None:
         """As `of_another`, for a process that failed because of another one, which may be about to write its note.
@@ -120,20 +111,12 @@ class FirstFailure:
 
     def _current(self) -> Failure | None:
         try:
-            if self._stamp() == self._before:
+            if self.path.stat().st_mtime_ns < self._process_start_ns:
                 return None
             failure = Failure(**json.loads(self.path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
         return failure if failure.start == self._start() else None
-
-    def _stamp(self) -> tuple[int, int] | None:
-        """Which file it is; null: none."""
-        try:
-            found = self.path.stat()
-        except OSError:
-            return None
-        return found.st_ino, found.st_mtime_ns
 
     def _start(self) -> str:
         return " ".join(self.environment.get(name, "") for name in _START_VARIABLES)
@@ -196,7 +179,7 @@ def exit_together(
             raise SystemExit(0 if is_child else other.status) from None
         write_torchrun_error(text)
         # A mistake that all ranks make is otherwise printed by rank 0, which has just left it to this rank.
-        is_printed_here = isinstance(error, UserError) and not is_main_process() and first_failure.is_own()
+        is_printed_here = isinstance(error, UserError) and not is_main_process()
         if not is_child and not is_printed_here:
             raise
         if isinstance(error, UserError):
@@ -216,33 +199,15 @@ def _write_once(path: Path, text: str) -> None:
     """
     partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
-        with partial.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
+        partial.write_text(text, encoding="utf-8")
         try:
             os.link(partial, path)
-        except FileExistsError:
-            raise
         except OSError:  # a file system without links
             if path.exists():
                 raise
             os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Processes of one machine enter one after the other, where the file system has locks: two that fail at once would
-    both remove an old note, and the second one the note of the first as well."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _stat_fields(pid: int | str) -> list[str]:
@@ -261,12 +226,11 @@ def _process_start_ns() -> int:
 
 
 def _how_it_ended(pid: int) -> str | None:
-    """Null while the process runs; else what the system still knows, such as ", with status 3"."""
+    """Null while the process runs, and where the system does not say; else what it knows, such as ", with status 3"."""
     try:
-        os.kill(pid, 0)
         fields = _stat_fields(pid)
-    except (ProcessLookupError, FileNotFoundError) as error:
-        return "" if isinstance(error, ProcessLookupError) or Path("/proc/self").exists() else None
+    except OSError:
+        return "" if Path("/proc/self").exists() else None
     if fields[0] not in ("Z", "X"):
         return None
     code = int(fields[-1])  # of wait(2); 0 where this process may not know it

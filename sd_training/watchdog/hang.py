@@ -124,19 +124,16 @@ class HangWatch:
             f"rank {self.rank} stayed more than watch.{stay.section}_s={limit_s:g} s in section {stay.section} after "
             f"optimizer step {stay.step:,}"
         )
-        folder = self.run_dir / "hangs"
+        shown = f"error: {text}; stacks follow, and those of all ranks are in {self.run_dir / 'hangs'}\n{stacks()}"
 
         def write_note() -> None:
             self.first_failure.claim(EXIT_HANG, text)
             self._write_stacks(text)
 
-        def print_stacks() -> None:
-            _print(f"error: {text}; stacks follow, and those of all ranks are in {folder}\n{stacks()}")
-
         try:
             # The run folder may be what does not answer, so each has a thread of its own.
             in_log = partial(log.error, text, extra=FOR_FILE)
-            _within(_WRITING_S, lambda: write_status(EXIT_HANG), write_note, print_stacks, in_log)
+            _within(_WRITING_S, lambda: write_status(EXIT_HANG), write_note, lambda: _print(shown), in_log)
             for pid in self.local_peers.values():
                 # One that somebody stopped (SIGSTOP) continues, sees the note and ends; it would keep its device.
                 with suppress(OSError):  # it has ended

@@ -284,17 +284,8 @@ def test_the_script_checks_the_run_as_well(tmp_path: Path) -> None:
             "distributed.strategy=deepspeed_2 distributed.deepspeed_config=missing.json",
             "deepspeed_config: missing.json is no file",
         ),
-        ("time=5 save_s=900", "save_s: is 900 s, but the whole job has 300 s"),
     ],
 )
 def test_a_run_that_does_not_fit_its_batch_file(words: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         make_sbatch.main([*CONFIG, *words.split()])
-
-
-@pytest.mark.parametrize(
-    ("time", "expected_s"),
-    [("5", 300), ("5:30", 330), ("1:00:00", 3600), ("1-2", 93600), ("1-2:03", 93780), ("2-0:0:9", 172809)],
-)
-def test_times_of_slurm(time: str, expected_s: int) -> None:
-    assert make_sbatch.seconds(time) == expected_s

@@ -26,8 +26,8 @@ def test_an_average_of_another_width_is_rebuilt(pipeline_dir: Path, shards_dir: 
         tmp_path / "direct", pipeline_dir, shards_dir, **changes, ema__sigma_rels="[0.075]", logging__every=20
     )
     train(direct)
-    script = [sys.executable, "scripts/posthoc_ema.py", f"run={tmp_path / 'tracks'}", "sigma_rel=0.075"]
-    done = subprocess.run([*script, f"output={tmp_path / 'out'}"], cwd=ROOT, capture_output=True, text=True)
+    script = [sys.executable, "scripts/posthoc_ema.py", tmp_path / "tracks", "--sigma-rel", "0.075"]
+    done = subprocess.run([*script, "--out", tmp_path / "out"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rebuilt = load_file(tmp_path / "out" / "unet" / "diffusion_pytorch_model.safetensors")
     prefix = "ema-sigma_rel=0.075:network."

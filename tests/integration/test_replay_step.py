@@ -56,7 +56,7 @@ def replayed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     """Runs the script on an incident, with further words; gives what it prints."""
 
     def run(path: Path, *words: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["replay_step.py", str(path), "device=cpu", *words])
+        monkeypatch.setattr(sys, "argv", ["replay_step.py", str(path), "--device", "cpu", *words])
         capsys.readouterr()
         replay_step.main()
         return capsys.readouterr().out
@@ -108,23 +108,6 @@ def test_what_config_yaml_does_not_hold_is_given_again(
         replayed(incident)
     printed = replayed(incident, permit, path)
     assert re.search(r"differences up to \S+, 0 finite in one only", printed)
-
-
-def test_words_of_the_command_line() -> None:
-    given = replay_step.read_words(
-        ["./runs.a/x=1/incidents/step=3.skipped.json", "dataset.mix[0].params.path=a.json", "device=cuda"]
-    )
-    assert given.incident == Path("runs.a/x=1/incidents/step=3.skipped.json")
-    assert (given.device, given.changes) == ("cuda", ("dataset.mix[0].params.path=a.json",))
-    for words, said in (
-        (["step=3.skipped.json", "devise=cuda"], "devise: is no option"),
-        (["step=3.skipped.json", "config=x.yaml"], "config: is no option"),
-        (["step=3.skipped.json", "cuda"], "cuda: is no option"),
-        (["device=cpu"], "give one file"),
-        (["a.json", "b.json"], "give one file"),
-    ):
-        with pytest.raises(UserError, match=said):
-            replay_step.read_words(words)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"to": 1}', '{"to": null, "at": 3}', "[" * 100_000])

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from sd_training.build.plan import make_plan
 from sd_training.build.run import make_data
-from sd_training.build.start import data_refusal, find_start
+from sd_training.build.start import check_data, find_start
 from sd_training.config.load import load_config
 from sd_training.errors import CheckpointError, ConfigError
 from sd_training.types import LatentGrid
@@ -91,8 +91,10 @@ def test_all_changes_that_a_run_cannot_go_on_with_are_one_error(again: list[str]
     # Other data alone is found when it is opened, and what follows from it is not named.
     plan = make_plan(load_config([*again, more[4]]))
     start = find_start(plan, None)
-    refusal = data_refusal(start, make_data(plan, None, LatentGrid(4, 2)))
-    assert start.refusal is None and f": {filters}; 32 samples took part, now 27. Restore" in str(refusal)
+    assert start.refusal is None
+    with pytest.raises(CheckpointError) as error:
+        check_data(start, make_data(plan, None, LatentGrid(4, 2)))
+    assert f": {filters}; 32 samples took part, now 27. Restore" in str(error.value)
 
 
 def test_a_finished_run_names_options_that_have_changed(again: list[str], caplog: pytest.LogCaptureFixture) -> None:
@@ -106,10 +108,10 @@ def test_a_finished_run_names_options_that_have_changed(again: list[str], caplog
 def test_a_dry_run_can_tell_that_the_data_is_other_data(again: list[str]) -> None:
     plan = make_plan(load_config(again))
     start = find_start(plan, None)
-    assert data_refusal(start, make_data(plan, None, LatentGrid(4, 2))) is None
+    check_data(start, make_data(plan, None, LatentGrid(4, 2)))
     other = make_plan(load_config([*again, "dataset.params.resolution=32"]))
-    refusal = data_refusal(start, make_data(other, None, LatentGrid(4, 2)))
-    assert refusal is not None and "dataset.params.resolution was 16, now 32" in str(refusal)
+    with pytest.raises(CheckpointError, match=r"dataset\.params\.resolution was 16, now 32"):
+        check_data(start, make_data(other, None, LatentGrid(4, 2)))
 
 
 def test_changed_options_take_effect_are_told_and_kept(

@@ -9,7 +9,6 @@ import pytest
 from tqdm import tqdm
 
 from sd_training import log as rank_log
-from sd_training import log as run_log
 from sd_training.checkpoint.run_lock import RunLock, acquire_run_lock
 from sd_training.errors import DataError
 from sd_training.log import FOR_FILE, RunLog, get_logger, write_lines_by
@@ -103,17 +102,6 @@ def test_who_lost_the_folder_writes_nothing_any_more(tmp_path: Path, console: io
         log.info("a zombie's")
     run_lock.release()
     assert lines(tmp_path) == ["mine"]
-
-
-def test_two_files_are_the_most(tmp_path: Path, console: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_log, "MAX_BYTES", 100)
-    with RunLog().kept() as kept:
-        kept.open(tmp_path, anybody)
-        for number in range(18):
-            log.info(f"line {number}")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.log", "train.log.1"]
-    assert [*lines(tmp_path, "train.log.1"), *lines(tmp_path)][-5:] == [f"line {number}" for number in range(13, 18)]
-    assert all(path.stat().st_size < 150 for path in tmp_path.iterdir())
 
 
 def test_a_line_beside_a_bar_has_a_row_of_its_own(console: io.StringIO) -> None:

@@ -93,9 +93,9 @@ def test_one_that_was_never_used_never_begins() -> None:
 
 
 def test_tensorboard_loses_rows_of_a_full_disk_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    logger = TensorBoard(tmp_path, name="", version="tensorboard")
+    logger = TensorBoard(tmp_path / "tensorboard")
     logger.log_metrics({"loss": 1.0}, 0)
-    logger.experiment.flush()
+    logger.save()
     with file_size_limit(0):
         for step in range(1, 4):
             logger.log_metrics({"loss": 1.0}, step)
