@@ -168,7 +168,9 @@ def select(
     selection = Selection(selected, int(usable.sum()), rules, problems)
     if not len(selected):
         others = f" and {len(index.shards) - 1:,} more" if len(index.shards) > 1 else ""
-        none = f"dataset.params.path: no sample is left of {shown(index.shards[0].location)}{others}"
+        none = (
+            f"dataset.params.path: no sample is left of the {len(index):,} in {shown(index.shards[0].location)}{others}"
+        )
         raise DataError("\n".join([none, *exclusion_lines(index, selection)]))
     return selection
 
