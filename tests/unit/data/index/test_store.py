@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,6 +14,7 @@ import pytest
 from sd_training.config.plan import BatchPlan
 from sd_training.data.index import store as index_module
 from sd_training.data.index.store import default_index_dir
+from sd_training.data.workers import worker_context
 from sd_training.errors import DataError
 from tests import makers
 from tests.integration.training import ROOT
@@ -124,7 +124,7 @@ def test_many_shards_are_indexed_by_processes(tmp_path: Path, monkeypatch: pytes
 
 
 def test_two_jobs_may_build_at_once(shards: list[Path], tmp_path: Path) -> None:
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(2, mp_context=worker_context()) as pool:
         jobs = [pool.submit(tar_index, shards, (), tmp_path / "index") for _ in range(2)]
         first, second = [job.result().fingerprint for job in jobs]
     assert first == second

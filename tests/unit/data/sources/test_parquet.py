@@ -17,6 +17,7 @@ from sd_training.data.index.store import DatasetIndex, load_index
 from sd_training.data.problems import BadSample
 from sd_training.data.sources.arrow import ArrowSource
 from sd_training.data.storage.byte_file import Access
+from sd_training.data.workers import worker_context
 from sd_training.errors import ConfigError, DataError
 from tests import makers
 from tests.unit.data.making import equal_bits, joined, stream, training_data
@@ -89,12 +90,13 @@ def read_one(job: tuple[Any, int]) -> bytes:
     return content
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "loader"])
 def test_readers_travel_to_other_processes(tmp_path: Path, method: str) -> None:
     """The first group is unpacked here, the second one there."""
     _, reader = opened(tmp_path, write(tmp_path / "a.parquet", rows(2 * GROUP)))
     reader.image(0)
-    with multiprocessing.get_context(method).Pool(1) as pool:
+    context = worker_context() if method == "loader" else multiprocessing.get_context(method)
+    with context.Pool(1) as pool:
         assert pool.map(read_one, [(reader, 1), (reader, GROUP + 1)]) == [image(1), image(GROUP + 1)]
     assert len(list((tmp_path / "cache").glob("*.data"))) == 2
 

@@ -16,6 +16,7 @@ from sd_training.data.index.store import DatasetIndex, load_index
 from sd_training.data.problems import BadSample
 from sd_training.data.samples.image import ImageRules, decode
 from sd_training.data.sources.base import IndexedReader
+from sd_training.data.workers import worker_context
 from sd_training.errors import DataError
 from tests.unit.data.source_cases import CASES, Case, Sample, make_sample
 
@@ -83,7 +84,7 @@ def test_metadata_can_be_filtered(case: Case, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def other_processes() -> Iterator[list[ProcessPoolExecutor]]:
-    pools = [ProcessPoolExecutor(1, mp_context=get_context(method)) for method in ("fork", "spawn")]
+    pools = [ProcessPoolExecutor(1, mp_context=context) for context in (get_context("fork"), worker_context())]
     yield pools
     for pool in pools:
         pool.shutdown()
