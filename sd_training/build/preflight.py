@@ -1,6 +1,7 @@
 """Checks of local files, hub ids and the login to Weights & Biases, made before torch is imported; their problems join
 those of the config."""
 
+import json
 import os
 from dataclasses import replace
 from importlib.util import find_spec
@@ -10,14 +11,20 @@ from sd_training.config.check import model_paths
 from sd_training.config.data_schema import SourceParams
 from sd_training.config.fields import options, value_of
 from sd_training.config.schema import Config, WandbConfig
+from sd_training.data.order.buckets import size_problems, training_sizes
 from sd_training.data.sources.choose import access_of, path_problems
-from sd_training.errors import DataError
+from sd_training.errors import ConfigError, DataError
 from sd_training.export.pictures import read_captions
 from sd_training.log import is_main_process
 from sd_training.redaction import redacted
 
 NOT_INSTALLED = "the package wandb is not installed; pip install wandb"
 _REMEDY = "set WANDB_API_KEY, run `wandb login`, or choose wandb.mode=offline"
+
+
+_PATH = ("/", "./", "../", "~")
+_USUAL_FACTOR = 8
+"""Downscale factor of every published autoencoder of the families."""
 
 
 def local_problems(config: Config) -> list[str]:
@@ -27,7 +34,7 @@ def local_problems(config: Config) -> list[str]:
     """
     if not is_main_process():
         return []
-    checks = (_model_problems, _data_problems, _caption_problems)
+    checks = (_model_problems, _data_problems, _caption_problems, _size_problems)
     return [*(problem for check in checks for problem in check(config)), *wandb_problems(config.wandb)]
 
 
@@ -37,7 +44,7 @@ def _model_problems(config: Config) -> list[str]:
     checked when they are loaded."""
     problems: list[str | None] = []
     for key, path in model_paths(config):
-        if os.path.exists(path) or path.startswith(("/", "./", "../", "~")):
+        if os.path.exists(path) or path.startswith(_PATH):
             continue
         if path.count("/") > 1:
             problems.append(f"{key}: {path!r} does not exist")
@@ -70,6 +77,27 @@ def _caption_problems(config: Config) -> list[str]:
     except DataError as error:
         return [f"experiment.eval_caption_file: {error}"]
     return []
+
+
+def _size_problems(config: Config) -> list[str]:
+    """Sizes that the autoencoder cannot take: as its settings in a local folder say, or by the usual factor where the
+    model is a mistake itself. A model on the hub is checked when it is made."""
+    try:
+        sizes = training_sizes(config.dataset.params).sizes
+    except ConfigError as error:
+        return error.problems
+    path = config.model.pretrained or config.model.vae.pretrained
+    is_local = path is not None and (os.path.isdir(path) or path.startswith(_PATH))
+    if path is None or not (is_local or _model_problems(config)):
+        return []
+    subfolder = config.model.vae.subfolder if config.model.pretrained is None else None
+    files = [Path(path, folder, "config.json") for folder in ([subfolder] if subfolder else ["vae", "."])]
+    for file in files:
+        try:
+            return size_problems(2 ** (len(json.loads(file.read_bytes())["block_out_channels"]) - 1), sizes)
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            continue  # what is wrong with the file is named when the model is made
+    return size_problems(_USUAL_FACTOR, sizes)
 
 
 def chosen_mode(config: WandbConfig) -> str:

@@ -56,6 +56,7 @@ def test_mistakes_of_every_kind_are_one_report_without_torch(tmp_path: Path) -> 
         f"dataset.mix=[{{params: {{path: {tmp_path}/no_mix}}}}]",
         f"validation.path={tmp_path}/held_out",
         f"experiment.eval_caption_file={tmp_path}/captions.csv",
+        "dataset.params.resolution=30",
         "system.batch_size=0",
         "optimizer.lr=1",
     ]
@@ -72,7 +73,9 @@ def test_mistakes_of_every_kind_are_one_report_without_torch(tmp_path: Path) -> 
         "dataset.mix.0.params.path",
         "validation.path",
         "experiment.eval_caption_file",
+        "dataset.params.resolution",
     ]
+    assert "resolution: 30 is not a multiple of the autoencoder's downscale factor 8; use 24 or 32" in said
     assert "dataset.params.path: '/none' does not exist" in said
     assert "/captions.csv: the first line must name the columns uid and caption" in said
 
@@ -151,13 +154,23 @@ def test_what_a_model_path_should_have_been(tmp_path: Path, images: Path) -> Non
 
 
 def test_a_misspelt_option_hides_no_mistake_in_a_model(tmp_path: Path, images: Path) -> None:
-    words = ["dataset.type=ImageFolder", f"dataset.params.path={images}", "optim.x=1"]
+    words = ["dataset.type=ImageFolder", f"dataset.params.path={images}", "dataset.params.resolution=30", "optim.x=1"]
     for model, said in (
         ("nobody/nothing", "'nobody/nothing' is no folder here, and it is not in the local cache"),
         (str(images), "is no pipeline folder"),
     ):
-        option, name = report(*words, f"model.pretrained={model}")
+        option, name, size = report(*words, f"model.pretrained={model}")
+        assert size.startswith("dataset.params.resolution: 30 is not a multiple")
         assert option.startswith("optim: unknown option") and said in name and name.startswith("model.pretrained: ")
+
+
+def test_a_size_is_compared_with_the_autoencoder_in_the_folder(tmp_path: Path, images: Path) -> None:
+    (tmp_path / "model" / "vae").mkdir(parents=True)
+    (tmp_path / "model" / "model_index.json").write_text("{}")
+    (tmp_path / "model" / "vae" / "config.json").write_text('{"block_out_channels": [8, 8, 8]}')
+    words = [f"dataset.params.path={images}", "dataset.type=ImageFolder", "dataset.params.resolution=30"]
+    (line,) = report(*words, f"model.pretrained={tmp_path / 'model'}")
+    assert line.endswith("30 is not a multiple of the autoencoder's downscale factor 4; use 28 or 32")
 
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
