@@ -219,8 +219,13 @@ def _claim_of(run_dir: Path, number: int) -> dict[str, Any]:
 
 
 def _numbers(run_dir: Path) -> list[int]:
-    """Of the starts with a claim, in no order."""
-    return [int(path.stem) for path in (run_dir / _CLAIMS).glob("*.json") if path.stem.isdecimal()]
+    """Of the starts with a claim, in no order; none where the folder is missing. `Path.glob` would find none either in
+    a folder that cannot be read."""
+    try:
+        names = os.listdir(run_dir / _CLAIMS)
+    except FileNotFoundError:
+        return []
+    return [int(name.removesuffix(".json")) for name in names if name.removesuffix(".json").isdecimal()]
 
 
 def _described(number: int, owner: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """One writer per run folder: two starts on one machine, and a start on another one that the lock does not see."""
 
+import errno
 import fcntl
 import json
 import os
@@ -61,6 +62,19 @@ def test_a_claim_that_is_not_ours_is_somebody_elses(tmp_path: Path, damage: str 
     path = tmp_path / "writers" / "1.json"
     path.unlink() if damage is None else path.write_text(damage)
     with pytest.raises(TakenOverError):
+        run_lock.check()
+
+
+def test_a_folder_that_cannot_be_read_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that fails for a moment costs a save, not the run."""
+    run_lock = acquire_run_lock(tmp_path)
+
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", refused)
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(PermissionError):
         run_lock.check()
 
 
