@@ -11,7 +11,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -102,10 +102,10 @@ class Mirror:
         """
         step, own = step_of(folder), folder / MANIFEST_NAME
         with self._errors_named():
-            if self._manifest_bytes(step) == own.read_bytes():
+            if (found := self._manifest_bytes(step)) == own.read_bytes():
                 return
             run_lock.check()
-            with suppress(FileNotFoundError):
+            if found:  # else the right to delete is not needed
                 obstore.delete(self._store, self._path(step, MANIFEST_NAME))
             for path in [*(path for path in files_below(folder) if path != own), own]:
                 run_lock.check()

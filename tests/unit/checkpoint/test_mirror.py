@@ -41,6 +41,17 @@ def test_what_is_sent_comes_back_as_it_was(mirror: Mirror, root: Path) -> None:
     assert (root / "step=4" / "parts" / "0.bin").read_bytes() == CONTENT["parts/0.bin"]
 
 
+def test_sending_a_new_copy_needs_no_right_to_delete(
+    mirror: Mirror, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError("AccessDenied")
+
+    monkeypatch.setattr(obstore, "delete", refused)
+    sent(mirror, root, 2)
+    assert mirror.steps() == [2]
+
+
 def test_a_copy_without_its_manifest_is_none(mirror: Mirror, root: Path) -> None:
     """As a process that is killed while it sends leaves it."""
     sent(mirror, root, 2, 4)
