@@ -80,11 +80,15 @@ class FirstFailure:
         Args:
             rank: the process that ended, where that one left no note; null: this one.
         """
-        failure = Failure(self.rank if rank is None else rank, status, text, self._start())
+        note = json.dumps(asdict(Failure(self.rank if rank is None else rank, status, text, self._start())))
         try:
-            if self._current() is None:
-                self.clear()
-            _write_once(self.path, json.dumps(asdict(failure)))
+            try:
+                _write_once(self.path, note)
+            except OSError:
+                if self._current() is not None:
+                    raise
+                self.clear()  # a note of an earlier start; not cleared first: that could remove one of this moment
+                _write_once(self.path, note)
         except OSError:
             return self.of_another() is None
         return True
@@ -93,6 +97,11 @@ class FirstFailure:
         """The first failure of this start of the run, if it was another process's."""
         failure = self._current()
         return failure if failure is not None and failure.rank != self.rank else None
+
+    def is_own(self) -> bool:
+        """Whether this process was the first, and could write its note."""
+        failure = self._current()
+        return failure is not None and failure.rank == self.rank
 
     def wait_for_another(self, limit_s: float, peers: Mapping[int, int] = MappingProxyType({})) -> Failure | None:
         """As `of_another`, for a process that failed because of another one, which may be about to write its note.
@@ -179,7 +188,7 @@ def exit_together(
             raise SystemExit(0 if is_child else other.status) from None
         write_torchrun_error(text)
         # A mistake that all ranks make is otherwise printed by rank 0, which has just left it to this rank.
-        is_printed_here = isinstance(error, UserError) and not is_main_process()
+        is_printed_here = isinstance(error, UserError) and not is_main_process() and first_failure.is_own()
         if not is_child and not is_printed_here:
             raise
         if isinstance(error, UserError):

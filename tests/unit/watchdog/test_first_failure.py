@@ -69,6 +69,30 @@ def test_a_folder_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
     assert FirstFailure(tmp_path / "missing", 0, START).claim(2, "why")
 
 
+def test_of_two_that_fail_at_once_one_is_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, second), is_first = ends(tmp_path), []
+    current = first._current
+
+    def meanwhile() -> object:
+        found = current()
+        is_first.append(second.claim(1, "second"))
+        return found
+
+    monkeypatch.setattr(first, "_current", meanwhile)
+    is_first.append(first.claim(1, "first"))
+    assert is_first.count(True) == 1
+
+
+def test_where_no_note_can_be_written_rank_0_prints_a_mistake_of_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk."""
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(BadSamplesError), exit_together(FirstFailure(tmp_path / "missing", 1, START), is_child=False):
+        raise BadSamplesError("too many")
+    assert capsys.readouterr().err == ""
+
+
 def test_a_mistake_is_told_by_the_first_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = ends(tmp_path)
     with pytest.raises(BadSamplesError), exit_together(first, is_child=False):
