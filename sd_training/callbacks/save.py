@@ -161,7 +161,8 @@ class Save(OptimizerStepCallback):
                     self.finish_pending(is_last=True)
         if self.mirror is not None and trainer.is_global_zero and (self._upload is None or self._upload.done()):
             self._finish_upload(self.mirror, None)
-            self._start_upload(self.mirror)
+            if self.state.sealed_step > (-1 if self._uploaded is None else step_of(self._uploaded)):
+                self._start_upload(self.mirror)
 
     def _is_milestone(self, step: int) -> bool:
         every = self.config.milestone_every

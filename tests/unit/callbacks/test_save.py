@@ -4,6 +4,7 @@ import errno
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from sd_training.callbacks.base import RunState, TrainingTimer
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.save import Save
+from sd_training.checkpoint.mirror import Mirror
 from sd_training.checkpoint.run_lock import NO_LOCK
 from sd_training.config.schema import CheckpointConfig, EmaConfig
 from sd_training.errors import CheckpointError, SaveError
@@ -66,6 +68,16 @@ def test_a_save_in_the_background_takes_from_its_beginning_to_its_end(tmp_path: 
     assert save.state.save_s == 0
     save.state.pending_save_since_s = time.monotonic() - 30
     assert 30 <= save.state.save_s < 40
+
+
+def test_between_saves_the_checkpoints_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that cannot be read for a moment would end the run."""
+    monkeypatch.setattr("sd_training.callbacks.save.sealed_checkpoints", lambda _: pytest.fail("listed"))
+    save, trainer = save_in(tmp_path), SimpleNamespace(is_global_zero=True, max_steps=9, should_stop=False)
+    save.mirror = Mirror(f"file://{tmp_path}/store", "run")
+    save.on_optimizer_step(trainer, None, 1)  # type: ignore[arg-type]
+    save._uploaded, save.state.sealed_step = tmp_path / "checkpoints" / "step=2", 2
+    save.on_optimizer_step(trainer, None, 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
