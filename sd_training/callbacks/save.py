@@ -171,12 +171,15 @@ class Save(OptimizerStepCallback):
     @contextmanager
     def _recorded(self, step: int) -> Iterator[None]:
         """A save that fails counts as one as well: the next is due when it would be, not at once."""
+        began_s = time.monotonic()
         self.state.is_consistent = False  # what fails inside a save is not saved once more
         try:
             yield
             self.state.is_consistent = True
         finally:
             self.state.last_save_step, self.state.last_save_end_s = step, time.monotonic()
+            if not self.config.asynchronous:  # also of one that failed
+                self.state.longest_save_s = max(self.state.longest_save_s, self.state.last_save_end_s - began_s)
 
     @contextmanager
     def _failures_counted(self, step: int, *, is_last: bool) -> Iterator[None]:

@@ -57,8 +57,10 @@ def test_a_failed_save_counts_as_one_but_is_not_saved_once_more(tmp_path: Path) 
     save = save_in(tmp_path)
     save.state.is_consistent = True
     with pytest.raises(SaveError), save._recorded(3):
+        time.sleep(0.01)
         fail(save, 3, is_last=True)
     state = save.state
+    assert state.save_s >= 0.01
     assert state.last_save_step == 3 and state.sealed_step == -1 and not state.is_consistent
     assert time.monotonic() - state.last_save_end_s < 10
 
