@@ -78,7 +78,8 @@ class PixelBatch:
     """[B] int64 index of each sample in the data set's index; further data sets are counted on."""
 
     def to(self, device: torch.device) -> "PixelBatch":
-        """The same batch on `device`; copies from pinned memory do not wait for the host."""
+        """The same batch on `device`; copies from pinned memory do not wait for the host. Lightning calls this
+        before the training step."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "PixelBatch":

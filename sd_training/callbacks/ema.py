@@ -36,7 +36,7 @@ from sd_training.training.base_module import TrainedModule
 
 log = get_logger(__name__)
 
-PART = "ema"
+EMA_PART = "ema"
 """Name of the average in a checkpoint."""
 _MAX_THREADS = 4
 """Per process. Averaging is bound by memory bandwidth, which a few threads saturate."""
@@ -150,13 +150,15 @@ class Ema(OptimizerStepCallback):
         """Takes weights off a device in the background; on CPUs they are averaged where they are."""
         self._weights: Mapping[str, Tensor] = {}
         """Local shards of the weights, as of the newest update."""
-        self._widths: dict[str, float | None] = {PART: None} | {track_part(width): width for width in config.sigma_rels}
+        self._widths: dict[str, float | None] = {EMA_PART: None} | {
+            track_part(width): width for width in config.sigma_rels
+        }
         """Part of a checkpoint → sigma_rel of the track; the average itself has none."""
 
     @property
     def shards(self) -> dict[str, Tensor]:
         """The average that previews and exports use, as in `averages`."""
-        return self.averages[PART]
+        return self.averages[EMA_PART]
 
     def load_averages(
         self, trainer: pl.Trainer, module: TrainedModule, averages: Mapping[str, Mapping[str, Tensor]]
@@ -173,7 +175,7 @@ class Ema(OptimizerStepCallback):
         for part in self._widths:
             if part in averages:
                 self._start(trainer, module, part, averages[part], prefix="network.")
-            elif part == PART:
+            elif part == EMA_PART:
                 self._start(trainer, module, part, self._initial)
             else:
                 raise CheckpointError(
@@ -187,7 +189,7 @@ class Ema(OptimizerStepCallback):
         assert isinstance(pl_module, TrainedModule)
         for part in self._widths:  # in one order on all ranks
             if part not in self.averages:
-                self._start(trainer, pl_module, part, self._initial if part == PART else None)
+                self._start(trainer, pl_module, part, self._initial if part == EMA_PART else None)
         self._initial = None
 
     def _start(
@@ -319,7 +321,7 @@ class Ema(OptimizerStepCallback):
 
 def track_part(sigma_rel: float) -> str:
     """Name of a track in a checkpoint."""
-    return f"{PART}-{width_name(sigma_rel)}"
+    return f"{EMA_PART}-{width_name(sigma_rel)}"
 
 
 def averaged_parameters(module: TrainedModule) -> dict[str, nn.Parameter]:

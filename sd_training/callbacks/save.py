@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sd_training.callbacks.base import OptimizerStepCallback, RunState, TrainingTimer
-from sd_training.callbacks.ema import PART, Ema, full_export_weights
+from sd_training.callbacks.ema import EMA_PART, Ema, full_export_weights
 from sd_training.checkpoint.folder import folder_name, retention_info, rotate, sealed_checkpoints, step_of
 from sd_training.checkpoint.mirror import Mirror
 from sd_training.checkpoint.run_lock import RunLock
@@ -118,7 +118,7 @@ class Save(OptimizerStepCallback):
             return
         stored = open_checkpoint(newest_checkpoint(self._root, strategy_of(trainer).cpu_group))
         averages = stored.averages()
-        self._check_average(is_stored=PART in averages)
+        self._check_average(is_stored=EMA_PART in averages)
         pl_module.on_load_checkpoint(stored.state)
         load_checkpoint(stored, trainer)
         restore_training_state(trainer, stored.state)
@@ -213,7 +213,7 @@ class Save(OptimizerStepCallback):
         began_s = time.monotonic()
         pending = self._checkpoint(trainer, step, asynchronous=self.config.asynchronous)
         if not self.config.asynchronous:
-            self.state.sealed_step = step
+            self.state.sealed_step = step  # it is there even if the export fails
         publish = self._export(trainer, module, step)
 
         def finish() -> None:

@@ -142,7 +142,7 @@ def save_checkpoint(
     if begun is None:
         return None
     partial = Path(begun)
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in sharding.optimizer.param_groups]
+    groups = [{k: v for k, v in own.items() if k != "params"} for own in sharding.optimizer.param_groups]
     state_of_parameters: dict[str, Any] = {}
     state |= {OPTIMIZER: {"groups": groups, "state": state_of_parameters}, "averages": sorted(averages)}
     if scale := sharding.loss_scale():
@@ -291,7 +291,7 @@ def _optimizer_tensors(
 def _average(
     module: nn.Module, sharding: ParameterSharding, shards: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Collective."""
+    """Collective: full tensors of an average."""
     for name, parameter in _trained(module).items():
         if name in shards:
             yield name, sharding.gather(parameter, shards[name])
@@ -395,7 +395,7 @@ def training_state(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def restore_training_state(trainer: pl.Trainer, state: dict[str, Any]) -> None:
-    """The inverse; to be called in `on_fit_start`, after `load_checkpoint`."""
+    """The inverse of `training_state`; to be called in `on_fit_start`, after `load_checkpoint`."""
     lightning: Any = trainer
     if own := state.get(type(lightning.datamodule).__qualname__):
         lightning.datamodule.load_state_dict(own)

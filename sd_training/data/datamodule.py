@@ -61,7 +61,7 @@ class TrainingData(pl.LightningDataModule):
 
     Args:
         dataset: `dataset` of the config.
-        plan: batch arithmetic; its `processes` must be the number of training processes.
+        plan: batch arithmetic for the number of training processes, `processes` × `sharing`.
         workers: loader processes per training process.
         tokenizers: text encoder → tokenizer; without any, batches have no tokens.
         draws: what is drawn per sample.
@@ -133,13 +133,17 @@ class TrainingData(pl.LightningDataModule):
         trainer = self.trainer
         if trainer is None:
             raise RuntimeError("train_dataloader needs a trainer; use loader(rank, first_step)")
-        if trainer.world_size != self.plan.processes * self.plan.sharing:
-            planned = counted(self.plan.processes, "process", "processes")
+        if trainer.world_size != (processes := self.plan.processes * self.plan.sharing):
+            planned = counted(processes, "process", "processes")
             raise ConfigError(f"trainer.devices: the run was planned for {planned}, not {trainer.world_size}")
         return self.loader(trainer.global_rank // self.plan.sharing, lambda: trainer.global_step)
 
     def loader(self, rank: int, first_step: Callable[[], int]) -> TrainingLoader:
-        """The micro-batches of `rank` from optimizer step `first_step()` on; usable without a trainer."""
+        """The micro-batches from optimizer step `first_step()` on; usable without a trainer.
+
+        Args:
+            rank: 0..`plan.processes`-1; processes that share their samples have one.
+        """
         # Loader processes are forked; the tokenizers package would warn about its threads in every one of them.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         order, deaths = self._open().order, WorkerDeaths(self.run_dir)
@@ -230,7 +234,7 @@ class TrainingData(pl.LightningDataModule):
             open_dataset,
             params=params,
             table=self.table,
-            batches=plan.global_batch * np.array(factors, dtype=np.int64),
+            batch_sizes=plan.global_batch * np.array(factors, dtype=np.int64),
             captions_needed=self.captions_needed,
         )
         made = [checks.run(partial(open_one, entry.type, entry.params)) for entry in self._entries()]

@@ -66,7 +66,7 @@ def open_dataset(
     source_params: SourceParams,
     params: DatasetParams,
     table: BucketTable,
-    batches: NDArray[np.int64],
+    batch_sizes: NDArray[np.int64],
     *,
     captions_needed: bool = True,
 ) -> OpenDataset:
@@ -77,7 +77,7 @@ def open_dataset(
         source_params: which samples.
         params: processing, shared by all data sets of a run.
         table: the sizes that are trained on.
-        batches: [buckets] samples that an optimizer step of each bucket takes; no bucket is left with fewer.
+        batch_sizes: [buckets] samples that an optimizer step of each bucket takes; no bucket is left with fewer.
         captions_needed: False where captions are never read; samples without one are then usable.
 
     Raises:
@@ -113,8 +113,8 @@ def open_dataset(
         if kind == "TagFolder" and source_params.tags.limit_images is not None:
             chosen = chosen[limited([index.name(int(sample))[1] for sample in chosen], source_params.tags.limit_images)]
         # Where a step may repeat samples, one sample is enough for the last bucket that is left.
-        needed = np.ones_like(batches) if params.resampled else batches
-        selected, bucket_of, merges = _assign_buckets(index, selection, chosen, table, batches, needed)
+        needed = np.ones_like(batch_sizes) if params.resampled else batch_sizes
+        selected, bucket_of, merges = _assign_buckets(index, selection, chosen, table, batch_sizes, needed)
     except DataError as error:
         first, *others = str(error).split("\n")
         raise type(error)("\n".join([first + fitting_type(kind, source_params.path), *others])) from error
@@ -127,7 +127,7 @@ def _assign_buckets(
     selection: Selection,
     chosen: NDArray[np.int64],
     table: BucketTable,
-    batches: NDArray[np.int64],
+    batch_sizes: NDArray[np.int64],
     needed: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], list[Merge]]:
     """The samples that fit a bucket in use, the bucket of each, and buckets that were merged.
@@ -153,7 +153,7 @@ def _assign_buckets(
     assigned = table.assign(index.numbers("width")[chosen], index.numbers("height")[chosen])
     fits = assigned >= 0
     check_count(int(fits.sum()), int(needed.min()))
-    bucket_of, merges = merge_small(assigned[fits], table, batches)
+    bucket_of, merges = merge_small(assigned[fits], table, batch_sizes)
     is_kept = bucket_of >= 0
     selected, bucket_of = chosen[fits][is_kept], bucket_of[is_kept]
     check_count(len(selected), int(needed[bucket_of].min()))

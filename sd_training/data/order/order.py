@@ -117,7 +117,7 @@ class RunOrder:
 
     def __init__(self, selected: Sequence[Samples], orders: Sequence["SampleOrder"], mixture: MixtureSchedule) -> None:
         self._selected, self.orders, self.mixture = list(selected), list(orders), mixture
-        self.positions_per_step = max(int(order.batches.max()) for order in orders)
+        self.positions_per_step = max(int(order.batch_sizes.max()) for order in orders)
         """Position of a sample in the run = step × this + slot: a step of small pictures may take more samples than
         others, and no two samples may share a position."""
 
@@ -198,12 +198,12 @@ class SampleOrder:
         self._counts = np.bincount(flat, minlength=len(blocks) * len(self.buckets)).reshape(len(blocks), -1)
         self.sizes = self._counts.sum(axis=0)
         factors = np.array(settings.factors)[self.buckets] if settings.factors else np.ones_like(self.sizes)
-        self.batches = settings.global_batch * factors.astype(np.int64)
-        if not settings.with_replacement and (self.sizes < self.batches).any():
-            scarce = int(np.argmin(self.sizes - self.batches))
+        self.batch_sizes = settings.global_batch * factors.astype(np.int64)
+        if not settings.with_replacement and (self.sizes < self.batch_sizes).any():
+            scarce = int(np.argmin(self.sizes - self.batch_sizes))
             raise ValueError(
                 f"a bucket has {counted(int(self.sizes[scarce]), 'sample')}, fewer than the "
-                f"{self.batches[scarce]} of a step"
+                f"{self.batch_sizes[scarce]} of a step"
             )
         per_block = max(1, len(block_of) // len(self._counts))
         self.window = settings.window or max(settings.num_streams, -(-WINDOW_SAMPLES // per_block))
@@ -215,7 +215,7 @@ class SampleOrder:
         """The samples of a step."""
         epoch, window = self._locate(step)
         bucket, batch = self._batches(epoch, window)[step - self._batches_before(epoch, window)]
-        size = int(self.batches[bucket])
+        size = int(self.batch_sizes[bucket])
         first, parts = batch * size, list[Samples]()
         while (wanted := size - sum(map(len, parts))) > 0:
             parts.append(self._stream(bucket, first + size - wanted, wanted))
@@ -223,25 +223,25 @@ class SampleOrder:
 
     def samples_before(self, step: int) -> int:
         """How many samples the steps before `step` took."""
-        if (self.batches == self.settings.global_batch).all():
+        if (self.batch_sizes == self.settings.global_batch).all():
             return step * self.settings.global_batch
         epoch, window = self._locate(step)
-        done = (epoch * self.sizes + self._epoch(epoch).before[window]) // self.batches
+        done = (epoch * self.sizes + self._epoch(epoch).before[window]) // self.batch_sizes
         begun = self._batches(epoch, window)[: step - int(done.sum()), 0]
-        return int(done @ self.batches + self.batches[begun].sum())
+        return int(done @ self.batch_sizes + self.batch_sizes[begun].sum())
 
     def _locate(self, step: int) -> tuple[int, int]:
         """Epoch and window of a step, by bisection over sums of floors."""
-        low, high = 0, (step + len(self.buckets)) * int(self.batches.max()) // int(self.sizes.sum()) + 2
+        low, high = 0, (step + len(self.buckets)) * int(self.batch_sizes.max()) // int(self.sizes.sum()) + 2
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self._batches_before(middle, 0) <= step else (low, middle)
-        full = (low * self.sizes + self._epoch(low).before) // self.batches
+        full = (low * self.sizes + self._epoch(low).before) // self.batch_sizes
         return low, int(np.searchsorted(full.sum(axis=1), step, side="right")) - 1
 
     def _batches_before(self, epoch: int, window: int) -> int:
         before = self._epoch(epoch).before[window] if window else 0
-        return int(((epoch * self.sizes + before) // self.batches).sum())
+        return int(((epoch * self.sizes + before) // self.batch_sizes).sum())
 
     def _stream(self, bucket: int, start: int, count: int) -> Samples:
         """Up to `count` samples of the bucket's stream from `start` on: those in the window of `start`."""
@@ -260,7 +260,7 @@ class SampleOrder:
     def _shuffled_batches(self, epoch: int, window: int) -> NDArray[np.int64]:
         """[k, 2] bucket and number of every batch that ends in the window: buckets mixed, numbers ascending."""
         before = self._epoch(epoch).before
-        done = (epoch * self.sizes + before[window : window + 2]) // self.batches
+        done = (epoch * self.sizes + before[window : window + 2]) // self.batch_sizes
         buckets = np.repeat(np.arange(len(self.sizes)), done[1] - done[0])
         buckets = generator(self.settings.seed, f"order of batches {window}", epoch).permutation(buckets)
         numbers = np.empty_like(buckets)
@@ -270,7 +270,7 @@ class SampleOrder:
 
     def _shuffled_samples(self, epoch: int, window: int, bucket: int) -> Samples:
         """The bucket's samples of a window in the order of its stream."""
-        streams, size = self.settings.num_streams, int(self.batches[bucket])
+        streams, size = self.settings.num_streams, int(self.batch_sizes[bucket])
         blocks = self._epoch(epoch).blocks[window * self.window : (window + 1) * self.window]
         chance = generator(self.settings.seed, f"order of samples {window} {bucket}", epoch)
         own = [self._shuffled(blocks[stream::streams], bucket, chance) for stream in range(min(streams, len(blocks)))]

@@ -62,7 +62,7 @@ def class_caption(index: DatasetIndex, prompts: Prompts, rules: CaptionConfig, s
 
 
 def tag_folder_caption(index: DatasetIndex, rules: TagConfig, sample: int, rng: Generators) -> str:
-    """The caption of a sample of a tag folder, whose index holds the tags (`write_tags`)."""
+    """The caption of a sample of a tag folder, whose index holds the tags (`write_tags` in `sources/tags.py`)."""
     score, *tags = json.loads(index.text("caption", sample) or "[0]")
     return tag_caption(score, tags, rules, rng)
 

@@ -334,7 +334,7 @@ class IndexedReader:
         self._open: OrderedDict[int, ByteFile] = OrderedDict()
 
     def image(self, sample: int) -> bytes:
-        """The image file. Raises BadSample (skip it) or DataError (stop)."""
+        """A JPEG, PNG or WebP file, byte for byte. Raises BadSample (skip it) or DataError (stop)."""
         length = int(self.index.numbers("at:image_length")[sample])
         if length > MAX_IMAGE_BYTES:
             raise BadSample(f"image has too many bytes: {length}")

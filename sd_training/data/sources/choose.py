@@ -71,8 +71,10 @@ def make_source(kind: str, params: SourceParams, access: Access) -> Source:
             return FolderSource(paths)
         case "TagFolder":
             return TagSource(paths, access, params.tags)
-        case _:
+        case "WebDataset" | "ClassificationWebDataset":
             return TarSource(expand_shards(paths, access, allow_pipe=params.allow_pipe), access)
+        case _:
+            raise ValueError(f"dataset.type {kind!r} has no source")
 
 
 def _entries(path: str | Sequence[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """Random access to the bytes of one file: the contract of every kind of file, and the local kind.
 
-Reading is safe from several threads. Remote files and outputs of commands are in `remote` and `pipe`; `files` chooses.
+Reading is safe from several threads. `files` chooses the kind of a file and has the remote one; outputs of commands are
+in `pipe`.
 """
 
 import io
