@@ -26,6 +26,8 @@ _TRANSIENT_STATUS = frozenset({408, 425, 429, *range(500, 600)} - {501, 505})
 _STATUS = re.compile(r"status code: (\d{3})")
 _METADATA_SERVICES = ("/latest/api/token", "metadata.google.internal")
 """Where a cloud's machines get the keys of their role; asked last, when there are no others."""
+_KEYS_KEPT = timedelta(minutes=10)
+"""A role's keys are asked for again after this; botocore renews them 15 to 10 minutes before they expire."""
 
 
 def open_store(url: str, num_retries: int, timeout_s: float) -> tuple[ObjectStore, str]:
@@ -92,17 +94,23 @@ def _profile() -> dict[str, Any]:
     if not profile and not any(map(os.path.exists, files)):
         return {}
     try:
+        from botocore.exceptions import BotoCoreError
         from obstore.auth.boto3 import Boto3CredentialProvider
-
-        return {"credential_provider": Boto3CredentialProvider()}
     except ImportError:
         if profile:
             raise ConfigError(
                 f"AWS_PROFILE: is {profile}, and reading profiles needs a package: pip install boto3"
             ) from None
+        return {}
+    try:
+        provider = Boto3CredentialProvider(ttl=_KEYS_KEPT)
     except ValueError:  # no keys in these files
-        pass
-    return {}
+        return {}
+    except BotoCoreError as error:
+        raise ConfigError(f"the keys of {' or '.join(files)} cannot be used: {redacted(str(error))}") from None
+    if os.environ.get("AWS_REGION"):
+        provider.config.pop("region", None)  # the file's region would win over the environment's
+    return {"credential_provider": provider}
 
 
 def reason_of(error: BaseException) -> str:
