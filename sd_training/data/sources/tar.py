@@ -251,10 +251,14 @@ class _Scanner:
         self.ignored: list[tuple[str, str, str]] = []
         """Name, key and extension of the first member of an unknown extension, of all images and texts among them."""
         self.num_members = self.num_before_part = 0
+        self.run_key, self.run = "", list[str]()
+        """Key of the last member, and the roles that members in a row have filled for it."""
+        self.repeating = set[str]()
+        """Keys of samples that came a second time."""
 
     def read_part(self, start: int) -> int | None:
         """Reads one of the tar files that the shard is made of (`cat a.tar b.tar`); returns where the next begins."""
-        self.num_before_part = len(self.samples)
+        self.num_before_part, self.run_key = len(self.samples), ""
         try:
             headers: Any = _Headers(seekable(self.file, start))
             tar = tarfile.open(fileobj=headers, mode="r:")  # noqa: SIM115  # closed below
@@ -300,10 +304,19 @@ class _Scanner:
                 return
             # Members of a sample need not be neighbours; of several with one role, the first counts.
             spans = self.samples.setdefault(key, TarSample(key)).spans
-            if role in spans:
+            if key != self.run_key:
+                self.run_key, self.run = key, []
+            if role in spans and len(self.run) < len(spans):  # a second sample: its caption is not that of the first
+                self.repeating.add(key)
+                for taken in self.run:
+                    del spans[taken]
+                    self.report(key, f"repeated member ignored: its {taken}")
+                self.run = []
+            if key in self.repeating or role in spans:
                 self.report(key, f"repeated member ignored: {name}")
             else:
                 spans[role] = (start + member.offset_data, member.size)
+                self.run.append(role)
 
     def _next_part(self, offset: int) -> int | None:
         """Where the next tar file begins after the end mark at `offset`. tarfile ends silently at a damaged header and

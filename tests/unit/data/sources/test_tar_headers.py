@@ -207,6 +207,15 @@ def test_of_members_of_one_role_the_first_counts(tmp_path: Path) -> None:
     assert scan.problems.counts == {"repeated member ignored": 3}
 
 
+@pytest.mark.parametrize("second", [["1.jpg", "1.txt"], ["1.txt", "1.jpg"], ["1.txt", "1.png"]])
+def test_a_sample_whose_key_was_there_gives_the_first_no_caption(tmp_path: Path, second: list[str]) -> None:
+    image = makers.encode(makers.picture(0))
+    path = write_tar(tmp_path / "a.tar", [(name, image) for name in ["1.jpg", "2.jpg", *second]])
+    scan = scanned(path)
+    assert [sorted(sample.spans) for sample in scan.samples] == [["image"]] * 2
+    assert scan.problems.counts == {"repeated member ignored": 2}
+
+
 def test_a_second_image_of_a_sample_takes_nothing_from_it(tmp_path: Path) -> None:
     image = makers.encode(makers.picture(0))
     path = write_tar(tmp_path / "a.tar", [("1.jpg", image), ("1.png", image), ("1.txt", b"words")])
