@@ -6,7 +6,8 @@
 
 The input is read as training reads it. Images are copied byte for byte unless `--resize` is given. An empty .txt is the
 empty caption; an image without .txt, or with an empty cell in a table, is skipped. What cannot be used is skipped,
-counted and named in `OUT/skipped.jsonl`; `OUT/report.json` has the totals.
+counted and named in `OUT/skipped.jsonl` (of what already indexing finds, the first hundred of each kind);
+`OUT/report.json` has the totals.
 """
 
 import argparse
@@ -45,7 +46,12 @@ from sd_training.errors import ConfigError, DataError
 _EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 _MAX_PIXELS = 178_956_970
 _QUALITY = 95
-_FOUND_LATER = ("caption is empty", "image size cannot be told")
+_CACHE_GIB = 16.0
+"""Of unpacked row groups in the folder for temporary files: each of `--workers` reads one at a time."""
+_FOUND_LATER = (
+    *("caption is empty", "caption file has too many bytes"),
+    *("image size cannot be told", "image has too many bytes"),
+)
 """Problems of samples that are in the index: writing them finds what is wrong."""
 
 
@@ -66,7 +72,7 @@ def open_input(path: Path, image_column: str | None, caption_column: str | None,
     elif not path.is_dir():
         raise DataError(f"{path}: is not a folder, {', '.join(TABLE_EXTENSIONS)} or .parquet file")
     params = SourceParams(path=str(path), image_column=image_column, caption_column=caption_column)
-    return kind, make_source(kind, params, Access(cache_dir=scratch / "cache"))
+    return kind, make_source(kind, params, Access(cache_dir=scratch / "cache", cache_gib=_CACHE_GIB))
 
 
 def sample_order(index: DatasetIndex, by_block: bool, shuffle_seed: int | None) -> list[int]:
@@ -161,17 +167,24 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def write_shards(args: argparse.Namespace, scratch: Path) -> Iterator[tuple[int, list[SkippedSample]]]:
+def write_shards(
+    args: argparse.Namespace, scratch: Path, problems: Problems
+) -> Iterator[tuple[int, list[SkippedSample]]]:
     """Writes `OUT/00000.tar`, `00001.tar`, …, and yields samples and skipped ones of each shard, in order.
 
-    Which sample goes where does not depend on `--workers`. First comes what the input's index leaves out.
+    Which sample goes where does not depend on `--workers`. First comes what the input's index leaves out; what it only
+    counts is added to `problems`.
     """
     kind, source = open_input(args.input, args.image_column, args.caption_column, scratch)
     index = load_index(source, scratch / "index", load_index(source, scratch / "index").fields)
     args.out.mkdir(parents=True, exist_ok=True)
     if any(args.out.glob("*.tar")):
         raise ConfigError(f"--out: {args.out} has shards already; choose another folder or remove them")
-    left_out = [problem for problem in index.problems.named() if not problem.reason.startswith(_FOUND_LATER)]
+    for kind in _FOUND_LATER:
+        index.problems.forget(kind)
+    left_out = list(index.problems.named())
+    for kind, count in index.problems.counts.items():
+        problems.counts[kind] = count - len(index.problems.examples[kind])
     yield len(left_out), left_out
     order = list(enumerate(sample_order(index, kind == "Parquet", args.shuffle)))
     parts = [order[start : start + args.samples_per_shard] for start in range(0, len(order), args.samples_per_shard)]
@@ -191,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines: list[str] = []
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            for count, skipped in write_shards(args, Path(scratch)):
+            for count, skipped in write_shards(args, Path(scratch), problems):
                 samples, shards = samples + count - len(skipped), shards + (count > len(skipped))
                 for problem in skipped:
                     problems.add(problem)

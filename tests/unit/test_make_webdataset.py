@@ -9,7 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from scripts.make_webdataset import main
+from scripts.make_webdataset import main, open_input
+from sd_training.data.sources.arrow import ArrowSource
+from sd_training.data.storage.byte_file import Access
 from tests import makers
 from tests.unit.data.making import scanned
 
@@ -132,3 +134,18 @@ def test_unusable_input(tmp_path: Path, name: str, content: bytes | None, said: 
     with pytest.raises(Exception, match=said) as error:
         main([str(tmp_path / name), "--out", str(tmp_path / "out")])
     assert type(error.value).__name__ in ("DataError", "ConfigError")
+
+
+def test_all_of_many_unusable_rows_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(makers.encode(makers.picture(0)))
+    rows = "".join(f"missing{number}.jpg,x\n" for number in range(150))
+    (tmp_path / "t.csv").write_text(f"path,caption\na.jpg,a\n{rows}")
+    make(tmp_path / "t.csv", tmp_path / "out")
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (report["samples"], report["skipped"], list(report["reasons"].values())) == (1, 150, [150])
+
+
+def test_unpacked_row_groups_leave_room_for_other_files(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"image": [b"x"], "caption": ["x"]}), tmp_path / "t.parquet")
+    source = open_input(tmp_path / "t.parquet", None, None, tmp_path)[1]
+    assert isinstance(source, ArrowSource) and source.access.cache_gib < Access().cache_gib
