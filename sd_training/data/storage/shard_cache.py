@@ -72,8 +72,9 @@ class ShardCache:
             DataError: as `get`, or the cache is so small that files are deleted as soon as they are made.
         """
         for _ in range(_REOPENED):
+            path = self.get(key, produce, size)  # outside: what it reads may be missing itself
             with suppress(FileNotFoundError, FileMissing):
-                return opener(self.get(key, produce, size))
+                return opener(path)
         raise DataError(f"the shard cache '{self.folder}' is too small: raise dataset.params.remote.cache_gib")
 
     def _make(self, path: Path, partial: Path, produce: Callable[[Path], None], size: int | None) -> None:

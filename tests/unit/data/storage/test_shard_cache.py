@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sd_training.data.storage.byte_file import FileMissing
 from sd_training.data.storage.shard_cache import GIB, ShardCache
 from sd_training.errors import DataError
 
@@ -86,6 +87,18 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the reason"):
         ShardCache(tmp_path, 1).get("key", fail)
     assert files(tmp_path) == []
+
+
+def test_a_missing_source_is_named_at_once(tmp_path: Path) -> None:
+    tries = []
+
+    def fail(path: Path) -> None:
+        tries.append(path)
+        raise FileMissing("the shard is not allowed")
+
+    with pytest.raises(FileMissing, match="not allowed"):
+        ShardCache(tmp_path, 1).open("key", fail, Path.read_bytes)
+    assert len(tries) == 1
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
