@@ -125,10 +125,11 @@ def _cached(state: FileState, access: Access) -> LocalFile:
 
     def download(path: Path) -> None:
         """Goes on where a connection broke; only failures without progress count as attempts."""
-        done = 0
+        done, is_whole = 0, False
 
         def write() -> None:
-            nonlocal done
+            nonlocal done, is_whole
+            done = 0 if is_whole else done
             before, options = done, {"range": (done, state.size)} if done else None
             try:
                 with path.open("r+b") as target:
@@ -138,7 +139,12 @@ def _cached(state: FileState, access: Access) -> LocalFile:
                 if done == before:
                     raise _WrongLength("the answer is empty")
             except (OSError, BaseError) as error:
-                if done == before or (isinstance(error, OSError) and error.errno is not None):  # of the disk
+                if isinstance(error, NotSupportedError) and done and not is_whole:  # once more, from the beginning
+                    is_whole = True
+                    raise _WrongLength("the connection broke, and the server sends no parts of files") from None
+                if (
+                    is_whole or done == before or (isinstance(error, OSError) and error.errno is not None)
+                ):  # of the disk
                     raise
 
         while done < state.size:

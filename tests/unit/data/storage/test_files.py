@@ -93,6 +93,17 @@ def test_a_server_without_ranges(web: WebFiles, cached: Access) -> None:
     assert open_bytes(state, cached).pread(10, 5) == CONTENT[5:15]
 
 
+def test_a_broken_download_begins_again_where_there_are_no_ranges(
+    web: WebFiles, cached: Access, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_files, "_CHUNK_BYTES", 1000)
+    web.has_ranges = False
+    state, proxy = file_state(f"{web.url}/a.tar", RANGE), proxy_of(web, "truncated", longest_row=1)
+    with running(proxy):
+        file = open_bytes(FileState(f"{proxy.url}/a.tar", state.size, state.version), cached)
+    assert file.pread(len(CONTENT), 0) == CONTENT
+
+
 def test_missing_and_forbidden_files_are_told_at_once(web: WebFiles) -> None:
     with pytest.raises(FileMissing, match=r"none\.tar' cannot be read: does not exist"):
         file_state(f"{web.url}/none.tar", RANGE)
