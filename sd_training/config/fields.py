@@ -134,6 +134,8 @@ def rename_old(values: Any, given: Collection[str] = ()) -> dict[str, str]:
         value = source.pop(old_name, None)
         if value is None:
             continue
+        if not group:  # with nothing but comments below it in a file
+            group = values.setdefault(new.partition(".")[0], {})
         if new not in given or name not in group:
             group[name] = value
         elif value != group[name]:

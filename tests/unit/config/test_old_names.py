@@ -65,3 +65,8 @@ def test_the_file_of_an_older_start_has_changed_nothing() -> None:
     before["model"]["train"], before["ema"]["tracks"] = "unet", before["ema"].pop("sigma_rels")
     before["dataset"]["params"] |= {"batch_size": 32, "workers": None, "num_examples_to_see": None}
     assert changed_options(yaml.safe_dump(before), config) == []
+
+
+def test_an_old_name_counts_where_the_group_of_the_new_one_is_empty(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", "system:\n  # later\ndataset: {params: {workers: 6}}\n")
+    assert load_config([*BASE, f"config={file}"]).system.workers == 6
