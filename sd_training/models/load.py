@@ -166,8 +166,10 @@ def stored_scheduler(model: ModelConfig, part: str) -> dict[str, Any] | None:
     config, scheduler = effective_part(model, part), "noise_scheduler_training"
     if config.pretrained is None:
         return None
-    beside = PartConfig(pretrained=config.pretrained, revision=config.revision)
     try:
+        is_part = _subfolder_of(part, config) is None  # the folder of the part alone
+        root = str(Path(config.pretrained).absolute().parent) if is_part else config.pretrained
+        beside = PartConfig(pretrained=root, revision=config.revision)
         return dict(_stored_settings(scheduler, class_of(scheduler, None), beside))
     except ConfigError:
         return None

@@ -27,6 +27,7 @@ from sd_training.models.load import (
     load_weights,
     make_tokenizer,
     refused_settings,
+    stored_scheduler,
 )
 from tests import makers
 from tests.faults.hostile_files import canary_pickle
@@ -52,6 +53,12 @@ def test_whole_pipeline_and_parts_give_the_same_weights(pipeline_dir: Path) -> N
         for left, right in zip(whole.parts[name].parameters(), parts.parts[name].parameters(), strict=True):
             assert torch.equal(left, right)
     assert whole.vae.config.scaling_factor == 0.7
+
+
+@pytest.mark.parametrize("folder", [".", "unet"])
+def test_the_scheduler_of_the_pipeline_that_a_part_comes_from(pipeline_dir: Path, folder: str) -> None:
+    model = ModelConfig(unet=PartConfig(pretrained=str(pipeline_dir / folder)))
+    assert (stored_scheduler(model, "unet") or {}).get("prediction_type") is not None
 
 
 def test_random_weights_depend_on_seed_and_part_only(pipeline_dir: Path) -> None:
