@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,7 @@ class BadSampleLog:
 
     def __init__(self, run_dir: Path | None, limits: DatasetParams, shard_sizes: Callable[[str], int]) -> None:
         self.path = None if run_dir is None else run_dir / BAD_SAMPLES_FILE
-        self.limits, self.shard_sizes = limits, shard_sizes
+        self.limits, self.shard_sizes = limits, cache(shard_sizes)  # a count of the whole index
         self.allowed = int(limits.max_bad_fraction * WINDOW + 1e-6)  # 0.00007 * 100,000 is 6.999999999999999
         self.problems = Problems()
         self.num_read = 0
