@@ -18,11 +18,11 @@ from tests.conformance.mutations import (
     draw_with,
     edm_sampler_with_default_data,
     edm_target_swapped,
-    exported_keys_without,
     flow_sampler_unshifted,
     one_step_early,
     per_target_of_epsilon,
     rescaled_alpha_bar,
+    settings_without,
     swap,
     target_without_offset,
     unscaled_root,
@@ -280,7 +280,7 @@ _DENSITIES: list[Mutation] = [
 _EXPORTED: list[Mutation] = [
     Mutation(
         "prediction_type_not_exported",
-        exported_keys_without("prediction_type"),
+        swap(schedulers, "_discrete_settings", settings_without("prediction_type")),
         (
             _export("v_prediction-scaled_linear-DDIMScheduler"),
             _one_step("sample-scaled_linear-DPMSolverMultistepScheduler"),
@@ -288,7 +288,7 @@ _EXPORTED: list[Mutation] = [
     ),
     Mutation(
         "betas_not_exported",
-        exported_keys_without("beta_schedule"),
+        swap(schedulers, "_discrete_settings", settings_without("beta_schedule")),
         (
             _export("epsilon-cosine-DDIMScheduler"),
             _one_step("epsilon-scaled_linear-EulerDiscreteScheduler"),
@@ -296,13 +296,13 @@ _EXPORTED: list[Mutation] = [
     ),
     Mutation(
         "zero_snr_not_exported",
-        exported_keys_without("rescale_betas_zero_snr"),
+        swap(schedulers, "_discrete_settings", settings_without("rescale_betas_zero_snr")),
         (_one_step("v_prediction-zero_snr_scaled_linear-DDIMScheduler"),),
     ),
-    Mutation("shift_not_exported", swap(schedulers, "_flow_sampler", flow_sampler_unshifted), (FLOW_LEVELS,)),
+    Mutation("shift_not_exported", swap(schedulers, "_sampler", flow_sampler_unshifted), (FLOW_LEVELS,)),
     Mutation(
         "sigma_data_not_exported",
-        swap(schedulers, "_edm_sampler", edm_sampler_with_default_data),
+        swap(schedulers, "_sampler", edm_sampler_with_default_data),
         (
             _export("edm-edm-1-EDMEulerScheduler"),
             _one_step("edm-edm-0.5-usual_unet"),

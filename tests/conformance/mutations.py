@@ -12,7 +12,6 @@ import torch
 from sd_training.diffusion import noise_schedule
 from sd_training.diffusion.noise_schedule import DiscreteSchedule, Levels
 from sd_training.diffusion.objective import Objective
-from sd_training.models import schedulers
 
 Apply = Callable[[pytest.MonkeyPatch], None]
 
@@ -98,10 +97,13 @@ def one_step_early(original: Any, config: Any) -> DiscreteSchedule:
     return DiscreteSchedule(torch.cat([torch.ones(1), alphas_cumprod[:-1]]))
 
 
-def exported_keys_without(key: str) -> Apply:
+def settings_without(key: str) -> Callable[..., Any]:
     """The sampler is not told one of the training settings."""
-    kept = tuple(name for name in schedulers._TRAINING_KEYS if name != key)
-    return lambda monkeypatch: monkeypatch.setattr(schedulers, "_TRAINING_KEYS", kept)
+
+    def settings(original: Any, *arguments: Any) -> Any:
+        return {name: value for name, value in original(*arguments).items() if name != key}
+
+    return settings
 
 
 def flow_sampler_unshifted(original: Any, *arguments: Any, **options: Any) -> Any:
