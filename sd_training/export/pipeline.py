@@ -1,6 +1,6 @@
 """Trained parts as a folder that diffusers loads: written beside the old one, reloaded, compared, then put in place.
 
-    current_pipeline.partial-7 being written or checked, by start 7 of the run
+    current_pipeline.partial-7 being written or checked, by the start of the run with token 7
     current_pipeline           the newest good export; with `keep_export` a link to pipelines/step_N
     current_pipeline.old       the one before, for the moment between two renames
 

@@ -130,13 +130,12 @@ class TinyRun:
         return digest_of(self.checkpoints / f"step={step or self.steps}")
 
     def files(self) -> set[str]:
-        """Every file and folder of the run and below its TMPDIR. Event files are named after process and second, and
-        `writers/` has one file that is named after the number of starts. Left out are the sockets of Python's
-        fork server for loader processes: `kill -9` leaves the name of one in TMPDIR, without a byte of content."""
+        """Every file and folder of the run and below its TMPDIR. Event files are named after process and second. Left
+        out are the sockets of Python's fork server for loader processes: `kill -9` leaves the name of one in TMPDIR,
+        without a byte of content."""
         below = [path.relative_to(self.run_dir).as_posix() for path in self.run_dir.rglob("*")]
         temporary = [f"TMPDIR/{path.relative_to(self.temporary)}" for path in self.temporary.rglob("*")]
         temporary = [name for name in temporary if not re.fullmatch(r"TMPDIR/pymp-\w+(/listener-\w+)?", name)]
-        below = [re.sub(r"^writers/\d+\.json$", "writers/N.json", name) for name in below]
         return {name for name in below if "events.out.tfevents" not in name} | set(temporary)
 
     def remove(self) -> None:

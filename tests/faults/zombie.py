@@ -4,7 +4,6 @@ A second start on the same machine would be refused while the first process live
 if the new start were on a machine that does not see it.
 """
 
-import os
 import random
 import signal
 import sys
@@ -75,10 +74,12 @@ def _wake_up(server: ForkServer, tiny: SlowRun, whole: TinyRun, chance: random.R
             time.sleep(0.001)
     old.send(signal.SIGSTOP)
     tiny.let_go(STEPS - 1)
-    (tiny.run_dir / "writer.lock").unlink()
+    for lock in tiny.run_dir.glob("writer-*.lock"):
+        lock.unlink()
+    claim = _claim(tiny)
     (new,) = tiny.start(server)
     if is_early:
-        while not _claims(tiny) >= {"2.json"} and new.poll() is None:
+        while _claim(tiny) == claim and new.poll() is None:
             time.sleep(0.005)
         time.sleep(chance.uniform(0, 1))
         old.send(signal.SIGCONT)
@@ -105,8 +106,8 @@ def _second_start(server: ForkServer, tiny: TinyRun) -> list[str]:
     return [] if (status, first_status, is_clear) == (2, 0, True) else [f"{status}, {first_status}\n{text}"]
 
 
-def _claims(tiny: SlowRun) -> set[str]:
-    return set(os.listdir(tiny.run_dir / "writers"))
+def _claim(tiny: SlowRun) -> str:
+    return (tiny.run_dir / "writer.json").read_text()
 
 
 def _state(tiny: SlowRun) -> tuple[object, ...]:

@@ -26,10 +26,9 @@ class TakenOverAfter(OptimizerStepCallback):
 def test_a_run_that_was_taken_over_ends(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     argv = options(run_dir, pipeline_dir, shards_dir)
-    with pytest.raises(TakenOverError, match="has taken this run over from start 1"):
+    with pytest.raises(TakenOverError, match="has taken this run over"):
         train(argv, TakenOverAfter(run_dir, 5))
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step=2", "step=4"]
     assert [row["optimizer_step"] for row in metrics(run_dir)] == ["1", "2", "3", "4", "5"]
     assert (run_dir / "exported_step").read_text() == "4\n" and not list(run_dir.glob("*.partial*"))
     assert train(argv).trainer.global_step == 8
-    assert [path.name for path in (run_dir / "writers").iterdir()] == ["3.json"]
