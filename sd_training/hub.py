@@ -1,16 +1,11 @@
 """Whether a hub id can be read: asked once and early, before the libraries ask for each file, five times each."""
 
 import os
+from functools import cache
 from pathlib import Path
 
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HFValidationError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 
 _TIMEOUT_S = 10.0
@@ -26,38 +21,36 @@ def hub_problem(name: str, revision: str | None, option: str) -> str | None:
         revision: branch, tag or commit.
         option: dotted option, which the sentence starts with.
     """
-    if os.path.exists(name) or (why := _refusal(name, revision)) is None:
+    if os.path.exists(name) or (reason := _refusal(name, revision)) is None:
         return None
     fetch = f"python scripts/download_diffusers.py -m {name} -o FOLDER"
     if option != "model.pretrained":
         fetch = f"hf download {name} --local-dir FOLDER"
-    remedy = why[1] or f"Correct the path, or fetch it where the hub can be reached ({fetch}) and write {option}=FOLDER"
-    return f"{option}: {name!r} is no folder here, and {why[0]}. {remedy}"
+    remedy = f"Correct it, or fetch it where the hub can be reached ({fetch}) and write {option}=FOLDER"
+    return f"{option}: {name!r} is no folder here, and {reason}. {remedy}"
 
 
-def _refusal(name: str, revision: str | None) -> tuple[str, str] | None:
-    """What is wrong with a hub id, and what to do; empty: fetch it elsewhere."""
-    log_in = "log in (hf auth login, or HF_TOKEN)"
+@cache
+def _refusal(name: str, revision: str | None) -> str | None:
+    """What is wrong with a hub id."""
     try:
         url = hf_hub_url(name, _FILE, revision=revision)
         snapshots = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "snapshots")
         if snapshots.is_dir() and any(snapshots.iterdir()):
             return None
         if constants.is_offline_mode():
-            return "it is not in the local cache, and HF_HUB_OFFLINE keeps the hub from being asked", ""
+            return "it is not in the local cache, and HF_HUB_OFFLINE keeps the hub from being asked"
         get_hf_file_metadata(url, timeout=_TIMEOUT_S)
-    except HFValidationError:
-        return "no hub id either (owner/name)", "Correct the path"
-    except GatedRepoError:
-        terms = "the hub gives it only to users who accepted its terms"
-        return terms, f"Accept them on https://huggingface.co/{name}, and {log_in}"
-    except RepositoryNotFoundError:
-        return "the hub has no such repository, or keeps it private", f"Correct the name, or {log_in}"
-    except RevisionNotFoundError:
-        return f"its repository on the hub has no revision {revision!r}", "Correct the revision"
     except EntryNotFoundError:
         return None
+    except HFValidationError:
+        return "no hub id either (owner/name)"
+    except GatedRepoError:
+        terms = f"accept them on https://huggingface.co/{name} and log in (hf auth login, or HF_TOKEN)"
+        return f"the hub gives it only to users who accepted its terms: {terms}"
+    except RepositoryNotFoundError:
+        return "the hub has no such repository, or shows it only after hf auth login (or with HF_TOKEN)"
     except Exception as error:  # which library makes the request, and what it raises, differs between versions
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        return f"it is not in the local cache, and the hub cannot be reached ({reason})", ""
+        return f"it is not in the local cache, and the hub cannot be reached ({reason})"
     return None

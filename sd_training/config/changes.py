@@ -7,18 +7,18 @@ from typing import Any
 
 import yaml
 
-from sd_training.config.fields import is_below, option_of, options, place_of, rename_old, shown
+from sd_training.config.fields import is_below, option_of, options, place_of, shown
 from sd_training.config.schema import Config
 from sd_training.redaction import note_secret, redacted_values
 
-PERMISSIONS = ("allow_pipe",)
-"""Names of options that a file cannot set to true."""
+PERMISSION = "allow_pipe"
+"""Name of the option that a file cannot set to true."""
 
 
 def without_permissions(holder: Any) -> Any:
-    """A copy in which no option of that name stands: what is written to a file."""
+    """A copy in which no such option stands: what is written to a file."""
     if isinstance(holder, Mapping):
-        return {key: without_permissions(value) for key, value in holder.items() if key not in PERMISSIONS}
+        return {key: without_permissions(value) for key, value in holder.items() if key != PERMISSION}
     return [without_permissions(value) for value in holder] if isinstance(holder, list) else holder
 
 
@@ -100,7 +100,6 @@ def changed_options(previous: str, config: Config) -> list[Change]:
         return []
     if not isinstance(before, dict):
         return []
-    rename_old(before)
     now = yaml.safe_load(resolved_yaml(config))
     keys = [key for key in options() if key != "experiment.allow_changed"]
     return [change for key in keys for change in differences(key, _value(before, key), _value(now, key))]

@@ -23,7 +23,7 @@ from sd_training.config.model_schema import (
 )
 from sd_training.config.objective_schema import ObjectiveConfig, with_preset
 from sd_training.config.paths import output_problem
-from sd_training.config.schema import SECTIONS, Config, DistributedConfig, warmup_length
+from sd_training.config.schema import MESH_AXES, SECTIONS, Config, DistributedConfig, warmup_length
 
 SHARDED_OPTIMIZERS = ("adamw", "lion")
 """Optimizers that treat every number alone, so that a shard of a tensor is updated as the whole would be."""
@@ -302,6 +302,8 @@ def _model(config: Config) -> Iterator[str]:
         yield "model.gradient_checkpointing: selective is for denoisers only; use true with model.train=vae"
     if model.train_text_encoder and ema.path is not None:
         yield "ema.path: holds one network, but model.train_text_encoder trains several; remove one of them"
+    if len({*ema.sigma_rels}) < len(ema.sigma_rels):
+        yield f"ema.sigma_rels: {ema.sigma_rels} has the same width twice; remove one of them"
     if ema.sigma_rels and ema.snapshot_every % ema.update_every:
         yield f"ema.snapshot_every: {ema.snapshot_every} is no multiple of ema.update_every={ema.update_every}"
     if model.train == "denoiser" and sampling.every > 0 and not sampling.prompts:
@@ -348,6 +350,9 @@ def _sharding(config: Config) -> Iterator[str]:
     """What the strategies cannot do."""
     distributed, mesh = config.distributed, config.distributed.mesh
     fsdp, deepspeed = is_fsdp(distributed), is_deepspeed(distributed)
+    axes = {axis: getattr(mesh, axis) for axis in MESH_AXES}
+    if 0 in axes.values() or list(axes.values()).count(-1) > 1:
+        yield f"distributed.mesh: {axes}, but each axis is at least 1, or one of them -1: as many as are left"
     if mesh.is_set and distributed.strategy != "auto":
         yield f"distributed.strategy: {distributed.strategy}, but distributed.mesh is set as well; give one of them"
     if distributed.offload_parameters and not (fsdp or distributed.strategy == "deepspeed_3"):

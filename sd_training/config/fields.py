@@ -2,7 +2,7 @@
 
 import json
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -16,18 +16,17 @@ from sd_training.config.value_types import ReadWith
 SECRETS = frozenset({"wandb.api_key"})
 """Options whose values are never printed or written."""
 OLD_NAMES: Mapping[str, str] = {
-    # sd-training's second names
     "dataset.params.batch_size": "system.batch_size",
     "dataset.params.num_examples_to_see": "experiment.num_examples_to_see",
     "dataset.params.workers": "system.workers",
+    "model.ema.path": "ema.path",
+    "model.max_grad_norm": "optimizer.max_grad_norm",
     "system.dist_backend": "distributed.dist_backend",
     "system.dist_url": "distributed.dist_url",
-    # of this project's older files
-    "ema.tracks": "ema.sigma_rels",
 }
-"""Old or second name of an option → its name."""
-OLD_WORDS: Mapping[str, Mapping[str, str]] = {"model.train": {"unet": "denoiser"}}
-"""Option → old word → today's."""
+"""Name of an option in sd-training, perhaps its second one → its name here."""
+OLD_WORDS: Mapping[str, Mapping[str, str]] = {"dataset.type": {"ParquetDataset": "Parquet"}}
+"""Option → word of sd-training → the word here."""
 
 _SHOWN_CHARACTERS = 80
 _ONE = {str: "a text", bool: "true or false", type(None): "null", Any: "any value"}
@@ -118,12 +117,12 @@ def defaults(group: type = Config) -> dict[str, Any]:
     return {name: _default(field) for name, field in group_fields(group).items()}
 
 
-def rename_old(values: Any, given: Collection[str] = ()) -> dict[str, str]:
+def rename_old(values: Any, origins: dict[str, str]) -> dict[str, str]:
     """Puts values under the names of `OLD_NAMES` where today's names are, in place, and likewise words.
 
     Args:
         values: plain containers of a configuration.
-        given: dotted options that have a value of their own, which an old name must not contradict.
+        origins: where the options come from that were given; those must not contradict an old name.
 
     Returns:
         Old name → what is wrong with its value.
@@ -132,14 +131,20 @@ def rename_old(values: Any, given: Collection[str] = ()) -> dict[str, str]:
     for old, new in OLD_NAMES.items():
         (source, old_name), (group, name) = place_of(values, old), place_of(values, new)
         value = source.pop(old_name, None)
+        above = old.rpartition(".")[0]
+        holder, above_name = place_of(values, above)
+        if above not in groups() and not holder.get(above_name):  # a group that is unknown here, and empty now
+            holder.pop(above_name, None)
         if value is None:
             continue
         if not group:  # with nothing but comments below it in a file
             group = values.setdefault(new.partition(".")[0], {})
-        if new not in given or name not in group:
-            group[name] = value
-        elif value != group[name]:
+        if new in origins and group.get(name, value) != value:
             problems[old] = f"is {shown(value)}, but {new} is {shown(group[name])}; remove {old}, a second name of it"
+            continue
+        group[name] = value
+        if old in origins:
+            origins.setdefault(new, origins[old])
     for key, words in OLD_WORDS.items():
         group, name = place_of(values, key)
         if isinstance(group.get(name), str):

@@ -5,24 +5,19 @@ import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
-from sd_training.config.fields import Option, groups, options
+from sd_training.config.fields import Option, groups, options, words_of
 from sd_training.errors import ConfigError
 
-_USUAL: Mapping[str, str] = {
-    "experiment": "log_dir name num_examples_to_see save_every",
-    "dataset": "type params.path params.resolution",
-    "system": "batch_size gradient_accumulation workers",
-    "model": "pretrained train mixed_precision gradient_checkpointing use_ema",
-    "distributed": "strategy",
-    "objective": "preset",
-    "optimizer": "name params.learning_rate",
-    "lr_scheduler": "scheduler",
-    "validation": "path",
-    "sampling": "every",
-    "logging": "every",
-    "trainer": "accelerator devices",
-}
-"""Group → options of the README's table, and what every run needs."""
+_USUAL = (
+    *("experiment.log_dir", "experiment.name", "experiment.num_examples_to_see", "experiment.save_every"),
+    *("dataset.type", "dataset.params.path", "dataset.params.resolution"),
+    *("system.batch_size", "system.gradient_accumulation", "system.workers"),
+    *("model.pretrained", "model.train", "model.mixed_precision", "model.gradient_checkpointing", "model.use_ema"),
+    *("distributed.strategy", "objective.preset", "optimizer.name", "optimizer.params.learning_rate"),
+    *("lr_scheduler.scheduler", "validation.path", "sampling.every", "logging.every"),
+    *("trainer.accelerator", "trainer.devices"),
+)
+"""Options of the README's table, and what every run needs."""
 _WIDTH = 118
 
 
@@ -41,14 +36,12 @@ def help_text(usage: str, topics: Iterable[str]) -> str:
 
 
 def _overview(usage: str) -> str:
-    keys = (f"{group}.{name}" for group, names in _USUAL.items() for name in names.split())
-    usual = (_entry(options()[key], is_short=True) for key in keys)
     held = (f"  {key:32} {_first_sentence(field.description or '')}" for key, field in groups().items())
     return "\n".join(
         [
             usage,
             "\nOptions that most runs set (option=default; * has to be given):",
-            *usual,
+            *(_entry(options()[key], is_short=True) for key in _USUAL),
             "\nGroups; `--help GROUP` lists all options of one, `--help OPTION` describes one:",
             *held,
             "\nAll options on one page: docs/config.md. How to start: README.md.",
@@ -61,7 +54,7 @@ def _topic(name: str) -> str:
         return _entry(options()[name], is_short=False)
     below = [option for key, option in options().items() if key.startswith(f"{name}.")]
     if name not in groups() or not below:
-        near = elsewhere(name) or suggest(name, [*groups(), *options()])
+        near = suggest_option(name)
         hint = f"; did you mean {near}?" if near else f"; groups are {', '.join(g for g in groups() if '.' not in g)}"
         raise ConfigError(f"--help {name}: is neither a group of options nor an option{hint}")
     return "\n".join([f"{name}: {groups()[name].description}", *(_entry(option, is_short=False) for option in below)])
@@ -87,96 +80,56 @@ _CLOSE = 0.6
 """Similarity (difflib ratio) from which two names count as close."""
 _LENGTH = "experiment.num_examples_to_see, which counts samples: "
 _NAMES: Mapping[str, str] = {
-    # optimizer and schedule
     "optimizer.params.learning_rate": "lr",
     "optimizer.params.beta1 and optimizer.params.beta2": "betas",
-    "optimizer.params.beta1": "adam_beta1",
-    "optimizer.params.beta2": "adam_beta2",
-    "optimizer.params.epsilon": "adam_epsilon eps",
     "optimizer.params.weight_decay": "adam_weight_decay",
-    "optimizer.name": "optimizer_type",
-    "optimizer.name=adamw_8bit": "use_8bit_adam",
-    "optimizer.max_grad_norm": "clip_grad_norm grad_clip gradient_clip_val",
-    "lr_scheduler.scheduler": "lr_scheduler_type",
+    "optimizer.max_grad_norm": "clip_grad_norm gradient_clip_val",
     "lr_scheduler.params.warmup_length": "lr_warmup_steps warmup_steps warmup",
-    # length, saves, names
     _LENGTH + "epochs × samples of the data": "epochs num_epochs num_train_epochs max_train_epochs",
     _LENGTH + "steps × images per optimizer step": "steps num_steps max_steps max_train_steps",
-    "experiment.num_examples_to_see": "num_examples",
     "experiment.seed": "seed",
     "experiment.log_dir": "output_dir logging_dir",
-    "experiment.name": "output_name run_name",
-    "experiment.project": "tracker_project_name wandb_project",
     "wandb.mode": "report_to",
     "experiment.save_every": "checkpointing_steps save_steps save_every_n_steps",
-    "checkpoint.keep": "checkpoints_total_limit save_total_limit",
     "experiment.requeue: the same command resumes its run": "resume resume_from_checkpoint",
-    "logging.every": "logging_steps log_every",
-    # batch and machine
     "system.batch_size": "batch_size batch bs train_batch_size per_device_train_batch_size",
     "system.gradient_accumulation": "gradient_accumulation_steps grad_accum accumulate_grad_batches",
-    "system.workers": "num_workers dataloader_num_workers max_data_loader_n_workers",
+    "system.workers": "num_workers dataloader_num_workers",
     "trainer.devices": "gpus num_gpus num_processes",
-    "trainer.num_nodes": "nodes",
-    "trainer.compile": "torch_compile",
-    # model
-    "model.pretrained": "pretrained_model_name_or_path pretrained_model model_path model_name checkpoint_path",
-    "model.mixed_precision": "precision dtype",
-    "model.mixed_precision=bf16": "bf16",
-    "model.mixed_precision=fp16": "fp16",
-    "ema.decay": "ema_decay",
-    "model.xformers": "enable_xformers_memory_efficient_attention",
-    # data
+    "model.pretrained": "pretrained_model_name_or_path pretrained_model model_path",
+    "model.use_ema and the group ema": "model.ema",
     "dataset.params.path": "train_data_dir dataset_name data_dir data_path data",
-    "dataset.params.resolution": "image_size img_size",
-    "dataset.params.crop=center": "center_crop",
-    "dataset.params.crop=random": "random_crop",
-    "dataset.params.flip_prob=0.5": "random_flip flip_aug",
+    "dataset.params.resolution": "image_size",
     "dataset.params.buckets.mode=ladder": "enable_bucket",
-    "dataset.params.buckets.min_side": "min_bucket_reso",
-    "dataset.params.buckets.max_side": "max_bucket_reso",
-    "dataset.params.buckets.step": "bucket_reso_steps",
-    "dataset.params.buckets.upscale=false": "bucket_no_upscale",
-    "dataset.params.captions.shuffle_tags_prob": "shuffle_caption",
-    "dataset.params.captions.num_kept_tags": "keep_tokens",
-    "dataset.params.captions.drop_tag_prob": "caption_tag_dropout_rate",
-    # objective and conditioning
-    "conditioning.dropout_prob": "caption_dropout_rate proportion_empty_prompts cfg_dropout",
+    "conditioning.dropout_prob": "caption_dropout_rate proportion_empty_prompts",
     "objective.snr_gamma": "min_snr_gamma",
     "objective.offset_noise": "noise_offset",
-    "objective.input_perturbation": "ip_noise_gamma",
-    "objective.prediction_type=v_prediction": "v_parameterization",
-    "objective.rescale_betas_zero_snr": "zero_terminal_snr",
-    # previews and validation; in this group `steps` means something else
-    "sampling.num_inference_steps": "sampling.steps sampling.num_steps",
-    "sampling.prompts": "validation_prompt validation_prompts sample_prompts",
-    "sampling.every": "sample_every_n_steps",
-    "sampling.every for previews, validation.every for a loss": "validation_steps",
+    "sampling.num_inference_steps": "sampling.steps",
+    "sampling.prompts": "validation_prompt validation_prompts",
 }
 ELSEWHERE: Mapping[str, str] = {name: here for here, names in _NAMES.items() for name in names.split()}
 """Name of an option in diffusers' scripts, kohya's sd-scripts or Lightning → the option here, perhaps with a value or a
 remark after it."""
 _WORDS: Mapping[str, str] = {
-    "bf16": "bfloat16 bf16mixed",
-    "fp16": "float16 half 16 16mixed",
-    "fp32 no": "float32 float full 32",
-    "no": "fp32 none",
+    "bf16": "bfloat16",
+    "fp16": "float16 16 16mixed",
+    "fp32 no": "fp32 float32 32",
     "adamw": "adam",
-    "adamw_8bit": "adam8bit",
-    "schedule_free_adamw": "schedulefree",
-    "v_prediction": "v vpred velocity",
-    "epsilon": "eps noise",
-    "flow_prediction": "flow rectifiedflow",
-    "sample": "x0",
-    "WebDataset": "tar wds",
-    "Table": "csv tsv jsonl",
-    "ImageFolder": "folder images",
-    "HuggingFace": "hf arrow",
+    "denoiser": "unet",
+    "v_prediction": "v",
+    "WebDataset": "tar",
+    "Table": "csv jsonl",
 }
 SPELLINGS: Mapping[str, Sequence[str]] = {
     name: here.split() for here, names in _WORDS.items() for name in names.split()
 }
 """Value as others spell it, in small letters and digits → the words of an option that may mean it."""
+
+
+def suggest_option(key: str) -> str | None:
+    """The option or group that an unknown dotted key probably means: by its name in another trainer, or the nearest."""
+    here = ELSEWHERE.get(key) or ELSEWHERE.get(key.rpartition(".")[2].lstrip("-"))
+    return here or suggest(key, [*options(), *groups()])
 
 
 def suggest(key: str, known: Iterable[str]) -> str | None:
@@ -200,13 +153,9 @@ def suggest(key: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(key, keys, n=1, cutoff=_CLOSE)), None)
 
 
-def elsewhere(key: str) -> str | None:
-    """What an option of another trainer is called here, by its whole name or else its last one."""
-    return ELSEWHERE.get(key) or ELSEWHERE.get(key.rpartition(".")[2].lstrip("-"))
-
-
-def suggest_value(value: str, words: Sequence[str]) -> str | None:
+def suggest_value(value: str, option: Option) -> str | None:
     """The word, among those that an option allows, that a wrong text most probably meant."""
+    words = words_of(option.annotation)
     plain = {_plain(word): word for word in reversed(words)}
     meant = [plain.get(_plain(value)), *(word for word in SPELLINGS.get(_plain(value), ()) if word in words)]
     near = difflib.get_close_matches(_plain(value), plain, n=1, cutoff=_CLOSE)

@@ -89,6 +89,10 @@ def test_good_configurations_pass_without_a_word(base: dict[str, str]) -> None:
         ),
         ({"ema__path": "/nowhere", "model__use_ema": "true"}, "ema.path: '/nowhere' does not exist"),
         (
+            {"ema__sigma_rels": "[0.1, 0.05, 0.1]", "model__use_ema": "true"},
+            "ema.sigma_rels: [0.1, 0.05, 0.1] has the same width twice",
+        ),
+        (
             {"model__vae_scaling_factor": "keep"},
             'model.vae_scaling_factor: is "keep", but is only read with model.train=vae',
         ),

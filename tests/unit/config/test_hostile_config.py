@@ -21,7 +21,7 @@ def in_params(text: str) -> str:
     [
         (f"{PARAMS}.x=" + "[" * 3000 + "]" * 3000, "nested too deeply"),
         (f"{PARAMS}.{'a.' * 2000}b=1", "nested too deeply"),
-        ("experiment.project=a${model.${experiment.name}}", "${…${…}…} is not allowed"),
+        ("experiment.project=a${model.${experiment.name}}", "only ${another.option} is read"),
     ],
 )
 def test_nested_overrides_are_problems(override: str, expected: str) -> None:
@@ -71,7 +71,7 @@ def test_a_file_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 )
 def test_a_file_cannot_permit_shell_commands(text: str, tmp_path: Path) -> None:
     file = write(tmp_path / "a.yaml", text)
-    with pytest.raises(ConfigError, match=r"allow_pipe: is .* \(.*a\.yaml.*\); this permission is given on"):
+    with pytest.raises(ConfigError, match=r"allow_pipe: is .* in .*a\.yaml; this permission is given on"):
         load_config([f"config={file}", *BASE])
 
 
@@ -90,13 +90,13 @@ def test_a_file_cannot_permit_shell_commands(text: str, tmp_path: Path) -> None:
 )
 def test_a_group_set_on_the_command_line_lends_a_file_no_permission(text: str, more: list[str], tmp_path: Path) -> None:
     file = write(tmp_path / "a.yaml", text)
-    with pytest.raises(ConfigError, match=r"allow_pipe: is .* \(.*a\.yaml.*\); this permission is given on"):
+    with pytest.raises(ConfigError, match=r"allow_pipe: is .* in .*a\.yaml; this permission is given on"):
         load_config([f"config={file}", *BASE, *more])
 
 
 def test_a_permission_that_a_file_gives_is_told_once(tmp_path: Path) -> None:
     file = write(tmp_path / "a.yaml", "dataset: {params: {allow_pipe: true}}")
-    told = f"dataset.params.allow_pipe: is true ({file}, line 1); this permission is given on the command line only"
+    told = f"dataset.params.allow_pipe: is true in {file}; this permission is given on the command line only"
     assert only(f"config={file}", *BASE) == f"{told} (dataset.params.allow_pipe=true)"
     refused = write(tmp_path / "b.yaml", "dataset: {params: {allow_pipe: false}}")
     assert not load_config([f"config={refused}", *BASE]).dataset.params.allow_pipe

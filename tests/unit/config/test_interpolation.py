@@ -16,12 +16,9 @@ def test_interpolation_reads_other_options_and_defaults() -> None:
     assert config.distributed.dist_url == "env://"
 
 
-def test_interpolation_to_an_unknown_option_suggests_one() -> None:
+def test_interpolation_to_an_unknown_option() -> None:
     line = only(*BASE, "dataset.params.workers=${system.worker}")
-    assert (
-        line
-        == "dataset.params.workers: is ${system.worker}, but there is no such option; did you mean ${system.workers}?"
-    )
+    assert line.startswith("dataset.params.workers: is ${system.worker}: Interpolation key 'system.worker' not found; ")
 
 
 def test_interpolation_to_a_missing_value_is_reported_where_it_must_be_filled() -> None:
@@ -33,9 +30,9 @@ def test_interpolation_to_a_missing_value_is_reported_where_it_must_be_filled() 
 def test_a_required_option_taken_from_a_missing_value() -> None:
     argv = [item for item in BASE if "log_dir" not in item]
     line = only(*argv, "experiment.log_dir=${wandb.entity2}", "wandb.entity=x")
-    assert line.startswith("experiment.log_dir: is ${wandb.entity2}, but there is no such option")
+    assert line.startswith("experiment.log_dir: is ${wandb.entity2}: Interpolation key")
     line = only(*argv, "experiment.log_dir=${SCRATCH}/runs")
-    assert line.endswith("a variable of the environment is written $SCRATCH, in names of output folders only")
+    assert line.endswith("only ${another.option} is read, nothing from outside the files")
     report = problems(*argv[:1], *argv[2:], "experiment.log_dir=a/${experiment.num_examples_to_see}")
     assert [line.partition(" (")[0] for line in report] == [
         "experiment.log_dir: is required",
@@ -64,8 +61,7 @@ def test_resolvers_are_refused_by_name(value: str, tmp_path: Path, monkeypatch: 
     file = write(tmp_path / "a.yaml", f'experiment:\n  project: "{value}"\n')
     for argv in ([*BASE, f"experiment.project={value}"], [f"config={file}", *BASE]):
         line = only(*argv)
-        assert line.startswith("experiment.project: ${oc.")
-        assert "is not allowed" in line
+        assert line.startswith("experiment.project: is ") and "Unsupported interpolation type oc." in line
         assert "secret-home" not in line
 
 

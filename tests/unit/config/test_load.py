@@ -116,12 +116,12 @@ def test_bad_files_are_named(text: str, expected: str, tmp_path: Path) -> None:
 def test_missing_folder_and_binary_files(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
     report = problems(f"config={tmp_path}/none.yaml,{tmp_path},{tmp_path}/x.yaml")
-    assert ["No such file" in report[0], "directory" in report[1], "UTF-8" in report[2]] == [True] * 3
+    assert ["No such file" in report[0], "directory" in report[1], "utf-8" in report[2]] == [True] * 3
 
 
 def test_an_alias_bomb_is_refused(tmp_path: Path) -> None:
     levels = "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]\n" for i in range(1, 9))
-    assert "aliases" in only(f"config={write(tmp_path / 'a.yaml', 'l0: &l0 [x]' + chr(10) + levels)}")
+    assert "expansion exceeds" in only(f"config={write(tmp_path / 'a.yaml', 'l0: &l0 [x]' + chr(10) + levels)}")
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,7 @@ def test_an_alias_bomb_is_refused(tmp_path: Path) -> None:
     [
         ("experiment.name", "write option=value"),
         ("a.yaml", "write config=a.yaml"),
-        ("--system.workers=1", "without dashes: system.workers=1"),
-        ("dataset.params.filters.w>=5", "write dataset.params.filters.w=>=5"),
+        ("dataset.params.filters.w>=5", "as in dataset.params.filters.width='>=512'"),
         ("a..b=1", "dotted names"),
         ("=1", "dotted names"),
         ("sampling.prompts[7]=x", "cannot be set"),
@@ -198,7 +197,7 @@ def test_every_kind_of_problem_in_one_report(tmp_path: Path) -> None:
         "experiment.num_examples_to_see: is required",
         "dataset.params.path: is required",
         "wandb.entity: is ${nothing.here}",
-        "ema.path: ${oc.env:…}",
+        "ema.path: is ${oc.env:HOME}: Unsupported interpolation type oc.env",
         "dataset.params.filters.w: ",
         "sampling.prompts: is empty",
         "model.unet: is required",

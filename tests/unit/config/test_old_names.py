@@ -1,12 +1,12 @@
-"""Second names of sd-training and names of older files: they mean today's options, and resolved files have today's."""
+"""Names of sd-training: they mean today's options, and resolved files have today's."""
 
 from pathlib import Path
 
 import pytest
 import yaml
 
-from sd_training.config.changes import changed_options, resolved_yaml
-from sd_training.config.fields import OLD_NAMES, OLD_WORDS, options, value_of, words_of
+from sd_training.config.changes import resolved_yaml
+from sd_training.config.fields import OLD_NAMES, OLD_WORDS, options, place_of, value_of, words_of
 from sd_training.config.load import load_config
 from tests.unit.config.loading import BASE, only, write
 
@@ -16,7 +16,8 @@ EXAMPLES = {
     "dataset.params.workers": 3,
     "system.dist_backend": "gloo",
     "system.dist_url": "tcp://a:1",
-    "ema.tracks": [0.1],
+    "model.ema.path": "someone/average",
+    "model.max_grad_norm": 0.5,
 }
 
 
@@ -35,10 +36,7 @@ def test_an_old_name_alone_sets_the_option(old: str) -> None:
     config = load_config([*others, f"{old}={EXAMPLES[old]}", "model.use_ema=true"])
     assert value_of(config, new) == EXAMPLES[old]
     resolved = yaml.safe_load(resolved_yaml(config))
-    *groups, name = old.split(".")
-    for group in groups:
-        resolved = resolved[group]
-    assert name not in resolved
+    assert place_of(resolved, old)[1] not in place_of(resolved, old)[0]
 
 
 def test_old_and_new_name_may_agree_but_not_contradict(tmp_path: Path) -> None:
@@ -55,16 +53,22 @@ def test_a_wrong_value_is_named_by_the_new_name_at_the_place_of_the_old(tmp_path
 
 
 def test_an_old_word_means_todays() -> None:
-    config = load_config([*BASE, "model.train=unet"])
-    assert config.model.train == "denoiser" and "train: denoiser" in resolved_yaml(config)
+    config = load_config([*BASE, "dataset.type=ParquetDataset"])
+    assert config.dataset.type == "Parquet" and "type: Parquet" in resolved_yaml(config)
 
 
-def test_the_file_of_an_older_start_has_changed_nothing() -> None:
-    config = load_config([*BASE, "model.use_ema=true", "ema.sigma_rels=[0.1]"])
-    before = yaml.safe_load(resolved_yaml(config))
-    before["model"]["train"], before["ema"]["tracks"] = "unet", before["ema"].pop("sigma_rels")
-    before["dataset"]["params"] |= {"batch_size": 32, "workers": None, "num_examples_to_see": None}
-    assert changed_options(yaml.safe_dump(before), config) == []
+@pytest.mark.parametrize("text", ["ema:\n    path: null", "ema:", "ema: {}\n  max_grad_norm: null"])
+def test_an_old_group_may_be_empty(text: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", f"model:\n  {text}\n")
+    config = load_config([*BASE, f"config={file}"])
+    assert config.ema.path is None and config.optimizer.max_grad_norm is None
+
+
+def test_another_option_of_an_old_group_is_unknown(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", "model:\n  use_ema: true\n  ema:\n    path: a/b\n    decy: 0.9\n")
+    assert only(*BASE, f"config={file}").startswith(
+        f"model.ema: unknown option ({file}, line 3); did you mean model.use_ema and"
+    )
 
 
 def test_an_old_name_counts_where_the_group_of_the_new_one_is_empty(tmp_path: Path) -> None:
