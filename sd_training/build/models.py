@@ -12,7 +12,7 @@ from sd_training.config.check import is_deepspeed, is_fsdp
 from sd_training.config.model_schema import ModelConfig
 from sd_training.config.schema import Config
 from sd_training.data.order.buckets import size_problems, training_sizes
-from sd_training.diffusion.objective import Objective, make_objective, shift_of
+from sd_training.diffusion.objective import Objective, make_objective
 from sd_training.errors import ConfigError
 from sd_training.log import get_logger
 from sd_training.models.encoders import Encoders
@@ -153,14 +153,12 @@ def vae_precision(model: ModelConfig, precision: str) -> str:
 
 def objective_of(family: Family) -> Objective:
     """The objective that the family's schedulers and options describe."""
-    schedulers, options = family.schedulers, family.objective
-    is_flow = schedulers.prediction_type == "flow_prediction"
+    own = family.schedulers
     return make_objective(
-        options,
-        schedulers.schedule,
-        schedulers.prediction_type,
-        sigma_data=options.sigma_data or 1.0,
-        shift=shift_of(options.shift, schedulers.static_shift) if is_flow else None,
+        own.objective,
+        own.schedule,
+        own.prediction_type,
+        static_shift=own.static_shift,
         latents_per_token=family.patch_size**2,
     )
 

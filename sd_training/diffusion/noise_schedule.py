@@ -35,11 +35,11 @@ class NoiseSchedule(Protocol):
 
     def to(self, device: torch.device) -> "NoiseSchedule":
         """The same schedule on `device`."""
-        ...
+        return self
 
 
 @dataclass(frozen=True)
-class DiscreteSchedule:
+class DiscreteSchedule(NoiseSchedule):
     """Variance-preserving: α = √ᾱ_t, σ = √(1 - ᾱ_t) at T timesteps; time in [0, 1) is t / T."""
 
     alphas_cumprod: Tensor
@@ -62,7 +62,7 @@ class DiscreteSchedule:
 
 
 @dataclass(frozen=True)
-class FlowSchedule:
+class FlowSchedule(NoiseSchedule):
     """Rectified flow: α = 1 - σ, time = σ in [0, 1] (Liu et al. 2022, arXiv:2209.03003, eq. 1)."""
 
     num_timesteps: int = 1000
@@ -71,13 +71,9 @@ class FlowSchedule:
         """As `NoiseSchedule.levels`."""
         return Levels(1.0 - time, time, time * self.num_timesteps)
 
-    def to(self, device: torch.device) -> "FlowSchedule":
-        """There is nothing to move."""
-        return self
-
 
 @dataclass(frozen=True)
-class SigmaSchedule:
+class SigmaSchedule(NoiseSchedule):
     """Variance-exploding: α = 1; time is ln σ (Karras et al. 2022, arXiv:2206.00364, section 5)."""
 
     num_timesteps: int = 1000
@@ -85,10 +81,6 @@ class SigmaSchedule:
     def levels(self, time: Tensor) -> Levels:
         """As `NoiseSchedule.levels`."""
         return Levels(torch.ones_like(time), time.exp(), time / 4)
-
-    def to(self, device: torch.device) -> "SigmaSchedule":
-        """There is nothing to move."""
-        return self
 
 
 def _cosine_betas(num_timesteps: int) -> Tensor:

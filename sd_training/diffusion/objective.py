@@ -3,25 +3,52 @@
 Every random number comes with the batch, drawn per sample by the loader, so all of this is a pure function.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from sd_training.config.objective_schema import (
-    LossConfig,
-    ObjectiveConfig,
-    PredictionType,
-    ShiftConfig,
-    TimestepDensityConfig,
-)
+from sd_training.config.objective_schema import LossConfig, ObjectiveConfig, PredictionType, TimestepDensityConfig
 from sd_training.diffusion import timestep_density as density
 from sd_training.diffusion.loss_weighting import loss_weights
-from sd_training.diffusion.noise_schedule import NoiseSchedule
-from sd_training.diffusion.prediction import input_scale, noised, target_of
+from sd_training.diffusion.noise_schedule import FlowSchedule, NoiseSchedule
 from sd_training.types import Draws, NoisedBatch
+
+
+def noised(latents: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
+    """x_t = α x_0 + σ ε (Ho et al. 2020, arXiv:2006.11239, eq. 4)."""
+    return signal * latents + sigma * noise
+
+
+def input_scale(prediction_type: PredictionType, sigma: Tensor, sigma_data: float) -> Tensor | float:
+    """c_in, what x_t is multiplied by before the denoiser sees it: 1 / √(σ² + σ_data²) for EDM (Karras et al. 2022,
+    arXiv:2206.00364, table 1)."""
+    return (sigma.square() + sigma_data**2).rsqrt() if prediction_type == "edm" else 1.0
+
+
+def target_of(
+    prediction_type: PredictionType, latents: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor, sigma_data: float
+) -> Tensor:
+    """The target of the denoiser, given x_t = α x_0 + σ ε.
+
+    Args:
+        latents, noise: [B, C, h, w] x_0 and ε.
+        signal, sigma: [B, 1, 1, 1] α and σ.
+        sigma_data: standard deviation of x_0, which EDM alone reads.
+    """
+    match prediction_type:
+        case "epsilon":
+            return noise
+        case "v_prediction":  # α ε - σ x_0 (Salimans & Ho 2022, arXiv:2202.00512, section 4)
+            return signal * noise - sigma * latents
+        case "sample":
+            return latents
+        case "flow_prediction":  # dx_t/dσ of the straight path (Liu et al. 2022, arXiv:2209.03003, eq. 1)
+            return noise - latents
+        case "edm":  # (x_0 - c_skip x_t) / c_out (Karras et al. 2022, arXiv:2206.00364, eq. 7 and table 1)
+            # The same, without the difference of two nearly equal numbers at small σ.
+            return (sigma / sigma_data * latents - sigma_data * noise) * (sigma.square() + sigma_data**2).rsqrt()
 
 
 def pseudo_huber(error: Tensor, delta: Tensor | float) -> Tensor:
@@ -46,30 +73,21 @@ def huber_delta(config: LossConfig, signal: Tensor, sigma: Tensor, time: Tensor)
             return config.huber_delta**time
 
 
-Density = Callable[[Tensor], Tensor]
-"""Uniform draws [B] → time [B]."""
-Shift = Callable[[int], float]
-"""Image tokens → a of the timestep shift."""
-
-
 @dataclass(frozen=True)
 class Objective:
-    """What a denoiser is trained on.
-
-    Made by `make_objective`, or field by field.
-    """
+    """What a denoiser is trained on, as `make_objective` makes it."""
 
     schedule: NoiseSchedule
     prediction_type: PredictionType
     config: ObjectiveConfig
     """Density, weighting, loss and noise, with nothing left to a preset."""
-    sigma_data: float = 1.0
+    sigma_data: float
     """Standard deviation of the latents; EDM reads it."""
-    shift: Shift | None = None
-    """Of flow models."""
-    latents_per_token: int = 1
-    """Latent cells in one image token of the denoiser, for `shift`."""
-    beta_quantiles: Tensor | None = None
+    static_shift: float
+    """a of the timestep shift of the training noise scheduler; flow models may use it."""
+    latents_per_token: int
+    """Latent cells in one image token of the denoiser, for a shift by tokens."""
+    beta_quantiles: Tensor | None
 
     def to(self, device: torch.device) -> "Objective":
         """The same objective with its tables on `device`."""
@@ -110,9 +128,16 @@ class Objective:
         time = self._density(config, draw)
         if config.name != "log_normal":
             time = config.low + (config.high - config.low) * time
-        if self.shift is not None:
+        if isinstance(self.schedule, FlowSchedule):
             time = density.shifted(time, self.shift(num_latents // self.latents_per_token))
         return time
+
+    def shift(self, num_tokens: int) -> float:
+        """a of the timestep shift of a flow model, for pictures of so many image tokens; 1 is none."""
+        own = self.config.shift
+        if own.mode == "tokens":
+            return density.shift_for_tokens(num_tokens, own.base_tokens, own.max_tokens, own.base_shift, own.max_shift)
+        return self.static_shift if own.mode == "scheduler" else own.value
 
     def _density(self, config: TimestepDensityConfig, draw: Tensor) -> Tensor:
         mean, std = config.mean or 0.0, config.std or 1.0
@@ -158,7 +183,10 @@ class Objective:
         """
         error = prediction.float() - batch.target.float()
         if self.config.loss.name == "huber":
-            delta = huber_delta(self.config.loss, batch.signal, batch.sigma, self._progress(batch))
+            time = batch.timesteps / self.schedule.num_timesteps
+            if self.prediction_type == "edm":  # which has no end
+                time = batch.sigma / (1.0 + batch.sigma)
+            delta = huber_delta(self.config.loss, batch.signal, batch.sigma, time)
             error = pseudo_huber(error, _like(delta, error) if isinstance(delta, Tensor) else delta)
         else:
             error = error.square()
@@ -167,35 +195,19 @@ class Objective:
         loss = batch.weight * error.flatten(1).mean(dim=1)
         return loss if uncertainty is None else loss / uncertainty.exp() + uncertainty
 
-    def _progress(self, batch: NoisedBatch) -> Tensor:
-        """[B] noise level in [0, 1]; of EDM, which has no end, σ / (1 + σ)."""
-        if self.prediction_type == "edm":
-            return batch.sigma / (1.0 + batch.sigma)
-        return batch.timesteps / self.schedule.num_timesteps
-
 
 def make_objective(
     config: ObjectiveConfig,
     schedule: NoiseSchedule,
     prediction_type: PredictionType,
     *,
-    sigma_data: float = 1.0,
-    shift: Shift | None = None,
+    static_shift: float = 1.0,
     latents_per_token: int = 1,
 ) -> Objective:
     """The objective of a config whose preset is filled in; arguments as the fields of `Objective`."""
-    own = config.timestep_density
+    own, sigma_data = config.timestep_density, config.sigma_data or 1.0
     quantiles = density.beta_quantiles(own.alpha, own.beta) if own.name == "beta" else None
-    return Objective(schedule, prediction_type, config, sigma_data, shift, latents_per_token, quantiles)
-
-
-def shift_of(config: ShiftConfig, static: float) -> Shift | None:
-    """The timestep shift; `static` is the training noise scheduler's."""
-    if config.mode == "tokens":
-        tokens = (config.base_tokens, config.max_tokens, config.base_shift, config.max_shift)
-        return lambda num_tokens: density.shift_for_tokens(num_tokens, *tokens)
-    factor = static if config.mode == "scheduler" else config.value
-    return None if factor == 1.0 else lambda _: factor
+    return Objective(schedule, prediction_type, config, sigma_data, static_shift, latents_per_token, quantiles)
 
 
 def bias_range(config: TimestepDensityConfig) -> tuple[float, float]:
@@ -207,8 +219,7 @@ def bias_range(config: TimestepDensityConfig) -> tuple[float, float]:
             return 0.0, config.bias_portion
         case "range":
             return config.bias_range[0], config.bias_range[1]
-        case _:
-            return 0.0, 1.0
+    return 0.0, 1.0
 
 
 def latent_mask(mask: Tensor, latents: Tensor) -> Tensor:

@@ -29,20 +29,13 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
     """Scales gradients in place so that their norm is at most `max_norm`; returns the norm before."""
-    trained = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = gradient_norm(p.grad for p in trained if p.grad is not None)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = gradient_norm(gradients)
     if max_norm is not None:
         # DTensors of different meshes cannot be scaled in one call, their local tensors can.
-        plain = [nn.Parameter(_local(p), requires_grad=False) for p in trained]
-        for stand_in, parameter in zip(plain, trained, strict=True):
-            assert parameter.grad is not None
-            stand_in.grad = _local(parameter.grad)
-        torch.nn.utils.clip_grads_with_norm_(plain, max_norm, norm)
+        local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class SkippingOptimizer(torch.optim.Optimizer):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from sd_training.config.schema import LRScheduleConfig, LRScheduleParams, warmup_length
+from sd_training.config.schema import LRScheduleConfig, warmup_length
 from sd_training.errors import ConfigError
 
 LRSchedule = Callable[[int], float]
@@ -23,10 +23,18 @@ def lr_schedule(config: LRScheduleConfig, *, num_steps: int, global_batch: int) 
     Raises:
         ConfigError: warm-up and decay of `wsd` are longer than the run.
     """
-    warmup_steps = warmup_length(config.params, global_batch)
+    params, warmup_steps = config.params, warmup_length(config.params, global_batch)
     start = warmup_steps
     if config.scheduler == "wsd":
-        start = num_steps - _decay_length(config.params, warmup_steps, num_steps)
+        length = params.decay_length
+        if length is None:
+            length = max(1, min(round(_DEFAULT_DECAY_SHARE * num_steps), num_steps - warmup_steps))
+        elif warmup_steps + length > num_steps:
+            raise ConfigError(
+                f"lr_scheduler.params.decay_length: {length:,} steps of decay after {warmup_steps:,} steps of warm-up "
+                f"do not fit into a run of {num_steps:,} steps; shorten one of them, or leave decay_length out"
+            )
+        start = num_steps - length
     return partial(_factor, config=config, warmup_steps=warmup_steps, start=start, end=num_steps)
 
 
@@ -50,14 +58,3 @@ def _factor(step: int, *, config: LRScheduleConfig, warmup_steps: int, start: in
         case "wsd":  # Hu et al. 2024 (arXiv:2404.06395); 1 - √x: Hägele et al. 2024 (arXiv:2405.18392)
             fall = 1.0 - (x if params.decay_shape == "linear" else math.sqrt(x))
     return rise if is_rising else params.end_factor + (1.0 - params.end_factor) * fall
-
-
-def _decay_length(params: LRScheduleParams, warmup_steps: int, num_steps: int) -> int:
-    if params.decay_length is None:
-        return max(1, min(round(_DEFAULT_DECAY_SHARE * num_steps), num_steps - warmup_steps))
-    if warmup_steps + params.decay_length > num_steps:
-        raise ConfigError(
-            f"lr_scheduler.params.decay_length: {params.decay_length:,} steps of decay after {warmup_steps:,} steps of "
-            f"warm-up do not fit into a run of {num_steps:,} steps; shorten one of them, or leave decay_length out"
-        )
-    return params.decay_length

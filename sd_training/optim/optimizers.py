@@ -1,14 +1,13 @@
 """Optimizers by name, as one call: parameter groups, then the optimizer over them.
 
-Every optimizer skips the whole step of a non-finite gradient (`gradients.py`). Three are this project's own: AdamW with
-stochastic rounding of bf16 weights, Muon with AdamW beside it, and thin subclasses that repair a library's optimizer.
+Every optimizer skips the whole step of a non-finite gradient (`gradients.py`). Two are this project's own: AdamW with
+stochastic rounding of bf16 weights, and Muon with AdamW beside it.
 """
 
 import importlib
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,8 +20,6 @@ from sd_training.errors import ConfigError
 from sd_training.optim.gradients import SkippingOptimizer, skipping
 
 Group: TypeAlias = dict[str, Any]
-_FROM_OPTIONS = ("lr_factor", "weight_decay", "betas", "eps", "momentum", "d_coef")
-"""What a group takes from the run's options instead of a checkpoint."""
 
 
 def make_optimizer(
@@ -36,10 +33,10 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer that `config` describes, over every trained part.
 
-    The caller sets `group["lr"] = peak × schedule(step) × group["lr_factor"]` before each step; a checkpoint does not
-    override the options. It marks a non-finite gradient by setting the float tensor `optimizer.found_inf`,
-    from inside the closure that `step` calls: the whole step is then skipped. Fused AdamW reads the flag on the device;
-    for all other optimizers the host reads it, once per step.
+    The caller sets `group["lr"] = peak × schedule(step) × group["lr_factor"]` before each step. It marks a non-finite
+    gradient by setting the float tensor `optimizer.found_inf`, from inside the closure that `step` calls: the whole
+    step is then skipped. Fused AdamW reads the flag on the device; for all other optimizers the host reads it, once per
+    step.
 
     Args:
         config: checked by `config.check`.
@@ -53,58 +50,42 @@ def make_optimizer(
     Raises:
         ConfigError: the package of the optimizer is not installed, or it cannot update these weights.
     """
-    groups = _by_mesh(parameter_groups(config, named_parameters, learning_rate))
-    optimizer: torch.optim.Optimizer
-    if is_offloaded:  # compiled by g++ at its first use
-        params, library = config.params, _module("deepspeed.ops.adam", config.name, "deepspeed")
-        betas = (params.beta1, params.beta2)
-        optimizer = library.DeepSpeedCPUAdam(groups, betas=betas, eps=params.epsilon, adamw_mode=True)
-    else:
-        optimizer = _make(config, groups, fused, seed)
-    # A resumed run follows its options, as it does for the learning rate.
-    own = [{key: group[key] for key in _FROM_OPTIONS if key in group} for group in optimizer.param_groups]
-    optimizer.register_load_state_dict_post_hook(partial(_set_options, own))
-    return optimizer
-
-
-def _set_options(own: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    for group, options in zip(optimizer.param_groups, own, strict=True):
-        group.update(options)
-
-
-def _make(config: OptimizerConfig, groups: list[Group], fused: bool, seed: int) -> torch.optim.Optimizer:
-    params = config.params
+    params, name = config.params, config.name
+    groups = parameter_groups(config, named_parameters, learning_rate)
     adam: dict[str, Any] = {"betas": (params.beta1, params.beta2), "eps": params.epsilon}
+    if is_offloaded:  # compiled by g++ at its first use
+        library = _module("deepspeed.ops.adam", name, "deepspeed")
+        deepspeed: torch.optim.Optimizer = library.DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
+        return deepspeed
     # Where `lr` is given, the library only checks it: every group has its own.
-    match config.name:
+    match name:
         case "adamw" if config.stochastic_rounding:
             return StochasticRoundingAdamW(groups, seed=seed, fused=fused, **adam)
         case "adamw":
             return (torch.optim.AdamW if fused else skipping(torch.optim.AdamW))(groups, fused=fused, **adam)
         case "muon":
             return MuonWithAdamW(groups, momentum=params.momentum, fused=fused, **adam)
-        case "adamw_8bit":
+        case "adamw_8bit":  # Dettmers et al. 2022 (arXiv:2110.02861)
             if not torch.cuda.is_available():
                 raise ConfigError(
                     "optimizer.name: adamw_8bit needs a CUDA device, and there is none; use optimizer.name=adamw"
                 )
-            return _eight_bit_adamw(_module("bitsandbytes.optim", config.name, "bitsandbytes"))(groups, **adam)
+            return skipping(_module("bitsandbytes.optim", name, "bitsandbytes").AdamW8bit)(groups, **adam)
         case "adafactor":
             # Shazeer & Stern 2018 (arXiv:1804.04235) with the paper's constants, except that the schedule alone gives
             # the learning rate: neither the paper's 1/√t nor the size of the weight scales it.
             adafactor = skipping(importlib.import_module("transformers.optimization").Adafactor)
             return adafactor(groups, lr=1.0, relative_step=False, scale_parameter=False, warmup_init=False)
-        case "lion":
-            library = _module("lion_pytorch.foreach", config.name, "lion-pytorch")
-            return _lion(library)(groups, lr=1.0, betas=adam["betas"])
+        case "lion":  # Chen et al. 2023 (arXiv:2302.06675)
+            return skipping(_module("lion_pytorch", name, "lion-pytorch").Lion)(groups, lr=1.0, betas=adam["betas"])
         case "prodigy":
             # Mishchenko & Defazio 2023 (arXiv:2306.06101, algorithm 4) with what its authors advise for diffusion
             # models and warm-ups: bias correction, and a distance estimate that a small learning rate does not inflate.
-            prodigy = skipping(_module("prodigyopt", config.name, "prodigyopt").Prodigy)
+            prodigy = skipping(_module("prodigyopt", name, "prodigyopt").Prodigy)
             advice = {"use_bias_correction": True, "safeguard_warmup": True}
             return prodigy(groups, lr=1.0, d0=params.d0, d_coef=params.d_coef, **advice, **adam)
         case "schedule_free_adamw":
-            optimizer = skipping(_module("schedulefree", config.name, "schedulefree").AdamWScheduleFree)(groups, **adam)
+            optimizer = skipping(_module("schedulefree", name, "schedulefree").AdamWScheduleFree)(groups, **adam)
             optimizer.train()
             return optimizer
 
@@ -130,7 +111,10 @@ _AT_THE_ENDS = re.compile(
 def parameter_groups(
     config: OptimizerConfig, named_parameters: Iterable[tuple[str, nn.Parameter]], learning_rate: float
 ) -> list[Group]:
-    """The parameters by part, by weight decay and, with `muon`, by how they are updated.
+    """The parameters by part, by weight decay, by device mesh and, with `muon`, by how they are updated.
+
+    Weight decay may leave out biases, weights of norms and scales. One kernel updates one mesh only, and what tensor
+    parallelism shards has another one.
 
     Args:
         named_parameters: names begin with the part: `denoiser.…`, `text_encoder.…`.
@@ -143,34 +127,28 @@ def parameter_groups(
     Raises:
         ConfigError: `optimizer.rates_by_part` names a part that is not trained.
     """
-    groups: dict[tuple[str, bool, bool], Group] = {}
+    groups: dict[object, Group] = {}
     for name, parameter in named_parameters:
         part = name.partition(".")[0]
-        has_decay = not (config.no_decay_on_norms_and_biases and is_norm_or_bias(name, parameter))
+        has_decay = not config.no_decay_on_norms_and_biases or (parameter.ndim > 1 and not name.endswith(".bias"))
         is_matrix = config.name == "muon" and is_hidden_matrix(name, parameter)
-        key = (part, has_decay, is_matrix)
-        if key not in groups:
-            rate = config.rates_by_part.get(part, learning_rate)
-            groups[key] = {
-                "params": [],
-                "part": part,
-                "lr": rate,
-                "lr_factor": 1.0 if rate == learning_rate else rate / learning_rate,
-                "weight_decay": config.params.weight_decay if has_decay else 0.0,
-                "is_matrix": is_matrix,
-            }
-        groups[key]["params"].append(parameter)
-    parts = {part for part, _, _ in groups}
+        rate = config.rates_by_part.get(part, learning_rate)
+        group: Group = {
+            "params": [],
+            "part": part,
+            "lr": rate,
+            "lr_factor": 1.0 if rate == learning_rate else rate / learning_rate,
+            "weight_decay": config.params.weight_decay if has_decay else 0.0,
+            "is_matrix": is_matrix,
+        }
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((part, has_decay, is_matrix, mesh), group)["params"].append(parameter)
+    parts = {group["part"] for group in groups.values()}
     if unknown := sorted(set(config.rates_by_part) - parts):
         raise ConfigError(
             f"optimizer.rates_by_part: {', '.join(unknown)} is not trained; trained parts: {', '.join(sorted(parts))}"
         )
     return list(groups.values())
-
-
-def is_norm_or_bias(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay makes little sense: a bias, the weight of a norm, a scale."""
-    return parameter.ndim <= 1 or name.endswith(".bias")
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
@@ -180,19 +158,8 @@ def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
     return is_matrix and not _AT_THE_ENDS.search(name)
 
 
-def _by_mesh(groups: Iterable[Group]) -> list[Group]:
-    """Groups of parameters that one kernel can update: those that tensor parallelism shards have another mesh."""
-    split: list[Group] = []
-    for group in groups:
-        parts: dict[object, list[nn.Parameter]] = {}
-        for parameter in group["params"]:
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            parts.setdefault(mesh, []).append(parameter)
-        split += [{**group, "params": parameters} for parameters in parts.values()]
-    return split
-
-
-_MAX_COPIED_ELEMENTS = 2**26  # fp32 copies that live at once: 256 MiB of weights, as much of gradients
+_COPIED_AT_ONCE = 16
+"""Weights whose fp32 copies, and those of their gradients, are in memory at the same time."""
 
 
 class StochasticRoundingAdamW(SkippingOptimizer):
@@ -215,23 +182,15 @@ class StochasticRoundingAdamW(SkippingOptimizer):
 
     def update(self) -> None:
         """One step."""
-        generators: dict[torch.device, torch.Generator] = {}
+        first = self.param_groups[0]
+        generator = rounding_generator(self._seed, first["num_steps"] + 1, first["params"][0].device)
         for group in self.param_groups:
             group["num_steps"] += 1
-            for weights in _chunks([weight for weight in group["params"] if weight.grad is not None]):
-                self._update(weights, group, generators)
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            for start in range(0, len(weights), _COPIED_AT_ONCE):
+                self._update(weights[start : start + _COPIED_AT_ONCE], group, generator)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which would cast the averages to the type of the weights."""
-        super().load_state_dict(state_dict)
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        weights = [weight for group in self.param_groups for weight in group["params"]]
-        for index, weight in zip(saved, weights, strict=True):
-            for name, value in state_dict["state"].get(index, {}).items():
-                if self.state[weight][name].dtype != value.dtype:
-                    self.state[weight][name] = value.to(weight.device, copy=True)
-
-    def _update(self, weights: list[Tensor], group: Group, generators: dict[torch.device, torch.Generator]) -> None:
+    def _update(self, weights: list[Tensor], group: Group, generator: torch.Generator) -> None:
         copies = [weight.detach().float() for weight in weights]  # fp32 weights are updated in place
         for weight, copy in zip(weights, copies, strict=True):
             assert weight.grad is not None
@@ -242,21 +201,15 @@ class StochasticRoundingAdamW(SkippingOptimizer):
         self._adamw.state.clear()
         for weight, copy in zip(weights, copies, strict=True):
             if weight.dtype == torch.bfloat16:
-                if weight.device not in generators:
-                    generators[weight.device] = rounding_generator(self._seed, group["num_steps"], weight.device)
-                weight.copy_(round_stochastically(copy, generators[weight.device]))
+                weight.copy_(round_stochastically(copy, generator))
 
-
-def _chunks(weights: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Weights in order, a limited number of elements at a time."""
-    chunk: list[Tensor] = []
-    for weight in weights:
-        if chunk and sum(w.numel() for w in chunk) + weight.numel() > _MAX_COPIED_ELEMENTS:
-            yield chunk
-            chunk = []
-        chunk.append(weight)
-    if chunk:
-        yield chunk
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which would cast the averages to the type of the weights."""
+        super().load_state_dict(state_dict)
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        for index, saved in state_dict["state"].items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                self.state[weights[index]][name] = saved[name].to(weights[index].device, copy=True)
 
 
 def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
@@ -331,37 +284,3 @@ class MuonWithAdamW(SkippingOptimizer):
         for weight, matrix in zip(weights, matrices, strict=True):
             if matrix.data_ptr() != weight.data_ptr():  # channels-last kernels cannot be viewed as matrices
                 weight.copy_(matrix.view(weight.shape))
-
-
-def _lion(library: Any) -> Any:
-    """Lion (Chen et al. 2023, arXiv:2302.06675) from lion-pytorch, with few kernels for all tensors."""
-
-    class Lion(SkippingOptimizer, library.Lion):
-        """The library's own step fails on a group without any gradient."""
-
-        def update(self) -> None:
-            every = self.param_groups
-            self.param_groups = [group for group in every if any(p.grad is not None for p in group["params"])]
-            try:
-                library.Lion.step(self)
-            finally:
-                self.param_groups = every
-
-    return Lion
-
-
-def _eight_bit_adamw(library: Any) -> Any:
-    """AdamW with 8-bit state (Dettmers et al. 2022, arXiv:2110.02861) from bitsandbytes."""
-
-    class AdamW8bit(SkippingOptimizer, library.AdamW8bit):
-        """The library's own loading calls no hooks."""
-
-        def update(self) -> None:
-            library.AdamW8bit.step(self)
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            super().load_state_dict(state_dict)
-            for hook in self._optimizer_load_state_dict_post_hooks.values():
-                hook(self)
-
-    return AdamW8bit

@@ -67,11 +67,6 @@ def gamma_of(sigma_rel: float) -> float:
     return max(0.0, float(roots.real.max()))
 
 
-def sigma_rel_of(gamma: float) -> float:
-    """Width of the profile with this exponent: σ_rel² = (γ + 1) / ((γ + 2)² (γ + 3))."""
-    return math.sqrt((gamma + 1) / (gamma + 3)) / (gamma + 2)
-
-
 def decay(step: int, gamma: float, update_every: int = 1) -> float:
     """Decay β of the update after `step` optimizer steps; average ← β · average + (1 - β) · weights.
 
@@ -102,8 +97,8 @@ def inner_products(rows: Sequence[Profile], columns: Sequence[Profile]) -> Matri
     With s the shorter and t the longer training, (γs + 1) (γt + 1) (s / t)^γt / ((γs + γt + 1) t). The power is taken
     through logarithms of float64, so a large γ gives 0, not an overflow.
     """
-    row_steps, row_gammas = _columns_of(rows, (-1, 1))
-    steps, gammas = _columns_of(columns, (1, -1))
+    row_steps, row_gammas = np.array([(row.step, row.gamma) for row in rows], dtype=np.float64).T[..., None]
+    steps, gammas = np.array([(column.step, column.gamma) for column in columns], dtype=np.float64).T
     log_ratio = np.log(row_steps) - np.log(steps)
     log_power = np.where(log_ratio < 0, gammas * log_ratio, -row_gammas * log_ratio)
     longer = np.maximum(row_steps, steps)
@@ -131,9 +126,3 @@ def reconstruct(known: Sequence[Profile], wanted: Profile) -> Reconstruction:
     scaled = free + shift * (1.0 - sums @ free) / (sums @ shift)
     residual_square = 1.0 - 2.0 * scaled @ match + scaled @ gram @ scaled
     return Reconstruction(scaled * sums, math.sqrt(max(0.0, float(residual_square))))
-
-
-def _columns_of(profiles: Sequence[Profile], shape: tuple[int, int]) -> tuple[Matrix, Matrix]:
-    steps = np.array([profile.step for profile in profiles], dtype=np.float64)
-    gammas = np.array([profile.gamma for profile in profiles], dtype=np.float64)
-    return steps.reshape(shape), gammas.reshape(shape)

@@ -17,8 +17,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 StateOf = Callable[[nn.Parameter], dict[str, Any]]
 """Parameter → its optimizer state in full tensors, as a checkpoint holds it; empty for none."""
-_OF_THIS_RUN = {"params", "fused", "foreach", "capturable", "differentiable"}
-"""Keys of an optimizer's groups that follow from the device and the strategy."""
+_OF_THIS_RUN = {
+    *("params", "fused", "foreach", "capturable", "differentiable"),
+    *("lr_factor", "weight_decay", "betas", "eps", "momentum", "d_coef"),
+}
+"""Keys of an optimizer's groups that follow from the device, the strategy and the options of this run."""
 
 
 class ParameterSharding(Protocol):

@@ -1,17 +1,20 @@
 """The list of broken variants: each replaces one name of the project and names the checks that must catch it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from sd_training.data.samples import sample as dataset
-from sd_training.diffusion import loss_weighting, noise_schedule, objective, prediction, timestep_density
+from sd_training.diffusion import loss_weighting, noise_schedule, objective, timestep_density
 from sd_training.diffusion.noise_schedule import DiscreteSchedule, FlowSchedule, SigmaSchedule
 from sd_training.diffusion.objective import Objective
 from sd_training.models import schedulers
 from tests.conformance import density_checks, diffusers_checks, endpoint_checks, product_checks, sampler_checks
 from tests.conformance.mutations import (
+    Apply,
     Mutation,
     changed_levels,
     cosine_betas_from_zero,
@@ -52,6 +55,15 @@ def _export(name: str) -> "partial[None]":
 def _one_step(name: str) -> "partial[None]":
     export = next(export for export, _ in sampler_checks.one_steps() if export.name == name)
     return partial(sampler_checks.check_one_step, export, 5)
+
+
+def _target(kind: str, broken: Callable[..., Any]) -> Apply:
+    """Another target for one prediction type."""
+
+    def target(original: Any, given: str, *rest: Any) -> Any:
+        return broken(partial(original, given), *rest) if given == kind else original(given, *rest)
+
+    return swap(objective, "target_of", target)
 
 
 EPSILON = _product("epsilon", "scaled_linear", "constant")
@@ -134,9 +146,9 @@ _NOISING: list[Mutation] = [
     ),
 ]
 _TARGETS: list[Mutation] = [
-    Mutation("v_sign", swap(prediction, "velocity", lambda f, *a: -f(*a)), (V, X0)),
-    Mutation("v_swapped", swap(prediction, "velocity", lambda f, x, e, a, s: f(x, e, s, a)), (V, X0)),
-    Mutation("flow_sign", swap(prediction, "flow_velocity", lambda f, *a: -f(*a)), (FLOW, X0)),
+    Mutation("v_sign", _target("v_prediction", lambda f, *a: -f(*a)), (V, X0)),
+    Mutation("v_swapped", _target("v_prediction", lambda f, x, e, a, s, d: f(x, e, s, a, d)), (V, X0)),
+    Mutation("flow_sign", _target("flow_prediction", lambda f, *a: -f(*a)), (FLOW, X0)),
     Mutation("c_skip_and_c_out_swapped", swap(objective, "target_of", edm_target_swapped), (EDM, X0, PRECONDITIONING)),
     Mutation(
         "sigma_data_ignored",

@@ -158,7 +158,9 @@ def _objective_at(objective: Objective, level: float) -> tuple[Objective, Array]
         density = replace(objective.config.timestep_density, mean=level)
         return replace(objective, config=replace(objective.config, timestep_density=density)), np.full(3, 0.5)
     if objective.prediction_type == "flow_prediction":
-        return replace(objective, shift=None), np.full(3, level)
+        return replace(
+            objective, config=replace(objective.config, shift=ShiftConfig(mode="static", value=1.0))
+        ), np.full(3, level)
     return objective, np.full(3, (level + 0.5) / objective.schedule.num_timesteps)
 
 
