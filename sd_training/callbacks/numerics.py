@@ -13,8 +13,7 @@ about symmetric around a slow trend. So the median of the last `RECENT` log loss
 """
 
 import math
-import socket
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +35,6 @@ from sd_training.config.schema import NumericsConfig
 from sd_training.errors import IntegrityError, NumericError
 from sd_training.incidents import incident_path, write_incident
 from sd_training.log import get_logger
-from sd_training.parallel.cpu_group import CpuGroup
 from sd_training.parallel.strategies import strategy_of
 from sd_training.training.base_module import MicroBatchRecord, TrainedModule
 
@@ -54,54 +52,18 @@ _MIN_SIGMA = 0.02
 _STATE = "numerics"
 """Key of a checkpoint."""
 _WORDS = {SKIPPED: "a non-finite loss or gradient", SPIKE: "a loss spike"}
-_REMEDY = (
-    "Lower optimizer.params.learning_rate, set optimizer.max_grad_norm, or look at the samples that the file names; "
-    "scripts/replay_step.py runs the step again"
-)
-
-
-class StepReport(NamedTuple):
-    """One optimizer step as all ranks know it."""
-
-    step: int
-    """Optimizer steps completed before it."""
-    losses: list[list[float]]
-    """Rank → micro-batch → loss."""
-    was_skipped: bool
-    """Whether the optimizer skipped the step because the gradient was not finite."""
-
-    @property
-    def loss(self) -> float:
-        """Mean over ranks and micro-batches; NaN where one is not finite."""
-        if self.non_finite_ranks:
-            return math.nan
-        return math.fsum(map(math.fsum, self.losses)) / sum(map(len, self.losses))
-
-    @property
-    def non_finite_ranks(self) -> list[int]:
-        """Ranks with a loss that is not finite."""
-        return [rank for rank, losses in enumerate(self.losses) if not all(map(math.isfinite, losses))]
 
 
 class Anomaly(NamedTuple):
-    """What is wrong with a step."""
+    """One wrong step, or several in a row. Steps are optimizer steps completed before."""
 
     kind: str
     first_step: int
-    """The first wrong step [optimizer steps completed before it]."""
+    last_step: int
     score: float = math.nan
     """Of a spike: robust standard deviations above the level before."""
     level: float = math.nan
     """Of a spike: median loss of the steps before."""
-
-
-class RollbackReason(NamedTuple):
-    """Why the run should go back to an older checkpoint."""
-
-    kind: str
-    first_step: int
-    """The first wrong step [optimizer steps completed before it]."""
-    last_step: int
 
 
 class AnomalyDetector:
@@ -111,30 +73,35 @@ class AnomalyDetector:
         config: limits and thresholds.
 
     Attributes:
-        rollback_reason: set until `reset`.
+        rollback_reason: why the run should go back to an older checkpoint; set until `reset`.
     """
 
     def __init__(self, config: NumericsConfig) -> None:
         self.config = config
-        self.rollback_reason: RollbackReason | None = None
-        self._in_a_row = self._first_in_a_row = 0
+        self.rollback_reason: Anomaly | None = None
+        self._skipped_in_a_row = 0
         self._history: deque[float] = deque(maxlen=HISTORY)
         self._recent: deque[tuple[int, float]] = deque()
         self._is_in_spike = False
 
-    def add(self, report: StepReport) -> Anomaly | None:
-        """What is wrong with the next step, if anything. A spike is reported once, at the step that completes it."""
-        step = report.step
-        if report.was_skipped or report.non_finite_ranks:
-            self._first_in_a_row = self._first_in_a_row if self._in_a_row else step
-            self._in_a_row += 1
-            if self._in_a_row >= self.config.max_skipped_in_a_row:
-                self.rollback_reason = self.rollback_reason or RollbackReason(SKIPPED, self._first_in_a_row, step)
-            return Anomaly(SKIPPED, step)
-        self._in_a_row = 0
-        spike = self._spike(step, report.loss)
+    def add(self, step: int, loss: float, *, was_skipped: bool = False) -> Anomaly | None:
+        """What is wrong with the next step, if anything. A spike is reported once, at the step that completes it.
+
+        Args:
+            step: optimizer steps completed before it.
+            loss: mean over ranks and micro-batches.
+            was_skipped: whether the optimizer skipped the step because the gradient was not finite.
+        """
+        if was_skipped or not math.isfinite(loss):
+            self._skipped_in_a_row += 1
+            reason = Anomaly(SKIPPED, step - self._skipped_in_a_row + 1, step)
+            if self._skipped_in_a_row >= self.config.max_skipped_in_a_row:
+                self.rollback_reason = self.rollback_reason or reason
+            return reason
+        self._skipped_in_a_row = 0
+        spike = self._spike(step, loss)
         if spike is not None and self.config.on_spike == "rollback":
-            self.rollback_reason = self.rollback_reason or RollbackReason(SPIKE, spike.first_step, step)
+            self.rollback_reason = self.rollback_reason or spike
         return spike
 
     def _spike(self, step: int, loss: float) -> Anomaly | None:
@@ -153,36 +120,31 @@ class AnomalyDetector:
         if was_in_spike or not self._is_in_spike:
             return None
         first = next(step for step, value in self._recent if value > level + threshold * sigma)
-        return Anomaly(SPIKE, first, score, math.exp(level))
+        return Anomaly(SPIKE, first, step, score, math.exp(level))
 
     def reset(self) -> None:
         """After a rollback: the last steps belong to weights that are gone."""
         self.rollback_reason = None
-        self._in_a_row = 0
+        self._skipped_in_a_row = 0
         self._recent.clear()
         self._is_in_spike = False
 
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint; `load` restores them."""
         return {
-            "in_a_row": self._in_a_row,
-            "first_in_a_row": self._first_in_a_row,
-            "trouble": None if self.rollback_reason is None else list(self.rollback_reason),
-            "detector": {
-                "history": list(self._history),
-                "recent": [[step, value] for step, value in self._recent],
-                "is_in_spike": self._is_in_spike,
-            },
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "rollback_reason": None if self.rollback_reason is None else list(self.rollback_reason),
+            "history": list(self._history),
+            "recent": list(self._recent),
+            "is_in_spike": self._is_in_spike,
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Continues from a checkpoint."""
-        self._in_a_row, self._first_in_a_row = state["in_a_row"], state["first_in_a_row"]
-        self.rollback_reason = None if state["trouble"] is None else RollbackReason(*state["trouble"])
-        spikes = state["detector"]
-        self._history = deque(spikes["history"], maxlen=HISTORY)
-        self._recent = deque((step, value) for step, value in spikes["recent"])
-        self._is_in_spike = spikes["is_in_spike"]
+        self._skipped_in_a_row, self._is_in_spike = state["skipped_in_a_row"], state["is_in_spike"]
+        self.rollback_reason = None if state["rollback_reason"] is None else Anomaly(*state["rollback_reason"])
+        self._history = deque(state["history"], maxlen=HISTORY)
+        self._recent = deque(state["recent"])
 
 
 class Rollback(NamedTuple):
@@ -192,20 +154,6 @@ class Rollback(NamedTuple):
     """Optimizer steps completed when it was done; training continues from here."""
     to: int
     """Optimizer steps of the checkpoint whose weights were loaded."""
-    first_bad: int
-    """The first wrong step [optimizer steps completed before it]."""
-    kind: str
-    """What was wrong: `skipped` or `spike`."""
-
-
-class _UnreadStep(NamedTuple):
-    """An optimizer step of this rank whose losses and flag are still on the device."""
-
-    step: int
-    """Optimizer steps completed before it."""
-    micro_batches: list[MicroBatchRecord]
-    skipped: Tensor | None
-    """Not 0 where it was skipped; None where the engine does not report it."""
 
 
 @dataclass(eq=False)
@@ -235,7 +183,9 @@ class NumericGuard(OptimizerStepCallback):
     """Writes a checkpoint after a rollback; None where nothing is saved."""
     rollbacks: list[Rollback] = field(default_factory=list, init=False)
     _micro_batches: list[MicroBatchRecord] = field(default_factory=list, init=False)
-    _unread: list[_UnreadStep] = field(default_factory=list, init=False)
+    _unread: list[tuple[int, list[MicroBatchRecord], Tensor | None]] = field(default_factory=list, init=False)
+    """Steps whose losses and flag are still on the device: optimizer steps completed before, micro-batches, not 0 where
+    it was skipped (None where the engine does not report it)."""
 
     def __post_init__(self) -> None:
         self.detector = AnomalyDetector(self.config)
@@ -251,7 +201,7 @@ class NumericGuard(OptimizerStepCallback):
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Collective where it is due."""
-        self._unread.append(_UnreadStep(step - 1, self._micro_batches, module.was_step_skipped))
+        self._unread.append((step - 1, self._micro_batches, module.was_step_skipped))
         self._micro_batches = []
         if not self.is_due(trainer, step, self.every):
             return
@@ -264,67 +214,68 @@ class NumericGuard(OptimizerStepCallback):
         """Collective: reads the steps since the last call, and records those that were wrong. The host waits for the
         device, once."""
         steps, self._unread = self._unread, []
-        if not steps or not steps[0].micro_batches:
+        if not steps or not steps[0][1]:
             return
-        losses = torch.stack([record.loss.float() for step in steps for record in step.micro_batches])
-        flags = [losses.new_zeros(()) if s.skipped is None else s.skipped.to(losses.device).float() for s in steps]
+        losses = torch.stack([record.loss.float() for _, records, _ in steps for record in records])
+        flags = [losses.new_zeros(()) if flag is None else flag.to(losses.device).float() for _, _, flag in steps]
         rows = torch.cat([torch.stack(flags)[:, None], losses.view(len(steps), -1)], dim=1)
         by_rank = gather_ranks(trainer, rows).tolist()
-        for i, step in enumerate(steps):
-            report = StepReport(step.step, [rows[i][1:] for rows in by_rank], any(rows[i][0] for rows in by_rank))
-            anomaly = self.detector.add(report)
+        for i, (step, records, _) in enumerate(steps):
+            of_ranks = [rows[i][1:] for rows in by_rank]
+            is_finite = all(math.isfinite(loss) for losses in of_ranks for loss in losses)
+            loss = math.fsum(map(math.fsum, of_ranks)) / sum(map(len, of_ranks)) if is_finite else math.nan
+            anomaly = self.detector.add(step, loss, was_skipped=any(rows[i][0] for rows in by_rank))
             if anomaly is not None:
-                samples = self._samples(trainer, step)
-                if trainer.is_global_zero:
-                    self._record(module, report, anomaly, samples)
+                self._record(trainer, module, anomaly, loss, of_ranks, records)
 
-    def _samples(self, trainer: pl.Trainer, step: _UnreadStep) -> list[dict[str, Any]]:
-        """Collective: the samples of a step, those with a non-finite loss first, then by loss."""
+    def _record(
+        self,
+        trainer: pl.Trainer,
+        module: TrainedModule,
+        anomaly: Anomaly,
+        loss: float,
+        losses_by_rank: list[list[float]],
+        records: list[MicroBatchRecord],
+    ) -> None:
+        """Collective: describes the last step of an anomaly, with all its samples: those with a non-finite loss first,
+        then by loss."""
         rows = []
-        for record in step.micro_batches:
+        for record in records:
             losses = record.sample_losses
             times = torch.full_like(losses, -1.0) if record.timesteps is None else record.timesteps
             columns = (record.positions, record.sample_ids, losses, times)
             rows.append(torch.stack([column.cpu().double() for column in columns], dim=1))
         by_rank = gather_ranks(trainer, torch.stack(rows)).tolist()
+        if not trainer.is_global_zero:
+            return
         samples = [
             {"rank": rank, "micro_batch": micro, "position": int(position), "sample_id": int(sample), "loss": loss}
             | {"timestep": None if time < 0 else time}
+            | dict(zip(("shard", "key"), self.name_of(int(sample)), strict=True))
             for rank, micro_batches in enumerate(by_rank)
             if rank % strategy_of(trainer).tensor_parallel_size == 0
             for micro, of_one in enumerate(micro_batches)
             for position, sample, loss, time in of_one
         ]
-        return sorted(samples, key=lambda s: (True, -s["loss"]) if math.isfinite(s["loss"]) else (False, 0.0))
-
-    def _record(
-        self, module: TrainedModule, report: StepReport, anomaly: Anomaly, samples: list[dict[str, Any]]
-    ) -> None:
-        positions, plan = [sample["position"] for sample in samples], module.optimization
-        for sample in samples:
-            sample["shard"], sample["key"] = self.name_of(sample["sample_id"])
-        spike = {} if anomaly.kind == SKIPPED else anomaly._asdict()
-        spike.pop("kind", None)
+        samples.sort(key=lambda s: (math.isfinite(s["loss"]), -s["loss"] if math.isfinite(s["loss"]) else 0.0))
+        step, plan = anomaly.last_step, module.optimization
         entries = {
-            "loss": report.loss,
-            "losses_by_rank": dict(enumerate(report.losses)),
-            "ranks_with_non_finite_loss": report.non_finite_ranks,
-            "learning_rate": plan.learning_rate * plan.schedule(report.step),
-            "first_position": min(positions),
-            "last_position": max(positions),
-            "num_samples": len(samples),
-            **spike,
+            "loss": loss,
+            "losses_by_rank": dict(enumerate(losses_by_rank)),
+            "ranks_with_non_finite_loss": [
+                rank for rank, losses in enumerate(losses_by_rank) if not all(map(math.isfinite, losses))
+            ],
+            "learning_rate": plan.learning_rate * plan.schedule(step),
+            "first_step": anomaly.first_step,
+            **({"score": anomaly.score, "level": anomaly.level} if anomaly.kind == SPIKE else {}),
             "samples": samples,
         }
-        write_incident(self.run_dir, anomaly.kind, report.step, **entries, **self.run_metadata())
-        path = incident_path(self.run_dir, report.step, anomaly.kind)
-        where = f"positions {min(positions)} to {max(positions)}; {path}"
-        if anomaly.kind == SKIPPED:
-            log.warning(f"optimizer step {report.step} skipped: non-finite loss or gradient ({where})")
-        else:
-            log.warning(f"loss spike at optimizer step {report.step}: {report.loss:.4g} ({where})")
+        write_incident(self.run_dir, anomaly.kind, step, **entries, **self.run_metadata())
+        did = "skipped" if anomaly.kind == SKIPPED else f"has a loss of {loss:.4g}"
+        path = incident_path(self.run_dir, step, anomaly.kind)
+        log.warning(f"optimizer step {step} {did}: {_WORDS[anomaly.kind]}; {path}")
 
-    def _roll_back(self, trainer: pl.Trainer, module: TrainedModule, step: int, reason: RollbackReason) -> None:
+    def _roll_back(self, trainer: pl.Trainer, module: TrainedModule, step: int, reason: Anomaly) -> None:
         """Collective: loads the newest checkpoint from before the anomaly.
 
         Raises:
@@ -341,13 +292,15 @@ class NumericGuard(OptimizerStepCallback):
         if found is None:
             raise NumericError(
                 f"optimizer steps {before:,} to {reason.last_step:,} had {_WORDS[reason.kind]}, and the run cannot go "
-                f"back: {problem}. See {incident_path(self.run_dir, reason.last_step, reason.kind)}. {_REMEDY}."
+                f"back: {problem}. Lower optimizer.params.learning_rate, set optimizer.max_grad_norm, or look at the "
+                f"samples in {incident_path(self.run_dir, reason.last_step, reason.kind)}; scripts/replay_step.py runs "
+                "the step again."
             )
         stored = open_checkpoint(root / folder_name(found))
         load_checkpoint(stored, trainer)
         if self.ema is not None:
             self.ema.load_averages(trainer, module, stored.averages())
-        self.rollbacks.append(Rollback(step, found, before, reason.kind))
+        self.rollbacks.append(Rollback(step, found))
         self.detector.reset()
         if trainer.is_global_zero:
             entries = {"at": step, "to": found, "first_bad": before, "reason": reason.kind}
@@ -373,11 +326,9 @@ class NumericGuard(OptimizerStepCallback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """What was counted before the checkpoint; those of older versions have no such entry."""
-        state = checkpoint.get(_STATE)
-        if state is not None:
-            self.detector.load(state)
-            self.rollbacks = [Rollback(*done) for done in state["rollbacks"]]
+        """What was counted before the checkpoint."""
+        self.detector.load(checkpoint[_STATE])
+        self.rollbacks = [Rollback(*done) for done in checkpoint[_STATE]["rollbacks"]]
 
 
 def newest_before(root: Path, before: int, done: Sequence[Rollback]) -> int | None:
@@ -403,11 +354,6 @@ class ReplicaDigest(OptimizerStepCallback):
         self.every, self.run_dir = every, run_dir
         self._equal_at = 0
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Replicas start from the same weights."""
-        super().on_train_start(trainer, pl_module)
-        self._equal_at = trainer.global_step
-
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Collective where it is due."""
         if self.every and step % self.every == 0:
@@ -432,45 +378,19 @@ class ReplicaDigest(OptimizerStepCallback):
             return
         digests = gather_ranks(trainer, bit_digest(p for _, p in module.named_trained() if p.requires_grad)).tolist()
         # Ranks that hold the same block of the weights are as far apart as a replica has ranks.
-        ranks, has_majority = odd_ranks(digests, trainer.world_size // replicas)
-        if not ranks:
-            self._equal_at = step
-            return
-        # A group of its own: a save in the background may be using the strategy's.
-        group = CpuGroup(trainer.global_rank, trainer.world_size, strategy_of(trainer).collective_timeout)
-        hosts = group.all_gather(socket.gethostname())
-        if trainer.is_global_zero:
-            rows = enumerate(zip(hosts, digests, strict=True))
-            by_rank = [{"rank": rank, "host": h, "digest": f"{digest % 2**64:016x}"} for rank, (h, digest) in rows]
-            entries = {"differing_ranks": ranks, "has_majority": has_majority, "equal_at": self._equal_at}
-            write_incident(self.run_dir, "replicas", step, **entries, ranks=by_rank)
-        named = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks)
-        verdict = "unlike the majority" if has_majority else "without a majority that says which is wrong"
-        raise IntegrityError(
-            f"the weights of replicas differ after {counted(step, 'optimizer step')}: {named}, {verdict}. They were "
-            f"equal after {counted(self._equal_at, 'step')}, and nothing was saved since; see "
-            f"{incident_path(self.run_dir, step, 'replicas')}. The same command continues from the newest checkpoint; "
-            "leave a machine out that does this twice. Unlike devices may round differently: then set "
-            "numerics.digest_every=0"
-        )
-
-
-def odd_ranks(digests: Sequence[int], distance: int) -> tuple[list[int], bool]:
-    """The ranks that do not agree with the majority of their copies, or all copies where there is no majority, and
-    whether there was one.
-
-    Args:
-        digests: by rank.
-        distance: ranks r, r + distance, r + 2 × distance … are copies of each other.
-    """
-    odd, has_majority = list[int](), True
-    for first in range(distance):
-        group = range(first, len(digests), distance)
-        ((common, count),) = Counter(digests[rank] for rank in group).most_common(1)
-        is_clear = 2 * count > len(group)
-        has_majority &= is_clear
-        odd += [rank for rank in group if not is_clear or digests[rank] != common]
-    return sorted(odd), has_majority
+        distance = trainer.world_size // replicas
+        ranks = [rank for rank, digest in enumerate(digests) if digest != digests[rank % distance]]
+        if ranks:
+            if trainer.is_global_zero:
+                write_incident(self.run_dir, "replicas", step, differing_ranks=ranks, digests_by_rank=digests)
+            raise IntegrityError(
+                f"the weights of replicas differ after {counted(step, 'optimizer step')}: those of ranks {ranks} are "
+                f"unlike those of the first replica; nothing was saved since they were last compared; "
+                f"see {incident_path(self.run_dir, step, 'replicas')}. The same command continues from "
+                "the newest checkpoint; leave a machine out that does this twice. Unlike devices may round "
+                "differently: then set numerics.digest_every=0"
+            )
+        self._equal_at = step
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sd_training.callbacks.numerics import RECENT, AnomalyDetector, StepReport
+from sd_training.callbacks.numerics import RECENT, AnomalyDetector
 from sd_training.config.schema import NumericsConfig
 from sd_training.errors import UserError
 from tests.faults.numeric_runs import Fault, Outcome, run_one, write_outcome
@@ -205,8 +205,7 @@ def simulated(seed: int, freedom: float) -> np.ndarray:
 
 def _found(losses: np.ndarray) -> Iterator[int]:
     detector = AnomalyDetector(NumericsConfig(spike_threshold=6.0))
-    reports = (StepReport(step, [[float(loss)]], False) for step, loss in enumerate(losses))
-    yield from (report.step for report in reports if detector.add(report) is not None)
+    yield from (step for step, loss in enumerate(losses) if detector.add(step, float(loss)) is not None)
 
 
 def detector_rows(num_series: int) -> list[Row]:
