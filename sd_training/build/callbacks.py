@@ -83,7 +83,6 @@ def build_callbacks(
         run_state,
         run_lock,
         start.is_resumed,
-        "model.use_ema" in config.experiment.allow_changed,
         mirror,
         mirror_limit_s,
     )

@@ -17,7 +17,7 @@ from sd_training.build.models import Trained, build_model
 from sd_training.build.plan import Plan
 from sd_training.build.start import find_start, make_mirror, own_run_dir
 from sd_training.callbacks.base import RunState
-from sd_training.callbacks.preemption import Deadlines, Preemption
+from sd_training.callbacks.preemption import Preemption, deadline_s
 from sd_training.callbacks.save import MIRROR_AFTER_STOP_S
 from sd_training.config.schema import SECTIONS
 from sd_training.data.datamodule import TrainingData
@@ -152,10 +152,14 @@ def make_data(plan: Plan, family: Family | None, grid: LatentGrid) -> TrainingDa
 def _preemption(plan: Plan, signals: StopSignals) -> Preemption:
     config = plan.config
     signals.choose(config.system.stop_signals, config.system.save_signals)
-    shutdown_s = END_S + (0.0 if config.checkpoint.mirror is None else MIRROR_AFTER_STOP_S)
-    deadlines = Deadlines(config.experiment.max_hours, signals.started_s, os.environ, shutdown_s)
     return Preemption(
-        signals, deadlines, RunState(), config.checkpoint.save_every_minutes, config.watch.collective_timeout_s
+        signals,
+        deadline_s(config.experiment.max_hours, signals.started_s, os.environ),
+        END_S + (0.0 if config.checkpoint.mirror is None else MIRROR_AFTER_STOP_S),
+        3 if config.checkpoint.asynchronous else 2,
+        RunState(),
+        config.checkpoint.save_every_minutes,
+        config.watch.collective_timeout_s,
     )
 
 

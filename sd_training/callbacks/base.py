@@ -104,20 +104,12 @@ class RunState:
     """`Save`: the newest checkpoint that is whole on disk."""
     longest_save_s: float = 0.0
     """`Save`: the longest save so far, from its beginning until it was sealed and exported; 0: none yet."""
-    pending_save_since_s: float | None = None
-    """`Save`: when a save that is still being written in the background was begun [s of `time.monotonic`]."""
     metrics: dict[str, float] = field(default_factory=dict)
     """`Metrics`: the newest row."""
     window_losses: list[tuple[int, float]] = field(default_factory=list)
     """`Metrics` appends (optimizer steps, mean loss) of each logging window; `Save` clears it with each checkpoint."""
     validation_loss: tuple[int, float] | None = None
     """`Validation`: step and loss of the newest one, of the weights that are exported; the same on all ranks."""
-
-    @property
-    def save_s(self) -> float:
-        """The longest save so far [s]; one that is still being written counts with the time that it has taken."""
-        since_s = self.pending_save_since_s
-        return max(self.longest_save_s, 0.0 if since_s is None else time.monotonic() - since_s)
 
 
 def gather_ranks(trainer: pl.Trainer, tensor: Tensor) -> Tensor:

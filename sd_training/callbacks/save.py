@@ -35,7 +35,7 @@ from sd_training.checkpoint.save import (
 )
 from sd_training.config.plan import counted
 from sd_training.config.schema import CheckpointConfig
-from sd_training.errors import CheckpointError, SaveError
+from sd_training.errors import SaveError
 from sd_training.export.pipeline import export_pipeline, keep_export
 from sd_training.incidents import write_incident
 from sd_training.log import get_logger, is_main_process
@@ -80,9 +80,9 @@ class Save(OptimizerStepCallback):
     """What is kept, and how many saves may fail."""
     only_most_recent: bool
     """Replace `current_pipeline/`; else keep `pipelines/step_N/` and point at the newest."""
-    exported: Callable[[Mapping[str, Tensor] | None], Any]
-    """Makes what is exported, a pipeline or the autoencoder; on rank 0 around a copy of the network with the full
-    weights that it is given by name. Collective."""
+    make_export: Callable[[Mapping[str, Tensor] | None], Any]
+    """Makes the pipeline or the autoencoder to write; on rank 0 around a copy of the network with the full weights that
+    it is given by name. Collective."""
     ema: Ema | None
     """The average to export, if there is one."""
     timer: TrainingTimer
@@ -93,8 +93,6 @@ class Save(OptimizerStepCallback):
     """Of this start of the run; rank 0 checks it."""
     is_resumed: bool
     """Whether the run continues from its newest checkpoint."""
-    may_change_ema: bool = False
-    """Whether it may then begin an average, or drop that of the checkpoint."""
     mirror: Mirror | None = None
     """Gets a copy of the newest checkpoint; None: there is none."""
     mirror_limit_s: float = 0.0
@@ -103,83 +101,65 @@ class Save(OptimizerStepCallback):
     """The save that is written in the background."""
     _pending_step: int = field(default=0, init=False)
     _failed_in_a_row: int = field(default=0, init=False)
-    _loaded_step: int | None = field(default=None, init=False)
     _upload: Future[None] | None = field(default=None, init=False)
     _uploaded: Path | None = field(default=None, init=False)
     """The checkpoint of the newest upload; rotation leaves it."""
 
+    @property
+    def _root(self) -> Path:
+        return self.run_dir / "checkpoints"
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Collective: continue from the newest checkpoint, the same on all ranks.
+        """Collective: continue from the newest checkpoint, the same on all ranks. A process that was killed between a
+        checkpoint and its export left an older pipeline, and perhaps older checkpoints to delete: both is done now.
 
         Raises:
             CheckpointError: none verifies, or it is of another run.
         """
+        group = strategy_of(trainer).cpu_group  # made by all ranks together; at an exception they may not be together
         if not self.is_resumed:
             return
-        stored = open_checkpoint(newest_checkpoint(self._root, strategy_of(trainer).cpu_group))
-        averages = stored.averages()
-        self._check_average(is_stored=EMA_PART in averages)
+        assert isinstance(pl_module, TrainedModule)
+        stored = open_checkpoint(newest_checkpoint(self._root, group))
+        averages, step = stored.averages(), int(stored.state["global_step"])
         pl_module.on_load_checkpoint(stored.state)
         load_checkpoint(stored, trainer)
         restore_training_state(trainer, stored.state)
-        self._loaded_step = int(stored.state["global_step"])
+        if (self.ema is None) == (EMA_PART in averages):
+            log.warning(f"model.use_ema: the checkpoint's average {'is dropped' if averages else 'begins only now'}")
         if self.ema is not None:
-            assert isinstance(pl_module, TrainedModule)
             self.ema.load_averages(trainer, pl_module, averages)
 
-    def _check_average(self, *, is_stored: bool) -> None:
-        """An average begins or ends where the checkpoint was made only if that is allowed. `find_start` refuses it as
-        well, but a run that comes back from a mirror has no `config.yaml` to compare."""
-        is_kept = self.ema is not None
-        if is_kept == is_stored:
-            return
-        found = "an average, which current_pipeline holds" if is_stored else "no average"
-        if not self.may_change_ema:
-            raise CheckpointError(
-                f"model.use_ema: {str(is_kept).lower()}, but the checkpoint has {found}; set it to "
-                f"{str(is_stored).lower()}, take another experiment.name, or allow the change with "
-                "'experiment.allow_changed=[model.use_ema]'"
-            )
-        log.warning(f"model.use_ema: the checkpoint has {found}; {'it is dropped' if is_stored else 'one begins now'}")
+        def exported_step() -> int:
+            path = self.run_dir / _EXPORTED_STEP_FILE
+            text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+            return int(text) if text.isdigit() else -1
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A process that was killed between a checkpoint and its export left an older pipeline, and perhaps older
-        checkpoints to delete: do both now."""
-        super().on_train_start(trainer, pl_module)
-        _ = strategy_of(trainer).cpu_group  # made by all ranks together; at an exception they may not be together
-        self._export_loaded(trainer, pl_module)
+        if group.on_rank0(exported_step) < step:
+            with self._failures_counted(step, is_last=step >= trainer.max_steps):
+                self._collect_export(trainer, pl_module, step)()
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        """Save when due; every rank takes part. Then start a copy to the mirror, without waiting."""
-        if self.is_due(trainer, step, self.every) or self._is_milestone(step) or self.state.save_requested:
-            is_last = step == trainer.max_steps or trainer.should_stop
-            with self.timer.excluded("save"), self._recorded(step):
+        """Save when due; every rank takes part. One that fails counts as one as well: the next is due when it would be,
+        not at once."""
+        if not (self.is_due(trainer, step, self.every) or self._is_milestone(step) or self.state.save_requested):
+            return
+        is_last = step == trainer.max_steps or trainer.should_stop
+        self.state.is_consistent = False  # what fails inside a save is not saved once more
+        with self.timer.excluded("save"):
+            try:
                 self.finish_pending()
                 with self._failures_counted(step, is_last=is_last):
                     self._save(trainer, module, step)
                 if is_last:
                     self.finish_pending(is_last=True)
-        if self.mirror is not None and trainer.is_global_zero and (self._upload is None or self._upload.done()):
-            self._finish_upload(self.mirror, None)
-            if self.state.sealed_step > (-1 if self._uploaded is None else step_of(self._uploaded)):
-                self._start_upload(self.mirror)
+            finally:
+                self.state.last_save_step, self.state.last_save_end_s = step, time.monotonic()
+        self.state.is_consistent = True
 
     def _is_milestone(self, step: int) -> bool:
         every = self.config.milestone_every
         return every > 0 and step % every == 0
-
-    @contextmanager
-    def _recorded(self, step: int) -> Iterator[None]:
-        """A save that fails counts as one as well: the next is due when it would be, not at once."""
-        began_s = time.monotonic()
-        self.state.is_consistent = False  # what fails inside a save is not saved once more
-        try:
-            yield
-            self.state.is_consistent = True
-        finally:
-            self.state.last_save_step, self.state.last_save_end_s = step, time.monotonic()
-            if not self.config.asynchronous:  # also of one that failed
-                self.state.longest_save_s = max(self.state.longest_save_s, self.state.last_save_end_s - began_s)
 
     @contextmanager
     def _failures_counted(self, step: int, *, is_last: bool) -> Iterator[None]:
@@ -210,28 +190,24 @@ class Save(OptimizerStepCallback):
             OSError: something could not be written; what was there before is intact.
             TakenOverError: another start has the run.
         """
-        began_s = time.monotonic()
-        pending = self._checkpoint(trainer, step, asynchronous=self.config.asynchronous)
-        if not self.config.asynchronous:
+        began_s, asynchronous = time.monotonic(), self.config.asynchronous
+        pending = self._checkpoint(trainer, step, asynchronous=asynchronous)
+        if not asynchronous:
             self.state.sealed_step = step  # it is there even if the export fails
-        publish = self._export(trainer, module, step)
+        publish = self._collect_export(trainer, module, step)
 
         def finish() -> None:
-            try:
-                if pending is not None:
-                    pending.write()
-                self.state.sealed_step = step
-                publish()
-            finally:
-                self.state.longest_save_s = max(self.state.longest_save_s, time.monotonic() - began_s)
-                self.state.pending_save_since_s = None
+            if pending is not None:
+                pending.write()
+            self.state.sealed_step = step
+            publish()
+            self.state.longest_save_s = max(self.state.longest_save_s, time.monotonic() - began_s)
+            self._failed_in_a_row = 0
 
-        if self.config.asynchronous:
-            self._pending_step, self.state.pending_save_since_s = step, began_s
-            self.pending = _in_thread(finish)
+        if asynchronous:
+            self._pending_step, self.pending = step, _in_thread(finish)
         else:
             finish()
-            self._failed_in_a_row = 0
 
     def finish_pending(self, *, is_last: bool = False) -> None:
         """Collective: waits for the save in the background; its failure counts now.
@@ -243,7 +219,6 @@ class Save(OptimizerStepCallback):
         if pending is not None:
             with self._failures_counted(self._pending_step, is_last=is_last):
                 pending.result()
-                self._failed_in_a_row = 0
 
     def write_checkpoint(self, trainer: pl.Trainer, step: int) -> None:
         """Collective: one beside those that are due, without an export; it is sealed when this returns.
@@ -270,89 +245,97 @@ class Save(OptimizerStepCallback):
         folder = self._root / folder_name(step)
         return save_checkpoint(folder, trainer, averages, info, self.run_lock, asynchronous=asynchronous)
 
-    @property
-    def _root(self) -> Path:
-        return self.run_dir / "checkpoints"
-
-    def _export(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> Callable[[], None]:
+    def _collect_export(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> Callable[[], None]:
         """Collective: collects what is exported. The result, also collective, rotates and publishes it."""
         group, weights = strategy_of(trainer).cpu_group, full_export_weights(module, self.ema)
-        exported = self.exported(weights if trainer.is_global_zero else None)
+        exported = self.make_export(weights if trainer.is_global_zero else None)
+        config, newest, current = self.config, self._root / folder_name(step), self.run_dir / "current_pipeline"
 
-        def publish() -> None:
-            group.on_rank0(lambda: self._rotate(step))
-            group.on_rank0(lambda: self._publish(step, exported))
+        def rotate_and_export() -> None:
+            try:
+                kept = [self._uploaded] if self._uploaded else []
+                rotate(self._root, config.keep, config.keep_best, config.best_by, newest, kept, self.run_lock)
+            except OSError as error:  # what cannot be deleted now is deleted after a later save
+                log.warning(f"older checkpoints could not be deleted: {error}")
+            self._start_upload()
+            if self.only_most_recent:
+                export_pipeline(exported, current, self.run_lock)
+            else:
+                keep_export(exported, self.run_dir, step, self.run_lock)
+            (self.run_dir / _EXPORTED_STEP_FILE).write_text(f"{step}\n", encoding="utf-8")
+            log.info(f"saved step {step}: {newest} and {current}")
 
-        return publish
+        return lambda: group.on_rank0(rotate_and_export)
 
-    def _rotate(self, newest: int) -> None:
-        """What cannot be deleted now is deleted after a later save."""
-        config, folder = self.config, self._root / folder_name(newest)
-        kept = [self._uploaded] if self._uploaded else []
-        try:
-            rotate(self._root, config.keep, config.keep_best, config.best_by, folder, kept, self.run_lock)
-        except OSError as error:
-            log.warning(f"older checkpoints could not be deleted: {error}")
-
-    def _publish(self, step: int, exported: Any) -> None:
-        current = self.run_dir / "current_pipeline"
-        if self.only_most_recent:
-            export_pipeline(exported, current, self.run_lock)
-        else:
-            keep_export(exported, self.run_dir, step, self.run_lock)
-        (self.run_dir / _EXPORTED_STEP_FILE).write_text(f"{step}\n", encoding="utf-8")
-        log.info(f"saved step {step}: {self._root / folder_name(step)} and {current}")
-
-    def _export_loaded(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Collective: exports the loaded checkpoint, where the pipeline folder is older."""
-        step, self._loaded_step = self._loaded_step, None
-        if step is None or strategy_of(trainer).cpu_group.on_rank0(self._exported_step) >= step:
+    def _start_upload(self) -> None:
+        """Rank 0: copies the newest checkpoint to the mirror in a thread, unless one is still at it: that one goes on
+        with the newest."""
+        mirror, config = self.mirror, self.config
+        if mirror is None or not self._finish_upload(0):
             return
-        assert isinstance(module, TrainedModule)
-        with self._failures_counted(step, is_last=trainer.global_step >= trainer.max_steps):
-            self._export(trainer, module, step)()
 
-    def _exported_step(self) -> int:
-        """-1 where it is unknown."""
-        path = self.run_dir / _EXPORTED_STEP_FILE
-        text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
-        return int(text) if text.isdigit() else -1
+        def upload() -> None:
+            while (newest := sealed_checkpoints(self._root)[-1:]) and newest[0] != self._uploaded:
+                self._uploaded = newest[0]
+                mirror.send(newest[0], self.run_lock)
+                log.info(f"copied {newest[0].name} to {mirror.root}")
+                mirror.rotate(step_of(newest[0]), config.keep, config.keep_best, config.best_by, self.run_lock)
+
+        self._upload = _in_thread(upload)
+
+    def _finish_upload(self, limit_s: float) -> bool:
+        """Waits for the upload; whether none is left. One that fails does not end the run: everything is saved on this
+        machine."""
+        if self._upload is not None:
+            if not wait([self._upload], limit_s).done:
+                return False
+            upload, self._upload = self._upload, None
+            try:
+                upload.result()
+            except OSError as error:
+                log.error(f"the copy in the mirror is behind or not tidied up: {error}")
+                write_incident(self.run_dir, "mirror", max(self.state.last_save_step, 0), cause=str(error))
+        return True
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Collective: all wait for the last copy to the mirror. Training does not start when nothing is left to train,
-        so a missing export is made here as well."""
-        self._export_loaded(trainer, pl_module)
-        mirror = self.mirror
-        if mirror is not None:
-            limit_s = MIRROR_AFTER_STOP_S if trainer.global_step < trainer.max_steps else self.mirror_limit_s
-            with self.timer.excluded("save"):
-                strategy_of(trainer).cpu_group.on_rank0(lambda: self._finish_uploads(mirror, limit_s))
+        """Collective: all wait for the last copy to the mirror."""
+        end_s = time.monotonic() + (
+            MIRROR_AFTER_STOP_S if trainer.global_step < trainer.max_steps else self.mirror_limit_s
+        )
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Another start may have the folder."""
-        self.run_lock.release()
+        def finish_uploads() -> None:
+            if self._finish_upload(max(0.0, end_s - time.monotonic())):
+                self._start_upload()  # where the newest was sealed when the thread had just ended
+                self._finish_upload(max(0.0, end_s - time.monotonic()))
+            if self._upload is not None:
+                log.error("the copy in the mirror is behind: the end of the run does not wait longer for it")
+
+        if self.mirror is not None:
+            with self.timer.excluded("save"):
+                strategy_of(trainer).cpu_group.on_rank0(finish_uploads)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """The run ends. A save in the background is waited for, unless another rank is missing in it."""
+        """The run ends. A save in the background is waited for, unless another rank is missing in it. Then the steps
+        since the last save are saved, without an export, where all ranks meet an exception after the same step."""
+        step = trainer.global_step
         with self.timer.excluded("save"):
             try:
                 if self.pending is not None:
-                    _result(self.pending, _PENDING_AT_EXCEPTION_S)
+                    self.pending.result(_PENDING_AT_EXCEPTION_S)
             except Exception as error:
-                log.error(f"save of step {self._pending_step:,} failed: {error}")
+                log.error(f"save of step {self._pending_step:,} failed: {error!r}")
             self.pending = None
-            if isinstance(exception, Exception) and self.state.is_consistent and trainer.global_step:
-                self._save_at_exception(trainer, exception)
+            if isinstance(exception, Exception) and self.state.is_consistent and step:
+                if strategy_of(trainer).cpu_group.agree(step):
+                    self._save_at_exception(trainer, exception)
+                elif not is_network_error(exception):  # else another rank failed first, and reports it
+                    log.error(
+                        f"the steps since the last save are lost: other ranks do not fail with {exception!r:.200}"
+                    )
         self.run_lock.release()
 
     def _save_at_exception(self, trainer: pl.Trainer, exception: Exception) -> None:
-        """Saves the steps since the last save, without an export. Collective where all ranks meet an exception after
-        the same optimizer step; else nothing is saved."""
         step = trainer.global_step
-        if not strategy_of(trainer).cpu_group.agree(step):
-            if not is_network_error(exception):  # else another rank failed first, and reports it
-                log.error(f"the steps since the last save are lost: other ranks do not fail with {exception!r:.200}")
-            return
         try:
             if trainer.strategy.root_device.type == "cuda":
                 torch.cuda.synchronize()  # fails when the device is lost
@@ -362,38 +345,9 @@ class Save(OptimizerStepCallback):
         except Exception as error:
             log.error(f"the steps since the last save are lost: {error}")
 
-    def _start_upload(self, mirror: Mirror) -> None:
-        """Rank 0: copies the newest checkpoint to the mirror, in a thread. Of those that are sealed meanwhile, the
-        newest is copied afterwards."""
-        newest = sealed_checkpoints(self._root)[-1:]
-        if not newest or (self._uploaded is not None and step_of(self._uploaded) >= step_of(newest[0])):
-            return
-        folder, config = newest[0], self.config
-
-        def upload() -> None:
-            mirror.send(folder, self.run_lock)
-            log.info(f"copied {folder.name} to {mirror.root}")
-            mirror.rotate(step_of(folder), config.keep, config.keep_best, config.best_by, self.run_lock)
-
-        self._uploaded, self._upload = folder, _in_thread(upload)
-
-    def _finish_upload(self, mirror: Mirror, limit_s: float | None) -> None:
-        """Waits for the upload. One that fails does not end the run: everything is saved on this machine."""
-        upload, self._upload = self._upload, None
-        try:
-            if upload is not None:
-                _result(upload, limit_s)
-        except OSError as error:
-            log.error(f"the copy in the mirror is behind or not tidied up: {error}")
-            write_incident(self.run_dir, "mirror", max(self.state.last_save_step, 0), cause=str(error))
-
-    def _finish_uploads(self, mirror: Mirror, limit_s: float) -> None:
-        """Of the checkpoint that is being copied and, in the rest of the time, of the newest one."""
-        end_s = time.monotonic() + limit_s
-        self._finish_upload(mirror, limit_s)
-        if (left_s := end_s - time.monotonic()) > 0:
-            self._start_upload(mirror)
-            self._finish_upload(mirror, left_s)
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Another start may have the folder."""
+        self.run_lock.release()
 
 
 def _in_thread(act: Callable[[], None]) -> Future[None]:
@@ -410,15 +364,3 @@ def _in_thread(act: Callable[[], None]) -> Future[None]:
 
     threading.Thread(target=run, name="save", daemon=True).start()
     return future
-
-
-def _result(future: Future[None], limit_s: float | None) -> None:
-    """Waits for work of `_in_thread`.
-
-    Raises:
-        TimeoutError: it takes longer.
-        Exception: what it raised.
-    """
-    if not wait([future], limit_s).done:
-        raise TimeoutError(f"it was not written within {limit_s:.0f} s")
-    future.result()

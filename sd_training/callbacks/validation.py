@@ -105,7 +105,7 @@ class Validation(OptimizerStepCallback):
             return
         status = self._measure_all(trainer, module, step)
         if status and step < trainer.max_steps:
-            self.preemption.stop(trainer, status, "a signal or the time limit asks this run to stop")
+            self.preemption.stop(trainer, status)
 
     def _measure_all(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> int:
         """Returns 0, or the exit status that all ranks agreed on when one was asked to stop; then nothing is

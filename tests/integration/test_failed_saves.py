@@ -74,14 +74,14 @@ def test_an_export_that_fails_leaves_the_one_before(pipeline_dir: Path, shards_d
     run_dir = tmp_path / "run"
     run = prepare(options(run_dir, pipeline_dir, shards_dir))
     saves = next(c for c in run.trainer.callbacks if type(c).__name__ == "Save")  # type: ignore[attr-defined]
-    exported, disk = saves.exported, FullDisk(0, 0)
+    exported, disk = saves.make_export, FullDisk(0, 0)
 
     def full_for_the_second(weights: Any) -> Any:
         disk.first, disk.last = (4, 4) if run.trainer.global_step == 4 else (0, 0)
         disk.on_optimizer_step(run.trainer, run.module, run.trainer.global_step)  # type: ignore[arg-type]
         return exported(weights)
 
-    saves.exported = full_for_the_second
+    saves.make_export = full_for_the_second
     run.trainer.callbacks.insert(0, disk)  # type: ignore[attr-defined]
     run.trainer.fit(run.module, datamodule=run.data)
     (incident,) = incidents(run_dir)
