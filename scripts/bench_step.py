@@ -35,7 +35,7 @@ from torch import nn
 from scripts.bench_subjects import VARIANTS, Subject, make_subject, plain_objective, variant_of
 from sd_training.callbacks.base import RunState, TrainingTimer
 from sd_training.callbacks.ema import Ema
-from sd_training.callbacks.metrics import Metrics
+from sd_training.callbacks.metrics import COLUMNS, MetricRows, Metrics
 from sd_training.callbacks.numerics import NumericGuard
 from sd_training.cli import run_cli
 from sd_training.config.schema import (
@@ -205,7 +205,8 @@ def this_trainer(subject: Subject, loader: TurnLoader, variant: str = "") -> Non
     )
     with tempfile.TemporaryDirectory() as folder:
         ema = Ema(EmaConfig(decay=EMA_DECAY, warmup=False), Path())
-        metrics = Metrics(Path(folder) / "metrics.csv", 10, lambda step: step * batch, ema, TrainingTimer(), RunState())
+        rows = MetricRows(Path(folder) / "metrics.csv", COLUMNS)
+        metrics = Metrics(rows, 10, lambda step: step * batch, ema, TrainingTimer(), RunState())
         guard = NumericGuard(NumericsConfig(), 10, Path(folder), lambda sample: ("", str(sample)), TrainingTimer())
         trainer = lightning_trainer(subject, [ema, guard, metrics], len(loader), SingleProcessStrategy(subject.device))
         trainer.fit(module, train_dataloaders=loader)

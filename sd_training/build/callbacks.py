@@ -14,6 +14,7 @@ from sd_training.build.plan import Plan
 from sd_training.build.start import Start
 from sd_training.callbacks.base import TrainingTimer
 from sd_training.callbacks.ema import Ema
+from sd_training.callbacks.metrics import COLUMNS as METRICS
 from sd_training.callbacks.metrics import MetricRows, Metrics
 from sd_training.callbacks.numerics import NumericGuard, ReplicaDigest
 from sd_training.callbacks.preemption import Preemption
@@ -69,9 +70,7 @@ def build_callbacks(
     networks = trained.sharding.roots
     num_parameters = sum(parameter.numel() for network in networks for parameter in network.parameters())
     title = f"training {', '.join(type(network).__name__ for network in networks)} of {num_parameters:,} parameters"
-    metrics = Metrics(
-        run_dir / "metrics.csv", config.logging.every, data.images_before, ema, timer, run_state, run_lock
-    )
+    rows = MetricRows(run_dir / "metrics.csv", METRICS, run_lock)
     saves = Save(
         run_dir,
         config.experiment.save_every,
@@ -93,7 +92,7 @@ def build_callbacks(
         NumericGuard(config.numerics, config.logging.every, run_dir, data.name_of, timer, run_metadata, ema, saves),
         ReplicaDigest(config.numerics.digest_every, run_dir),
         ConsistencyMark(run_state),
-        metrics,
+        Metrics(rows, config.logging.every, data.images_before, ema, timer, run_state),
         _validation(plan, data, ema, timer, preemption, run_lock),
         *_pictures(plan, trained, ema, timer),
         saves,

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from sd_training.callbacks.base import OptimizerStepCallback
 from sd_training.config.schema import EmaConfig
@@ -43,7 +43,7 @@ _MAX_THREADS = 4
 
 
 class WeightStaging:
-    """Copies of one set of weights in CPU memory, used again and again."""
+    """Copies of one set of weights in CPU memory, used again and again, and threads that average them."""
 
     def __init__(self) -> None:
         local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -55,44 +55,39 @@ class WeightStaging:
         self._copied: torch.cuda.Event | None = None
 
     @torch.no_grad()
-    def copy(self, weights: Mapping[str, Tensor]) -> None:
-        """Start copying; on CUDA into pinned memory, without waiting. What `run` started last must be done: `wait`."""
-        for name, weight in weights.items():
-            if name not in self.copies:
-                self.copies[name] = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda)
+    def start(self, weights: Mapping[str, Tensor], average: Callable[[Sequence[str]], None]) -> None:
+        """Starts copying, on CUDA into pinned memory without waiting. Once the copies have arrived, threads run
+        `average`, each with some of the names. What was started before must be done: `wait`."""
         device = next((weight.device for weight in weights.values() if weight.is_cuda), None)
-        if device is None:
+        if device is not None:
+            self._stream = self._stream or torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             for name, weight in weights.items():
-                self.copies[name].copy_(weight)
-            return
-        self._stream = self._stream or torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            for name, weight in weights.items():
-                self.copies[name].copy_(weight, non_blocking=True)
-                weight.record_stream(self._stream)
-            self._copied = torch.cuda.Event()
-            self._copied.record(self._stream)
+                if name not in self.copies:
+                    self.copies[name] = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda)
+                self.copies[name].copy_(weight, non_blocking=weight.is_cuda)
+                if self._stream is not None and weight.is_cuda:
+                    weight.record_stream(self._stream)
+            self._copied = None if self._stream is None else self._stream.record_event()
+
+        def average_arrived(names: Sequence[str]) -> None:
+            if self._copied is not None:
+                self._copied.synchronize()
+            average(names)
+
+        self._threads = self._threads or ThreadPoolExecutor(self.num_threads, "averaging")
+        names = sorted(self.copies, key=lambda name: -self.copies[name].numel())
+        groups = [names[first :: self.num_threads] for first in range(self.num_threads)]
+        self._running = [self._threads.submit(average_arrived, group) for group in groups if group]
 
     def before_weights_change(self) -> None:
         """The device, not the host, waits until the copy has left it."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
-    def run(self, average: Callable[[Sequence[str]], None]) -> None:
-        """Start `average` in threads, each with some names of the copies, once the copies have arrived."""
-        self._threads = self._threads or ThreadPoolExecutor(self.num_threads, "averaging")
-        names = sorted(self.copies, key=lambda name: -self.copies[name].numel())
-        groups = [names[first :: self.num_threads] for first in range(self.num_threads)]
-        self._running = [self._threads.submit(self._average_arrived, average, group) for group in groups if group]
-
-    def _average_arrived(self, average: Callable[[Sequence[str]], None], names: Sequence[str]) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()
-        average(names)
-
     def wait(self) -> None:
-        """Until what `run` started is done. Raises its errors, at every call: a half updated average is never whole
+        """Until what was started is done. Raises its errors, at every call: a half updated average is never whole
         again."""
         for future in self._running:
             future.result()
@@ -148,12 +143,8 @@ class Ema(OptimizerStepCallback):
         """Part of a checkpoint → parameter of the network → this rank's shard of its average, fp32 on the CPU."""
         self.staging: WeightStaging | None = None
         """Takes weights off a device in the background; on CPUs they are averaged where they are."""
-        self._weights: Mapping[str, Tensor] = {}
-        """Local shards of the weights, as of the newest update."""
-        self._widths: dict[str, float | None] = {EMA_PART: None} | {
-            track_part(width): width for width in config.sigma_rels
-        }
-        """Part of a checkpoint → sigma_rel of the track; the average itself has none."""
+        self._tracks = {f"{EMA_PART}-{width_name(sigma_rel)}": sigma_rel for sigma_rel in config.sigma_rels}
+        """Part of a checkpoint → sigma_rel."""
 
     @property
     def shards(self) -> dict[str, Tensor]:
@@ -172,22 +163,21 @@ class Ema(OptimizerStepCallback):
             CheckpointError: a track is missing, which cannot begin late.
         """
         self.finish_update()
-        for part in self._widths:
-            if part in averages:
-                self._start(trainer, module, part, averages[part], prefix="network.")
-            elif part == EMA_PART:
-                self._start(trainer, module, part, self._initial)
-            else:
-                raise CheckpointError(
-                    f"ema.sigma_rels: {part}, but the checkpoint has no such average; resume without it, or take "
-                    "another experiment.name and start from the exported pipeline (model.pretrained)"
-                )
+        if missing := sorted(self._tracks.keys() - averages.keys()):
+            raise CheckpointError(
+                f"ema.sigma_rels: {missing[0]}, but the checkpoint has no such average; resume without it, or take "
+                "another experiment.name and start from the exported pipeline (model.pretrained)"
+            )
+        for part in (EMA_PART, *self._tracks):
+            is_stored = part in averages  # else the average begins with the run's first weights
+            stored = averages[part] if is_stored else self._initial
+            self._start(trainer, module, part, stored, prefix="network." if is_stored else "")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the average from `ema.path` or the initial weights, unless a checkpoint's was loaded."""
         super().on_train_start(trainer, pl_module)
         assert isinstance(pl_module, TrainedModule)
-        for part in self._widths:  # in one order on all ranks
+        for part in (EMA_PART, *self._tracks):  # in one order on all ranks
             if part not in self.averages:
                 self._start(trainer, pl_module, part, self._initial if part == EMA_PART else None)
         self._initial = None
@@ -201,62 +191,49 @@ class Ema(OptimizerStepCallback):
         prefix: str = "",
     ) -> None:
         """Takes this rank's shards of full tensors; None: of the network's own weights."""
-        sharding, parameters = strategy_of(trainer).sharding, averaged_parameters(module)
-        missing = [] if full_tensors is None else [name for name in parameters if prefix + name not in full_tensors]
-        if missing:
-            raise CheckpointError(
-                f"the EMA weights do not fit the network: {len(missing)} names are missing, e.g. {missing[0]}"
-            )
-        shards = self.averages[part] = {}
-        for name, parameter in parameters.items():
+        sharding, shards = strategy_of(trainer).sharding, dict[str, Tensor]()
+        for name, parameter in averaged_parameters(module).items():
             if full_tensors is None:
                 shard = sharding.local_shard(parameter)
-            else:
+            elif prefix + name in full_tensors:
                 shard = sharding.shard_of(parameter, full_tensors[prefix + name])
+            else:
+                raise CheckpointError(f"the EMA weights do not fit the network: they have no {name}")
             shards[name] = shard.detach().to("cpu", torch.float32, copy=True).contiguous()
-
-    def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        """Average every `update_every` optimizer steps. Collective where snapshots are due: every so many optimizer
-        steps, and at the last update of the run."""
-        if step % self.config.update_every:
-            return
-        self._update(trainer, module, step)
-        if self.config.sigma_rels and self.is_due(trainer, step, self.config.snapshot_every):
-            self._write_snapshots(trainer, module, step)
-
-    def _update(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        self.finish_update()
-        sharding = strategy_of(trainer).sharding
-        weights = {
-            name: sharding.local_shard(parameter)
-            for name, parameter in averaged_parameters(module).items()
-            if self.shards[name].numel()
-        }
-        if any(weight.is_cuda for weight in weights.values()):
-            self.staging = self.staging or WeightStaging()
-        if self.staging is None:
-            self._weights = weights
-            self._average(step, list(weights))
-            return
-        self.staging.copy(weights)
-        self._weights = self.staging.copies
-        self.staging.run(partial(self._average, step))
+        self.averages[part] = shards
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """The weights must not change while they are copied."""
         if self.staging is not None:
             self.staging.before_weights_change()
 
+    def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+        """Average every `update_every` optimizer steps. Collective where snapshots are due: every so many optimizer
+        steps, and at the last update of the run."""
+        if step % self.config.update_every:
+            return
+        self.finish_update()
+        sharding = strategy_of(trainer).sharding
+        weights = {name: sharding.local_shard(parameter) for name, parameter in averaged_parameters(module).items()}
+        weights = {name: weight for name, weight in weights.items() if weight.numel()}
+        if any(weight.is_cuda for weight in weights.values()):
+            self.staging = self.staging or WeightStaging()
+        if self.staging is None:
+            self._average(step, weights, list(weights))
+        else:
+            self.staging.start(weights, partial(self._average, step, self.staging.copies))
+        if self.config.sigma_rels and self.is_due(trainer, step, self.config.snapshot_every):
+            self._write_snapshots(trainer, module, step)
+
     @torch.no_grad()
-    def _average(self, step: int, names: Sequence[str]) -> None:
+    def _average(self, step: int, weights: Mapping[str, Tensor], names: Sequence[str]) -> None:
         """average ← decay · average + (1 - decay) · weights."""
-        weights = [self._weights[name].to("cpu", torch.float32) for name in names]
-        for part, width in self._widths.items():
-            if width is None:
-                part_decay = decay_at(step, self.config)
-            else:
-                part_decay = decay(step, gamma_of(width), self.config.update_every)
-            torch._foreach_lerp_([self.averages[part][name] for name in names], weights, 1.0 - part_decay)
+        new = [weights[name].to("cpu", torch.float32) for name in names]
+        decays = {EMA_PART: decay_at(step, self.config)}
+        for part, sigma_rel in self._tracks.items():
+            decays[part] = decay(step, gamma_of(sigma_rel), self.config.update_every)
+        for part, part_decay in decays.items():
+            torch._foreach_lerp_([self.averages[part][name] for name in names], new, 1.0 - part_decay)
 
     def finish_update(self) -> None:
         """Wait for an update in the background; called before the average is read."""
@@ -268,11 +245,11 @@ class Ema(OptimizerStepCallback):
         is missing later; the run continues."""
         self.finish_update()
         sharding = strategy_of(trainer).sharding
-        for number, sigma_rel in enumerate(self.config.sigma_rels):
+        for number, (part, sigma_rel) in enumerate(self._tracks.items()):
             is_writer = number % trainer.world_size == trainer.global_rank
-            shards, full_tensors = self.averages[track_part(sigma_rel)], {}
+            full_tensors = {}
             for name, parameter in averaged_parameters(module).items():
-                tensor = sharding.gather(parameter, shards[name])
+                tensor = sharding.gather(parameter, self.averages[part][name])
                 if is_writer:
                     full_tensors[name] = tensor.detach().to("cpu", copy=True)
             if is_writer:
@@ -281,22 +258,6 @@ class Ema(OptimizerStepCallback):
                 except OSError as error:
                     log.error(str(error))
         trainer.strategy.barrier("snapshots written")
-
-    @torch.no_grad()
-    def metrics(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> dict[str, float]:
-        """Collective: the decay per optimizer step, and ‖average − weights‖ over all parameters (on a device, of the
-        weights at the last update); 0 before the first update."""
-        self.finish_update()
-        sharding, total = strategy_of(trainer).sharding, torch.zeros((), dtype=torch.float64)
-        for name, parameter in averaged_parameters(module).items():
-            if name in self._weights:
-                difference = self.shards[name] - self._weights[name]
-                total += difference.double().square().sum() / sharding.copies(parameter)
-        if trainer.world_size > 1:
-            total = total.to(trainer.strategy.root_device)
-            distributed.all_reduce(total)
-        decay_per_step = decay_at(step, self.config) ** (1 / self.config.update_every)
-        return {"ema_decay": decay_per_step, "ema_distance": float(total.sqrt())}
 
     @contextmanager
     def averaged_weights(self, module: TrainedModule) -> Iterator[None]:
@@ -317,11 +278,6 @@ class Ema(OptimizerStepCallback):
         """Part of a checkpoint → parameter of the module → this rank's shard."""
         self.finish_update()
         return {part: {f"network.{name}": s for name, s in shards.items()} for part, shards in self.averages.items()}
-
-
-def track_part(sigma_rel: float) -> str:
-    """Name of a track in a checkpoint."""
-    return f"{EMA_PART}-{width_name(sigma_rel)}"
 
 
 def averaged_parameters(module: TrainedModule) -> dict[str, nn.Parameter]:

@@ -8,6 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytorch_lightning as pl
@@ -15,10 +16,9 @@ import torch
 from torch import Tensor
 
 from sd_training.callbacks.base import OptimizerStepCallback, RunState, TrainingTimer
-from sd_training.callbacks.ema import Ema
+from sd_training.callbacks.ema import Ema, decay_at
 from sd_training.checkpoint.atomic_io import replace_text
 from sd_training.checkpoint.run_lock import NO_LOCK, RunLock
-from sd_training.config.plan import counted
 from sd_training.errors import TakenOverError
 from sd_training.log import get_logger
 from sd_training.training.base_module import TrainedModule
@@ -27,10 +27,8 @@ log = get_logger(__name__)
 
 COLUMNS = (
     *("optimizer_step", "images_seen", "loss", "l1", "kl", "learning_rate", "grad_norm", "images_per_s"),
-    *("ema_decay", "ema_distance", "device_memory_gib"),
+    *("ema_decay", "device_memory_gib"),
 )
-_MAX_WAITING = 10_000
-"""Rows kept in memory while they cannot be written; then the oldest are lost [count]."""
 
 
 class MetricRows:
@@ -45,7 +43,7 @@ class MetricRows:
 
     def __init__(self, path: Path, columns: Sequence[str], run_lock: RunLock = NO_LOCK) -> None:
         self.path, self.columns, self.run_lock = path, columns, run_lock
-        self._waiting: list[dict[str, str]] = []
+        self._waiting: list[Mapping[str, str]] = []
 
     def keep_until(self, step: int) -> None:
         """Drops rows after `step` and what a kill cut short; the file is replaced at once or not at all."""
@@ -65,7 +63,7 @@ class MetricRows:
 
     def add(self, *rows: Mapping[str, str]) -> None:
         """Appends rows at once, and those that could not be written before them."""
-        self._waiting = [*self._waiting, *map(dict, rows)][-_MAX_WAITING:]
+        self._waiting += rows
         try:
             self.run_lock.check()
             self._append(self._text(self._waiting))
@@ -74,10 +72,8 @@ class MetricRows:
         except OSError as error:
             if len(self._waiting) == len(rows):
                 log.error(f"{self.path} cannot be written ({error.strerror}); its rows wait in memory")
-            return
-        if len(self._waiting) > len(rows):
-            log.info(f"{self.path} can be written again: {counted(len(self._waiting), 'row')} added")
-        self._waiting.clear()
+        else:
+            self._waiting.clear()
 
     def _append(self, text: str) -> None:
         """All of it or nothing: a full disk takes the first part of a row."""
@@ -105,32 +101,23 @@ class MetricRows:
         return text.getvalue()
 
 
+@dataclass(eq=False)
 class Metrics(OptimizerStepCallback):
-    """Reduces the logged scalars over micro-batches and ranks.
+    """Reduces the logged scalars over micro-batches and ranks."""
 
-    Args:
-        csv_path: the run's `metrics.csv`.
-        every: optimizer steps between rows.
-        images_before: how many images the steps before a step take.
-        ema: the average, if there is one.
-        timer: shared with the callbacks that save and draw, so that images/s is the speed of training.
-        state: gets the newest metrics.
-        run_lock: of this start of the run.
-    """
-
-    def __init__(
-        self,
-        csv_path: Path,
-        every: int,
-        images_before: Callable[[int], int],
-        ema: Ema | None,
-        timer: TrainingTimer,
-        state: RunState,
-        run_lock: RunLock = NO_LOCK,
-    ) -> None:
-        self.rows = MetricRows(csv_path, COLUMNS, run_lock)
-        self.every, self.images_before, self.ema, self.timer, self.state = every, images_before, ema, timer, state
-        self._window_start = 0
+    rows: MetricRows
+    """Of the run's `metrics.csv`."""
+    every: int
+    """Optimizer steps between rows."""
+    images_before: Callable[[int], int]
+    """How many images the steps before a step take."""
+    ema: Ema | None
+    """The average, if there is one."""
+    timer: TrainingTimer
+    """Shared with the callbacks that save and draw, so that images/s is the speed of training."""
+    state: RunState
+    """Gets the newest metrics."""
+    _window_start: int = field(default=0, init=False)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Drop rows that a killed run wrote after the checkpoint it resumes from."""
@@ -151,7 +138,7 @@ class Metrics(OptimizerStepCallback):
         self.state.window_losses.append((step - self._window_start, metrics["loss"]))
         self._window_start = step
         if self.ema is not None:
-            metrics |= self.ema.metrics(trainer, module, step)
+            metrics["ema_decay"] = decay_at(step, self.ema.config) ** (1 / self.ema.config.update_every)
         metrics["images_per_s"] = images / elapsed_s
         device = trainer.strategy.root_device
         if device.type == "cuda":

@@ -142,8 +142,8 @@ class Preemption(OptimizerStepCallback):
         )
 
     def requested_status(self, trainer: pl.Trainer) -> int:
-        """0, or the exit status with which this process was asked to stop, or has to as what must still be done no longer
-        fits before the end."""
+        """0, or the exit status with which this process was asked to stop, or has to because what must still be done no
+        longer fits before the end."""
         save_s = self.state.longest_save_s or UNMEASURED_SAVE_S
         needed_s = self.num_saves * save_s + 2 * self._longest_step_s + self.reserved_s
         is_time_up = trainer.is_global_zero and self.end_s - time.monotonic() < needed_s

@@ -6,7 +6,6 @@ et al. 2019, arXiv:1909.08053), or a run of its elements (DeepSpeed's ZeRO, `zer
 full tensors, gathered one at a time, so they mean the same under every strategy and world size.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -70,10 +69,6 @@ class ParameterSharding(Protocol):
         self, parameters: Iterable[nn.Parameter], state_of: StateOf, groups: Sequence[Mapping[str, Any]]
     ) -> None:
         """Collective: the optimizer continues from states as `full_state` returns them, and from stored `groups`."""
-
-    def copies(self, parameter: nn.Parameter) -> int:
-        """Number of ranks with the same local shard."""
-        return 1
 
     def loss_scale(self) -> dict[str, Any]:
         """State of the engine's own dynamic loss scale; empty where Lightning's precision plugin scales the loss."""
@@ -219,12 +214,6 @@ class DTensorSharding(ParameterSharding):
             is_on_device = any(group.get("fused") for group in self.optimizer.param_groups)
             return value.to(own.to_local().device if is_on_device else "cpu", copy=True)
         return _placed_like(own, _laid_out_like(own.to_local(), self.shard_of(parameter, value).clone()), moves=False)
-
-    def copies(self, parameter: nn.Parameter) -> int:
-        """All ranks that differ along no mesh axis that the parameter is sharded along."""
-        own = _dtensor(parameter)
-        axes = zip(own.device_mesh.shape, own.placements, strict=True)
-        return distributed.get_world_size() // math.prod(size for size, how in axes if how.is_shard())
 
 
 def assign_by_size(sizes: list[int], count: int) -> list[int]:

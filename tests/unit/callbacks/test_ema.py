@@ -117,15 +117,6 @@ def test_an_average_that_the_checkpoint_lacks_begins_with_its_weights() -> None:
     assert float(ema.shards["weight"][0, 0]) == 3.0
 
 
-def test_decay_and_distance_are_told() -> None:
-    ema, module = Ema(EmaConfig(decay=0.75, warmup=False), Path()), module_with(0.0)
-    ema.on_train_start(module._trainer, module)  # type: ignore[arg-type]
-    set_weight(module, 4.0)
-    ema.on_optimizer_step(module._trainer, module, 1)  # type: ignore[arg-type]
-    found = ema.metrics(module._trainer, module, 1)  # type: ignore[arg-type]
-    assert found == pytest.approx({"ema_decay": 0.75, "ema_distance": 2**0.5 * 3})
-
-
 def test_average_of_another_network_is_refused(tmp_path: Path) -> None:
     ema, module = Ema(EmaConfig(), Path(), initial={"other": torch.zeros(1)}), module_with(1.0)
     with pytest.raises(CheckpointError, match="do not fit the network"):

@@ -19,10 +19,9 @@ def test_every_copy_is_averaged_once_as_it_was(threads: int) -> None:
             sums[name] += staging.copies[name]
 
     for turn in range(1, 4):
-        staging.copy(weights)
+        staging.start(weights, add)
         for weight in weights.values():
             weight.add_(1)
-        staging.run(add)
         staging.wait()
         expected = [sum(i + earlier for earlier in range(turn)) for i in range(5)]
         assert [float(total[0]) for total in sums.values()] == expected
@@ -34,8 +33,7 @@ def test_an_error_of_a_thread_comes_up() -> None:
     def broken(names: Sequence[str]) -> None:
         raise ValueError("broken")
 
-    staging.copy({"a": torch.zeros(1)})
-    staging.run(broken)
+    staging.start({"a": torch.zeros(1)}, broken)
     for _ in range(2):  # the average stays a half updated one
         with pytest.raises(ValueError, match="broken"):
             staging.wait()
