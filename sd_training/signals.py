@@ -4,38 +4,28 @@ SIGTERM   preemption, torchrun, `kill`: save and end with status 75
 SIGUSR1   SLURM's warning before the time limit: the same
 SIGUSR2   save now and go on
 SIGINT    Ctrl-C: save and end with status 130, announced at once; the second one kills at once
-
-`system.stop_signals` and `system.save_signals` choose other ones.
 """
 
 import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from sd_training.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from sd_training.log import TIME_FORMAT, is_main_process
 
-SignalName = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGCONT", "SIGXCPU"]
-"""Signals that may be given a meaning. SIGCONT comes first at a preemption by SLURM; SIGXCPU is LSF's warning."""
-STOP_SIGNALS: tuple[SignalName, ...] = ("SIGTERM", "SIGUSR1")
-SAVE_SIGNALS: tuple[SignalName, ...] = ("SIGUSR2",)
-FOR_THE_TRAINING_PROCESS = {
-    *(signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCONT, signal.SIGXCPU),
-    signal.SIGINT,
-}
+_STOP = (signal.SIGTERM, signal.SIGUSR1)
+_SAVE = (signal.SIGUSR2,)
+FOR_THE_TRAINING_PROCESS = {*_STOP, *_SAVE, signal.SIGINT, signal.SIGHUP}
 """SLURM and a terminal send them to every process of a run; its loader processes must not hear them."""
 
-_ONLY_WITH_A_STEP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Before the first step there is nothing to save, so they end the process."""
+_WARNINGS = (signal.SIGUSR1, *_SAVE)
+"""Recorded from the start on: they must not kill. The others end a process that has nothing to save yet."""
 _AT_CTRL_C = "Ctrl-C: saving after this optimizer step, then ending; press Ctrl-C again to end at once without saving"
 _STDERR = 2
-_MAY_BE_IGNORED = (signal.SIGINT, signal.SIGHUP)
-"""Ignored where a shell started the run in the background, or with nohup."""
 
 
 class StopSignals:
@@ -48,34 +38,21 @@ class StopSignals:
         """0, or the exit status that the strongest signal so far asks for: `EXIT_STOPPED` or `EXIT_INTERRUPTED`."""
         self.num_saves_asked = 0
         """Signals so far that asked for a save."""
-        self._stop = _numbers(STOP_SIGNALS)
-        self._save = _numbers(SAVE_SIGNALS)
         self._is_expecting = False
         self._before: dict[int, Any] = {}
 
-    def choose(self, stop: Sequence[SignalName], save: Sequence[SignalName]) -> None:
-        """Other signals than the default ones; those that now mean nothing get their handler of before."""
-        self._stop, self._save = _numbers(stop), _numbers(save)
-        for number in set(self._before) - {*self._stop, *self._save, signal.SIGINT}:
-            signal.signal(number, self._before.pop(number))
-        if self._is_expecting:
-            self.expect_warning()
-
     def expect_warning(self) -> None:
-        """From the start of the program on, the warning before the time limit is recorded and does not kill.
-
-        SIGTERM and Ctrl-C still end a process that has nothing to save yet.
-        """
+        """From the start of the program on, the warning before the time limit is recorded and does not kill."""
         self._is_expecting = True
-        for number in (*self._stop, *self._save):
-            if number not in _ONLY_WITH_A_STEP:
-                self._handle(number)
+        for number in _WARNINGS:
+            self._handle(number)
 
     def listen(self) -> None:
         """From the first optimizer step on, every signal is recorded."""
-        for number in (*self._stop, *self._save, signal.SIGINT):
-            if number not in _MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN:
-                self._handle(number)
+        for number in (*_STOP, *_SAVE):
+            self._handle(number)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as where a shell started it in the background
+            self._handle(signal.SIGINT)
 
     def restore(self) -> None:
         """The handlers of before, unless a signal came: then another one must not break the way out.
@@ -87,14 +64,14 @@ class StopSignals:
         if self.status:
             return
         for number, handler in self._before.items():
-            is_warning = self._is_expecting and number not in _ONLY_WITH_A_STEP
+            is_warning = self._is_expecting and number in _WARNINGS
             signal.signal(number, signal.SIG_IGN if is_warning else handler)
         self._before.clear()
 
     def leave(self, status: int) -> NoReturn:
         """Ends the process with `status`. A launcher that ends all processes when the first one has ended sends
         SIGTERM, which must not change the status of the others."""
-        for number in (*self._stop, *self._save, signal.SIGTERM, signal.SIGINT):
+        for number in (*_STOP, *_SAVE, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         raise SystemExit(status)
 
@@ -104,7 +81,7 @@ class StopSignals:
             self._before.setdefault(number, signal.SIG_DFL if before is None else before)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        if number in self._save:
+        if number in _SAVE:
             self.num_saves_asked += 1
         elif number != signal.SIGINT:
             self.status = max(self.status, EXIT_STOPPED)
@@ -119,7 +96,3 @@ class StopSignals:
                 start = "\n" if os.isatty(_STDERR) else ""
                 with suppress(OSError):
                     os.write(_STDERR, f"{start}{time.strftime(TIME_FORMAT)} {_AT_CTRL_C}\n".encode())
-
-
-def _numbers(names: Sequence[SignalName]) -> tuple[signal.Signals, ...]:
-    return tuple(signal.Signals[name] for name in names)

@@ -151,7 +151,6 @@ def make_data(plan: Plan, family: Family | None, grid: LatentGrid) -> TrainingDa
 
 def _preemption(plan: Plan, signals: StopSignals) -> Preemption:
     config = plan.config
-    signals.choose(config.system.stop_signals, config.system.save_signals)
     return Preemption(
         signals,
         deadline_s(config.experiment.max_hours, signals.started_s, os.environ),

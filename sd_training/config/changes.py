@@ -67,8 +67,7 @@ class Change:
     now: Any
 
     def __str__(self) -> str:
-        before, now = shown(self.before, self.key), shown(self.now, self.key)
-        return f"{self.key}: {before} -> {now}" if before != now else f"{self.key}: differs beyond {now}"
+        return f"{self.key}: {shown(self.before, self.key)} -> {shown(self.now, self.key)}"
 
     def sentence(self) -> str:
         """Inside a list of such, in an error."""
@@ -108,7 +107,6 @@ def changed_options(previous: str, config: Config) -> list[Change]:
 def refused_changes(changes: Sequence[Change], allowed: Sequence[str], run_dir: Path) -> list[str]:
     """One sentence for each change that would make another export of the run and that is not allowed."""
     refused = [change for change in changes if is_below(change.key, EXPORTED) and not is_below(change.key, allowed)]
-    refused = [change for change in refused if not _is_same_place(change)]
     keys = ",".join(dict.fromkeys(option_of(change.key).key for change in refused))
     return [
         f"{change.key}: was {shown(change.before)} at the last start of {run_dir} and is {shown(change.now)} now; this "
@@ -121,9 +119,3 @@ def refused_changes(changes: Sequence[Change], allowed: Sequence[str], run_dir: 
 def _value(holder: Any, key: str) -> Any:
     group, name = place_of(holder, key)
     return group.get(name, options()[key].default)
-
-
-def _is_same_place(change: Change) -> bool:
-    """Whether both values are paths of one folder: another spelling changes nothing."""
-    paths = [Path(value) for value in (change.before, change.now) if isinstance(value, str)]
-    return len(paths) == 2 and all(path.exists() for path in paths) and paths[0].samefile(paths[1])

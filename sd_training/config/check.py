@@ -3,7 +3,6 @@
 That an option belongs to a choice which was not made is no rule of its own: it follows from `ReadWith` in the schema.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -29,7 +28,6 @@ SHARDED_OPTIMIZERS = ("adamw", "lion")
 """Optimizers that treat every number alone, so that a shard of a tensor is updated as the whole would be."""
 PARTS = tuple(field.name for field in fields(ModelConfig) if isinstance(getattr(ModelConfig(), field.name), PartConfig))
 _MODEL_FILES = ("model_index.json", "config.json", "scheduler_config.json", "tokenizer_config.json")
-_CONSTANT = ("constant", "ConstantWithWarmup")
 _ONLY = {"sigma_sqrt": "flow_prediction", "cosmap": "flow_prediction", "edm": "edm"}
 """Weighting → the prediction type it is defined for."""
 
@@ -38,17 +36,13 @@ def check(config: Config) -> list[str]:
     """Everything that is wrong between options, one sentence each; each starts with the option's dotted name."""
     if config.model.train == "denoiser":
         config = replace(config, objective=with_preset(config.objective))
-    rules = (
-        _choices,
-        _parts,
-        _optimizer,
-        _paths,
-        _data,
-        _model,
-        _saves,
-        _sharding,
-    )
-    found = [problem for rule in rules for problem in rule(config)]
+    found = list(unread(config))
+    for number, entry in enumerate(config.dataset.mix):
+        found += unread(entry, f"dataset.mix.{number}.")
+    for number, encoder in enumerate(config.model.text_encoders):
+        found += unread(encoder, f"model.text_encoders.{number}.")
+    for rules in (_parts, _optimizer, _paths, _data, _model, _saves, _sharding):
+        found += rules(config)
     if config.model.train == "denoiser":
         found += objective_problems(config.objective)  # and once more when a noise scheduler says what is null here
     return list(dict.fromkeys(found))
@@ -85,14 +79,6 @@ def unread(group: Any, prefix: str = "", *, is_refused: bool = True) -> Iterator
             break
 
 
-def _choices(config: Config) -> Iterator[str]:
-    yield from unread(config)
-    for number, entry in enumerate(config.dataset.mix):
-        yield from unread(entry, f"dataset.mix.{number}.")
-    for number, encoder in enumerate(config.model.text_encoders):
-        yield from unread(encoder, f"model.text_encoders.{number}.")
-
-
 def _parts(config: Config) -> Iterator[str]:
     """The parts that a pipeline is made of, where `model.pretrained` does not name it as a whole."""
     model = config.model
@@ -101,32 +87,25 @@ def _parts(config: Config) -> Iterator[str]:
     family, given = family_of_parts(model), [part for part in PARTS if is_set(getattr(model, part))]
     # `noise_scheduler_inference` may be left out: the exported sampler then follows the training scheduler.
     needed = ("vae",) if model.train == "vae" else (*FAMILY_PARTS[family], "noise_scheduler_training")
+    known = {*FAMILY_PARTS[family], *OPTIONAL_PARTS.get(family, ()), *PARTS[-2:]}
     if not given:
         parts = ", ".join(f"model.{part}" for part in needed)
         yield f"model.pretrained: is required: a pipeline folder or hub id for all parts; or give each of {parts}"
         return
     for part in PARTS:
-        yield from _part(f"model.{part}", getattr(model, part), part in needed)
-    if model.train == "vae":
-        return
-    known = {*FAMILY_PARTS[family], *OPTIONAL_PARTS.get(family, ()), *PARTS[-2:]}
-    for part in given:
-        if part not in known:
-            yield f"model.{part}: family {family} has no such part; it has {', '.join(FAMILY_PARTS[family])}"
-
-
-def _part(key: str, part: PartConfig, is_needed: bool) -> Iterator[str]:
-    is_tokenizer, is_scheduler = key.startswith("model.tokenizer"), key.startswith("model.noise_scheduler")
-    if part.pretrained is None:
-        if is_tokenizer and (is_needed or is_set(part)):
-            yield f"{key}.pretrained: is required: a folder or hub id; it cannot be made from params"
-        elif is_needed and not is_set(part):
-            yield f"{key}: is required: give `pretrained` (a folder or hub id), or `target` and `params`"
-    elif part.target is not None and not (is_scheduler or is_tokenizer):
-        remedy = f"to load its weights, remove the class ({key}.target=null {key}.params=null)"
-        yield f"{key}.target: is given together with {key}.pretrained; {remedy}"
-    elif part.params and not is_scheduler:
-        yield f"{key}.params: is not read together with {key}.pretrained; remove it ({key}.params=null)"
+        key, own = f"model.{part}", getattr(model, part)
+        is_tokenizer = part.startswith("tokenizer")
+        if own.pretrained is None:
+            if is_tokenizer and (part in needed or part in given):
+                yield f"{key}.pretrained: is required: a folder or hub id; it cannot be made from params"
+            elif part in needed and part not in given:
+                yield f"{key}: is required: give `pretrained` (a folder or hub id), or `target` and `params`"
+        elif not part.startswith("noise_scheduler"):
+            for name in ("params",) if is_tokenizer else ("target", "params"):
+                if getattr(own, name):
+                    yield f"{key}.{name}: is not read together with {key}.pretrained; remove it ({key}.{name}=null)"
+        if part in given and part not in known and model.train == "denoiser":
+            yield f"{key}: family {family} has no such part; it has {', '.join(FAMILY_PARTS[family])}"
 
 
 def _unused_parts(model: ModelConfig) -> Iterator[str]:
@@ -180,12 +159,9 @@ def _objective_rules(objective: ObjectiveConfig) -> Iterator[str]:
 
 def _optimizer(config: Config) -> Iterator[str]:
     optimizer, schedule, model = config.optimizer, config.lr_scheduler, config.model
-    params, own = schedule.params, schedule.params.learning_rate
-    peak = optimizer.params.learning_rate if own is None else own
+    own = schedule.params.learning_rate
     where = "optimizer.params.learning_rate" if own is None else "lr_scheduler.params.learning_rate"
-    if params.warmup_images is not None and params.warmup_length != type(params)().warmup_length:
-        second = f"lr_scheduler.params.warmup_length={params.warmup_length}"
-        yield f"lr_scheduler.params.warmup_images: is {params.warmup_images}, but {second} is given too; keep one"
+    peak = optimizer.params.learning_rate if own is None else own
     if optimizer.rates_by_part and optimizer.name == "prodigy":
         yield "optimizer.rates_by_part: prodigy estimates one learning rate for all parts; remove it"
     elif optimizer.rates_by_part and peak == 0:
@@ -193,19 +169,14 @@ def _optimizer(config: Config) -> Iterator[str]:
     if optimizer.name == "prodigy" and peak < 1e-2:
         yield f"{where}: is {peak:g}, but prodigy multiplies the rate that it finds by it; set it to 1"
     if optimizer.name == "schedule_free_adamw":
-        if schedule.scheduler not in _CONSTANT:
+        if schedule.scheduler not in ("constant", "ConstantWithWarmup"):
             remedy = "averages weights instead of lowering the learning rate; use constant"
             yield f"lr_scheduler.scheduler: is {schedule.scheduler}, but schedule_free_adamw {remedy}"
         if model.use_ema:
             yield "model.use_ema: is true, but schedule_free_adamw averages the weights itself; set it to false"
-    if (
-        model.bf16_weights
-        and model.train == "denoiser"
-        and not (model.mixed_precision == "bf16" and optimizer.stochastic_rounding)
-    ):
+    is_exact = model.mixed_precision == "bf16" and optimizer.stochastic_rounding
+    if model.bf16_weights and model.train == "denoiser" and not is_exact:
         yield "model.bf16_weights: true needs model.mixed_precision=bf16 and optimizer.stochastic_rounding=true"
-    elif optimizer.stochastic_rounding and not model.bf16_weights:
-        yield "optimizer.stochastic_rounding: is only read with model.bf16_weights=true; fp32 weights need no rounding"
 
 
 def _schedule(config: Config) -> Iterator[str]:
@@ -219,10 +190,6 @@ def _schedule(config: Config) -> Iterator[str]:
     if params.learning_rate not in (None, rate):
         own = f"lr_scheduler.params.learning_rate={params.learning_rate}"
         yield f"optimizer.params.learning_rate: {rate} is not used; {own} wins"
-    for number, entry in enumerate(config.dataset.mix):
-        if entry.start_step >= steps:
-            start = f"is {entry.start_step:,}, but the run has at most {steps:,} steps"
-            yield f"dataset.mix.{number}.start_step: {start}; the data set is never drawn from"
 
 
 def _paths(config: Config) -> Iterator[str]:
@@ -246,36 +213,24 @@ def model_paths(config: Config) -> Iterator[tuple[str, str]]:
 
 def _model_path(config: Config, key: str, text: str) -> Iterator[str]:
     """A hub id cannot start like a path, so a path that does not exist is a mistake."""
-    path = Path(text)
-    if not os.path.exists(text):
+    path = Path(text).absolute()
+    if not path.exists():
         if text.startswith(("/", "./", "../", "~")):
             yield f"{key}: {text!r} does not exist{' (~ is not expanded)' if text.startswith('~') else ''}"
-    elif path.is_file():
-        wanted = "model_index.json" if key == "model.pretrained" else "config.json"
-        folder = next((folder for folder in path.parents[:2] if (folder / wanted).is_file()), None)
-        convert = "a folder that diffusers saved, or a hub id, is needed; docs/models.md says how to convert a file"
-        yield f"{key}: {text!r} is a file; {f'write its folder: {key}={folder}' if folder else convert}"
-    elif problem := model_folder_problem(config, key, text):
-        yield f"{key}: {text!r} {problem}"
-
-
-def model_folder_problem(config: Config, key: str, text: str) -> str:
-    """Why a folder that exists is no model, or one part where a whole pipeline is needed; empty when it is right."""
+        return
     is_pipeline = key == "model.pretrained" and config.model.train == "denoiser"
-    path = Path(text).absolute()
-    if any((path / name).is_file() for name in (_MODEL_FILES[:1] if is_pipeline else _MODEL_FILES)):
-        return ""
-    for run in (path, *path.parents[:2]):
-        if (run / "current_pipeline" / "model_index.json").is_file():
-            return f"is the folder of a run; write {key}={run / 'current_pipeline'}"
-    if (path / "checkpoints").is_dir() and (path / "config.yaml").is_file():
-        return "is the folder of a run that has not exported a pipeline; let it save first"
-    if not is_pipeline:
-        has_parts = any(True for name in _MODEL_FILES for _ in path.glob(f"*/{name}"))
-        return "" if has_parts else "holds no model: it has no config.json, and no folder in it has one"
-    if (path.parent / "model_index.json").is_file():
-        return f"is one part of a pipeline; write {key}={path.parent}"
-    return "is no pipeline folder: it has no model_index.json"
+    wanted = _MODEL_FILES[:1] if is_pipeline else _MODEL_FILES
+
+    def is_model(folder: Path) -> bool:
+        return any((folder / name).is_file() for name in wanted)
+
+    runs = (path, *path.parents[:2])
+    near = next(filter(is_model, (*(run / "current_pipeline" for run in runs), *runs[1:])), None)
+    has_parts = not is_pipeline and not (path / "current_pipeline").exists() and any(map(is_model, path.glob("*")))
+    if not (is_model(path) or has_parts):
+        remedy = f"write {key}={near}" if near else "docs/models.md says how to convert a file"
+        kind = "pipeline" if is_pipeline else "model"
+        yield f"{key}: {text!r} is no {kind} that diffusers saved: it has no {' or '.join(wanted[:2])}; {remedy}"
 
 
 def _data(config: Config) -> Iterator[str]:
@@ -311,11 +266,9 @@ def _model(config: Config) -> Iterator[str]:
 
 
 def _saves(config: Config) -> Iterator[str]:
-    """Held-out data, the best checkpoints, signals and time limits."""
-    validation, checkpoint, system, watch = config.validation, config.checkpoint, config.system, config.watch
-    if validation.path is not None and not validation.path:
-        yield "validation.path: is empty; give a tar file, a folder, a glob or a brace pattern, or leave it out"
-    elif validation.path == config.dataset.params.path:
+    """Held-out data, the best checkpoints and time limits."""
+    validation, checkpoint, watch = config.validation, config.checkpoint, config.watch
+    if validation.path == config.dataset.params.path:
         yield "validation.path: is the data that is trained on; keep some shards out of dataset.params.path"
     if checkpoint.best_by == "validation_loss" and checkpoint.keep_best:
         if validation.path is None:
@@ -327,8 +280,6 @@ def _saves(config: Config) -> Iterator[str]:
         if not is_below(key, EXPORTED):
             needing = ", ".join(EXPORTED)
             yield f"experiment.allow_changed: {key!r} needs no permission or is unknown; those that do are {needing}"
-    for name in sorted({*system.stop_signals} & {*system.save_signals}):
-        yield f"system.save_signals: {name} is one of system.stop_signals as well; take it out of one of them"
     for section in SECTIONS:
         limit_s = getattr(watch, f"{section}_s")
         if limit_s is not None and limit_s >= watch.collective_timeout_s:
@@ -359,41 +310,29 @@ def _sharding(config: Config) -> Iterator[str]:
         yield "distributed.offload_parameters: is only read with fsdp, hsdp and deepspeed_3"
     if not distributed.reshard_after_forward and not fsdp:
         yield "distributed.reshard_after_forward: is only read with fsdp and hsdp"
+    if not (fsdp or deepspeed):
+        return
     name = distributed.strategy if distributed.strategy != "auto" else "distributed.mesh"
-    if fsdp or deepspeed:
-        yield from _sharded(config, name)
-    if fsdp:
-        if config.model.mixed_precision == "fp16":
-            yield f"model.mixed_precision: fp16 needs a loss scale that {name} does not share; use bf16, or deepspeed_2"
-        if config.trainer.channels_last is True and config.model.train == "denoiser":
-            yield f"trainer.channels_last: true, but {name} shards contiguous weights only; use auto"
-        if config.trainer.compile and mesh.tensor != 1:
-            yield "trainer.compile: is not known to work with distributed.mesh.tensor; set it to false"
-    if deepspeed:
-        yield from _deepspeed(config, name)
-
-
-def _sharded(config: Config, name: str) -> Iterator[str]:
-    if config.optimizer.name not in SHARDED_OPTIMIZERS:
+    model, trainer, optimizer = config.model, config.trainer, config.optimizer.name
+    if optimizer not in SHARDED_OPTIMIZERS:
         remedy = f"use {' or '.join(SHARDED_OPTIMIZERS)}, or distributed.strategy=ddp"
-        yield f"optimizer.name: {config.optimizer.name} needs whole tensors, which {name} shards; {remedy}"
-    if config.model.bf16_weights:
+        yield f"optimizer.name: {optimizer} needs whole tensors, which {name} shards; {remedy}"
+    if model.bf16_weights:
         yield f"model.bf16_weights: {name} keeps sharded fp32 weights already; set it to false"
-    if config.model.train == "vae":
+    if model.train == "vae":
         yield f"model.train: vae is small and is trained with single or ddp, not with {name}"
-    if config.trainer.compile == "full":
-        yield f"trainer.compile: full does not work with {name}; use blocks"
-
-
-def _deepspeed(config: Config, name: str) -> Iterator[str]:
-    if config.trainer.compile in (True, "blocks"):
-        yield f"trainer.compile: is not known to work with {name}; set it to false, or use fsdp"
-    if config.trainer.channels_last is True:
+    elif trainer.channels_last is True:
         yield f"trainer.channels_last: {name} needs contiguous weights; use auto or false"
-    if config.distributed.strategy == "deepspeed_3" and config.model.gradient_checkpointing == "selective":
+    if trainer.compile == "full":
+        yield f"trainer.compile: full does not work with {name}; use blocks"
+    elif trainer.compile and (deepspeed or mesh.tensor != 1):
+        yield f"trainer.compile: is not known to work with {name if deepspeed else 'distributed.mesh.tensor'}"
+    if fsdp and model.mixed_precision == "fp16":
+        yield f"model.mixed_precision: fp16 needs a loss scale that {name} does not share; use bf16, or deepspeed_2"
+    if distributed.strategy == "deepspeed_3" and model.gradient_checkpointing == "selective":
         # Its linear layers change in place what selective recomputation keeps.
         yield "model.gradient_checkpointing: selective gives wrong gradients with deepspeed_3; use true"
-    if config.model.train_text_encoder:
+    if deepspeed and model.train_text_encoder:
         yield f"model.train_text_encoder: {name} trains the denoiser only; use ddp or fsdp"
-    if config.distributed.offload_optimizer and config.optimizer.name != "adamw":
-        yield f"optimizer.name: {config.optimizer.name} cannot be offloaded; use adamw"
+    if distributed.offload_optimizer and optimizer != "adamw":
+        yield f"optimizer.name: {optimizer} cannot be offloaded; use adamw"

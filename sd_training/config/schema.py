@@ -5,10 +5,9 @@ meanings and defaults. `docs/config.md` is generated from this file and the sche
 between options are in `check.py`. Importable without torch.
 """
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import Field
-from pydantic.config import JsonDict
 from pydantic.dataclasses import dataclass
 
 from sd_training.config.data_schema import DatasetConfig, DatasetParams
@@ -28,7 +27,6 @@ from sd_training.config.value_types import (
     read_with,
     used_with,
 )
-from sd_training.signals import SAVE_SIGNALS, STOP_SIGNALS, SignalName
 
 StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "deepspeed_1", "deepspeed_2", "deepspeed_3"]
 MeshAxis = Annotated[Int, Field(ge=-1)]
@@ -195,8 +193,6 @@ class NumericsConfig:
     0: never. Only with ddp and hsdp."""
 
 
-_SIGNALS: JsonDict = {"allowed": f"a list of {', '.join(get_args(SignalName))}"}
-
 # These options are read through this module as well.
 __all__ = [
     "DatasetConfig",
@@ -232,10 +228,6 @@ class SystemConfig:
     processes."""
     workers: Count = 6
     """Loader processes per training process; 0 reads in the training process. SLURM: equal to cpus-per-task."""
-    stop_signals: list[SignalName] = Field(default_factory=lambda: list(STOP_SIGNALS), json_schema_extra=_SIGNALS)
-    """Signals after which the run saves and ends with status 75. Ctrl-C (SIGINT) always does, with status 130."""
-    save_signals: list[SignalName] = Field(default_factory=lambda: list(SAVE_SIGNALS), json_schema_extra=_SIGNALS)
-    """Signals after which the run saves and continues."""
 
 
 @dataclass(config=SCHEMA, kw_only=True)
@@ -329,7 +321,7 @@ class OptimizerConfig:
     rates_by_part: dict[str, NonNegative] = Field(default_factory=dict)
     """Peak learning rates of named parts, such as `{text_encoder: 1e-6}`, with the same schedule; the others take
     `params.learning_rate`. Not with `prodigy`."""
-    stochastic_rounding: Annotated[bool, read_with("name", "adamw")] = False
+    stochastic_rounding: Annotated[bool, read_with("name", "adamw"), read_with("model.bf16_weights")] = False
     """`adamw` on bf16 weights: compute in fp32 and round at random, without bias, so that small updates are not lost.
     Weights that are kept in fp32 (the normal case) need no rounding."""
 

@@ -16,11 +16,11 @@ def saved_steps(run_dir: Path) -> list[str]:
 
 
 def test_a_signal_or_the_clock_asks_for_a_save(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
-    changes = {"experiment__save_every": 100, "checkpoint__keep": 9, "system__save_signals": "[SIGHUP]"}
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where nohup started the tests, and then left alone
+    changes = {"experiment__save_every": 100, "checkpoint__keep": 9}
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     argv = options(tmp_path / "run", pipeline_dir, shards_dir, **changes)
-    run = train(argv, AtStep(2, lambda: [os.kill(os.getpid(), signal.SIGHUP) for _ in range(3)]))
-    assert run.exit_status == 0 and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    run = train(argv, AtStep(2, lambda: [os.kill(os.getpid(), signal.SIGUSR2) for _ in range(3)]))
+    assert run.exit_status == 0 and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
     assert saved_steps(tmp_path / "run") == ["step=3", "step=8"]
 
     argv = options(tmp_path / "timed", pipeline_dir, shards_dir, **changes, checkpoint__save_every_minutes=0.025)

@@ -7,14 +7,13 @@ from sd_training.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from sd_training.signals import StopSignals
 
 ALL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-OTHERS = (signal.SIGUSR2, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
 def nothing_ignored(handlers_of_before: None) -> None:
     """As in a terminal; a shell may have started the tests in the background, with Ctrl-C ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (*ALL[:2], *OTHERS):
+    for number in (*ALL[:2], signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
 
 
@@ -81,27 +80,3 @@ def test_a_save_is_asked_for_and_nothing_stops() -> None:
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGUSR2)
     assert (signals.status, signals.num_saves_asked) == (0, 2)
-
-
-def test_other_signals_can_be_chosen() -> None:
-    before = {number: signal.getsignal(number) for number in (*ALL, *OTHERS)}
-    signals = StopSignals()
-    signals.expect_warning()
-    signals.choose(["SIGUSR2", "SIGHUP"], ["SIGTERM"])
-    expecting = {number: signal.getsignal(number) for number in before}
-    assert expecting == before | {signal.SIGUSR2: signals._note}  # SIGHUP ends what has nothing to save
-    signals.listen()
-    assert signal.getsignal(signal.SIGUSR1) == before[signal.SIGUSR1]
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert (signals.status, signals.num_saves_asked) == (0, 1)
-    os.kill(os.getpid(), signal.SIGHUP)
-    assert signals.status == EXIT_STOPPED
-
-
-def test_an_ignored_hangup_stays_ignored() -> None:
-    """As after nohup."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signals = StopSignals()
-    signals.choose(["SIGHUP"], [])
-    signals.listen()
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -128,28 +128,30 @@ def test_what_a_model_path_should_have_been(tmp_path: Path, images: Path) -> Non
     exported = run / "current_pipeline"
     (run / "checkpoints" / "step=2").mkdir(parents=True)
     (run / "config.yaml").write_text("")
-    assert "folder of a run that has not exported a pipeline" in said(run)
+    assert said(run).endswith("docs/models.md says how to convert a file")
     (exported / "unet").mkdir(parents=True)
     (exported / "model_index.json").write_text("{}")
     (exported / "unet" / "config.json").write_text("{}")
     (exported / "unet" / "diffusion_pytorch_model.safetensors").write_text("")
     for path in (run, run / "checkpoints", run / "checkpoints" / "step=2"):
-        assert said(path).endswith(f"is the folder of a run; write model.pretrained={exported}")
+        assert said(path).endswith(f"it has no model_index.json; write model.pretrained={exported}")
     assert said(run, "ema.path").endswith(f"write ema.path={exported}")
     weights = exported / "unet" / "diffusion_pytorch_model.safetensors"
-    assert said(weights).endswith(f"is a file; write its folder: model.pretrained={exported}")
-    assert said(weights, "ema.path").endswith(f"write its folder: ema.path={exported / 'unet'}")
+    assert said(weights).endswith(f"write model.pretrained={exported}")
+    assert said(weights, "ema.path").endswith(f"write ema.path={exported / 'unet'}")
     (tmp_path / "v1-5.ckpt").write_text("")
-    assert said(tmp_path / "v1-5.ckpt").endswith("is needed; docs/models.md says how to convert a file")
+    assert said(tmp_path / "v1-5.ckpt").endswith("docs/models.md says how to convert a file")
     assert said(tmp_path / "a" / "b" / "c").endswith("does not exist")
-    assert said(exported / "unet").endswith(f"is the folder of a run; write model.pretrained={exported}")
+    assert said(exported / "unet").endswith(f"write model.pretrained={exported}")
     pipeline = shutil.copytree(exported, tmp_path / "pipeline")
-    assert said(pipeline / "unet").endswith(f"is one part of a pipeline; write model.pretrained={pipeline}")
-    assert said(images).endswith("is no pipeline folder: it has no model_index.json")
-    assert said(images, "ema.path").endswith("holds no model: it has no config.json, and no folder in it has one")
+    assert said(pipeline / "unet").endswith(f"write model.pretrained={pipeline}")
+    assert "is no pipeline that diffusers saved: it has no model_index.json; docs" in said(images)
+    assert "is no model that diffusers saved: it has no model_index.json or config.json; docs" in said(
+        images, "ema.path"
+    )
     (tmp_path / "unet").mkdir()
     (tmp_path / "unet" / "config.json").write_text("{}")
-    assert said(tmp_path / "unet").endswith("is no pipeline folder: it has no model_index.json")
+    assert "is no pipeline that diffusers saved: it has no model_index.json; docs" in said(tmp_path / "unet")
     assert said(Path("models/a/b")) == "model.pretrained: 'models/a/b' does not exist"
 
 
@@ -157,7 +159,7 @@ def test_a_misspelt_option_hides_no_mistake_in_a_model(tmp_path: Path, images: P
     words = ["dataset.type=ImageFolder", f"dataset.params.path={images}", "dataset.params.resolution=30", "optim.x=1"]
     for model, said in (
         ("nobody/nothing", "'nobody/nothing' is no folder here, and it is not in the local cache"),
-        (str(images), "is no pipeline folder"),
+        (str(images), "is no pipeline that diffusers saved"),
     ):
         option, name, size = report(*words, f"model.pretrained={model}")
         assert size.startswith("dataset.params.resolution: 30 is not a multiple")

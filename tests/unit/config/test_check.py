@@ -136,7 +136,7 @@ def test_output_paths_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"model__tokenizer__pretrained": "null"}, "model.tokenizer.pretrained: is required"),
         ({"model__unet__target": "null"}, "model.unet: is required"),
         ({"model__noise_scheduler_training__pretrained": "null"}, "model.noise_scheduler_training: is required"),
-        ({"model__unet__pretrained": "a/b"}, "model.unet.target: is given together with model.unet.pretrained"),
+        ({"model__unet__pretrained": "a/b"}, "model.unet.target: is not read together with model.unet.pretrained"),
         ({"model__vae__params__latent_channels": "4"}, "model.vae.params: is not read"),
         (
             {"model__unet__subfolder": "unet"},

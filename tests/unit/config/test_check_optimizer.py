@@ -38,7 +38,11 @@ def test_every_optimizer_is_right_with_its_usual_values(name: str) -> None:
         ),
         ("prodigy", {}, "params.learning_rate: is 0.0001, but prodigy multiplies"),
         ("adamw", {"params__learning_rate": 0, "rates_by_part": "{a: 1e-6}"}, "params.learning_rate: is 0, but"),
-        ("adamw", {"stochastic_rounding": "true"}, "stochastic_rounding: is only read with model.bf16_weights=true"),
+        (
+            "adamw",
+            {"stochastic_rounding": "true"},
+            "stochastic_rounding: is true, but is only read with model.bf16_weights",
+        ),
     ],
 )
 def test_a_wrong_combination_is_one_sentence(name: str, options: dict[str, object], start: str) -> None:
@@ -74,7 +78,6 @@ def test_right_combinations_pass(name: str, options: dict[str, object]) -> None:
         ("wsd", {"reference_length": 5}, "reference_length: is 5, but is only read"),
         ("linear", {"decay_length": 5}, "decay_length: is 5, but is only read"),
         ("linear", {"decay_shape": "linear"}, 'decay_shape: is "linear", but is only read'),
-        ("linear", {"warmup_images": 5, "warmup_length": 7}, "warmup_images: is 5, but"),
     ],
 )
 def test_a_schedule_that_does_not_read_an_option_is_named(name: str, params: dict[str, object], start: str) -> None:

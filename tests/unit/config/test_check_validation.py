@@ -19,7 +19,6 @@ RUN = (
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["validation.path=[]"], "validation.path: is empty"),
         (["validation.path=a.tar"], "validation.path: is the data that is trained on"),
         (["checkpoint.best_by=validation_loss", "checkpoint.keep_best=1"], "checkpoint.best_by: validation_loss needs"),
         (
