@@ -32,8 +32,8 @@ def run_cli(main: Callable[[], None]) -> None:
     """Runs a command's `main`.
 
     Raises:
-        SystemExit: the status of a `UserError` (each of its lines printed as "error: ..."), 130 after Ctrl-C, 1 where
-            stdout cannot be written; other exceptions are defects of the program and keep their traceback.
+        SystemExit: the status of a `UserError` (each of its lines printed as "error: ..."), 130 after Ctrl-C; other
+            exceptions are defects of the program and keep their traceback.
     """
     os.umask(os.umask(0o077) | _OTHERS_CANNOT_WRITE)
     hide_in_tracebacks()
@@ -61,17 +61,9 @@ def run_cli(main: Callable[[], None]) -> None:
 
 
 def _is_reader_gone() -> bool:
-    """Whether stdout is a pipe that nobody reads, as after `| head -1`; then what is left for it goes nowhere.
-
-    Raises:
-        SystemExit: stdout cannot be written for another reason, such as a full disk.
-    """
-    try:
+    """Whether stdout is a pipe that nobody reads, as after `| head -1`; then what is left for it goes nowhere."""
+    with suppress(OSError):
         print(end="", flush=True)
-    except BrokenPipeError:
-        pass
-    except OSError as error:
-        raise SystemExit(f"error: stdout cannot be written: {error.strerror}") from None
     poll = select.poll()
     poll.register(_STDOUT, 0)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):

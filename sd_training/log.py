@@ -116,7 +116,6 @@ class RunLog(logging.Handler):
         self._path: Path | None = None
         self._check: Callable[[], None] = lambda: None
         self._early: list[str] = []
-        self._is_failing = False
 
     def open(self, run_dir: Path, check: Callable[[], None]) -> None:
         """Lines so far and from now on go to the file in `run_dir`, which rank 0 has made.
@@ -171,14 +170,9 @@ class RunLog(logging.Handler):
         try:
             self._check()
             with self._path.open("a", encoding="utf-8", errors="replace") as stream:
-                stream.write("\n" * self._is_failing + f"{line}\n")  # the line before may have been written in part
-            self._is_failing = False
-        except (UserError, FileNotFoundError):
-            return  # the next save ends this process, on all ranks; or rank 0 has not made the folder yet
-        except OSError as error:
-            if not self._is_failing:
-                self._is_failing = True  # before the warning, which comes here as well
-                log.warning(f"{self._path} cannot be written ({error.strerror}); lines until it can are lost there")
+                stream.write(f"{line}\n")
+        except (UserError, OSError):
+            return  # a full disk, or another start owns the folder: the next save says so
 
 
 _ERRORS_ONLY = (

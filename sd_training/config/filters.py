@@ -32,8 +32,6 @@ GRAMMAR = (
 )
 EXACT_INTEGERS = 2**53
 """From here on not every integer is a float64, so longer integers are compared as text."""
-_MAX_CHARACTERS = 20_000
-_MAX_DEPTH = 40
 _MAX_DIGITS = 300
 _RESERVED = frozenset({"and", "or", "not", "in", "is", "null", "none", "nan", "inf", "infinity"})
 _TOKEN = re.compile(
@@ -96,10 +94,6 @@ def long_integer(number: str) -> str | None:
     return str(int(number))
 
 
-class _SyntaxProblem(ValueError):
-    """What the user wrote is not a filter; the text says why."""
-
-
 def parse_filters(filters: Mapping[str, Any] | None) -> tuple[list[Filter], list[str]]:
     """Parses `dataset.params.filters`.
 
@@ -113,9 +107,11 @@ def parse_filters(filters: Mapping[str, Any] | None) -> tuple[list[Filter], list
     problems: list[str] = []
     for name, written in (filters or {}).items():
         try:
-            found.append(_parse_entry(str(name), written, 0))
+            found.append(_parse_entry(str(name), written))
         except ValueError as error:  # also of a number with thousands of digits
             problems.append(_problem(str(name), written, str(error)))
+        except RecursionError:
+            problems.append(_problem(str(name), written, "nested too deeply"))
     return found, problems
 
 
@@ -131,23 +127,21 @@ def _problem(name: str, written: object, detail: str) -> str:
     return f"dataset.params.filters.{name}: {shown} is not a filter{detail}; write {GRAMMAR}"
 
 
-def _parse_entry(name: str, written: Any, depth: int) -> Filter:
-    if depth > _MAX_DEPTH:
-        raise _SyntaxProblem("nested too deeply")
+def _parse_entry(name: str, written: Any) -> Filter:
     if name in ("any_of", "all_of"):
         # A single mapping is refused: `any_of: {a: .., b: ..}` does not say whether it means a or b.
         if not isinstance(written, list) or not written or not all(isinstance(e, Mapping) and e for e in written):
-            raise _SyntaxProblem(f"{name} takes a list of mappings of field to condition: [{{a: '>1'}}, {{b: '>1'}}]")
-        alternatives = [_joined("and", [_parse_entry(str(k), v, depth + 1) for k, v in e.items()]) for e in written]
+            raise ValueError(f"{name} takes a list of mappings of field to condition: [{{a: '>1'}}, {{b: '>1'}}]")
+        alternatives = [_joined("and", [_parse_entry(str(k), v) for k, v in e.items()]) for e in written]
         return _joined("or" if name == "any_of" else "and", alternatives)
     if name == "where":
         if not isinstance(written, str):
-            raise _SyntaxProblem("where takes one text that names its fields")
+            raise ValueError("where takes one text that names its fields")
         return _Parser(written, None).parse()
     if isinstance(written, (bool, int, float)):
         written = str(written).lower()
     if not isinstance(written, str):
-        raise _SyntaxProblem("")
+        raise ValueError("")
     return _Parser(written, name).parse()
 
 
@@ -169,15 +163,13 @@ class _Parser:
     """
 
     def __init__(self, text: str, field: str | None) -> None:
-        if len(text) > _MAX_CHARACTERS:
-            raise _SyntaxProblem(f"longer than {_MAX_CHARACTERS:,} characters")
-        self.field, self.position, self.depth, at = field, 0, 0, 0
+        self.field, self.position, at = field, 0, 0
         self.tokens: list[_Token] = []
         text = text.strip()
         while at < len(text):
             match = _TOKEN.match(text, at)
             if match is None or match.lastgroup is None:
-                raise _SyntaxProblem(f"invalid from {text[at : at + 20]!r} on")
+                raise ValueError(f"invalid from {text[at : at + 20]!r} on")
             self.tokens.append((match.lastgroup, match[match.lastgroup]))
             at = match.end()
         self.tokens += [_END, _END, _END]
@@ -196,20 +188,15 @@ class _Parser:
         return _joined(word, parts)
 
     def _term(self) -> Filter:
-        self.depth += 1
-        if self.depth > _MAX_DEPTH:
-            raise _SyntaxProblem("nested too deeply")
         # Without a field before it, `not in […]` and `not null` are conditions.
         is_condition = self.field is not None and self.tokens[self.position + 1] in (("word", "in"), ("word", "null"))
         if not is_condition and self._take("word", "not"):
-            found = Filter("not", parts=(self._term(),))
-        elif self._take("mark", "("):
+            return Filter("not", parts=(self._term(),))
+        if self._take("mark", "("):
             found = self._several("or")
             self._expect(")")
-        else:
-            found = self._condition(self._field_name() if self.field is None else self.field)
-        self.depth -= 1
-        return found
+            return found
+        return self._condition(self._field_name() if self.field is None else self.field)
 
     def _condition(self, field: str) -> Filter:
         kind, operator = self.tokens[self.position]
@@ -242,7 +229,7 @@ class _Parser:
             return lower
         high = self._number()
         if isinstance(low, float) and low > high:
-            raise _SyntaxProblem(f"the range {low:g}..{high:g} is empty")
+            raise ValueError(f"the range {low:g}..{high:g} is empty")
         return Filter("and", parts=(lower, Filter("<=", field, (high,))))
 
     def _field_name(self) -> str:
@@ -289,4 +276,4 @@ class _Parser:
             self._fail(repr(mark))
 
     def _fail(self, wanted: str) -> NoReturn:
-        raise _SyntaxProblem(f"{wanted} is expected, not {self.tokens[self.position][1]!r}")
+        raise ValueError(f"{wanted} is expected, not {self.tokens[self.position][1]!r}")

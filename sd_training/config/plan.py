@@ -6,7 +6,7 @@ From strategy or mesh to a block of processes: pure arithmetic, done once.
 import math
 from dataclasses import dataclass
 
-from sd_training.config.schema import MESH_AXES, DistributedConfig, MeshConfig, StrategyName
+from sd_training.config.schema import MESH_AXES, DistributedConfig, StrategyName
 from sd_training.errors import ConfigError
 
 
@@ -79,10 +79,6 @@ class Mesh:
         """Shares that a global batch is cut into."""
         return self.data * self.fsdp
 
-    def data_rank(self, rank: int) -> int:
-        """Which share of the global batch a process draws."""
-        return rank // self.tensor
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -104,7 +100,19 @@ def find_layout(config: DistributedConfig, processes: int, devices: int) -> Layo
         ConfigError: they do not fit the number of processes.
     """
     if config.mesh.is_set:
-        return _from_mesh(_filled(config.mesh, processes))
+        sizes = {axis: getattr(config.mesh, axis) for axis in MESH_AXES}
+        known = math.prod(size for size in sizes.values() if size > 0)
+        filled = {axis: processes // known if size == -1 else size for axis, size in sizes.items()}
+        if math.prod(filled.values()) != processes:
+            shape = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
+            raise ConfigError(
+                f"distributed.mesh: {shape} does not make {counted(processes, 'process', 'processes')}; the product "
+                f"must be {processes}, and one axis may be -1"
+            )
+        mesh = Mesh(**filled)
+        if mesh.fsdp == mesh.tensor == 1:
+            return Layout("single" if mesh.data == 1 else "ddp", mesh)
+        return Layout("hsdp" if mesh.data > 1 else "fsdp", mesh)
     match config.strategy:
         case "auto":
             return Layout("single" if processes == 1 else "ddp", Mesh(processes, 1, 1))
@@ -125,24 +133,3 @@ def find_layout(config: DistributedConfig, processes: int, devices: int) -> Layo
             return Layout("hsdp", Mesh(processes // devices, devices, 1))
         case name:
             return Layout(name, Mesh(processes, 1, 1))
-
-
-def _from_mesh(mesh: Mesh) -> Layout:
-    if mesh.fsdp == mesh.tensor == 1:
-        return Layout("single" if mesh.data == 1 else "ddp", mesh)
-    return Layout("hsdp" if mesh.data > 1 else "fsdp", mesh)
-
-
-def _filled(config: MeshConfig, processes: int) -> Mesh:
-    """The axes with -1 replaced by what is left."""
-    sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
-    known = math.prod(size for size in sizes.values() if size > 0)
-    if -1 in sizes.values() and processes % known == 0:
-        sizes = {axis: processes // known if size == -1 else size for axis, size in sizes.items()}
-    if math.prod(sizes.values()) != processes:
-        shape = " × ".join(f"{axis} {getattr(config, axis)}" for axis in MESH_AXES)
-        raise ConfigError(
-            f"distributed.mesh: {shape} does not make {counted(processes, 'process', 'processes')}; the product "
-            f"must be {processes}, and one axis may be -1"
-        )
-    return Mesh(**sizes)

