@@ -206,7 +206,7 @@ def this_trainer(subject: Subject, loader: TurnLoader, variant: str = "") -> Non
     with tempfile.TemporaryDirectory() as folder:
         ema = Ema(EmaConfig(decay=EMA_DECAY, warmup=False), Path())
         rows = MetricRows(Path(folder) / "metrics.csv", COLUMNS)
-        metrics = Metrics(rows, 10, lambda step: step * batch, ema, TrainingTimer(), RunState())
+        metrics = Metrics(rows, 10, batch, ema, TrainingTimer(), RunState())
         guard = NumericGuard(NumericsConfig(), 10, Path(folder), lambda sample: ("", str(sample)), TrainingTimer())
         trainer = lightning_trainer(subject, [ema, guard, metrics], len(loader), SingleProcessStrategy(subject.device))
         trainer.fit(module, train_dataloaders=loader)

@@ -92,11 +92,11 @@ def build_callbacks(
         NumericGuard(config.numerics, config.logging.every, run_dir, data.name_of, timer, run_metadata, ema, saves),
         ReplicaDigest(config.numerics.digest_every, run_dir),
         ConsistencyMark(run_state),
-        Metrics(rows, config.logging.every, data.images_before, ema, timer, run_state),
+        Metrics(rows, config.logging.every, batch.global_batch, ema, timer, run_state),
         _validation(plan, data, ema, timer, preemption, run_lock),
         *_pictures(plan, trained, ema, timer),
         saves,
-        ProgressBar(run_state, data.images_before, batch.num_steps) if config.logging.progress_bar else None,
+        ProgressBar(run_state, batch.global_batch, batch.num_steps) if config.logging.progress_bar else None,
         Heartbeat(watch),
         GarbageCollection(),
     ]

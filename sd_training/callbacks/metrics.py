@@ -7,7 +7,7 @@ import csv
 import io
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -109,8 +109,8 @@ class Metrics(OptimizerStepCallback):
     """Of the run's `metrics.csv`."""
     every: int
     """Optimizer steps between rows."""
-    images_before: Callable[[int], int]
-    """How many images the steps before a step take."""
+    global_batch: int
+    """Images per optimizer step, over all processes."""
     ema: Ema | None
     """The average, if there is one."""
     timer: TrainingTimer
@@ -133,8 +133,7 @@ class Metrics(OptimizerStepCallback):
             return
         metrics = self._reduced(trainer, module)
         elapsed_s = self.timer.lap_s()
-        images_seen = self.images_before(step)
-        images = images_seen - self.images_before(self._window_start)
+        images_seen, images = step * self.global_batch, (step - self._window_start) * self.global_batch
         self.state.window_losses.append((step - self._window_start, metrics["loss"]))
         self._window_start = step
         if self.ema is not None:

@@ -3,7 +3,6 @@
 import os
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytorch_lightning as pl
@@ -25,12 +24,12 @@ class ProgressBar(OptimizerStepCallback):
 
     Args:
         state: where the loss comes from; the bar itself never waits for the device.
-        images_before: how many images the steps before a step take.
+        global_batch: images per optimizer step, over all processes.
         num_steps: optimizer steps of the run.
     """
 
-    def __init__(self, state: RunState, images_before: Callable[[int], int], num_steps: int) -> None:
-        self.state, self.images_before, self.num_steps = state, images_before, num_steps
+    def __init__(self, state: RunState, global_batch: int, num_steps: int) -> None:
+        self.state, self.global_batch, self.num_steps = state, global_batch, num_steps
         self._bar: tqdm | None = None
         self._started = self._line = (0.0, 0)
         """Time [s] and images of the start, and of the newest line."""
@@ -38,11 +37,11 @@ class ProgressBar(OptimizerStepCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A resumed run's bar starts where it stopped."""
         super().on_train_start(trainer, pl_module)
-        done = self.images_before(trainer.global_step)
+        done = trainer.global_step * self.global_batch
         self._started = self._line = (time.monotonic(), done)
         # On a terminal without a size tqdm shows nothing.
         if trainer.is_global_zero and sys.stderr.isatty() and min(os.get_terminal_size(sys.stderr.fileno())):
-            total = self.images_before(self.num_steps)
+            total = self.num_steps * self.global_batch
             self._bar = tqdm(total=total, initial=done, unit="img", desc="training", mininterval=1, dynamic_ncols=True)
             write_lines_by(lambda line: tqdm.write(line, file=sys.stderr))
 
@@ -50,7 +49,7 @@ class ProgressBar(OptimizerStepCallback):
         """Advance by the images of the step."""
         if not trainer.is_global_zero:
             return
-        done, now_s = self.images_before(step), time.monotonic()
+        done, now_s = step * self.global_batch, time.monotonic()
         loss = f", loss {self.state.metrics['loss']:.4f}" if self.state.metrics else ""
         if self._bar is not None:
             self._bar.set_postfix_str(f"step {step}{loss}", refresh=False)
@@ -60,7 +59,7 @@ class ProgressBar(OptimizerStepCallback):
             per_s = (done - self._line[1]) / max(now_s - self._line[0], 1e-9)
             self._line = (now_s, done)
             s_per_image = (now_s - self._started[0]) / max(done - self._started[1], 1)
-            left = timedelta(seconds=round(s_per_image * (self.images_before(self.num_steps) - done)))
+            left = timedelta(seconds=round(s_per_image * (self.num_steps * self.global_batch - done)))
             progress = f"step {step:,} of {self.num_steps:,}: {counted(done, 'image')}, {per_s:.1f} images/s"
             log.info(f"{progress}, {left} left{loss}", extra=None if self._bar is None else FOR_FILE)
 

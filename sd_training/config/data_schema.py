@@ -82,9 +82,6 @@ class BucketConfig:
     """Table: `[height, width]` pairs [pixels]."""
     upscale: Annotated[bool, _LADDER] = True
     """Ladder: whether images may be enlarged; if not, smaller ones go to smaller sizes."""
-    constant_area: Annotated[bool, read_with("mode", "ladder", "table")] = False
-    """Give sizes of half, a third, … of the largest area two, three, … times the samples per optimizer step. The run
-    has as many steps as without."""
 
 
 @dataclass(config=SCHEMA, kw_only=True)
@@ -201,10 +198,6 @@ class DatasetParams(SourceParams):
     """Larger images are skipped before they are decoded [pixels]."""
     max_bad_fraction: Probability = 0.001
     """The run stops when more than this share of the last 100,000 samples could not be used; each counts once."""
-    max_bad_in_row: PositiveInt = 50
-    """The run stops when so many samples in a row could not be used [count]."""
-    max_bad_shard_fraction: Probability = 0.2
-    """The run stops when more than this share of one shard (at least 10 samples) could not be used."""
     index_dir: str | None = None
     """Where the index of the shards is kept; null: `$XDG_CACHE_HOME/sd_training/index` or
     `~/.cache/sd_training/index`."""

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytorch_lightning as pl
 
 from sd_training.config.changes import differences, without_permissions
@@ -42,7 +41,6 @@ _DECISIVE = (
 _OPTION_OF = {
     "seed": "experiment.seed",
     "global_batch": "system.batch_size × system.gradient_accumulation × processes",
-    "constant_area": "dataset.params.buckets.constant_area",
     "resampled": "dataset.params.resampled",
     "lanes": "dataset.params.lanes",
     "window": "dataset.params.window",
@@ -88,9 +86,7 @@ class TrainingData(pl.LightningDataModule):
         self.draws, self.tokenizers, self.captions_needed = draws, dict(tokenizers), captions_needed
         params = dataset.params
         self.table: BucketTable = training_sizes(params)
-        self.bad_samples = BadSampleLog(
-            run_dir, params, lambda shard: sum(dataset.selected_in(shard) for dataset in self.datasets())
-        )
+        self.bad_samples = BadSampleLog(run_dir, params.max_bad_fraction)
         self.held_out: HeldOutData | None = None
         """What the run is measured on."""
         if validation is not None and validation.path is not None:
@@ -153,15 +149,18 @@ class TrainingData(pl.LightningDataModule):
 
     def samples(self) -> TrainingSamples:
         """Request → example."""
-        return TrainingSamples(self.datasets(), self.table, self.dataset.params, self.tokenizers, self.draws)
+        return TrainingSamples(
+            self.datasets(),
+            self.table,
+            self.dataset.params,
+            self.tokenizers,
+            self.draws,
+            self.plan.global_batch,
+        )
 
     def datasets(self) -> list[OpenDataset]:
         """The data sets of the run, opened; the first is the main one."""
         return self._open().datasets
-
-    def images_before(self, step: int) -> int:
-        """How many images the optimizer steps before `step` take, over all processes."""
-        return self._open().order.samples_before(step)
 
     def name_of(self, sample_id: int) -> tuple[str, str]:
         """Location of the shard and key of a batch's sample; hostile text."""
@@ -228,13 +227,11 @@ class TrainingData(pl.LightningDataModule):
         if self._opened is not None:
             return self._opened
         params, plan, checks = self.dataset.params, self.plan, Checks()
-        # Of each bucket: how many times the global batch a step of it takes.
-        factors = self.table.area_factors() if params.buckets.constant_area else (1,) * len(self.table.sizes)
         open_one = partial(
             open_dataset,
             params=params,
             table=self.table,
-            batch_sizes=plan.global_batch * np.array(factors, dtype=np.int64),
+            batch_size=plan.global_batch,
             captions_needed=self.captions_needed,
         )
         made = [checks.run(partial(open_one, entry.type, entry.params)) for entry in self._entries()]
@@ -243,7 +240,7 @@ class TrainingData(pl.LightningDataModule):
         orders = []
         for number, dataset in enumerate(datasets):
             seed = self.draws.seed + (number << 32)  # data sets of equal length must not be shuffled alike
-            settings = OrderSettings(seed, plan.global_batch, params.lanes, params.window, params.resampled, factors)
+            settings = OrderSettings(seed, plan.global_batch, params.lanes, params.window, params.resampled)
             block_of = dataset.index.numbers("block")[dataset.selected]
             orders.append(SampleOrder(settings, block_of, dataset.bucket_of))
         mixture = MixtureSchedule(self._entries(), self.draws.seed, plan.num_steps)
@@ -295,7 +292,6 @@ def _order(dataset: DatasetConfig, plan: BatchPlan, seed: int) -> dict[str, Any]
     return {
         "seed": seed,
         "global_batch": plan.global_batch,
-        "constant_area": dataset.params.buckets.constant_area,
         "resampled": dataset.params.resampled,
     }
 

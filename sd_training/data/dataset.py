@@ -51,22 +51,13 @@ class OpenDataset:
     reader: IndexedReader
     captioner: Captioner
 
-    def in_bucket(self, bucket: int) -> NDArray[np.int64]:
-        """Samples of the index in a bucket."""
-        return self.selected[self.bucket_of == bucket]
-
-    def selected_in(self, location: str) -> int:
-        """How many samples of a shard, whose location is given as it may be shown, are selected."""
-        numbers = [number for number, shard in enumerate(self.index.shards) if shown(shard.location) == location]
-        return int(np.isin(self.index.numbers("unit")[self.selected], numbers).sum())
-
 
 def open_dataset(
     kind: str,
     source_params: SourceParams,
     params: DatasetParams,
     table: BucketTable,
-    batch_sizes: NDArray[np.int64],
+    batch_size: int,
     *,
     captions_needed: bool = True,
 ) -> OpenDataset:
@@ -77,7 +68,7 @@ def open_dataset(
         source_params: which samples.
         params: processing, shared by all data sets of a run.
         table: the sizes that are trained on.
-        batch_sizes: [buckets] samples that an optimizer step of each bucket takes; no bucket is left with fewer.
+        batch_size: samples that an optimizer step takes; no bucket is left with fewer.
         captions_needed: False where captions are never read; samples without one are then usable.
 
     Raises:
@@ -113,8 +104,8 @@ def open_dataset(
         if kind == "TagFolder" and source_params.tags.limit_images is not None:
             chosen = chosen[limited([index.name(int(sample))[1] for sample in chosen], source_params.tags.limit_images)]
         # Where a step may repeat samples, one sample is enough for the last bucket that is left.
-        needed = np.ones_like(batch_sizes) if params.resampled else batch_sizes
-        selected, bucket_of, merges = _assign_buckets(index, selection, chosen, table, batch_sizes, needed)
+        needed = 1 if params.resampled else batch_size
+        selected, bucket_of, merges = _assign_buckets(index, selection, chosen, table, batch_size, needed)
     except DataError as error:
         first, *others = str(error).split("\n")
         raise type(error)("\n".join([first + fitting_type(kind, source_params.path), *others])) from error
@@ -127,8 +118,8 @@ def _assign_buckets(
     selection: Selection,
     chosen: NDArray[np.int64],
     table: BucketTable,
-    batch_sizes: NDArray[np.int64],
-    needed: NDArray[np.int64],
+    batch_size: int,
+    needed: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], list[Merge]]:
     """The samples that fit a bucket in use, the bucket of each, and buckets that were merged.
 
@@ -136,25 +127,20 @@ def _assign_buckets(
         DataError: fewer are left than one optimizer step takes.
     """
 
-    def check_count(num_left: int, num_needed: int) -> None:
-        if num_left >= num_needed:
-            return
+    assigned = table.assign(index.numbers("width")[chosen], index.numbers("height")[chosen])
+    fits = assigned >= 0
+    bucket_of, merges = merge_small(assigned[fits], table, batch_size)
+    is_kept = bucket_of >= 0
+    selected, bucket_of = chosen[fits][is_kept], bucket_of[is_kept]
+    if (num_left := len(selected)) < needed:
         first = shown(index.shards[0].location) + (" and further" if len(index.shards) > 1 else "")
         unfit = len(chosen) - num_left
         more = f" ({unfit:,} more fit no bucket or have no readable size)" if unfit else ""
         repeat = ", or set dataset.params.resampled=true, which repeats samples" if num_left else ""
         few = (
             f"dataset.params.path: {counted(num_left, 'sample')} of {first} {'is' if num_left == 1 else 'are'} left"
-            f"{more}, fewer than one optimizer step of {num_needed:,} takes; give more data, loosen "
+            f"{more}, fewer than one optimizer step of {needed:,} takes; give more data, loosen "
             f"dataset.params.filters, or lower system.batch_size × system.gradient_accumulation × processes{repeat}"
         )
         raise DataError("\n".join([few, *exclusion_lines(index, selection)]))
-
-    assigned = table.assign(index.numbers("width")[chosen], index.numbers("height")[chosen])
-    fits = assigned >= 0
-    check_count(int(fits.sum()), int(needed.min()))
-    bucket_of, merges = merge_small(assigned[fits], table, batch_sizes)
-    is_kept = bucket_of >= 0
-    selected, bucket_of = chosen[fits][is_kept], bucket_of[is_kept]
-    check_count(len(selected), int(needed[bucket_of].min()))
     return selected, bucket_of, merges

@@ -77,14 +77,11 @@ class HeldOutData:
         """
         if self._opened is None:
             table, params = training_sizes(self.params), self.params
-            at_least_one = np.ones(len(table.sizes), dtype=np.int64)
             try:
-                dataset = open_dataset(
-                    self.kind, params, params, table, at_least_one, captions_needed=self.captions_needed
-                )
+                dataset = open_dataset(self.kind, params, params, table, 1, captions_needed=self.captions_needed)
             except (ConfigError, DataError) as error:
                 raise type(error)(str(error).replace("dataset.params.path", "validation.path")) from error
-            samples = TrainingSamples([dataset], table, params, self.tokenizers, self.draws)
+            samples = TrainingSamples([dataset], table, params, self.tokenizers, self.draws, global_batch=1)
             self._opened = _Opened(samples, _batches(dataset, self.config.num_samples, self.batch_size))
         return self._opened
 
@@ -149,6 +146,6 @@ def _batches(dataset: OpenDataset, num_samples: int, batch_size: int) -> list[li
     for bucket in np.unique(buckets).tolist():
         positions = np.flatnonzero(buckets == bucket)
         samples = dataset.selected[chosen[positions]].tolist()
-        requests = [SampleRequest(p, 0, s, bucket, 0, 1) for p, s in zip(positions.tolist(), samples, strict=True)]
+        requests = [SampleRequest(p, 0, s, bucket) for p, s in zip(positions.tolist(), samples, strict=True)]
         batches += [requests[start : start + batch_size] for start in range(0, len(requests), batch_size)]
     return batches

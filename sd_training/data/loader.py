@@ -3,20 +3,19 @@
 import json
 import os
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from sd_training.config.data_schema import DatasetParams
-from sd_training.config.plan import BatchPlan, counted
-from sd_training.data.order.order import RunOrder, slots
+from sd_training.config.plan import BatchPlan
+from sd_training.data.order.order import RunOrder
 from sd_training.data.problems import Problems, SkippedSample, printable
 from sd_training.data.samples.sample import SampleRequest, TrainingSamples, WorkerResult, collate
 from sd_training.data.workers import WorkerDeaths, start_worker, worker_context
@@ -30,8 +29,6 @@ log = get_logger(__name__)
 BAD_SAMPLES_FILE = "bad_samples.jsonl"
 WINDOW = 100_000
 """Samples read over which the share of bad ones is taken."""
-MIN_BAD_OF_SHARD = 10
-"""Fewer bad samples say nothing about a shard: a tiny one would end the run with its second bad sample."""
 _PREFETCHED = 2
 """Micro-batches each loader process reads ahead."""
 
@@ -59,7 +56,7 @@ class TrainingLoader:
 
     def __iter__(self) -> Iterator[PixelBatch]:
         for result in self._results(self.first_step() * self.plan.accumulation):
-            self.bad_samples.count(result.were_good, result.skipped)
+            self.bad_samples.count(self.plan.micro_batch, result.skipped)
             if result.error is not None:
                 raise result.error
             assert result.batch is not None, "a result has a batch or an error"
@@ -68,14 +65,15 @@ class TrainingLoader:
     def requests(self, first_step: int, num_done: int = 0) -> Iterator[list[SampleRequest]]:
         """What the loader processes are asked for, a list per micro-batch of this rank, from step `first_step`
         to the last; of that step without the first `num_done` micro-batches."""
+        size = self.plan.micro_batch
         for step in range(first_step, self.plan.num_steps):
             bucket, samples, dataset = self.order.at(step)
-            first, count = step * self.order.positions_per_step, len(samples)
-            factor = count // self.plan.global_batch
             for micro_index in range(num_done if step == first_step else 0, self.plan.accumulation):
-                own = slots(micro_index, self.rank, self.plan, factor)
-                pairs = zip(own, samples[own.start : own.stop].tolist(), strict=True)
-                yield [SampleRequest(first + slot, dataset, sample, bucket, slot, count) for slot, sample in pairs]
+                # A rank reads neighbouring slots, those of its shard streams, whatever its accumulation is.
+                slot = (self.rank * self.plan.accumulation + micro_index) * size
+                position = step * self.plan.global_batch + slot
+                own = enumerate(samples[slot : slot + size].tolist(), start=position)
+                yield [SampleRequest(position, dataset, sample, bucket) for position, sample in own]
 
     def _results(self, next_micro_batch: int) -> Iterator[WorkerResult]:
         """To the end of the run. Loader processes that die are replaced by new ones, which begin with the micro-batch
@@ -112,26 +110,23 @@ class TrainingLoader:
 class BadSampleLog:
     """Names each skipped sample in `run_dir/bad_samples.jsonl`, and ends the run when there are too many.
 
-    Every process of a run counts what it reads itself and names a sample once. A sample counts once, however often it
-    is read: a small data set with one bad sample is not a bad data set after a hundred epochs. What the file named at
-    the start is not named again; two processes may both name a sample.
+    Every process of a run counts what it reads itself. A sample counts once, however often it is read: a small data set
+    with one bad sample is not a bad data set after a hundred epochs. What the file named at the start is not named
+    again; two processes may both name a sample.
 
     Args:
         run_dir: None keeps the counts only.
-        limits: `max_bad_fraction`, `max_bad_in_row` and `max_bad_shard_fraction`.
-        shard_sizes: location of a shard → selected samples of it.
+        max_fraction: `dataset.params.max_bad_fraction`.
     """
 
-    def __init__(self, run_dir: Path | None, limits: DatasetParams, shard_sizes: Callable[[str], int]) -> None:
+    def __init__(self, run_dir: Path | None, max_fraction: float) -> None:
         self.path = None if run_dir is None else run_dir / BAD_SAMPLES_FILE
-        self.limits, self.shard_sizes = limits, cache(shard_sizes)  # a count of the whole index
-        self.allowed = int(limits.max_bad_fraction * WINDOW + 1e-6)  # 0.00007 * 100,000 is 6.999999999999999
+        self.max_fraction = max_fraction
+        self.allowed = int(max_fraction * WINDOW + 1e-6)  # 0.00007 * 100,000 is 6.999999999999999
         self.problems = Problems()
         self.num_read = 0
         self._counted = set[tuple[str, str]]()
         self._recent = deque[int]()  # for each bad sample of the window, how many samples had been read
-        self._of_shard = Counter[str]()
-        self._in_row = 0
         self._named: set[tuple[str, str]] | None = None
 
     def report(self, problems: Problems, where: str) -> None:
@@ -141,54 +136,32 @@ class BadSampleLog:
         for problem in problems.named():
             self.name(problem)
 
-    def count(self, were_good: Sequence[bool], skipped: Sequence[SkippedSample]) -> None:
+    def count(self, num_good: int, skipped: Sequence[SkippedSample]) -> None:
         """Counts one micro-batch.
-
-        Args:
-            were_good: for each request, in order, whether the requested sample itself could be used.
-            skipped: bad samples; several of a request when a replacement was bad, too.
 
         Raises:
             BadSamplesError: too many samples read by this process were bad.
         """
-        self.num_read += sum(were_good) + len(skipped)
-        longest = 0
-        for was_good in were_good:
-            self._in_row = 0 if was_good else self._in_row + 1
-            longest = max(longest, self._in_row)
+        self.num_read += num_good + len(skipped)
         for problem in skipped:
             if not self._counted:
-                named = (printable(part) for part in (problem.shard, problem.key, problem.reason))
-                where = self._where("it and all later ones are")
-                log.warning("a sample was skipped: %s %s: %s%s", *named, where)
+                shard, key, reason = (printable(part) for part in problem[:3])
+                where = f"; it and all later ones are named in {self.path}" if self.path else ""
+                log.warning(f"a sample was skipped: {shard} {key}: {reason}{where}")
             if (problem.shard, problem.key) not in self._counted:
                 self._counted.add((problem.shard, problem.key))
                 self.problems.add(problem)
-                self._of_shard[problem.shard] += 1
                 self._recent.append(self.num_read)
                 self.name(problem)
         while self._recent and self._recent[0] <= self.num_read - WINDOW:
             self._recent.popleft()
-        if skipped and (broken := self._broken_limit({problem.shard for problem in skipped}, longest)):
-            raise BadSamplesError(f"{broken}: {self.problems.text()}{self._where('all are')}")
-
-    def _broken_limit(self, shards: set[str], in_row: int) -> str | None:
         if len(self._recent) > self.allowed:
-            option = f"dataset.params.max_bad_fraction={self.limits.max_bad_fraction:g}"
-            read = f"{len(self._recent):,} of the last {min(self.num_read, WINDOW):,} samples"
-            return f"{read} could not be used; {option} allows {self.allowed:,} of {WINDOW:,}"
-        if in_row >= self.limits.max_bad_in_row:
-            option = f"dataset.params.max_bad_in_row={self.limits.max_bad_in_row}"
-            return f"{counted(in_row, 'sample')} in a row could not be used ({option})"
-        for shard in shards:
-            bad = self._of_shard[shard]
-            if bad >= MIN_BAD_OF_SHARD and bad > self.limits.max_bad_shard_fraction * (size := self.shard_sizes(shard)):
-                option = f"dataset.params.max_bad_shard_fraction={self.limits.max_bad_shard_fraction:g}"
-                return f"{bad:,} of the {counted(size, 'sample')} of {shard} could not be used ({option})"
-        return None
-
-    def _where(self, which: str) -> str:
-        return f"; {which} named in {self.path}" if self.path else ""
+            where = f"; all are named in {self.path}" if self.path else ""
+            raise BadSamplesError(
+                f"{len(self._recent):,} of the last {min(self.num_read, WINDOW):,} samples could not be used; "
+                f"dataset.params.max_bad_fraction={self.max_fraction:g} allows {self.allowed:,} of {WINDOW:,}: "
+                f"{self.problems.text()}{where}"
+            )
 
     def name(self, problem: SkippedSample) -> None:
         """Writes the problem to the file, unless its sample has been named before."""
@@ -210,16 +183,10 @@ class BadSampleLog:
 
 
 def _named_in(path: Path) -> set[tuple[str, str]]:
-    """The samples that the file names; the line that a crash cut off is ended."""
+    """The samples that the file names."""
     named = set[tuple[str, str]]()
-    if not path.exists():
-        return named
-    text = path.read_bytes()
-    if text and not text.endswith(b"\n"):
-        with path.open("ab") as file:
-            file.write(b"\n")
-    for line in text.decode("utf-8", errors="replace").splitlines():
-        with suppress(ValueError, KeyError, TypeError):  # of the line that was cut off
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):  # of a line that a crash cut off
             entry = json.loads(line)
             named.add((str(entry["shard"]), str(entry["key"])))
     return named

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from sd_training.config.data_schema import DatasetParams
 from sd_training.config.objective_schema import ObjectiveConfig, ShiftConfig, TimestepDensityConfig
 from sd_training.data.order.buckets import BucketTable
-from sd_training.data.samples.sample import DrawSettings, SampleRequest, TrainingSamples
+from sd_training.data.samples.sample import DrawSettings, TrainingSamples
 from sd_training.types import LatentGrid
 from tests.conformance import densities
 from tests.conformance.cases import objective_for
@@ -100,10 +100,8 @@ def check_timestep_histogram(density: str) -> None:
 def loader_draws(stratified: bool) -> NDArray[np.float32]:
     """[steps, G] draws as the loader makes them."""
     settings = DrawSettings(seed=3, grid=LatentGrid(4, 8), is_stratified=stratified)
-    samples = TrainingSamples([], BucketTable(((8, 8),)), DatasetParams(path="none"), {}, settings)
-    sample = {"dataset": 0, "sample": 0, "bucket": 0, "step_samples": _SIZE}
-    visits = (SampleRequest(position=number, slot=number % _SIZE, **sample) for number in range(_SIZE * _STEPS))
-    draws = [samples._timestep_draw(visit) for visit in visits]
+    samples = TrainingSamples([], BucketTable(((8, 8),)), DatasetParams(path="none"), {}, settings, _SIZE)
+    draws = [samples._timestep_draw(position) for position in range(_SIZE * _STEPS)]
     return np.array(draws, dtype=np.float32).reshape(_STEPS, _SIZE)
 
 

@@ -130,12 +130,9 @@ TYPES = {
     "huggingface": "HuggingFace",
 }
 """Case of tests/unit/data/source_cases.py → `dataset.type`."""
-NO_LIMIT = ("max_bad_fraction=1.0", "max_bad_in_row=1000", "max_bad_shard_fraction=1.0")
 STREAMS: Mapping[str, Sequence[str]] = {
     "ladder": ("dataset.params.buckets={mode: ladder, step: 4, min_side: 8, max_side: 32, max_aspect: 2.0}",),
-    "constant_area": (
-        "dataset.params.buckets={mode: table, sizes: [[16, 16], [8, 16], [16, 8]], constant_area: true}",
-    ),
+    "table": ("dataset.params.buckets={mode: table, sizes: [[16, 16], [8, 16], [16, 8]]}",),
     "captions": (
         "dataset.params.captions={fields: {caption: 2.0, style: 1.0}, tag_separator: ' ', shuffle_tags_prob: 0.5, "
         "drop_tag_prob: 0.2, num_kept_tags: 1, prefix: 'x '}",
@@ -143,7 +140,7 @@ STREAMS: Mapping[str, Sequence[str]] = {
     "filters": ('dataset.params.filters={score: ">=3", style: ink}',),
     "lanes": ("dataset.params.lanes=2", "dataset.params.window=2"),
     "resampled": ("dataset.params.resampled=true",),
-    "corrupt": tuple(f"dataset.params.{limit}" for limit in NO_LIMIT),
+    "corrupt": ("dataset.params.max_bad_fraction=1.0",),
     "mixture": (
         "dataset.mix=[{type: Table, params: {path: {csv}}, weight: 2.0, start_step: 3, end_step: 15}]",
         "dataset.weight=1.0",

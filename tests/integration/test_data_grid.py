@@ -21,7 +21,6 @@ GLOBAL_BATCH, STEPS = 16, 66
 SHARDS, PER_SHARD = 18, 22
 SHAPES = [(40, 40), (64, 32), (32, 64), (48, 36)]
 CORRUPT = range(6, SHARDS * PER_SHARD, 50)
-NO_LIMIT = {"max_bad_fraction": 1.0, "max_bad_in_row": 1000, "max_bad_shard_fraction": 1.0}
 
 
 class Seen(NamedTuple):
@@ -72,7 +71,7 @@ def make_data(folder: Path, world: int, accumulation: int, workers: int, **optio
         "dropout_prob": 0.1,
         "lanes": 8,
         "window": 7,
-        **NO_LIMIT,
+        "max_bad_fraction": 1.0,
     }
     return training_data(folder, plan, workers=workers, **{**settings, **options})
 
@@ -148,31 +147,6 @@ def test_a_step_has_one_shape_and_shapes_are_mixed(folder: Path, reference: dict
     assert all(len(shape) == 1 for shape in shapes)
     assert len(set().union(*shapes)) >= 3
     assert sum(a != b for a, b in itertools.pairwise(shapes)) > 15
-
-
-CONSTANT_AREA = BucketConfig(mode="table", sizes=[[32, 32], [16, 32], [32, 16], [16, 16]], constant_area=True)
-
-
-def positions_of(data: TrainingData, step: int) -> range:
-    """Positions in the run of the samples of an optimizer step; every step has as many as the largest takes."""
-    first = step * data._open().order.positions_per_step
-    return range(first, first + data.images_before(step + 1) - data.images_before(step))
-
-
-@pytest.mark.parametrize(("world", "workers"), [(2, 0), (4, 1)])
-def test_larger_batches_of_smaller_sizes(folder: Path, world: int, workers: int) -> None:
-    whole = read(make_data(folder, 1, 1, 0, buckets=CONSTANT_AREA))
-    for accumulation in (1, 2):
-        data = make_data(folder, world, accumulation, workers, buckets=CONSTANT_AREA)
-        for cut in (0, 13, 40):
-            found = read(data, cut, 3)
-            assert sorted(found) == [p for step in range(cut, cut + 3) for p in positions_of(data, step)]
-            assert found == {position: whole[position] for position in found}
-    steps = [[whole[position] for position in positions_of(data, step)] for step in range(STEPS)]
-    assert sum(map(len, steps)) == len(whole) == data.images_before(STEPS)
-    for seen in steps:
-        ((height, width),) = {visit.target_size for visit in seen}
-        assert len(seen) == GLOBAL_BATCH * (32 * 32 // (height * width))
 
 
 def test_one_shard_feeds_four_ranks_of_three_workers(folder: Path) -> None:

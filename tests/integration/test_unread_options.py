@@ -37,7 +37,6 @@ OF_OTHER_CHOICES = {
     "numerics.max_rollbacks": "a step that is not finite, or a spike",
     "numerics.on_spike": "a spike",
     "checkpoint.max_failed_saves": "a save that fails",
-    "dataset.params.max_bad_shard_fraction": "a sample that cannot be used",
     "numerics.spike_threshold": "a history of losses that is long enough to show a spike",
     "model.revision": "model.pretrained from the hub",
     "model.vae.params": "a part from scratch",

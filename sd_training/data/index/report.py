@@ -13,10 +13,9 @@ from sd_training.config.plan import counted
 from sd_training.data.dataset import OpenDataset
 from sd_training.data.index.selection import filter_lines
 from sd_training.data.order.buckets import NO_BUCKET, BucketTable, histogram
-from sd_training.data.order.order import RunOrder
+from sd_training.data.order.order import RunOrder, generator
 from sd_training.data.problems import BadSample
 from sd_training.data.samples.captions import Tokenizer
-from sd_training.data.samples.sample import generators
 from sd_training.data.sources.choose import SHARD_NOUNS
 from sd_training.data.storage.locations import shown
 
@@ -152,7 +151,7 @@ def make_report(
     reports = []
     for number, (dataset, own) in enumerate(zip(datasets, order.orders, strict=True)):
         num_steps = order.mixture.steps_before(order.mixture.num_steps, number)
-        epochs = own.samples_before(num_steps) / len(dataset.selected)
+        epochs = num_steps * own.settings.global_batch / len(dataset.selected)
         reports.append(DatasetReport(dataset, table, num_steps, epochs, of_run, is_size_known))
     return DataReport(reports)
 
@@ -208,7 +207,8 @@ def cut_captions(
             if time.monotonic() > end_s:
                 break
             try:
-                caption = dataset.captioner(int(dataset.selected[place]), partial(generators, seed, number))
+                rng = partial(generator, seed, position=number)
+                caption = dataset.captioner(int(dataset.selected[place]), rng)
             except BadSample:
                 continue
             for name, tokenizer in tokenizers.items():

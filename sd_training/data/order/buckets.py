@@ -100,10 +100,6 @@ class BucketTable:
         largest_first = [group[np.argsort(-self._areas[group], kind="stable")].astype(np.int32) for group in groups]
         return np.array([logs[group[0]] for group in groups]), largest_first
 
-    def area_factors(self) -> tuple[int, ...]:
-        """Of each bucket: how many pictures of its size have at most the pixels of one of the largest."""
-        return tuple(int(self._areas.max() // area) for area in self._areas)
-
     @cached_property
     def _ladders(self) -> list[NDArray[np.int32]]:
         """Buckets of each ladder by rising aspect ratio; the ladder with the largest bucket comes first."""
@@ -162,9 +158,7 @@ class BucketTable:
         return bucket
 
 
-def merge_small(
-    bucket_of: Buckets, table: BucketTable, min_count: int | NDArray[np.int64]
-) -> tuple[Buckets, list[Merge]]:
+def merge_small(bucket_of: Buckets, table: BucketTable, min_count: int) -> tuple[Buckets, list[Merge]]:
     """Joins each bucket that holds fewer than `min_count` samples with the nearest one in use, smallest bucket first.
 
     A batch has one bucket, and one with fewer samples than a batch could never fill it. Where nothing may be enlarged,
@@ -172,7 +166,7 @@ def merge_small(
 
     Args:
         bucket_of: without -1.
-        min_count: for all buckets, or of each.
+        min_count: samples that each bucket needs.
 
     Returns:
         The new buckets, -1 for samples that are left out, and what was joined with what.

@@ -2,10 +2,10 @@
 
 Every bucket is an endless stream: epoch after epoch, in each epoch window after window, in each window its samples
 shuffled. Batch t of a bucket is the samples [t·G, (t + 1)·G) of its stream, so nothing is dropped, neither between
-windows nor between epochs; a bucket of small pictures may take a multiple of G. A batch belongs to the window in which
-its last sample lies, and the buckets of a window's batches are shuffled, so they mix over time. How many batches lie
-before a window is a sum of floors; therefore any optimizer step is found by arithmetic, and ranks, workers and
-accumulation only decide who reads which sample (design contract 2).
+windows nor between epochs. A batch belongs to the window in which its last sample lies, and the buckets of a window's
+batches are shuffled, so they mix over time. How many batches lie before a window is a sum of floors; therefore any
+optimizer step is found by arithmetic, and ranks, workers and accumulation only decide who reads which sample (design
+contract 2).
 
 A window is a fixed number of blocks (shards, row groups) in the shuffled order of its epoch. Its blocks are distributed
 over C shard streams (`dataset.params.lanes`); stream l fills the slots [l·G/C, (l + 1)·G/C) of each batch from its own
@@ -19,6 +19,7 @@ Niederreiter, Uniform Distribution of Sequences, 1974, ch. 2.3).
 
 import hashlib
 import itertools
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,7 +31,7 @@ from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import DTypeLike, NDArray
 
 from sd_training.config.data_schema import DatasetConfig, MixEntry
-from sd_training.config.plan import BatchPlan, counted
+from sd_training.config.plan import counted
 from sd_training.errors import ConfigError
 
 MAX_STREAMS = 64
@@ -50,8 +51,8 @@ class StepSamples(NamedTuple):
 
     bucket: int
     samples: Samples
-    """[G × factor] samples in the order of the slots: of `SampleOrder` places among the selected ones, of `RunOrder`
-    indices into the data set's index."""
+    """[G] samples in the order of the slots: of `SampleOrder` places among the selected ones, of `RunOrder` indices in
+    the data set's index."""
     dataset: int = 0
 
 
@@ -72,80 +73,47 @@ class MixtureSchedule:
         self.dataset_of: NDArray[np.unsignedinteger] | None = None
         if len(shares) == 1 and shares[0].start_step == 0 and shares[0].end_step is None:
             return  # a long run has many steps, and most have one data set
-        steps = np.arange(num_steps, dtype=np.int64)
         self.dataset_of = np.zeros(num_steps, dtype=np.uint8 if len(shares) <= 256 else np.uint32)
-        places = (steps * _GOLDEN + generator(seed, "mixture", 0).random()) % 1.0
-        bounds = sorted({0, num_steps, *(s.start_step for s in shares), *(s.end_step or num_steps for s in shares)})
-        for first, end in itertools.pairwise(bounds):
-            if first < num_steps:
-                self.dataset_of[first:end] = _choose(shares, first, places[first:end])
-        self.own_step = np.zeros(num_steps, dtype=np.int64)
+        places = (np.arange(num_steps) * _GOLDEN + generator(seed, "mixture", 0).random()) % 1.0
+        bounds = {0, num_steps, *(s.start_step for s in shares), *(s.end_step or num_steps for s in shares)}
+        for first, end in itertools.pairwise(sorted(bound for bound in bounds if bound <= num_steps)):
+            active = [i for i, s in enumerate(shares) if s.start_step <= first < (s.end_step or num_steps)]
+            if not active:
+                raise ConfigError(
+                    f"dataset.mix: no data set is drawn from at step {first:,}; give one of them no start_step and no "
+                    "end_step"
+                )
+            limits = np.cumsum([shares[i].weight for i in active])
+            chosen = np.searchsorted(limits / limits[-1], places[first:end], side="right")
+            self.dataset_of[first:end] = np.array(active)[np.minimum(chosen, len(active) - 1)]
         self._steps_of = [np.flatnonzero(self.dataset_of == dataset) for dataset in range(len(shares))]
-        for steps_of_one in self._steps_of:
-            self.own_step[steps_of_one] = np.arange(len(steps_of_one))
 
     def at(self, step: int) -> tuple[int, int]:
         """The data set of `step`, and the number of earlier steps that drew from it."""
-        if self.dataset_of is None:
-            return 0, step
-        return int(self.dataset_of[step]), int(self.own_step[step])
+        dataset = 0 if self.dataset_of is None else int(self.dataset_of[step])
+        return dataset, self.steps_before(step, dataset)
 
     def steps_before(self, step: int, dataset: int) -> int:
         """How many steps before `step` drew from a data set."""
         return step if self.dataset_of is None else int(np.searchsorted(self._steps_of[dataset], step))
 
 
-def _choose(shares: Sequence[DatasetConfig | MixEntry], step: int, places: np.ndarray) -> np.ndarray:
-    active = [i for i, s in enumerate(shares) if s.start_step <= step and (s.end_step is None or step < s.end_step)]
-    if not active:
-        raise ConfigError(
-            f"dataset.mix: no data set is drawn from at step {step:,}; give one of them no start_step and no end_step"
-        )
-    limits = np.cumsum([shares[i].weight for i in active])
-    chosen = np.searchsorted(limits / limits[-1], places, side="right")
-    return np.array(active)[np.minimum(chosen, len(active) - 1)]
-
-
+@dataclass(frozen=True)
 class RunOrder:
-    """The samples of every optimizer step of a run.
+    """The samples of every optimizer step of a run."""
 
-    Args:
-        selected: of each data set, [n] its selected samples as indices into its index.
-        orders: of the same data sets, over places in `selected`.
-        mixture: which data set each step draws from.
-    """
-
-    def __init__(self, selected: Sequence[Samples], orders: Sequence["SampleOrder"], mixture: MixtureSchedule) -> None:
-        self._selected, self.orders, self.mixture = list(selected), list(orders), mixture
-        self.positions_per_step = max(int(order.batch_sizes.max()) for order in orders)
-        """Position of a sample in the run = step × this + slot: a step of small pictures may take more samples than
-        others, and no two samples may share a position."""
+    selected: Sequence[Samples]
+    """Of each data set, [n] its selected samples as indices into its index."""
+    orders: Sequence["SampleOrder"]
+    """Of the same data sets, over places in `selected`."""
+    mixture: MixtureSchedule
+    """Which data set each step draws from."""
 
     def at(self, step: int) -> StepSamples:
         """The samples of an optimizer step."""
         dataset, own_step = self.mixture.at(step)
         bucket, places, _ = self.orders[dataset].at(own_step)
-        return StepSamples(bucket, self._selected[dataset][places], dataset)
-
-    def samples_before(self, step: int) -> int:
-        """How many samples the steps before `step` took."""
-        pairs = enumerate(self.orders)
-        return sum(order.samples_before(self.mixture.steps_before(step, number)) for number, order in pairs)
-
-
-def slots(micro_index: int, rank: int, plan: BatchPlan, factor: int = 1) -> range:
-    """Which of a step's samples belong to one micro-batch.
-
-    A rank reads neighbouring slots, those of its shard streams, whatever its accumulation is.
-
-    Args:
-        micro_index: which micro-batch of the step, in 0..accumulation-1.
-        rank: of this process among `plan.processes`.
-        factor: how many times the usual samples the step takes.
-    """
-    count = plan.micro_batch * factor
-    first = (rank * plan.accumulation + micro_index) * count
-    return range(first, first + count)
+        return StepSamples(bucket, self.selected[dataset][places], dataset)
 
 
 @dataclass(frozen=True)
@@ -161,8 +129,6 @@ class OrderSettings:
     """Blocks per window; None takes as many as hold 262,144 samples, and at least one per shard stream."""
     with_replacement: bool = False
     """Draw the samples of a stream with replacement instead of shuffling them; a batch may then repeat samples."""
-    factors: tuple[int, ...] = ()
-    """Of each bucket: how many times G samples a step of it takes; empty is once for all of them."""
 
     @property
     def num_streams(self) -> int:
@@ -197,13 +163,9 @@ class SampleOrder:
         flat = block_index.astype(np.int64) * len(self.buckets) + bucket_index
         self._counts = np.bincount(flat, minlength=len(blocks) * len(self.buckets)).reshape(len(blocks), -1)
         self.sizes = self._counts.sum(axis=0)
-        factors = np.array(settings.factors)[self.buckets] if settings.factors else np.ones_like(self.sizes)
-        self.batch_sizes = settings.global_batch * factors.astype(np.int64)
-        if not settings.with_replacement and (self.sizes < self.batch_sizes).any():
-            scarce = int(np.argmin(self.sizes - self.batch_sizes))
+        if not settings.with_replacement and (fewest := int(self.sizes.min())) < settings.global_batch:
             raise ValueError(
-                f"a bucket has {counted(int(self.sizes[scarce]), 'sample')}, fewer than the "
-                f"{self.batch_sizes[scarce]} of a step"
+                f"a bucket has {counted(fewest, 'sample')}, fewer than the {settings.global_batch} of a step"
             )
         per_block = max(1, len(block_of) // len(self._counts))
         self.window = settings.window or max(settings.num_streams, -(-WINDOW_SAMPLES // per_block))
@@ -212,44 +174,22 @@ class SampleOrder:
         self._window_samples = lru_cache(_WINDOWS_KEPT * len(self.buckets))(self._shuffled_samples)
 
     def at(self, step: int) -> StepSamples:
-        """The samples of a step."""
-        epoch, window = self._locate(step)
-        bucket, batch = self._batches(epoch, window)[step - self._batches_before(epoch, window)]
-        size = int(self.batch_sizes[bucket])
-        first, parts = batch * size, list[Samples]()
-        while (wanted := size - sum(map(len, parts))) > 0:
-            parts.append(self._stream(bucket, first + size - wanted, wanted))
+        """The samples of a step; its epoch and window are found by bisection over sums of floors."""
+        batch_size = self.settings.global_batch
+        beyond = (step + len(self.buckets)) * batch_size // len(self.bucket_of) + 2
+        epoch = bisect_right(range(beyond), step, key=lambda e: int((e * self.sizes // batch_size).sum())) - 1
+        batches_before = ((epoch * self.sizes + self._epoch(epoch).before) // batch_size).sum(axis=1)
+        window = int(np.searchsorted(batches_before, step, side="right")) - 1
+        bucket, batch = self._batches(epoch, window)[step - batches_before[window]].tolist()
+        start, wanted, parts = batch * batch_size, batch_size, list[Samples]()
+        while wanted:  # a batch may span windows and epochs
+            epoch, offset = divmod(start, int(self.sizes[bucket]))
+            before = self._epoch(epoch).before[:, bucket]
+            window = int(np.searchsorted(before, offset, side="right")) - 1
+            offset -= int(before[window])
+            parts.append(self._window_samples(epoch, window, bucket)[offset : offset + wanted])
+            start, wanted = start + len(parts[-1]), wanted - len(parts[-1])
         return StepSamples(int(self.buckets[bucket]), np.concatenate(parts))
-
-    def samples_before(self, step: int) -> int:
-        """How many samples the steps before `step` took."""
-        if (self.batch_sizes == self.settings.global_batch).all():
-            return step * self.settings.global_batch
-        epoch, window = self._locate(step)
-        done = (epoch * self.sizes + self._epoch(epoch).before[window]) // self.batch_sizes
-        begun = self._batches(epoch, window)[: step - int(done.sum()), 0]
-        return int(done @ self.batch_sizes + self.batch_sizes[begun].sum())
-
-    def _locate(self, step: int) -> tuple[int, int]:
-        """Epoch and window of a step, by bisection over sums of floors."""
-        low, high = 0, (step + len(self.buckets)) * int(self.batch_sizes.max()) // int(self.sizes.sum()) + 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._batches_before(middle, 0) <= step else (low, middle)
-        full = (low * self.sizes + self._epoch(low).before) // self.batch_sizes
-        return low, int(np.searchsorted(full.sum(axis=1), step, side="right")) - 1
-
-    def _batches_before(self, epoch: int, window: int) -> int:
-        before = self._epoch(epoch).before[window] if window else 0
-        return int(((epoch * self.sizes + before) // self.batch_sizes).sum())
-
-    def _stream(self, bucket: int, start: int, count: int) -> Samples:
-        """Up to `count` samples of the bucket's stream from `start` on: those in the window of `start`."""
-        epoch, offset = divmod(start, int(self.sizes[bucket]))
-        before = self._epoch(epoch).before[:, bucket]
-        window = int(np.searchsorted(before, offset, side="right")) - 1
-        offset -= int(before[window])
-        return self._window_samples(epoch, window, bucket)[offset : offset + count]
 
     def _make_epoch(self, epoch: int) -> _Epoch:
         blocks = generator(self.settings.seed, "order of blocks", epoch).permutation(len(self._counts))
@@ -260,7 +200,7 @@ class SampleOrder:
     def _shuffled_batches(self, epoch: int, window: int) -> NDArray[np.int64]:
         """[k, 2] bucket and number of every batch that ends in the window: buckets mixed, numbers ascending."""
         before = self._epoch(epoch).before
-        done = (epoch * self.sizes + before[window : window + 2]) // self.batch_sizes
+        done = (epoch * self.sizes + before[window : window + 2]) // self.settings.global_batch
         buckets = np.repeat(np.arange(len(self.sizes)), done[1] - done[0])
         buckets = generator(self.settings.seed, f"order of batches {window}", epoch).permutation(buckets)
         numbers = np.empty_like(buckets)
@@ -270,29 +210,27 @@ class SampleOrder:
 
     def _shuffled_samples(self, epoch: int, window: int, bucket: int) -> Samples:
         """The bucket's samples of a window in the order of its stream."""
-        streams, size = self.settings.num_streams, int(self.batch_sizes[bucket])
+        streams, batch_size = self.settings.num_streams, self.settings.global_batch
         blocks = self._epoch(epoch).blocks[window * self.window : (window + 1) * self.window]
         chance = generator(self.settings.seed, f"order of samples {window} {bucket}", epoch)
-        own = [self._shuffled(blocks[stream::streams], bucket, chance) for stream in range(min(streams, len(blocks)))]
-        total = sum(map(len, own))
+        own = list[Samples]()
+        for stream in range(min(streams, len(blocks))):
+            ranges = [np.arange(self._starts[block], self._starts[block + 1]) for block in blocks[stream::streams]]
+            samples = np.concatenate(ranges)
+            samples = samples[self.bucket_of[samples] == self.buckets[bucket]]
+            if self.settings.with_replacement:
+                own.append(samples[chance.integers(max(1, len(samples)), size=len(samples))])
+            else:
+                own.append(chance.permutation(samples))
         start = epoch * int(self.sizes[bucket]) + int(self._epoch(epoch).before[window, bucket])
-        stream_of = (np.arange(start, start + total) % size) * streams // size
-        filled, left = np.full(total, -1, dtype=np.int64), []
+        stream_of = np.arange(start, start + sum(map(len, own))) % batch_size * streams // batch_size
+        filled, left = np.full(len(stream_of), -1, dtype=np.int64), []
         for stream, samples in enumerate(own):
             places = np.flatnonzero(stream_of == stream)[: len(samples)]
             filled[places] = samples[: len(places)]
             left.append(samples[len(places) :])
-        filled[filled < 0] = chance.permutation(np.concatenate([*left, np.empty(0, dtype=np.int64)]))
+        filled[filled < 0] = chance.permutation(np.concatenate(left))
         return filled
-
-    def _shuffled(self, blocks: NDArray[np.int64], bucket: int, chance: np.random.Generator) -> Samples:
-        """The bucket's samples in these blocks."""
-        ranges = [np.arange(self._starts[block], self._starts[block + 1]) for block in blocks]
-        samples = np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
-        samples = samples[self.bucket_of[samples] == self.buckets[bucket]]
-        if self.settings.with_replacement:
-            return samples[chance.integers(max(1, len(samples)), size=len(samples))]
-        return chance.permutation(samples)
 
 
 class _Key(ISeedSequence):

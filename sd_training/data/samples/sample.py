@@ -6,7 +6,7 @@ change no bit of it (design contract 3).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from sd_training.config.data_schema import DatasetParams
-from sd_training.config.plan import counted
 from sd_training.data.dataset import OpenDataset
 from sd_training.data.order.buckets import BucketTable
 from sd_training.data.order.order import generator
@@ -25,6 +24,8 @@ from sd_training.data.samples.image import CropRequest, ImageRules, read_image
 from sd_training.errors import DataError
 from sd_training.types import LatentGrid, PixelBatch
 
+MAX_BAD_IN_ROW = 50
+"""Samples that one request tries; if all of them are bad, the run ends."""
 _EMPTY = np.empty(0, dtype=np.float32)
 _NO_MASK = np.empty(0, dtype=np.uint8)
 
@@ -33,17 +34,13 @@ class SampleRequest(NamedTuple):
     """What a loader process is asked for."""
 
     position: int
-    """In the global order of the run."""
+    """In the global order of the run: optimizer step × global batch + slot in the step."""
     dataset: int
     """Number of the data set."""
     sample: int
     """Index into the data set's index."""
     bucket: int
     """Which height and width the picture gets."""
-    slot: int
-    """Which sample of its optimizer step this is."""
-    step_samples: int
-    """How many samples the optimizer step has."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +113,7 @@ class TrainingSamples(Dataset[Example]):
         params: image processing and limits.
         tokenizers: text encoder → caption → tokens.
         draws: what is drawn per position.
+        global_batch: samples per optimizer step, over which timesteps are stratified.
     """
 
     def __init__(
@@ -125,40 +123,44 @@ class TrainingSamples(Dataset[Example]):
         params: DatasetParams,
         tokenizers: Mapping[str, Tokenizer],
         draws: DrawSettings,
+        global_batch: int,
     ) -> None:
         self.datasets, self.table, self.params = list(datasets), table, params
-        self.tokenizers, self.draws = dict(tokenizers), draws
+        self.tokenizers, self.draws, self.global_batch = dict(tokenizers), draws, global_batch
         self.rules = ImageRules(params.max_image_pixels, params.icc_to_srgb, keeps_alpha=draws.has_mask)
         lengths = [len(dataset.index) for dataset in self.datasets]
         self.first_ids = [sum(lengths[:number]) for number in range(len(lengths))]
 
     def __getitem__(self, request: SampleRequest) -> Example:
         """The example; where the sample is bad, of another sample of the same bucket, drawn by the position alone."""
-        skipped, most, seed = list[SkippedSample](), self.params.max_bad_in_row, self.draws.seed
-        dataset = self.datasets[request.dataset]
+        dataset, skipped = self.datasets[request.dataset], list[SkippedSample]()
         try:
-            for attempt in range(most):
+            for attempt in range(MAX_BAD_IN_ROW):
                 try:
                     return self._read(request, skipped)
                 except BadSample as reason:
                     name = dataset.index.name(request.sample)
                     skipped.append(SkippedSample(*name, printable(str(reason)), request.position))
-                    others = dataset.in_bucket(request.bucket)
-                    chosen = generator(seed, "replacement", request.position, attempt).integers(len(others))
-                    request = request._replace(sample=int(others[chosen]))
+                    others = dataset.selected[dataset.bucket_of == request.bucket]
+                    rng = generator(self.draws.seed, "replacement", request.position, attempt)
+                    request = request._replace(sample=int(others[rng.integers(len(others))]))
         except DataError as error:
             return Example(skipped, error=error)
-        last = skipped[-1]
-        message = (
-            f"{counted(most, 'sample')} in a row could not be used; the last: {last.shard} {last.key}: {last.reason}"
-        )
-        return Example(skipped, error=DataError(f"{message} (dataset.params.max_bad_in_row={most})"))
+        last = f"{skipped[-1].shard} {skipped[-1].key}: {skipped[-1].reason}"
+        message = f"{MAX_BAD_IN_ROW} samples in a row could not be used; the last: {last}"
+        return Example(skipped, error=DataError(message))
 
     def _read(self, request: SampleRequest, skipped: list[SkippedSample]) -> Example:
         """Raises BadSample or DataError."""
         draws, params, position = self.draws, self.params, request.position
-        rng, dataset = partial(generators, draws.seed, position), self.datasets[request.dataset]
-        height, width = self.table.sizes[request.bucket]
+        dataset, (height, width) = self.datasets[request.dataset], self.table.sizes[request.bucket]
+
+        def rng(purpose: str) -> np.random.Generator:
+            return generator(draws.seed, purpose, position)
+
+        def normal(purpose: str, shape: tuple[int, ...], is_drawn: bool = True) -> NDArray[np.float32]:
+            return rng(purpose).standard_normal(shape, dtype=np.float32) if is_drawn else _EMPTY
+
         top, left = rng("crop").random(2).tolist() if params.crop == "random" else (None, None)
         flip = params.flip_prob > 0 and bool(rng("flip").random() < params.flip_prob)
         wanted = CropRequest(height, width, top, left, flip)
@@ -167,18 +169,14 @@ class TrainingSamples(Dataset[Example]):
         is_read = any(not dropped[name] for name in self.tokenizers)
         caption = dataset.captioner(request.sample, rng) if is_read else ""
         texts = {name: t.encode_counted("" if dropped[name] else caption) for name, t in self.tokenizers.items()}
-
-        def normal(purpose: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-            return rng(purpose).standard_normal(shape, dtype=np.float32)
-
         latents = draws.grid.shape(height, width)
         arrays = {
             "pixels": image.pixels,
             "posterior_noise": normal("posterior_noise", latents),
-            "noise": normal("noise", latents) if draws.has_noise else _EMPTY,
-            "timestep_draw": np.float32(self._timestep_draw(request)),
-            "offset_noise": normal("offset_noise", latents[:1]) if draws.has_offset_noise else _EMPTY,
-            "input_noise": normal("input_noise", latents) if draws.has_input_noise else _EMPTY,
+            "noise": normal("noise", latents, draws.has_noise),
+            "timestep_draw": np.float32(self._timestep_draw(position)),
+            "offset_noise": normal("offset_noise", latents[:1], draws.has_offset_noise),
+            "input_noise": normal("input_noise", latents, draws.has_input_noise),
             "mask": _NO_MASK if image.alpha is None else image.alpha,
             "original_size": np.array(image.original_size),
             "crop_top_left": np.array(image.crop_top_left),
@@ -188,26 +186,22 @@ class TrainingSamples(Dataset[Example]):
         }
         return Example(skipped, arrays, texts, dropped)
 
-    def _timestep_draw(self, request: SampleRequest) -> float:
+    def _timestep_draw(self, position: int) -> float:
         """In [0, 1)."""
-        draw = float(generator(self.draws.seed, "timestep", request.position).random(dtype=np.float32))
+        draw = float(generator(self.draws.seed, "timestep", position).random(dtype=np.float32))
         if not self.draws.is_stratified:
             return draw
-        step = request.position - request.slot  # the first position of a step names it
-        stratum = _strata(self.draws.seed, step, request.step_samples)[request.slot]
+        slot = position % self.global_batch
+        stratum = _strata(self.draws.seed, position - slot, self.global_batch)[slot]
         # Rounding to float32 may give 1, which is outside of [0, 1).
-        return min((float(stratum) + draw) / request.step_samples, 1.0 - 2.0**-24)
-
-
-def generators(seed: int, position: int, purpose: str) -> np.random.Generator:
-    """`generator` with the arguments in the order of a partial: purpose → generator of a position."""
-    return generator(seed, purpose, position)
+        return min((float(stratum) + draw) / self.global_batch, 1.0 - 2.0**-24)
 
 
 @lru_cache(maxsize=8)
-def _strata(seed: int, step: int, count: int) -> NDArray[np.int64]:
-    """Which part of [0, 1) each slot of a step draws from; shuffled, because neighbouring slots share a shard."""
-    return generator(seed, "strata", step).permutation(count)
+def _strata(seed: int, first_position: int, count: int) -> NDArray[np.int64]:
+    """Which part of [0, 1) each slot of the step that begins at a position draws from; shuffled, because neighbouring
+    slots share a shard."""
+    return generator(seed, "strata", first_position).permutation(count)
 
 
 @dataclass
@@ -217,8 +211,6 @@ class WorkerResult:
     batch: PixelBatch | None
     """None after a failure."""
     skipped: list[SkippedSample]
-    were_good: list[bool]
-    """Of each request: whether the requested sample itself could be used."""
     error: DataError | None = None
     """Why the run cannot continue; the training process raises it."""
 
@@ -229,10 +221,9 @@ class WorkerResult:
 
 def collate(rows: Sequence[Example]) -> WorkerResult:
     """Stacks the examples in the order of their positions."""
-    were_good = [not row.skipped for row in rows]
     skipped = [problem for row in rows for problem in row.skipped]
     if errors := [row.error for row in rows if row.error is not None]:
-        return WorkerResult(None, skipped, were_good, errors[0])
+        return WorkerResult(None, skipped, errors[0])
     encoders = list(rows[0].texts)
     batch = PixelBatch(
         **{name: torch.from_numpy(np.stack([row.arrays[name] for row in rows])) for name in rows[0].arrays},
@@ -240,4 +231,4 @@ def collate(rows: Sequence[Example]) -> WorkerResult:
         token_masks={name: torch.from_numpy(np.stack([row.texts[name].mask for row in rows])) for name in encoders},
         dropped={name: torch.tensor([row.dropped[name] for row in rows]) for name in rows[0].dropped},
     )
-    return WorkerResult(batch, skipped, were_good)
+    return WorkerResult(batch, skipped)

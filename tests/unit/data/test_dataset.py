@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from sd_training.config.data_schema import BucketConfig, CaptionConfig, DatasetParams, TagConfig
@@ -17,8 +16,7 @@ from tests.unit.data.making import stream, training_data
 
 def opened(params: DatasetParams, captions_needed: bool = True) -> OpenDataset:
     table = training_sizes(params)
-    batches = np.full(len(table.sizes), 4, dtype=np.int64)
-    return open_dataset("WebDataset", params, params, table, batches, captions_needed=captions_needed)
+    return open_dataset("WebDataset", params, params, table, 4, captions_needed=captions_needed)
 
 
 def test_nothing_is_enlarged_to_fill_a_bucket(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def held_out(
     params = DatasetParams(path="trained.tar", resolution=16, crop="random", flip_prob=1.0)
     draws = DrawSettings(seed, GRID, Dropout(size_prob=1.0), has_input_noise=True, is_stratified=True)
     config = ValidationConfig(path=str(shards), **options)
-    names = BadSampleLog(run_dir, params, lambda location: 0)
+    names = BadSampleLog(run_dir, 1.0)
     return HeldOutData(DatasetConfig(params=params), config, batch_size, {}, draws, names)
 
 

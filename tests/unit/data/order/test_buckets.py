@@ -134,14 +134,6 @@ def test_larger_buckets_fill_a_small_one_before_it_is_left_out() -> None:
     assert histogram(merged, table) == [((64, 64), 11), ((256, 64), 20)]
 
 
-def test_each_bucket_can_ask_for_its_own_number() -> None:
-    table = BucketTable(((64, 64), (32, 32), (64, 128)))
-    assert table.area_factors() == (2, 8, 1)
-    bucket_of = np.array([0] * 7 + [1] * 30 + [2] * 3, dtype=np.int32)
-    assert merge_small(bucket_of, table, np.array([8, 32, 4]))[1] == [(2, 0, 3), (1, 0, 30)]
-    assert merge_small(bucket_of, table, np.array([4, 16, 2]))[1] == []
-
-
 def test_a_million_images_in_half_a_second() -> None:
     rng = np.random.default_rng(0)
     widths, heights = rng.integers(100, 3000, (2, 1_000_000)).astype(np.int32)

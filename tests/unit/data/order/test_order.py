@@ -1,13 +1,11 @@
 import itertools
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sd_training.config.plan import BatchPlan
-from sd_training.data.order.order import OrderSettings, SampleOrder, StepSamples, slots
+from sd_training.data.order.order import OrderSettings, SampleOrder, StepSamples
 
 GLOBAL_BATCH = 8
 
@@ -157,41 +155,6 @@ def test_a_bucket_smaller_than_a_batch_is_refused() -> None:
         make_order(per_block=7, blocks=1)
 
 
-@pytest.mark.parametrize("locality", [{}, {"window": 2, "shard_streams": 2}])
-def test_buckets_with_larger_batches(locality: dict[str, int]) -> None:
-    make = partial(make_order, per_block=20, buckets=3, global_batch=4, factors=(1, 2, 4), **locality)
-    order, seen = make(), 0
-    batches = sequence(order, 60)
-    for step, batch in enumerate(batches):
-        assert len(batch.samples) == 4 * (1, 2, 4)[batch.bucket]
-        assert order.samples_before(step) == seen
-        assert np.array_equal(make().at(step).samples, batch.samples)
-        assert make().samples_before(step) == seen
-        seen += len(batch.samples)
-    for bucket in range(3):
-        stream = np.concatenate([batch.samples for batch in batches if batch.bucket == bucket])
-        whole = stream[: len(stream) // 40 * 40].reshape(-1, 40)
-        assert len(whole) >= 2
-        assert (np.sort(whole, axis=1) == np.arange(bucket, 120, 3)).all()
-    # 40 samples of each bucket make 10, 5 and 2.5 steps.
-    assert np.bincount([batch.bucket for batch in batches[:35]]).tolist() == [20, 10, 5]
-
-
-def test_a_bucket_smaller_than_its_larger_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="has 20 samples, fewer than the 24"):
-        make_order(buckets=3, factors=(1, 3, 1))
-
-
 def test_default_lanes_and_window() -> None:
     assert [OrderSettings(0, batch).num_streams for batch in (1, 12, 96, 2048)] == [1, 4, 32, 64]
     assert make_order(per_block=10, blocks=6).window >= 6
-
-
-@pytest.mark.parametrize(("world", "accumulation"), [(1, 1), (1, 4), (2, 2), (4, 1), (4, 2)])
-def test_slots_cut_a_global_batch(world: int, accumulation: int) -> None:
-    plan = BatchPlan(
-        micro_batch=16 // world // accumulation, accumulation=accumulation, processes=world, num_examples=64
-    )
-    for factor in (1, 3):
-        pieces = [slots(micro, rank, plan, factor) for rank in range(world) for micro in range(accumulation)]
-        assert [slot for piece in pieces for slot in piece] == list(range(16 * factor))
