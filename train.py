@@ -102,7 +102,7 @@ def train(plan: "Plan", signals: StopSignals, run_log: RunLog) -> None:
     """Builds and fits, watched; all processes of the run end together."""
     with _importing():
         from sd_training.build.run import build_run, make_watch
-        from sd_training.watchdog.first_failure import exit_together
+        from sd_training.watchdog import exit_together
 
     watch = make_watch(plan)
     together: AbstractContextManager[None] = nullcontext()

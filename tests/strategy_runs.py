@@ -22,7 +22,7 @@ from sd_training.callbacks.ema import Ema
 from sd_training.cli import run_cli
 from sd_training.config.load import load_config
 from sd_training.log import is_main_process
-from sd_training.parallel.zero import ZeroSharding
+from sd_training.parallel.deepspeed import ZeroSharding
 
 
 def _bytes(tensors: list[Tensor]) -> int:

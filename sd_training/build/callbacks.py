@@ -32,7 +32,7 @@ from sd_training.data.datamodule import TrainingData
 from sd_training.export.pictures import read_captions
 from sd_training.log import get_logger
 from sd_training.models.load import load_weights
-from sd_training.watchdog.hang import HangWatch
+from sd_training.watchdog import HangWatch
 
 log = get_logger(__name__)
 

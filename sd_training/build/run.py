@@ -37,7 +37,7 @@ from sd_training.parallel.strategies import (
 from sd_training.signals import StopSignals
 from sd_training.training.base_module import TrainedModule
 from sd_training.types import LatentGrid
-from sd_training.watchdog.hang import HangWatch
+from sd_training.watchdog import HangWatch
 
 log = get_logger(__name__)
 

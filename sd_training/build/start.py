@@ -28,7 +28,7 @@ from sd_training.errors import CheckpointError, ConfigError, OutageError, SaveEr
 from sd_training.export.pipeline import CURRENT, KEPT, recover_exports
 from sd_training.log import is_main_process
 from sd_training.training.base_module import changed_requirements
-from sd_training.watchdog.first_failure import FirstFailure
+from sd_training.watchdog import FirstFailure
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, distributed
 
 from sd_training.training.base_module import TrainedModule
-from sd_training.watchdog.hang import HangWatch
+from sd_training.watchdog import HangWatch
 
 
 class OptimizerStepCallback(pl.Callback):

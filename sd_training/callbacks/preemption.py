@@ -21,7 +21,7 @@ from sd_training.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from sd_training.log import FOR_FILE, get_logger
 from sd_training.signals import StopSignals
 from sd_training.training.base_module import TrainedModule
-from sd_training.watchdog.first_failure import write_status
+from sd_training.watchdog import write_status
 
 log = get_logger(__name__)
 

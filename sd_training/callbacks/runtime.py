@@ -16,7 +16,7 @@ import torch
 
 from sd_training.callbacks.base import OptimizerStepCallback, gather_ranks
 from sd_training.training.base_module import TrainedModule
-from sd_training.watchdog.hang import HangWatch
+from sd_training.watchdog import HangWatch
 
 FULL_COLLECTION_EVERY = 1000
 """Optimizer steps between collections of everything, which take a second; young objects are collected every step."""

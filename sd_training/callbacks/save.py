@@ -41,7 +41,7 @@ from sd_training.incidents import write_incident
 from sd_training.log import get_logger, is_main_process
 from sd_training.parallel.strategies import strategy_of
 from sd_training.training.base_module import TrainedModule
-from sd_training.watchdog.first_failure import is_network_error
+from sd_training.watchdog import is_network_error
 
 log = get_logger(__name__)
 

@@ -39,12 +39,7 @@ def draw_images(
         num_inference_steps: denoising steps.
         guidance_scale: classifier-free guidance, 1 is off.
         batch_size: pictures per call of the pipeline.
-
-    Raises:
-        ValueError: prompts and seeds differ in number, or the batch size is below 1.
     """
-    if len(prompts) != len(seeds) or batch_size < 1:
-        raise ValueError(f"{len(prompts)} prompts, {len(seeds)} seeds, batch size {batch_size}")
     for start in range(0, len(prompts), batch_size):
         generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds[start : start + batch_size]]
         with _quiet_evaluation(pipeline):

@@ -3,15 +3,14 @@
     RUN/ema_snapshots/step=5000/sigma_rel=0.050.safetensors
 
 holds the average of every parameter of the trained network under its name in the network's state_dict, in fp32, fp16
-or bf16, and as metadata `format`, `step`, `gamma` and `sigma_rel`. A file is written beside its place, flushed and
+or bf16, and as metadata `step` and `sigma_rel`. A file is written beside its place, flushed and
 renamed: one that has its name is whole.
 
-An average that was never kept is reconstructed as a weighted sum of snapshots (`plan_sum`, `check_fit`).
+An average that was never kept is reconstructed as a weighted sum of snapshots (`plan_sum`, `load_sum`).
 """
 
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,6 @@ from sd_training.optim.power_function_ema import Profile, gamma_of, is_sigma_rel
 
 FOLDER = "ema_snapshots"
 """Its name in a run folder."""
-FORMAT = "1"
-"""Version of the files."""
 _PATTERN = "step=*/sigma_rel=*.safetensors"
 
 
@@ -78,7 +75,7 @@ def write_snapshot(
     """
     path = snapshot_path(run_dir, step, sigma_rel)
     partial = path.with_name(f"{path.name}.partial")
-    metadata = {"format": FORMAT, "step": str(step), "gamma": repr(gamma_of(sigma_rel)), "sigma_rel": repr(sigma_rel)}
+    metadata = {"step": str(step), "sigma_rel": repr(sigma_rel)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({n: t.detach().to("cpu", dtype).contiguous() for n, t in tensors.items()}, partial, metadata=metadata)
@@ -96,24 +93,18 @@ def read_snapshot(path: Path) -> Snapshot:
     """The description in a file's metadata; its tensors are not read.
 
     Raises:
-        DataError: it is damaged, has another format, or is not what its name says.
+        DataError: it is damaged, or no snapshot.
     """
     try:
         with safe_open(path, framework="pt") as stored:
             metadata = stored.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{path}: is damaged ({error}); remove it, reconstructions can do without it") from error
-    if (found := metadata.get("format", "none")) != FORMAT:
-        raise DataError(f"{path}: has format {found}, not {FORMAT}; it is no EMA snapshot of this version")
-    try:
-        step, sigma_rel, gamma = int(metadata["step"]), float(metadata["sigma_rel"]), float(metadata["gamma"])
-    except (KeyError, ValueError):
-        raise DataError(f"{path}: step, sigma_rel and gamma in its metadata are no numbers; remove it") from None
-    is_possible = step >= 1 and is_sigma_rel(sigma_rel)
-    if not is_possible or not math.isclose(gamma, gamma_of(sigma_rel), rel_tol=1e-6, abs_tol=1e-6):
-        raise DataError(f"{path}: step {step}, sigma_rel {sigma_rel} and gamma {gamma} in its metadata cannot be")
-    if path.parent.name != f"step={step}" or path.stem != width_name(sigma_rel):
-        raise DataError(f"{path}: holds step {step} and sigma_rel {sigma_rel}; give it its name back or remove it")
+        step, sigma_rel = int(metadata["step"]), float(metadata["sigma_rel"])
+    except (SafetensorError, OSError, LookupError, ValueError) as error:
+        raise DataError(
+            f"{path}: is damaged or no EMA snapshot ({error}); remove it, reconstructions can do without it"
+        ) from error
+    if step < 1 or not is_sigma_rel(sigma_rel):
+        raise DataError(f"{path}: step {step} and sigma_rel {sigma_rel} in its metadata cannot be; remove it")
     return Snapshot(path, step, sigma_rel)
 
 
@@ -134,8 +125,6 @@ def find_snapshots(run_dir: Path) -> list[Snapshot]:
 
 _NEGLIGIBLE = 1e-10
 """Snapshots with a smaller weight are not read: the weights sum to 1."""
-_GROUP_VALUES = 2**24
-"""Values that are summed at once, 128 MiB; opening a file anew for every tensor takes longer than reading it."""
 _DENOISER = "denoiser."
 """Begins the denoiser's names where text encoders are trained beside it."""
 
@@ -182,52 +171,25 @@ def averaged_parameters(pipeline: Any, snapshot: Snapshot) -> dict[str, nn.Param
     return {f"{n}.{name}": p for n, part in trained.items() for name, p in part.named_parameters()}
 
 
-def check_fit(snapshots: SnapshotSum, parameters: Mapping[str, Tensor]) -> None:
-    """All snapshots hold exactly these parameters.
-
-    Raises:
-        DataError: names a snapshot and a parameter that do not fit.
-    """
-    expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    for snapshot, _ in snapshots.parts:
-        with safe_open(snapshot.path, framework="pt") as stored:
-            found = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
-        odd = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
-        if odd:
-            raise DataError(
-                f"{snapshot.path}: {len(odd)} tensors do not fit the network of the pipeline, e.g. {odd[0]}: "
-                f"{found.get(odd[0], 'missing')} in the snapshot, {expected.get(odd[0], 'missing')} in the network"
-            )
-
-
 @torch.no_grad()
 def load_sum(snapshots: SnapshotSum, parameters: Mapping[str, Tensor]) -> None:
-    """Overwrites the parameters by the sum of the snapshots, a group of parameters after the other.
-
-    A snapshot is closed after every group: a mapped file counts as memory of the process once it was read, and all
-    snapshots together are many times the network. Sums are float64, since the weights have both signs.
+    """Overwrites the parameters by the sum of the snapshots, which takes 8 bytes of memory per parameter: sums are
+    float64, since the weights have both signs. One snapshot after the other is read.
 
     Raises:
-        DataError: as `check_fit`; nothing is overwritten then.
+        DataError: names a snapshot and a parameter that do not fit; nothing is overwritten then.
     """
-    check_fit(snapshots, parameters)
-    for group in _groups(parameters):
-        sums = {name: torch.zeros(parameters[name].shape, dtype=torch.float64) for name in group}
-        for snapshot, weight in snapshots.parts:
-            with safe_open(snapshot.path, framework="pt") as stored:
-                for name, total in sums.items():
-                    total.add_(stored.get_tensor(name), alpha=weight)
-        for name, total in sums.items():
-            parameters[name].copy_(total)
-
-
-def _groups(parameters: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Names of parameters that are summed at once: as many as stay below `_GROUP_VALUES`, at least one."""
-    group: list[str] = []
-    for name, parameter in parameters.items():
-        if group and sum(parameters[other].numel() for other in group) + parameter.numel() > _GROUP_VALUES:
-            yield group
-            group = []
-        group.append(name)
-    if group:
-        yield group
+    expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    sums = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in expected.items()}
+    for snapshot, weight in snapshots.parts:
+        with safe_open(snapshot.path, framework="pt") as stored:
+            found = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+            if odd := sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name)):
+                raise DataError(
+                    f"{snapshot.path}: {len(odd)} tensors do not fit the network of the pipeline, e.g. {odd[0]}: "
+                    f"{found.get(odd[0], 'missing')} in the snapshot, {expected.get(odd[0], 'missing')} in the network"
+                )
+            for name, total in sums.items():
+                total.add_(stored.get_tensor(name), alpha=weight)
+    for name, total in sums.items():
+        parameters[name].copy_(total)

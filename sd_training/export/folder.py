@@ -17,8 +17,7 @@ from sd_training.models.load import folder_settings_problems
 
 _LIBRARIES = ("diffusers", "transformers", "stable_diffusion", "sd_training.models.mmdit_rope")
 """Where parts may come from; "stable_diffusion" is diffusers' own module of the safety checker."""
-_PROBES = 64
-_PROBE_BYTES = 4096
+_PROBE_BYTES = 2**20
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -112,8 +111,7 @@ def load_pipeline(folder: Path, dtype: torch.dtype | None = None) -> DiffusionPi
 def fingerprint(folder: Path) -> str:
     """16 hex digits that change when a pipeline's weights or settings change.
 
-    Small files count whole, large ones by size and 64 probes spread over them: training moves every weight, so this
-    finds any new export at a thousandth of the reading.
+    Large files count by their size and their last MiB: training moves every weight.
     """
     digest = hashlib.sha256((folder / "model_index.json").read_bytes())
     parts = part_names(read_index(folder))
@@ -121,7 +119,6 @@ def fingerprint(folder: Path) -> str:
         size = path.stat().st_size
         digest.update(f"{path.relative_to(folder).as_posix()} {size}\n".encode())
         with path.open("rb") as stream:
-            for probe in range(_PROBES if size > _PROBES * _PROBE_BYTES else 1):
-                stream.seek(probe * (size - _PROBE_BYTES) // (_PROBES - 1) if probe else 0)
-                digest.update(stream.read(_PROBE_BYTES if size > _PROBES * _PROBE_BYTES else size))
+            stream.seek(max(0, size - _PROBE_BYTES))
+            digest.update(stream.read())
     return digest.hexdigest()[:16]

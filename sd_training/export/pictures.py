@@ -5,7 +5,7 @@ the record of how it was made.
 import csv
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,7 @@ def picture_grid(images: Sequence[Image.Image], columns: int) -> Image.Image:
     Args:
         images: at least one; a cell is as large as the largest of them, smaller ones sit in its top left corner.
         columns: cells per row; the last row may stay partly black.
-
-    Raises:
-        ValueError: no images, or fewer than one column.
     """
-    if not images or columns < 1:
-        raise ValueError(f"a grid needs pictures and columns, got {len(images)} and {columns}")
     columns = min(columns, len(images))
     width, height = max(i.width for i in images), max(i.height for i in images)
     rows = -(-len(images) // columns)
@@ -53,29 +48,6 @@ def file_stem(uid: str) -> str:
     return "%2E" + stem[1:] if stem.startswith(".") else stem
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """(line, cells by lower-case column name) of each row; every row has exactly the header's cells."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as stream:
-            reader = csv.reader(stream, strict=True)
-            columns = [name.strip().lower() for name in next(reader, [])]
-            yield 1, dict.fromkeys(columns, "")
-            for cells in reader:
-                if cells and len(cells) != len(columns):
-                    raise DataError(
-                        f"{path}, line {reader.line_num}: {len(cells)} cells where the header has {len(columns)}; "
-                        "put text with commas in double quotes"
-                    )
-                if cells:
-                    yield reader.line_num, dict(zip(columns, cells, strict=True))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from error
-    except csv.Error as error:
-        raise DataError(f"{path}: is not a CSV file ({error})") from error
-
-
 def read_captions(
     path: Path, *, caption_columns: Sequence[str] = ("caption",), needs_uid: bool = True
 ) -> list[tuple[str, str]]:
@@ -92,21 +64,31 @@ def read_captions(
     Raises:
         DataError: unreadable file, a missing column, a row of another length, a uid twice or unusable as a name.
     """
-    rows = _rows(path)
-    _, header = next(rows)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            reader = csv.reader(stream, strict=True)
+            header = [name.strip().lower() for name in next(reader, [])]
+            rows = [(f"{path}, line {reader.line_num}", cells) for cells in reader if cells]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: cannot be read as a CSV file in UTF-8 ({error})") from error
     caption = next((name for name in caption_columns if name in header), None)
     if caption is None or (needs_uid and "uid" not in header):
         wanted = " and ".join((["uid"] if needs_uid else []) + [" or ".join(caption_columns)])
         raise DataError(f"{path}: the first line must name the columns {wanted}; it has {', '.join(header) or 'none'}")
     pairs: dict[str, str] = {}
-    for line, cells in rows:
+    for where, cells in rows:
+        if len(cells) != len(header):
+            raise DataError(
+                f"{where}: {len(cells)} cells where the header has {len(header)}; put text with commas in double quotes"
+            )
+        row = dict(zip(header, cells, strict=True))
         try:
-            stem = file_stem(cells["uid"]) if "uid" in cells else f"{len(pairs):06d}"
+            stem = file_stem(row["uid"]) if "uid" in row else f"{len(pairs):06d}"
         except DataError as error:
-            raise DataError(f"{path}, line {line}: {error}") from None
+            raise DataError(f"{where}: {error}") from None
         if stem in pairs:
-            raise DataError(f"{path}, line {line}: uid {cells['uid']!r} appears twice; uids name files")
-        pairs[stem] = cells[caption]
+            raise DataError(f"{where}: uid {row['uid']!r} appears twice; uids name files")
+        pairs[stem] = row[caption]
     return list(pairs.items())
 
 

@@ -10,8 +10,7 @@ A process killed at any moment leaves a good folder that `recover_export`, calle
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,26 +66,25 @@ def export_pipeline(pipeline: DiffusionPipeline | ModelMixin, destination: Path,
         TakenOverError: another start has the run. `destination` is as it was.
     """
     partial = _beside(destination, f"partial{run_lock.suffix}")
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
     try:
         run_lock.check()
         recover_export(destination)
         make_empty_folder(partial)
         try:
-            with without_progress_bars():
-                pipeline.save_pretrained(partial, safe_serialization=True)
+            pipeline.save_pretrained(partial, safe_serialization=True)
         except Exception as error:  # I/O errors of safetensors and tokenizers are no OSErrors
             raise (system_error(error) or error) from None
         flush_tree(partial)
-        problems = differences(pipeline, partial)
-        if problems:
+        if problems := differences(pipeline, partial):
             raise ExportError(f"the pipeline written to {partial} is not the one in memory: {'; '.join(problems)}")
         run_lock.check()
-        _replace(destination, lambda: os.rename(partial, destination))
-    except OSError as error:
+        _replace(destination, partial)
+    except BaseException as error:
         remove_quietly(partial)
-        raise error if isinstance(error, ExportError) else write_failure("pipeline", destination, error) from error
-    except BaseException:
-        remove_quietly(partial)
+        if isinstance(error, OSError) and not isinstance(error, ExportError):
+            raise write_failure("pipeline", destination, error) from error
         raise
 
 
@@ -109,7 +107,7 @@ def keep_export(
         os.replace(link, current)  # one step: there is no moment without a pipeline
         flush_folder(run_dir)
     else:
-        _replace(current, lambda: os.rename(link, current))
+        _replace(current, link)
     return kept
 
 
@@ -140,20 +138,17 @@ def _beside(destination: Path, suffix: str) -> Path:
     return destination.with_name(f"{destination.name}.{suffix}")
 
 
-def _replace(destination: Path, put_in_place: Callable[[], None]) -> None:
+def _replace(destination: Path, new: Path) -> None:
     """Moves the old folder out of the way, the new one in, and deletes the old one last."""
     old = _beside(destination, "old")
     if os.path.lexists(destination):
         os.rename(destination, old)
         flush_folder(destination.parent)
     try:
-        put_in_place()
-    except OSError:
-        if os.path.lexists(old) and not os.path.lexists(destination):
-            os.rename(old, destination)
-        raise
-    flush_folder(destination.parent)
-    remove_durably(old)
+        os.rename(new, destination)
+        flush_folder(destination.parent)
+    finally:
+        recover_export(destination)
 
 
 def differences(pipeline: DiffusionPipeline | ModelMixin, folder: Path) -> list[str]:
@@ -162,7 +157,7 @@ def differences(pipeline: DiffusionPipeline | ModelMixin, folder: Path) -> list[
     Weights are compared bit for bit, settings value by value, tokenizers by the ids of a caption. Global random
     numbers are left as they were.
     """
-    with torch.random.fork_rng(devices=[]), without_progress_bars():  # a module that is built draws initial weights
+    with torch.random.fork_rng(devices=[]):  # a module that is built draws initial weights
         try:
             if isinstance(pipeline, DiffusionPipeline):
                 return list(_pipeline_differences(pipeline, folder))
@@ -173,23 +168,17 @@ def differences(pipeline: DiffusionPipeline | ModelMixin, folder: Path) -> list[
 
 def bit_differences(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
     """Names of the tensors that are missing, extra, or not equal in type, shape and every bit."""
-    problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
-    problems += [f"{name} is extra" for name in found.keys() - expected.keys()]
-    both = (name for name in expected if name in found)
-    return sorted(problems) + [f"{name} differs" for name in both if not _same_bits(expected[name], found[name])]
 
+    def form(tensor: Tensor) -> tuple[torch.dtype, torch.Size, Tensor]:
+        return tensor.dtype, tensor.shape, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
-@contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Disables the libraries' progress bars for loading and saving parts."""
-    shown = [lib for lib in (diffusers_logging, transformers_logging) if lib.is_progress_bar_enabled()]
-    for library in shown:
-        library.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for library in shown:
-            library.enable_progress_bar()
+    problems = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
+    problems += [f"{name} is extra" for name in sorted(found.keys() - expected.keys())]
+    for name in (name for name in expected if name in found):
+        own, other = form(expected[name]), form(found[name])
+        if own[:2] != other[:2] or not torch.equal(own[2], other[2]):  # as bytes: NaN equals itself, 0 is not -0
+            problems.append(f"{name} differs")
+    return problems
 
 
 def _pipeline_differences(pipeline: Any, folder: Path) -> Iterator[str]:
@@ -245,10 +234,3 @@ def _settings(config: Any) -> dict[str, Any]:
     text = json.dumps(kept, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
     settings: dict[str, Any] = json.loads(text)
     return settings
-
-
-def _same_bits(expected: Tensor, found: Tensor) -> bool:
-    if expected.dtype != found.dtype or expected.shape != found.shape:
-        return False
-    plain = expected.detach().cpu().contiguous().reshape(-1).view(torch.uint8)  # bytes: NaN equals itself, 0 is not -0
-    return torch.equal(plain, found.detach().cpu().contiguous().reshape(-1).view(torch.uint8))

@@ -75,13 +75,21 @@ class CpuGroup:
             UserError: one of `_SHARED_ERRORS`, on some rank.
             Exception: this rank's own failure of another class; RuntimeError with its text on the others.
         """
-        found = [one for one in self.all_gather(None if failure is None else _to_json(failure)) if one is not None]
+        own: dict[str, Any] | None = None
+        if isinstance(failure, OSError):
+            own = {"errno": failure.errno or errno.EIO, "text": failure.strerror or str(failure)}
+        elif failure is not None:
+            own = {"kind": type(failure).__name__, "text": str(failure)}
+        found = [one for one in self.all_gather(own) if one is not None]
         if not found:
             return
         # A rank must not continue after a full disk while another one ends with a worse error.
         worst = next((one for one in found if "errno" not in one), found[0])
-        is_own = failure is not None and isinstance(failure, OSError) == ("errno" in worst)
-        raise failure if failure is not None and is_own else _from_json(worst)
+        if failure is not None and isinstance(failure, OSError) == ("errno" in worst):
+            raise failure
+        if "errno" in worst:
+            raise OSError(worst["errno"], worst["text"])
+        raise _SHARED_ERRORS.get(worst["kind"], RuntimeError)(worst["text"])
 
     def on_rank0(self, act: Callable[[], _Result]) -> _Result:
         """Collective: rank 0 acts; all ranks get its result, which must be JSON, or its error as in `raise_first`."""
@@ -95,15 +103,3 @@ class CpuGroup:
         self.raise_first(failure)
         answer: _Result = self.all_gather(result)[0]
         return answer
-
-
-def _to_json(failure: Exception) -> dict[str, Any]:
-    if isinstance(failure, OSError):
-        return {"errno": failure.errno or errno.EIO, "text": failure.strerror or str(failure)}
-    return {"kind": type(failure).__name__, "text": str(failure)}
-
-
-def _from_json(described: dict[str, Any]) -> Exception:
-    if "errno" in described:
-        return OSError(described["errno"], described["text"])
-    return _SHARED_ERRORS.get(described["kind"], RuntimeError)(described["text"])

@@ -5,13 +5,20 @@ is divided by the micro-batches once, not by Lightning and by DeepSpeed (gradien
 keep their type (Lightning would round timesteps to bf16), layers run under autocast as with every other strategy,
 position embeddings stay fp32, and the checks that insist on CUDA do not apply to CPUs.
 
+It updates flattened fp32 *master weights*, each rank a range of them (Rajbhandari et al. 2020, arXiv:1910.02054,
+section 5); the network computes with copies, in bf16 or fp16 where the run does. Averages, checkpoints and exports are
+made of the masters. The attributes read here are those that `deepspeed.utils.tensor_fragment` (stages 1 and 2) and
+`runtime/zero/stage3.py` (stage 3) read for the same purpose; DeepSpeed's own functions return full tensors or no
+counters, so they cannot return a shard.
+
 `distributed.deepspeed_config` may come from anywhere. Among DeepSpeed's keys are some that write to any path or start
-processes, so the file may only have those of `ALLOWED`.
+processes, and some with which saves would not find the shards, so the file may only have those of `ALLOWED`.
 """
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,40 +28,36 @@ import torch
 from lightning_fabric.utilities.seed import reset_seed
 from pytorch_lightning.plugins.precision import DeepSpeedPrecision
 from pytorch_lightning.strategies import DeepSpeedStrategy
-from torch import Tensor
+from torch import Tensor, distributed, nn
 
 from sd_training.errors import ConfigError
+from sd_training.parallel.sharding import ParameterSharding, StateOf
 from sd_training.parallel.strategies import TrainingStrategy
-from sd_training.parallel.zero import ZeroSharding, ZeroStage3Sharding, ZeroStage12Sharding
 
 _MAX_BYTES = 2**20
 """Of the file; the rest is not read."""
-ALLOWED = (
-    *("activation_checkpointing", "comms_logger", "communication_data_type", "data_types", "disable_allgather"),
-    *("dump_state", "gradient_predivide_factor", "memory_breakdown", "prescale_gradients", "steps_per_print", "timers"),
-    *("wall_clock_breakdown", "zero_force_ds_cpu_optimizer", "zero_optimization"),
+_TOP = "communication_data_type gradient_predivide_factor prescale_gradients steps_per_print wall_clock_breakdown"
+_ZERO = (
+    "allgather_bucket_size allgather_partitions contiguous_gradients ignore_unused_parameters overlap_comm "
+    "reduce_bucket_size reduce_scatter stage stage3_max_live_parameters stage3_max_reuse_distance "
+    "stage3_param_persistence_threshold stage3_prefetch_bucket_size sub_group_size"
 )
+ALLOWED = frozenset([*_TOP.split(), *(f"zero_optimization.{key}" for key in _ZERO.split())])
 """DeepSpeed's keys that may be in a file; DeepSpeed checks their values."""
 _DECIDED_BY = {
-    "system.batch_size": ("train_batch_size", "train_micro_batch_size_per_gpu"),
-    "system.gradient_accumulation": ("gradient_accumulation_steps",),
-    "optimizer.max_grad_norm": ("gradient_clipping",),
-    "optimizer.name": ("optimizer", "zero_allow_untested_optimizer"),
-    "lr_scheduler.name": ("scheduler",),
-    "model.mixed_precision": ("fp16", "bf16", "torch_autocast", "amp"),
-    "distributed.mesh.tensor": ("tensor_parallel",),
+    "system.batch_size": "train_batch_size train_micro_batch_size_per_gpu",
+    "system.gradient_accumulation": "gradient_accumulation_steps",
+    "optimizer.max_grad_norm": "gradient_clipping",
+    "optimizer.name": "optimizer zero_allow_untested_optimizer",
+    "lr_scheduler.name": "scheduler",
+    "model.mixed_precision": "fp16 bf16 torch_autocast amp",
+    "distributed.mesh.tensor": "tensor_parallel",
+    "distributed.offload_optimizer": "zero_optimization.offload_optimizer zero_optimization.cpu_offload",
+    "distributed.offload_parameters": "zero_optimization.offload_param zero_optimization.cpu_offload_param",
 }
-_DECIDED = {key: option for option, keys in _DECIDED_BY.items() for key in keys}
+_DECIDED = {key: option for option, keys in _DECIDED_BY.items() for key in keys.split()}
 """DeepSpeed's key → this trainer's option for the same."""
-_UNUSABLE: Mapping[str, tuple[Any, str]] = {
-    "round_robin_gradients": (True, "saves would not find the shards of the weights"),
-    "compute_grad_norm": (False, "steps that are not finite would be taken"),
-    "cpu_offload": (True, "set distributed.offload_optimizer=true instead"),
-    "cpu_offload_param": (True, "set distributed.offload_parameters=true instead"),
-}
-"""ZeRO's key → the value that does not work here, and why."""
-_OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
-"""ZeRO's key → this trainer's option."""
+_LOSS_SCALE_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def deepspeed_options(
@@ -69,14 +72,21 @@ def deepspeed_options(
     Raises:
         ConfigError: the file cannot be read, or decides what this trainer's options decide.
     """
-    wanted = {"offload_optimizer": offload_optimizer, "offload_param": offload_parameters}
-    options = {} if path is None else _read_options(path)
-    if problems := list(_problems(options, stage, wanted)):
-        raise ConfigError([f"distributed.deepspeed_config: {path} has {problem}" for problem in problems])
+    options: dict[str, Any] = {}
+    where = f"distributed.deepspeed_config: {path}"
+    if path is not None:
+        try:
+            with Path(path).expanduser().open("rb") as file:
+                options = json.loads(file.read(_MAX_BYTES), object_hook=_without_auto)
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{where} cannot be read: {error}") from error
+        if problems := list(_problems(options, stage)):
+            raise ConfigError([f"{where} {problem}" for problem in problems])
     zero = options.setdefault("zero_optimization", {})
     zero["stage"] = stage
-    for key in (key for key, is_wanted in wanted.items() if is_wanted):
-        zero.setdefault(key, {"device": "cpu", "pin_memory": torch.cuda.is_available()})
+    offloads = {"offload_optimizer": offload_optimizer, "offload_param": offload_parameters}
+    for key in (key for key, is_wanted in offloads.items() if is_wanted):
+        zero[key] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     options["zero_allow_untested_optimizer"] = True
     if path is not None:
         from deepspeed.runtime.config import DeepSpeedConfig
@@ -85,69 +95,27 @@ def deepspeed_options(
             DeepSpeedConfig({**options, "train_micro_batch_size_per_gpu": 1})
         except Exception as error:  # it expects types of values that it has not checked
             reason = " ".join(str(error).split())
-            raise ConfigError(f"distributed.deepspeed_config: {path}: DeepSpeed refuses it: {reason:.500}") from error
+            raise ConfigError(f"{where}: DeepSpeed refuses it: {reason:.500}") from error
     return options
 
 
-def _read_options(path: str) -> dict[str, Any]:
-    """Without "auto", and without offloads to no device.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not a JSON object.
-    """
-    where = f"distributed.deepspeed_config: {path}"
-    try:
-        with Path(path).expanduser().open("rb") as file:
-            options = json.loads(file.read(_MAX_BYTES))
-        if not isinstance(options, dict):
-            raise ConfigError(f"{where} is not a JSON object")
-        options = _without_auto(options)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} cannot be read: {error}") from error
-    if isinstance(zero := options.get("zero_optimization"), dict):
-        for key in _OFFLOADS:
-            if isinstance(zero.get(key), dict) and zero[key].get("device") == "none":
-                del zero[key]
-    return options
+def _without_auto(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if value != "auto"}
 
 
-def _without_auto(options: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in options.items() if value != "auto"}
-    return {key: _without_auto(value) if isinstance(value, dict) else value for key, value in kept.items()}
-
-
-def _problems(options: Mapping[str, Any], stage: int, wanted: Mapping[str, bool]) -> Iterator[str]:
-    """What of a file's options this trainer cannot pass on; each completes "the file has …".
-
-    Args:
-        wanted: whether the config asks for an offload, by ZeRO's key.
-    """
-    for key in _DECIDED.keys() & options.keys():
-        yield f"{key!r}, which {_DECIDED[key]} decides; remove it from the file"
-    if unknown := [f"{key!a:.100}" for key in options if key not in ALLOWED and key not in _DECIDED]:
-        named = ", ".join(unknown)
-        yield f"{named:.500}, which this trainer does not pass on; remove what is not one of {', '.join(ALLOWED)}"
-    types, zero = options.get("data_types", {}), options.get("zero_optimization", {})
-    if not isinstance(types, dict) or types.keys() - {"grad_accum_dtype"}:
-        yield "'data_types', of which only grad_accum_dtype may be set; model.mixed_precision decides the others"
+def _problems(options: Any, stage: int) -> Iterator[str]:
+    """What of a file's options this trainer cannot pass on; each completes "the file …"."""
+    zero = options.get("zero_optimization", {}) if isinstance(options, dict) else None
     if not isinstance(zero, dict):
-        yield f"zero_optimization={zero!a:.60}, which must be a JSON object"
+        yield "is not a JSON object, or its zero_optimization is none"
         return
+    keys = [key for key in options if key != "zero_optimization"] + [f"zero_optimization.{key}" for key in zero]
+    for key in (key for key in keys if key in _DECIDED):
+        yield f"has {key!r}, which {_DECIDED[key]} decides; remove it from the file"
+    if unknown := ", ".join(f"{key!a:.100}" for key in keys if key not in ALLOWED and key not in _DECIDED):
+        yield f"has {unknown:.500}, which this trainer does not pass on; docs/scaling.md lists the keys that it does"
     if zero.get("stage", stage) != stage:
-        yield f"ZeRO stage {zero['stage']!a:.20}, but distributed.strategy is deepspeed_{stage}"
-    for key, (value, why) in _UNUSABLE.items():
-        if zero.get(key) is value:
-            yield f"zero_optimization.{key}={json.dumps(value)}: {why}; remove it"
-    if zero.get("zenflow") is not None:
-        yield "zero_optimization.zenflow: its processes hold state that saves cannot read; remove it"
-    for key, option in _OFFLOADS.items():
-        given = zero.get(key)
-        if given is not None and not wanted[key]:
-            yield f"zero_optimization.{key}; set distributed.{option}=true as well"
-        elif isinstance(given, dict) and given.get("device") == "nvme":
-            yield f"zero_optimization.{key}.device=nvme, from which saves cannot read; use cpu"
-        elif isinstance(given, dict) and given.get("super_offload", False) is not False:
-            yield f"zero_optimization.{key}.super_offload: its processes hold state that saves cannot read; remove it"
+        yield f"has ZeRO stage {zero['stage']!a:.20}, but distributed.strategy is deepspeed_{stage}"
 
 
 class DeepSpeedZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
@@ -202,7 +170,7 @@ class DeepSpeedZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
             parent, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(parent), leaf, buffer.to(self.root_device))
 
-    def make_sharding(self) -> ZeroSharding:
+    def make_sharding(self) -> ParameterSharding:
         """By stage."""
         return (ZeroStage3Sharding if self.zero_stage_3 else ZeroStage12Sharding)(self.deepspeed_engine)
 
@@ -230,3 +198,173 @@ class DeepSpeedZeroPrecision(DeepSpeedPrecision):
         if self.precision != "16-mixed":  # in fp16 a skipped step only means that the scale of the loss was too large
             model.was_step_skipped = torch.tensor(float(engine.optimizer.overflow))
         return result
+
+
+class ZeroSharding(ParameterSharding):
+    """What all stages have in common.
+
+    Args:
+        engine: DeepSpeed's engine.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.zero = engine.optimizer
+        self.optimizer: torch.optim.Optimizer = self.zero.optimizer
+
+    @abstractmethod
+    def _flat(self, parameter: nn.Parameter) -> Tensor:
+        """The flat master tensor of this rank that contains the parameter's shard."""
+
+    @abstractmethod
+    def _slice(self, parameter: nn.Parameter, flat: Tensor) -> Tensor:
+        """The parameter's shard of a flat tensor."""
+
+    @abstractmethod
+    def _update_network(self, parameter: nn.Parameter, full: Tensor) -> None:
+        """Collective: the network computes with these weights; the masters stay."""
+
+    def local_shard(self, parameter: nn.Parameter) -> Tensor:
+        """A range of the parameter's elements, as one row."""
+        return self._slice(parameter, self._flat(parameter)).detach()
+
+    def backup(self, parameter: nn.Parameter) -> None:
+        """The masters are the copy."""
+        return
+
+    def swap_in(self, parameter: nn.Parameter, shard: Tensor) -> None:
+        """Into the network's copy; the masters stay."""
+        self._update_network(parameter, self.gather(parameter, shard))
+
+    def restore(self, parameter: nn.Parameter, backup: Tensor | None) -> None:
+        """From the masters, rounded as the engine rounds them."""
+        self._update_network(parameter, self.full_tensor(parameter))
+
+    def load(self, parameter: nn.Parameter, full: Tensor) -> None:
+        """Masters and the network's copy."""
+        self.local_shard(parameter).copy_(self.shard_of(parameter, full))
+        self._update_network(parameter, full)
+
+    def full_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Per parameter, although DeepSpeed keeps it per flat tensor."""
+        flat = self._flat(parameter)
+        full: dict[str, Any] = {}
+        for key, value in self.optimizer.state.get(flat, {}).items():
+            if isinstance(value, Tensor) and value.shape == flat.shape:
+                full[key] = self.gather(parameter, self._slice(parameter, value))
+            elif key == "step":  # DeepSpeed's optimizers count in int, PyTorch's in a tensor
+                full[key] = torch.tensor(float(value))
+        return full
+
+    def load_optimizer(
+        self, parameters: Iterable[nn.Parameter], state_of: StateOf, groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Into the flat tensors, made here where the optimizer has not yet. The groups hold options of this run."""
+        for parameter in parameters:
+            flat = self._flat(parameter)
+            own = self.optimizer.state[flat]
+            for key, value in state_of(parameter).items():
+                if key == "step":
+                    own[key] = self._step_count(value)
+                elif isinstance(value, Tensor):
+                    if key not in own:
+                        own[key] = torch.zeros_like(flat)
+                    self._slice(parameter, own[key]).copy_(self.shard_of(parameter, value))
+
+    def _step_count(self, value: Tensor) -> int | Tensor:
+        """The counter as this optimizer keeps it."""
+        if type(self.optimizer).__module__.startswith("deepspeed"):
+            return int(value)
+        is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
+        return value.to(self.zero.device if is_fused else "cpu", copy=True)
+
+    def loss_scale(self) -> dict[str, Any]:
+        """Of fp16 runs; in other precisions the scale is not dynamic."""
+        scaler = self.zero.loss_scaler
+        return {key: getattr(scaler, key) for key in _LOSS_SCALE_KEYS} if scaler.dynamic else {}
+
+    def load_loss_scale(self, state: Mapping[str, Any]) -> None:
+        """Ignored in other precisions than fp16."""
+        if self.zero.loss_scaler.dynamic:
+            for key, value in state.items():
+                setattr(self.zero.loss_scaler, key, value)
+
+
+class ZeroStage12Sharding(ZeroSharding):
+    """Stages 1 and 2: the network has every weight; masters and optimizer state are sharded."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self._group = {id(p): group for group, parameters in enumerate(self.zero.bit16_groups) for p in parameters}
+
+    def _flat(self, parameter: nn.Parameter) -> Tensor:
+        flat: Tensor = self.zero.single_partition_of_fp32_groups[self._group[id(parameter)]]
+        return flat
+
+    def _slice(self, parameter: nn.Parameter, flat: Tensor) -> Tensor:
+        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+        if mapping is None:
+            return flat.narrow(0, 0, 0)
+        address = mapping.hp_fragment_address
+        return flat.narrow(0, address.start, address.numel)
+
+    def shard_of(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
+        """The range of elements of this rank."""
+        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+        if mapping is None:
+            return full.new_empty(0)
+        address = mapping.lp_fragment_address
+        return full.flatten().narrow(0, address.start, address.numel)
+
+    def gather(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
+        """A sum, because the ranges differ in length; of the bits, so that minus zero survives."""
+        full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        self.shard_of(parameter, full).copy_(shard)
+        distributed.all_reduce(full.view(torch.int32))
+        return full.view(parameter.shape)
+
+    def _update_network(self, parameter: nn.Parameter, full: Tensor) -> None:
+        parameter.data.copy_(full)
+
+
+class ZeroStage3Sharding(ZeroSharding):
+    """Stage 3: the weights are sharded as well. Every parameter is cut into equal ranges, the last one padded."""
+
+    def full_shape(self, parameter: nn.Parameter) -> torch.Size:
+        """The parameter itself is empty between its uses."""
+        shape: torch.Size = parameter.ds_shape  # type: ignore[attr-defined]
+        return shape
+
+    def _flat(self, parameter: nn.Parameter) -> Tensor:
+        flat: Tensor = self.zero.fp32_partitioned_groups_flat[self._position(parameter)[0]]
+        return flat
+
+    def _slice(self, parameter: nn.Parameter, flat: Tensor) -> Tensor:
+        _, start, length = self._position(parameter)
+        return flat.narrow(0, start, length)
+
+    def _position(self, parameter: nn.Parameter) -> tuple[int, int, int]:
+        """Flat tensor, start and length of the shard."""
+        position: tuple[int, int, int] = self.zero.grad_position[self.zero.get_param_id(parameter)]
+        return position
+
+    def shard_of(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
+        """This rank's range, with zeros after the last element."""
+        length = self._position(parameter)[2]
+        start = distributed.get_rank() * length
+        own = full.flatten()[start : start + length]
+        return torch.nn.functional.pad(own, (0, length - own.numel()))
+
+    def gather(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
+        """All ranges in order, without the padding."""
+        shard = shard.to(parameter.device).contiguous()
+        full = shard.new_empty(shard.numel() * distributed.get_world_size())
+        distributed.all_gather_into_tensor(full, shard)
+        shape = self.full_shape(parameter)
+        return full[: shape.numel()].view(shape)
+
+    def _update_network(self, parameter: nn.Parameter, full: Tensor) -> None:
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+            if distributed.get_rank() == 0:
+                parameter.copy_(full)

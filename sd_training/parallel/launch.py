@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
 import torch
@@ -52,23 +52,21 @@ def _accelerator(config: TrainerConfig) -> str:
 def _from_launcher() -> tuple[int, int, Literal["torchrun", "slurm"]] | None:
     """(processes per machine, machines, launcher) as torchrun or srun set them, or null when started alone; a job of
     one task starts its processes itself."""
-    env = os.environ
+    env, launcher = os.environ, cast(Literal["torchrun", "slurm"], "torchrun")
     if "LOCAL_WORLD_SIZE" in env and "WORLD_SIZE" in env:
-        local = int(env["LOCAL_WORLD_SIZE"])
-        return local, _quotient(int(env["WORLD_SIZE"]), local, "LOCAL_WORLD_SIZE"), "torchrun"
-    if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
-        nodes = int(env.get("SLURM_NNODES", "1"))
-        return _quotient(int(env["SLURM_NTASKS"]), nodes, "SLURM_NNODES"), nodes, "slurm"
-    return None
-
-
-def _quotient(processes: int, divisor: int, name: str) -> int:
-    if processes % divisor:
+        processes, devices = int(env["WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
+        num_nodes = processes // devices
+    elif "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+        launcher, processes, num_nodes = "slurm", int(env["SLURM_NTASKS"]), int(env.get("SLURM_NNODES", "1"))
+        devices = processes // num_nodes
+    else:
+        return None
+    if devices * num_nodes != processes:
         raise ConfigError(
-            f"{name}: the launcher started {counted(processes, 'process', 'processes')}, which {divisor} does "
-            "not divide; start the same number on every machine (srun --ntasks-per-node, torchrun --nproc_per_node)"
+            f"{launcher}: {counted(processes, 'process', 'processes')} are not the same number on every machine; start "
+            "as many on each (srun --ntasks-per-node, torchrun --nproc_per_node)"
         )
-    return processes // divisor
+    return devices, num_nodes, launcher
 
 
 def find_launch(config: TrainerConfig, *, is_described: bool = False) -> Launch:

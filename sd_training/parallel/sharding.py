@@ -2,8 +2,8 @@
 
 A *local shard* is the part of a parameter that a rank averages and stores: a whole tensor assigned to it (replicas),
 its block of a DTensor (FSDP2: Zhao et al. 2023, arXiv:2304.11277, rewritten per parameter; tensor parallelism: Shoeybi
-et al. 2019, arXiv:1909.08053), or a run of its elements (DeepSpeed's ZeRO, `zero.py`). Checkpoints and exports hold
-full tensors, gathered one at a time, so they mean the same under every strategy and world size.
+et al. 2019, arXiv:1909.08053), or a run of its elements (DeepSpeed's ZeRO, `deepspeed.py`). Checkpoints and exports
+hold full tensors, gathered one at a time, so they mean the same under every strategy and world size.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -165,7 +165,7 @@ while true; do sleep 0.1; done
 def test_a_hang_is_started_again_though_a_process_must_be_killed(cluster: Cluster, tmp_path: Path) -> None:
     """One process finds the hang, the other one ends by nothing but SIGKILL: srun gives 137, not 87."""
     watched = (
-        "import time; from pathlib import Path; from sd_training.watchdog.hang import HangWatch\n"
+        "import time; from pathlib import Path; from sd_training.watchdog import HangWatch\n"
         f"watch = HangWatch({{'step': 0.5}}, Path({str(tmp_path)!r}))\n"
         "with watch.running(): watch.enter('step', 3); time.sleep(60)"
     )

@@ -11,7 +11,7 @@ from sd_training.callbacks.base import RunState
 from sd_training.callbacks.preemption import STEP_FILE_VARIABLE, Preemption
 from sd_training.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from sd_training.signals import StopSignals
-from sd_training.watchdog.first_failure import STATUS_FILE_VARIABLE
+from sd_training.watchdog import STATUS_FILE_VARIABLE
 from tests.file_size_limit import file_size_limit
 from tests.unit.checkpoint.test_folder import listening_to_the_log
 

@@ -80,15 +80,6 @@ def test_nothing_is_disturbed(capfd: pytest.CaptureFixture[str]) -> None:
     assert "it/s" not in capfd.readouterr().err
 
 
-def test_a_seed_for_each_prompt(pipeline: StableDiffusionPipeline) -> None:
-    with pytest.raises(ValueError, match="2 prompts, 1 seeds"):
-        list(
-            draw_images(
-                pipeline, PROMPTS[:2], [1], height=16, width=16, num_inference_steps=1, guidance_scale=1, batch_size=1
-            )
-        )
-
-
 def config(**changes: Any) -> dict[str, Any]:
     return dict(makers.tiny_pipeline(**changes).scheduler.config)
 

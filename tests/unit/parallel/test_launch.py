@@ -52,7 +52,7 @@ def test_machines_with_different_numbers_of_processes(
 ) -> None:
     for name, value in variables.items():
         environment.setenv(name, value)
-    with pytest.raises(ConfigError, match="does not divide; start the same number on every machine"):
+    with pytest.raises(ConfigError, match="are not the same number on every machine; start"):
         find_launch(TrainerConfig(accelerator="cpu"))
 
 
