@@ -23,7 +23,7 @@ from huggingface_hub import HfApi, errors, hf_hub_download, snapshot_download
 from sd_training.cli import run_cli
 from sd_training.config.paths import path_argument
 from sd_training.errors import ConfigError, DataError
-from sd_training.export.folder import folder_problems, load_pipeline, part_names, read_index
+from sd_training.export.pipeline import folder_problems, load_pipeline, part_names, read_index
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _SUFFIXES = {".json", ".txt", ".model", ".safetensors"}

@@ -36,8 +36,8 @@ from sd_training.cli import run_cli
 from sd_training.config.paths import path_argument
 from sd_training.errors import ConfigError, DataError
 from sd_training.export.draw import SAMPLERS, draw_images, make_sampler
-from sd_training.export.folder import fingerprint, folder_problems, load_pipeline, read_index
 from sd_training.export.pictures import Picture, finish_folder, is_drawn, read_captions, save_picture
+from sd_training.export.pipeline import fingerprint, folder_problems, load_pipeline, read_index
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

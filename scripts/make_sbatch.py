@@ -133,9 +133,6 @@ def problems_with_run(text: str, config: Config) -> Iterator[str]:
         _ = BatchPlan(system.batch_size, system.gradient_accumulation, layout.mesh.data_ranks, examples).num_steps
     except ConfigError as error:
         yield from error.problems
-    ds_config = config.distributed.deepspeed_config
-    if ds_config is not None and not Path(ds_config).expanduser().is_file():
-        yield f"distributed.deepspeed_config: {ds_config} is no file"
     cores = int(_directive(text, "cpus-per-task"))
     if config.system.workers >= cores:
         yield (

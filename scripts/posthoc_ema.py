@@ -55,8 +55,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def load_template(run: Path) -> Any:
     """The run's newest export, on the CPU in fp32: a pipeline, or the autoencoder that was trained."""
-    from sd_training.export.folder import load_pipeline
-    from sd_training.export.pipeline import CURRENT
+    from sd_training.export.pipeline import CURRENT, load_pipeline
     from sd_training.models.load import make_network
 
     folder = run / CURRENT

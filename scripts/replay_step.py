@@ -54,7 +54,6 @@ ON_ONE_DEVICE = (
     "distributed.reshard_after_forward=true",
     "distributed.offload_optimizer=false",
     "distributed.offload_parameters=false",
-    "distributed.deepspeed_config=null",
     "trainer.devices=1",
     "trainer.num_nodes=1",
     "trainer.compile=false",

@@ -23,14 +23,14 @@ from sd_training.build.estimate import (
 )
 from sd_training.build.models import fit_problems, optimization
 from sd_training.build.plan import Plan
-from sd_training.build.run import ANY_GRID, make_data, zero_options
+from sd_training.build.run import ANY_GRID, make_data
 from sd_training.build.start import Start, check_data, find_start, make_mirror
 from sd_training.config.changes import chosen_options
 from sd_training.config.plan import counted
 from sd_training.config.schema import Config, warmup_length
 from sd_training.data.index.report import DataReport, cut_captions
 from sd_training.data.order.buckets import size_problems, training_sizes
-from sd_training.errors import Checks, ConfigError, UserError
+from sd_training.errors import Checks, ConfigError
 from sd_training.models.family import Family, downscale_factor, latent_grid
 from sd_training.models.load import effective_part
 from sd_training.models.schedulers import prediction_warning
@@ -47,17 +47,15 @@ def describe(plan: Plan) -> str:
     """
     config, checks = plan.config, Checks()
     start = checks.run(lambda: find_start(plan, make_mirror(plan)))
-    if start is not None:
-        checks.run(lambda: _require(start.refusal))
     networks, family = checks.run(lambda: meta_networks(config)) or ({}, None)
     if networks:
         sizes, factor = training_sizes(config.dataset.params).sizes, downscale_factor(networks["vae"])
         problems = fit_problems(config, family) if family else size_problems(factor, sizes)
-        checks.run(lambda: _require(ConfigError(problems) if problems else None))
+        checks.errors += [ConfigError(problems)] if problems else []
     data = make_data(plan, family, latent_grid(networks["vae"]) if networks else ANY_GRID)
     report = checks.run(data.report)
     held_out = checks.run(data.held_out.sentence) if data.held_out is not None else None
-    if start is not None and start.refusal is None and report is not None:
+    if start is not None and report is not None:
         checks.run(lambda: check_data(start, data))
     text = ""
     if not checks.errors and start is not None and report is not None:
@@ -78,25 +76,12 @@ def describe(plan: Plan) -> str:
             held_out,
         ]
         text = "\n\n".join(section for section in sections if section)
-    if networks:  # last, because a tensor-parallel plan changes the number of heads in the blocks
-        checks.run(lambda: _check_layout(plan, family))
+    if family is not None:  # last, because a tensor-parallel plan changes the number of heads in the blocks
+        checks.run(lambda: family.check_tensor_axis(plan.layout.mesh.tensor))
+    if plan.launch.processes > 1:
+        checks.run(lambda: process_group_backend(config.distributed, plan.launch.accelerator))
     checks.finish()
     return text
-
-
-def _require(error: UserError | None) -> None:
-    if error is not None:
-        raise error
-
-
-def _check_layout(plan: Plan, family: Family | None) -> None:
-    """What a run checks when its strategy is set up."""
-    if family is not None:
-        family.check_tensor_axis(plan.layout.mesh.tensor)
-    if plan.launch.processes > 1:
-        process_group_backend(plan.config.distributed, plan.launch.accelerator)
-    if plan.layout.strategy.startswith("deepspeed"):
-        zero_options(plan)
 
 
 def _list(title: str, lines: Sequence[str]) -> str:

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -28,14 +27,10 @@ from sd_training.config.plan import Layout
 from sd_training.config.schema import Config, DistributedConfig
 from sd_training.data.order.buckets import training_sizes
 from sd_training.errors import ConfigError
-from sd_training.models.execution import is_kept
 from sd_training.models.families.table import load_family
 from sd_training.models.family import Family
 from sd_training.models.load import load_network
 from sd_training.types import Conditioning, NoisedBatch
-
-if TYPE_CHECKING:
-    from diffusers import AutoencoderKL
 
 FP32_BYTES = 4
 STATE_BYTES = {
@@ -147,13 +142,16 @@ def run_memory(
     model, samples, picture = config.model, config.system.batch_size, largest_picture(config)
     standing = standing_memory(model_size(config, networks, family, precision), layout, config.distributed)
     if family is None:
-        return replace(standing, activations=max(vae_activations(networks["vae"], model, picture, samples, precision)))
-    is_sharded = layout.strategy not in ("single", "ddp")
-    moments = family_activations(family, model, picture, samples, precision, is_sharded)
+        return replace(standing, activations=vae_activations(networks["vae"], model, picture, samples, precision))
+    # FSDP2 and DeepSpeed pass 2-byte weights to autocast, which then makes no copies of them.
+    is_narrow = model.bf16_weights or (layout.strategy not in ("single", "ddp") and precision != "no")
     side = int(family.vae.tile_sample_min_size) if model.vae_tiling else max(picture)  # tiles are encoded one by one
     encoded, at_once = (min(side, picture[0]), min(side, picture[1])), 1 if model.vae_slicing else samples
-    encoding = encoding_bytes(family.vae, encoded, at_once, vae_precision(model, precision))
-    return replace(standing, activations=max(moments), encoding=encoding)
+    return replace(
+        standing,
+        activations=family_activations(family, model, picture, samples, precision, is_narrow),
+        encoding=encoding_bytes(family.vae, encoded, at_once, vae_precision(model, precision)),
+    )
 
 
 def model_size(config: Config, networks: Mapping[str, Any], family: Family | None, precision: str) -> ModelSize:
@@ -200,13 +198,22 @@ def standing_memory(size: ModelSize, layout: Layout, options: DistributedConfig)
     stored = size.compute_bytes if is_zero else size.weight_bytes
     state = size.state_bytes * size.weight_bytes // FP32_BYTES
     state += FP32_BYTES * (is_zero and (stored < FP32_BYTES or stage < 3))
-    gathered = _zero_buffers(size, stage) if is_zero else _fsdp_buffers(size, mesh.tensor, local, options)
+    block = _shard(size.largest_block, mesh.tensor)
+    if is_zero and stage < 3:  # one bucket of gradients is filled while another is reduced (`overlap_comm`)
+        buffers = size.compute_bytes * 2 * DEEPSPEED_BUCKET
+    elif is_zero:  # one bucket; gathered weights that are used again soon (half of the distance), and the current block
+        kept = min(size.trained, DEEPSPEED_REUSE // 2 + size.largest_block)
+        buffers = size.compute_bytes * (DEEPSPEED_BUCKET + kept)
+    else:  # the root and two blocks (Zhao et al. 2023, arXiv:2304.11277, section 3.3.2), the gradient of one as it was
+        # computed and in fp32 to be reduced
+        kept = size.trained - size.in_blocks + 2 * block if options.reshard_after_forward else local
+        buffers = size.compute_bytes * kept + (size.compute_bytes + FP32_BYTES) * block
     memory = Memory(
         weights=stored * (shard if stage == 3 else local),
         gradients=stored * (shard if stage >= 2 else local),
         optimizer=state * (shard if stage else local),
         frozen=FP32_BYTES * size.frozen,
-        buffers=gathered if stage else 0,
+        buffers=buffers if stage else 0,
         cpu_ema=size.ema_bytes * shard,
     )
     if options.offload_parameters and not is_zero:
@@ -220,30 +227,14 @@ def standing_memory(size: ModelSize, layout: Layout, options: DistributedConfig)
     return memory
 
 
-def _fsdp_buffers(size: ModelSize, tensor: int, local: int, options: DistributedConfig) -> int:
-    """The root's weights stay gathered; of the blocks, the current and the next one (Zhao et al. 2023,
-    arXiv:2304.11277, section 3.3.2), and the gradient of one, as it was computed and in fp32 to be reduced."""
-    root, block = size.trained - size.in_blocks, _shard(size.largest_block, tensor)
-    gathered = root + 2 * block if options.reshard_after_forward else local
-    return size.compute_bytes * gathered + (size.compute_bytes + FP32_BYTES) * block
-
-
-def _zero_buffers(size: ModelSize, stage: int) -> int:
-    """Stages 1 and 2 fill one bucket of gradients while another is reduced (`overlap_comm`); stage 3 has one bucket,
-    and keeps the weights gathered that the backward pass uses again soon: the last half of the reuse distance, and the
-    current block."""
-    gathered = min(size.trained, DEEPSPEED_REUSE // 2 + size.largest_block)
-    return size.compute_bytes * (2 * DEEPSPEED_BUCKET if stage < 3 else DEEPSPEED_BUCKET + gathered)
-
-
 def _shard(count: int, shards: int) -> int:
     return -(-count // shards)
 
 
 def family_activations(
-    family: Family, model: ModelConfig, size: tuple[int, int], samples: int, precision: str, is_sharded: bool = False
-) -> list[int]:
-    """`activation_moments` of a family's training step, without its loss.
+    family: Family, model: ModelConfig, size: tuple[int, int], samples: int, precision: str, is_narrow: bool = False
+) -> int:
+    """`peak_activations` of a family's training step, without its loss.
 
     Args:
         family: with or without weights; it is not changed.
@@ -251,22 +242,20 @@ def family_activations(
         size: height and width [pixels].
         samples: micro-batch.
         precision: no, bf16 or fp16.
-        is_sharded: FSDP2 and DeepSpeed pass 2-byte weights to autocast, which then makes no copies of them.
+        is_narrow: the trained weights have 2 bytes.
     """
-    has_narrow_weights = model.bf16_weights or (is_sharded and precision != "no")
     with FakeTensorMode(), cuda_autocast(precision):
         trained = {n: fake_copy(net).train() for n, net in family.trained_networks(model.train_text_encoder).items()}
-        for parameter in (p for network in trained.values() for p in network.parameters() if has_narrow_weights):
+        for parameter in (p for network in trained.values() for p in network.parameters() if is_narrow):
             parameter.data = parameter.data.to(torch.bfloat16)
         fake = family.with_parts(trained)
         forward = partial(run_family, fake, size, samples, model.train_text_encoder)
-        return activation_moments([*trained.values()], fake.blocks(), forward, model)
+        copy_bytes = 0 if is_narrow or precision == "no" else 2
+        return peak_activations([*trained.values()], fake.blocks(), forward, model, copy_bytes)
 
 
-def vae_activations(
-    vae: "AutoencoderKL", model: ModelConfig, size: tuple[int, int], samples: int, precision: str
-) -> list[int]:
-    """`activation_moments` of a training step of an autoencoder, without its loss."""
+def vae_activations(vae: Any, model: ModelConfig, size: tuple[int, int], samples: int, precision: str) -> int:
+    """`peak_activations` of a training step of an autoencoder, without its loss."""
     with FakeTensorMode(), cuda_autocast(precision):
         fake = fake_copy(vae).train()
         encoder, decoder = fake.encoder, fake.decoder
@@ -276,7 +265,7 @@ def vae_activations(
             posterior = fake.encode(torch.zeros(samples, fake.config.in_channels, *size, device=DEVICE)).latent_dist
             return fake.decode(posterior.mean + posterior.std)
 
-        return activation_moments([fake], blocks, forward, model)
+        return peak_activations([fake], blocks, forward, model, 0 if precision == "no" else 2)
 
 
 def run_family(family: Family, size: tuple[int, int], samples: int, is_text_trained: bool = False) -> list[Any]:
@@ -291,12 +280,16 @@ def run_family(family: Family, size: tuple[int, int], samples: int, is_text_trai
     return [*results, family.predict(family.denoiser, noised, conditioning)]
 
 
-def activation_moments(
-    networks: Sequence[nn.Module], blocks: Sequence[nn.Module], forward: Callable[[], object], model: ModelConfig
-) -> list[int]:
-    """Bytes of activations at each moment that may be the peak; the networks' own parameters do not count.
+def peak_activations(
+    networks: Sequence[nn.Module],
+    blocks: Sequence[nn.Module],
+    forward: Callable[[], object],
+    model: ModelConfig,
+    copy_bytes: int = 0,
+) -> int:
+    """Bytes of activations at the peak; the networks' own parameters do not count.
 
-    A recomputed block keeps its inputs (Chen et al. 2016, arXiv:1604.06174), `selective` its products as well. The peak
+    A recomputed block keeps its inputs only (Chen et al. 2016, arXiv:1604.06174); `selective` counts as none. The peak
     is the end of the forward pass, when autocast still caches its copies of all weights, or the backward pass of one
     recomputed block, when everything that this block saves exists again.
 
@@ -305,66 +298,47 @@ def activation_moments(
         blocks: the repeated blocks.
         forward: runs the forward pass.
         model: `gradient_checkpointing` and `gradient_checkpointing_every`.
-
-    Returns:
-        The end of the forward pass first, then one entry per recomputed block.
+        copy_bytes: of autocast's copy of a weight.
     """
-    recompute = model.gradient_checkpointing
-    recomputed = range(0, len(blocks) if recompute else 0, model.gradient_checkpointing_every)
-    recorder = _Recorder(networks, is_selective=recompute == "selective")
-    with ExitStack() as stack:
-        for number in recomputed:
-            enter = partial(recorder.enter_block, number)
-            stack.callback(blocks[number].register_forward_pre_hook(enter, with_kwargs=True).remove)
-            stack.callback(blocks[number].register_forward_hook(recorder.leave_block).remove)
-        stack.enter_context(recorder)
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor))
-        result = forward()
-    del result
-    kept = recorder.kept | recorder.saved[None]
-    alive = [kept | recorder.weight_copies, *(kept | recorder.saved[number] for number in recomputed)]
-    return [sum(recorder.storages[key].nbytes() for key in keys) for keys in alive]
+    recomputed = range(
+        0, len(blocks) if model.gradient_checkpointing is True else 0, model.gradient_checkpointing_every
+    )
+    own = {t.untyped_storage()._cdata for n in networks for t in (*n.parameters(), *n.buffers())}
+    storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
+    inputs: set[int] = set()
+    saved: dict[int | None, set[int]] = defaultdict(set)  # by the recomputed block that saves it; None: outside
+    current: int | None = None
 
-
-class _Recorder(TorchDispatchMode):
-    """Notes the storages that a forward pass saves, by the recomputed block that saves them (None: outside)."""
-
-    def __init__(self, networks: Sequence[nn.Module], *, is_selective: bool) -> None:
-        super().__init__()
-        self.is_selective = is_selective
-        self.block: int | None = None
-        self.own = {t.untyped_storage()._cdata for n in networks for t in (*n.parameters(), *n.buffers())}
-        self.storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
-        self.saved: dict[int | None, set[int]] = defaultdict(set)
-        self.kept: set[int] = set()
-        self.weight_copies: set[int] = set()
-
-    def enter_block(self, number: int, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self._add(self.kept, (args, kwargs))
-        self.block = number
-
-    def leave_block(self, *_: Any) -> None:
-        self.block = None
-
-    def save(self, tensor: Tensor) -> Tensor:
-        self._add(self.saved[self.block], tensor)
-        return tensor
-
-    def _add(self, keys: set[int], values: Any) -> None:
+    def add(keys: set[int], values: Any) -> None:
         for tensor in (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)):
             storage = tensor.untyped_storage()
-            if storage._cdata not in self.own:
-                self.storages[storage._cdata] = storage
+            if storage._cdata not in own:
+                storages[storage._cdata] = storage
                 keys.add(storage._cdata)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        if self.block is not None:
-            if self.is_selective and is_kept(func):
-                self._add(self.kept, results)
-            elif func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.own:
-                self._add(self.weight_copies, results)
-        return results
+    def enter(number: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal current
+        add(inputs, (args, kwargs))
+        current = number
+
+    def leave(*_: Any) -> None:
+        nonlocal current
+        current = None
+
+    def save(tensor: Tensor) -> Tensor:
+        add(saved[current], tensor)
+        return tensor
+
+    with ExitStack() as stack:
+        for number in recomputed:
+            stack.callback(blocks[number].register_forward_pre_hook(partial(enter, number), with_kwargs=True).remove)
+            stack.callback(blocks[number].register_forward_hook(leave).remove)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor))
+        forward()
+    kept = inputs | saved[None]
+    alive = [sum(storages[key].nbytes() for key in kept | saved[number]) for number in (None, *recomputed)]
+    copied = (p.numel() for number in recomputed for p in blocks[number].parameters() if p.ndim > 1)
+    return max(alive[0] + copy_bytes * sum(copied), *alive)
 
 
 _FP32_NAMES = (
@@ -381,13 +355,12 @@ class _CudaAutocast(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__.strip("_") in FP32_ON_CUDA:
-            wide = partial(tree_map, lambda value: value.float() if _is_bf16(value) else value)
-            args, kwargs = wide(args), wide(kwargs or {})
+            args, kwargs = tree_map(_widened, args), tree_map(_widened, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
-def _is_bf16(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.bfloat16
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
 
 
 @contextmanager
@@ -409,7 +382,7 @@ def fake_copy(network: Any) -> Any:
     return copy.deepcopy(network, fakes)  # deepcopy takes what it finds in the memo
 
 
-def encoding_bytes(vae: "AutoencoderKL", size: tuple[int, int], samples: int, precision: str) -> int:
+def encoding_bytes(vae: Any, size: tuple[int, int], samples: int, precision: str) -> int:
     """Peak while the frozen autoencoder encodes pictures, without its weights: beside the pictures, four tensors of the
     first block, which has the whole height and width; autocast makes two of them narrow."""
     channels, width = vae.config.block_out_channels[0], 16 if precision == "fp32" else 12
@@ -450,18 +423,17 @@ def memory_table(memory: Memory, config: Config, layout: Layout) -> str:
         f"memory per process with {layout.strategy}, batch_size {config.system.batch_size} at {height} × {width} "
         "pixels on a GPU; an estimate, see docs/memory.md"
     )
-    names = {
-        "weights": "weights",
-        "gradients": "gradients",
-        "optimizer": config.optimizer.name,
-        "frozen": "frozen",
-        "buffers": "buffers",
-        "standing": "sum without activations",
-        "activations": "activations",
-        "encoding": "or, before them, encoding",
-        "device": "device, at most",
-        "cpu_ema": "CPU: EMA",
-        "cpu_offloaded": "CPU: offloaded",
+    rows = {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        config.optimizer.name: memory.optimizer,
+        "frozen": memory.frozen,
+        "buffers": memory.buffers,
+        "sum without activations": memory.standing,
+        "activations": memory.activations,
+        "or, before them, encoding": memory.encoding,
+        "device, at most": memory.device,
+        "CPU: EMA": memory.cpu_ema,
+        "CPU: offloaded": memory.cpu_offloaded,
     }
-    rows = [(text, getattr(memory, field)) for field, text in names.items()]
-    return "\n".join([title, *(f"  {name:<26}{size_text(count):>12}" for name, count in rows if count)])
+    return "\n".join([title, *(f"  {name:<26}{size_text(count):>12}" for name, count in rows.items() if count)])

@@ -1,16 +1,13 @@
 """Loggers beside `metrics.csv`: TensorBoard and Weights & Biases. Whatever happens to them, training continues.
 
 Both queue what they are given: TensorBoard in a thread of its own, W&B in a process of its own. `run.log` waits for
-that process, not for the server, and `run.finish` has a time limit. `wandb.init` alone has none that holds: with a
-server that never answers it blocks for 50 to 110 s, whatever `init_timeout` and the timeouts of its requests are
-(wandb 0.31), so it runs in a thread, and what is logged meanwhile is kept.
+that process, not for the server, and `run.finish` has a time limit. `wandb.init` waits for the server: one that never
+answers costs up to two minutes once, then W&B is off.
 """
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,8 @@ from torch.utils.tensorboard.summary import hparams
 from sd_training.build.plan import Plan
 from sd_training.build.preflight import chosen_mode, missing_login
 from sd_training.checkpoint.atomic_io import replace_text
-from sd_training.config.changes import to_plain
+from sd_training.config.changes import chosen_options, to_plain
+from sd_training.config.schema import Config
 from sd_training.log import get_logger, is_main_process
 from sd_training.redaction import redacted
 
@@ -40,7 +38,7 @@ _STEP = "trainer/global_step"
 def build_loggers(plan: Plan) -> list[Logger]:
     """TensorBoard always; W&B when a key or a mode asks for it."""
     tensorboard = TensorBoard(plan.run_dir / "tensorboard")
-    tensorboard.log_options(to_plain(plan.config))
+    tensorboard.log_options(plan.config)
     mode = chosen_mode(plan.config.wandb)
     if mode == "auto":
         reason = missing_login(plan.config.wandb)
@@ -79,9 +77,13 @@ class TensorBoard(_RunLogger):
         """Numbers of an optimizer step."""
         self._write(lambda writer: [writer.add_scalar(name, value, step) for name, value in metrics.items()])
 
-    def log_options(self, options: Mapping[str, Any]) -> None:
-        """The options of the run, for the table that compares runs; it shows the last loss."""
-        summaries = hparams(_flat(options), {"loss": 0.0})
+    def log_options(self, config: Config) -> None:
+        """The options that are not at their defaults, for the table that compares runs; it shows the last loss."""
+        options = chosen_options(config)
+        chosen = {
+            name: value if isinstance(value, bool | int | float) else str(value) for name, value in options.items()
+        }
+        summaries = hparams(chosen, {"loss": 0.0})
         self._write(lambda writer: [writer._get_file_writer().add_summary(summary) for summary in summaries])
 
     def log_picture(self, tag: str, picture: Image.Image, step: int) -> None:
@@ -109,24 +111,23 @@ class WandbLogger(_RunLogger):
     """Logs to a W&B run. After the first failure, which is one warning, W&B is off.
 
     Args:
-        begin: begins the run (`wandb.init`); called in a thread, at the first call. By then the processes of the run
-            have been started, which need the command line as it is (see `_begin_wandb`).
+        begin: begins the run (`wandb.init`); called when training starts. By then the processes of the run have been
+            started, which need the command line as it is (see `_begin_wandb`).
     """
 
     def __init__(self, begin: Callable[[], Any]) -> None:
         super().__init__()
         self._begin = begin
-        self._run: Future[Any] | None = None
-        self._kept: list[Callable[[Any], None]] = []
+        self._run: Any = None
         self._is_off = False
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Numbers of an optimizer step."""
-        self._do(lambda run: run.log({**metrics, _STEP: step}))
 
     def save(self) -> None:
         """Lightning calls it when training starts: the run begins."""
         self._do(lambda run: None)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Numbers of an optimizer step."""
+        self._do(lambda run: run.log({**metrics, _STEP: step}))
 
     def log_picture(self, tag: str, picture: Image.Image, step: int) -> None:
         """A picture of an optimizer step."""
@@ -137,34 +138,21 @@ class WandbLogger(_RunLogger):
     def finalize(self, status: str) -> None:
         """Sends what is queued, within the time limit."""
         if self._run is not None:
-            self._do(lambda run: run.finish(), FINISH_S)
+            self._do(lambda run: run.finish())
             self._is_off = True
 
-    def _do(self, act: Callable[[Any], None], wait_s: float = 0.0) -> None:
+    def _do(self, act: Callable[[Any], None]) -> None:
         if self._is_off:
             return
-        if self._run is None:
-            self._run = Future()
-            threading.Thread(target=self._begin_run, args=(self._run,), daemon=True, name="wandb.init").start()
-        self._kept.append(act)
         try:
-            if not self._run.done() and not wait_s:
-                return
-            run = self._run.result(wait_s)
-            kept, self._kept = self._kept, []
-            for one in kept:
-                one(run)
+            self._run = self._run or self._begin()
+            act(self._run)
         except (Exception, SystemExit) as error:
             self._is_off = True
-            text = str(error).strip().partition("\n")[0][:300]
-            reason = f"{type(error).__name__}: {text}" if self._run.done() else f"no answer within {wait_s:g} s"
-            log.warning(f"W&B failed and is off from now on ({reason}); metrics.csv holds every number")
-
-    def _begin_run(self, result: Future[Any]) -> None:
-        try:
-            result.set_result(self._begin())
-        except BaseException as error:
-            result.set_exception(error)
+            reason = str(error).strip().partition("\n")[0][:300]
+            log.warning(
+                f"W&B failed and is off from now on ({type(error).__name__}: {reason}); metrics.csv holds every number"
+            )
 
 
 def _begin_wandb(plan: Plan, identifier: str, mode: str) -> Any:
@@ -193,17 +181,6 @@ def _begin_wandb(plan: Plan, identifier: str, mode: str) -> Any:
     where = run.url if mode == "online" else f"offline; upload with `wandb sync {run.settings.sync_dir}`"
     log.info(f"W&B: {where}")
     return run
-
-
-def _flat(options: Mapping[str, Any], group: str = "") -> dict[str, bool | int | float | str]:
-    """Options by dotted name; TensorBoard's hyper-parameters are scalars: lists become texts, nulls are left out."""
-    flat: dict[str, bool | int | float | str] = {}
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{group}{name}.")
-        elif value is not None:
-            flat[group + name] = value if isinstance(value, bool | int | float | str) else str(value)
-    return flat
 
 
 def _wandb_id(run_dir: Path) -> str:

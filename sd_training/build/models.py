@@ -99,7 +99,7 @@ def _prepare_denoiser(family: Family, plan: Plan) -> None:
     """Memory format, recomputation and compilation, in place, before anything wraps or shards the networks.
 
     Raises:
-        ConfigError: `trainer.compile` without a compiler, or where its code is wrong.
+        ConfigError: `trainer.compile` without a compiler.
     """
     config, blocks, accelerator = plan.config, family.blocks(), plan.launch.accelerator
     if wants_channels_last(config.trainer.channels_last, accelerator):
@@ -114,13 +114,6 @@ def _prepare_denoiser(family: Family, plan: Plan) -> None:
     if not config.trainer.compile:
         return
     require_compiler(accelerator)
-    if accelerator == "cpu" and plan.precision == "bf16":
-        # Gradients of compiled layer norms came out non-finite under bf16 autocast (torch 2.13, inductor for CPUs; with
-        # the backend aot_eager and in fp32 they are right).
-        raise ConfigError(
-            "trainer.compile: on a CPU PyTorch's compiled code gives non-finite gradients in bf16; use "
-            "model.mixed_precision=no or trainer.compile=false"
-        )
     num_sizes = len(training_sizes(config.dataset.params).sizes)
     compile_blocks([family.denoiser] if config.trainer.compile == "full" else blocks, num_sizes=num_sizes)
 
@@ -207,13 +200,8 @@ def _autoencoder(plan: Plan) -> Trained:
     is_measured = config.model.vae_scaling_factor == "measure"
     if config.model.vae_scaling_factor == "auto":
         is_measured = effective_part(config.model, "vae").pretrained is None
-    problems = size_problems(downscale_factor(vae), training_sizes(config.dataset.params).sizes)
-    if is_measured and vae.config.latents_std is not None:
-        problems.append(
-            f"model.vae_scaling_factor: {config.model.vae_scaling_factor} gives one number, but this autoencoder has a "
-            "scale per channel (latents_std in its config); use keep"
-        )
-    if problems:
+    is_measured = is_measured and vae.config.latents_std is None  # else it has a scale per channel, not one number
+    if problems := size_problems(downscale_factor(vae), training_sizes(config.dataset.params).sizes):
         raise ConfigError(problems)
     if config.model.gradient_checkpointing:
         vae.enable_gradient_checkpointing()

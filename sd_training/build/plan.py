@@ -1,11 +1,13 @@
 """What follows from config and launcher alone: devices, batch arithmetic, folders, precision."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from sd_training.config.paths import output_path
 from sd_training.config.plan import BatchPlan, Layout, find_layout
 from sd_training.config.schema import Config
+from sd_training.errors import ConfigError
 from sd_training.log import get_logger, is_main_process
 from sd_training.parallel.launch import Launch, find_launch
 
@@ -42,6 +44,10 @@ def make_plan(config: Config, *, is_described: bool = False) -> Plan:
     """
     launch = find_launch(config.trainer, is_described=is_described)
     layout = find_layout(config.distributed, launch.processes, launch.devices)
+    if layout.strategy.startswith("deepspeed") and find_spec("deepspeed") is None:
+        raise ConfigError(
+            f"distributed.strategy: {layout.strategy} needs the package deepspeed; pip install deepspeed, or use fsdp"
+        )
     batch = BatchPlan(
         micro_batch=config.system.batch_size,
         accumulation=config.system.gradient_accumulation,

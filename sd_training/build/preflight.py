@@ -1,7 +1,6 @@
 """Checks of local files, hub ids and the login to Weights & Biases, made before torch is imported; their problems join
 those of the config."""
 
-import json
 import os
 from dataclasses import replace
 from importlib.util import find_spec
@@ -20,7 +19,6 @@ from sd_training.redaction import redacted
 
 NOT_INSTALLED = "the package wandb is not installed; pip install wandb"
 _REMEDY = "set WANDB_API_KEY, run `wandb login`, or choose wandb.mode=offline"
-
 
 _PATH = ("/", "./", "../", "~")
 _USUAL_FACTOR = 8
@@ -80,32 +78,21 @@ def _caption_problems(config: Config) -> list[str]:
 
 
 def _size_problems(config: Config) -> list[str]:
-    """Sizes that the autoencoder cannot take: as its settings in a local folder say, or by the usual factor where the
-    model is a mistake itself. A model on the hub is checked when it is made."""
+    """Sizes that the usual autoencoder cannot take, where the model is a mistake itself; else its own one is asked when
+    it is made."""
     try:
         sizes = training_sizes(config.dataset.params).sizes
     except ConfigError as error:
         return error.problems
     path = config.model.pretrained or config.model.vae.pretrained
-    is_local = path is not None and (os.path.isdir(path) or path.startswith(_PATH))
-    if path is None or not (is_local or _model_problems(config)):
+    if path is None or os.path.isdir(path) or not (path.startswith(_PATH) or _model_problems(config)):
         return []
-    subfolder = config.model.vae.subfolder if config.model.pretrained is None else None
-    files = [Path(path, folder, "config.json") for folder in ([subfolder] if subfolder else ["vae", "."])]
-    for file in files:
-        try:
-            return size_problems(2 ** (len(json.loads(file.read_bytes())["block_out_channels"]) - 1), sizes)
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            continue  # what is wrong with the file is named when the model is made
     return size_problems(_USUAL_FACTOR, sizes)
 
 
 def chosen_mode(config: WandbConfig) -> str:
-    """`wandb.mode`, or, where that is auto, the environment variable `WANDB_MODE` under today's name of its value."""
-    if config.mode != "auto":
-        return config.mode
-    mode = os.environ.get("WANDB_MODE") or "auto"
-    return {"run": "online", "dryrun": "offline"}.get(mode, mode)
+    """`wandb.mode`, or, where that is auto, the environment variable `WANDB_MODE`."""
+    return os.environ.get("WANDB_MODE") or "auto" if config.mode == "auto" else config.mode
 
 
 def wandb_problems(config: WandbConfig) -> list[str]:
@@ -131,7 +118,10 @@ def missing_login(config: WandbConfig) -> str | None:
     """
     if find_spec("wandb") is None:
         return NOT_INSTALLED
-    if not _given_key(config) and not _may_be_stored():
+    home, netrc = Path.home(), os.environ.get("NETRC")
+    stored = [Path(netrc).expanduser()] if netrc else [home / ".netrc", home / "_netrc"]
+    stored.append(Path(os.environ.get("WANDB_CONFIG_DIR", home / ".config" / "wandb"), "settings"))
+    if not _given_key(config) and not any(file.exists() for file in stored):
         return f"there is no key; {_REMEDY}"
     # W&B is optional, and takes a second to import.
     from wandb.errors import Error
@@ -151,16 +141,3 @@ def missing_login(config: WandbConfig) -> str | None:
 
 def _given_key(config: WandbConfig) -> str | None:
     return config.api_key or os.environ.get("WANDB_API_KEY")
-
-
-def _may_be_stored() -> bool:
-    """Whether any of the files exists that W&B reads; without them it need not be imported."""
-    if os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    home = Path("~").expanduser()
-    netrc = os.environ.get("NETRC")
-    settings = Path(os.environ.get("WANDB_CONFIG_DIR", home / ".config" / "wandb"))
-    project = Path(os.environ.get("WANDB_DIR", "."))
-    files = [Path(netrc).expanduser()] if netrc else [home / ".netrc", home / "_netrc"]
-    files += [folder / "settings" for folder in (settings, project / "wandb", project / ".wandb")]
-    return any(file.exists() for file in files)

@@ -1,14 +1,20 @@
 """Every object of a run, from its plan: folder, model, data, callbacks, strategy, trainer."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.util import find_spec
+from functools import partial
 from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from pytorch_lightning.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 from pytorch_lightning.strategies import Strategy
 
 from sd_training.build.callbacks import build_callbacks
@@ -22,7 +28,7 @@ from sd_training.callbacks.save import MIRROR_AFTER_STOP_S
 from sd_training.config.schema import SECTIONS
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.samples.sample import DrawSettings, Dropout
-from sd_training.errors import EXIT_HANG, Checks, ConfigError
+from sd_training.errors import EXIT_HANG, Checks
 from sd_training.log import RunLog, get_logger, global_rank, is_main_process
 from sd_training.models.encoders import AUTOCAST_DTYPE
 from sd_training.models.family import Family
@@ -47,6 +53,11 @@ _LIGHTNING_PRECISION: dict[str, Literal["32-true", "bf16-mixed", "16-mixed"]] = 
     "no": "32-true",
     "bf16": "bf16-mixed",
     "fp16": "16-mixed",
+}
+_ENVIRONMENTS: dict[str, Callable[[], ClusterEnvironment]] = {
+    "torchrun": TorchElasticEnvironment,
+    "slurm": partial(SLURMEnvironment, auto_requeue=False),
+    "own": LightningEnvironment,
 }
 
 
@@ -90,8 +101,6 @@ def build_run(
     """
     mirror = make_mirror(plan)
     start = find_start(plan, mirror)
-    if start.refusal is not None:
-        raise start.refusal
     run_lock = own_run_dir(plan, mirror)
     if run_log is not None:
         run_log.open(plan.run_dir, run_lock.check)
@@ -99,7 +108,16 @@ def build_run(
         log.info("\n".join([f"{plan.run_dir} is finished; it {start.sentence()}", *filter(None, [start.changes()])]))
     trained = _model_or_all_problems(plan)
     data = make_data(plan, trained.family, trained.latent_grid)
-    preemption = _preemption(plan, signals or StopSignals())
+    config, signals = plan.config, signals or StopSignals()
+    preemption = Preemption(
+        signals,
+        deadline_s(config.experiment.max_hours, signals.started_s, os.environ),
+        END_S + (0.0 if mirror is None else MIRROR_AFTER_STOP_S),
+        3 if config.checkpoint.asynchronous else 2,
+        RunState(),
+        config.checkpoint.save_every_minutes,
+        config.watch.collective_timeout_s,
+    )
     watch = watch or HangWatch({}, plan.run_dir)
     callbacks = build_callbacks(plan, start, trained, data, preemption, run_lock, watch, mirror)
     trainer = _trainer(plan, callbacks, _strategy(plan, trained.sharding))
@@ -149,25 +167,8 @@ def make_data(plan: Plan, family: Family | None, grid: LatentGrid) -> TrainingDa
     )
 
 
-def _preemption(plan: Plan, signals: StopSignals) -> Preemption:
-    config = plan.config
-    return Preemption(
-        signals,
-        deadline_s(config.experiment.max_hours, signals.started_s, os.environ),
-        END_S + (0.0 if config.checkpoint.mirror is None else MIRROR_AFTER_STOP_S),
-        3 if config.checkpoint.asynchronous else 2,
-        RunState(),
-        config.checkpoint.save_every_minutes,
-        config.watch.collective_timeout_s,
-    )
-
-
 def _strategy(plan: Plan, sharding: ShardingSpec) -> Strategy:
-    """Lightning's strategy; one process needs no process group.
-
-    Raises:
-        ConfigError: the config of DeepSpeed cannot be used.
-    """
+    """Lightning's strategy; one process needs no process group."""
     config, timeout = plan.config.distributed, timedelta(seconds=plan.config.watch.collective_timeout_s)
     accelerator, name = plan.launch.accelerator, plan.layout.strategy
     backend = ""
@@ -197,41 +198,16 @@ def _strategy(plan: Plan, sharding: ShardingSpec) -> Strategy:
                 backend = "cpu:gloo,cuda:nccl"
             return FSDP2Strategy(plan.layout.mesh, sharding, options, backend, timeout)
         case _:
-            from sd_training.parallel.deepspeed import DeepSpeedZeroStrategy  # takes seconds
+            from sd_training.parallel.deepspeed import DeepSpeedZeroStrategy, deepspeed_options  # takes seconds
 
-            return DeepSpeedZeroStrategy(zero_options(plan), plan.config.optimizer.max_grad_norm, backend, timeout)
+            zero = deepspeed_options(int(name[-1]), plan.config, plan.precision)
+            return DeepSpeedZeroStrategy(zero, plan.config.optimizer.max_grad_norm, backend, timeout)
 
 
 def make_watch(plan: Plan) -> HangWatch:
     """The hang watch of this process, which does not count yet."""
     limits_s = {section: getattr(plan.config.watch, f"{section}_s") for section in SECTIONS}
     return HangWatch(limits_s, plan.run_dir, global_rank(), status=0 if plan.is_child else EXIT_HANG)
-
-
-def zero_options(plan: Plan) -> dict[str, Any]:
-    """DeepSpeed's configuration for a run.
-
-    Raises:
-        ConfigError: the file of `distributed.deepspeed_config` cannot be used, or DeepSpeed is not there.
-    """
-    from sd_training.parallel.deepspeed import deepspeed_options  # takes seconds
-
-    config = plan.config
-    if find_spec("deepspeed") is None:
-        raise ConfigError(
-            f"distributed.strategy: {config.distributed.strategy} needs the package deepspeed; pip install deepspeed, "
-            "or use fsdp"
-        )
-    options = deepspeed_options(
-        int(plan.layout.strategy[-1]),
-        offload_optimizer=config.distributed.offload_optimizer,
-        offload_parameters=config.distributed.offload_parameters,
-        path=config.distributed.deepspeed_config,
-    )
-    options["train_micro_batch_size_per_gpu"] = config.system.batch_size
-    if plan.precision == "bf16":
-        options["bf16"] = {"enabled": True, "check_grad_overflow": True}  # or a non-finite step would be taken
-    return options
 
 
 def _trainer(plan: Plan, callbacks: list[pl.Callback], strategy: Strategy) -> pl.Trainer:
@@ -242,13 +218,7 @@ def _trainer(plan: Plan, callbacks: list[pl.Callback], strategy: Strategy) -> pl
 
         plugins.append(DeepSpeedZeroPrecision(_LIGHTNING_PRECISION[plan.precision]))
     if plan.launch.processes > 1:  # named, because Lightning would guess SLURM inside salloc
-        match plan.launch.launcher:
-            case "torchrun":
-                plugins.append(TorchElasticEnvironment())
-            case "slurm":
-                plugins.append(SLURMEnvironment(auto_requeue=False))
-            case "own":
-                plugins.append(LightningEnvironment())
+        plugins.append(_ENVIRONMENTS[plan.launch.launcher]())
     trainer = pl.Trainer(
         accelerator=plan.launch.accelerator,
         devices=plan.launch.devices,
@@ -268,18 +238,9 @@ def _trainer(plan: Plan, callbacks: list[pl.Callback], strategy: Strategy) -> pl
         limit_val_batches=0,
         num_sanity_val_steps=0,
     )
-    _disable_signal_handling(trainer)
+    # Signals are handled by `callbacks/preemption.py`. Lightning 2.6's handler of SIGTERM broadcasts inside the
+    # handler, so a signal to one rank makes it wait for the others forever; and before every micro-batch it broadcasts
+    # a flag and reads it on the host, which waits for all the work in flight. It has no option for either.
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     return trainer
-
-
-def _disable_signal_handling(trainer: pl.Trainer) -> None:
-    """Signals are handled by `callbacks/preemption.py`.
-
-    Lightning 2.6's handler of SIGTERM broadcasts inside the handler, so a signal to one rank makes it wait for the
-    others forever; and before every micro-batch it broadcasts a flag and reads it on the host, which waits for all the
-    work in flight. It has no option for either.
-    """
-    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-    connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
-    if hasattr(loop, "_broadcast_sigterm_tensor"):
-        loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]

@@ -2,15 +2,13 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from sd_training.build.plan import Plan
-from sd_training.callbacks.metrics import COLUMNS, MetricRows
-from sd_training.callbacks.run_record import CONFIG, RECORD, read_starts
+from sd_training.callbacks.run_record import CONFIG
 from sd_training.checkpoint.folder import (
     folder_name,
-    has_ever_saved,
     last_saved_step,
     newest_verified,
     remove_leftovers,
@@ -20,11 +18,10 @@ from sd_training.checkpoint.mirror import Mirror, MirrorError
 from sd_training.checkpoint.run_lock import NO_LOCK, RunLock, acquire_run_lock
 from sd_training.checkpoint.save import open_checkpoint
 from sd_training.config.changes import Change, changed_options, refused_changes
-from sd_training.config.check import PARTS
-from sd_training.config.fields import is_below, options, value_of
+from sd_training.config.fields import options, value_of
 from sd_training.config.plan import counted
 from sd_training.data.datamodule import TrainingData, order_problem
-from sd_training.errors import CheckpointError, ConfigError, OutageError, SaveError, UserError
+from sd_training.errors import CheckpointError, ConfigError, OutageError, SaveError
 from sd_training.export.pipeline import CURRENT, KEPT, recover_exports
 from sd_training.log import is_main_process
 from sd_training.training.base_module import changed_requirements
@@ -45,8 +42,6 @@ class Start:
     """That checkpoint, or the mirror's copy of it; empty at the beginning of a run."""
     changed: Sequence[Change] = ()
     """Options that differ from the last start of a resumed run."""
-    refusal: UserError | None = None
-    """Why the run does not start."""
 
     @property
     def is_resumed(self) -> bool:
@@ -60,8 +55,6 @@ class Start:
 
     def sentence(self) -> str:
         """For the dry run and the log."""
-        if self.refusal is not None:
-            return f"this run would not start: {self.refusal}"
         if not self.is_resumed:
             return f"a new run: {self.run_dir} has no checkpoint"
         after = f"{self.step:,} of {counted(self.num_steps, 'optimizer step')}"
@@ -84,11 +77,13 @@ def find_start(plan: Plan, mirror: Mirror | None) -> Start:
     Args:
         plan: of the run.
         mirror: as `make_mirror` gives it.
+
+    Raises:
+        UserError: the run does not start, and why.
     """
     run_dir, experiment, checkpoints = plan.run_dir, plan.config.experiment, plan.run_dir / "checkpoints"
-    start, damage, own = Start(run_dir, plan.batch.num_steps), None, None
+    damage = own = None
     try:
-        has_saved = has_ever_saved(checkpoints)
         try:
             own = newest_verified(checkpoints, contents=False)
         except CheckpointError as error:
@@ -96,22 +91,28 @@ def find_start(plan: Plan, mirror: Mirror | None) -> Start:
         # Every process lists them; continuing without the list could lose steps that were trained elsewhere.
         copies = mirror.steps() if mirror is not None and (own is None or is_main_process()) else []
     except MirrorError as error:
-        return replace(start, refusal=_unreadable(error))
-    except UserError as error:
-        return replace(start, refusal=error)
+        raise _unreadable(error) from error
     except OSError as error:
-        return replace(start, refusal=SaveError(f"experiment.log_dir: {checkpoints} cannot be read: {error.strerror}"))
+        raise SaveError(f"experiment.log_dir: {checkpoints} cannot be read: {error.strerror}") from error
     traces = _traces(run_dir)
-    if not experiment.requeue and (has_saved or copies or traces):
-        text = (
+    if not experiment.requeue and (own is not None or damage is not None or copies or traces):
+        raise ConfigError(
             f"experiment.requeue: false, but {run_dir} already holds a run; choose another experiment.name, remove the "
             "folder, or set experiment.requeue=true to continue it"
         )
-        return replace(start, refusal=ConfigError(text))
-    if not has_saved and not copies:
-        return replace(start, refusal=_lost(run_dir, traces, mirror) if traces else None)
     if own is None and not copies:
-        return replace(start, refusal=damage)
+        if damage is not None:
+            raise damage
+        if traces:
+            where, given = f"{checkpoints} and {mirror.root} hold" if mirror else f"{checkpoints} holds", ""
+            if mirror is None:
+                given = ", give the checkpoint.mirror that has copies of them"
+            raise ConfigError(
+                f"experiment.name: {run_dir} holds a run that has trained ({', '.join(traces)}), but {where} no "
+                "checkpoint of it, and a new run would replace what is left: bring the checkpoints back"
+                f"{given}, take another experiment.name, or remove {run_dir}"
+            )
+        return Start(run_dir, plan.batch.num_steps)
     step, source = (step_of(own), str(own)) if own is not None else (-1, "")
     if mirror is not None and copies and copies[-1] > step:
         step, source = copies[-1], f"{mirror.root}/{folder_name(copies[-1])}"
@@ -119,11 +120,12 @@ def find_start(plan: Plan, mirror: Mirror | None) -> Start:
         changed = changed_options((run_dir / CONFIG).read_text(encoding="utf-8"), plan.config)
     except (OSError, UnicodeDecodeError):  # the options of the last start are unknown
         changed = []
-    problems = refused_changes(_without_unread(plan, changed), experiment.allow_changed, run_dir)
+    problems = refused_changes(changed, experiment.allow_changed, run_dir)
     if own is not None and source == str(own):
         problems += _state_problems(plan, own, bool(problems))
-    refusal = ConfigError(problems) if problems else None
-    return replace(start, step=step, source=source, changed=changed, refusal=refusal)
+    if problems:
+        raise ConfigError(problems)
+    return Start(run_dir, plan.batch.num_steps, step, source, changed)
 
 
 def check_data(start: Start, data: TrainingData) -> None:
@@ -181,16 +183,6 @@ def _unreadable(error: MirrorError) -> ConfigError | OutageError:
     return OutageError(text) if error.is_outage else ConfigError(text)
 
 
-def _without_unread(plan: Plan, changed: list[Change]) -> list[Change]:
-    """The changes without settings of parts that `model.pretrained` replaces, at the last start and now."""
-    was_missing = any(change.key == "model.pretrained" and change.before is None for change in changed)
-    if plan.config.model.pretrained is None or was_missing:
-        return changed
-    # Those of a noise scheduler override what is stored.
-    unread = ["model.text_encoders", *(f"model.{part}" for part in PARTS if not part.startswith("noise_scheduler"))]
-    return [change for change in changed if not is_below(change.key, unread)]
-
-
 def _state_problems(plan: Plan, folder: Path, is_refused: bool) -> list[str]:
     """Why a checkpoint cannot continue with these options, as far as it is known without model and data; the rest is
     found when it is loaded.
@@ -212,29 +204,9 @@ def _state_problems(plan: Plan, folder: Path, is_refused: bool) -> list[str]:
 
 
 def _traces(run_dir: Path) -> list[str]:
-    """Signs that a run has trained and saved in this folder; empty when there are none.
-
-    A run that was stopped before its first save leaves rows of metrics and a record of its start: a new run loses
-    nothing by replacing those. Rows without that record are what is left of a run that lost more than its checkpoints.
-    """
-    starts = read_starts(run_dir / RECORD)
+    """Signs that a run has saved in this folder; empty when there are none. A run that was stopped before its first
+    save leaves rows of metrics and a record of its start: a new run loses nothing by replacing those."""
     saved = [name for name in (CURRENT, KEPT) if os.path.lexists(run_dir / name)]
     if (step := last_saved_step(run_dir)) is not None:
         saved.insert(0, f"last save after {counted(step, 'optimizer step')}")
-    if any(first > 0 for first in (start.get("first_optimizer_step") for start in starts) if isinstance(first, int)):
-        saved.append(f"a start that resumed it in {RECORD}")
-    rows = max(MetricRows(run_dir / "metrics.csv", COLUMNS).steps(), default=0)
-    if not saved and (starts or not rows):
-        return []
-    saved += [f"metrics.csv up to step {rows:,}"] if rows else []
-    return [*saved, *([f"{RECORD} of {counted(len(starts), 'start')}"] if starts else [])]
-
-
-def _lost(run_dir: Path, traces: Sequence[str], mirror: Mirror | None) -> ConfigError:
-    where = f"{run_dir / 'checkpoints'}" if mirror is None else f"{run_dir / 'checkpoints'} and {mirror.root}"
-    copies = ", give the checkpoint.mirror that has copies of them" if mirror is None else ""
-    return ConfigError(
-        f"experiment.name: {run_dir} holds a run that has trained ({', '.join(traces)}), but {where} "
-        f"hold{'s' * (mirror is None)} no checkpoint of it, and a new run would replace what is left: bring the "
-        f"checkpoints back{copies}, take another experiment.name, or remove {run_dir}"
-    )
+    return saved

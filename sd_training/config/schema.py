@@ -68,9 +68,6 @@ class DistributedConfig:
     """Keep the optimizer state in CPU memory and update there."""
     offload_parameters: bool = False
     """fsdp, hsdp: keep weights, gradients and optimizer state in CPU memory. deepspeed_3: the weights."""
-    deepspeed_config: Annotated[str | None, _DEEPSPEED] = None
-    """A JSON file of DeepSpeed options, those that docs/scaling.md lists; what this trainer decides itself
-    (batch sizes, optimizer, clipping, precision) must not be in it, nor another stage."""
     dist_backend: Literal["nccl", "gloo", "mpi"] = "nccl"
     """Communication library; `nccl` becomes `gloo` on a machine without CUDA, with one line saying so."""
     dist_url: str = Field(

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO through Lightning, on GPUs and, for debugging, on CPUs over gloo; its options from a JSON file.
+"""DeepSpeed's ZeRO through Lightning, on GPUs and, for debugging, on CPUs over gloo.
 
 DeepSpeed accumulates, clips, scales the loss (fp16) and skips non-finite steps itself. What is changed here: the loss
 is divided by the micro-batches once, not by Lightning and by DeepSpeed (gradients were k times too small), inputs
@@ -10,17 +10,12 @@ section 5); the network computes with copies, in bf16 or fp16 where the run does
 made of the masters. The attributes read here are those that `deepspeed.utils.tensor_fragment` (stages 1 and 2) and
 `runtime/zero/stage3.py` (stage 3) read for the same purpose; DeepSpeed's own functions return full tensors or no
 counters, so they cannot return a shard.
-
-`distributed.deepspeed_config` may come from anywhere. Among DeepSpeed's keys are some that write to any path or start
-processes, and some with which saves would not find the shards, so the file may only have those of `ALLOWED`.
 """
 
-import json
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -30,92 +25,35 @@ from pytorch_lightning.plugins.precision import DeepSpeedPrecision
 from pytorch_lightning.strategies import DeepSpeedStrategy
 from torch import Tensor, distributed, nn
 
-from sd_training.errors import ConfigError
+from sd_training.config.schema import Config
 from sd_training.parallel.sharding import ParameterSharding, StateOf
 from sd_training.parallel.strategies import TrainingStrategy
 
-_MAX_BYTES = 2**20
-"""Of the file; the rest is not read."""
-_TOP = "communication_data_type gradient_predivide_factor prescale_gradients steps_per_print wall_clock_breakdown"
-_ZERO = (
-    "allgather_bucket_size allgather_partitions contiguous_gradients ignore_unused_parameters overlap_comm "
-    "reduce_bucket_size reduce_scatter stage stage3_max_live_parameters stage3_max_reuse_distance "
-    "stage3_param_persistence_threshold stage3_prefetch_bucket_size sub_group_size"
-)
-ALLOWED = frozenset([*_TOP.split(), *(f"zero_optimization.{key}" for key in _ZERO.split())])
-"""DeepSpeed's keys that may be in a file; DeepSpeed checks their values."""
-_DECIDED_BY = {
-    "system.batch_size": "train_batch_size train_micro_batch_size_per_gpu",
-    "system.gradient_accumulation": "gradient_accumulation_steps",
-    "optimizer.max_grad_norm": "gradient_clipping",
-    "optimizer.name": "optimizer zero_allow_untested_optimizer",
-    "lr_scheduler.name": "scheduler",
-    "model.mixed_precision": "fp16 bf16 torch_autocast amp",
-    "distributed.mesh.tensor": "tensor_parallel",
-    "distributed.offload_optimizer": "zero_optimization.offload_optimizer zero_optimization.cpu_offload",
-    "distributed.offload_parameters": "zero_optimization.offload_param zero_optimization.cpu_offload_param",
-}
-_DECIDED = {key: option for option, keys in _DECIDED_BY.items() for key in keys.split()}
-"""DeepSpeed's key → this trainer's option for the same."""
 _LOSS_SCALE_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def deepspeed_options(
-    stage: int, *, offload_optimizer: bool, offload_parameters: bool, path: str | None
-) -> dict[str, Any]:
-    """DeepSpeed's configuration, except for what depends on the run (batch, precision, clipping).
+def deepspeed_options(stage: int, config: Config, precision: str) -> dict[str, Any]:
+    """DeepSpeed's configuration for a run, but for the clipping.
 
     Args:
         stage: of ZeRO: 1, 2 or 3.
-        path: JSON file of further options; HuggingFace's value "auto" counts as absent.
-
-    Raises:
-        ConfigError: the file cannot be read, or decides what this trainer's options decide.
+        precision: no, bf16 or fp16.
     """
-    options: dict[str, Any] = {}
-    where = f"distributed.deepspeed_config: {path}"
-    if path is not None:
-        try:
-            with Path(path).expanduser().open("rb") as file:
-                options = json.loads(file.read(_MAX_BYTES), object_hook=_without_auto)
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{where} cannot be read: {error}") from error
-        if problems := list(_problems(options, stage)):
-            raise ConfigError([f"{where} {problem}" for problem in problems])
-    zero = options.setdefault("zero_optimization", {})
-    zero["stage"] = stage
-    offloads = {"offload_optimizer": offload_optimizer, "offload_param": offload_parameters}
+    offloads = {
+        "offload_optimizer": config.distributed.offload_optimizer,
+        "offload_param": config.distributed.offload_parameters,
+    }
+    zero: dict[str, Any] = {"stage": stage}
     for key in (key for key, is_wanted in offloads.items() if is_wanted):
         zero[key] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    options["zero_allow_untested_optimizer"] = True
-    if path is not None:
-        from deepspeed.runtime.config import DeepSpeedConfig
-
-        try:
-            DeepSpeedConfig({**options, "train_micro_batch_size_per_gpu": 1})
-        except Exception as error:  # it expects types of values that it has not checked
-            reason = " ".join(str(error).split())
-            raise ConfigError(f"{where}: DeepSpeed refuses it: {reason:.500}") from error
+    options: dict[str, Any] = {
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "train_micro_batch_size_per_gpu": config.system.batch_size,
+    }
+    if precision == "bf16":
+        options["bf16"] = {"enabled": True, "check_grad_overflow": True}  # or a non-finite step would be taken
     return options
-
-
-def _without_auto(options: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in options.items() if value != "auto"}
-
-
-def _problems(options: Any, stage: int) -> Iterator[str]:
-    """What of a file's options this trainer cannot pass on; each completes "the file …"."""
-    zero = options.get("zero_optimization", {}) if isinstance(options, dict) else None
-    if not isinstance(zero, dict):
-        yield "is not a JSON object, or its zero_optimization is none"
-        return
-    keys = [key for key in options if key != "zero_optimization"] + [f"zero_optimization.{key}" for key in zero]
-    for key in (key for key in keys if key in _DECIDED):
-        yield f"has {key!r}, which {_DECIDED[key]} decides; remove it from the file"
-    if unknown := ", ".join(f"{key!a:.100}" for key in keys if key not in ALLOWED and key not in _DECIDED):
-        yield f"has {unknown:.500}, which this trainer does not pass on; docs/scaling.md lists the keys that it does"
-    if zero.get("stage", stage) != stage:
-        yield f"has ZeRO stage {zero['stage']!a:.20}, but distributed.strategy is deepspeed_{stage}"
 
 
 class DeepSpeedZeroStrategy(TrainingStrategy, DeepSpeedStrategy):

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import torch
@@ -52,7 +52,8 @@ def _accelerator(config: TrainerConfig) -> str:
 def _from_launcher() -> tuple[int, int, Literal["torchrun", "slurm"]] | None:
     """(processes per machine, machines, launcher) as torchrun or srun set them, or null when started alone; a job of
     one task starts its processes itself."""
-    env, launcher = os.environ, cast(Literal["torchrun", "slurm"], "torchrun")
+    env = os.environ
+    launcher: Literal["torchrun", "slurm"] = "torchrun"
     if "LOCAL_WORLD_SIZE" in env and "WORLD_SIZE" in env:
         processes, devices = int(env["WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
         num_nodes = processes // devices

@@ -1,9 +1,8 @@
 """A run of the trainer in which something goes wrong; started by `fork_server.py`, or as a module.
 
 FAULT says what: `collective` (rank 0 waits for a collective that rank 1 leaves out), `decode` (a loader process of rank
-1 sleeps), `worker` (each loader process is killed that there is at these steps), `outage` (nothing but a short time for
-the loggers to finish), `defect` (rank 1 raises an exception that names the data). Before step 3 every rank writes its
-process id to `at_step_3.RANK` in WATCH_DIR.
+1 sleeps), `worker` (each loader process is killed that there is at these steps), `defect` (rank 1 raises an exception
+that names the data). Before step 3 every rank writes its process id to `at_step_3.RANK` in WATCH_DIR.
 """
 
 import os
@@ -18,13 +17,11 @@ import pytorch_lightning as pl
 import torch
 from torch import distributed
 
-from sd_training.build import loggers
 from sd_training.build import run as building
 from sd_training.data.datamodule import TrainingData
 from tests.faults.sleeping_samples import FAULT_STEP, SleepingSamples
 
 KILLS_AT = (3, 6, 9)
-_FINISH_S = 3.0
 
 
 class Fault(pl.Callback):
@@ -71,8 +68,6 @@ def train(words: list[str]) -> None:
 
     if kind == "decode" and os.environ.get("RANK") == "1":
         TrainingData.samples = lambda self: SleepingSamples(samples(self))  # type: ignore
-    if kind == "outage":
-        loggers.FINISH_S = _FINISH_S
     building.build_run = build_faulty  # type: ignore[assignment]
     sys.argv = ["train.py", *words]
     runpy.run_module("train", run_name="__main__")

@@ -1,16 +1,11 @@
-"""Runs that hang, lose their loader processes or their loggers: what is found, how soon, and what is left of it."""
+"""Runs that hang or lose their loader processes: what is found, how soon, and what is left of it."""
 
-import csv
 import io
 import shutil
 import signal
-import socket
-import statistics
 import tarfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,10 +22,6 @@ FOUND_S = 5.0
 """Beyond the limit: until all processes have ended."""
 _STALL_S = 0.5
 """A look comes many times as often; what two are further apart, the machine stood still, and the watch counts alike."""
-MOST_SLOWER = 0.25
-"""Of the time per step, beside a logger that is stuck: equal runs on a machine with other work differ by so much."""
-_PAIRS = 4
-"""Most runs without and with it: other work only makes steps slower, so the fastest run of each kind is compared."""
 _WAIT_S = 400.0
 _HANGS = {
     "stop": "a rank is stopped (SIGSTOP)",
@@ -189,53 +180,6 @@ def _spoil(shard: Path, *, is_cut: bool) -> None:
             tar.addfile(entry, io.BytesIO(kept))
 
 
-def outage(server: ForkServer, parts: Path, folder: Path, steps: int, *, is_timed: bool) -> Row:
-    """W&B at a server that takes every connection and never answers. The time of short runs on a machine with other
-    work says nothing, so only the long form compares it."""
-    problems: list[str] = []
-    fastest, slower, is_too_slow, pairs = [0.0, 0.0], "no speeds", is_timed, 0
-    with silent_server() as port:
-        key = {"WANDB_MODE": "online", "WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": "0" * 40}
-        if not is_timed:
-            _, problem = _beside_outage(server, TinyRun(parts, folder / "outage", steps, 1000, folder / "tmp"), key)
-            problems += [problem] if problem else []
-        while is_too_slow and not problems and pairs < _PAIRS:
-            pairs += 1
-            for number, more in enumerate(({}, key)):
-                home = folder / f"outage_{pairs}_{number}"
-                speed, problem = _beside_outage(server, TinyRun(parts, home, steps, 1000, folder / "tmp"), more)
-                fastest[number] = max(fastest[number], speed)
-                problems += [problem] if problem else []
-            if not problems:
-                slower, is_too_slow = slowness(*fastest)
-    problems += ["its steps are slower"] if is_too_slow and not problems else []
-    promise, figure = "the run ends well, with every row of metrics.csv", f"{len(problems)} failures"
-    if is_timed:
-        promise += f", and a step takes at most {MOST_SLOWER:.0%} longer"
-        figure += f"; {slower} per step (median of {steps}, runs without and with it: {pairs} of each)"
-    return Row("W&B at a server that never answers", promise, 1, figure + _listed(problems), not problems)
-
-
-def _beside_outage(server: ForkServer, tiny: TinyRun, more: Mapping[str, str]) -> tuple[float, str]:
-    """Median speed [images/s], and what is wrong; `more` has W&B log to the server that never answers."""
-    statuses = _statuses(start(server, tiny, "outage", 1, more))
-    said = "W&B failed and is off" in (tiny.home / "log.txt").read_text()
-    if statuses != [0] or said != bool(more) or len(tiny.losses()) != tiny.steps:
-        return 0.0, f"statuses {statuses}\n{tail(tiny.home / 'log.txt')}"
-    return _median_speed(tiny), ""
-
-
-def slowness(without: float, beside: float) -> tuple[str, bool]:
-    """How much longer a step takes, in words, and whether that is too much.
-
-    Args:
-        without: speed of the run that has no such logger [images/s].
-        beside: of the one that has.
-    """
-    more = without / beside - 1
-    return f"{more:+.1%} time", more > MOST_SLOWER
-
-
 def clean(server: ForkServer, parts: Path, folder: Path, steps: int) -> Row:
     """Two ranks, a loader process each, saves: nothing hangs."""
     more = ("system.workers=1", *_LIMITS, "watch.save_s=20", "checkpoint.save_every_minutes=0.1")
@@ -251,30 +195,6 @@ def clean(server: ForkServer, parts: Path, folder: Path, steps: int) -> Row:
         f"{alarms} alarms in {steps:,} steps, {time.monotonic() - began_s:.0f} s{_listed(problems)}",
         not problems,
     )
-
-
-@contextmanager
-def silent_server() -> Iterator[int]:
-    """Port of a server on this machine that accepts and says nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        taken: list[socket.socket] = []
-
-        def accept() -> None:
-            while True:
-                try:
-                    taken.append(server.accept()[0])
-                except OSError:  # closed
-                    return
-
-        threading.Thread(target=accept, daemon=True).start()
-        yield server.getsockname()[1]
-        for connection in taken:
-            connection.close()
-
-
-def _median_speed(tiny: TinyRun) -> float:
-    with (tiny.run_dir / "metrics.csv").open(newline="") as stream:
-        return statistics.median(float(row["images_per_s"]) for row in csv.DictReader(stream))
 
 
 def _statuses(children: Sequence[Child], limit_s: float = _WAIT_S) -> list[int | None]:
@@ -294,6 +214,5 @@ def run(folder: Path, is_quick: bool) -> list[Row]:
     rows = hangs(server, parts, folder, 1 if is_quick else 5)
     rows.append(deaths(server, parts, folder, 1 if is_quick else 7))
     rows.append(bad_data(server, parts, folder))
-    rows.append(outage(server, parts, folder, 60 if is_quick else 2000, is_timed=not is_quick))
     rows.append(clean(server, parts, folder, 50 if is_quick else 10_000))
     return rows

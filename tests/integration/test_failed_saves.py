@@ -12,7 +12,7 @@ from sd_training.build.run import Run
 from sd_training.callbacks.preemption import STEP_FILE_VARIABLE
 from sd_training.checkpoint.folder import newest_verified, verify_checkpoint
 from sd_training.errors import SaveError
-from sd_training.export.folder import folder_problems
+from sd_training.export.pipeline import folder_problems
 from tests.integration.failing_saves import FullDisk
 from tests.integration.training import metrics, options, prepare, train_in_processes
 

@@ -16,7 +16,6 @@ from tests.faults.row import Row
 from tests.faults.signals import is_inside_save
 from tests.faults.slurm import gaps_of_record
 from tests.faults.tiny_run import TinyRun, digest_of
-from tests.faults.watch import slowness
 
 
 @pytest.mark.slow
@@ -33,11 +32,6 @@ def test_a_signal_inside_a_save_is_told_from_others() -> None:
     inside = [at_s for at_s in (-1, 0.5, 1.5, 2.5, 3.5, 9) if is_inside_save(marks, at_s)]
     assert inside == [1.5, 2.5]
     assert is_inside_save(marks[:2], 9)
-
-
-def test_slowness_is_a_failure() -> None:
-    assert slowness(100.0, 90.0) == ("+11.1% time", False)
-    assert slowness(100.0, 70.0)[1] and not slowness(90.0, 100.0)[1]
 
 
 def test_a_part_that_fails_has_kept_nothing(tmp_path: Path) -> None:

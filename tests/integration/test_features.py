@@ -103,11 +103,6 @@ def test_scales_of_autoencoders_in_one_process(tmp_path: Path, pretrained_vae: P
     assert exported_scales("from scratch", *VAE_OPTIONS)[0] != 0.18215
     assert exported_scales("as given", *VAE_OPTIONS, "model.vae_scaling_factor=keep") == (0.18215, None)
 
-    spread = tmp_path / "per channel"
-    makers.tiny_vae(latents_mean=(0.0,) * 4, latents_std=(1.0,) * 4).save_pretrained(spread)
-    with pytest.raises(ConfigError, match=r"model.vae_scaling_factor: measure gives one number, .* use keep"):
-        exported_scales("refused", f"model.vae.pretrained={spread}", "model.vae_scaling_factor=measure")
-
 
 @pytest.fixture(scope="session")
 def pretrained_vae(tmp_path_factory: pytest.TempPathFactory) -> Path:

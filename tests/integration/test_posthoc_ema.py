@@ -15,8 +15,7 @@ from torch import Tensor
 from scripts import posthoc_ema
 from sd_training.errors import UserError
 from sd_training.export.ema_snapshots import snapshot_path, write_snapshot
-from sd_training.export.folder import load_pipeline
-from sd_training.export.pipeline import export_pipeline
+from sd_training.export.pipeline import export_pipeline, load_pipeline
 from sd_training.optim.power_function_ema import decay, gamma_of
 from tests import makers
 from tests.family_makers import save_pipeline

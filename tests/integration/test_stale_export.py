@@ -113,8 +113,6 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(
         str(run_dir),
         "current_pipeline",
         "last save after 2 optimizer steps",
-        "metrics.csv up to step 2",
-        "1 start)",
     ):
         assert said in str(error.value)
     with pytest.raises(ConfigError, match=r"experiment\.requeue: false, but .* already holds a run"):
@@ -148,6 +146,6 @@ def test_a_run_that_never_saved_begins_again(pipeline_dir: Path, shards_dir: Pat
         train(argv, CrashAfter(1))
     assert metrics(tmp_path / "run") and (tmp_path / "run" / "config.yaml").is_file()
     start = found([*argv, "experiment.requeue=false", "model.use_ema=false"])
-    assert start.refusal is None and not start.is_resumed and not start.changed
+    assert not start.is_resumed and not start.changed
     train(argv)
     assert (tmp_path / "run" / "checkpoints" / "step=2").is_dir()

@@ -28,7 +28,6 @@ OF_OTHER_CHOICES = {
     "dataset.params.allow_change": "a resumed run",
     "distributed.reshard_after_forward": "fsdp; an error without",
     "distributed.offload_parameters": "fsdp, deepspeed_3; an error without",
-    "distributed.deepspeed_config": "deepspeed; an error without",
     "distributed.dist_backend": "several processes",
     "distributed.dist_url": "several processes",
     "optimizer.params": "some optimizers; an error with others",

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sd_training.errors import DataError
-from sd_training.export.folder import fingerprint, folder_problems, load_pipeline
+from sd_training.export.pipeline import fingerprint, folder_problems, load_pipeline
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 
