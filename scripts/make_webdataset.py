@@ -5,9 +5,9 @@
     python scripts/make_webdataset.py table.parquet --out shards --image-column picture --caption-column words
 
 The input is read as training reads it. Images are copied byte for byte unless `--resize` is given. An empty .txt is the
-empty caption; an image without .txt, or with an empty cell in a table, is skipped. What cannot be used is skipped,
-counted and named in `OUT/skipped.jsonl` (of what already indexing finds, the first hundred of each kind);
-`OUT/report.json` has the totals.
+empty caption; an image without .txt, or with an empty cell in a table, is skipped, and so is one whose .json is broken.
+Nested values of a .json are kept, those of a table are left out. What cannot be used is skipped, counted and named in
+`OUT/skipped.jsonl` (of what already indexing finds, the first hundred of each kind); `OUT/report.json` has the totals.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -39,7 +39,7 @@ from sd_training.data.problems import BadSample, Problems, SkippedSample
 from sd_training.data.samples.image import FORMATS, ImageRules, decode
 from sd_training.data.sources.base import IndexedReader, Source
 from sd_training.data.sources.choose import make_source
-from sd_training.data.sources.table import TABLE_EXTENSIONS
+from sd_training.data.sources.files import TABLE_EXTENSIONS, FolderSource, partner_folders
 from sd_training.data.storage.byte_file import Access
 from sd_training.errors import ConfigError, DataError
 
@@ -50,7 +50,7 @@ _CACHE_GIB = 16.0
 """Of unpacked row groups in the folder for temporary files: each of `--workers` reads one at a time."""
 _FOUND_LATER = (
     *("caption is empty", "caption file has too many bytes"),
-    *("image size cannot be told", "image has too many bytes"),
+    *("image size cannot be told", "metadata is not a JSON object"),
 )
 """Problems of samples that are in the index: writing them finds what is wrong."""
 
@@ -89,7 +89,9 @@ def sample_order(index: DatasetIndex, by_block: bool, shuffle_seed: int | None) 
     return [sample for rows in blocks for sample in rows]
 
 
-def encode_sample(index: DatasetIndex, reader: IndexedReader, sample: int, resize: int | None) -> dict[str, Any]:
+def encode_sample(
+    source: Source, index: DatasetIndex, reader: IndexedReader, sample: int, resize: int | None
+) -> dict[str, Any]:
     """The members of one sample by extension: image, `txt` and `json`.
 
     The image's bytes are kept as they are. With `resize` an image whose short side is longer is made smaller, upright
@@ -110,8 +112,9 @@ def encode_sample(index: DatasetIndex, reader: IndexedReader, sample: int, resiz
         number: float | None = index.columns[NUMBER + field][sample].as_py()
         if value is None and number is not None:
             value = int(number) if number.is_integer() else number
-        if value is not None and value != caption:
+        if value is not None:
             metadata[field] = value
+    metadata |= whole_json(source, index, sample)
     if resize is not None and min(image.size) > resize:
         scale, stream = resize / min(image.size), io.BytesIO()
         size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
@@ -121,21 +124,44 @@ def encode_sample(index: DatasetIndex, reader: IndexedReader, sample: int, resiz
     return {_EXTENSIONS[kind]: data, "txt": caption.encode(), "json": text.encode()}
 
 
+def whole_json(source: Source, index: DatasetIndex, sample: int) -> dict[str, Any]:
+    """The JSON file of an image in a folder, with the nested values that the index leaves out; empty without one.
+
+    Raises:
+        BadSample: it is not a JSON object.
+    """
+    if not isinstance(source, FolderSource):
+        return {}
+    folder, name = index.name(sample)
+    places = (folder, *partner_folders(source.paths[0], folder))
+    file = next(filter(Path.exists, (Path(place, f"{Path(name).stem}.json") for place in places)), None)
+    if file is None:
+        return {}
+    try:
+        text = file.read_text(encoding="utf-8-sig", errors="replace")
+        value = json.loads(text, parse_constant=lambda _: None)  # NaN is no JSON
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise BadSample("metadata is not a JSON object")
+    return value
+
+
 def write_shard(
-    path: Path, index: DatasetIndex, reader: IndexedReader, samples: Sequence[tuple[int, int]], resize: int | None
+    path: Path, source: Source, index: DatasetIndex, samples: Sequence[tuple[int, int]], resize: int | None
 ) -> list[SkippedSample]:
     """Writes one tar of (number, sample) pairs, whose keys are the numbers, and returns what was skipped.
 
     The file appears under its name when it is complete; a shard without a usable sample is not written. The same
     samples give the same bytes.
     """
-    skipped: list[SkippedSample] = []
+    reader, skipped = source.reader(index), list[SkippedSample]()
     partial_file = path.with_name(f"{path.name}.partial")
     with partial_file.open("wb") as stream:
         with TarWriter(stream, mtime=0) as sink:
             for number, sample in samples:
                 try:
-                    sink.write({"__key__": f"{number:09d}", **encode_sample(index, reader, sample, resize)})
+                    sink.write({"__key__": f"{number:09d}", **encode_sample(source, index, reader, sample, resize)})
                 except BadSample as error:
                     skipped.append(SkippedSample(*index.name(sample), str(error)))
         stream.flush()
@@ -167,49 +193,44 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def write_shards(
-    args: argparse.Namespace, scratch: Path, problems: Problems
-) -> Iterator[tuple[int, list[SkippedSample]]]:
-    """Writes `OUT/00000.tar`, `00001.tar`, …, and yields samples and skipped ones of each shard, in order.
+def write_shards(args: argparse.Namespace, scratch: Path) -> tuple[int, int, Problems, list[SkippedSample]]:
+    """Writes `OUT/00000.tar`, `00001.tar`, …; which sample goes where does not depend on `--workers`.
 
-    Which sample goes where does not depend on `--workers`. First comes what the input's index leaves out; what it only
-    counts is added to `problems`.
+    Returns:
+        Samples and shards that were written; what is wrong with the others; and these, by name.
     """
     kind, source = open_input(args.input, args.image_column, args.caption_column, scratch)
     index = load_index(source, scratch / "index", load_index(source, scratch / "index").fields)
     args.out.mkdir(parents=True, exist_ok=True)
     if any(args.out.glob("*.tar")):
         raise ConfigError(f"--out: {args.out} has shards already; choose another folder or remove them")
-    for kind in _FOUND_LATER:
-        index.problems.forget(kind)
-    left_out = list(index.problems.named())
-    for kind, count in index.problems.counts.items():
-        problems.counts[kind] = count - len(index.problems.examples[kind])
-    yield len(left_out), left_out
+    problems = index.problems
+    for reason in _FOUND_LATER:
+        problems.forget(reason)
+    skipped, samples, shards = list(problems.named()), 0, 0
     order = list(enumerate(sample_order(index, kind == "Parquet", args.shuffle)))
     parts = [order[start : start + args.samples_per_shard] for start in range(0, len(order), args.samples_per_shard)]
 
-    def write(number: int) -> tuple[int, list[SkippedSample]]:
-        path = args.out / f"{number:05d}.tar"
-        return len(parts[number]), write_shard(path, index, source.reader(index), parts[number], args.resize)
+    def write(number: int) -> list[SkippedSample]:
+        return write_shard(args.out / f"{number:05d}.tar", source, index, parts[number], args.resize)
 
     with ThreadPoolExecutor(args.workers) as pool:
-        yield from tqdm(pool.map(write, range(len(parts))), total=len(parts), unit="shards")
+        done = tqdm(pool.map(write, range(len(parts))), total=len(parts), unit="shards")
+        for part, found in zip(parts, done, strict=True):
+            skipped += found
+            samples, shards = samples + len(part) - len(found), shards + (len(part) > len(found))
+            for problem in found:
+                problems.add(problem)
+    return samples, shards, problems, skipped
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command."""
     args = parse_arguments(argv)
-    samples, shards, problems = 0, 0, Problems()
-    lines: list[str] = []
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            for count, skipped in write_shards(args, Path(scratch), problems):
-                samples, shards = samples + count - len(skipped), shards + (count > len(skipped))
-                for problem in skipped:
-                    problems.add(problem)
-                    name = f"{problem.shard}/{problem.key}"
-                    lines.append(json.dumps({"sample": name, "reason": problem.reason}) + "\n")
+            samples, shards, problems, skipped = write_shards(args, Path(scratch))
+        lines = [json.dumps({"sample": f"{p.shard}/{p.key}", "reason": p.reason}) + "\n" for p in skipped]
         totals = {"samples": samples, "shards": shards, "skipped": problems.total(), "reasons": problems.counts}
         (args.out / "skipped.jsonl").write_text("".join(lines), encoding="utf-8")
         (args.out / "report.json").write_text(json.dumps(totals, indent=2) + "\n", encoding="utf-8")

@@ -67,7 +67,7 @@ OBJECT_COLLECTIVES = {
 }
 OFF_UNLESS_FALSE = ("shell", "allow_pickle", "trust_remote_code")
 COMMANDS = {"/bin/sh", "sh", "bash", "/bin/bash"}
-SHELL_BY_PERMISSION = "sd_training/data/storage/pipe.py"
+SHELL_BY_PERMISSION = "sd_training/data/storage/files.py"
 """Runs `pipe:` entries, which `dataset.params.allow_pipe=true` on the command line allows."""
 
 

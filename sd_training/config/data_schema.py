@@ -34,6 +34,7 @@ _COLUMNS = read_with("type", *_TABLES)
 _CLASSES = read_with("type", "ClassificationWebDataset")
 _MIXED = read_with("mix")
 _LADDER = read_with("mode", "ladder")
+_Text = Annotated[str, Field(min_length=1)]
 _Size = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 
 
@@ -102,9 +103,9 @@ class TagConfig:
     """A sample with any of these is dropped."""
     non_caption_tags: list[str] | None = None
     """Tags left out of the caption."""
-    non_caption_tag_prefixes: list[str] | None = None
+    non_caption_tag_prefixes: list[_Text] | None = None
     """Tags that start so are left out of the caption."""
-    replacements: dict[str, str] | None = None
+    replacements: dict[_Text, str] | None = None
     """Text → replacement, applied in this order before the separators are put in."""
     shuffle_tag_p: Probability | None = None
     """Probability that the tags of a visit are shuffled; otherwise they are sorted."""

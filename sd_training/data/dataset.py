@@ -24,7 +24,7 @@ from sd_training.data.samples.captions import (
     tag_folder_caption,
 )
 from sd_training.data.sources.base import IndexedReader
-from sd_training.data.sources.choose import access_of, fitting_type, make_source
+from sd_training.data.sources.choose import access_of, make_source
 from sd_training.data.sources.tags import limited
 from sd_training.data.storage.locations import shown
 from sd_training.errors import ConfigError, DataError
@@ -85,30 +85,26 @@ def open_dataset(
     check_rules(captions)
     fields = set().union(fields_needed(captions) if captions_needed else (), *(rule.fields() for rule in rules))
     folder = None if params.index_dir is None else output_path(params.index_dir)
-    try:
-        source = make_source(kind, source_params, access_of(params.remote))
-        index = load_index(source, folder, fields - {CAPTION})
-        reader = source.reader(index)
-        captioner: Captioner = partial(field_caption, index, reader, captions)
-        known_classes = None
-        if kind == "ClassificationWebDataset":
-            captioner, known_classes = partial(class_caption, index, prompts, captions), prompts
-        elif kind == "TagFolder":
-            captioner = partial(tag_folder_caption, index, source_params.tags)
-        if known_classes is None and captions_needed:
-            check_fields(captions, index.fields | {CAPTION})
-        selection = select(
-            index, rules, known_classes, captions, captions_needed=captions_needed, max_pixels=params.max_image_pixels
-        )
-        chosen = selection.selected
-        if kind == "TagFolder" and source_params.tags.limit_images is not None:
-            chosen = chosen[limited([index.name(int(sample))[1] for sample in chosen], source_params.tags.limit_images)]
-        # Where a step may repeat samples, one sample is enough for the last bucket that is left.
-        needed = 1 if params.resampled else batch_size
-        selected, bucket_of, merges = _assign_buckets(index, selection, chosen, table, batch_size, needed)
-    except DataError as error:
-        first, *others = str(error).split("\n")
-        raise type(error)("\n".join([first + fitting_type(kind, source_params.path), *others])) from error
+    source = make_source(kind, source_params, access_of(params.remote))
+    index = load_index(source, folder, fields - {CAPTION})
+    reader = source.reader(index)
+    captioner: Captioner = partial(field_caption, index, reader, captions)
+    known_classes = None
+    if kind == "ClassificationWebDataset":
+        captioner, known_classes = partial(class_caption, index, prompts, captions), prompts
+    elif kind == "TagFolder":
+        captioner = partial(tag_folder_caption, index, source_params.tags)
+    if known_classes is None and captions_needed:
+        check_fields(captions, index.fields | {CAPTION})
+    selection = select(
+        index, rules, known_classes, captions, captions_needed=captions_needed, max_pixels=params.max_image_pixels
+    )
+    chosen = selection.selected
+    if kind == "TagFolder" and source_params.tags.limit_images is not None:
+        chosen = chosen[limited([index.name(int(sample))[1] for sample in chosen], source_params.tags.limit_images)]
+    # Where a step may repeat samples, one sample is enough for the last bucket that is left.
+    needed = 1 if params.resampled else batch_size
+    selected, bucket_of, merges = _assign_buckets(index, selection, chosen, table, batch_size, needed)
     without, over_limit = len(chosen) - len(selected), len(selection.selected) - len(chosen)
     return OpenDataset(kind, index, selection, selected, bucket_of, merges, without, over_limit, reader, captioner)
 

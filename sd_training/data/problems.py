@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 from sd_training.redaction import redacted_values
@@ -38,10 +39,7 @@ class Problems:
     def add(self, problem: SkippedSample, count: int = 1) -> None:
         """Counts `problem` as `count` cases and keeps it as an example while there is room."""
         kind = problem.reason.partition(":")[0]
-        self.counts[kind] = self.counts.get(kind, 0) + count
-        named = self.examples.setdefault(kind, [])
-        if len(named) < EXAMPLES_KEPT:
-            named.append(problem)
+        self.merge(Problems({kind: count}, {kind: [problem]}))
 
     def merge(self, other: Problems) -> None:
         """Adds the counts and examples of `other`."""
@@ -61,18 +59,17 @@ class Problems:
 
     def named(self) -> Iterator[SkippedSample]:
         """All kept examples."""
-        for problems in self.examples.values():
-            yield from problems
+        return chain.from_iterable(self.examples.values())
 
     def text(self) -> str:
         """One line: `caption missing 32 (first: a.tar 000001), …`, most frequent first; empty without problems."""
-        ordered = sorted(self.counts.items(), key=lambda item: -item[1])
-        return "; ".join(f"{kind} {count:,} (first: {self._first(kind)})" for kind, count in ordered)
-
-    def _first(self, kind: str) -> str:
-        shard, key, reason, _ = self.examples[kind][0]
-        details = reason.partition(":")[2]
-        return printable(" ".join(part for part in (shard, key) if part) + (f",{details}" if details else ""))
+        lines = []
+        for kind, count in sorted(self.counts.items(), key=lambda item: -item[1]):
+            shard, key, reason, _ = self.examples[kind][0]
+            details = reason.partition(":")[2]
+            first = printable(" ".join(filter(None, (shard, key))) + (f",{details}" if details else ""))
+            lines.append(f"{kind} {count:,} (first: {first})")
+        return "; ".join(lines)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values without secrets, to be written; `from_json` is the way back."""

@@ -74,6 +74,27 @@ def test_bytes_are_kept_and_sizes_added(tmp_path: Path, image_format: str, exten
     assert scan.problems.total() == 0 and scan.columns["number:original_height"].to_pylist() == [999]
 
 
+@pytest.mark.parametrize("place", ["", "captions"])
+def test_metadata_files_are_kept_whole(tmp_path: Path, place: str) -> None:
+    """Also what the index leaves out, and what is equal to the caption."""
+    folder = tmp_path / "images"
+    folder.mkdir()
+    (tmp_path / place).mkdir(exist_ok=True)
+    for number in range(2):
+        (folder / f"{number}.jpg").write_bytes(makers.encode(makers.picture(number)))
+        (folder / f"{number}.txt").write_text("a cat")
+    metadata = {"title": "a cat", "id": 2**60 + 1, "box": {"xy": [1, 2.5]}, "boxes": [[0, 1]], "none": None}
+    beside = tmp_path / place if place else folder
+    (beside / "0.json").write_text(json.dumps(metadata))
+    (beside / "1.json").write_text("{broken")
+    members = make(tmp_path, tmp_path / "out")
+    assert keys(members) == [0]
+    sizes = {"original_width": 40, "original_height": 32}
+    assert json.loads(members["000000000.json"]) == {**sizes, **metadata}
+    (line,) = (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"sample": f"{folder}/1.jpg", "reason": "metadata is not a JSON object"}
+
+
 @pytest.mark.parametrize(("size", "expected"), [((40, 32), (20, 16)), ((10, 30), (10, 30)), ((400, 17), (376, 16))])
 def test_resize_only_shrinks(tmp_path: Path, size: tuple[int, int], expected: tuple[int, int]) -> None:
     data = makers.encode(makers.picture(1, *size), "PNG")

@@ -14,8 +14,6 @@ import pyarrow as pa
 from sd_training.config.filters import EXACT_INTEGERS
 
 NUMBER, TEXT = "number:", "text:"
-MAX_FIELDS = 1_000
-"""Metadata fields indexed per unit."""
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
 
 Scalar = str | float

@@ -16,7 +16,6 @@ import json
 import posixpath
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,27 +26,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sd_training.data.index.columns import read_scalars
-from sd_training.data.problems import BadSample, printable
+from sd_training.data.problems import BadSample
 from sd_training.data.samples.image import image_size
-from sd_training.data.sources.base import (
-    MAX_TEXT_BYTES,
-    ImageInfo,
-    IndexedReader,
-    IndexedShards,
-    Report,
-    Row,
-    Shard,
-    ShardScan,
-    caption_of,
-    checked_path,
-    collect,
-    folder_of,
-    join,
-    measure,
-)
-from sd_training.data.storage.byte_file import Access, FileState, LocalFile, seekable
-from sd_training.data.storage.files import file_state, find_state, open_bytes
-from sd_training.data.storage.locations import HUB, exists, is_remote, local_path, shown
+from sd_training.data.sources import base
+from sd_training.data.sources.base import Report, Row, Shard
+from sd_training.data.storage.byte_file import Access, FileMissing, LocalFile, seekable
+from sd_training.data.storage.files import file_states, open_bytes
+from sd_training.data.storage.locations import HUB, is_remote, shown
 from sd_training.data.storage.shard_cache import shard_cache
 from sd_training.errors import ConfigError, DataError
 
@@ -58,8 +43,6 @@ ROWS_AT_ONCE = 64
 """Rows of Parquet that are Python objects at the same time."""
 MAX_GROUP_BYTES = 4 << 30
 """Larger row groups are refused [bytes, unpacked, as the file says]."""
-_MAX_JSON_BYTES = 16 << 20
-"""Largest `state.json`; an Arrow file takes about 50 bytes of it."""
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 """Of every Arrow stream."""
 
@@ -79,20 +62,20 @@ class Columns(NamedTuple):
             image_names: usual names of the image column, the most likely one first; case does not matter.
 
         Raises:
-            ConfigError: a column is missing, the table's columns are named; or both are the same.
+            ConfigError: a column is missing, the table's columns are named.
         """
-        wanted = {"image": (self.image, image_names), "caption": (self.caption, _CAPTION_COLUMNS)}
-        known, picked = {name.strip().lower(): name for name in reversed(names)}, list[str]()
-        for part, (given, usual) in wanted.items():
+        known = {name.strip().lower(): name for name in reversed(names)}
+
+        def one(option: str, given: str | None, usual: Sequence[str]) -> str:
             found = next((known[name] for name in usual if name in known), None) if given is None else given
             if found is None or found not in names:
                 missing = f"no column {given!r}" if given else f"none of the columns {', '.join(usual)}"
-                columns = ", ".join(names) or "none"
-                raise ConfigError(f"dataset.params.{part}_column: {table} has {missing}; it has {columns}")
-            picked.append(found)
-        if picked[0] == picked[1]:
-            raise ConfigError(f"dataset.params.caption_column: {picked[0]!r} is the image column of {table} already")
-        return picked[0], picked[1]
+                raise ConfigError(
+                    f"dataset.params.{option}: {table} has {missing}; it has {', '.join(names) or 'none'}"
+                )
+            return found
+
+        return one("image_column", self.image, image_names), one("caption_column", self.caption, _CAPTION_COLUMNS)
 
 
 class ArrowSource:
@@ -131,101 +114,81 @@ class ArrowSource:
         if self.saved:
             files = list(dict.fromkeys(file for path in self.paths for file in saved_files(path, self.access)))
         if not files:
-            names = ", ".join(map(shown, self.paths)) or "no folder"
-            raise DataError(f"dataset.params.path: no Arrow file in {names}")
-        states = [file_state(file, self.access) for file in files]
-        return [Shard(state.location, state.size, state.version) for state in states]
+            raise DataError(f"dataset.params.path: no Arrow file in {', '.join(map(shown, self.paths)) or 'no folder'}")
+        return file_states(files, self.access)
 
-    def scan(self, shard: Shard) -> ShardScan:
+    def scan(self, shard: Shard) -> base.ShardScan:
         """As `Source.scan`."""
 
         def rows(report: Report) -> Iterator[Row]:
             with (_opened_stream if self.saved else _opened_parquet)(shard, self.access) as table:
-                yield from _rows(table, self.wanted, self.access, report)
+                yield from _rows(table, shard, self.wanted, self.access, report)
 
-        return collect(shown(shard.location), rows, ["at:image_offset", *(() if self.saved else ("at:group", "block"))])
+        return base.collect(
+            shown(shard.location), rows, ["at:image_offset", *(() if self.saved else ("at:group", "block"))]
+        )
 
-    def reader(self, index: IndexedShards) -> IndexedReader:
+    def reader(self, index: base.IndexedShards) -> base.IndexedReader:
         """As `Source.reader`."""
-        bases = [folder_of(shard.location) for shard in index.shards]
-        return IndexedReader(index, self.access, bases, None if self.saved else partial(_unpacked, self))
+        bases = [base.folder_of(shard.location) for shard in index.shards]
+        return base.IndexedReader(index, self.access, bases, None if self.saved else partial(_unpacked, self))
 
 
-@dataclass
-class _Table:
+class _Table(NamedTuple):
     """An open file."""
 
-    location: str
     schema: pa.Schema
     batches: Callable[[Sequence[str]], Iterator[tuple[int | None, pa.RecordBatch]]]
     """Columns to read → (row group or None, batch)."""
     content: pa.Buffer | None = None
     """Of a stream: the whole file, which its images are views of."""
 
-    def columns(self, wanted: Columns) -> tuple[str, str]:
-        """Image and caption column. Raises ConfigError."""
-        return wanted.pick(shown(self.location), self.schema.names, IMAGE_COLUMNS + PATH_COLUMNS)
 
-    def offset(self, part: pa.Buffer) -> int:
-        """Where an image of a stream lies in the file [bytes]."""
-        assert self.content is not None
-        offset = int(part.address - self.content.address)
-        if not 0 <= offset <= self.content.size - part.size:  # pyarrow unpacked it into memory of its own
-            raise DataError(
-                f"'{shown(self.location)}' is a compressed Arrow file; save_to_disk writes plain ones: save it again"
-            )
-        return offset
-
-
-def _rows(table: _Table, wanted: Columns, access: Access, report: Report) -> Iterator[Row]:
+def _rows(table: _Table, shard: Shard, wanted: Columns, access: Access, report: Report) -> Iterator[Row]:
     """All rows that have an image."""
-    location, base = shown(table.location), folder_of(table.location)
-    image, caption = table.columns(wanted)
-    kind = table.schema.field(caption).type
-    if not (pa.types.is_null(kind) or _is_text(plain_type(kind))):
+    location, folder = shown(shard.location), base.folder_of(shard.location)
+    image, caption = wanted.pick(location, table.schema.names, IMAGE_COLUMNS + PATH_COLUMNS)
+    kinds = {field.name: _plain_type(field.type) for field in table.schema if field.name != image}
+    if not (_is_text(kinds[caption]) or pa.types.is_null(table.schema.field(caption).type)):
         raise ConfigError(
-            f"dataset.params.caption_column: column '{caption}' of {location} is {kind}; it must hold texts or lists "
-            "of texts"
+            f"dataset.params.caption_column: column '{caption}' of {location} is {kinds[caption]}; it must hold texts "
+            "or lists of texts"
         )
-    metadata = [field.name for field in table.schema if field.name != image and is_metadata(plain_type(field.type))]
+    names = [name for name, kind in kinds.items() if _is_metadata(kind) or name == caption]
     number, offset, last_group = 0, 0, None
-    for group, batch in table.batches(list(dict.fromkeys([*metadata, caption, image]))):
+    for group, batch in table.batches([*names, image]):
         if group != last_group:
             offset, last_group = 0, group
-        keys = [f"row {number + i}" for i in range(batch.num_rows)]
-        cells = _image_cells(location, image, batch.column(image))
-        texts = _plain_texts(batch.drop_columns([image]), partial(report, f"row {number}"))
-        paths = [_path(base, cell, partial(report, key)) for key, cell in zip(keys, cells, strict=True)]
-        infos = iter(measure([join(base, path) for path in paths if path is not None], access))
-        for key, (content, _), path, values in zip(keys, cells, paths, texts, strict=True):
-            where: int | None = -1
+        cells, paths = _image_cells(location, image, batch[image]), dict[int, str]()
+        for row, (content, path) in enumerate(cells):
+            if content is None:
+                try:
+                    paths[row] = base.checked_path(folder, path or "")
+                except BadSample as error:
+                    report(f"row {number + row}", str(error))
+        infos = dict(
+            zip(paths, base.measure([base.join(folder, path) for path in paths.values()], access), strict=True)
+        )
+        texts = pa.table({name: _plain(batch[name]) for name in names}).to_pylist()
+        for row, ((content, _), values) in enumerate(zip(cells, texts, strict=True)):
+            key, info, where = f"row {number + row}", infos.get(row), -1
             if content is not None:
-                info: ImageInfo | None = ImageInfo(content.size, *image_size(pa.BufferReader(content)))
-                where = offset if table.content is None else table.offset(content)
+                info = base.ImageInfo(content.size, *image_size(pa.BufferReader(content)))
+                where = offset if table.content is None else content.address - table.content.address
                 offset += content.size
-            elif path is None:
+                if table.content is not None and not 0 <= where <= table.content.size - content.size:
+                    raise DataError(
+                        f"'{location}' is a compressed Arrow file; save_to_disk writes plain ones: save it again"
+                    )
+            elif info is None:
+                if row in paths:
+                    report(key, f"image file missing: {shown(paths[row])}")
                 continue
-            elif (info := next(infos)) is None:
-                report(key, f"image file missing: {shown(path)}")
-                continue
-            text = caption_of(values[caption])
+            text = base.caption_of(values[caption])
             if text is None:
                 report(key, "caption is empty")
-            assert info is not None
-            yield Row(key, info, read_scalars(values), path, where, group, text)
+            yield Row(key, info, read_scalars(values), paths.get(row), where, group, text)
         number += batch.num_rows
-
-
-def _path(base: str, cell: tuple[pa.Buffer | None, str | None], report: Callable[[str], None]) -> str | None:
-    """The image file of a row, as `join` takes it; None where the image is in the table or cannot be used."""
-    content, path = cell
-    try:
-        if content is None and path is None:
-            raise BadSample("image is empty")
-        return checked_path(base, path or "") if content is None else None
-    except BadSample as error:
-        report(str(error))
-        return None
 
 
 # --- Cells ---
@@ -237,71 +200,46 @@ def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def is_metadata(kind: pa.DataType) -> bool:
-    """Whether values of this type can be metadata or captions."""
+def _is_metadata(kind: pa.DataType) -> bool:
     return _is_text(kind) or any(t(kind) for t in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean))
 
 
-def plain_type(kind: pa.DataType) -> pa.DataType:
+def _plain_type(kind: pa.DataType) -> pa.DataType:
     """The type that holds the same values without dictionaries (pandas' categories), views and decimals."""
     if pa.types.is_dictionary(kind):
-        return plain_type(kind.value_type)
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(plain_type(field.type)) for field in kind])
-    if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(plain_type(kind.value_type)))
-    if pa.types.is_null(kind):  # what pandas writes where no row has bytes
-        return pa.binary()
-    plain_types = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+        return _plain_type(kind.value_type)
+    # pandas writes null where no row has bytes.
+    plain_types = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary(), pa.null(): pa.binary()}
     return pa.float64() if pa.types.is_decimal(kind) else plain_types.get(kind, kind)
 
 
-def plain(column: pa.Array) -> pa.Array:
-    """The column in its plain type, with texts that are UTF-8: Arrow does not check what is written as text."""
-    kind = plain_type(column.type)
-    column = column if kind == column.type else column.cast(kind)
-    if not pa.types.is_string(kind) and not pa.types.is_large_string(kind):
-        return column
-    try:
-        column.validate(full=True)
-    except pa.ArrowInvalid:
-        texts = column.cast(pa.large_binary()).to_pylist()
-        return pa.array([None if text is None else text.decode("utf-8", "replace") for text in texts], kind)
-    return column
-
-
-def _plain_texts(batch: pa.RecordBatch, report: Callable[[str], None]) -> list[dict[str, Any]]:
-    """The rows. Columns of more than `MAX_TEXT_BYTES` per row are left empty: as Python objects a few bytes of a packed
-    file would fill the memory."""
-    columns = {}
-    for name, column in zip(batch.schema.names, map(plain, batch.columns), strict=True):
-        if column.nbytes > MAX_TEXT_BYTES * max(1, batch.num_rows):
-            report(f"texts have too many bytes: column {name}")
-            column = pa.nulls(batch.num_rows, column.type)
-        columns[name] = column
-    rows: list[dict[str, Any]] = pa.table(columns).to_pylist()
-    return rows
+def _plain(column: pa.Array) -> pa.Array:
+    kind = _plain_type(column.type)
+    return column if kind == column.type else column.cast(kind)
 
 
 def _image_cells(table: str, name: str, column: pa.Array) -> list[tuple[pa.Buffer | None, str | None]]:
     """Content, as a view of the file, and path of each cell."""
-    column = plain(column)
     if isinstance(column, pa.ExtensionArray):
         column = column.storage
-    kind, contents, paths = column.type, [None] * len(column), [None] * len(column)
-    if pa.types.is_struct(kind):
-        parts = dict(zip((field.name for field in kind), column.flatten(), strict=True))
-        if parts.keys() & {"bytes", "path"}:
-            contents = _views(parts["bytes"]) if "bytes" in parts else contents
-            return list(zip(contents, parts["path"].to_pylist() if "path" in parts else paths, strict=True))
-    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        return list(zip(_views(column), paths, strict=True))
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return list(zip(contents, column.to_pylist(), strict=True))
-    raise DataError(
-        f"dataset.params.image_column: column '{name}' of {table} is {kind}; it must hold image files (Image or "
-        "binary) or paths"
-    )
+    parts = {"bytes": column, "path": column}
+    if pa.types.is_struct(column.type):
+        parts = dict(zip((field.name for field in column.type), column.flatten(), strict=True))
+    parts = {part: _plain(values) for part, values in parts.items()}
+    kinds = {part: values.type for part, values in parts.items()}
+    contents: list[Any] | None = None
+    paths: list[Any] | None = None
+    if "bytes" in parts and (pa.types.is_binary(kinds["bytes"]) or pa.types.is_large_binary(kinds["bytes"])):
+        contents = _views(parts["bytes"])
+    if "path" in parts and (pa.types.is_string(kinds["path"]) or pa.types.is_large_string(kinds["path"])):
+        paths = parts["path"].to_pylist()
+    if contents is None and paths is None:
+        raise DataError(
+            f"dataset.params.image_column: column '{name}' of {table} is {column.type}; it must hold image files "
+            "(Image or binary) or paths"
+        )
+    nothing = [None] * len(column)
+    return list(zip(contents or nothing, paths or nothing, strict=True))
 
 
 def _views(column: pa.Array) -> list[Any]:
@@ -321,7 +259,7 @@ def _views(column: pa.Array) -> list[Any]:
 @contextmanager
 def _opened_parquet(shard: Shard, access: Access, only_group: int | None = None) -> Iterator[_Table]:
     try:
-        with closing(open_bytes(FileState(*shard), access)) as file, pq.ParquetFile(seekable(file)) as table:
+        with closing(open_bytes(shard, access)) as file, pq.ParquetFile(seekable(file)) as table:
 
             def batches(columns: Sequence[str]) -> Iterator[tuple[int | None, pa.RecordBatch]]:
                 for group in range(table.num_row_groups) if only_group is None else [only_group]:
@@ -335,35 +273,32 @@ def _opened_parquet(shard: Shard, access: Access, only_group: int | None = None)
                     for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=list(columns)):
                         yield group, batch
 
-            yield _Table(shard.location, table.schema_arrow, batches)
+            yield _Table(table.schema_arrow, batches)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"'{shown(shard.location)}' is not a readable Parquet file: {error}") from error
 
 
-def _unpacked(source: ArrowSource, index: IndexedShards, sample: int) -> LocalFile:
+def _unpacked(source: ArrowSource, index: base.IndexedShards, sample: int) -> LocalFile:
     """The images of the row group of a sample, one after the other, as a file of the shard cache."""
     shard = index.shards[index.numbers("unit")[sample]]
     group = int(index.numbers("at:group")[sample])
-    name = f"{shown(shard.location)} row group {group}"
+    name = shown(shard.location)
 
     def contents() -> Iterator[pa.Buffer]:
         """In the order in which the index counted their bytes. A generator, so that a full disk where they are written
         is not reported as damage of the table."""
         with _opened_parquet(shard, source.access, group) as table:
-            image, _ = table.columns(source.wanted)
+            image, _ = source.wanted.pick(name, table.schema.names, IMAGE_COLUMNS + PATH_COLUMNS)
             for _, batch in table.batches([image]):
-                for content, _ in _image_cells(shown(shard.location), image, batch.column(0)):
-                    if content is not None:
-                        yield content
+                yield from (content for content, _ in _image_cells(name, image, batch[image]) if content is not None)
 
     def produce(path: Path) -> None:
         with path.open("wb") as output:
-            for content in contents():
-                output.write(content)
+            output.writelines(contents())
 
     key = json.dumps(["parquet", *shard, group, *source.wanted])
     cache = shard_cache(source.access.cache_dir, source.access.cache_gib)
-    return cache.open(key, produce, lambda path: LocalFile(str(path), name))
+    return cache.open(key, produce, lambda path: LocalFile(str(path), f"{name} row group {group}"))
 
 
 # --- Saved data sets ---
@@ -380,12 +315,8 @@ def _opened_stream(shard: Shard, access: Access) -> Iterator[_Table]:
         if content.size < len(_END) or content.slice(content.size - len(_END)).to_pybytes() != _END:
             raise pa.ArrowInvalid("truncated, or not an Arrow stream")  # pyarrow takes a cut between parts for the end
         with pa.ipc.open_stream(content) as stream:
-
-            def batches(columns: Sequence[str]) -> Iterator[tuple[int | None, pa.RecordBatch]]:
-                return ((None, batch.select(list(columns))) for batch in stream)
-
-            yield _Table(shard.location, stream.schema, batches, content)
-    except (pa.ArrowException, OSError) as error:
+            yield _Table(stream.schema, lambda columns: ((None, batch.select(columns)) for batch in stream), content)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"'{shown(shard.location)}' is not a readable Arrow file: {error}") from error
 
 
@@ -399,45 +330,26 @@ def saved_files(path: str, access: Access) -> list[str]:
         access: how remote files are read.
 
     Raises:
-        DataError: it is not such a data set, or has several splits.
+        DataError: it is not such a data set.
         ConfigError: the `datasets` library is missing.
     """
     if path.startswith(HUB):
         return _hub_files(path)
-    folder = path.rstrip("/") if is_remote(path) else local_path(path)
-    name = f"dataset.params.path: '{shown(folder)}'"
-    state = _read_json(f"{folder}/state.json", access)
-    if state is None:
-        splits = (_read_json(f"{folder}/dataset_dict.json", access) or {}).get("splits")
-        if splits:
-            raise DataError(f"{name} holds several splits; add one to the path: {printable(json.dumps(splits))}")
-        raise DataError(f"{name} is not a folder written by save_to_disk: it has no state.json")
-    if state.get("_indices_data_files") or state.get("_indices_files"):
-        raise DataError(f"{name} was saved with a table of row numbers, by an old version of datasets; save it again")
+    folder = path.rstrip("/")
     try:
-        names = [str(entry["filename"]) for entry in state.get("_data_files") or []]
-    except (TypeError, KeyError):
-        names = ["/"]
-    if any(posixpath.basename(name) != name or not name.isprintable() for name in names):
-        raise DataError(f"'{shown(folder)}/state.json': '_data_files' must name Arrow files beside it")
-    return [f"{folder}/{name}" for name in names]
-
-
-def _read_json(location: str, access: Access) -> dict[str, Any] | None:
-    """A JSON object; None where there is no such file."""
-    state = find_state(location, access) if is_remote(location) or exists(location) else None
-    if state is None:
-        return None
-    try:
-        if state.size > _MAX_JSON_BYTES:
-            raise ValueError(f"{state.size:,} bytes, at most {_MAX_JSON_BYTES:,} are read")
-        with closing(open_bytes(state, access)) as file:
-            value = json.loads(file.pread(file.size, 0))
-        if not isinstance(value, dict):
-            raise ValueError("it holds no JSON object")
-        return value
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"'{shown(location)}' is not JSON as save_to_disk writes it: {error}") from error
+        with closing(open_bytes(f"{folder}/state.json", access)) as file:
+            state = json.loads(file.pread(file.size, 0))
+        names = [posixpath.basename(entry["filename"]) for entry in state["_data_files"]]  # files beside it only
+        if not all(map(str.isprintable, names)):
+            raise ValueError(f"names {names}")
+        return [f"{folder}/{name}" for name in names]
+    except FileMissing as error:
+        raise DataError(
+            f"dataset.params.path: '{shown(folder)}' is not a folder written by save_to_disk (of a DatasetDict, name "
+            f"the folder of one split): {error}"
+        ) from error
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise DataError(f"'{shown(folder)}/state.json' does not name files as save_to_disk does: {error!r}") from error
 
 
 def _hub_files(path: str) -> list[str]:

@@ -11,8 +11,9 @@ import os
 import posixpath
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
@@ -22,12 +23,12 @@ from urllib.parse import quote
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from sd_training.data.index.columns import MAX_FIELDS, Scalar, captions_in, metadata_columns, storable
+from sd_training.data.index.columns import Scalar, captions_in, metadata_columns, storable
 from sd_training.data.problems import BadSample, Problems, SkippedSample
 from sd_training.data.samples.image import image_size
 from sd_training.data.storage.byte_file import Access, ByteFile, FileMissing, FileState, seekable
 from sd_training.data.storage.files import open_bytes
-from sd_training.data.storage.locations import is_remote, local_path, shown
+from sd_training.data.storage.locations import is_remote, shown
 from sd_training.errors import DataError
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
@@ -35,14 +36,10 @@ MAX_IMAGE_BYTES = 1 << 28
 """Larger images are not read, neither for their size nor in training."""
 MAX_TEXT_BYTES = 1 << 20
 """Larger caption, class and metadata files and members are refused."""
-MAX_SHARD_BYTES = 2 << 30
-"""Captions and metadata of one shard [bytes]. While it is indexed, they are in memory up to four times."""
 ROWS_AT_ONCE = 512
 """Rows that become one part of the columns at once."""
 MAX_OPEN_FILES = 64
 """Shards kept open per process."""
-VERSION_SEPARATOR = "\n"
-"""Between the version of a shard's file and that of the metadata table beside it."""
 _THREADS = 8
 _HEADER_BUFFER = 4096
 """Bytes read at once where an image's size is looked up; the sizes of most files are in the first block."""
@@ -50,15 +47,9 @@ _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 _CHANGED = "touch the table or metadata file that names it, if one does, and start again to index it anew"
 
 
-class Shard(NamedTuple):
-    """A file or folder that is indexed as a whole, and again when its size or version changes."""
-
-    location: str
-    """Absolute path or URL."""
-    size: int
-    """[bytes]."""
-    version: str
-    """Differs when the content does: modification time, ETag, or a hash of a listing."""
+Shard = FileState
+"""A file or folder that is indexed as a whole, and again when its size or version changes. The version of a folder is a
+hash of its listing."""
 
 
 @dataclass
@@ -157,39 +148,18 @@ def collect(location: str, scan: Callable[[Report], Iterable[Row]], columns: Seq
         location: of the shard, for messages.
         scan: yields the rows and reports what is left out.
         columns: optional ones that also exist where no row has a value.
-
-    Raises:
-        DataError: captions and metadata are too large.
     """
-    problems, fields, has_more_fields = Problems(), set[str](), False
+    problems = Problems()
 
     def report(key: str, reason: str) -> None:
         problems.add(SkippedSample(location, storable(key), storable(reason)))
 
-    def checked() -> Iterator[Row]:
-        nonlocal has_more_fields
-        for row in scan(report):
-            if not row.info.width:
-                too_long = row.info.length > MAX_IMAGE_BYTES
-                size = f"image has too many bytes: {row.info.length:,}"
-                report(row.key, size if too_long else "image size cannot be told")
-            if new := [name for name in row.metadata if name not in fields]:
-                fields.update(new[: MAX_FIELDS - len(fields)])
-                row.metadata = {name: value for name, value in row.metadata.items() if name in fields}
-                has_more_fields |= new[-1] not in fields
-            yield row
-
-    rows, parts, num_bytes = checked(), [_table([])], 0
+    rows, parts = iter(scan(report)), [_table([])]
     while part := list(islice(rows, ROWS_AT_ONCE)):
+        for row in part:
+            if not row.info.width:
+                report(row.key, "image size cannot be told")
         parts.append(_table(part))
-        num_bytes += parts[-1].nbytes
-        if num_bytes > MAX_SHARD_BYTES:
-            raise DataError(
-                f"'{location}' has more than {MAX_SHARD_BYTES:,} bytes of captions and metadata; split it into "
-                "several files"
-            )
-    if has_more_fields:
-        report("", f"more than {MAX_FIELDS} metadata fields")
     table = pa.concat_tables(parts, promote_options="default")
     empty = {name for name in _COLUMNS if table[name].null_count == table.num_rows}
     unused = empty.difference(_REQUIRED, columns)
@@ -242,8 +212,8 @@ def folder_of(location: str) -> str:
 
 
 def join(base: str, path: str) -> str:
-    """Location of a file of the index. `base` is a folder; `path` is relative to it, absolute, or a URL."""
-    if "://" in path or path.startswith("/"):
+    """Location of a file of the index. `base` is a folder; `path` is relative to it, or absolute."""
+    if path.startswith("/"):
         return path
     if not is_remote(base):
         return os.path.normpath(f"{base}/{path}")  # not by the file system: `..` goes back through a linked folder
@@ -259,26 +229,17 @@ def checked_path(base: str, path: str) -> str:
 
     Raises:
         BadSample: the path of a remote table leads out of its folder, or it is not a path.
-        DataError: a URL of another place.
+        DataError: a URL.
     """
     if not path or _UNSTORABLE.search(path):
-        raise BadSample("image path is not a file name" if path else "image path is empty")
-    remote = is_remote(base)
-    if path.lower().startswith("file://") and not remote:
-        return local_path(path)
+        raise BadSample("image path is not a file name" if path else "image is empty")
     if "://" in path:
-        store = "/".join(base.split("/")[:3]) + "/"
-        if remote and path.startswith(store) and ".." not in path.split("/"):
-            return path
-        place = f"paths relative to it, or URLs below {shown(store)}" if remote else "local paths"
         raise DataError(
-            f"the table in '{shown(base)}' names the image '{shown(path)}'; images are not downloaded from other "
-            f"places: only {place} are read. Download the images first and name the files"
+            f"the table in '{shown(base)}' names the image '{shown(path)}'; only paths relative to the table, or local "
+            "ones, are read. Download the images first and name the files"
         )
     plain = path if path.startswith("/") else posixpath.normpath(path)
-    if posixpath.basename(plain) == "..":
-        raise BadSample(f"image path is a folder: {path}")
-    if remote and plain.startswith(("/", "../")):
+    if is_remote(base) and (plain.startswith("/") or plain.split("/")[0] == ".."):
         raise BadSample(f"image path leads out of the folder of its remote table: {path}")
     return plain
 
@@ -288,13 +249,10 @@ def measure(locations: Sequence[str], access: Access) -> list[ImageInfo | None]:
 
     def one(location: str) -> ImageInfo | None:
         try:
-            file = open_bytes(location, access)
+            with closing(open_bytes(location, access)) as file:
+                return image_info(file, 0, file.size)
         except FileMissing:
             return None
-        try:
-            return image_info(file, 0, file.size)
-        finally:
-            file.close()
 
     with ThreadPoolExecutor(_THREADS) as pool:
         return list(pool.map(one, locations))
@@ -302,18 +260,16 @@ def measure(locations: Sequence[str], access: Access) -> list[ImageInfo | None]:
 
 def image_info(file: ByteFile, offset: int, length: int) -> ImageInfo:
     """Length and size of an image that lies in `file`."""
+    if length > MAX_IMAGE_BYTES:
+        return ImageInfo(length, 0, 0)
     return ImageInfo(length, *image_size(seekable(file, offset, length, _HEADER_BUFFER)))
-
-
-def tidy(caption: str) -> str:
-    """The text of a caption file in one line: every run of white space becomes one space."""
-    return " ".join(caption.split())
 
 
 class IndexedReader:
     """Reads single samples. Copied into loader processes, so it holds no open files when it is pickled.
 
-    A file that was removed or changed after it was indexed makes its sample a bad one.
+    A caption file is read as one line. A file that was removed or changed after it was indexed makes its sample a bad
+    one.
 
     Args:
         index: made from the source.
@@ -357,22 +313,19 @@ class IndexedReader:
             if self.has_caption_members and (offset := int(self.index.numbers("at:caption_offset")[sample])) >= 0:
                 return self._container(sample).pread(length, offset).decode("utf-8-sig").strip()
             if path is not None:
-                return tidy(self._read_file(sample, path, length, "caption").decode("utf-8-sig"))
+                return " ".join(self._read_file(sample, path, length, "caption").decode("utf-8-sig").split())
         except UnicodeDecodeError as error:
             raise BadSample("caption is not UTF-8 text") from error
         raise BadSample("caption missing")
 
     def _read_file(self, sample: int, path: str, length: int, what: str) -> bytes:
         try:
-            file = open_bytes(join(self.bases[self.index.numbers("unit")[sample]], path), self.access)
+            with closing(open_bytes(join(self.bases[self.index.numbers("unit")[sample]], path), self.access)) as file:
+                if file.size != length:
+                    raise BadSample(f"{what} file has changed since it was indexed: {shown(path)}; {_CHANGED}")
+                return file.pread(length, 0)
         except FileMissing as error:
             raise BadSample(f"{what} file missing: {shown(path)}") from error
-        try:
-            if file.size != length:
-                raise BadSample(f"{what} file has changed since it was indexed: {shown(path)}; {_CHANGED}")
-            return file.pread(length, 0)
-        finally:
-            file.close()
 
     def _container(self, sample: int) -> ByteFile:
         """The shard or row group that holds a sample; the last few stay open."""
@@ -381,9 +334,7 @@ class IndexedReader:
             if len(self._open) >= MAX_OPEN_FILES:
                 self._open.popitem(last=False)[1].close()
             if self.unpack is None:
-                shard = self.index.shards[number]
-                state = FileState(shard.location, shard.size, shard.version.partition(VERSION_SEPARATOR)[0])
-                self._open[number] = open_bytes(state, self.access)
+                self._open[number] = open_bytes(self.index.shards[number], self.access)
             else:
                 self._open[number] = self.unpack(self.index, sample)
         self._open.move_to_end(number)

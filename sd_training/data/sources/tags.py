@@ -30,9 +30,9 @@ from pydantic import BaseModel, Field, ValidationError
 from sd_training.config.data_schema import TagConfig
 from sd_training.data.samples.captions import with_score_tag
 from sd_training.data.sources.base import Report, Row, Shard
-from sd_training.data.sources.files import FileSource, local_folders
+from sd_training.data.sources.files import FileSource
 from sd_training.data.storage.byte_file import Access
-from sd_training.data.storage.locations import entries_of, exists, folders_below
+from sd_training.data.storage.locations import entries_of, folders_below
 from sd_training.errors import ConfigError, DataError
 
 METADATA = "metadata"
@@ -60,17 +60,16 @@ class TagSource(FileSource):
     Hidden files and folders are left out, links are followed, and a folder that cannot be read is an error.
 
     Args:
-        folders: roots, each with a folder `metadata`; paths in the JSON files start there.
-        access: of the images.
+        folders: absolute paths of roots, each with a folder `metadata`; paths in the JSON files start there.
         rules: which samples take part.
 
     Raises:
-        ConfigError: a folder is remote, or `aspect_range` is none.
+        ConfigError: `aspect_range` is none.
     """
 
-    def __init__(self, folders: Sequence[str], access: Access, rules: TagConfig) -> None:
-        super().__init__(access)
-        self.roots = [Path(folder) for folder in dict.fromkeys(local_folders(folders))]
+    def __init__(self, folders: Sequence[str], rules: TagConfig) -> None:
+        super().__init__(Access())
+        self.roots = list(dict.fromkeys(map(Path, folders)))
         sides = rules.aspect_range
         if len(sides) != 2 or not 0 < sides[0] <= sides[1] < math.inf:
             raise ConfigError(
@@ -83,54 +82,48 @@ class TagSource(FileSource):
     def identity(self) -> str:
         return json.dumps(["tags", list(map(str, self.roots)), rules_identity(self.rules)])
 
-    def base(self, shard: Shard) -> str:
-        """As `FileSource.base`."""
+    def image_root(self, shard: Shard) -> str:
+        """As `FileSource.image_root`."""
         return str(next(root for root in self.roots if Path(shard.location).is_relative_to(root / METADATA)))
 
     def shards(self) -> list[Shard]:
         """As `Source.shards`."""
-        shards: dict[str, Shard] = {}
-        for root in self.roots:
-            below = {shard.location: shard for shard in self._shards_below(root)}
-            if not below:
-                raise DataError(f"dataset.params.path: there is no .json file below '{root / METADATA}'")
-            shards |= below
+        shards, step = dict[str, Shard](), self.rules.consider_every_nth or 1
+        for metadata in (str(root / METADATA) for root in self.roots):
+            num_before = 0
+            for folder in folders_below(metadata) if os.path.exists(metadata) else ():
+                if files := _json_files(folder):
+                    states = [(file.name, file.stat()) for file in files]
+                    lines = "".join(f"{name}\n{state.st_size} {state.st_mtime_ns}\n" for name, state in states)
+                    version = hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
+                    if step > 1:  # which files are counted (`consider_every_nth`) depends on the other folders too
+                        version = f"{version} {num_before % step} of {step}"
+                    shards[folder] = Shard(folder, sum(state.st_size for _, state in states), version)
+                    num_before += len(files)
+            if not num_before:
+                raise DataError(f"dataset.params.path: there is no .json file below '{metadata}'")
         return list(shards.values())
-
-    def _shards_below(self, root: Path) -> Iterator[Shard]:
-        """The version says which files are counted (`consider_every_nth`): that depends on the other folders too."""
-        step, num_before = self.rules.consider_every_nth or 1, 0
-        for folder in folders_below(str(root / METADATA)) if exists(str(root / METADATA)) else ():
-            if files := _json_files(folder):
-                states = [(file.name, file.stat()) for file in files]
-                lines = "".join(f"{name}\n{state.st_size} {state.st_mtime_ns}\n" for name, state in states)
-                digest = hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
-                version = digest if step == 1 else f"{digest} {num_before % step} of {step}"
-                yield Shard(folder, sum(state.st_size for _, state in states), version)
-                num_before += len(files)
 
     def rows(self, shard: Shard, report: Report) -> Iterator[Row]:
         """As `FileSource.rows`."""
-        root, num_before = Path(self.base(shard)), int((shard.version.split(" ")[1:] or ["0"])[0])
+        root, num_before = Path(self.image_root(shard)), int((shard.version.split(" ")[1:] or ["0"])[0])
         names = every_nth([file.name for file in _json_files(shard.location)], self.rules, num_before)
 
-        def candidates() -> Iterator[tuple[tuple[str, TagRecord], str]]:
+        def candidates() -> Iterator[tuple[str, TagRecord, str]]:
             for path in (Path(shard.location, name) for name in names):
                 try:
                     record = read_tag_record(path.read_text(encoding="utf-8-sig", errors="replace"))
                     if (reason := rejection_reason(record, self.rules)) is not None:
                         raise ValueError(reason)
-                    yield (path.relative_to(root).as_posix(), record), record.path
+                    yield path.relative_to(root).as_posix(), record, record.path
                 except ValueError as error:
                     report(path.name, str(error))
 
-        for (key, record), path, info in self.measured(shard, candidates()):
+        for key, record, path, info in self.measured(shard, candidates(), report):
             reason = None
-            if info is not None and record.aspect_ratio is None and info.height:
+            if record.aspect_ratio is None and info.height:
                 reason = aspect_rejection(info.width / info.height, self.rules)
-            if info is None:
-                report(key, f"image missing: {path}")
-            elif reason is not None:
+            if reason is not None:
                 report(key, reason)
             else:
                 yield Row(key, info, {"score": float(record.score)}, path, caption=write_tags(record))

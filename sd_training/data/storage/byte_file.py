@@ -1,23 +1,19 @@
 """Random access to the bytes of one file: the contract of every kind of file, and the local kind.
 
-Reading is safe from several threads. `files` chooses the kind of a file and has the remote one; outputs of commands are
-in `pipe`.
+Reading is safe from several threads. `files` chooses the kind of a file, and has the remote one.
 """
 
 import io
 import os
-import stat
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
 
-from sd_training.data.storage.locations import local_path, shown
+from sd_training.data.storage.locations import shown
 from sd_training.errors import DataError
 
 READ_AHEAD_BYTES = 8 << 20
 """Bytes of a remote file that are fetched at once while it is read in small pieces."""
-_BLOCKS_KEPT = 4
 
 
 class FileMissing(DataError):
@@ -40,8 +36,7 @@ class Access:
     """Longest wait for an answer [s]."""
 
 
-@dataclass(frozen=True)
-class FileState:
+class FileState(NamedTuple):
     """Size and version of a file at one time."""
 
     location: str
@@ -80,10 +75,12 @@ class LocalFile:
     def __init__(self, path: str, location: str | None = None) -> None:
         self.location = path if location is None else location
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115  # until `close`
         except OSError as error:
-            raise _unreadable(self.location, error) from error
-        status = os.fstat(self._descriptor)
+            cannot_help = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+            kind = FileMissing if isinstance(error, cannot_help) else DataError
+            raise kind(f"'{shown(self.location)}' cannot be read: {error.strerror}") from error
+        status = os.fstat(self._file.fileno())
         self.size, self.version = status.st_size, str(status.st_mtime_ns)
 
     def pread(self, length: int, offset: int) -> bytes:
@@ -91,33 +88,24 @@ class LocalFile:
         data = b""
         try:
             while len(data) < length:  # one call reads at most 2 GiB, and less when a signal arrives
-                piece = os.pread(self._descriptor, length - len(data), offset + len(data))
+                piece = os.pread(self._file.fileno(), length - len(data), offset + len(data))
                 if not piece:
-                    raise DataError(
-                        f"'{shown(self.location)}' ends after {offset + len(data)} bytes, "
-                        f"{length} from {offset} were expected; it is truncated or has changed"
-                    )
+                    raise is_short(self.location, self.size, length, offset)
                 data += piece
         except OSError as error:
             raise DataError(f"'{shown(self.location)}' cannot be read at byte {offset}: {error.strerror}") from error
         return data
 
     def close(self) -> None:
-        """As `ByteFile.close`; a second call does nothing."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        """As `ByteFile.close`."""
+        self._file.close()
 
 
-def local_state(location: str) -> FileState:
-    """Size and version of a local file. Raises FileMissing or DataError."""
-    try:
-        status = os.stat(local_path(location))
-    except OSError as error:
-        raise _unreadable(location, error) from error
-    if stat.S_ISDIR(status.st_mode):
-        raise FileMissing(f"'{shown(location)}' is a folder, a file was expected")
-    return FileState(location, status.st_size, str(status.st_mtime_ns))
+def is_short(location: str, size: int, length: int, offset: int) -> DataError:
+    """The error about bytes that a file does not have."""
+    return DataError(
+        f"'{shown(location)}' has {size} bytes, {length} from {offset} were expected; it is truncated or has changed"
+    )
 
 
 def has_changed(location: str) -> DataError:
@@ -125,29 +113,19 @@ def has_changed(location: str) -> DataError:
     return DataError(f"'{shown(location)}' has changed since it was indexed; start again to index it anew")
 
 
-def _unreadable(location: str, error: OSError) -> DataError:
-    missing = isinstance(error, (FileNotFoundError, NotADirectoryError, PermissionError))
-    return (FileMissing if missing else DataError)(f"'{shown(location)}' cannot be read: {error.strerror}")
-
-
 class ReadAhead:
-    """A `ByteFile` that fetches whole blocks of another one and keeps the last few. `close` leaves that one open."""
+    """A `ByteFile` that fetches large blocks of another one, for one thread that reads it roughly in order. `close`
+    leaves that one open."""
 
     def __init__(self, file: ByteFile, block_bytes: int = READ_AHEAD_BYTES) -> None:
-        self.file, self.size, self._block_bytes = file, file.size, block_bytes
-        self._block = lru_cache(maxsize=_BLOCKS_KEPT)(self._fetch)
+        self.file, self.size = file, file.size
+        self._near = seekable(file, buffer_size=block_bytes)
 
     def pread(self, length: int, offset: int) -> bytes:
         """As `ByteFile.pread`."""
-        if offset < 0 or length > self._block_bytes or offset + length > self.size:
-            return self.file.pread(length, offset)
-        first, start = divmod(offset, self._block_bytes)
-        last = (offset + length - 1) // self._block_bytes
-        return b"".join(self._block(number) for number in range(first, last + 1))[start : start + length]
-
-    def _fetch(self, number: int) -> bytes:
-        start = number * self._block_bytes
-        return self.file.pread(min(self._block_bytes, self.size - start), start)
+        self._near.seek(offset)
+        data = self._near.read(length)
+        return data if len(data) == length else self.file.pread(length, offset)
 
     def close(self) -> None:
         """As `ByteFile.close`."""
@@ -161,8 +139,7 @@ def seekable(file: ByteFile, start: int = 0, length: int | None = None, buffer_s
         length: number of bytes; None: up to the end.
         buffer_size: bytes read at once.
     """
-    view = _View(file, start, file.size - start if length is None else length)
-    return io.BufferedReader(view, buffer_size)
+    return io.BufferedReader(_View(file, start, file.size - start if length is None else length), buffer_size)
 
 
 class _View(io.RawIOBase):

@@ -3,25 +3,27 @@
 Remote files are read through obstore. Every answer is checked: its length against the request, its version against the
 indexed file. A transient failure is retried `dataset.params.remote.num_retries` times. The retries are written here and
 obstore's are off, because its own do not cover answers of a wrong length and would multiply with these.
+
+The output of a `pipe:` command is kept as a file in the shard cache, and then indexed and read at random like any other
+shard. Commands run only where `dataset.params.allow_pipe` permits them (`data/sources/choose.py`): they are code, with
+the rights of the user who trains.
 """
 
+import hashlib
 import os
 import random
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from fnmatch import fnmatchcase
 from glob import has_magic
 from pathlib import Path
 from typing import Any, TypeVar
 
 import obstore
-from obstore.exceptions import (
-    BaseError,
-    NotSupportedError,
-    PermissionDeniedError,
-    PreconditionError,
-    UnauthenticatedError,
-)
+from obstore import exceptions
 
 from sd_training.data.storage.byte_file import (
     Access,
@@ -30,16 +32,18 @@ from sd_training.data.storage.byte_file import (
     FileState,
     LocalFile,
     has_changed,
-    local_state,
+    is_short,
 )
 from sd_training.data.storage.locations import PIPE, entries_of, is_remote, local_path, protocol_of, shown
 from sd_training.data.storage.object_store import FIRST_WAIT_S, LONGEST_WAIT_S, is_outage, open_store, reason_of
-from sd_training.data.storage.pipe import open_pipe, pipe_state
 from sd_training.data.storage.shard_cache import shard_cache
 from sd_training.errors import DataError, OutageError
 
 _CHUNK_BYTES = 1 << 20
+_STATES_AT_ONCE = 16
 _UNSATISFIABLE = "416 Range Not Satisfiable"
+_SHELL = ("bash", "-o", "pipefail", "-c")
+"""Without pipefail `aws s3 cp … - | zcat` succeeds when the first command fails (webdataset issue 411)."""
 T = TypeVar("T")
 
 
@@ -49,21 +53,21 @@ def file_state(location: str, access: Access) -> FileState:
     Raises:
         FileMissing: it does not exist, is not a file, or may not be read.
         OutageError: its server cannot be reached or fails, after all retries.
-        DataError: another failure.
+        DataError: another failure, such as that of a command.
         ConfigError: its protocol is unknown.
     """
     if location.startswith(PIPE):
-        return pipe_state(location, access)
-    return _remote_state(location, access) if is_remote(location) else local_state(location)
+        return _piped(location, access, lambda path: _output_state(location, path))
+    if is_remote(location):
+        return _remote_state(location, access)
+    with closing(LocalFile(local_path(location), location)) as file:
+        return FileState(location, file.size, file.version)
 
 
-def find_state(location: str, access: Access) -> FileState | None:
-    """As `file_state`, for a file that need not be there: None when it is missing or forbidden. (S3 answers
-    "forbidden" for missing files to those who may not list the bucket.)"""
-    try:
-        return file_state(location, access)
-    except FileMissing:
-        return None
+def file_states(locations: Sequence[str], access: Access) -> list[FileState]:
+    """As `file_state`, of several files at once."""
+    with ThreadPoolExecutor(_STATES_AT_ONCE) as pool:
+        return list(pool.map(lambda location: file_state(location, access), locations))
 
 
 def open_bytes(file: str | FileState, access: Access) -> ByteFile:
@@ -78,16 +82,43 @@ def open_bytes(file: str | FileState, access: Access) -> ByteFile:
             given state.
     """
     location = file if isinstance(file, str) else file.location
-    if location.startswith(PIPE):
-        return open_pipe(pipe_state(location, access) if isinstance(file, str) else file, access)
-    if is_remote(location):
-        state = _remote_state(location, access) if isinstance(file, str) else file
+    if location.startswith(PIPE) or is_remote(location):
+        state = file_state(location, access) if isinstance(file, str) else file
+        if location.startswith(PIPE):
+            return _piped(location, access, lambda path: LocalFile(str(path), location), state)
         return RangeFile(state, access) if access.mode == "range" else _cached(state, access)
     opened = LocalFile(local_path(location), location)
     if isinstance(file, FileState) and (opened.size, opened.version) != (file.size, file.version):
         opened.close()
         raise has_changed(location)
     return opened
+
+
+def _piped(location: str, access: Access, opener: Callable[[Path], T], state: FileState | None = None) -> T:
+    """The output of a command, which runs unless its output is cached.
+
+    Raises:
+        DataError: the command failed, or its output differs from `state`, the indexed one.
+    """
+
+    def run(path: Path) -> None:
+        with path.open("wb") as output:
+            command = (*_SHELL, location.removeprefix(PIPE))
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE)
+        if done.returncode:
+            last_line = " ".join(done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:])
+            raise DataError(f"'{shown(location)}' failed with exit status {done.returncode}: {last_line}")
+        if state is not None and _output_state(location, path) != state:
+            raise DataError(f"'{location}' writes other bytes than when it was indexed; start again to index it anew")
+
+    cache = shard_cache(access.cache_dir, access.cache_gib)
+    return cache.open(location, run, opener, None if state is None else state.size)
+
+
+def _output_state(location: str, path: Path) -> FileState:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileState(location, file.tell(), digest)
 
 
 class RangeFile:
@@ -99,12 +130,7 @@ class RangeFile:
     def pread(self, length: int, offset: int) -> bytes:
         """As `ByteFile.pread`. Raises OutageError, or DataError as for a server that does not send ranges."""
         if length < 0 or offset < 0 or offset + length > self.size:
-            raise DataError(
-                f"'{shown(self.state.location)}' has {self.size} bytes, {length} from {offset} were expected; "
-                "it is truncated or has changed"
-            )
-        if not length:
-            return b""
+            raise is_short(self.state.location, self.size, length, offset)
         options: Any = {"range": (offset, offset + length)}
         if self.state.version.startswith('"'):  # weak tags never match `If-Match` (RFC 9110, section 13.1.1)
             options["if_match"] = self.state.version
@@ -114,7 +140,7 @@ class RangeFile:
             _check_length(len(data), length)
             return data
 
-        return _retrying(self.state.location, self.access, read)
+        return _retrying(self.state.location, self.access, read) if length else b""
 
     def close(self) -> None:
         """As `ByteFile.close`."""
@@ -124,35 +150,17 @@ def _cached(state: FileState, access: Access) -> LocalFile:
     """A remote file as its copy in the shard cache. No request is made when that holds the file."""
 
     def download(path: Path) -> None:
-        """Goes on where a connection broke; only failures without progress count as attempts."""
-        done, is_whole = 0, False
-
-        def write() -> None:
-            nonlocal done, is_whole
-            done = 0 if is_whole else done
-            before, options = done, {"range": (done, state.size)} if done else None
-            try:
-                with path.open("r+b") as target:
-                    target.seek(done)
-                    for chunk in _get(state, access, options).stream(min_chunk_size=_CHUNK_BYTES):
-                        done += target.write(bytes(chunk))
-                if done == before:
-                    raise _WrongLength("the answer is empty")
-            except (OSError, BaseError) as error:
-                if isinstance(error, NotSupportedError) and done and not is_whole:  # once more, from the beginning
-                    is_whole = True
-                    raise _WrongLength("the connection broke, and the server sends no parts of files") from None
-                if (
-                    is_whole or done == before or (isinstance(error, OSError) and error.errno is not None)
-                ):  # of the disk
-                    raise
-
-        while done < state.size:
-            _retrying(state.location, access, write)
+        with path.open("wb") as target:
+            chunks = _get(state, access).stream(min_chunk_size=_CHUNK_BYTES)
+            _check_length(sum(target.write(bytes(chunk)) for chunk in chunks), state.size)
 
     key = "\n".join((state.location, str(state.size), state.version))
-    cache = shard_cache(access.cache_dir, access.cache_gib)
-    return cache.open(key, download, lambda path: LocalFile(str(path), state.location), state.size)
+    return shard_cache(access.cache_dir, access.cache_gib).open(
+        key,
+        lambda path: _retrying(state.location, access, lambda: download(path)),
+        lambda path: LocalFile(str(path), state.location),
+        state.size,
+    )
 
 
 def _get(state: FileState, access: Access, options: Any = None) -> Any:
@@ -173,12 +181,8 @@ def _remote_state(location: str, access: Access) -> FileState:
         store, path = open_store(location, 0, access.timeout_s)
         try:
             meta = obstore.get(store, path, options={"range": (0, 1)}).meta
-        except NotSupportedError:  # no ranges: the answer is the whole file, and its beginning is enough
+        except exceptions.NotSupportedError:  # no ranges: the answer is the whole file, and its beginning is enough
             meta = obstore.get(store, path).meta
-        except BaseError as error:
-            if _UNSATISFIABLE in str(error):  # an empty file has no first byte
-                return FileState(location, 0, "")
-            raise
         return FileState(location, meta["size"], _version(meta))
 
     return _retrying(location, access, look)
@@ -190,36 +194,35 @@ def _version(meta: Any) -> str:
     return meta.get("e_tag") or (str(modified) if modified.timestamp() else "")
 
 
-def list_folder(folder: str, access: Access, hidden: bool = False) -> tuple[list[str], list[str]]:
-    """Sorted paths or URLs of the files and of the folders directly in a folder; none where a bucket has no such one.
+def list_folder(folder: str, access: Access) -> tuple[list[str], list[str]]:
+    """Sorted paths or URLs of the files and of the folders directly in a folder, without hidden files; none where a
+    bucket has no such one.
 
     Raises:
-        DataError: a local folder cannot be read, a web server, which does not list files, or as `file_state`: a failed
-            listing is never taken for an empty one.
+        DataError: a local folder cannot be read, or as `file_state`: a failed listing is never taken for an empty one.
     """
     if not is_remote(folder):
-        entries = entries_of(folder, hidden)
+        entries = entries_of(folder)
         return [e.path for e in entries if not e.is_dir()], [e.path for e in entries if e.is_dir()]
     scheme, _, rest = folder.partition("://")
-    if protocol_of(folder) not in ("s3", "gs"):
-        raise DataError(
-            f"dataset.params.path: '{shown(folder)}': web servers do not list files; name them by braces, such as "
-            "shards/{000..099}.tar, or by a list"
-        )
     bucket, _, path = rest.partition("/")
     store, _ = open_store(f"{scheme}://{bucket}", 0, access.timeout_s)
     found = _retrying(folder, access, lambda: obstore.list_with_delimiter(store, path.strip("/") or None))
     files = sorted(f"{scheme}://{bucket}/{meta['path']}" for meta in found["objects"])
     folders = sorted(f"{scheme}://{bucket}/{prefix.rstrip('/')}" for prefix in found["common_prefixes"])
-    if not hidden:
-        files = [file for file in files if not file.rpartition("/")[2].startswith(".")]
-    return files, folders
+    return [file for file in files if not file.rpartition("/")[2].startswith(".")], folders
 
 
 def expand(pattern: str, access: Access) -> list[str]:
     """Sorted paths or URLs of the files and folders that an absolute pattern with `*`, `?` or `[…]` matches.
 
-    `*` matches no slash and no leading dot. Raises DataError as `list_folder` does."""
+    `*` matches no slash and no leading dot. Raises DataError as `list_folder` does, and of a web server, which does
+    not list files."""
+    if protocol_of(pattern) in ("http", "https"):
+        raise DataError(
+            f"dataset.params.path: '{shown(pattern)}': web servers do not list files; name them by braces, such as "
+            "shards/{000..099}.tar, or by a list"
+        )
     scheme, separator, rest = pattern.rpartition("://")
     first, *parts = rest.split("/")  # the bucket, or nothing before the first slash of a path
     found, is_listed = [f"{scheme}{separator}{first}"], False
@@ -230,7 +233,7 @@ def expand(pattern: str, access: Access) -> list[str]:
             continue
         matches: list[str] = []
         for folder in found if separator else filter(os.path.isdir, (folder or "/" for folder in found)):
-            files, folders = list_folder(folder, access, hidden=part.startswith("."))
+            files, folders = list_folder(folder, access)
             candidates = folders if number + 1 < len(parts) else files + folders
             matches += [path for path in candidates if fnmatchcase(path.rpartition("/")[2], part)]
         found = matches
@@ -257,7 +260,7 @@ def _retrying(location: str, access: Access, attempt: Callable[[], T]) -> T:
     while True:
         try:
             return attempt()
-        except (OSError, BaseError, _WrongLength) as error:
+        except (OSError, exceptions.BaseError, _WrongLength) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # of the disk; obstore's errors have no number
             failures += 1
@@ -271,12 +274,11 @@ def _explained(location: str, error: Exception, failures: int) -> DataError:
     name, reason = shown(location), reason_of(error)
     if isinstance(error, FileNotFoundError):
         return FileMissing(f"'{name}' cannot be read: does not exist")
-    if isinstance(error, (PermissionError, PermissionDeniedError, UnauthenticatedError)):
+    if isinstance(error, (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
         return FileMissing(f"'{name}' cannot be read: not allowed: {reason}; are the credentials right?")
-    if isinstance(error, PreconditionError) or _UNSATISFIABLE in str(error):
+    if isinstance(error, exceptions.PreconditionError) or _UNSATISFIABLE in str(error):
         return has_changed(location)
-    if isinstance(error, NotSupportedError):
-        needs = "which dataset.params.remote.mode=range and broken downloads need; set dataset.params.remote.mode=cache"
-        return DataError(f"the server of '{name}' sends no parts of files, {needs}")
+    if isinstance(error, exceptions.NotSupportedError):
+        return DataError(f"the server of '{name}' sends no parts of files; set dataset.params.remote.mode=cache")
     attempts = f" after {failures} attempts" if failures > 1 else ""
     return (OutageError if is_outage(error) else DataError)(f"'{name}' cannot be read{attempts}: {reason}")

@@ -65,12 +65,11 @@ def unreadable(error: OSError) -> DataError:
     )
 
 
-def entries_of(folder: str, hidden: bool = False) -> list[os.DirEntry[str]]:
-    """The entries of a folder, sorted by name. Raises DataError when it cannot be listed."""
+def entries_of(folder: str) -> list[os.DirEntry[str]]:
+    """The entries of a folder that are not hidden, sorted by name. Raises DataError when it cannot be listed."""
     try:
         with os.scandir(folder) as entries:
-            found = [entry for entry in entries if hidden or not entry.name.startswith(".")]
-            return sorted(found, key=lambda entry: entry.name)
+            return sorted((e for e in entries if not e.name.startswith(".")), key=lambda entry: entry.name)
     except OSError as error:
         raise unreadable(error) from error
 
@@ -92,18 +91,3 @@ def folders_below(root: str) -> Iterator[str]:
         if real not in seen:
             seen.add(real)
             yield folder
-
-
-def exists(path: str) -> bool:
-    """As `os.path.exists`, which reports a path in an unreadable folder as missing.
-
-    Raises:
-        DataError: a folder on the way to it cannot be entered.
-    """
-    try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise unreadable(error) from error
-    return True

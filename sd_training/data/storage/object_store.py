@@ -47,31 +47,26 @@ def open_store(url: str, num_retries: int, timeout_s: float) -> tuple[ObjectStor
     if scheme == "file":
         folder = Path(unquote(rest))
         return LocalStore(folder, mkdir=True, automatic_cleanup=True), ""
+    parts = urlsplit(url)
     if scheme in ("s3", "gs"):
         bucket, _, path = rest.partition("/")
-        return _client(f"{scheme}://{bucket}", num_retries, timeout_s, os.getpid()), path.rstrip("/")
-    parts = urlsplit(url)
-    if parts.query or "//" in parts.path:  # such a URL must reach the server as it is written
-        return _client(url, num_retries, timeout_s, os.getpid()), ""
-    return _client(f"{scheme}://{parts.netloc}", num_retries, timeout_s, os.getpid()), unquote(parts.path).strip("/")
+        root, path = f"{scheme}://{bucket}", path.rstrip("/")
+    elif parts.query or "//" in parts.path:  # such a URL must reach the server as it is written
+        root, path = url, ""
+    else:
+        root, path = f"{scheme}://{parts.netloc}", unquote(parts.path).strip("/")
+    return _client(root, num_retries, timeout_s, os.getpid()), path
 
 
 @lru_cache(maxsize=256)
 def _client(root: str, num_retries: int, timeout_s: float, pid: int) -> Any:
     """Cached by process: a forked one must not use its parent's."""
-    pause = {"init_backoff": timedelta(seconds=FIRST_WAIT_S), "max_backoff": timedelta(seconds=LONGEST_WAIT_S)}
+    first_wait, longest_wait, wait = (timedelta(seconds=s) for s in (FIRST_WAIT_S, LONGEST_WAIT_S, timeout_s))
+    transfer = timedelta(days=1)  # of a whole one; a slow one is no failure
+    backoff = {"init_backoff": first_wait, "max_backoff": longest_wait, "base": 2}
     settings: dict[str, Any] = {
-        "client_options": {
-            "allow_http": True,
-            "connect_timeout": timedelta(seconds=timeout_s),
-            "read_timeout": timedelta(seconds=timeout_s),
-            "timeout": timedelta(days=1),  # of a whole transfer; a slow one is no failure
-        },
-        "retry_config": {
-            "max_retries": num_retries,
-            "backoff": {**pause, "base": 2},
-            "retry_timeout": timedelta(days=1),
-        },
+        "client_options": {"allow_http": True, "connect_timeout": wait, "read_timeout": wait, "timeout": transfer},
+        "retry_config": {"max_retries": num_retries, "backoff": backoff, "retry_timeout": transfer},
     }
     scheme, _, bucket = root.partition("://")
     try:
@@ -86,27 +81,18 @@ def _client(root: str, num_retries: int, timeout_s: float, pid: int) -> Any:
 
 def _profile() -> dict[str, Any]:
     """Keys of `~/.aws` and of a profile, which obstore does not read, by boto3 where the environment has no keys."""
-    if os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE"):
-        return {}
     names = (("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), ("AWS_CONFIG_FILE", "~/.aws/config"))
     files = [os.path.expanduser(os.environ.get(variable) or default) for variable, default in names]
-    profile = os.environ.get("AWS_PROFILE")
-    if not profile and not any(map(os.path.exists, files)):
+    has_keys = os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE")
+    if has_keys or not any(map(os.path.exists, files)):
         return {}
     try:
-        from botocore.exceptions import BotoCoreError
         from obstore.auth.boto3 import Boto3CredentialProvider
-    except ImportError:
-        if profile:
-            raise ConfigError(
-                f"AWS_PROFILE: is {profile}, and reading profiles needs a package: pip install boto3"
-            ) from None
-        return {}
-    try:
+
         provider = Boto3CredentialProvider(ttl=_KEYS_KEPT)
-    except ValueError:  # no keys in these files
+    except (ImportError, ValueError):  # no boto3, or no keys in these files
         return {}
-    except BotoCoreError as error:
+    except Exception as error:  # botocore's, which is an optional package
         raise ConfigError(f"the keys of {' or '.join(files)} cannot be used: {redacted(str(error))}") from None
     if os.environ.get("AWS_REGION"):
         provider.config.pop("region", None)  # the file's region would win over the environment's
@@ -117,7 +103,8 @@ def reason_of(error: BaseException) -> str:
     """One line about a failure, without secrets and without obstore's dump of its own state."""
     text = str(error).partition("Debug source")[0]
     if any(service in text for service in _METADATA_SERVICES):
-        return "no credentials were found in the environment, in the provider's files or from this machine's role"
+        where = "the environment, the provider's files (~/.aws is read where boto3 is installed) or this machine's role"
+        return f"no credentials were found in {where}"
     return redacted(" ".join(text.split()))[:400] or type(error).__name__
 
 

@@ -1,17 +1,16 @@
 """A folder of bounded size that all processes of a machine share, for files that are costly to get.
 
-One file per key. Each file is made under a lock of its key, so that only one process makes it, as `<name>.partial`,
-and then renamed: a file without that ending is complete. The least recently used files are deleted to make room;
-processes that have such a file open can go on reading it. A crash leaves only partial files and free locks, which the
-next process removes.
+One file per key. Each file is made as `<name>.partial`, which its maker locks, so that only one process makes it, and
+then renamed: a file without that ending is complete. The least recently used files are deleted to make room; processes
+that have such a file open can go on reading it. Files that are being made count, and are not deleted: together they may
+take the folder over its limit. A crash leaves partial files without a lock, which the next process removes.
 """
 
 import fcntl
 import hashlib
 import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,11 +18,9 @@ from sd_training.data.storage.byte_file import FileMissing
 from sd_training.errors import DataError
 
 GIB = 1 << 30
-_WAIT_S = 0.05
-"""Between checks whether other processes have finished their files."""
 _REOPENED = 20
 """How often a file may be deleted between being found and being opened."""
-_DATA, _PARTIAL, _LOCK, _EVICT = ".data", ".partial", ".lock", "evict.lock"
+_DATA, _PARTIAL = ".data", ".partial"
 T = TypeVar("T")
 
 
@@ -43,22 +40,28 @@ class ShardCache:
 
         Args:
             key: any text; the same text must always mean the same bytes.
-            produce: writes the file to the path it is given, where an empty file is. Called by one process at a time.
-            size: of the file, when it is known [bytes]. Room is then made beforehand, the given file has this size and
-                should be overwritten in place, and a file of another size is an error.
+            produce: writes the file to the path it is given, where a file is that it must not replace by another one.
+                Called by one process at a time.
+            size: of the file, when it is known [bytes]. Room is then made beforehand; a file of another size is an
+                error, and one that is in the cache is made anew.
 
         Raises:
             DataError: the file is larger than the whole cache, or the folder cannot be written.
         """
         stem = str(self.folder / hashlib.sha256(key.encode()).hexdigest()[:32])
-        path = Path(stem + _DATA)
+        path, partial = Path(stem + _DATA), Path(stem + _PARTIAL)
         try:
-            if not _touch(path):
+            while not _found(path, size):
                 self._check_size(size or 0)
                 self.folder.mkdir(parents=True, exist_ok=True)
-                with _locked(Path(stem + _LOCK)):
-                    if not _touch(path):
-                        self._make(path, Path(stem + _PARTIAL), produce, size)
+                with partial.open("ab") as locked:
+                    fcntl.flock(locked, fcntl.LOCK_EX)
+                    try:
+                        # Who held the lock may have made the file, or failed and deleted this one.
+                        if _is_at(locked.fileno(), partial) and not path.exists():
+                            self._make(path, partial, produce, size)
+                    finally:  # a process forked meanwhile has a copy of the descriptor: closing ours would not unlock
+                        fcntl.flock(locked, fcntl.LOCK_UN)
         except OSError as error:
             raise DataError(f"the shard cache '{self.folder}' cannot be used: {error.strerror or error}") from error
         return path
@@ -78,55 +81,36 @@ class ShardCache:
         raise DataError(f"the shard cache '{self.folder}' is too small: raise dataset.params.remote.cache_gib")
 
     def _make(self, path: Path, partial: Path, produce: Callable[[Path], None], size: int | None) -> None:
-        """Makes the file; this process holds the lock of its key."""
-        self._reserve(partial, size)
+        """Makes the file; this process holds the lock of `partial`."""
         try:
+            os.truncate(partial, size or 0)  # other processes then count it
+            self._make_room()
             produce(partial)
             made = partial.stat().st_size
             if size is not None and made != size:
                 raise DataError(f"a file for the shard cache has {made} bytes instead of {size}")
             self._check_size(made)
-            with _locked(self.folder / _EVICT):
-                self._evict(made, partial)
-                partial.rename(path)
+            self._make_room()
+            partial.rename(path)
         finally:
             partial.unlink(missing_ok=True)
 
-    def _reserve(self, partial: Path, size: int | None) -> None:
-        """Makes room for `size` bytes, and puts an empty file of that size there, which other processes count."""
-        while True:
-            with _locked(self.folder / _EVICT):
-                self._sweep()
-                partial.write_bytes(b"")
-                if self._evict(size or 0, partial) or size is None:
-                    os.truncate(partial, size or 0)
-                    return
-            time.sleep(_WAIT_S)  # the rest belongs to files being made; each ends without waiting for room
-
-    def _evict(self, needed: int, own: Path) -> bool:
-        """Deletes files, least recently used first, until `needed` bytes fit. Returns whether they fit then."""
-        complete, total = [], needed
+    def _make_room(self) -> None:
+        """Deletes what crashed processes left, and then files, least recently used first, until the rest fits."""
+        complete, total = [], 0
         for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):
                 status = entry.stat()
-                total += status.st_size if entry.path != str(own) else 0
                 if entry.name.endswith(_DATA):
                     complete.append((status.st_mtime_ns, status.st_size, entry.path))
+                elif entry.name.endswith(_PARTIAL) and _is_left(Path(entry.path)):
+                    continue
+                total += status.st_size
         for _, size, path in sorted(complete):
             if total <= self.max_bytes:
                 break
             Path(path).unlink(missing_ok=True)
             total -= size
-        return total <= self.max_bytes
-
-    def _sweep(self) -> None:
-        """Removes what crashed processes left: partial files and lock files that no process holds."""
-        for entry in os.scandir(self.folder):
-            stem, ending = os.path.splitext(entry.path)
-            if ending in (_PARTIAL, _LOCK) and entry.name != _EVICT:
-                with _locked(Path(stem + _LOCK), wait=False) as is_mine:
-                    if is_mine:
-                        Path(stem + _PARTIAL).unlink(missing_ok=True)
 
     def _check_size(self, size: int) -> None:
         if size > self.max_bytes:
@@ -142,36 +126,32 @@ def shard_cache(cache_dir: Path | None, max_gib: float) -> ShardCache:
     return ShardCache(cache_dir or Path(base) / "sd_training" / "shards", max_gib)
 
 
-@contextmanager
-def _locked(path: Path, wait: bool = True) -> Iterator[bool]:
-    """Holds a lock file, which is deleted afterwards. Yields False when another process holds it and `wait` is off.
-
-    flock, unlike POSIX locks, also keeps threads of one process apart.
-    """
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), path.stat()):
-                    break
-        except BlockingIOError:
-            os.close(descriptor)
-            yield False
-            return
-        os.close(descriptor)  # its holder deleted this lock file, and others lock a new one
-    try:
-        yield True
-    finally:
-        path.unlink(missing_ok=True)
-        # Unlocked by name: a process forked meanwhile has a copy of the descriptor, and closing ours would not do.
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
-
-
-def _touch(path: Path) -> bool:
-    """Marks a file as used now. Returns whether it exists."""
+def _found(path: Path, size: int | None) -> bool:
+    """Marks a file as used now. Returns whether it exists; one of a wrong size is deleted."""
     with suppress(FileNotFoundError):
-        os.utime(path)
-        return True
+        if size is None or path.stat().st_size == size:
+            os.utime(path)
+            return True
+        path.unlink()
     return False
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    return False
+
+
+def _is_left(partial: Path) -> bool:
+    """Deletes a partial file that no process has locked. Returns whether it did."""
+    with partial.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        try:
+            if is_left := _is_at(file.fileno(), partial):
+                partial.unlink()
+            return is_left
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)

@@ -18,8 +18,7 @@ from sd_training.config.data_schema import TagConfig
 from sd_training.data.sources.arrow import ArrowSource
 from sd_training.data.sources.base import Source
 from sd_training.data.sources.choose import expand_shards
-from sd_training.data.sources.files import FolderSource
-from sd_training.data.sources.table import TABLE_EXTENSIONS, TableSource
+from sd_training.data.sources.files import TABLE_EXTENSIONS, FolderSource, TableSource
 from sd_training.data.sources.tags import TagSource
 from sd_training.data.sources.tar import TarSource
 from tests import makers
@@ -166,7 +165,7 @@ def open_huggingface(folder: Path) -> Source:
 
 def open_tags(folder: Path) -> Source:
     rules = TagConfig(abs_min_score=-1, min_score=-1, aspect_range=[0.1, 10])
-    return TagSource([str(folder)], ACCESS, rules)
+    return TagSource([str(folder)], rules)
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import os
 import resource
 import tarfile
@@ -15,13 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from sd_training.data.index.columns import MAX_FIELDS
 from sd_training.data.problems import BadSample
 from sd_training.data.samples import image as image_decode
 from sd_training.data.samples.image import FORMATS, ImageRules, decode, image_size
 from sd_training.data.sources import arrow as arrow_source
 from sd_training.data.sources import base
-from sd_training.data.sources import tar as tar_index
 from sd_training.data.sources.arrow import ArrowSource
 from sd_training.errors import DataError
 from tests import makers
@@ -69,24 +66,11 @@ def added_mib(act: Callable[[], Any]) -> float:
     return found
 
 
-@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK])
-def test_a_header_of_gibibytes_is_not_read(tmp_path: Path, kind: bytes) -> None:
-    def act() -> None:
-        assert (
-            "a header of 4,294,967,296 bytes"
-            in scan(tmp_path, tar_header("x", 4 * GIB, kind), size=5 * GIB).problems.text()
-        )
-
-    assert added_mib(act) < 50
-
-
 @pytest.mark.parametrize(
     "parts",
     [
         tar_member("x", pax_records([("a", "b")]), tarfile.XHDTYPE) * 3000,
         tar_member("x", b"name\0", tarfile.GNUTYPE_LONGNAME) * 3000,
-        b"".join(tar_member("x", pax_records([(f"k{i}", "v")]), tarfile.XGLTYPE) for i in range(3000)),
-        tar_member("x", pax_records([(f"k{i}", "v") for i in range(2000)]), tarfile.XGLTYPE),
         tar_member("x", pax_records([("GNU.sparse.major", "1"), ("GNU.sparse.minor", "0")]), tarfile.XHDTYPE)
         + tar_member("a.png", b"999999999999\n"),
         tar_member("x", pax_records([("GNU.sparse.map", "1,a")]), tarfile.XHDTYPE) + tar_member("a.png", b""),
@@ -125,29 +109,16 @@ def test_members_that_are_no_plain_files_are_ignored(tmp_path: Path, name: str, 
     assert reason in found.problems.text()
 
 
-def test_names_members_and_metadata_have_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    long = tar_member("x", b"n" * 5000 + b".png\0", tarfile.GNUTYPE_LONGNAME) + tar_member("x", GOOD)
-    assert "member with a long name ignored 1" in scan(tmp_path, tar_member("a.png", GOOD), long).problems.text()
+def test_texts_have_bounds(tmp_path: Path) -> None:
     text = scan(tmp_path, tar_member("a.png", GOOD), tar_member("a.txt", b"x" * (base.MAX_TEXT_BYTES + 1)))
-    assert "caption has too many bytes 1" in text.problems.text() and text.columns["at:caption_offset"].to_pylist() == [
-        -1
-    ]
-    many = [
-        tar_member(f"{i}.png", GOOD) + tar_member(f"{i}.json", json.dumps({f"{i} {j}": j for j in range(900)}).encode())
-        for i in range(5)
-    ]
-    found = scan(tmp_path, *many)
-    assert len([name for name in found.columns if name.startswith("number:")]) == MAX_FIELDS
-    assert "more than 1000 metadata fields 1" in found.problems.text()
-    monkeypatch.setattr(tar_index, "MAX_MEMBERS", 3)
-    found = scan(tmp_path, *(tar_member(f"{i}.png", GOOD) for i in range(5)))
-    assert len(found.samples) == 3 and "too many members" in found.problems.text()
+    assert "caption has too many bytes 1" in text.problems.text()
+    assert text.columns["at:caption_offset"].to_pylist() == [-1]
 
 
 def test_an_image_of_gibibytes_is_not_read(tmp_path: Path) -> None:
     def act() -> None:
         header = tar_header("a.png", 4 * GIB) + GOOD[:33] + (2**31 - 1).to_bytes(4, "big") + b"tEXt"
-        assert "image has too many bytes 1" in scan(tmp_path, header, size=4 * GIB + 4096).problems.text()
+        assert "image size cannot be told 1" in scan(tmp_path, header, size=4 * GIB + 4096).problems.text()
 
     assert added_mib(act) < 50
 
@@ -237,17 +208,7 @@ def parquet(path: Path, **columns: Any) -> ArrowSource:
 
 
 def test_parquet_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    many = {"image": pa.array([GOOD] * 100), "caption": pa.array(["word " * 1000] * 100)}
-    for name in ("caption", "m"):
-        long = {name: pa.DictionaryArray.from_arrays(pa.array([0] * 100, pa.int32()), pa.array(["c" * (2 << 20)]))}
-        source = parquet(tmp_path / f"{name}.parquet", **{**many, **long})
-        scan = source.scan(source.shards()[0])
-        assert scan.problems.counts["texts have too many bytes"] == 2
-        assert sum(column.nbytes for column in scan.columns.values()) < 2**20
-    source = parquet(tmp_path / "many.parquet", **many)
-    monkeypatch.setattr(base, "MAX_SHARD_BYTES", 400_000)
-    with pytest.raises(DataError, match=r"more than 400,000 bytes of captions and metadata; split it"):
-        source.scan(source.shards()[0])
+    source = parquet(tmp_path / "many.parquet", image=pa.array([GOOD] * 100), caption=pa.array(["word"] * 100))
     monkeypatch.setattr(arrow_source, "MAX_GROUP_BYTES", 1000)
     with pytest.raises(DataError, match=r"row group 0 .* unpacks to .* bytes, at most 1,000"):
         source.scan(source.shards()[0])

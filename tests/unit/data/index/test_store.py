@@ -7,8 +7,6 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from sd_training.config.plan import BatchPlan
@@ -137,24 +135,6 @@ def test_image_sizes_and_blocks(tmp_path: Path) -> None:
     assert index.numbers("width").tolist() == [50, 50, 0] * 2
     assert index.numbers("height").tolist() == [20, 20, 0] * 2
     assert index.numbers("block").tolist() == [0] * 3 + [1] * 3
-
-
-def test_the_table_beside_a_shard_is_its_metadata(tmp_path: Path) -> None:
-    """img2dataset writes one; the JSON members are then not read."""
-    shard = makers.write_shard(tmp_path / "00000.tar", makers.caption_samples(3))
-    table = {
-        "key": ["000000", "000001", "gone"],
-        "pwatermark": [0.25, None, 1.0],
-        "width": [7, 8, 9],
-        "height": [5, 6, 7],
-    }
-    pq.write_table(pa.table({**table, "similarity": [0.5, 0.75, 1.0]}), tmp_path / "00000.parquet")
-    index = tar_index([shard], ["pwatermark", "similarity"])
-    assert index.columns["number:similarity"].to_pylist() == [0.5, 0.75, None]
-    assert index.columns["number:pwatermark"].to_pylist() == [0.25, None, 0.2]  # the last one is from its JSON
-    assert index.numbers("width").tolist() == [7, 8, 40]
-    pq.write_table(pa.table({**table, "similarity": [0.1, 0.1, 0.1]}), tmp_path / "00000.parquet")
-    assert tar_index([shard], ["similarity"]).columns["number:similarity"].to_pylist() == [0.1, 0.1, None]
 
 
 def test_a_damaged_join_is_made_again(shards: list[Path]) -> None:

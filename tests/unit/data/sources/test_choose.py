@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.data.sources.choose import expand_shards
+from sd_training.config.data_schema import SourceParams
+from sd_training.data.sources.choose import expand_shards, make_source
 from sd_training.data.storage.byte_file import Access
 from sd_training.errors import ConfigError, DataError
 from tests.unit.data.locked_folder import locked
@@ -44,18 +45,12 @@ def test_list_keeps_its_order_and_duplicates_are_read_once(folder: Path) -> None
     assert names(shards) == ["002.tar", "000.tar", "001.tar"]
 
 
-def test_a_name_with_braces_that_exists_is_a_name(folder: Path) -> None:
-    (folder / "{a,b}.tar").write_bytes(b"")
-    assert names(expand_shards(f"{folder}/{{a,b}}.tar", ACCESS)) == ["{a,b}.tar"]
-
-
 @pytest.mark.parametrize(
     ("pattern", "said"),
     [
         ("none.tar", "does not exist"),
         ("x*.tar", "matches no file"),
-        ("{100..120}.tar", "nor do 20 more files of the pattern"),
-        ("{000..009}.tar", "nor do 6 more files of the pattern"),
+        ("00{2..9}.tar", "003.tar' does not exist"),
         ("{000..00", "cannot be expanded"),
     ],
 )
@@ -63,15 +58,15 @@ def test_what_is_missing_is_named(folder: Path, pattern: str, said: str) -> None
     with pytest.raises(DataError) as error:
         expand_shards(f"{folder}/{pattern}", ACCESS)
     assert said in str(error.value)
-    assert pattern in str(error.value)
     assert "dataset.params.path" in str(error.value)
 
 
 def test_empty_folder_and_empty_list(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no"):
         expand_shards(str(tmp_path), ACCESS)
-    with pytest.raises(DataError, match="is empty"):
-        expand_shards([], ACCESS)
+    for path in ([], ""):
+        with pytest.raises(DataError, match="is empty"):
+            make_source("WebDataset", SourceParams(path=path), ACCESS)
 
 
 def test_the_kind_of_files_in_a_folder(folder: Path) -> None:
@@ -130,9 +125,14 @@ def test_a_folder_gives_no_hidden_files_and_any_case(folder: Path) -> None:
 def test_shards_in_folders_below_are_named_by_a_pattern(folder: Path) -> None:
     (folder / "below" / "part").mkdir(parents=True)
     (folder / "below" / "part" / "1.tar").write_bytes(b"")
-    with pytest.raises(DataError, match=r"below' holds no \*\.tar file \(of folders below it, write '.*/\*/\*\.tar'\)"):
+    one_below = r"; folders below it hold 1, such as '.*part/1\.tar'; write '.*/below/\*\.tar' or '.*/below/\*/\*\.tar'"
+    with pytest.raises(DataError, match=rf"below' holds no \*\.tar file{one_below}"):
         expand_shards(f"{folder}/below", ACCESS)
     assert names(expand_shards(f"{folder}/below/*/*.tar", ACCESS)) == ["1.tar"]
+    (folder / "below" / "0.tar").write_bytes(b"")  # beside them, they would be left out silently
+    with pytest.raises(DataError, match=rf"below' holds 1 \*\.tar files{one_below}"):
+        expand_shards(f"{folder}/below", ACCESS)
+    assert names(expand_shards(f"{folder}/below/*.tar", ACCESS)) == ["0.tar"]
 
 
 @pytest.mark.parametrize("pattern", ["{}/locked", "{}/*/*.tar", "{}/loc*/x", "{}/locked/*"])

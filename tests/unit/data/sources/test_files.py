@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from sd_training.config.data_schema import SourceParams
 from sd_training.data.index.store import DatasetIndex, load_index
 from sd_training.data.problems import BadSample
+from sd_training.data.sources.choose import make_source
 from sd_training.data.sources.files import FolderSource
 from sd_training.errors import ConfigError, DataError
 from tests import makers
 from tests.unit.data.locked_folder import locked
+from tests.unit.data.making import ACCESS
 
 IMAGE = makers.encode(makers.picture(0))
 
@@ -140,12 +143,13 @@ def test_no_images(root: Path) -> None:
 
 def test_places_that_are_no_folders(root: Path) -> None:
     add(root, "1.jpg")
-    with pytest.raises(DataError, match=r"1\.jpg' is no folder"):
-        index_of(root / "1.jpg")
-    with pytest.raises(DataError, match=r"gone' is no folder"):
-        index_of(root / "gone")
-    with pytest.raises(ConfigError, match=r"'s3://bucket/set' is remote.*make_webdataset"):
-        FolderSource(["s3://bucket/set"]).shards()
+    for kind in ("ImageFolder", "TagFolder"):
+        with pytest.raises(DataError, match=r"1\.jpg' is no folder"):
+            make_source(kind, SourceParams(path=f"{root}/1.jpg"), ACCESS)
+        with pytest.raises(DataError, match=r"gone' does not exist"):
+            make_source(kind, SourceParams(path=f"{root}/gone"), ACCESS)
+        with pytest.raises(ConfigError, match=r"'s3://bucket/set' is remote.*make_webdataset"):
+            make_source(kind, SourceParams(path="s3://bucket/set"), ACCESS)
 
 
 def test_files_that_change_later_make_bad_samples(root: Path) -> None:

@@ -160,14 +160,6 @@ def test_columns_without_values_and_decimals(tmp_path: Path) -> None:
         reader.caption(0)
 
 
-def test_text_that_is_not_utf8_spoils_one_row_only(tmp_path: Path) -> None:
-    texts = pa.array([b"ok", b"caf\xe9", None]).view(pa.string())
-    columns = {"jpg": rows(3)["jpg"], "caption": texts, "lang": texts}
-    index, reader = opened(tmp_path, write(tmp_path / "a.parquet", columns), fields=("lang",))
-    assert [reader.caption(0), reader.caption(1)] == ["ok", "caf\ufffd"]
-    assert index.columns["text:lang"].to_pylist() == ["ok", "caf\ufffd", None]
-
-
 def test_a_caption_column_of_numbers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"column .caption. of .*a\.parquet is int64; it must hold texts"):
         opened(tmp_path, write(tmp_path / "a.parquet", {"jpg": rows(2)["jpg"], "caption": [1, 2]}))

@@ -105,21 +105,19 @@ def test_columns_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        (None, "not a folder written by save_to_disk"),
-        ("{", "is not JSON"),
-        ("[" * 200_000, "is not JSON"),
-        ("[]", "holds no JSON object"),
-        ({"a": 1}, "no Arrow file"),
+        (None, "not a folder written by save_to_disk .*one split"),
+        ("{", "does not name files as save_to_disk does"),
+        ("[" * 200_000, "does not name files"),
+        ("[]", "does not name files"),
+        ({"a": 1}, "does not name files"),
         ({"_data_files": []}, "no Arrow file"),
-        ({"_data_files": 5}, "'_data_files' must name Arrow files beside it"),
-        ({"_data_files": [1]}, "'_data_files' must name"),
-        ({"_data_files": [{"x": 1}]}, "'_data_files' must name"),
-        ({"_data_files": [{"filename": 5}]}, "No such file"),
-        ({"_data_files": [{"filename": "a\0"}]}, "'_data_files' must name"),
-        ({"_data_files": [{"filename": "\ud800"}]}, "'_data_files' must name"),
-        ({"_data_files": [{"filename": "../x.arrow"}]}, "'_data_files' must name"),
+        ({"_data_files": 5}, "does not name files"),
+        ({"_data_files": [{"x": 1}]}, "does not name files"),
+        ({"_data_files": [{"filename": 5}]}, "does not name files"),
+        ({"_data_files": [{"filename": "a\0"}]}, "does not name files"),
+        ({"_data_files": [{"filename": "\ud800"}]}, "does not name files"),
+        ({"_data_files": [{"filename": "../y.arrow"}]}, "set/y.arrow' cannot be read: No such file"),
         ({"_data_files": [{"filename": "gone.arrow"}]}, "No such file"),
-        ({"_data_files": [{"filename": "x.arrow"}], "_indices_data_files": [{"filename": "i"}]}, "save it again"),
         ({"_data_files": [{"filename": "x.arrow"}]}, "not a readable Arrow file"),
     ],
 )
@@ -130,19 +128,6 @@ def test_folders_that_cannot_be_read(tmp_path: Path, state: Any, said: str) -> N
         (tmp_path / "set" / "state.json").write_text(state if isinstance(state, str) else json.dumps(state))
     with pytest.raises(DataError, match=said):
         index_of(tmp_path / "set")
-
-
-def test_of_many_splits_some_are_named(tmp_path: Path) -> None:
-    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": [f"part{i}" for i in range(1000)]}))
-    with pytest.raises(DataError, match=r'holds several splits; add one to the path: .*"part9".*…$'):
-        index_of(tmp_path)
-
-
-def test_a_state_has_a_largest_size(tmp_path: Path) -> None:
-    (tmp_path / "state.json").write_bytes(b"{}")
-    os.truncate(tmp_path / "state.json", (16 << 20) + 1)
-    with pytest.raises(DataError, match=r"state\.json' is not JSON .*: 16,777,217 bytes, at most 16,777,216 are read"):
-        index_of(tmp_path)
 
 
 @pytest.mark.parametrize("cut", [3000, 8])
@@ -178,18 +163,11 @@ def test_a_path_that_vanishes_later_is_a_bad_sample(tmp_path: Path) -> None:
         image_and_caption(index, 0)
 
 
-def test_columns_without_values_views_and_text_that_is_not_utf8(tmp_path: Path) -> None:
-    images = [makers.encode(makers.picture(1, 40, 32)), makers.encode(makers.picture(2, 40, 32))]
-    texts = pa.array([b"ok", b"caf\xe9"]).view(pa.string())
-    columns = {"image": images, "text": texts, "lang": texts.cast(pa.large_binary()).view(pa.large_string())}
-    index = index_of(write_arrow(tmp_path / "a", pa.table(columns)), ("lang",))
-    assert image_and_caption(index, 1) == (images[1], ["caf\ufffd"])
-    assert index.columns["text:lang"].to_pylist() == ["ok", "caf\ufffd"]
-
+def test_columns_without_values(tmp_path: Path) -> None:
     cells = pa.array([{"bytes": None, "path": "1.jpg"}, None])
     assert pa.types.is_null(cells.type.field("bytes").type)
     folder = write_arrow(tmp_path / "b", pa.table({"image": cells, "text": pa.nulls(2)}))
-    (folder / "1.jpg").write_bytes(images[0])
+    (folder / "1.jpg").write_bytes(IMAGES[0])
     index = index_of(folder)
     assert len(index) == 1
     assert {reason for _, reason in named(index)} == {"image is empty", "caption is empty"}
@@ -306,7 +284,7 @@ def test_captions_and_metadata(tmp_path: Path) -> None:
 def test_splits_are_named(tmp_path: Path) -> None:
     part = datasets.Dataset.from_dict({"image": ["a.jpg"], "text": ["x"]})
     datasets.DatasetDict({"train": part, "test": part}).save_to_disk(str(tmp_path / "set"))
-    with pytest.raises(DataError, match=r'several splits; add one to the path: \["train", "test"\]'):
+    with pytest.raises(DataError, match="of a DatasetDict, name the folder of one split"):
         index_of(tmp_path / "set")
     (tmp_path / "set" / "train" / "a.jpg").write_bytes(IMAGES[0])
     assert image_and_caption(index_of(tmp_path / "set" / "train"), 0) == (IMAGES[0], ["x"])

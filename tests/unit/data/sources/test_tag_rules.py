@@ -19,7 +19,6 @@ from sd_training.data.sources.tags import (
     write_tags,
 )
 from sd_training.errors import ConfigError
-from tests.unit.data.making import ACCESS
 
 KINDLE = {
     "tags": ["oc:kindle", "oc", "kirin", "artist:lulubell", "oc only", "solo", "safe"],
@@ -165,7 +164,7 @@ def test_judged_by_names_exactly_what_judging_depends_on() -> None:
 @pytest.mark.parametrize("sides", [[2, 1], [1.0], [0.0, 1.0], [1.0, float("inf")], [float("nan"), 1.0]])
 def test_an_aspect_range_has_two_ends(sides: list[float]) -> None:
     with pytest.raises(ConfigError, match=r"dataset\.params\.tags\.aspect_range"):
-        TagSource(["/set"], ACCESS, TagConfig(aspect_range=sides))
+        TagSource(["/set"], TagConfig(aspect_range=sides))
 
 
 def written(**changes: Any) -> str:

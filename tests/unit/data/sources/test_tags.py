@@ -10,10 +10,10 @@ from sd_training.config.data_schema import TagConfig
 from sd_training.config.plan import BatchPlan
 from sd_training.data.index.store import load_index
 from sd_training.data.sources.tags import TagSource
-from sd_training.errors import ConfigError, DataError
+from sd_training.errors import DataError
 from tests import makers
 from tests.unit.data.locked_folder import locked
-from tests.unit.data.making import ACCESS, joined, stream, training_data
+from tests.unit.data.making import joined, stream, training_data
 
 RULES: dict[str, Any] = {"abs_min_score": 10, "min_score": 20, "aspect_range": [0.5, 2.0]}
 
@@ -51,7 +51,7 @@ def keys(source: TagSource) -> list[str]:
 
 def test_what_takes_part_and_what_is_named(root: Path) -> None:
     config = TagConfig(**RULES, tag_bonus_scores={"good": 10})
-    source = TagSource([str(root)], ACCESS, config)
+    source = TagSource([str(root)], config)
     index = load_index(source, None, ["score"])
     assert keys(source) == ["metadata/told.json", "metadata/a/1.json", "metadata/a/b/c/3.json"]
     assert index.columns["number:score"].to_pylist() == [50.0, 50.0, 15.0]
@@ -70,12 +70,12 @@ def test_every_nth_of_the_whole_list(root: Path) -> None:
     rules = TagConfig(abs_min_score=0, min_score=0, aspect_range=[0.1, 9.0], consider_every_nth=2)
     everything = ["broken", "gone", "low", "told", "wide", "a/1", "a/b/2", "a/b/c/3"]
     expected = [f"metadata/{name}.json" for name in everything[::2] if name != "broken"]
-    assert keys(TagSource([str(root)], ACCESS, rules)) == expected
+    assert keys(TagSource([str(root)], rules)) == expected
 
 
 def test_every_nth_does_not_depend_on_what_was_indexed_before(tmp_path: Path) -> None:
     rules = TagConfig(abs_min_score=0, min_score=0, aspect_range=[0.1, 9.0], consider_every_nth=2)
-    source = TagSource([str(tmp_path / "set")], ACCESS, rules)
+    source = TagSource([str(tmp_path / "set")], rules)
     for name in ("a/1", "a/2", "b/1", "b/2", "b/3"):
         add(tmp_path / "set", name, ["cat"])
     before = load_index(source, tmp_path / "old")
@@ -92,7 +92,7 @@ def test_many_folders_are_listed_once(tmp_path: Path, monkeypatch: pytest.Monkey
     listed: list[str] = []
     scandir = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path=".": listed.append(path) or scandir(path))
-    source = TagSource([str(tmp_path / "set")], ACCESS, TagConfig(**RULES, consider_every_nth=2))
+    source = TagSource([str(tmp_path / "set")], TagConfig(**RULES, consider_every_nth=2))
     load_index(source, tmp_path / "index")
     assert 20 <= len(listed) <= 80
 
@@ -101,17 +101,17 @@ def test_every_folder_must_have_metadata(root: Path, tmp_path: Path) -> None:
     (tmp_path / "empty" / "metadata").mkdir(parents=True)
     for wrong in ("empty", "gone"):
         with pytest.raises(DataError, match=rf"no \.json file below '.*{wrong}/metadata'"):
-            TagSource([str(root), f"{tmp_path}/{wrong}"], ACCESS, TagConfig()).shards()
+            TagSource([str(root), f"{tmp_path}/{wrong}"], TagConfig()).shards()
 
 
 def test_a_folder_that_cannot_be_read_is_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     locked(root / "metadata" / "a" / "locked", monkeypatch)
     with pytest.raises(DataError, match=r"'.*/a/locked' cannot be read: Permission denied"):
-        TagSource([str(root)], ACCESS, TagConfig()).shards()
+        TagSource([str(root)], TagConfig()).shards()
 
 
 def test_links_are_followed_and_hidden_files_left_out(root: Path, tmp_path: Path) -> None:
-    source = TagSource([str(root)], ACCESS, TagConfig(**RULES))
+    source = TagSource([str(root)], TagConfig(**RULES))
     before = keys(source)
     (root / "metadata" / "._told.json").write_text("{")
     (tmp_path / "disk").mkdir()
@@ -124,20 +124,20 @@ def test_links_are_followed_and_hidden_files_left_out(root: Path, tmp_path: Path
 def test_a_folder_given_twice_counts_once(root: Path) -> None:
     add(root / "inner", "1", ["cat"])
     rules = TagConfig(**RULES)
-    once = keys(TagSource([str(root)], ACCESS, rules)) + keys(TagSource([f"{root}/inner"], ACCESS, rules))
-    assert keys(TagSource([str(root), f"{root}/", f"{root}/inner"], ACCESS, rules)) == once
+    once = keys(TagSource([str(root)], rules)) + keys(TagSource([f"{root}/inner"], rules))
+    assert keys(TagSource([str(root), f"{root}/", f"{root}/inner"], rules)) == once
 
 
 def test_a_byte_order_mark_is_no_damage(root: Path) -> None:
     told = root / "metadata" / "told.json"
     told.write_bytes(b"\xef\xbb\xbf" + told.read_bytes())
-    assert "metadata/told.json" in keys(TagSource([str(root)], ACCESS, TagConfig(**RULES)))
+    assert "metadata/told.json" in keys(TagSource([str(root)], TagConfig(**RULES)))
 
 
 def test_other_rules_index_anew_and_a_changed_file_is_seen(root: Path) -> None:
-    strict = TagSource([str(root)], ACCESS, TagConfig(**{**RULES, "min_score": 45}))
+    strict = TagSource([str(root)], TagConfig(**{**RULES, "min_score": 45}))
     assert len(keys(strict)) == 2
-    assert len(keys(TagSource([str(root)], ACCESS, TagConfig(**{**RULES, "min_score": 12})))) == 4
+    assert len(keys(TagSource([str(root)], TagConfig(**{**RULES, "min_score": 12})))) == 4
     add(root, "a/b/2", ["dog"], score=80)
     assert "metadata/a/b/2.json" in keys(strict)
 
@@ -164,9 +164,4 @@ def test_a_fixed_choice_of_images(root: Path) -> None:
 
 def test_no_metadata_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no \.json file below '.*metadata'"):
-        TagSource([str(tmp_path)], ACCESS, TagConfig()).shards()
-
-
-def test_remote_folders_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'s3://bucket/set' is remote.*make_webdataset"):
-        TagSource(["s3://bucket/set"], ACCESS, TagConfig())
+        TagSource([str(tmp_path)], TagConfig()).shards()

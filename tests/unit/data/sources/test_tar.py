@@ -1,59 +1,19 @@
-import decimal
 import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from sd_training.config.data_schema import CaptionConfig
 from sd_training.config.filters import parse_filters
 from sd_training.data.index.columns import captions_in
 from sd_training.data.index.selection import select
-from sd_training.data.index.store import DatasetIndex
 from sd_training.data.problems import BadSample
 from sd_training.data.sources.tar import TarSource
 from tests import makers
 from tests.unit.data.making import ACCESS, tar_index
 
 KEYS = ["000000", "000001", "000002"]
-
-
-@pytest.fixture
-def shard(tmp_path: Path) -> Path:
-    return makers.write_shard(tmp_path / "00000.tar", makers.caption_samples(3))
-
-
-def with_table(shard: Path, **columns: Any) -> DatasetIndex:
-    """The index of a shard with a metadata table beside it."""
-    pq.write_table(pa.table(columns), shard.with_suffix(".parquet"))
-    return tar_index([shard], [name for name in columns if name != "key"])
-
-
-@pytest.mark.parametrize(
-    ("width", "expected"),
-    [([7, 8, 9], [7, 8, 9]), ([-5, 0, 9], [40, 40, 9]), ([1e300, 2.0**31, 9.0], [40, 40, 9])],
-)
-def test_sizes_of_the_table_count_where_they_can_be(shard: Path, width: list[float], expected: list[int]) -> None:
-    index = with_table(shard, key=KEYS, width=width, height=[6, 6, 6])
-    assert index.numbers("width").tolist() == expected
-
-
-def test_decimals_of_the_table(shard: Path) -> None:
-    index = with_table(shard, key=KEYS, score=[decimal.Decimal("0.5"), None, decimal.Decimal("1.25")])
-    assert index.columns["number:score"].to_pylist() == [0.5, None, 1.25]
-
-
-def test_keys_that_are_numbers(shard: Path) -> None:
-    index = with_table(shard, key=[2, 0, 1], similarity=[0.2, 0.0, 0.1])
-    assert index.columns["number:similarity"].to_pylist() == [0.0, 0.1, 0.2]
-    assert index.problems.total() == 0
-
-
-def test_a_table_of_other_samples_is_named(shard: Path) -> None:
-    index = with_table(shard, key=["a", "b"], similarity=[0.0, 0.1])
-    assert index.problems.text() == f"metadata table names no sample of its shard 1 (first: {shard})"
 
 
 def captions(shard: Path) -> list[str]:
@@ -74,13 +34,6 @@ def test_the_caption_of_the_metadata_where_there_is_no_text_member(tmp_path: Pat
     first, second, third = captions(shard)
     assert (first, second, captions_in(third)) == ("a red picture", "of the JSON", ["one", "two"])
     assert tar_index([shard]).numbers("caption_length").tolist() == [13, 11, 3, -1, -1]
-
-
-def test_captions_of_the_table_beside_a_shard(tmp_path: Path) -> None:
-    samples = [{name: sample[name] for name in ("__key__", "jpg")} for sample in makers.caption_samples(3)]
-    shard = makers.write_shard(tmp_path / "00000.tar", samples)
-    pq.write_table(pa.table({"key": KEYS, "caption": ["a", None, "c"]}), shard.with_suffix(".parquet"))
-    assert captions(shard) == ["a", "c"]
 
 
 def test_captions_that_are_not_utf8_are_none(tmp_path: Path) -> None:
