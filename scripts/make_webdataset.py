@@ -204,10 +204,9 @@ def write_shards(args: argparse.Namespace, scratch: Path) -> tuple[int, int, Pro
     args.out.mkdir(parents=True, exist_ok=True)
     if any(args.out.glob("*.tar")):
         raise ConfigError(f"--out: {args.out} has shards already; choose another folder or remove them")
-    problems = index.problems
     for reason in _FOUND_LATER:
-        problems.forget(reason)
-    skipped, samples, shards = list(problems.named()), 0, 0
+        index.problems.forget(reason)
+    skipped, samples, shards = list(index.problems.named()), 0, 0
     order = list(enumerate(sample_order(index, kind == "Parquet", args.shuffle)))
     parts = [order[start : start + args.samples_per_shard] for start in range(0, len(order), args.samples_per_shard)]
 
@@ -220,8 +219,8 @@ def write_shards(args: argparse.Namespace, scratch: Path) -> tuple[int, int, Pro
             skipped += found
             samples, shards = samples + len(part) - len(found), shards + (len(part) > len(found))
             for problem in found:
-                problems.add(problem)
-    return samples, shards, problems, skipped
+                index.problems.add(problem)
+    return samples, shards, index.problems, skipped
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -240,8 +239,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not samples:
         raise DataError(f"{args.input}: no sample can be used{left_out}. See {args.out / 'skipped.jsonl'}")
     print(f"{counted(samples, 'sample')} in {counted(shards, 'shard')} in {args.out}{left_out}")
-    print(f"check them:   python train.py config=YOUR.yaml dataset.params.path={args.out} --dry-run")
-    print(f"train:        python train.py config=YOUR.yaml dataset.params.path={args.out}")
+    print(f"train, or check with --dry-run:  python train.py config=YOUR.yaml dataset.params.path={args.out}")
 
 
 if __name__ == "__main__":

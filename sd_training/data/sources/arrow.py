@@ -62,7 +62,7 @@ class Columns(NamedTuple):
             image_names: usual names of the image column, the most likely one first; case does not matter.
 
         Raises:
-            ConfigError: a column is missing, the table's columns are named.
+            ConfigError: a column is missing, the table's columns are named; or both are the same.
         """
         known = {name.strip().lower(): name for name in reversed(names)}
 
@@ -75,7 +75,10 @@ class Columns(NamedTuple):
                 )
             return found
 
-        return one("image_column", self.image, image_names), one("caption_column", self.caption, _CAPTION_COLUMNS)
+        image = one("image_column", self.image, image_names)
+        if image == (caption := one("caption_column", self.caption, _CAPTION_COLUMNS)):
+            raise ConfigError(f"dataset.params.caption_column: {image!r} is the image column of {table} already")
+        return image, caption
 
 
 class ArrowSource:
