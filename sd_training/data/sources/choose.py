@@ -135,13 +135,13 @@ def expand_shards(
             problem = "the braces cannot be expanded; is one missing?"
             raise DataError(f"dataset.params.path: '{shown(entry)}': {problem}") from None
         for name in names:
-            found += [name] if is_command else _shards_of(name, access, tuple(extensions))
+            found += [name] if is_command else _shards_of(entry, name, access, tuple(extensions))
     return list(dict.fromkeys(found))
 
 
-def _shards_of(name: str, access: Access, extensions: tuple[str, ...]) -> list[str]:
-    """The file of a name, the files directly in a folder without hidden ones (macOS writes `._0.tar`), or those that
-    match a pattern."""
+def _shards_of(entry: str, name: str, access: Access, extensions: tuple[str, ...]) -> list[str]:
+    """What a name that `entry` stands for means: a file, the files directly in a folder but hidden ones (macOS writes
+    `._0.tar`), or those that match a pattern."""
     is_web = protocol_of(name) in ("http", "https")
     if is_web and not name.endswith("/") and "*" not in name.partition("?")[0]:  # `?` begins a query
         return [name]
@@ -150,7 +150,8 @@ def _shards_of(name: str, access: Access, extensions: tuple[str, ...]) -> list[s
         matches = expand(name, access)
     if not matches or (not exists and matches == [name]):
         state = "does not exist" if matches else "matches no file"
-        raise DataError(f"dataset.params.path: '{shown(name)}' {state}")
+        pattern = f"'{shown(entry)}': " if "{" in entry else ""
+        raise DataError(f"dataset.params.path: {pattern}'{shown(name)}' {state}")
     found: list[str] = []
     for match in matches:
         is_file = match.lower().endswith(extensions) if is_remote(match) else not os.path.isdir(match)

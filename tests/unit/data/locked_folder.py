@@ -1,5 +1,6 @@
 """A folder that may not be entered, also for root, who may enter all."""
 
+import builtins
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ def locked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("scandir", "stat", "listdir"):
         monkeypatch.setattr(os, name, _refusing(getattr(os, name), folder, enters=name == "stat"))
+    monkeypatch.setattr(builtins, "open", _refusing(builtins.open, folder, enters=True))
     return folder
 
 

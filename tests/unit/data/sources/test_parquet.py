@@ -3,6 +3,7 @@ import json
 import multiprocessing
 import resource
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,9 @@ def test_readers_travel_to_other_processes(tmp_path: Path, method: str) -> None:
     _, reader = opened(tmp_path, write(tmp_path / "a.parquet", rows(2 * GROUP)))
     reader.image(0)
     context = worker_context() if method == "loader" else multiprocessing.get_context(method)
-    with context.Pool(1) as pool:
-        assert pool.map(read_one, [(reader, 1), (reader, GROUP + 1)]) == [image(1), image(GROUP + 1)]
+    with ProcessPoolExecutor(1, mp_context=context) as pool:  # a Pool ends its processes by SIGTERM, which these block
+        found = list(pool.map(read_one, [(reader, 1), (reader, GROUP + 1)]))
+    assert found == [image(1), image(GROUP + 1)]
     assert len(list((tmp_path / "cache").glob("*.data"))) == 2
 
 
