@@ -210,7 +210,7 @@ def parquet(path: Path, **columns: Any) -> ArrowSource:
 def test_parquet_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = parquet(tmp_path / "many.parquet", image=pa.array([GOOD] * 100), caption=pa.array(["word"] * 100))
     monkeypatch.setattr(arrow_source, "MAX_GROUP_BYTES", 10)
-    with pytest.raises(DataError, match=r"row group 0 .* unpacks to .* bytes, at most 10,"):
+    with pytest.raises(DataError, match=r"row group 0 .* unpacks to .* bytes, at most 10 are"):
         source.scan(source.shards()[0])
 
 
