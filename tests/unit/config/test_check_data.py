@@ -1,5 +1,7 @@
 """Rules between the options of the data."""
 
+import pytest
+
 from tests.unit.config.loading import BASE, only
 
 MIX = "dataset.mix=[{{params: {{path: a.tar{more}}}, start_step: {start}}}]"
