@@ -8,10 +8,12 @@ whatever wraps or compiles the block afterwards sees an ordinary block.
 
 import os
 import shutil
+import sysconfig
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from importlib.util import find_spec
+from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
 
@@ -73,7 +75,7 @@ def require_compiler(accelerator: str) -> None:
         accelerator: "cpu" or "cuda".
 
     Raises:
-        ConfigError: no C++ compiler (CPU), or no Triton or C compiler (CUDA).
+        ConfigError: no C++ compiler (CPU), no Triton or C compiler (CUDA), or no header files of Python.
     """
     variable, *names = _COMPILERS["cuda" if accelerator == "cuda" else "cpu"]
     chosen = os.environ.get(variable)
@@ -82,6 +84,12 @@ def require_compiler(accelerator: str) -> None:
         raise ConfigError(
             f"trainer.compile: needs a {'C' if accelerator == 'cuda' else 'C++'} compiler, but {given} is found; "
             f"install one (Debian: apt-get install g++), name it in {variable}, or set trainer.compile=false"
+        )
+    headers = sysconfig.get_path("include")
+    if not Path(headers, "Python.h").is_file():
+        raise ConfigError(
+            f"trainer.compile: needs the header files of Python, but {headers} has no Python.h; install them (Debian: "
+            "apt-get install python3-dev) or set trainer.compile=false"
         )
     if accelerator == "cuda" and find_spec("triton") is None:
         raise ConfigError(

@@ -3,6 +3,8 @@
 import copy
 import filecmp
 import logging
+import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +209,17 @@ def test_a_missing_compiler_is_said_with_the_remedy(tmp_path: Path, monkeypatch:
         require_compiler("cpu")
     with pytest.raises(ConfigError, match="needs a C compiler, but none of gcc, clang, cc is found"):
         require_compiler("cuda")
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+def test_missing_headers_of_python_are_said_with_the_remedy(
+    accelerator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
+    monkeypatch.setenv("CC", sys.executable)
+    monkeypatch.setenv("CXX", sys.executable)
+    with pytest.raises(ConfigError, match=r"trainer.compile: needs the header files of Python, .*python3-dev.*=false"):
+        require_compiler(accelerator)
 
 
 def denoiser(family: str) -> torch.nn.Module:
