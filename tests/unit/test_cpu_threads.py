@@ -21,8 +21,10 @@ if __name__ == "__main__":
     share_cores(int(sys.argv[1]))
     here = f"{torch.get_num_threads()} {os.environ['OMP_NUM_THREADS']} {os.environ['OMP_WAIT_POLICY']}"
     code = "import os, torch; print(torch.get_num_threads(), os.environ['OMP_WAIT_POLICY'])"
-    with worker_context().Pool(1) as pool:
-        print(here, pool.apply(os.getenv, ["OMP_NUM_THREADS"]), flush=True)
+    pool = worker_context().Pool(1)
+    print(here, pool.apply(os.getenv, ["OMP_NUM_THREADS"]), flush=True)
+    pool.close()  # Pool.terminate would wait forever: a process of this server blocks SIGTERM
+    pool.join()
     os.execv(sys.executable, [sys.executable, "-c", code])
 """
 
