@@ -85,7 +85,9 @@ def _size_problems(config: Config) -> list[str]:
     except ConfigError as error:
         return error.problems
     path = config.model.pretrained or config.model.vae.pretrained
-    if path is None or os.path.isdir(path) or not (path.startswith(_PATH) or _model_problems(config)):
+    if path is None or any(os.path.exists(os.path.join(path, file)) for file in ("model_index.json", "config.json")):
+        return []
+    if not (path.startswith(_PATH) or _model_problems(config)):
         return []
     return size_problems(_USUAL_FACTOR, sizes)
 
