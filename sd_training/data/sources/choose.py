@@ -5,13 +5,14 @@ import glob
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
 import braceexpand
 
 from sd_training.config.data_schema import RemoteConfig, SourceParams
 from sd_training.config.paths import output_path
 from sd_training.data.sources.arrow import ArrowSource
-from sd_training.data.sources.base import Source
+from sd_training.data.sources.base import IMAGE_EXTENSIONS, Source
 from sd_training.data.sources.files import TABLE_EXTENSIONS, FolderSource, TableSource
 from sd_training.data.sources.tags import TagSource
 from sd_training.data.sources.tar import TarSource
@@ -28,8 +29,18 @@ SHARD_NOUNS = {
     "TagFolder": "folder",
 }
 """`dataset.type` → what its shards are called in reports, where that is not `shard`."""
+_NAMES_BELOW = 1000
+"""Names searched in the folders of a folder."""
 _FOLDERS = ("ImageFolder", "TagFolder", "HuggingFace")
 """Types whose paths are folders."""
+_TELLING = {
+    "HuggingFace": ("state.json", "dataset_dict.json"),
+    "WebDataset": (".tar",),
+    "Parquet": (".parquet",),
+    "Table": TABLE_EXTENSIONS,
+    "ImageFolder": tuple(f".{extension}" for extension in IMAGE_EXTENSIONS),
+}
+"""`dataset.type` → ends of file names that show it, the most telling first (images beside a table are its own)."""
 
 
 def access_of(remote: RemoteConfig) -> Access:
@@ -74,9 +85,24 @@ def path_problems(kind: str, params: SourceParams, access: Access) -> list[str]:
         try:
             if not path.startswith((PIPE, HUB)) and not is_remote(path):
                 make_source(kind, replace(params, path=path), access)
+                if os.path.isfile(local_path(path)) and (hint := _fitting_type(kind, path)):
+                    problems.append(f"dataset.params.path: '{path}' is no {kind} data{hint}")
         except UserError as error:
-            problems.append(str(error))
+            problems.append(f"{error}{_fitting_type(kind, path)}")
     return problems
+
+
+def _fitting_type(kind: str, path: str) -> str:
+    """The end of an error about data that is read as `kind`: which `dataset.type` a local file or folder looks like;
+    empty when it looks like `kind` or like none."""
+    root = local_path(path)
+    names = [os.path.basename(root)] if os.path.isfile(root) else sorted(glob.glob("*", root_dir=root))
+    names += sorted(islice(glob.iglob("*/*", root_dir=root), _NAMES_BELOW))
+    for fitting, ends in _TELLING.items():
+        if name := next((name for name in names if name.lower().endswith(ends)), None):
+            is_read = fitting == kind or (fitting, kind) == ("WebDataset", "ClassificationWebDataset")
+            return "" if is_read else f"; '{path}' holds {name}, which dataset.type={fitting} reads"
+    return ""
 
 
 def _entries(path: str | Sequence[str]) -> list[str]:
@@ -173,7 +199,6 @@ def _shards_in(folder: str, access: Access, extensions: tuple[str, ...]) -> list
         more = f"; folders below it hold {len(below)}, such as '{shown(min(below))}'" if below else ""
         remedy = f"; write '{shown(folder)}/*{extensions[0]}' or '{shown(folder)}/*/*{extensions[0]}', or both"
         raise DataError(
-            f"dataset.params.path: the folder '{shown(folder)}' holds {here}{more}"
-            f"{remedy if below else '; is dataset.type what is in it?'}"
+            f"dataset.params.path: the folder '{shown(folder)}' holds {here}{more}{remedy if below else ''}"
         )
     return shards

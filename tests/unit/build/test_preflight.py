@@ -1,5 +1,6 @@
 """Local files, hub ids and W&B's login, checked before torch is imported."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -85,12 +86,36 @@ def test_what_is_not_local_or_not_seen_at_a_glance_is_no_problem() -> None:
     assert report("dataset.params.path=pipe:cat x.tar") == []
 
 
-def test_data_that_holds_nothing_of_its_type(tmp_path: Path, images: Path) -> None:
-    for kind, said in {"WebDataset": "holds no *.tar file", "Parquet": "holds no *.parquet file"}.items():
-        (line,) = report(f"dataset.params.path={images}", f"dataset.type={kind}")
-        assert line == f"dataset.params.path: the folder '{images}' {said}; is dataset.type what is in it?"
-    (line,) = report(f"dataset.params.path={images}/0.png", "dataset.type=ImageFolder")
-    assert line.endswith("0.png' is no folder; dataset.type=ImageFolder reads folders")
+def test_data_of_another_type_is_recognised(tmp_path: Path, images: Path) -> None:
+    def hint(path: Path, kind: str) -> str:
+        lines = report(f"dataset.params.path={path}", f"dataset.type={kind}")
+        assert len(lines) <= 1, lines
+        return lines[0].rpartition("; ")[2] if lines else ""
+
+    assert hint(images, "WebDataset") == f"'{images}' holds 0.png, which dataset.type=ImageFolder reads"
+    assert hint(images, "Parquet").endswith("which dataset.type=ImageFolder reads")
+    assert hint(images, "ImageFolder") == ""
+    (tmp_path / "above").symlink_to(images.parent)
+    assert (
+        hint(tmp_path / "above", "Table")
+        == f"'{tmp_path}/above' holds images/0.png, which dataset.type=ImageFolder reads"
+    )
+    (images / "metadata.jsonl").write_text(json.dumps({"file_name": "0.png", "text": "a"}) + "\n")
+    assert hint(images, "WebDataset") == f"'{images}' holds metadata.jsonl, which dataset.type=Table reads"
+    assert hint(images / "metadata.jsonl", "WebDataset").endswith(
+        "holds metadata.jsonl, which dataset.type=Table reads"
+    )
+    assert hint(images / "metadata.jsonl", "ImageFolder").endswith("which dataset.type=Table reads")
+    shards = makers.caption_shards(tmp_path / "shards", shards=1, per_shard=1)
+    assert hint(shards, "ImageFolder") == ""  # the folder is there; that it has no image is found by the index
+    assert hint(shards, "Parquet") == f"'{shards}' holds 000.tar, which dataset.type=WebDataset reads"
+    assert hint(shards / "000.tar", "Table").endswith("which dataset.type=WebDataset reads")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "state.json").write_text("{}")
+    assert hint(saved, "WebDataset") == f"'{saved}' holds state.json, which dataset.type=HuggingFace reads"
+    (saved / "state.json").rename(saved / "notes")
+    assert hint(saved, "WebDataset").startswith(f"dataset.params.path: the folder '{saved}' holds no *.tar file")
 
 
 def test_what_a_model_path_should_have_been(tmp_path: Path, images: Path) -> None:
