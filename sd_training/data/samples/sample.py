@@ -21,7 +21,7 @@ from sd_training.data.order.order import generator
 from sd_training.data.problems import BadSample, SkippedSample, printable
 from sd_training.data.samples.captions import Encoded, Tokenizer
 from sd_training.data.samples.image import CropRequest, ImageRules, read_image
-from sd_training.errors import DataError
+from sd_training.errors import BadSamplesError, DataError
 from sd_training.types import LatentGrid, PixelBatch
 
 MAX_BAD_IN_ROW = 50
@@ -148,7 +148,7 @@ class TrainingSamples(Dataset[Example]):
             return Example(skipped, error=error)
         last = f"{skipped[-1].shard} {skipped[-1].key}: {skipped[-1].reason}"
         message = f"{MAX_BAD_IN_ROW} samples in a row could not be used; the last: {last}"
-        return Example(skipped, error=DataError(message))
+        return Example(skipped, error=BadSamplesError(message))
 
     def _read(self, request: SampleRequest, skipped: list[SkippedSample]) -> Example:
         """Raises BadSample or DataError."""
