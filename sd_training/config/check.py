@@ -322,7 +322,7 @@ def _sharding(config: Config) -> Iterator[str]:
     if model.train == "vae":
         yield f"model.train: vae is small and is trained with single or ddp, not with {name}"
     elif trainer.channels_last is True:
-        yield f"trainer.channels_last: {name} needs contiguous weights; use auto or false"
+        yield f"trainer.channels_last: true, but {name} shards contiguous weights only; use auto or false"
     if trainer.compile == "full":
         yield f"trainer.compile: full does not work with {name}; use blocks"
     elif trainer.compile and (deepspeed or mesh.tensor != 1):
