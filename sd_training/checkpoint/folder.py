@@ -184,14 +184,6 @@ def sealed_checkpoints(root: Path) -> list[Path]:
     return sorted(_folders(root, _SEALED_NAME), key=step_of)
 
 
-def has_ever_saved(root: Path) -> bool:
-    """Whether a checkpoint was ever finished, intact or damaged: then a fresh start would lose a run.
-
-    The answer is the same before, during and after `remove_leftovers`, so ranks may call it at different times.
-    """
-    return bool(sealed_checkpoints(root) or _folders(root, _DAMAGED_NAME))
-
-
 def last_saved_step(run_dir: Path) -> int | None:
     """Optimizer steps of the last checkpoint that was sealed for this run, whether or not it still exists; None when
     the folder has no record of one."""
