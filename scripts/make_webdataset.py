@@ -112,7 +112,7 @@ def encode_sample(
         number: float | None = index.columns[NUMBER + field][sample].as_py()
         if value is None and number is not None:
             value = int(number) if number.is_integer() else number
-        if value is not None:
+        if value is not None and value != caption:  # a table's column of captions
             metadata[field] = value
     metadata |= whole_json(source, index, sample)
     if resize is not None and min(image.size) > resize:
