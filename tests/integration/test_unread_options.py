@@ -26,6 +26,7 @@ OF_OTHER_CHOICES = {
     "dataset.params.class_mapping": "dataset.type=ClassificationWebDataset; an error without",
     "dataset.params.buckets.sizes": "buckets.mode=table; an error without",
     "dataset.params.allow_change": "a resumed run",
+    "experiment.allow_changed": "a resumed run",
     "distributed.reshard_after_forward": "fsdp; an error without",
     "distributed.offload_parameters": "fsdp, deepspeed_3; an error without",
     "distributed.dist_backend": "several processes",
