@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -269,7 +270,11 @@ def test_the_environment_chooses_a_mode_and_the_options_are_hyper_parameters(
     train(options(run_dir, pipeline_dir, shards_dir, experiment__num_examples_to_see=16))
     assert "wandb: " not in capfd.readouterr().err
     (offline,) = run_dir.glob("wandb/offline-run-*/*.wandb")
-    assert b'"learning_rate":0.001' in offline.read_bytes()
+    for _ in range(600):  # W&B's own process, which all tests here share, may still be writing
+        if is_written := b'"learning_rate":0.001' in offline.read_bytes():
+            break
+        time.sleep(0.1)
+    assert is_written
     shown = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     stored = HParamsPluginData.FromString(shown.summary_metadata["_hparams_/session_start_info"].plugin_data.content)
     options_shown = stored.session_start_info.hparams
