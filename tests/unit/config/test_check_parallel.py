@@ -57,7 +57,7 @@ def test_what_works_together(words: list[str]) -> None:
         (["distributed.strategy=deepspeed_2", "trainer.compile=true"], "trainer.compile: is not known to work"),
         (
             ["distributed.strategy=deepspeed_2", "trainer.channels_last=true"],
-            "trainer.channels_last: deepspeed_2 needs",
+            "trainer.channels_last: true, but deepspeed_2 shards",
         ),
         (
             ["distributed.strategy=deepspeed_3", "model.gradient_checkpointing=selective"],
