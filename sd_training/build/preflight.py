@@ -6,7 +6,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from sd_training.config.check import model_paths
+from sd_training.config.check import model_path_problems, model_paths
 from sd_training.config.data_schema import SourceParams
 from sd_training.config.fields import options, value_of
 from sd_training.config.schema import Config, WandbConfig
@@ -37,21 +37,24 @@ def local_problems(config: Config) -> list[str]:
 
 
 def _model_problems(config: Config) -> list[str]:
-    """Relative paths, which have more than the one slash of a hub id, and hub ids of `model.pretrained`, parts and
-    `ema.path`. The config's own check names other paths that do not exist, and those in `model.text_encoders` are
-    checked when they are loaded."""
-    problems: list[str | None] = []
-    for key, path in model_paths(config):
-        if os.path.exists(path) or path.startswith(_PATH):
-            continue
-        if path.count("/") > 1:
-            problems.append(f"{key}: {path!r} does not exist")
-        elif key in options():
-            from sd_training.hub import hub_problem  # its client takes a third of a second to import
+    """Problems that the config's own check leaves to this one. Paths in `model.text_encoders` are checked when they are
+    loaded."""
+    return [problem for key, path in model_paths(config) for problem in _hub_problems(config, key, path)]
 
-            revision = f"{key.rpartition('.')[0]}.revision"
-            problems.append(hub_problem(path, value_of(config, revision) if revision in options() else None, key))
-    return [problem for problem in problems if problem is not None]
+
+def _hub_problems(config: Config, key: str, path: str) -> list[str]:
+    """A relative path that does not exist (it has more than the one slash of a hub id), or a hub id without a model."""
+    if os.path.exists(path) or path.startswith(_PATH):
+        return []
+    if path.count("/") > 1:
+        return [f"{key}: {path!r} does not exist"]
+    if key not in options():
+        return []
+    from sd_training.hub import hub_problem  # its client takes a third of a second to import
+
+    revision = f"{key.rpartition('.')[0]}.revision"
+    problem = hub_problem(path, value_of(config, revision) if revision in options() else None, key)
+    return [] if problem is None else [problem]
 
 
 def _data_problems(config: Config) -> list[str]:
@@ -84,12 +87,10 @@ def _size_problems(config: Config) -> list[str]:
         sizes = training_sizes(config.dataset.params).sizes
     except ConfigError as error:
         return error.problems
-    path = config.model.pretrained or config.model.vae.pretrained
-    if path is None or any(os.path.exists(os.path.join(path, file)) for file in ("model_index.json", "config.json")):
-        return []
-    if not (path.startswith(_PATH) or _model_problems(config)):
-        return []
-    return size_problems(_USUAL_FACTOR, sizes)
+    named = {"model.pretrained", "model.vae.pretrained"}
+    autoencoder = [(key, path) for key, path in model_paths(config) if key in named]
+    is_mistake = any([*model_path_problems(config, *at), *_hub_problems(config, *at)] for at in autoencoder)
+    return size_problems(_USUAL_FACTOR, sizes) if is_mistake else []
 
 
 def chosen_mode(config: WandbConfig) -> str:

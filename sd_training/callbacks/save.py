@@ -36,7 +36,7 @@ from sd_training.checkpoint.save import (
 from sd_training.config.plan import counted
 from sd_training.config.schema import CheckpointConfig
 from sd_training.errors import SaveError
-from sd_training.export.pipeline import export_pipeline, keep_export
+from sd_training.export.pipeline import CURRENT, export_pipeline, keep_export
 from sd_training.incidents import write_incident
 from sd_training.log import get_logger, is_main_process
 from sd_training.parallel.strategies import strategy_of
@@ -102,7 +102,7 @@ class Save(OptimizerStepCallback):
     _pending_step: int = field(default=0, init=False)
     _failed_in_a_row: int = field(default=0, init=False)
     _upload: Future[None] | None = field(default=None, init=False)
-    _uploaded: Path | None = field(default=None, init=False)
+    _last_upload: Path | None = field(default=None, init=False)
     """The checkpoint of the newest upload; rotation leaves it."""
 
     @property
@@ -249,11 +249,11 @@ class Save(OptimizerStepCallback):
         """Collective: collects what is exported. The result, also collective, rotates and publishes it."""
         group, weights = strategy_of(trainer).cpu_group, full_export_weights(module, self.ema)
         exported = self.make_export(weights if trainer.is_global_zero else None)
-        config, newest, current = self.config, self._root / folder_name(step), self.run_dir / "current_pipeline"
+        config, newest, current = self.config, self._root / folder_name(step), self.run_dir / CURRENT
 
         def rotate_and_export() -> None:
             try:
-                kept = [self._uploaded] if self._uploaded else []
+                kept = [self._last_upload] if self._last_upload else []
                 rotate(self._root, config.keep, config.keep_best, config.best_by, newest, kept, self.run_lock)
             except OSError as error:  # what cannot be deleted now is deleted after a later save
                 log.warning(f"older checkpoints could not be deleted: {error}")
@@ -275,8 +275,8 @@ class Save(OptimizerStepCallback):
             return
 
         def upload() -> None:
-            while (newest := sealed_checkpoints(self._root)[-1:]) and newest[0] != self._uploaded:
-                self._uploaded = newest[0]
+            while (newest := sealed_checkpoints(self._root)[-1:]) and newest[0] != self._last_upload:
+                self._last_upload = newest[0]
                 mirror.send(newest[0], self.run_lock)
                 log.info(f"copied {newest[0].name} to {mirror.root}")
                 mirror.rotate(step_of(newest[0]), config.keep, config.keep_best, config.best_by, self.run_lock)

@@ -194,7 +194,7 @@ def _schedule(config: Config) -> Iterator[str]:
 
 def _paths(config: Config) -> Iterator[str]:
     for key, path in model_paths(config):
-        yield from _model_path(config, key, path)
+        yield from model_path_problems(config, key, path)
     for key in ("experiment.log_dir", "dataset.params.remote.cache_dir", "dataset.params.index_dir"):
         if (folder := value_of(config, key)) is not None and (problem := output_problem(folder)):
             yield f"{key}: {problem}"
@@ -211,8 +211,8 @@ def model_paths(config: Config) -> Iterator[tuple[str, str]]:
     yield from ((key, path) for key in keys if (path := value_of(config, key)) is not None)
 
 
-def _model_path(config: Config, key: str, text: str) -> Iterator[str]:
-    """A hub id cannot start like a path, so a path that does not exist is a mistake."""
+def model_path_problems(config: Config, key: str, text: str) -> Iterator[str]:
+    """A hub id cannot start like a path, so a path that does not exist is a mistake. Hub ids are not asked for here."""
     path = Path(text).absolute()
     if not path.exists():
         if text.startswith(("/", "./", "../", "~")):

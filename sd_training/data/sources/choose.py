@@ -12,8 +12,8 @@ import braceexpand
 from sd_training.config.data_schema import RemoteConfig, SourceParams
 from sd_training.config.paths import output_path
 from sd_training.data.sources.arrow import ArrowSource
-from sd_training.data.sources.base import IMAGE_EXTENSIONS, Source
-from sd_training.data.sources.files import TABLE_EXTENSIONS, FolderSource, TableSource
+from sd_training.data.sources.base import Source
+from sd_training.data.sources.files import IMAGE_SUFFIXES, TABLE_EXTENSIONS, FolderSource, TableSource
 from sd_training.data.sources.tags import TagSource
 from sd_training.data.sources.tar import TarSource
 from sd_training.data.storage.byte_file import Access
@@ -38,7 +38,7 @@ _TELLING = {
     "WebDataset": (".tar",),
     "Parquet": (".parquet",),
     "Table": TABLE_EXTENSIONS,
-    "ImageFolder": tuple(f".{extension}" for extension in IMAGE_EXTENSIONS),
+    "ImageFolder": IMAGE_SUFFIXES,
 }
 """`dataset.type` → ends of file names that show it, the most telling first (images beside a table are its own)."""
 

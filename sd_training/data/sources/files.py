@@ -28,12 +28,12 @@ from sd_training.data.storage.files import file_states, open_bytes
 from sd_training.data.storage.locations import entries_of, folders_below, shown
 from sd_training.errors import DataError
 
-_IMAGE_SUFFIXES = tuple(f".{extension}" for extension in base.IMAGE_EXTENSIONS)
+IMAGE_SUFFIXES = tuple(f".{extension}" for extension in base.IMAGE_EXTENSIONS)
 _OTHER_IMAGE_SUFFIXES = (".bmp", ".gif", ".tif", ".tiff", ".avif", ".heic", ".jxl")
 """Images that training cannot read; they are reported."""
 _PARTNERS = {"images": "captions", "img": "txt"}
 """A folder of images → the folder beside it that holds their captions."""
-_SUFFIXES = (*_IMAGE_SUFFIXES, *_OTHER_IMAGE_SUFFIXES, ".txt", ".json")
+_SUFFIXES = (*IMAGE_SUFFIXES, *_OTHER_IMAGE_SUFFIXES, ".txt", ".json")
 _MEASURED_AT_ONCE = 4096
 TABLE_EXTENSIONS = (".csv", ".tsv", ".jsonl", ".ndjson")
 _MAX_CELL = 1 << 24
@@ -107,12 +107,12 @@ class FolderSource(FileSource):
         for root in self.paths:
             listings = {folder: _list_files(folder) for folder in folders_below(root)}
             for folder, files in listings.items():
-                if folder not in shards and any(file.suffix in _IMAGE_SUFFIXES for file in files):
+                if folder not in shards and any(file.suffix in IMAGE_SUFFIXES for file in files):
                     partner = next((listings[p] for p in partner_folders(root, folder) if p in listings), None)
                     version = " ".join(_digest(listing) for listing in (files, partner) if listing is not None)
                     shards[folder] = Shard(folder, sum(file.size for file in [*files, *(partner or ())]), version)
         if not shards:
-            names = ", ".join(sorted(_IMAGE_SUFFIXES))
+            names = ", ".join(sorted(IMAGE_SUFFIXES))
             raise DataError(f"dataset.params.path: no image file ({names}) in or below {', '.join(self.paths)}")
         return list(shards.values())
 
@@ -134,7 +134,7 @@ class FolderSource(FileSource):
         for file in described.values():
             if file.suffix == ".txt" and file.stem not in stems:
                 report(file.name, "image missing")
-        images = ((file.name, file, file.name) for file in files if file.suffix in _IMAGE_SUFFIXES)
+        images = ((file.name, file, file.name) for file in files if file.suffix in IMAGE_SUFFIXES)
         for name, file, _, info in self.measured(shard, images, report):
             caption, length = None, -1
             if text := described.get(file.stem + ".txt"):

@@ -166,6 +166,26 @@ def test_a_misspelt_option_hides_no_mistake_in_a_model(tmp_path: Path, images: P
         assert option.startswith("optim: unknown option") and said in name and name.startswith("model.pretrained: ")
 
 
+def test_parts_in_folders_of_their_own_are_asked_for_their_factor_when_they_are_made(tmp_path: Path) -> None:
+    for part in ("vae", "unet"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "config.json").write_text("{}")
+    sizes = ["dataset.params.path=s3://bucket/0.tar", "dataset.params.resolution=36"]
+    parts = [
+        "model.pretrained=null",
+        f"model.unet.pretrained={tmp_path}",
+        "model.unet.subfolder=unet",
+        "model.noise_scheduler_training.target=DDPMScheduler",
+        "model.noise_scheduler_training.params={beta_start: 0.1}",
+        "model.text_encoder.target=CLIPTextModel",
+        "model.text_encoder.params={hidden_size: 8}",
+        "model.tokenizer.pretrained=someone/pipeline",
+    ]
+    assert report(*sizes, *parts, f"model.vae.pretrained={tmp_path}", "model.vae.subfolder=vae") == []
+    mistaken = report(*sizes, *parts, "model.vae.pretrained=./none")
+    assert [problem.split(":")[0] for problem in mistaken] == ["model.vae.pretrained", "dataset.params.resolution"]
+
+
 KEY = "0123456789abcdef0123456789abcdef01234567"
 ASKED = """
 from sd_training.build.preflight import missing_login
