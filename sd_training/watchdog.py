@@ -41,6 +41,10 @@ _NETWORK_ERROR = re.compile(
 """In the text of an error of torch: a collective, or the store of the processes, lost another process."""
 _NOTE_WAIT_S = 10.0
 """A process that fails because another one does waits this long for its note."""
+_FIRST_ENDS_S = 10.0
+"""The process that failed first has this long to print its traceback and to end before another one ends."""
+_LAUNCHER_LOOKS_S = 0.3
+"""torchrun looks ten times a second which processes have ended."""
 _MAX_REASON = 500
 """Characters of the first failure's text in another rank's message."""
 PEERS_S = 3.0
@@ -179,6 +183,8 @@ def exit_together(
             if other.status == EXIT_UNEXPECTED and first_failure.rank == int(other.rank == 0):
                 reason = " ".join(other.text.split())
                 log.error(f"rank {other.rank} failed first, so the others end too: {reason:.{_MAX_REASON}}")
+            if not is_child:
+                _wait_for_end(local_peers().get(other.rank))
             raise SystemExit(0 if is_child else other.status) from None
         write_torchrun_error(text)
         # A mistake that all ranks make is otherwise printed by rank 0, which has just left it to this rank.
@@ -191,6 +197,16 @@ def exit_together(
         if run_log is not None:
             run_log.add_exception(error)
         raise SystemExit(0 if is_child else status) from None
+
+
+def _wait_for_end(pid: int | None) -> None:
+    """Lets a process of this machine that failed first end first: torchrun takes the one whose end it sees first for
+    the cause."""
+    if pid is not None:
+        end_s = time.monotonic() + _FIRST_ENDS_S
+        while not _has_ended(pid) and time.monotonic() < end_s:
+            time.sleep(0.05)
+        time.sleep(_LAUNCHER_LOOKS_S)
 
 
 @dataclass

@@ -262,6 +262,7 @@ class Save(OptimizerStepCallback):
                 export_pipeline(exported, current, self.run_lock)
             else:
                 keep_export(exported, self.run_dir, step, self.run_lock)
+            self.run_lock.check()
             (self.run_dir / _EXPORTED_STEP_FILE).write_text(f"{step}\n", encoding="utf-8")
             log.info(f"saved step {step}: {newest} and {current}")
 

@@ -174,6 +174,17 @@ def test_a_peer_that_is_gone_without_a_word_is_named(
     assert end is not None and end.text == "it ended without a message"
 
 
+def test_the_first_to_fail_is_the_first_to_end(tmp_path: Path) -> None:
+    """torchrun names the one whose end it sees first, and that one may take a while to print its traceback."""
+    first, second = ends(tmp_path)
+    peer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(2)"])
+    second.claim(EXIT_UNEXPECTED, "RuntimeError: a defect")
+    together = exit_together(first, is_child=False, local_peers=lambda: {1: peer.pid})
+    with pytest.raises(SystemExit), together:
+        raise RuntimeError("NCCL error: remote process exited")
+    assert peer.poll() == 0
+
+
 def test_the_sentence_comes_from_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_log._console, "stream", console := io.StringIO())
     others = [FirstFailure(tmp_path, rank) for rank in range(3)]
