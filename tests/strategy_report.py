@@ -5,9 +5,7 @@ processes over gloo, and prints one table (docs/scaling.md).
 """
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from torch import Tensor
 from sd_training.checkpoint.save import open_checkpoint
 from sd_training.cli import run_cli
 from sd_training.errors import UserError
+from tests.faults.tiny_run import run_as_torchrun
 from tests.tiny_options import tiny_run_options
 from tests.tiny_parts import flux, save_picture_shards
 
@@ -105,7 +104,7 @@ def arguments(folder: Path, name: str, engine: Engine, steps: int, *, accumulati
         f"system.gradient_accumulation={accumulation}",
         "logging.every=1",
         f"validation.path={folder / 'held_out'}",
-        f"validation.every={steps // 2}",
+        f"validation.every={steps}",
         "validation.num_samples=9",  # batches that cannot be dealt out evenly
         "validation.num_levels=2",
         *engine.options,
@@ -120,15 +119,9 @@ def run_jobs(folder: Path, jobs: list[dict[str, object]], processes: int) -> Non
     """
     listing, log = folder / f"jobs_{processes}.json", folder / f"log_{processes}.txt"
     listing.write_text(json.dumps(jobs))
-    alone = [sys.executable, "-m", "tests.strategy_runs"]
-    several = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = alone if processes == 1 else [*several, "-m", "tests.strategy_runs"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with log.open("a") as stream:
-        ended = subprocess.run(
-            [*command, str(listing)], cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT
-        )
-    if ended.returncode:
+    words = ["tests.strategy_runs", str(listing)]
+    statuses = run_as_torchrun("tests.integration.training:run_module", words, log, processes, limit_s=7200)
+    if any(statuses):
         tail = "\n".join(log.read_text().splitlines()[-30:])
         raise UserError(f"a run with {processes} processes failed; see {log}\n{tail}")
 

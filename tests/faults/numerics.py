@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,10 +14,10 @@ from sd_training.config.schema import NumericsConfig
 from sd_training.errors import UserError
 from tests.faults.numeric_runs import Fault, Outcome, run_one, write_outcome
 from tests.faults.row import Row
+from tests.faults.tiny_run import run_as_torchrun
 from tests.strategy_report import make_models
 from tests.tiny_options import tiny_run_options
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 12
 BAD_STEP = 5
 SPIKE_STEPS = 90
@@ -82,12 +79,8 @@ def start_pair(folder: Path, jobs: list[Job]) -> None:
     listing, log = folder / "jobs.json", folder / "log.txt"
     described = [{"name": job.name, "argv": job.arguments(folder), "fault": asdict(job.fault)} for job in jobs]
     listing.write_text(json.dumps(described), encoding="utf-8")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [sys.executable, *torchrun, "-m", "tests.faults.numeric_runs", str(listing)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    with log.open("w") as stream:
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT)
-    if done.returncode:
+    words = ["tests.faults.numeric_runs", str(listing)]
+    if any(run_as_torchrun("tests.integration.training:run_module", words, log, 2, limit_s=7200)):
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
         raise UserError(f"the runs of two processes failed; see {log}\n{tail}")
 

@@ -7,12 +7,13 @@ import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.faults.fork_server import Child, ForkServer
+from tests.faults.fork_server import Child, ForkServer, shared_server
 from tests.free_port import free_port
 from tests.tiny_options import tiny_run_options
 
@@ -160,6 +161,22 @@ def run_to_end(server: ForkServer, run: TinyRun, ranks: int = 1, limit_s: float 
     statuses = [child.wait(limit_s) for child in run.start(server, ranks)]
     if statuses != [0] * ranks:
         raise RuntimeError(f"a run that nothing was done to ended with {statuses}:\n{tail(run.home / 'log.txt')}")
+
+
+def run_as_torchrun(target: str, words: list[str], log: Path, ranks: int, limit_s: float = 900) -> list[int | None]:
+    """Exit statuses of processes that see what torchrun shows its own. When one fails the others get SIGTERM.
+
+    They are forked from a server that has imported the trainer once: torchrun's would spend ten seconds each on that.
+    """
+    server = shared_server()
+    started = [server.start(target, words, log, {**os.environ, **own}) for own in as_torchrun(ranks)]
+    end_s = time.monotonic() + limit_s
+    while any(child.poll() is None for child in started) and time.monotonic() < end_s:
+        if any(child.poll() for child in started):
+            break
+        time.sleep(0.02)
+    stop_all(started, 60)
+    return [child.poll() for child in started]
 
 
 def stop_all(children: Sequence[Child], limit_s: float = 30) -> int:

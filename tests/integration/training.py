@@ -6,7 +6,6 @@ import runpy
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from sd_training.build.plan import make_plan
 from sd_training.build.run import Run, build_run
 from sd_training.checkpoint.save import open_checkpoint
 from sd_training.config.load import load_config
-from tests.faults.fork_server import shared_server
-from tests.faults.tiny_run import as_torchrun, stop_all
+from tests.faults.tiny_run import run_as_torchrun
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,10 +89,7 @@ def train(argv: list[str], *callbacks: pl.Callback) -> Run:
 
 
 def train_in_processes(argv: list[str], processes: int, module: str = "train", status: int = 0) -> str:
-    """The same in processes that see what torchrun shows its own; returns their output.
-
-    They are forked from a server that has imported the trainer once: torchrun's would spend ten seconds each on that.
-    When one fails the others get SIGTERM, as from torchrun.
+    """The same in several processes; returns their output.
 
     Args:
         module: run as `python -m` would.
@@ -102,20 +97,10 @@ def train_in_processes(argv: list[str], processes: int, module: str = "train", s
     """
     handle, name = tempfile.mkstemp(suffix=".log")
     os.close(handle)
-    log, server = Path(name), shared_server()
-    started = [
-        server.start("tests.integration.training:run_module", [module, *argv], log, {**os.environ, **own})
-        for own in as_torchrun(processes)
-    ]
-    end_s = time.monotonic() + 900
-    while any(child.poll() is None for child in started) and time.monotonic() < end_s:
-        if any(child.poll() for child in started):
-            break
-        time.sleep(0.02)
-    stop_all(started, 60)
+    log = Path(name)
+    statuses = run_as_torchrun("tests.integration.training:run_module", [module, *argv], log, processes)
     output = log.read_text(encoding="utf-8", errors="replace")
     log.unlink()
-    statuses = [child.poll() for child in started]
     assert int(any(statuses)) == status, f"{statuses}\n{output}"
     return output
 
