@@ -1,7 +1,9 @@
 """Checks of local files, hub ids and the login to Weights & Biases, made before torch is imported; their problems join
 those of the config."""
 
+import json
 import os
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -81,16 +83,23 @@ def _caption_problems(config: Config) -> list[str]:
 
 
 def _size_problems(config: Config) -> list[str]:
-    """Sizes that the usual autoencoder cannot take, where the model is a mistake itself; else its own one is asked when
-    it is made."""
+    """Sizes that the autoencoder cannot take: the one in a local folder, or the usual one where the model is a mistake
+    itself. A model on the hub is checked when it is made."""
     try:
         sizes = training_sizes(config.dataset.params).sizes
     except ConfigError as error:
         return error.problems
     named = {"model.pretrained", "model.vae.pretrained"}
     autoencoder = [(key, path) for key, path in model_paths(config) if key in named]
-    is_mistake = any([*model_path_problems(config, *at), *_hub_problems(config, *at)] for at in autoencoder)
-    return size_problems(_USUAL_FACTOR, sizes) if is_mistake else []
+    if any([*model_path_problems(config, *at), *_hub_problems(config, *at)] for at in autoencoder):
+        return size_problems(_USUAL_FACTOR, sizes)
+    own = config.model.vae.subfolder if config.model.pretrained is None else None
+    parts = [own] if own else ["vae", "."]
+    for file in (Path(path, part, "config.json") for _, path in autoencoder for part in parts):
+        # What is wrong with the file is named when the model is made.
+        with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+            return size_problems(2 ** (len(json.loads(file.read_bytes())["block_out_channels"]) - 1), sizes)
+    return []
 
 
 def chosen_mode(config: WandbConfig) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sd_training.build.plan import Plan
-from sd_training.callbacks.run_record import CONFIG
+from sd_training.callbacks.run_record import CONFIG, RunRecord
 from sd_training.checkpoint.folder import (
     folder_name,
     last_saved_step,
@@ -116,10 +116,7 @@ def find_start(plan: Plan, mirror: Mirror | None) -> Start:
     step, source = (step_of(own), str(own)) if own is not None else (-1, "")
     if mirror is not None and copies and copies[-1] > step:
         step, source = copies[-1], f"{mirror.root}/{folder_name(copies[-1])}"
-    try:
-        changed = changed_options((run_dir / CONFIG).read_text(encoding="utf-8"), plan.config)
-    except (OSError, UnicodeDecodeError):  # the options of the last start are unknown
-        changed = []
+    changed = changed_options(_previous_config(run_dir, own), plan.config)
     problems = refused_changes(changed, experiment.allow_changed, run_dir)
     if own is not None and source == str(own):
         problems += _state_problems(plan, own, bool(problems))
@@ -159,7 +156,7 @@ def own_run_dir(plan: Plan, mirror: Mirror | None) -> RunLock:
     beyond it."""
     if not is_main_process():
         return NO_LOCK
-    checkpoints = plan.run_dir / "checkpoints"
+    checkpoints, restored = plan.run_dir / "checkpoints", None
     try:
         plan.run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -170,12 +167,30 @@ def own_run_dir(plan: Plan, mirror: Mirror | None) -> RunLock:
         remove_leftovers(checkpoints)
         recover_exports(plan.run_dir)
         if mirror is not None:
-            mirror.restore(checkpoints, run_lock)
+            restored = mirror.restore(checkpoints, run_lock)
     except MirrorError as error:
         raise _unreadable(error) from error
     except OSError as error:
         raise SaveError(f"experiment.log_dir: {plan.run_dir} cannot be written: {error}") from error
+    changed = changed_options(_previous_config(plan.run_dir, restored), plan.config) if restored else []
+    if problems := refused_changes(changed, plan.config.experiment.allow_changed, plan.run_dir):
+        raise ConfigError(problems)
     return run_lock
+
+
+def _previous_config(run_dir: Path, checkpoint: Path | None) -> str:
+    """The configuration of the last start, or where its file is gone, of a checkpoint; empty where neither is known."""
+    try:
+        return (run_dir / CONFIG).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        pass
+    try:
+        record = (
+            {} if checkpoint is None else open_checkpoint(checkpoint).state["callbacks"].get(RunRecord.__name__, {})
+        )
+        return str(record.get(CONFIG, ""))
+    except CheckpointError:  # an older one is looked for when it is loaded
+        return ""
 
 
 def _unreadable(error: MirrorError) -> ConfigError | OutageError:

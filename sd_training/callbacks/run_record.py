@@ -47,6 +47,10 @@ class RunRecord(pl.Callback):
     banner: Callable[[int], str]
     """The block of lines for a start after so many optimizer steps; asked once data is open."""
 
+    def state_dict(self) -> dict[str, str]:
+        """The configuration goes with every checkpoint: a run that comes back from a mirror has no `config.yaml`."""
+        return {CONFIG: self.resolved_config}
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Rank 0 writes."""
         if not trainer.is_global_zero:

@@ -1,5 +1,6 @@
 """What is kept of a configuration: its text without secrets, and what a start changes against the start before it."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,8 +48,9 @@ def chosen_options(config: Config) -> dict[str, Any]:
 _EXPORTED: Mapping[str, str] = {
     "conditioning": "null_text",
     "model": (
-        "bf16_weights family noise_scheduler_training pretrained revision text_encoder text_encoder_2 text_encoder_3 "
-        "text_encoders tokenizer tokenizer_2 tokenizer_3 train transformer unet use_ema vae vae_scaling_factor"
+        "bf16_weights family noise_scheduler_inference noise_scheduler_training pretrained revision text_encoder "
+        "text_encoder_2 text_encoder_3 text_encoders tokenizer tokenizer_2 tokenizer_3 train transformer unet use_ema "
+        "vae vae_scaling_factor"
     ),
     "objective": "shift sigma_data",
 }
@@ -82,8 +84,14 @@ def differences(key: str, before: Any, now: Any) -> Iterator[Change]:
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         for number, (one, other) in enumerate(zip(before, now, strict=True)):
             yield from differences(f"{key}.{number}", one, other)
-    elif before != now:
+    elif before != now and not _is_same_folder(before, now):
         yield Change(key, before, now)
+
+
+def _is_same_folder(before: Any, now: Any) -> bool:
+    """Whether two texts are spellings of one local path, such as by a link."""
+    both = (before, now)
+    return all(isinstance(text, str) and os.path.exists(text) for text in both) and os.path.samefile(*both)
 
 
 def changed_options(previous: str, config: Config) -> list[Change]:

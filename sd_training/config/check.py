@@ -197,7 +197,8 @@ def _paths(config: Config) -> Iterator[str]:
         yield from model_path_problems(config, key, path)
     for key in ("experiment.log_dir", "dataset.params.remote.cache_dir", "dataset.params.index_dir"):
         if (folder := value_of(config, key)) is not None and (problem := output_problem(folder)):
-            yield f"{key}: {problem}"
+            hint = "; checkpoint.mirror copies the checkpoints of a run to an object store"
+            yield f"{key}: {problem}{hint if key == 'experiment.log_dir' and 'is a URL' in problem else ''}"
 
 
 def model_paths(config: Config) -> Iterator[tuple[str, str]]:

@@ -13,6 +13,8 @@ from sd_training.redaction import is_secret_name
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})", re.ASCII)
 """As `os.path.expandvars` finds them."""
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""Also with one slash, as `Path` would write it."""
 
 
 def output_problem(text: str) -> str:
@@ -25,8 +27,9 @@ def output_problem(text: str) -> str:
     expanded = os.path.expandvars(text)
     if "$" in expanded:
         return f"{text!r} is {expanded!r} with its variables; a path here cannot have a $"
-    if "://" in expanded:
-        return f"{text!r} is a URL, and files are written to local or mounted folders only"
+    if _URL.match(expanded):
+        remedy = "; write the path without file:" if expanded.startswith("file:") else ""
+        return f"{text!r} is a URL, and files are written to local or mounted folders only{remedy}"
     try:
         Path(expanded).expanduser()
     except RuntimeError:

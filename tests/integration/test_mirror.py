@@ -42,6 +42,18 @@ def test_a_lost_disk_costs_nothing(
     assert lost.keys() == whole.keys() and all(torch.equal(tensor, whole[name]) for name, tensor in lost.items())
 
 
+def test_what_comes_back_is_compared_with_the_options(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
+    """The run folder is gone, and with it the options of the last start; the checkpoint has them as well."""
+    (tmp_path / "store").mkdir()
+    argv = mirrored(tmp_path / "run", pipeline_dir, shards_dir, checkpoint__mirror=f"file://{tmp_path}/store")
+    train([*argv, "experiment.num_examples_to_see=32"])
+    shutil.rmtree(tmp_path / "run")
+    for _ in range(2):  # the second time, the checkpoint has been downloaded
+        with pytest.raises(ConfigError, match=r"model\.use_ema: was true at the last start of .* and is false now"):
+            train([*argv, "model.use_ema=false"])
+    assert train(argv).trainer.global_step == STEPS
+
+
 def test_a_mirror_that_fails_ends_no_run_and_is_told(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
     (tmp_path / "store").mkdir()
     store = f"file://{tmp_path}/store"

@@ -33,6 +33,7 @@ REFUSED: list[tuple[list[str], str]] = [
         "model.noise_scheduler_training.params.beta_end: was null",
     ),
     (["conditioning.null_text=empty"], "conditioning.null_text: was null at the last start"),
+    (["model.noise_scheduler_inference.target=DDIMScheduler"], "model.noise_scheduler_inference.target: was null"),
 ]
 
 
@@ -141,8 +142,10 @@ def test_an_average_ends_and_begins_where_asked(
     run_dir, allowed = tmp_path / "run", "experiment.allow_changed=[model.use_ema]"
     assert agrees(run_dir, "ema", 2) and not agrees(run_dir, "weights", 2)
     (run_dir / "config.yaml").unlink()  # as in a run that comes back from a mirror
-    with listening_to_the_log():
+    with pytest.raises(ConfigError, match=r"model\.use_ema: was true at the last start"):
         train([*again, "model.use_ema=false"])
+    with listening_to_the_log():
+        train([*again, "model.use_ema=false", allowed])
     assert "model.use_ema: the checkpoint's average is dropped" in caplog.text
     assert agrees(run_dir, "weights", 4)
     longer = [*again, "experiment.num_examples_to_see=48"]

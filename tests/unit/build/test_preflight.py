@@ -166,10 +166,21 @@ def test_a_misspelt_option_hides_no_mistake_in_a_model(tmp_path: Path, images: P
         assert option.startswith("optim: unknown option") and said in name and name.startswith("model.pretrained: ")
 
 
-def test_parts_in_folders_of_their_own_are_asked_for_their_factor_when_they_are_made(tmp_path: Path) -> None:
-    for part in ("vae", "unet"):
+def test_a_size_is_compared_with_the_autoencoder_in_the_folder(tmp_path: Path, images: Path) -> None:
+    """Also beside mistakes in the data: one report."""
+    (tmp_path / "model" / "vae").mkdir(parents=True)
+    (tmp_path / "model" / "model_index.json").write_text("{}")
+    (tmp_path / "model" / "vae" / "config.json").write_text('{"block_out_channels": [8, 8, 8]}')
+    words = [f"model.pretrained={tmp_path / 'model'}", "dataset.params.resolution=30"]
+    path, size = report(*words, f"dataset.params.path={tmp_path}/none")
+    assert path.endswith("/none' does not exist")
+    assert size.endswith("30 is not a multiple of the autoencoder's downscale factor 4; use 28 or 32")
+
+
+def test_the_autoencoder_among_parts_in_folders_of_their_own_counts(tmp_path: Path) -> None:
+    for part, settings in {"vae": '{"block_out_channels": [8, 8, 8]}', "unet": "{}"}.items():
         (tmp_path / part).mkdir()
-        (tmp_path / part / "config.json").write_text("{}")
+        (tmp_path / part / "config.json").write_text(settings)
     sizes = ["dataset.params.path=s3://bucket/0.tar", "dataset.params.resolution=36"]
     parts = [
         "model.pretrained=null",

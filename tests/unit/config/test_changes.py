@@ -57,6 +57,17 @@ def test_what_decides_the_export_exists_and_is_refused(tmp_path: Path) -> None:
     assert refused_changes(now, ["model.use_ema"], tmp_path) == []
 
 
+def test_another_spelling_of_a_folder_is_no_change(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text("{}")
+    (tmp_path / "link").symlink_to(tmp_path)
+    before = resolved_yaml(load_config([*BASE, f"model.pretrained={tmp_path}"]))
+    assert changed_options(before, load_config([*BASE, f"model.pretrained={tmp_path / 'link'}"])) == []
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / "model_index.json").write_text("{}")
+    assert len(changed_options(before, load_config([*BASE, f"model.pretrained={tmp_path / 'link'}"]))) == 1
+
+
 def test_a_permission_for_nothing_is_a_mistake() -> None:
     line = only(*BASE, "experiment.allow_changed=[model.use_emma]")
     assert line.startswith("experiment.allow_changed: 'model.use_emma' needs no permission or is unknown")

@@ -58,8 +58,10 @@ def test_good_configurations_pass_without_a_word(base: dict[str, str]) -> None:
         ({"distributed__dist_url": "tcp://host"}, "distributed.dist_url"),
         (
             {"experiment__log_dir": "gs://b/runs"},
-            "experiment.log_dir: 'gs://b/runs' is a URL, and files are written to",
+            "experiment.log_dir: 'gs://b/runs' is a URL, and files are written to local or mounted folders only; "
+            "checkpoint.mirror copies the checkpoints of a run to an object store",
         ),
+        ({"experiment__log_dir": "gs:/b/runs"}, "experiment.log_dir: 'gs:/b/runs' is a URL"),
         (
             {"experiment__log_dir": "$NOWHERE/runs"},
             "experiment.log_dir: '$NOWHERE/runs' names $NOWHERE, which is not set",
