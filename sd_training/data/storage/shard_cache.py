@@ -92,8 +92,9 @@ class ShardCache:
             self._check_size(made)
             self._make_room()
             partial.rename(path)
-        finally:
+        except BaseException:  # once it is renamed, a file of this name is that of the next process
             partial.unlink(missing_ok=True)
+            raise
 
     def _make_room(self) -> None:
         """Deletes what crashed processes left, and then files, least recently used first, until the rest fits."""

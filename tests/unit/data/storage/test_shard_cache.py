@@ -185,6 +185,21 @@ def test_never_two_producers_of_one_key_at_a_time(tmp_path: Path) -> None:
     assert most == [1]
 
 
+def test_what_the_next_one_has_begun_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may begin, and take its lock, as soon as the file that was made has its final name."""
+    rename = Path.rename
+
+    def rename_and_begin(partial: Path, target: Path) -> Path:
+        made = rename(partial, target)
+        partial.write_bytes(b"of the next one")
+        return made
+
+    monkeypatch.setattr(Path, "rename", rename_and_begin)
+    path = ShardCache(tmp_path, 1).get("key", lambda partial: partial.write_bytes(b"abc") and None)
+    assert path.read_bytes() == b"abc"
+    assert b"of the next one" in [file.read_bytes() for file in path.parent.iterdir()]
+
+
 def test_files_being_made_count_and_are_left_alone(tmp_path: Path) -> None:
     cache, half, go_on = ShardCache(tmp_path, 10 * KIB), threading.Event(), threading.Event()
 
