@@ -38,8 +38,8 @@ test: env slurm
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	SLURM_TEST_LOGS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
-	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n 3 -q $(NUMERICAL)
+	SLURM_TEST_LOGS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n auto --maxprocesses 4 -q $(NUMERICAL)
 
 slurm:
 	@if command -v slurmctld >/dev/null || [ -x /usr/sbin/slurmctld ]; then :; \

@@ -67,6 +67,7 @@ class _Console(logging.StreamHandler):
         return not is_for_file(record) and (record.levelno >= logging.ERROR or is_main_process())
 
     def emit(self, record: logging.LogRecord) -> None:
+        """To the console."""
         try:
             if self.write_beside is None:
                 self.stream.write(self.format(record) + self.terminator)

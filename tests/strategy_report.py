@@ -104,7 +104,7 @@ def arguments(folder: Path, name: str, engine: Engine, steps: int, *, accumulati
         f"system.gradient_accumulation={accumulation}",
         "logging.every=1",
         f"validation.path={folder / 'held_out'}",
-        f"validation.every={steps}",
+        f"validation.every={steps // 2}",
         "validation.num_samples=9",  # batches that cannot be dealt out evenly
         "validation.num_levels=2",
         *engine.options,
@@ -120,7 +120,7 @@ def run_jobs(folder: Path, jobs: list[dict[str, object]], processes: int) -> Non
     listing, log = folder / f"jobs_{processes}.json", folder / f"log_{processes}.txt"
     listing.write_text(json.dumps(jobs))
     words = ["tests.strategy_runs", str(listing)]
-    statuses = run_as_torchrun("tests.integration.training:run_module", words, log, processes, limit_s=7200)
+    statuses = run_as_torchrun(words, log, processes, limit_s=7200)
     if any(statuses):
         tail = "\n".join(log.read_text().splitlines()[-30:])
         raise UserError(f"a run with {processes} processes failed; see {log}\n{tail}")

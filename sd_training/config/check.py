@@ -21,7 +21,7 @@ from sd_training.config.model_schema import (
     is_set,
 )
 from sd_training.config.objective_schema import ObjectiveConfig, with_preset
-from sd_training.config.paths import output_problem
+from sd_training.config.paths import is_url, output_problem
 from sd_training.config.schema import MESH_AXES, SECTIONS, Config, DistributedConfig, warmup_length
 
 SHARDED_OPTIMIZERS = ("adamw", "lion")
@@ -198,7 +198,7 @@ def _paths(config: Config) -> Iterator[str]:
     for key in ("experiment.log_dir", "dataset.params.remote.cache_dir", "dataset.params.index_dir"):
         if (folder := value_of(config, key)) is not None and (problem := output_problem(folder)):
             hint = "; checkpoint.mirror copies the checkpoints of a run to an object store"
-            yield f"{key}: {problem}{hint if key == 'experiment.log_dir' and 'is a URL' in problem else ''}"
+            yield f"{key}: {problem}{hint if key == 'experiment.log_dir' and is_url(folder) else ''}"
 
 
 def model_paths(config: Config) -> Iterator[tuple[str, str]]:

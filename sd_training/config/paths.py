@@ -13,8 +13,8 @@ from sd_training.redaction import is_secret_name
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})", re.ASCII)
 """As `os.path.expandvars` finds them."""
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""Also with one slash, as `Path` would write it."""
+_URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:/|://")
+"""Also with one slash, as `Path` would write it, and after a folder that was put before it."""
 
 
 def output_problem(text: str) -> str:
@@ -27,7 +27,7 @@ def output_problem(text: str) -> str:
     expanded = os.path.expandvars(text)
     if "$" in expanded:
         return f"{text!r} is {expanded!r} with its variables; a path here cannot have a $"
-    if _URL.match(expanded):
+    if is_url(expanded):
         remedy = "; write the path without file:" if expanded.startswith("file:") else ""
         return f"{text!r} is a URL, and files are written to local or mounted folders only{remedy}"
     try:
@@ -35,6 +35,11 @@ def output_problem(text: str) -> str:
     except RuntimeError:
         return f"{text!r} begins with ~ and a user that this machine does not know"
     return ""
+
+
+def is_url(text: str) -> bool:
+    """Whether a path to write to, with its variables expanded, is the URL of another place."""
+    return _URL.search(os.path.expandvars(text)) is not None
 
 
 def output_path(text: str) -> Path:

@@ -80,7 +80,7 @@ def start_pair(folder: Path, jobs: list[Job]) -> None:
     described = [{"name": job.name, "argv": job.arguments(folder), "fault": asdict(job.fault)} for job in jobs]
     listing.write_text(json.dumps(described), encoding="utf-8")
     words = ["tests.faults.numeric_runs", str(listing)]
-    if any(run_as_torchrun("tests.integration.training:run_module", words, log, 2, limit_s=7200)):
+    if any(run_as_torchrun(words, log, 2, limit_s=7200)):
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
         raise UserError(f"the runs of two processes failed; see {log}\n{tail}")
 

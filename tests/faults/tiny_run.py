@@ -5,8 +5,10 @@ import hashlib
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -163,13 +165,27 @@ def run_to_end(server: ForkServer, run: TinyRun, ranks: int = 1, limit_s: float 
         raise RuntimeError(f"a run that nothing was done to ended with {statuses}:\n{tail(run.home / 'log.txt')}")
 
 
-def run_as_torchrun(target: str, words: list[str], log: Path, ranks: int, limit_s: float = 900) -> list[int | None]:
-    """Exit statuses of processes that see what torchrun shows its own. When one fails the others get SIGTERM.
+RUN_MODULE = f"{__name__}:run_module"
+"""For `ForkServer.start`."""
+
+
+def run_module(words: list[str]) -> None:
+    """In a forked process: `python -m words[0] words[1] …`."""
+    import torch
+
+    torch.set_num_threads(1)
+    sys.argv = list(words)
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
+def run_as_torchrun(words: list[str], log: Path, ranks: int, limit_s: float = 900) -> list[int | None]:
+    """Exit statuses of `python -m words[0] words[1] …` in processes that see what torchrun shows its own. When one
+    fails the others get SIGTERM.
 
     They are forked from a server that has imported the trainer once: torchrun's would spend ten seconds each on that.
     """
     server = shared_server()
-    started = [server.start(target, words, log, {**os.environ, **own}) for own in as_torchrun(ranks)]
+    started = [server.start(RUN_MODULE, words, log, {**os.environ, **own}) for own in as_torchrun(ranks)]
     end_s = time.monotonic() + limit_s
     while any(child.poll() is None for child in started) and time.monotonic() < end_s:
         if any(child.poll() for child in started):

@@ -128,7 +128,13 @@ def test_two_processes_save_at_an_exception_of_both(pipeline_dir: Path, shards_d
 
 @pytest.mark.parametrize(
     ("rank", "how", "strategy"),
-    [("0", "raise", "ddp"), ("1", "backward", "fsdp"), ("0", "exit", "ddp"), ("1", "exit", "fsdp")],
+    [
+        ("1", "raise", "ddp"),
+        ("0", "raise", "fsdp"),
+        ("1", "backward", "fsdp"),
+        ("0", "exit", "ddp"),
+        ("1", "exit", "fsdp"),
+    ],
 )
 def test_who_ends_alone_is_named_in_one_sentence(
     pipeline_dir: Path, shards_dir: Path, tmp_path: Path, rank: str, how: str, strategy: str

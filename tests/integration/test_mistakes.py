@@ -16,6 +16,7 @@ from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
 from tests import makers
 from tests.faults.fork_server import shared_server
+from tests.faults.tiny_run import RUN_MODULE
 from tests.integration.training import ROOT, options
 
 
@@ -23,7 +24,7 @@ def started(argv: list[str], *more: str) -> tuple[int | None, str]:
     """Status and output of `python -m train`."""
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
         words = ["train", *argv, "trainer.accelerator=cpu", *more]
-        child = shared_server().start("tests.integration.training:run_module", words, Path(log.name), os.environ)
+        child = shared_server().start(RUN_MODULE, words, Path(log.name), os.environ)
         return child.wait(900), log.read()
 
 

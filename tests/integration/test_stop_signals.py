@@ -23,6 +23,7 @@ from sd_training.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from sd_training.log import RunLog
 from sd_training.signals import StopSignals
 from tests.faults.fork_server import Child, shared_server
+from tests.faults.tiny_run import RUN_MODULE
 from tests.integration.record_ids import read_ids
 from tests.integration.test_training import assert_same_tensors
 from tests.integration.training import ROOT, checkpoint_tensors, losses, metrics, options, train
@@ -73,7 +74,7 @@ class Started:
         else:
             words = ["tests.integration.watched_train", *argv]
             environment = {**os.environ, **watch}
-            self.process = shared_server().start("tests.integration.training:run_module", words, self.log, environment)
+            self.process = shared_server().start(RUN_MODULE, words, self.log, environment)
 
     def wait_until_held(self) -> int:
         """Process id of the rank that waits."""

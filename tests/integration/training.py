@@ -2,7 +2,6 @@
 
 import csv
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -98,18 +97,11 @@ def train_in_processes(argv: list[str], processes: int, module: str = "train", s
     handle, name = tempfile.mkstemp(suffix=".log")
     os.close(handle)
     log = Path(name)
-    statuses = run_as_torchrun("tests.integration.training:run_module", [module, *argv], log, processes)
+    statuses = run_as_torchrun([module, *argv], log, processes)
     output = log.read_text(encoding="utf-8", errors="replace")
     log.unlink()
     assert int(any(statuses)) == status, f"{statuses}\n{output}"
     return output
-
-
-def run_module(words: list[str]) -> None:
-    """In a forked process: `python -m words[0] words[1] …`."""
-    torch.set_num_threads(1)
-    sys.argv = list(words)
-    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
 def torchrun(argv: list[str], processes: int, module: str = "train", status: int = 0) -> str:

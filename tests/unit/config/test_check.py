@@ -62,6 +62,7 @@ def test_good_configurations_pass_without_a_word(base: dict[str, str]) -> None:
             "checkpoint.mirror copies the checkpoints of a run to an object store",
         ),
         ({"experiment__log_dir": "gs:/b/runs"}, "experiment.log_dir: 'gs:/b/runs' is a URL"),
+        ({"experiment__log_dir": "runs/gs://b"}, "experiment.log_dir: 'runs/gs://b' is a URL"),
         (
             {"experiment__log_dir": "$NOWHERE/runs"},
             "experiment.log_dir: '$NOWHERE/runs' names $NOWHERE, which is not set",
