@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from sd_training.build.models import vae_precision
-from sd_training.config.model_schema import ModelConfig
 from sd_training.config.plan import Layout
-from sd_training.config.schema import Config, DistributedConfig
+from sd_training.config.schema import Config, DistributedConfig, ModelConfig
 from sd_training.data.order.buckets import training_sizes
 from sd_training.errors import ConfigError
 from sd_training.models.families.table import load_family

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from sd_training.build.plan import Plan
 from sd_training.config.check import is_deepspeed, is_fsdp
-from sd_training.config.model_schema import ModelConfig
-from sd_training.config.schema import Config
+from sd_training.config.schema import Config, ModelConfig
 from sd_training.data.order.buckets import size_problems, training_sizes
 from sd_training.diffusion.objective import Objective, make_objective
 from sd_training.errors import ConfigError

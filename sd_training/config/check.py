@@ -12,17 +12,22 @@ from sd_training.config.changes import EXPORTED
 from sd_training.config.data_schema import DatasetConfig, MixEntry, read_class_prompts
 from sd_training.config.fields import either, is_below, options, shown, value_of
 from sd_training.config.filters import parse_filters
-from sd_training.config.model_schema import (
+from sd_training.config.paths import is_url, output_problem
+from sd_training.config.schema import (
     FAMILY_PARTS,
+    MESH_AXES,
     OPTIONAL_PARTS,
+    SECTIONS,
+    Config,
+    DistributedConfig,
     ModelConfig,
+    ObjectiveConfig,
     PartConfig,
     family_of_parts,
     is_set,
+    warmup_length,
+    with_preset,
 )
-from sd_training.config.objective_schema import ObjectiveConfig, with_preset
-from sd_training.config.paths import is_url, output_problem
-from sd_training.config.schema import MESH_AXES, SECTIONS, Config, DistributedConfig, warmup_length
 
 SHARDED_OPTIMIZERS = ("adamw", "lion")
 """Optimizers that treat every number alone, so that a shard of a tensor is updated as the whole would be."""

@@ -1,18 +1,19 @@
 """Every option of a run: keyword-only dataclasses, one docstring with its unit per field.
 
 Pydantic checks types and bounds and reports every problem at once. Keys of the sd-training README keep their names,
-meanings and defaults. `docs/config.md` is generated from this file and the schemas of data, model and objective. Rules
-between options are in `check.py`. Importable without torch.
+meanings and defaults. `docs/config.md` is generated from this file and `data_schema.py`. Rules between options are in
+`check.py`. Importable without torch.
 """
 
-from typing import Annotated, Literal
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from sd_training.config.data_schema import DatasetConfig, DatasetParams
-from sd_training.config.model_schema import ModelConfig, PartConfig
-from sd_training.config.objective_schema import ObjectiveConfig
+from sd_training.config.data_schema import DatasetConfig
 from sd_training.config.value_types import (
     DENOISER,
     SCHEMA,
@@ -27,6 +28,344 @@ from sd_training.config.value_types import (
     read_with,
     used_with,
 )
+
+FamilyName = Literal["stable_diffusion", "sdxl", "sd3", "pixart", "flux", "mmdit_rope"]
+FAMILY_PARTS: Mapping[str, tuple[str, ...]] = {
+    "stable_diffusion": ("vae", "text_encoder", "tokenizer", "unet"),
+    "sdxl": ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "unet"),
+    "sd3": ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "transformer"),
+    "pixart": ("vae", "text_encoder", "tokenizer", "transformer"),
+    "flux": ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "transformer"),
+    "mmdit_rope": ("vae", "transformer"),
+}
+"""Parts that a family cannot do without."""
+OPTIONAL_PARTS: Mapping[str, tuple[str, ...]] = {"sd3": ("text_encoder_3", "tokenizer_3")}
+DENOISER_CLASSES: Mapping[str, FamilyName] = {
+    "SD3Transformer2DModel": "sd3",
+    "PixArtTransformer2DModel": "pixart",
+    "FluxTransformer2DModel": "flux",
+    "MMDiTRope": "mmdit_rope",
+}
+"""Class of `model.transformer.target` → family."""
+
+
+def _yaml_no(value: Any) -> Any:
+    """An unquoted `no` is false in YAML, and an empty value is null: both mean the word "no" here."""
+    return "no" if value is False or value is None else value
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class PartConfig:
+    """One part of the pipeline: loaded from `pretrained`, or made by `target` and `params` with random weights."""
+
+    pretrained: str | None = None
+    """Local diffusers folder or hub id: the pipeline's root, or the part's own folder."""
+    subfolder: Annotated[str | None, read_with("pretrained")] = None
+    """Folder of the part below `pretrained`; null looks for the part's usual name, then for the part itself."""
+    revision: Annotated[str | None, read_with("pretrained")] = None
+    """Hub branch, tag or commit; null is the hub's main."""
+    target: str | None = None
+    """Class name from the allow-list in `models/load.py`, with or without the package in front."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of that class; for a pretrained noise scheduler they override its stored settings."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class TextOptions:
+    """What is taken from one text encoder of `mmdit_rope`; its pipeline stores them too."""
+
+    layer: Annotated[Int, Field(le=-1)] | None = -1
+    """Hidden layer of the states: -1 the last one, -2 the one before, …; null: the pooled vector only."""
+    apply_final_norm: bool = True
+    """Whether the states go through the encoder's final norm. Encoders whose layers end in a norm have none."""
+    pooling: Literal["none", "eos", "mean", "projection"] = "none"
+    """Vector of the whole caption, of the last layer with its norm: `eos`: state of the end-of-text token. `mean`: mean
+    of the unmasked tokens. `projection`: CLIP's `text_embeds`."""
+    max_tokens: PositiveInt = 77
+    """L: captions are truncated and padded to this many tokens [count]."""
+    use_mask: bool = True
+    """Whether encoder and denoiser get a mask of the padding. Stable Diffusion's CLIP does not."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class TextEncoderEntry(TextOptions, PartConfig):
+    """One text encoder of `mmdit_rope`: any encoder or decoder of transformers, with its tokenizer."""
+
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer; null: as `pretrained`."""
+
+
+_DenoiserPart = Annotated[PartConfig, DENOISER]
+_FrozenPrecision = Annotated[Literal["fp32", "bf16", "fp16"] | None, DENOISER]
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class ModelConfig:
+    """The pipeline's parts and how the trained one is run."""
+
+    pretrained: str | None = None
+    """Pipeline folder or hub id for every part at once; wins over the parts' own settings, as in sd-training."""
+    revision: Annotated[str | None, read_with("pretrained")] = None
+    """Hub branch, tag or commit of `model.pretrained`."""
+    family: Annotated[FamilyName | None, DENOISER] = None
+    """Kind of pipeline; null: that of `pretrained`, or inferred from the given parts."""
+    train: Literal["denoiser", "vae"] = "denoiser"
+    """Which part is trained: the denoiser (a UNet or a transformer), or the autoencoder itself."""
+    vae: PartConfig = Field(default_factory=PartConfig)
+    """Image autoencoder; frozen unless `model.train` is `vae`."""
+    text_encoder: _DenoiserPart = Field(default_factory=PartConfig)
+    """Frozen text encoder."""
+    tokenizer: _DenoiserPart = Field(default_factory=PartConfig)
+    """Tokenizer of the text encoder."""
+    text_encoder_2: _DenoiserPart = Field(default_factory=PartConfig)
+    """Second text encoder (sdxl, sd3, flux)."""
+    tokenizer_2: _DenoiserPart = Field(default_factory=PartConfig)
+    """Its tokenizer."""
+    text_encoder_3: _DenoiserPart = Field(default_factory=PartConfig)
+    """Third text encoder (sd3); may be left out."""
+    tokenizer_3: _DenoiserPart = Field(default_factory=PartConfig)
+    """Its tokenizer."""
+    text_encoders: Annotated[list[TextEncoderEntry], read_with("family", None, "mmdit_rope"), DENOISER] = Field(
+        default_factory=list, json_schema_extra={"allowed": "a list of up to three text encoders"}
+    )
+    """mmdit_rope: the text encoders, each with `pretrained` or `target` and `params`, and `tokenizer`, `layer`,
+    `apply_final_norm`, `pooling`, `max_tokens`, `use_mask`."""
+    unet: _DenoiserPart = Field(default_factory=PartConfig)
+    """Denoiser of stable_diffusion and sdxl."""
+    transformer: _DenoiserPart = Field(default_factory=PartConfig)
+    """Denoiser of all other families."""
+    noise_scheduler_training: _DenoiserPart = Field(default_factory=PartConfig)
+    """Noise schedule and prediction type of the training objective."""
+    noise_scheduler_inference: _DenoiserPart = Field(default_factory=PartConfig)
+    """Sampler of previews and of the exported pipeline; its noise schedule and prediction type are set from training.
+    """
+    train_text_encoder: Annotated[bool, DENOISER] = False
+    """stable_diffusion, sdxl: train the text encoders as well; `optimizer.rates_by_part: {text_encoder: …}` gives them
+    a learning rate of their own."""
+    use_ema: bool = False
+    """Keep an exponential moving average of the trained weights on the CPU; previews and exports use it."""
+    mixed_precision: Annotated[Literal["no", "bf16", "fp16"], BeforeValidator(_yaml_no)] = "bf16"
+    """Autocast type of the trained module; its weights stay fp32 (but see `bf16_weights`)."""
+    bf16_weights: Annotated[bool, DENOISER] = False
+    """Keep the trained weights themselves in bf16, without fp32 ones: half the memory. Needs `mixed_precision: bf16`
+    and `optimizer.stochastic_rounding`, or small updates would be rounded away; an EMA stays fp32."""
+    vae_precision: _FrozenPrecision = None
+    """Autocast type of the frozen autoencoder; null: bf16 under bf16, otherwise fp32, because some overflow in fp16."""
+    text_encoder_precision: _FrozenPrecision = None
+    """Autocast type of the frozen text encoder; null: as `mixed_precision`."""
+    gradient_checkpointing: bool | Literal["selective"] = False
+    """Recompute activations of the denoiser's blocks in the backward pass: less memory, about a third more time.
+    `selective` keeps the results of attention and matrix products, which are slow to make again."""
+    gradient_checkpointing_every: Annotated[PositiveInt, used_with("gradient_checkpointing"), DENOISER] = 1
+    """Recompute every so many-th block only; 1 is all of them."""
+    vae_slicing: Annotated[bool, DENOISER] = False
+    """Encode one picture at a time: less memory for the autoencoder."""
+    vae_tiling: Annotated[bool, DENOISER] = False
+    """Encode large pictures in overlapping tiles: less memory still; the latents differ slightly at the seams."""
+    vae_scaling_factor: Annotated[Literal["auto", "keep", "measure"], read_with("train", "vae")] = "auto"
+    """`model.train=vae`: the `scaling_factor` of the exported autoencoder. `keep`: the one it started with. `measure`:
+    1 / standard deviation of this run's latents, and their mean as `shift_factor` where it has one. `auto`: `keep` for
+    pretrained weights, so that denoisers trained on them still fit, `measure` from scratch."""
+    xformers: Annotated[bool, DENOISER] = False
+    """Use xformers attention on CUDA where it works; elsewhere PyTorch's fused attention. A log line says which of them
+    runs. An error for networks that have no attention xformers could run, such as `MMDiTRope`."""
+
+
+def is_set(part: PartConfig) -> bool:
+    """Whether a part was given."""
+    return part.pretrained is not None or part.target is not None or bool(part.params)
+
+
+def family_of_parts(model: ModelConfig) -> FamilyName:
+    """`model.family`, or the family inferred from the given parts."""
+    if model.family is not None:
+        return model.family
+    target = (model.transformer.target or "").rpartition(".")[2]
+    if target in DENOISER_CLASSES:
+        return DENOISER_CLASSES[target]
+    if model.text_encoders:
+        return "mmdit_rope"
+    return "sdxl" if is_set(model.text_encoder_2) else "stable_diffusion"
+
+
+PredictionType = Literal["epsilon", "v_prediction", "sample", "flow_prediction", "edm"]
+DensityName = Literal["uniform", "logit_normal", "mode", "cosmap", "beta", "log_normal"]
+WeightingName = Literal[
+    "constant", "min_snr", "soft_min_snr", "p2", "debiased", "sigma_sqrt", "cosmap", "edm", "learned_uncertainty"
+]
+PresetName = Literal["sd", "sd_v", "sdxl", "sd3", "edm"]
+_NORMAL = read_with("name", "logit_normal", "log_normal")
+_LEVELS = read_with("name", None, "uniform", "logit_normal", "mode", "cosmap", "beta")
+_BETA = read_with("name", "beta")
+_TOKENS = read_with("mode", "tokens")
+_HUBER = read_with("name", "huber")
+_DISCRETE = read_with("prediction_type", None, "epsilon", "v_prediction", "sample")
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class TimestepDensityConfig:
+    """How often each noise level is trained. Noise levels run from 0 (clean) to 1 (pure noise)."""
+
+    name: DensityName | None = None
+    """`uniform`; of Esser et al. 2024 (arXiv:2403.03206, section 3.1) `logit_normal`, `mode`, `cosmap`; `beta`; and
+    for EDM `log_normal` (Karras et al. 2022, arXiv:2206.00364, table 1). null: the preset's, or uniform."""
+    mean: Annotated[Number | None, _NORMAL] = None
+    """`logit_normal`: m; `log_normal`: mean of ln σ. null: 0; of `log_normal` −1.2 + ln(2 σ_data),
+    as EDM."""
+    std: Annotated[Positive | None, _NORMAL] = None
+    """`logit_normal`: s; `log_normal`: standard deviation of ln σ. null: the preset's, or 1."""
+    mode_scale: Annotated[Number, Field(ge=-1, le=2 / (math.pi - 2)), read_with("name", "mode")] = 1.29
+    """`mode`: s; flat at 0, peaked in the middle above. Beyond 2 / (π − 2) levels would run backwards."""
+    alpha: Annotated[Positive, _BETA] = 1.0
+    """`beta`: α."""
+    beta: Annotated[Positive, _BETA] = 1.0
+    """`beta`: β."""
+    low: Annotated[Probability, _LEVELS] = 0.0
+    """The density is squeezed into low..high."""
+    high: Annotated[Probability, _LEVELS] = 1.0
+    """See `low`."""
+    bias: Annotated[Literal["none", "later", "earlier", "range"], read_with("name", None, "uniform")] = "none"
+    """`uniform`: train a part of the noise levels `bias_multiplier` times as often: the noisiest `bias_portion`, the
+    cleanest, or `bias_range`."""
+    bias_multiplier: Annotated[Positive, read_with("bias", "later", "earlier", "range")] = 1.0
+    """See `bias`."""
+    bias_portion: Annotated[Probability, read_with("bias", "later", "earlier")] = 0.25
+    """See `bias`."""
+    bias_range: Annotated[list[Probability], Field(min_length=2, max_length=2), read_with("bias", "range")] = Field(
+        default_factory=lambda: [0.0, 1.0], json_schema_extra={"allowed": "[from, to] with numbers from 0 to 1"}
+    )
+    """See `bias`."""
+    stratified: bool = False
+    """Draw one noise level from each of G equal parts of the density at every optimizer step of G samples, instead of
+    independently: the same density, less variance."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class ShiftConfig:
+    """Flow models: σ' = aσ / (1 + (a − 1)σ) (Esser et al. 2024, eq. 23), in training and in the exported sampler."""
+
+    mode: Annotated[Literal["scheduler", "static", "tokens"], read_with("prediction_type", None, "flow_prediction")] = (
+        "scheduler"
+    )
+    """`scheduler`: as the training noise scheduler says. `static`: a = `value`. `tokens`: a = exp(μ), μ linear in the
+    image tokens, as in FLUX."""
+    value: Annotated[Positive, read_with("mode", "static")] = 1.0
+    """`static`: a; 1 is no shift."""
+    base_tokens: Annotated[PositiveInt, _TOKENS] = 256
+    """`tokens`: μ is `base_shift` here [count]."""
+    max_tokens: Annotated[PositiveInt, _TOKENS] = 4096
+    """`tokens`: μ is `max_shift` here [count]."""
+    base_shift: Annotated[Number, _TOKENS] = 0.5
+    """See `base_tokens`."""
+    max_shift: Annotated[Number, _TOKENS] = 1.15
+    """See `max_tokens`."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class LossWeightingConfig:
+    """How much the error at a noise level weighs."""
+
+    name: WeightingName | None = None
+    """`min_snr` (arXiv:2303.09556), `soft_min_snr` (arXiv:2401.11605), `p2` (arXiv:2204.00227), `debiased`
+    (arXiv:2310.08442); for flow models `sigma_sqrt` and `cosmap` (arXiv:2403.03206); for EDM `edm` (arXiv:2206.00364);
+    `learned_uncertainty` (arXiv:2312.02696, eq. 21). null: the preset's, or constant."""
+    gamma: Annotated[Positive, read_with("name", "min_snr", "soft_min_snr")] = 5.0
+    """`min_snr`, `soft_min_snr`: γ."""
+    p2_gamma: Annotated[NonNegative, read_with("name", "p2")] = 1.0
+    """`p2`: γ."""
+    p2_k: Annotated[Positive, read_with("name", "p2")] = 1.0
+    """`p2`: k."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class LossConfig:
+    """How large an error is."""
+
+    name: Literal["l2", "huber"] = "l2"
+    """Squared error, or pseudo-Huber 2δ(√(e² + δ²) − δ)."""
+    huber_delta: Annotated[Positive, _HUBER] = 0.1
+    """`huber`: δ; with a schedule its smallest value."""
+    huber_schedule: Annotated[Literal["constant", "snr", "exponential"], _HUBER] = "snr"
+    """`huber`: δ constant, (1 − δ) / (1 + σ/α)² + δ, or δ^t over the noise levels t (arXiv:2403.16728)."""
+
+
+@dataclass(config=SCHEMA, kw_only=True)
+class ObjectiveConfig:
+    """What the denoiser is asked to predict, and how errors are weighted."""
+
+    preset: PresetName | None = None
+    """Settings that go together; every option given beside it wins. `sd`: ε. `sd_v`: v with zero terminal SNR. `sdxl`:
+    ε with offset noise 0.05. `sd3`: rectified flow, logit-normal. `edm`: EDM preconditioning."""
+    prediction_type: PredictionType | None = None
+    """Target of the denoiser; null takes the preset's, or the training noise scheduler's. It is written into the
+    exported scheduler."""
+    rescale_betas_zero_snr: Annotated[bool | None, _DISCRETE] = None
+    """Zero terminal SNR (Lin et al. 2023, arXiv:2305.08891, algorithm 1); null takes the preset's, or the training
+    noise scheduler's."""
+    timestep_density: TimestepDensityConfig = Field(default_factory=TimestepDensityConfig)
+    """Timestep density."""
+    shift: ShiftConfig = Field(default_factory=ShiftConfig)
+    """Resolution-dependent shift."""
+    loss_weighting: LossWeightingConfig = Field(default_factory=LossWeightingConfig)
+    """Loss weighting."""
+    snr_gamma: Positive | None = None
+    """Short for `loss_weighting: {name: min_snr, gamma: …}`."""
+    loss: LossConfig = Field(default_factory=LossConfig)
+    """Loss."""
+    offset_noise: NonNegative | None = None
+    """s of ε + s·η with one η per channel, which is also what ε-models are asked for; null: the preset's, or 0."""
+    offset_noise_by_level: Annotated[bool, read_with("offset_noise")] = False
+    """Scale the offset with the noise level √(1 − ᾱ), so that almost clean latents get almost none."""
+    input_perturbation: NonNegative = 0.0
+    """γ of noising with ε + γξ while the target keeps ε (Ning et al. 2023, arXiv:2301.11706)."""
+    input_perturbation_steps: Annotated[PositiveInt | None, read_with("input_perturbation")] = None
+    """Let γ fall linearly to 0 over so many optimizer steps; null: it stays."""
+    masked_loss: Literal["none", "alpha"] = "none"
+    """`alpha`: multiply the error of each latent cell by how opaque the image is there (PNG and WebP with alpha; other
+    images count fully). What is transparent is trained as white, with no weight."""
+    sigma_data: Annotated[Positive | None, read_with("prediction_type", None, "edm")] = None
+    """EDM: standard deviation of the latents; null: the training noise scheduler's, or 1, which scaled latents have."""
+    kl_weight: Annotated[NonNegative, read_with("model.train", "vae")] = 1e-6
+    """Autoencoder training: weight of the KL term beside the L1 term, both averaged per pixel value."""
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # Rombach et al. 2022 (arXiv:2112.10752).
+    "sd": {"prediction_type": "epsilon"},
+    # Salimans & Ho 2022 (arXiv:2202.00512) with Lin et al. 2023 (arXiv:2305.08891).
+    "sd_v": {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True},
+    # Podell et al. 2023 (arXiv:2307.01952, section 2.5): the last stage has offset noise 0.05.
+    "sdxl": {"prediction_type": "epsilon", "offset_noise": 0.05},
+    # Esser et al. 2024 (arXiv:2403.03206, section 5.1): rf/lognorm(0, 1).
+    "sd3": {
+        "prediction_type": "flow_prediction",
+        "timestep_density": {"name": "logit_normal", "mean": 0.0, "std": 1.0},
+    },
+    # Karras et al. 2022 (arXiv:2206.00364, table 1). P_mean follows from the deviation of the latents.
+    "edm": {
+        "prediction_type": "edm",
+        "timestep_density": {"name": "log_normal", "std": 1.2},
+        "loss_weighting": {"name": "edm"},
+    },
+}
+
+
+def with_preset(objective: ObjectiveConfig) -> ObjectiveConfig:
+    """The options with what they leave null filled in from their preset and from `snr_gamma`."""
+    chosen = dict(PRESETS[objective.preset]) if objective.preset else {}
+    density = _filled(objective.timestep_density, chosen.pop("timestep_density", {}))
+    weighting = _filled(objective.loss_weighting, chosen.pop("loss_weighting", {}))
+    if objective.snr_gamma is not None and weighting.name in (None, "min_snr"):
+        weighting = replace(weighting, name="min_snr", gamma=objective.snr_gamma)
+    return replace(_filled(objective, chosen), timestep_density=density, loss_weighting=weighting)
+
+
+def _filled(group: Any, settings: Mapping[str, Any]) -> Any:
+    """A group with another name of its own takes nothing from the preset's."""
+    if getattr(group, "name", None) not in (None, settings.get("name")):
+        return group
+    return replace(group, **{name: value for name, value in settings.items() if getattr(group, name) is None})
+
 
 StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "deepspeed_1", "deepspeed_2", "deepspeed_3"]
 MeshAxis = Annotated[Int, Field(ge=-1)]
@@ -188,16 +527,6 @@ class NumericsConfig:
     digest_every: Count = 1000
     """Compare the trained weights of all replicas, bit for bit, every so many optimizer steps and before every save;
     0: never. Only with ddp and hsdp."""
-
-
-# These options are read through this module as well.
-__all__ = [
-    "DatasetConfig",
-    "DatasetParams",
-    "ModelConfig",
-    "ObjectiveConfig",
-    "PartConfig",
-]
 
 
 @dataclass(config=SCHEMA, kw_only=True)

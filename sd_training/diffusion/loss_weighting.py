@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from sd_training.config.objective_schema import LossWeightingConfig, PredictionType
+from sd_training.config.schema import LossWeightingConfig, PredictionType
 
 _TINY = 1e-12
 _SMALLEST_SIGMA = 1e-3

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from sd_training.config.objective_schema import LossConfig, ObjectiveConfig, PredictionType, TimestepDensityConfig
+from sd_training.config.schema import LossConfig, ObjectiveConfig, PredictionType, TimestepDensityConfig
 from sd_training.diffusion import timestep_density as density
 from sd_training.diffusion.loss_weighting import loss_weights
 from sd_training.diffusion.noise_schedule import FlowSchedule, NoiseSchedule

@@ -16,8 +16,7 @@ from diffusers import AutoencoderKL, DiffusionPipeline
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
-from sd_training.config.model_schema import OPTIONAL_PARTS, FamilyName, ModelConfig, is_set
-from sd_training.config.objective_schema import ObjectiveConfig, PredictionType
+from sd_training.config.schema import OPTIONAL_PARTS, FamilyName, ModelConfig, ObjectiveConfig, PredictionType, is_set
 from sd_training.data.order.buckets import size_problems
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError

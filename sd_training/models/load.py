@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sd_training.config.check import PARTS
 from sd_training.config.help import suggest
-from sd_training.config.model_schema import ModelConfig, PartConfig
+from sd_training.config.schema import ModelConfig, PartConfig
 from sd_training.errors import ConfigError
 from sd_training.hub import hub_problem
 from sd_training.models.mmdit_rope import MMDiTRope

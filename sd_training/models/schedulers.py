@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sd_training.config.check import objective_problems
-from sd_training.config.model_schema import ModelConfig, is_set
-from sd_training.config.objective_schema import ObjectiveConfig, PredictionType, ShiftConfig, with_preset
+from sd_training.config.schema import ModelConfig, ObjectiveConfig, PredictionType, ShiftConfig, is_set, with_preset
 from sd_training.diffusion.noise_schedule import FlowSchedule, NoiseSchedule, SigmaSchedule, discrete_schedule_of
 from sd_training.errors import ConfigError
 from sd_training.models.load import class_of, effective_part, load_noise_scheduler, stored_scheduler

@@ -10,11 +10,12 @@ import torch
 from numpy.typing import NDArray
 
 from sd_training.build.models import objective_of
-from sd_training.config.model_schema import ModelConfig, PartConfig
-from sd_training.config.objective_schema import (
+from sd_training.config.schema import (
     LossConfig,
     LossWeightingConfig,
+    ModelConfig,
     ObjectiveConfig,
+    PartConfig,
     TimestepDensityConfig,
     with_preset,
 )

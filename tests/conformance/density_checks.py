@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from sd_training.config.data_schema import DatasetParams
-from sd_training.config.objective_schema import ObjectiveConfig, ShiftConfig, TimestepDensityConfig
+from sd_training.config.schema import ObjectiveConfig, ShiftConfig, TimestepDensityConfig
 from sd_training.data.order.buckets import BucketTable
 from sd_training.data.samples.sample import DrawSettings, TrainingSamples
 from sd_training.types import LatentGrid

@@ -13,7 +13,7 @@ from diffusers.training_utils import (
 )
 from numpy.typing import NDArray
 
-from sd_training.config.objective_schema import ObjectiveConfig, ShiftConfig, TimestepDensityConfig
+from sd_training.config.schema import ObjectiveConfig, ShiftConfig, TimestepDensityConfig
 from tests.conformance import reference
 from tests.conformance.cases import draws_of, numbers, objective_for, options_of, tensor
 from tests.conformance.density_checks import FLOW, distance

@@ -14,7 +14,7 @@ import torch
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
 from sd_training.build.models import objective_of
-from sd_training.config.objective_schema import ObjectiveConfig, ShiftConfig
+from sd_training.config.schema import ObjectiveConfig, ShiftConfig
 from sd_training.diffusion.objective import Objective
 from sd_training.export.draw import make_sampler, samplers_for
 from tests.conformance.cases import Parts, draws_of, numbers, options_of, schedulers_for, tensor

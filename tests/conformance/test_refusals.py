@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from sd_training.config.check import objective_problems
-from sd_training.config.objective_schema import (
+from sd_training.config.schema import (
     PRESETS,
     LossConfig,
     LossWeightingConfig,

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from sd_training.build.models import objective_of
-from sd_training.config.model_schema import ModelConfig, PartConfig
-from sd_training.config.objective_schema import ObjectiveConfig
+from sd_training.config.schema import ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.errors import ConfigError
 from sd_training.export.draw import SAMPLERS
 from sd_training.models.schedulers import load_schedulers

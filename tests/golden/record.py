@@ -84,7 +84,7 @@ def options_with_defaults() -> Record:
 
 def presets() -> list[str]:
     """Names for `objective.preset`."""
-    from sd_training.config.objective_schema import PRESETS
+    from sd_training.config.schema import PRESETS
 
     return list(PRESETS)
 

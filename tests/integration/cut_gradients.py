@@ -7,10 +7,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from sd_training.config.model_schema import ModelConfig
-from sd_training.config.objective_schema import ObjectiveConfig
 from sd_training.config.plan import Mesh
-from sd_training.config.schema import ConditioningConfig
+from sd_training.config.schema import ConditioningConfig, ModelConfig, ObjectiveConfig
 from sd_training.models.families.table import load_family
 from sd_training.models.family import Family
 from sd_training.optim.gradients import clip_gradients

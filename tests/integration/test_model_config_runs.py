@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from sd_training.config.load import load_config
-from sd_training.config.objective_schema import PRESETS
-from sd_training.config.schema import Config
+from sd_training.config.schema import PRESETS, Config
 from sd_training.models.family import Family
 from sd_training.training.diffusion_module import DiffusionModule
 from tests.family_makers import save_pipeline

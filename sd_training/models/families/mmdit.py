@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from sd_training.config.model_schema import ModelConfig, PartConfig, TextOptions
+from sd_training.config.schema import ModelConfig, PartConfig, TextOptions
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError
 from sd_training.models.families.mmdit_pipeline import MMDiTRopePipeline

@@ -8,9 +8,14 @@ from typing import Any
 from diffusers import DiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
 
-from sd_training.config.model_schema import FAMILY_PARTS, FamilyName, ModelConfig, family_of_parts
-from sd_training.config.objective_schema import ObjectiveConfig
-from sd_training.config.schema import ConditioningConfig
+from sd_training.config.schema import (
+    FAMILY_PARTS,
+    ConditioningConfig,
+    FamilyName,
+    ModelConfig,
+    ObjectiveConfig,
+    family_of_parts,
+)
 from sd_training.errors import Checks, ConfigError
 from sd_training.hub import hub_problem
 from sd_training.models.families.flux import Flux

@@ -30,9 +30,8 @@ from sd_training.build.estimate import (
     vae_activations,
 )
 from sd_training.config.load import load_config
-from sd_training.config.objective_schema import ObjectiveConfig
 from sd_training.config.plan import find_layout
-from sd_training.config.schema import ConditioningConfig, DistributedConfig, MeshConfig, ModelConfig
+from sd_training.config.schema import ConditioningConfig, DistributedConfig, MeshConfig, ModelConfig, ObjectiveConfig
 from sd_training.models.families.table import load_family
 from sd_training.models.family import Family
 from tests import makers

@@ -6,9 +6,7 @@ import pytest
 
 from sd_training.config.data_schema import MixEntry
 from sd_training.config.fields import defaults, groups, options, walk, words_of
-from sd_training.config.model_schema import TextEncoderEntry
-from sd_training.config.objective_schema import ObjectiveConfig
-from sd_training.config.schema import Config
+from sd_training.config.schema import Config, ObjectiveConfig, TextEncoderEntry
 
 
 @pytest.mark.parametrize(

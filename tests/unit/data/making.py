@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import torch
 
+from sd_training.config.data_schema import DatasetConfig, DatasetParams
 from sd_training.config.plan import BatchPlan
-from sd_training.config.schema import DatasetConfig, DatasetParams
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.index.store import DatasetIndex, load_index
 from sd_training.data.problems import Problems

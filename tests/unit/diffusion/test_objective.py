@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import DDPMScheduler
 
-from sd_training.config.objective_schema import ObjectiveConfig, with_preset
+from sd_training.config.schema import ObjectiveConfig, with_preset
 from sd_training.diffusion.noise_schedule import discrete_schedule_of
 from sd_training.diffusion.objective import make_objective
 

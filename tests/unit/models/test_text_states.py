@@ -12,7 +12,7 @@ from tokenizers import models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from sd_training.config.model_schema import TextOptions
+from sd_training.config.schema import TextOptions
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError
 from sd_training.models.text_states import encode_texts, encode_tokens, read_text_options, tokenize
