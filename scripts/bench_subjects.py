@@ -19,7 +19,7 @@ from sd_training.models.schedulers import load_schedulers
 from sd_training.types import PixelBatch
 
 SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "num_train_timesteps": 1000}
-VARIANTS = ("compiled", "compiled_full", "channels_last", "recompute", "selective")
+VARIANTS = ("compiled", "compiled_full", "channels_last", "recompute")
 """Ways to run the denoiser that can be compared."""
 
 
@@ -105,8 +105,8 @@ def variant_of(subject: Subject, variant: str) -> StableDiffusion:
     if "channels_last" in wanted:
         use_channels_last(own.denoiser)
         use_channels_last(vae)
-    if "recompute" in wanted or "selective" in wanted:
-        recompute_activations(own.blocks(), is_selective="selective" in wanted)
+    if "recompute" in wanted:
+        recompute_activations(own.blocks())
     if "compiled" in wanted:
         compile_blocks(own.blocks(), num_sizes=1)
     if "compiled_full" in wanted:

@@ -56,13 +56,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def load_template(run: Path) -> Any:
     """The run's newest export, on the CPU in fp32: a pipeline, or the autoencoder that was trained."""
     from sd_training.export.pipeline import CURRENT, load_pipeline
-    from sd_training.models.load import make_network
+    from sd_training.models.load import load_part
 
     folder = run / CURRENT
     if (folder / "model_index.json").is_file():
         return load_pipeline(folder)
     if (folder / "config.json").is_file():
-        return make_network("vae", PartConfig(pretrained=str(folder)), seed=0)
+        return load_part("vae", PartConfig(pretrained=str(folder)), seed=0)
     raise ConfigError(f"{folder}: is no pipeline; the run has not saved yet, or its pipeline was moved away")
 
 

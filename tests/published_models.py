@@ -101,7 +101,7 @@ UNSEEN: Mapping[str, tuple[dict[str, Any], str, tuple[str, float, float] | float
         ("linear", 0.0001, 0.02),
     ),
     "flux": ({"num_attention_heads": 24, "axes_dims_rope": [16, 56, 56]}, "flow_prediction", None),
-    "mmdit_rope": ({"num_attention_heads": 19, "rope_scaling": "interpolate"}, "flow_prediction", 1.0),
+    "mmdit_rope": ({"num_attention_heads": 19}, "flow_prediction", 1.0),
 }
 """Published settings that no count shows: of the denoiser; prediction type; betas, or the shift of a flow (None: by
 tokens)."""

@@ -31,7 +31,7 @@ from sd_training.config.schema import Config, warmup_length
 from sd_training.data.index.report import DataReport, cut_captions
 from sd_training.data.order.buckets import size_problems, training_sizes
 from sd_training.errors import Checks, ConfigError
-from sd_training.models.family import Family, downscale_factor, latent_grid
+from sd_training.models.family import Family, latent_grid
 from sd_training.models.load import effective_part
 from sd_training.models.schedulers import prediction_warning
 from sd_training.parallel.launch import process_group_backend
@@ -49,7 +49,7 @@ def describe(plan: Plan) -> str:
     start = checks.run(lambda: find_start(plan, make_mirror(plan)))
     networks, family = checks.run(lambda: meta_networks(config)) or ({}, None)
     if networks:
-        sizes, factor = training_sizes(config.dataset.params).sizes, downscale_factor(networks["vae"])
+        sizes, factor = training_sizes(config.dataset.params).sizes, latent_grid(networks["vae"]).downscale
         problems = fit_problems(config, family) if family else size_problems(factor, sizes)
         checks.errors += [ConfigError(problems)] if problems else []
     data = make_data(plan, family, latent_grid(networks["vae"]) if networks else ANY_GRID)
@@ -77,7 +77,8 @@ def describe(plan: Plan) -> str:
         ]
         text = "\n\n".join(section for section in sections if section)
     if family is not None:  # last, because a tensor-parallel plan changes the number of heads in the blocks
-        checks.run(lambda: family.check_tensor_axis(plan.layout.mesh.tensor))
+        tensor = plan.layout.mesh.tensor
+        checks.run(lambda: [family.tensor_plan(block, tensor) for block in family.blocks() if tensor > 1])
     if plan.launch.processes > 1:
         checks.run(lambda: process_group_backend(config.distributed, plan.launch.accelerator))
     checks.finish()

@@ -27,8 +27,8 @@ from sd_training.config.schema import Config, DistributedConfig, ModelConfig
 from sd_training.data.order.buckets import training_sizes
 from sd_training.errors import ConfigError
 from sd_training.models.families.table import load_family
-from sd_training.models.family import Family
-from sd_training.models.load import load_network
+from sd_training.models.family import Family, latent_grid
+from sd_training.models.load import effective_part, load_part
 from sd_training.types import Conditioning, NoisedBatch
 
 FP32_BYTES = 4
@@ -109,7 +109,7 @@ def meta_networks(config: Config) -> tuple[dict[str, Any], Family | None]:
         ConfigError: parts cannot be made or do not fit together.
     """
     if config.model.train == "vae":
-        return {"vae": load_network(config.model, "vae", seed=0, meta=True)}, None
+        return {"vae": load_part("vae", effective_part(config.model, "vae"), seed=0, meta=True)}, None
     family = load_family(config.model, config.objective, config.conditioning, seed=0, meta=True)
     return family.networks(), family
 
@@ -288,7 +288,7 @@ def peak_activations(
 ) -> int:
     """Bytes of activations at the peak; the networks' own parameters do not count.
 
-    A recomputed block keeps its inputs only (Chen et al. 2016, arXiv:1604.06174); `selective` counts as none. The peak
+    A recomputed block keeps its inputs only (Chen et al. 2016, arXiv:1604.06174). The peak
     is the end of the forward pass, when autocast still caches its copies of all weights, or the backward pass of one
     recomputed block, when everything that this block saves exists again.
 
@@ -296,12 +296,10 @@ def peak_activations(
         networks: whose forward pass is counted.
         blocks: the repeated blocks.
         forward: runs the forward pass.
-        model: `gradient_checkpointing` and `gradient_checkpointing_every`.
+        model: `gradient_checkpointing`.
         copy_bytes: of autocast's copy of a weight.
     """
-    recomputed = range(
-        0, len(blocks) if model.gradient_checkpointing is True else 0, model.gradient_checkpointing_every
-    )
+    recomputed = range(len(blocks) if model.gradient_checkpointing else 0)
     own = {t.untyped_storage()._cdata for n in networks for t in (*n.parameters(), *n.buffers())}
     storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
     inputs: set[int] = set()
@@ -404,7 +402,7 @@ def _blank_batch(
     family: Family, height: int, width: int, count: int, device: torch.device
 ) -> tuple[NoisedBatch, Conditioning]:
     """Inputs of the denoiser of the right shapes for `count` pictures."""
-    latents = torch.zeros(count, *family.latent_grid().shape(height, width), device=device)
+    latents = torch.zeros(count, *latent_grid(family.vae).shape(height, width), device=device)
     per_sample = torch.zeros(count, device=device)
     noised = NoisedBatch(latents, per_sample, latents, per_sample, per_sample, per_sample)
     return noised, family.blank_conditioning(count, device)

@@ -25,8 +25,8 @@ from sd_training.models.execution import (
     xformers_problems,
 )
 from sd_training.models.families.table import load_family
-from sd_training.models.family import Family, downscale_factor, latent_grid
-from sd_training.models.load import effective_part, load_network
+from sd_training.models.family import Family, latent_grid
+from sd_training.models.load import effective_part, load_part
 from sd_training.models.schedulers import prediction_warning
 from sd_training.optim.lr_schedules import lr_schedule
 from sd_training.parallel.strategies import ShardingSpec
@@ -80,7 +80,10 @@ def _diffusion(plan: Plan) -> Trained:
     _prepare_denoiser(family, plan)
     text_precision = model.text_encoder_precision or plan.precision
     encoders = Encoders(family, vae_precision(model, plan.precision), text_precision, model.train_text_encoder)
-    encoders.save_memory(is_sliced=model.vae_slicing, is_tiled=model.vae_tiling)
+    if model.vae_slicing:
+        family.vae.enable_slicing()
+    if model.vae_tiling:
+        family.vae.enable_tiling()
     module = DiffusionModule(
         encoders, objective_of(family), optimization(plan), has_gradient_scaler=plan.precision == "fp16"
     )
@@ -91,7 +94,7 @@ def _diffusion(plan: Plan) -> Trained:
     roots = list(family.trained_networks(model.train_text_encoder).values())
     roots += [module.uncertainty] if module.uncertainty is not None else []
     sharding = ShardingSpec(roots, family.blocks(), family.tensor_plan)
-    return Trained(module, family.latent_grid(), family, exported, sharding)
+    return Trained(module, latent_grid(family.vae), family, exported, sharding)
 
 
 def _prepare_denoiser(family: Family, plan: Plan) -> None:
@@ -107,9 +110,8 @@ def _prepare_denoiser(family: Family, plan: Plan) -> None:
         is_sharded = is_fsdp(config.distributed) or is_deepspeed(config.distributed)
         if family.denoiser_part == "unet" and not is_sharded:
             use_channels_last(family.denoiser)
-    if recomputation := config.model.gradient_checkpointing:
-        every = config.model.gradient_checkpointing_every
-        recompute_activations(blocks, every=every, is_selective=recomputation == "selective")
+    if config.model.gradient_checkpointing:
+        recompute_activations(blocks)
     if not config.trainer.compile:
         return
     require_compiler(accelerator)
@@ -195,12 +197,13 @@ def copy_with_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> nn.M
 def _autoencoder(plan: Plan) -> Trained:
     """Autoencoder training; `model.vae_scaling_factor` decides which scale the exported config carries."""
     config = plan.config
-    vae = load_network(config.model, "vae", seed=config.experiment.seed)
+    part = effective_part(config.model, "vae")
+    vae = load_part("vae", part, seed=config.experiment.seed)
     is_measured = config.model.vae_scaling_factor == "measure"
     if config.model.vae_scaling_factor == "auto":
-        is_measured = effective_part(config.model, "vae").pretrained is None
+        is_measured = part.pretrained is None
     is_measured = is_measured and vae.config.latents_std is None  # else it has a scale per channel, not one number
-    if problems := size_problems(downscale_factor(vae), training_sizes(config.dataset.params).sizes):
+    if problems := size_problems(latent_grid(vae).downscale, training_sizes(config.dataset.params).sizes):
         raise ConfigError(problems)
     if config.model.gradient_checkpointing:
         vae.enable_gradient_checkpointing()

@@ -259,8 +259,6 @@ def _source(prefix: str, entry: DatasetConfig | MixEntry) -> Iterator[str]:
 
 def _model(config: Config) -> Iterator[str]:
     model, ema, sampling = config.model, config.ema, config.sampling
-    if model.train == "vae" and model.gradient_checkpointing == "selective":
-        yield "model.gradient_checkpointing: selective is for denoisers only; use true with model.train=vae"
     if model.train_text_encoder and ema.path is not None:
         yield "ema.path: holds one network, but model.train_text_encoder trains several; remove one of them"
     if len({*ema.sigma_rels}) < len(ema.sigma_rels):
@@ -335,9 +333,6 @@ def _sharding(config: Config) -> Iterator[str]:
         yield f"trainer.compile: is not known to work with {name if deepspeed else 'distributed.mesh.tensor'}"
     if fsdp and model.mixed_precision == "fp16":
         yield f"model.mixed_precision: fp16 needs a loss scale that {name} does not share; use bf16, or deepspeed_2"
-    if distributed.strategy == "deepspeed_3" and model.gradient_checkpointing == "selective":
-        # Its linear layers change in place what selective recomputation keeps.
-        yield "model.gradient_checkpointing: selective gives wrong gradients with deepspeed_3; use true"
     if deepspeed and model.train_text_encoder:
         yield f"model.train_text_encoder: {name} trains the denoiser only; use ddp or fsdp"
     if distributed.offload_optimizer and optimizer != "adamw":

@@ -75,9 +75,8 @@ class TextOptions:
     """What is taken from one text encoder of `mmdit_rope`; its pipeline stores them too."""
 
     layer: Annotated[Int, Field(le=-1)] | None = -1
-    """Hidden layer of the states: -1 the last one, -2 the one before, …; null: the pooled vector only."""
-    apply_final_norm: bool = True
-    """Whether the states go through the encoder's final norm. Encoders whose layers end in a norm have none."""
+    """Hidden layer of the states: -1 the last one with the encoder's final norm, -2 the one before as it is, …; null:
+    the pooled vector only."""
     pooling: Literal["none", "eos", "mean", "projection"] = "none"
     """Vector of the whole caption, of the last layer with its norm: `eos`: state of the end-of-text token. `mean`: mean
     of the unmasked tokens. `projection`: CLIP's `text_embeds`."""
@@ -129,7 +128,7 @@ class ModelConfig:
         default_factory=list, json_schema_extra={"allowed": "a list of up to three text encoders"}
     )
     """mmdit_rope: the text encoders, each with `pretrained` or `target` and `params`, and `tokenizer`, `layer`,
-    `apply_final_norm`, `pooling`, `max_tokens`, `use_mask`."""
+    `pooling`, `max_tokens`, `use_mask`."""
     unet: _DenoiserPart = Field(default_factory=PartConfig)
     """Denoiser of stable_diffusion and sdxl."""
     transformer: _DenoiserPart = Field(default_factory=PartConfig)
@@ -153,11 +152,8 @@ class ModelConfig:
     """Autocast type of the frozen autoencoder; null: bf16 under bf16, otherwise fp32, because some overflow in fp16."""
     text_encoder_precision: _FrozenPrecision = None
     """Autocast type of the frozen text encoder; null: as `mixed_precision`."""
-    gradient_checkpointing: bool | Literal["selective"] = False
-    """Recompute activations of the denoiser's blocks in the backward pass: less memory, about a third more time.
-    `selective` keeps the results of attention and matrix products, which are slow to make again."""
-    gradient_checkpointing_every: Annotated[PositiveInt, used_with("gradient_checkpointing"), DENOISER] = 1
-    """Recompute every so many-th block only; 1 is all of them."""
+    gradient_checkpointing: bool = False
+    """Recompute activations of the denoiser's blocks in the backward pass: less memory, about a third more time."""
     vae_slicing: Annotated[bool, DENOISER] = False
     """Encode one picture at a time: less memory for the autoencoder."""
     vae_tiling: Annotated[bool, DENOISER] = False

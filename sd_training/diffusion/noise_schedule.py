@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from sd_training.errors import ConfigError
+
 
 class Levels(NamedTuple):
     """Noise levels of a micro-batch, x_t = α x_0 + σ ε."""
@@ -98,7 +100,7 @@ def betas_of(scheduler_config: Mapping[str, Any]) -> Tensor:
     """[T] float64 betas that a diffusers scheduler config describes.
 
     Raises:
-        ValueError: on a `beta_schedule` that is not one of linear, scaled_linear, squaredcos_cap_v2.
+        ConfigError: on a `beta_schedule` that is not one of linear, scaled_linear, squaredcos_cap_v2.
     """
     trained = scheduler_config.get("trained_betas")
     if trained is not None:
@@ -114,7 +116,10 @@ def betas_of(scheduler_config: Mapping[str, Any]) -> Tensor:
         case "squaredcos_cap_v2":
             return _cosine_betas(count)
         case _:
-            raise ValueError(f"beta_schedule {name!r} is not one of linear, scaled_linear, squaredcos_cap_v2")
+            raise ConfigError(
+                f"model.noise_scheduler_training: beta_schedule {name!r} is not one of linear, scaled_linear, "
+                "squaredcos_cap_v2"
+            )
 
 
 def rescale_zero_terminal_snr(alphas_cumprod: Tensor) -> Tensor:

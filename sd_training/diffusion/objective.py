@@ -94,10 +94,6 @@ class Objective:
         quantiles = None if self.beta_quantiles is None else self.beta_quantiles.to(device)
         return replace(self, schedule=self.schedule.to(device), beta_quantiles=quantiles)
 
-    def without_perturbation(self) -> "Objective":
-        """The same without input perturbation, which is for training only."""
-        return replace(self, config=replace(self.config, input_perturbation=0.0))
-
     def draw(self, latents: Tensor, draws: Draws, step: int = 0) -> NoisedBatch:
         """One training example per sample.
 

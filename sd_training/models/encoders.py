@@ -7,11 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from sd_training.log import get_logger
 from sd_training.models.family import Family
 from sd_training.types import Conditioning, PixelBatch
-
-log = get_logger(__name__)
 
 AUTOCAST_DTYPE = {"fp32": None, "no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -24,7 +21,8 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 
 @dataclass
 class Encoders:
-    """Image and text encoders of a family. Weights stay fp32 so that exports are exact; precision is autocast's."""
+    """Image and text encoders of a family. Weights stay fp32 so that exports are exact; precision is autocast's. Some
+    autoencoders (SDXL's) overflow in fp16."""
 
     family: Family
     vae_precision: str = "fp32"
@@ -33,7 +31,6 @@ class Encoders:
     """Whether the text encoders are trained; the autoencoder is always frozen here."""
 
     def __post_init__(self) -> None:
-        self._is_overflow_checked = self.vae_precision != "fp16"
         frozen = [self.family.vae] if self.is_text_trained else self.networks()
         for network in frozen:
             network.requires_grad_(False).eval()
@@ -43,14 +40,6 @@ class Encoders:
     def networks(self) -> list[nn.Module]:
         """All encoders."""
         return [self.family.vae, *self.family.text_encoders().values()]
-
-    def save_memory(self, *, is_sliced: bool, is_tiled: bool) -> None:
-        """Encodes (and, for previews, decodes) one picture at a time, and large ones in overlapping tiles. Neither is
-        stored with the autoencoder."""
-        if is_sliced:
-            self.family.vae.enable_slicing()
-        if is_tiled:
-            self.family.vae.enable_tiling()
 
     def to(self, device: torch.device) -> "Encoders":
         """Moves the encoders; the frozen ones are no children of the trained module, so nothing else moves them."""
@@ -66,22 +55,9 @@ class Encoders:
             pixels: [B, 3, H, W] in [-1, 1].
             posterior_noise: [B, C, h, w] standard normal.
         """
-        mean, std = self._moments(pixels)
-        if not self._is_overflow_checked:  # once: fp16 ends at 65,504, and some autoencoders (SDXL's) go beyond it
-            self._is_overflow_checked = True
-            if not bool((mean.isfinite() & std.isfinite()).all()):
-                has_bf16 = mean.device.type != "cuda" or torch.cuda.is_bf16_supported()
-                self.vae_precision = "bf16" if has_bf16 else "fp32"
-                log.warning(
-                    f"model.vae_precision: the autoencoder overflows in fp16; it runs in {self.vae_precision} instead"
-                )
-                mean, std = self._moments(pixels)
-        return self.family.scaled(mean + std * posterior_noise)
-
-    def _moments(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         with autocast(pixels.device, self.vae_precision):
             posterior = self.family.vae.encode(pixels).latent_dist
-        return posterior.mean.float(), posterior.std.float()
+        return self.family.scaled(posterior.mean.float() + posterior.std.float() * posterior_noise)
 
     def encode_text(self, batch: PixelBatch) -> Conditioning:
         """The conditioning of a batch, in the family's own way."""

@@ -11,7 +11,6 @@ import shutil
 import sysconfig
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
@@ -21,7 +20,7 @@ import torch
 import torch._dynamo
 from diffusers import ModelMixin
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from sd_training.errors import ConfigError
 from sd_training.log import get_logger
@@ -34,9 +33,6 @@ _SPARE_GRAPHS = 16
 _HOOK = "set_use_memory_efficient_attention_xformers"
 """Method of the attention modules that diffusers can switch to xformers; networks have one of this name, too, which
 calls those of their modules and does nothing where there is none."""
-_PRODUCTS = {"aten.mm", "aten.addmm", "aten.convolution"}
-"""Not `aten.bmm`: batched products are the scores of unfused attention, which are larger than all else in a block."""
-_ATTENTION = ("aten._scaled_dot_product_", "aten._flash_attention_forward", "aten._efficient_attention_forward")
 
 
 def compile_blocks(blocks: list[nn.Module], *, num_sizes: int, backend: str = "inductor") -> None:
@@ -102,10 +98,9 @@ def xformers_problems(denoiser: Any) -> list[str]:
     """Why `model.xformers` cannot have an effect on this network, on whatever device; empty when it can."""
     if any(hasattr(module, _HOOK) and not isinstance(module, ModelMixin) for module in denoiser.modules()):
         return []
-    name = type(denoiser).__name__
     return [
-        f"model.xformers: true, but {name} has no attention that diffusers can run on xformers; it runs on PyTorch's "
-        "fused attention: set model.xformers=false"
+        f"model.xformers: true, but {type(denoiser).__name__} has no attention that diffusers can run on xformers; it "
+        "runs on PyTorch's fused attention: set model.xformers=false"
     ]
 
 
@@ -133,37 +128,20 @@ def use_channels_last(network: Any) -> None:
     network.to(memory_format=torch.channels_last)
 
 
-def recompute_activations(blocks: Sequence[nn.Module], *, every: int = 1, is_selective: bool = False) -> None:
-    """Makes every `every`-th block, from the first one on, keep its inputs only while autograd is on.
+def recompute_activations(blocks: Sequence[nn.Module]) -> None:
+    """Makes every block keep its inputs only while autograd is on.
 
     Losses and gradients are the same to the bit; random numbers drawn inside (dropout) are drawn again alike.
 
     Args:
         blocks: changed in place. To be called before blocks are compiled or sharded.
-        is_selective: also keep the results of attention, matrix products and convolutions, which are slow to make
-            again; norms, activations and sums are recomputed.
     """
-    selective = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
-    for block in blocks[::every]:
-        # A bound method, not a closure: a copy of the block then runs the copy's weights.
-        block.forward = MethodType(partial(_checkpointed, selective if is_selective else {}), block)
+    for block in blocks:
+        block.forward = MethodType(_checkpointed, block)  # no closure: a copy of the block then runs the copy's weights
 
 
-def _checkpointed(options: dict[str, Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     forward = type(block).forward
     if not torch.is_grad_enabled():
         return forward(block, *args, **kwargs)
-    return checkpoint(forward, block, *args, use_reentrant=False, **options, **kwargs)
-
-
-def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_kept(operation) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@cache
-def is_kept(operation: Any) -> bool:
-    """Whether selective recomputation keeps the result of an operation such as `torch.ops.aten.mm.default`."""
-    name = str(operation).rpartition(".")[0]
-    if name.startswith("xformers"):
-        return "forward" in name or "fwd" in name
-    return name in _PRODUCTS or name.startswith(_ATTENTION)
+    return checkpoint(forward, block, *args, use_reentrant=False, **kwargs)

@@ -1,14 +1,13 @@
 """What a model family is: its parts, how captions become conditioning, and how the denoiser predicts from it.
 
-A new family is one file with one subclass, listed in `families/table.py` and `config/model_schema.py`.
-
-At the end: tensor parallelism of transformer blocks (Shoeybi et al. 2019, arXiv:1909.08053, section 3). The first
-matrix of a pair is sharded by columns, the second by rows, so that one sum per pair is all that processes exchange.
+A new family is one file with one subclass, listed in `families/table.py` and `config/schema.py`. It says how
+captions are encoded and the denoiser is called; the rest are class attributes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,16 +15,32 @@ from diffusers import AutoencoderKL, DiffusionPipeline
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
-from sd_training.config.schema import OPTIONAL_PARTS, FamilyName, ModelConfig, ObjectiveConfig, PredictionType, is_set
+from sd_training.config.schema import (
+    FAMILY_PARTS,
+    OPTIONAL_PARTS,
+    ConditioningConfig,
+    FamilyName,
+    ModelConfig,
+    ObjectiveConfig,
+    PartConfig,
+    PredictionType,
+    is_set,
+)
 from sd_training.data.order.buckets import size_problems
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError
+from sd_training.models.load import effective_part
 from sd_training.models.schedulers import Schedulers
 from sd_training.types import Conditioning, LatentGrid, NoisedBatch, PixelBatch
 
 FLOW_ONLY: tuple[PredictionType, ...] = ("flow_prediction",)
 TEXT_PARTS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2", "text_encoder_3": "tokenizer_3"}
 """Text encoder → its tokenizer; parts may also lack the later ones."""
+SIZE_NUMBERS = 6
+"""Original height and width, crop top and left, target height and width."""
+_ATTENTION_IN = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
+_ATTENTION_OUT = ("to_out.0", "to_add_out")
+_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 
 
 class Family(ABC):
@@ -34,11 +49,13 @@ class Family(ABC):
     Args:
         parts: networks and tokenizers by their name in the pipeline; the very same objects, not copies.
         schedulers: objective, noise schedule and sampler.
-        null_is_zeros: dropped captions are zeros instead of the encoded empty caption.
+        settings: see `settings_of`.
     """
 
     name: ClassVar[FamilyName]
     pipeline_class: ClassVar[type[DiffusionPipeline]]
+    pipeline_options: ClassVar[Mapping[str, Any]] = {}
+    """Arguments of the pipeline; a part wins over an option of its name."""
     denoiser_part: ClassVar[str]
     block_classes: ClassVar[tuple[str, ...]]
     """Classes of the denoiser's repeated blocks: what is sharded, recomputed and compiled one by one."""
@@ -50,28 +67,41 @@ class Family(ABC):
     """Text encoder → tokens per caption, where it is not the tokenizer's `model_max_length`."""
     has_lowercase_text: ClassVar[bool] = False
     """Whether the pipeline writes captions in small letters."""
-    may_null_be_zeros: ClassVar[bool] = False
-    has_micro_conditioning: ClassVar[bool] = False
-    may_train_text: ClassVar[bool] = False
+    has_size_numbers: ClassVar[bool] = False
+    """Whether the denoiser is told the picture's history, and dropped captions may be zeros (SDXL)."""
+    tensor_attention: ClassVar[tuple[str, ...]] = ()
+    """Attention layers of a block, by diffusers' class, that tensor parallelism shards by heads."""
+    head_axis: ClassVar[int] = 1
+    """Axis of the heads where queries and keys are normed."""
+    tensor_mlps: ClassVar[tuple[tuple[tuple[str, ...], str], ...]] = ()
+    """MLPs of a block that tensor parallelism shards: matrices into the hidden width, and the one out of it."""
 
-    def __init__(self, parts: Mapping[str, Any], schedulers: Schedulers, null_is_zeros: bool = False) -> None:
-        self.parts, self.schedulers, self.null_is_zeros = dict(parts), schedulers, null_is_zeros
+    def __init__(
+        self, parts: Mapping[str, Any], schedulers: Schedulers, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        self.parts, self.schedulers, self.settings = dict(parts), schedulers, dict(settings or {})
 
     @classmethod
-    def listed_parts(cls, model: ModelConfig, index: Mapping[str, Any], *, seed: int, meta: bool) -> dict[str, Any]:
-        """Parts that have no option of their own under `model`; `index` is that of `model.pretrained`, or empty."""
+    def part_configs(cls, model: ModelConfig, index: Mapping[str, Any]) -> dict[str, tuple[str, PartConfig]]:
+        """Part → the option that describes it, and how it is loaded or made.
+
+        Args:
+            index: `model_index.json` of `model.pretrained`; empty without one.
+        """
+        optional = OPTIONAL_PARTS.get(cls.name, ())
+        has = [part for part in optional if (is_stored(index.get(part)) if index else is_set(getattr(model, part)))]
+        found = {}
+        for part in (*FAMILY_PARTS[cls.name], *has):
+            config = effective_part(model, part)
+            found[part] = f"model.{part}", replace(config, target=config.target or cls.classes.get(part))
+        return found
+
+    @classmethod
+    def settings_of(
+        cls, model: ModelConfig, conditioning: ConditioningConfig, index: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Arguments of the pipeline that are no parts and follow from the options or the stored pipeline."""
         return {}
-
-    @classmethod
-    def optional_parts(cls, model: ModelConfig, index: Mapping[str, Any]) -> list[str]:
-        """Parts that this pipeline has although its family could do without."""
-        names = OPTIONAL_PARTS.get(cls.name, ())
-        return [name for name in names if (is_stored(index.get(name)) if index else is_set(getattr(model, name)))]
-
-    @classmethod
-    def class_of_part(cls, part: str, index: Mapping[str, Any]) -> str | None:
-        """The class of a part for which the config names none; None is the part's usual one."""
-        return cls.classes.get(part)
 
     @property
     def denoiser(self) -> Any:
@@ -105,26 +135,6 @@ class Family(ABC):
         """By name; the denoiser first."""
         return {self.denoiser_part: self.denoiser, **(self.text_encoders() if train_text_encoder else {})}
 
-    def tensor_plan(self, block: nn.Module, size: int) -> dict[str, ParallelStyle]:
-        """How a block's matrices are sharded over `size` processes; sets the layers' local number of heads.
-
-        Raises:
-            ConfigError: this family's blocks cannot be sharded so.
-        """
-        raise ConfigError(
-            f"distributed.mesh.tensor: is {size}, but {self.name} has no plan for tensor parallelism; use "
-            "distributed.mesh.fsdp"
-        )
-
-    def check_tensor_axis(self, size: int) -> None:
-        """Checks whether the blocks can be sharded over `size` processes; the blocks are of no use afterwards.
-
-        Raises:
-            ConfigError: they cannot.
-        """
-        for block in self.blocks() if size > 1 else ():
-            self.tensor_plan(block, size)
-
     def with_parts(self, parts: Mapping[str, Any]) -> "Family":
         """The same family with some parts replaced."""
         other = copy(self)
@@ -144,10 +154,6 @@ class Family(ABC):
         """Latent cells along one side of an image token, 1 of UNets; sides of latents are multiples of it."""
         return int(self.denoiser.config.get("patch_size", 1))
 
-    def latent_grid(self) -> LatentGrid:
-        """How the autoencoder maps pictures to latents."""
-        return latent_grid(self.vae)
-
     def scaled(self, latents: Tensor) -> Tensor:
         """What the pipeline undoes before it decodes."""
         return (latents - (self.vae.config.shift_factor or 0.0)) * self.vae.config.scaling_factor
@@ -162,29 +168,63 @@ class Family(ABC):
 
     def pipeline(self) -> DiffusionPipeline:
         """The parts as a pipeline of diffusers; the very same modules."""
-        parts = {**self.pipeline_options(), **self.parts}
-        return self.pipeline_class(**parts, scheduler=self.schedulers.sampler)
+        options = {**self.pipeline_options, **self.settings, **self.parts}
+        return self.pipeline_class(**options, scheduler=self.schedulers.sampler)
 
-    def pipeline_options(self) -> dict[str, Any]:
-        """Arguments of the pipeline beside its parts; a part wins over an option of its name."""
-        return {}
-
-    def text_shape(self) -> tuple[int, int, int]:
-        """Tokens L and width D of the text states, and width of the pooled vector (0: none).
-
-        A family with several sequences of states has `blank_conditioning` of its own instead.
-        """
-        raise NotImplementedError
+    @abstractmethod
+    def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
+        """Tokens L and width D of each sequence of text states, and width of the pooled vector (0: none)."""
 
     def blank_conditioning(self, count: int, device: torch.device) -> Conditioning:
         """Conditioning of the right shapes for `count` samples, all zeros: to count FLOPs and memory."""
-        length, width, pooled = self.text_shape()
-        states = [torch.zeros(count, length, width, device=device)]
-        return Conditioning(states, pooled=torch.zeros(count, pooled, device=device) if pooled else None)
+        shapes, pooled = self.text_shapes()
+        return Conditioning(
+            states=[torch.zeros(count, *shape, device=device) for shape in shapes],
+            masks=[None] * len(shapes),
+            pooled=torch.zeros(count, pooled, device=device) if pooled else None,
+            size_numbers=torch.zeros(count, SIZE_NUMBERS, device=device) if self.has_size_numbers else None,
+        )
 
     @abstractmethod
+    def needed_settings(self) -> dict[str, Any]:
+        """Setting of the denoiser → the value that the other parts need."""
+
     def fit_problems(self) -> list[str]:
-        """How parts do not fit together, one sentence each."""
+        """How parts do not fit together, one sentence each; first of all text encoders that the family cannot read."""
+        config, problems = self.denoiser.config, []
+        for name, encoder in self.text_encoders().items():
+            if self.parts.get(TEXT_PARTS[name]) is None:
+                problems.append(f"model.{TEXT_PARTS[name]}: is required with model.{name}")
+            wanted = self.classes.get(name, type(encoder).__name__)
+            if type(encoder).__name__ != wanted:
+                problems.append(f"model.{name}: is a {type(encoder).__name__}, but {self.name} needs a {wanted}")
+        if problems:
+            return problems
+        for key, needed in self.needed_settings().items():
+            if config[key] != needed:
+                place = f"model.{self.denoiser_part}.params.{key}"
+                problems.append(f"{place}: is {config[key]}, but the other parts need {needed}")
+        for name, tokenizer in self.tokenizers().items():
+            place, encoder = f"model.{TEXT_PARTS[name]}", self.parts[name].config
+            if (count := len(self.parts[TEXT_PARTS[name]])) > encoder.vocab_size:
+                problems.append(f"{place}: {count} tokens, but {name} knows {encoder.vocab_size}")
+            most = getattr(encoder, "max_position_embeddings", None)
+            if most is not None and tokenizer.length > most:
+                problems.append(f"{place}: {tokenizer.length} tokens per caption, but {name} takes {most}")
+        return problems
+
+    def size_problems(self, sizes: Sequence[tuple[int, int]]) -> list[str]:
+        """A problem for each height or width [pixels] that the model cannot take."""
+        factor = latent_grid(self.vae).downscale
+        problems, side = size_problems(factor, sizes, self.patch_size), max(max(size) for size in sizes)
+        if (positions := self.denoiser.config.get("pos_embed_max_size")) is not None:
+            largest = positions * self.patch_size * factor
+            if side > largest:
+                problems.append(
+                    f"dataset.params.resolution: {side} pixels, but pos_embed_max_size of the transformer allows "
+                    f"{largest}"
+                )
+        return problems
 
     def freeze_unread_text(self) -> None:  # noqa: B027 - most families read everything
         """Freezes parameters of trained text encoders that `encode` reads nothing from: they have no gradient, which
@@ -196,48 +236,39 @@ class Family(ABC):
         Only of UNets: in transformers the same setting takes part in the embedding of positions.
         """
         if self.denoiser_part == "unet":
-            self.denoiser.register_to_config(sample_size=resolution // downscale_factor(self.vae))
+            self.denoiser.register_to_config(sample_size=resolution // latent_grid(self.vae).downscale)
 
-    def size_problems(self, sizes: Sequence[tuple[int, int]]) -> list[str]:
-        """A problem for each height or width [pixels] that the model cannot take."""
-        return size_problems(downscale_factor(self.vae), sizes, self.patch_size)
+    def tensor_plan(self, block: nn.Module, size: int) -> dict[str, ParallelStyle]:
+        """How a block's matrices are sharded over `size` processes; sets the layers' local number of heads.
 
-    def _channel_problems(self, in_key: str = "in_channels", out_key: str | None = "out_channels") -> list[str]:
-        latent_channels, config = self.vae.config.latent_channels, self.denoiser.config
-        keys = [key for key in (in_key, out_key) if key is not None and config[key] is not None]
-        return [
-            f"model.{self.denoiser_part}.params.{key}: {config[key]}, but the autoencoder has {latent_channels} latent "
-            "channels"
-            for key in keys
-            if config[key] != latent_channels
-        ]
+        The first matrix of a pair is sharded by columns, the second by rows, so that one sum per pair is all that
+        processes exchange (Shoeybi et al. 2019, arXiv:1909.08053, section 3). Norms of queries and keys see the local
+        heads only, so the gradients of their weights are summed over the processes.
 
-    def _vocabulary_problems(self) -> list[str]:
-        problems, tokenizers = [], self.tokenizers()
-        for name, encoder in self.text_encoders().items():
-            tokenizer, size = self.parts[TEXT_PARTS[name]], encoder.config.vocab_size
-            if len(tokenizer) > size:
-                problems.append(f"model.{TEXT_PARTS[name]}: {len(tokenizer)} tokens, but {name} knows {size}")
-            length, most = tokenizers[name].length, getattr(encoder.config, "max_position_embeddings", None)
-            if most is not None and length > most:
-                problems.append(f"model.{TEXT_PARTS[name]}: {length} tokens per caption, but {name} takes {most}")
-        return problems
-
-    def class_problems(self) -> list[str]:
-        """Text encoders of a class that the family cannot read; checked before anything else."""
-        problems = []
-        for name, encoder in self.text_encoders().items():
-            if self.parts.get(TEXT_PARTS[name]) is None:
-                problems.append(f"model.{TEXT_PARTS[name]}: is required with model.{name}")
-            wanted = self.classes.get(name, type(encoder).__name__)
-            if type(encoder).__name__ != wanted:
-                problems.append(f"model.{name}: is a {type(encoder).__name__}, but {self.name} needs a {wanted}")
-        return problems
-
-    def _width_problem(self, key: str, wanted: int, who: str) -> list[str]:
-        """One sentence if the denoiser's setting `key` is not `wanted`; `who`: what is so wide, with its verb."""
-        given = self.denoiser.config[key]
-        return [] if given == wanted else [f"model.{self.denoiser_part}.params.{key}: {given}, but {who} {wanted} wide"]
+        Raises:
+            ConfigError: this family's blocks cannot be sharded so.
+        """
+        if not self.tensor_mlps:
+            raise ConfigError(
+                f"distributed.mesh.tensor: is {size}, but {self.name} has no plan for tensor parallelism; use "
+                "distributed.mesh.fsdp"
+            )
+        modules: dict[str, Any] = dict(block.named_modules())
+        plan: dict[str, ParallelStyle] = {}
+        for name in (name for name in self.tensor_attention if name in modules):
+            if modules[name].heads % size:
+                raise ConfigError(
+                    f"distributed.mesh.tensor: is {size}, but the attention layers have {modules[name].heads} heads, "
+                    "which it does not divide"
+                )
+            modules[name].heads //= size
+            plan |= {f"{name}.{matrix}": ColwiseParallel() for matrix in _ATTENTION_IN}
+            plan |= {f"{name}.{matrix}": RowwiseParallel() for matrix in _ATTENTION_OUT}
+            norm = SequenceParallel(sequence_dim=self.head_axis, use_local_output=True)
+            plan |= {f"{name}.{own}": norm for own in _NORMS}
+        for into, out in self.tensor_mlps:
+            plan |= {name: ColwiseParallel() for name in into} | {out: RowwiseParallel()}
+        return {name: style for name, style in plan.items() if name in modules}
 
 
 def is_stored(entry: Any) -> bool:
@@ -245,56 +276,6 @@ def is_stored(entry: Any) -> bool:
     return isinstance(entry, (list, tuple)) and len(entry) == 2 and entry[1] is not None
 
 
-def downscale_factor(vae: AutoencoderKL) -> int:
-    """Pixels per latent cell along one side."""
-    return 2 ** (len(vae.config.block_out_channels) - 1)
-
-
 def latent_grid(vae: AutoencoderKL) -> LatentGrid:
     """Latent channels and downscale factor."""
-    return LatentGrid(int(vae.config.latent_channels), downscale_factor(vae))
-
-
-_ATTENTION_IN = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
-_ATTENTION_OUT = ("to_out.0", "to_add_out")
-_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
-
-
-def attention_plan(block: nn.Module, names: Iterable[str], size: int, head_axis: int) -> dict[str, ParallelStyle]:
-    """diffusers' attention layers, sharded by heads; sets the layers' local number of heads.
-
-    Args:
-        names: attention layers of the block; those it lacks are left out.
-        size: processes that shard a block.
-        head_axis: axis of the heads where queries and keys are normed. Their norms see the local heads only, so the
-            gradients of their weights are summed over the processes.
-
-    Raises:
-        ConfigError: the heads cannot be sharded evenly.
-    """
-    plan: dict[str, ParallelStyle] = {}
-    for name in _present(block, names):
-        layer: Any = block.get_submodule(name)
-        if layer.heads % size:
-            raise ConfigError(
-                f"distributed.mesh.tensor: is {size}, but the attention layers have {layer.heads} heads, which it does "
-                "not divide"
-            )
-        layer.heads //= size
-        plan |= {f"{name}.{matrix}": ColwiseParallel() for matrix in _present(layer, _ATTENTION_IN)}
-        plan |= {f"{name}.{matrix}": RowwiseParallel() for matrix in _present(layer, _ATTENTION_OUT)}
-        norms = _present(layer, _NORMS)
-        plan |= {f"{name}.{norm}": SequenceParallel(sequence_dim=head_axis, use_local_output=True) for norm in norms}
-    return plan
-
-
-def mlp_plan(block: nn.Module, first: Iterable[str], second: Iterable[str]) -> dict[str, ParallelStyle]:
-    """Matrices into the hidden width by columns, out of it by rows."""
-    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in _present(block, first)}
-    return plan | {name: RowwiseParallel() for name in _present(block, second)}
-
-
-def _present(module: nn.Module, names: Iterable[str]) -> list[str]:
-    """Those of the submodules that there are."""
-    found = dict(module.named_modules())
-    return [name for name in names if name in found]
+    return LatentGrid(int(vae.config.latent_channels), 2 ** (len(vae.config.block_out_channels) - 1))

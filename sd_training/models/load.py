@@ -9,7 +9,7 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import diffusers
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from sd_training.config.check import PARTS
 from sd_training.config.help import suggest
@@ -69,7 +69,7 @@ _REFUSED = {
 _KERNELS = ("attn_implementation", "kernel_config")
 
 
-def class_of(part: str, target: str | None) -> Any:
+def class_of(part: str, target: str | None, option: str | None = None) -> Any:
     """The class for `model.<part>.target`; null is the part's usual class.
 
     Args:
@@ -82,7 +82,8 @@ def class_of(part: str, target: str | None) -> Any:
     name = target or _USUAL_CLASS.get(part, allowed[0])
     bare = name.removeprefix("diffusers.").removeprefix("transformers.")
     if bare not in allowed:
-        raise ConfigError(f"model.{part}.target: {name!r} is not allowed; use one of {', '.join(sorted(allowed))}")
+        option = option or f"model.{part}"
+        raise ConfigError(f"{option}.target: {name!r} is not allowed; use one of {', '.join(sorted(allowed))}")
     if bare == MMDiTRope.__name__:
         return MMDiTRope
     return getattr(transformers if part.startswith(("text_encoder", "tokenizer")) else diffusers, bare)
@@ -99,50 +100,43 @@ def effective_part(model: ModelConfig, part: str) -> PartConfig:
     return PartConfig(pretrained=model.pretrained, revision=model.revision, params=params, target=target)
 
 
-def load_network(model: ModelConfig, part: str, *, seed: int, meta: bool = False, default: str | None = None) -> Any:
-    """A network in fp32, loaded or randomly initialised from `seed` and the part's name.
+def load_part(part: str, config: PartConfig, *, seed: int, meta: bool = False, option: str | None = None) -> Any:
+    """A network in fp32, loaded or randomly initialised from `seed` and the part's name; or a tokenizer, from files.
 
     Args:
-        meta: make it without weights, for counting parameters.
-        default: its class, unless `target` names one; None is the part's usual one.
+        part: its name in a pipeline.
+        meta: make networks without weights, for counting parameters.
+        option: the option that describes it; None is `model.<part>`.
 
     Raises:
         ConfigError: naming the option, when it cannot be loaded or made.
     """
-    return make_network(part, effective_part(model, part), seed=seed, meta=meta, default=default)
-
-
-def make_network(part: str, config: PartConfig, *, seed: int, meta: bool = False, default: str | None = None) -> Any:
-    """As `load_network`, from the part's own settings."""
-    cls = class_of(part, config.target or default)
-    if meta:
-        with torch.device("meta"):
-            if config.pretrained is None:
-                return _construct(part, cls, config.params)
-            if issubclass(cls, PreTrainedModel):
-                return cls(_from_pretrained(part, cls.config_class, config))
-            return _from_settings(part, cls, _stored_settings(part, cls, config))
-    if config.pretrained is not None:
-        network, info = _from_pretrained(
-            part, cls, config, use_safetensors=True, output_loading_info=True, **loaded_as(cls, torch.float32)
-        )
+    option = option or f"model.{part}"
+    cls, device = class_of(part, config.target, option), torch.device("meta" if meta else "cpu")
+    with _failing_as(option, cls, config):
+        if config.pretrained is None:
+            if part.startswith("tokenizer"):
+                raise ConfigError(f"{option}.pretrained: a tokenizer needs a folder or hub id")
+            digest = hashlib.sha256(f"{seed}:init {part}".encode()).digest()
+            with torch.random.fork_rng(devices=[]), device:
+                torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                return _construct(option, cls, config.params)
+        place = _checked_place(part, cls, config, option)
+        if part.startswith("tokenizer"):
+            # Without the option, AutoTokenizer would ask at the terminal, where one process of many waits for ever.
+            return cls.from_pretrained(config.pretrained, **place, trust_remote_code=False)
+        if meta:
+            with device:
+                if issubclass(cls, PreTrainedModel):
+                    return cls(cls.config_class.from_pretrained(config.pretrained, **place))
+                return cls.from_config(cls.load_config(config.pretrained, **place))
+        options = {**place, **loaded_as(cls, torch.float32), "use_safetensors": True, "output_loading_info": True}
+        network, info = cls.from_pretrained(config.pretrained, **options)
         if missing := sorted(info["missing_keys"]):  # they would silently start from random numbers
             raise ConfigError(
-                f"model.{part}.pretrained: {config.pretrained!r} lacks {len(missing)} tensors, e.g. {missing[0]}"
+                f"{option}.pretrained: {config.pretrained!r} lacks {len(missing)} tensors, e.g. {missing[0]}"
             )
         return network
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_stable_seed(seed, f"init {part}"))
-        return _construct(part, cls, config.params)
-
-
-def make_tokenizer(part: str, config: PartConfig, default: str | None = None) -> PreTrainedTokenizerBase:
-    """A tokenizer, always from files."""
-    if config.pretrained is None:
-        raise ConfigError(
-            f"model.{part}.pretrained: a folder or hub id is needed; a tokenizer cannot be made from params"
-        )
-    return _from_pretrained(part, class_of(part, config.target or default), config)
 
 
 def load_noise_scheduler(model: ModelConfig, part: str) -> Any:
@@ -150,41 +144,28 @@ def load_noise_scheduler(model: ModelConfig, part: str) -> Any:
 
     Its class is `target`, else the one the stored config names if it is on the list, else the part's usual class.
     """
-    config = effective_part(model, part)
-    cls = class_of(part, config.target)
-    if config.pretrained is None:
-        return _construct(part, cls, config.params)
-    stored = _stored_settings(part, cls, config)
-    if config.target is None:
-        cls = class_of(part, stored.get("_class_name"))
-    _check_params(part, cls, config.params)
-    return _from_settings(part, cls, stored, **config.params)
+    config, option = effective_part(model, part), f"model.{part}"
+    cls = class_of(part, config.target, option)
+    with _failing_as(option, cls, config):
+        if config.pretrained is None:
+            return _construct(option, cls, config.params)
+        stored = cls.load_config(config.pretrained, **_checked_place(part, cls, config, option))
+        if config.target is None:
+            cls = class_of(part, stored.get("_class_name"), option)
+        _check_params(option, cls, config.params)
+        return cls.from_config(stored, **config.params)
 
 
-def stored_scheduler(model: ModelConfig, part: str) -> dict[str, Any] | None:
-    """Settings of the noise scheduler in the pipeline that a part is loaded from; None where there is none."""
-    config, scheduler = effective_part(model, part), "noise_scheduler_training"
-    if config.pretrained is None:
-        return None
-    try:
-        is_part = _subfolder_of(part, config) is None  # the folder of the part alone
-        root = str(Path(config.pretrained).absolute().parent) if is_part else config.pretrained
-        beside = PartConfig(pretrained=root, revision=config.revision)
-        return dict(_stored_settings(scheduler, class_of(scheduler, None), beside))
-    except ConfigError:
-        return None
-
-
-def load_weights(path: str, part: str, option: str, default: str | None = None) -> dict[str, torch.Tensor]:
+def load_weights(path: str, part: str, option: str, target: str | None = None) -> dict[str, torch.Tensor]:
     """Parameters by name of a stored part, fp32.
 
     Args:
         path: pipeline folder or hub id, or the part's own folder.
         option: the config option that named it, for errors.
-        default: the part's class; None is its usual one.
+        target: the part's class; None is its usual one.
     """
     try:
-        network: nn.Module = make_network(part, PartConfig(pretrained=path), seed=0, default=default)
+        network: nn.Module = load_part(part, PartConfig(pretrained=path, target=target), seed=0)
     except ConfigError as error:
         raise ConfigError([p.replace(f"model.{part}.pretrained", option) for p in error.problems]) from error
     return {name: parameter.detach() for name, parameter in network.named_parameters()}
@@ -197,131 +178,91 @@ def loaded_as(cls: type, dtype: torch.dtype) -> dict[str, Any]:
 
 
 @contextmanager
-def _failing_as(text: str) -> Iterator[None]:
+def _failing_as(option: str, cls: type, config: PartConfig) -> Iterator[None]:
     """Hostile and damaged files make the libraries raise many kinds of errors."""
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{text}: {_first_line(error)}") from error
+        what = f"{option}.pretrained: {config.pretrained!r} cannot be loaded as {cls.__name__}"
+        if config.pretrained is None:
+            what = f"{option}.params: {cls.__name__} cannot be made from them"
+        raise ConfigError(f"{what}: {first_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Of what a library says."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _stable_seed(seed: int, purpose: str) -> int:
-    """A 63-bit seed for one purpose; unlike `hash()` the same in every process."""
-    digest = hashlib.sha256(f"{seed}:{purpose}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
-
-def _construct(part: str, cls: Any, params: Mapping[str, Any]) -> Any:
+def _construct(option: str, cls: Any, params: Mapping[str, Any]) -> Any:
     """`cls(**params)`; a transformers model is made from its config class."""
     constructor = cls.config_class if issubclass(cls, PreTrainedModel) else cls
-    _check_params(part, constructor, params)
-    with _failing_as(f"model.{part}.params: {cls.__name__} cannot be made from them"):
-        made = constructor(**params)
-        return made if constructor is cls else cls(made)
+    _check_params(option, constructor, params)
+    made = constructor(**params)
+    return made if constructor is cls else cls(made)
 
 
-def _check_params(part: str, constructor: Callable[..., Any], params: Mapping[str, Any]) -> None:
+def _check_params(option: str, constructor: Any, params: Mapping[str, Any]) -> None:
+    """Configs of transformers would take any name."""
     accepted = [name for name in inspect.signature(constructor).parameters if name not in {"self", "kwargs"}]
     problems = []
     for name in (name for name in params if name not in accepted):
         near = suggest(name, accepted)
         hint = f"did you mean {near!r}?" if near else f"it takes {', '.join(accepted)}"
-        problems.append(f"model.{part}.params.{name}: {constructor.__qualname__} has no such parameter; {hint}")
+        problems.append(f"{option}.params.{name}: {constructor.__qualname__} has no such parameter; {hint}")
     if problems:
         raise ConfigError(problems)
 
 
-def _from_pretrained(part: str, cls: Any, config: PartConfig, **options: Any) -> Any:
-    place = _checked_place(part, cls, config)
-    if cls is transformers.AutoTokenizer:
-        options["trust_remote_code"] = False  # None would ask at the terminal, where one process of many waits for ever
-    where = f"{config.pretrained!r}" + (f", folder {place['subfolder']!r}" if "subfolder" in place else "")
-    with _failing_as(f"model.{part}.pretrained: {where} cannot be loaded as {cls.__name__}"):
-        return cls.from_pretrained(config.pretrained, **place, **options)
-
-
-def _stored_settings(part: str, cls: Any, config: PartConfig) -> dict[str, Any]:
-    """The stored config of a class of diffusers."""
-    place = _checked_place(part, cls, config)
-    with _failing_as(f"model.{part}.pretrained: {config.pretrained!r}"):
-        stored, _ = cls.load_config(config.pretrained, **place, return_unused_kwargs=True)
-    settings: dict[str, Any] = stored
-    return settings
-
-
-def _from_settings(part: str, cls: Any, stored: Mapping[str, Any], **params: Any) -> Any:
-    with _failing_as(f"model.{part}.pretrained: {cls.__name__} cannot be made from its stored settings"):
-        return cls.from_config(stored, **params)
-
-
-def _checked_place(part: str, cls: Any, config: PartConfig) -> dict[str, Any]:
+def _checked_place(part: str, cls: Any, config: PartConfig, option: str) -> dict[str, Any]:
     """Revision and subfolder for the libraries, once the part is known to be available and safe to read.
 
-    Of a hub id the settings are checked; which files its index may name, the hub's client and the flag for safetensors
+    The part lies in the given folder below `pretrained`, in the one of its usual name, or is `pretrained` itself. Of a
+    hub id the settings are checked; which files its index may name, the hub's client and the flag for safetensors
     decide.
     """
     assert config.pretrained is not None
-    option, subfolder = f"model.{part}.pretrained", _subfolder_of(part, config)
-    place = {"revision": config.revision, **({"subfolder": subfolder} if subfolder else {})}
-    if problem := hub_problem(config.pretrained, config.revision, option):
+    if problem := hub_problem(config.pretrained, config.revision, f"{option}.pretrained"):
         raise ConfigError(problem)
-    folder, problems = Path(config.pretrained, subfolder or ""), []
+    root, subfolder = Path(config.pretrained), config.subfolder
+    usual = "scheduler" if part.startswith("noise_scheduler") else part
+    is_itself = any((root / name).is_file() for name in _CONFIG_FILES) and not (root / "model_index.json").exists()
+    if subfolder is None and (not is_itself or (root / usual).is_dir()):
+        subfolder = usual
+    place, folder = {"revision": config.revision}, root / (subfolder or "")
+    if subfolder is not None:
+        place["subfolder"] = subfolder
+    problems = []
     if folder.is_dir():
         problems = folder_settings_problems(folder)
+    elif root.is_dir():
+        problems = [
+            f"{config.pretrained!r} has no folder {subfolder!r} and is no {part} itself (none of "
+            f"{', '.join(_CONFIG_FILES)} in it)"
+        ]
     elif issubclass(cls, PreTrainedModel):
-        with _failing_as(f"{option}: {config.pretrained!r}"):
-            settings, _ = cls.config_class.get_config_dict(config.pretrained, **place)
-        problems = list(refused_settings(settings, f"{config.pretrained}/{subfolder or ''}"))
+        settings, _ = cls.config_class.get_config_dict(config.pretrained, **place)
+        problems = list(refused_settings(settings, f"{config.pretrained}/{subfolder}"))
     if problems:
-        raise ConfigError([f"{option}: {problem}" for problem in problems])
+        raise ConfigError([f"{option}.pretrained: {problem}" for problem in problems])
     return place
 
 
-def _subfolder_of(part: str, config: PartConfig) -> str | None:
-    """Where the part lies below `pretrained`: the given folder, its usual name, or null for the part itself.
-
-    Raises:
-        ConfigError: when a local folder holds neither.
-    """
-    usual = "scheduler" if part.startswith("noise_scheduler") else part
-    if config.pretrained is None or config.subfolder is not None:
-        return config.subfolder
-    root = Path(config.pretrained)
-    if not root.exists():
-        if config.pretrained.startswith((".", "/", "~")) or config.pretrained.count("/") > 1:
-            raise ConfigError(f"model.{part}.pretrained: the folder {config.pretrained!r} does not exist")
-        return usual
-    if (root / usual).is_dir():
-        return usual
-    if any((root / name).is_file() for name in _CONFIG_FILES) and not (root / "model_index.json").exists():
-        return None
-    raise ConfigError(
-        f"model.{part}.pretrained: {config.pretrained!r} has no folder {usual!r} and is no {part} itself "
-        f"(none of {', '.join(_CONFIG_FILES)} in it)"
-    )
-
-
 def folder_settings_problems(folder: Path) -> list[str]:
-    """Refused content of the JSON files of a part's folder: settings, and shards that an index names."""
+    """Refused content of the JSON files of a part's folder: settings, and shards that an index names, which must be
+    files of the same folder in the format that holds no code."""
     problems: list[str] = []
     for path in sorted([*folder.glob("*config.json"), *folder.glob("*.safetensors.index.json")]):
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            problems.append(f"{path}: is not readable as JSON ({str(error)[:100]})")
-            continue
-        if not isinstance(value, dict):
-            problems.append(f"{path}: is no JSON object")
-        elif path.name.endswith(".index.json"):
-            problems += _index_problems(value, path)
-        else:
             problems += refused_settings(value, str(path))
+            names = set(value["weight_map"].values()) if path.name.endswith(".index.json") else set()
+            outside = (n for n in names if Path(n).name != n or "\\" in n or not n.endswith(".safetensors"))
+            problems += (f"{path}: names {n[:80]!r}, which is no *.safetensors file of its folder" for n in outside)
+        except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            problems.append(f"{path}: is not readable as JSON of its kind ({str(error)[:100]})")
     return problems
 
 
@@ -351,12 +292,3 @@ def _is_builtin(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_is_builtin, value.values()))
     return value is None or isinstance(value, bool) or (isinstance(value, str) and value.replace("_", "").isalnum())
-
-
-def _index_problems(value: dict[str, Any], path: Path) -> list[str]:
-    """Shards are files of the same folder, in the format that holds no code."""
-    names = value.get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        return [f"{path}: has no weight_map of tensor to file"]
-    outside = (n for n in set(names.values()) if Path(n).name != n or "\\" in n or not n.endswith(".safetensors"))
-    return [f"{path}: names {name[:80]!r}, which is no *.safetensors file of its folder" for name in sorted(outside)]

@@ -44,23 +44,13 @@ def axial_angles(rows: int, columns: int, head_dim: int, theta: float, scale: fl
     Each axis has head_dim/4 frequencies theta^(-4j/head_dim) (Su et al. 2021, equation 15, for half a head).
 
     Args:
-        scale: what row and column numbers are multiplied by, see `position_scale`.
+        scale: what row and column numbers are multiplied by.
     """
     frequencies = theta ** (-torch.arange(0, head_dim, 4, device=device, dtype=torch.float32) / head_dim)
     row = torch.arange(rows, device=device, dtype=torch.float32)[:, None] * scale * frequencies
     column = torch.arange(columns, device=device, dtype=torch.float32)[:, None] * scale * frequencies
     row, column = row[:, None].expand(-1, columns, -1), column[None].expand(rows, -1, -1)
     return torch.cat([row, column], dim=-1).flatten(0, 1)
-
-
-def position_scale(rows: int, columns: int, base_size: int, scaling: str) -> float:
-    """How far apart neighbouring tokens are on the grid that the rotary angles were made for.
-
-    'interpolate' squeezes (or stretches) every grid into the area of base_size × base_size tokens (Chen et al. 2023,
-    "position interpolation"). Both axes share the factor, so nothing is distorted, and buckets of the base area are
-    left as they are. 'none' continues the angles beyond the base grid.
-    """
-    return base_size / math.sqrt(rows * columns) if scaling == "interpolate" else 1.0
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
@@ -239,8 +229,6 @@ def from_patches(tokens: Tensor, rows: int, size: int) -> Tensor:
     return F.pixel_shuffle(tokens.mT.unflatten(2, (rows, -1)), size)
 
 
-ROPE_SCALINGS = ("none", "interpolate")
-
 # `ModelMixin` must stay a name of this module: diffusers looks it up here to learn how the class is loaded.
 
 
@@ -257,9 +245,9 @@ class MMDiTRope(ModelMixin, ConfigMixin):
         pooled_dim: P; 0 for a model without pooled vector.
         mlp_ratio: hidden width of the MLPs as a multiple of W.
         rope_theta: base of the rotary frequencies.
-        rope_base_size: tokens along one side of the square at which 'interpolate' leaves positions as they are; also
-            the usual size of a picture.
-        rope_scaling: one of `ROPE_SCALINGS`, see `position_scale`.
+        rope_base_size: tokens along one side of the square whose positions the rotary angles are made for; grids of
+            another area are squeezed (or stretched) into it (Chen et al. 2023, "position interpolation"). Both axes
+            share the factor, so nothing is distorted. Also the usual size of a picture.
         time_scale_init: what σ in [0, 1] is first multiplied by.
         text_scale_init: what normed text states are first multiplied by.
         zero_init: start as the identity with zero output ("adaLN-zero", Peebles & Xie 2023); False starts from random
@@ -269,7 +257,6 @@ class MMDiTRope(ModelMixin, ConfigMixin):
         ValueError: a parameter that makes no network.
     """
 
-    _supports_gradient_checkpointing = True
     _no_split_modules = ["JointBlock"]  # noqa: RUF012 - diffusers reads a list
     _repeated_blocks = ["JointBlock"]  # noqa: RUF012
 
@@ -286,7 +273,6 @@ class MMDiTRope(ModelMixin, ConfigMixin):
         mlp_ratio: float = 4.0,
         rope_theta: float = 1e4,
         rope_base_size: int = 32,
-        rope_scaling: str = "interpolate",
         time_scale_init: float = 1000.0,
         text_scale_init: float = 0.01,
         zero_init: bool = True,
@@ -294,8 +280,6 @@ class MMDiTRope(ModelMixin, ConfigMixin):
         super().__init__()
         if attention_head_dim % 4:
             raise ValueError(f"attention_head_dim: {attention_head_dim} is not a multiple of 4 (pairs of two axes)")
-        if rope_scaling not in ROPE_SCALINGS:
-            raise ValueError(f"rope_scaling: {rope_scaling!r} is not one of {', '.join(ROPE_SCALINGS)}")
         width = num_attention_heads * attention_head_dim
         self.patchify = nn.Linear(in_channels * patch_size**2, width)
         self.time_embedding = TimestepEmbedding(width, time_scale_init)
@@ -307,7 +291,6 @@ class MMDiTRope(ModelMixin, ConfigMixin):
         )
         self.final_modulation = nn.Linear(width, 2 * width)
         self.unpatchify = nn.Linear(width, in_channels * patch_size**2)
-        self.gradient_checkpointing = False
         self._initialise(zero_init)
 
     def _initialise(self, zero_init: bool) -> None:
@@ -343,49 +326,29 @@ class MMDiTRope(ModelMixin, ConfigMixin):
             encoder_attention_mask: [B, L_i] bool beside each of the states, False for tokens that must not count; None
                 for an encoder, or for all, lets every token count.
 
-        Raises:
-            ValueError: h or w does not divide into patches, or the conditioning does not fit the model.
         """
-        config, (height, width) = self.config, hidden_states.shape[-2:]
-        patch = config.patch_size
-        if height % patch or width % patch:
-            raise ValueError(f"latents of {height} × {width} cells: both must be multiples of the patch size {patch}")
-        rows, columns = height // patch, width // patch
+        config, patch = self.config, self.config.patch_size
+        rows, columns = (side // patch for side in hidden_states.shape[-2:])
         image = self.patchify(to_patches(hidden_states, patch))
         text, mask = self._text(encoder_hidden_states, encoder_attention_mask, image.shape[1])
-        condition = self._condition(timestep, pooled_projections)
-        spacing = position_scale(rows, columns, config.rope_base_size, config.rope_scaling)
+        condition = self.time_embedding(timestep)
+        if self.pooled_projection is not None:
+            condition = condition + self.pooled_projection(pooled_projections)
+        spacing = config.rope_base_size / math.sqrt(rows * columns)
         angles = axial_angles(
             rows, columns, config.attention_head_dim, config.rope_theta, spacing, hidden_states.device
         )
         for block in self.blocks:
-            if torch.is_grad_enabled() and self.gradient_checkpointing:
-                image, text = self._gradient_checkpointing_func(block, image, text, condition, angles, mask)
-            else:
-                image, text = block(image, text, condition, angles, mask)
+            image, text = block(image, text, condition, angles, mask)
         scale, shift = self.final_modulation(F.silu(condition))[:, None].chunk(2, dim=-1)
         sample = from_patches(self.unpatchify(modulate(image, scale, shift)), rows, patch)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
-
-    def _condition(self, timestep: Tensor, pooled: Tensor | None) -> Tensor:
-        """[B, W]: time plus pooled text."""
-        if (pooled is None) != (self.pooled_projection is None):
-            raise ValueError(
-                f"pooled_projections: {'none' if pooled is None else 'one'} given to a model with "
-                f"pooled_dim {self.config.pooled_dim}"
-            )
-        condition = self.time_embedding(timestep)
-        return condition if self.pooled_projection is None else condition + self.pooled_projection(pooled)
 
     def _text(
         self, states: Sequence[Tensor], masks: Sequence[Tensor | None] | None, image_length: int
     ) -> tuple[Tensor, Tensor | None]:
         """Text tokens [B, L, W], and the mask [B, 1, 1, L + I] over the joint sequence if any token is masked."""
         masks = [None] * len(states) if masks is None else masks
-        if not len(states) == len(masks) == len(self.text_projections):
-            raise ValueError(
-                f"{len(states)} text states and {len(masks)} masks for {len(self.text_projections)} text encoders"
-            )
         text = torch.cat([project(s) for project, s in zip(self.text_projections, states, strict=True)], dim=1)
         if all(mask is None for mask in masks):
             return text, None

@@ -7,13 +7,22 @@ trained.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from sd_training.config.check import objective_problems
-from sd_training.config.schema import ModelConfig, ObjectiveConfig, PredictionType, ShiftConfig, is_set, with_preset
+from sd_training.config.schema import (
+    ModelConfig,
+    ObjectiveConfig,
+    PartConfig,
+    PredictionType,
+    ShiftConfig,
+    is_set,
+    with_preset,
+)
 from sd_training.diffusion.noise_schedule import FlowSchedule, NoiseSchedule, SigmaSchedule, discrete_schedule_of
 from sd_training.errors import ConfigError
-from sd_training.models.load import class_of, effective_part, load_noise_scheduler, stored_scheduler
+from sd_training.models.load import class_of, effective_part, load_noise_scheduler
 
 _SAMPLER = "noise_scheduler_inference"
 # What sampling must share with training; everything else (spacing, order, thresholds) is the sampler's own.
@@ -78,7 +87,16 @@ def load_schedulers(
         # A null `shift` is none, as an early FlowMatchEulerDiscreteScheduler stores it.
         static = float(config.get("shift") or config.get("flow_shift") or 1.0)
     sampler = _sampler(model, resolved, config, static, has_unet)
-    return Schedulers(resolved, _schedule(resolved, config), static, sampler)
+    count = int(config.get("num_train_timesteps", 1000))
+    schedule: NoiseSchedule
+    match resolved.prediction_type:
+        case "flow_prediction":
+            schedule = FlowSchedule(count)
+        case "edm":
+            schedule = SigmaSchedule(count)
+        case _:
+            schedule = discrete_schedule_of({**config, "rescale_betas_zero_snr": resolved.rescale_betas_zero_snr})
+    return Schedulers(resolved, schedule, static, sampler)
 
 
 def prediction_warning(model: ModelConfig, denoiser: str, prediction: PredictionType) -> str | None:
@@ -89,8 +107,19 @@ def prediction_warning(model: ModelConfig, denoiser: str, prediction: Prediction
         denoiser: name of the trained part.
         prediction: what the run trains.
     """
-    stored = stored_scheduler(model, denoiser)
-    if stored is None or (before := _stored_prediction(str(stored.get("_class_name", "")), stored)) == prediction:
+    part = effective_part(model, denoiser)
+    if part.pretrained is None:
+        return None
+    root = Path(part.pretrained)
+    if (root / "config.json").is_file():  # the folder of the part alone; the pipeline's is around it
+        root = root.absolute().parent
+    beside = ModelConfig(noise_scheduler_training=PartConfig(pretrained=str(root), revision=part.revision))
+    try:
+        stored = load_noise_scheduler(beside, "noise_scheduler_training")
+    except ConfigError:
+        return None
+    before = _stored_prediction(type(stored).__name__, stored.config)
+    if before == prediction:
         return None
     option = "model.pretrained" if model.pretrained is not None else f"model.{denoiser}.pretrained"
     return (
@@ -110,24 +139,12 @@ def _stored_prediction(scheduler: str, config: Mapping[str, Any]) -> Any:
 
 def _resolved(objective: ObjectiveConfig, scheduler: str, config: Mapping[str, Any]) -> ObjectiveConfig:
     """What options and preset leave open, as the training noise scheduler has it."""
-    stored = _stored_prediction(scheduler, config)
-    if stored not in ("epsilon", "v_prediction", "sample", "flow_prediction", "edm"):
-        raise ConfigError(
-            f"objective.prediction_type: the training noise scheduler says {stored!r}; use epsilon, v_prediction, "
-            "sample, flow_prediction or edm"
-        )
-    prediction = objective.prediction_type or stored
-    is_discrete = prediction not in ("flow_prediction", "edm")
-    shift = objective.shift
+    prediction = objective.prediction_type or _stored_prediction(scheduler, config)
+    shift, zero_snr = objective.shift, objective.rescale_betas_zero_snr
     if shift.mode == "scheduler" and config.get("use_dynamic_shifting") and prediction == "flow_prediction":
-        if config.get("time_shift_type", "exponential") != "exponential":
-            raise ConfigError(
-                f"model.noise_scheduler_training: time_shift_type {config['time_shift_type']!r} is not known; set "
-                "objective.shift.mode to static or tokens"
-            )
         shift = replace(shift, mode="tokens", **{ours: config[theirs] for ours, theirs in _SHIFT_KEYS.items()})
-    zero_snr = objective.rescale_betas_zero_snr
     if zero_snr is None:
+        is_discrete = prediction not in ("flow_prediction", "edm")
         zero_snr = bool(config.get("rescale_betas_zero_snr", False)) and is_discrete
     resolved = replace(objective, shift=shift, prediction_type=prediction, rescale_betas_zero_snr=zero_snr)
     if prediction != "edm":
@@ -139,20 +156,6 @@ def _resolved(objective: ObjectiveConfig, scheduler: str, config: Mapping[str, A
     if density.name == "log_normal" and density.mean is None:
         density = replace(density, mean=_EDM_LOG_RATIO + math.log(sigma_data))
     return replace(filled, preset=objective.preset, timestep_density=density)
-
-
-def _schedule(objective: ObjectiveConfig, config: Mapping[str, Any]) -> NoiseSchedule:
-    count = int(config.get("num_train_timesteps", 1000))
-    match objective.prediction_type:
-        case "flow_prediction":
-            return FlowSchedule(count)
-        case "edm":
-            return SigmaSchedule(count)
-        case _:
-            try:
-                return discrete_schedule_of({**config, "rescale_betas_zero_snr": objective.rescale_betas_zero_snr})
-            except ValueError as error:
-                raise ConfigError(f"model.noise_scheduler_training: {error}") from error
 
 
 def _sampler(

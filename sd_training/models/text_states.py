@@ -3,14 +3,13 @@
 The trainer and the pipeline call the same functions, so that sampling sees the conditioning of the training.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sd_training.config.schema import TextOptions
@@ -29,17 +28,15 @@ def read_text_options(stored: Mapping[str, Any], encoders: Sequence[str]) -> dic
         encoders: names of those that there are.
 
     Raises:
-        ConfigError: an encoder or an option is unknown, or a value is wrong.
+        ConfigError: an option is unknown, or a value is wrong.
     """
-    problems = [f"text_options.{name}: there is no such text encoder" for name in stored if name not in encoders]
     options = {}
     for name in encoders:
         try:
             options[name] = _OPTIONS.validate_python(dict(stored.get(name, {})))
         except ValidationError as error:
-            problems += [f"text_options.{name}.{e['loc'][0]}: is {e['input']!r}; {e['msg']}" for e in error.errors()]
-    if problems:
-        raise ConfigError(problems)
+            problems = [f"text_options.{name}.{e['loc'][0]}: is {e['input']!r}; {e['msg']}" for e in error.errors()]
+            raise ConfigError(problems) from error
     return options
 
 
@@ -65,16 +62,14 @@ def encode_texts(
 
     Args:
         tokens: [B, L_i] int64 each.
-        masks: [B, L_i] bool each; not used for an encoder with `use_mask=False`.
+        masks: [B, L_i] bool each, True for tokens of the caption.
     """
     result, pooled = Conditioning([]), []
-    for encoder, ids, given, option in zip(encoders, tokens, masks, options, strict=True):
-        mask = given if option.use_mask else None
-        layer = -1 if option.layer is None else option.layer
-        states, vector = encode_tokens(encoder, ids, mask, layer, option.pooling, option.apply_final_norm)
+    for encoder, ids, mask, option in zip(encoders, tokens, masks, options, strict=True):
+        states, vector = encode_tokens(encoder, ids, mask, option)
         if option.layer is not None:
             result.states.append(states)
-            result.masks.append(mask)
+            result.masks.append(mask if option.use_mask else None)
         if vector is not None:
             pooled.append(vector)
     result.pooled = torch.cat(pooled, dim=-1) if pooled else None
@@ -82,12 +77,7 @@ def encode_texts(
 
 
 def encode_tokens(
-    encoder: PreTrainedModel,
-    tokens: Tensor,
-    mask: Tensor | None,
-    layer: int,
-    pooling: str,
-    apply_final_norm: bool,
+    encoder: PreTrainedModel, tokens: Tensor, mask: Tensor, option: TextOptions
 ) -> tuple[Tensor, Tensor | None]:
     """Hidden states and pooled vector of one text encoder, in the encoder's mode and precision.
 
@@ -96,78 +86,38 @@ def encode_tokens(
     Args:
         encoder: any text encoder or decoder of transformers.
         tokens: [B, L] int64.
-        mask: [B, L] bool, True for tokens of the caption; None lets every token count. States of masked tokens are 0.
-        layer: -1 is the last layer, -N-1 the embeddings of an encoder of N layers.
-        pooling: as `TextOptions.pooling`.
-        apply_final_norm: whether states go through the encoder's final norm, if it has one.
+        mask: [B, L] bool, True for tokens of the caption. Without `use_mask` only pooling reads it; with it states of
+            masked tokens are 0.
+        option: layer (-1 is the last one with its norm, -N-1 the embeddings of an encoder of N layers) and pooling.
 
     Returns:
-        [B, L, D] states and [B, P] pooled vector (None for pooling none).
+        [B, L, D] states and [B, P] pooled vector of the last layer (None for pooling none).
     """
     network = encoder
     if getattr(encoder.config, "is_encoder_decoder", False):
         network = encoder.get_encoder()
     elif encoder.get_output_embeddings() is not None:
         network = encoder.base_model
-    attention_mask = None if mask is None else mask.long()
-    with _final_norm_calls(network) as calls:
-        output = network(input_ids=tokens, attention_mask=attention_mask, output_hidden_states=layer != -1)
+    is_last = option.layer in (None, -1)
+    attention_mask = mask.long() if option.use_mask else None
+    output = network(input_ids=tokens, attention_mask=attention_mask, output_hidden_states=not is_last)
     last = output.last_hidden_state
-    # The norm that made `last`, and its input; there is none where the layers end in norms of their own.
-    made = (call[:2] for call in reversed(calls) if call[2].shape == last.shape)
-    norm, before_norm = next(made, (nn.Identity(), last))
-    if layer == -1:
-        states = last if apply_final_norm else before_norm
-    else:
-        states = output.hidden_states[layer]
-        states = norm(states) if apply_final_norm else states
-    if mask is not None:
-        states, last = (x.masked_fill(~mask[..., None], 0.0) for x in (states, last))
-    return states, _pool(encoder, output, last, tokens, mask, pooling)
-
-
-@contextmanager
-def _final_norm_calls(network: nn.Module) -> Iterator[list[tuple[nn.Module, Tensor, Tensor]]]:
-    """Module, input and output of every norm that runs outside layers and embeddings.
-
-    Whether the last of `hidden_states` has been normed differs between classes and versions of transformers, and so
-    does the norm's name; what went in and came out does not.
-    """
-    calls: list[tuple[nn.Module, Tensor, Tensor]] = []
-    hooks = [
-        module.register_forward_hook(lambda module, inputs, output: calls.append((module, inputs[0], output)))
-        for name, module in network.named_modules()
-        if "norm" in type(module).__name__.lower()
-        and "embed" not in name
-        and not any(step.isdigit() for step in name.split("."))
-    ]
-    try:
-        yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def is_clip(encoder: PreTrainedModel) -> bool:
-    """Whether it pools the end of the text without a mask."""
-    return bool(encoder.config.model_type == "clip_text_model")
-
-
-def _pool(
-    encoder: PreTrainedModel, output: Any, last: Tensor, tokens: Tensor, mask: Tensor | None, pooling: str
-) -> Tensor | None:
-    """The pooled vector; `last` is the last layer after its norm, zero where masked."""
-    if pooling == "none":
-        return None
-    if pooling == "projection":
-        return output.text_embeds
+    states = last if is_last else output.hidden_states[option.layer]
+    of_caption = last.masked_fill(~mask[..., None], 0.0)
+    if option.use_mask:
+        states, last = states.masked_fill(~mask[..., None], 0.0), of_caption
     rows = torch.arange(len(last), device=last.device)
-    if pooling == "eos" and is_clip(encoder):
-        # The first end-of-text token, as it also pads. Old configs say 2, which their vocabularies do not mean: there
-        # the end is the highest id.
-        end = encoder.config.eos_token_id
-        return last[rows, tokens.argmax(dim=1) if end == 2 else (tokens == end).int().argmax(dim=1)]
-    assert mask is not None, "checked when the parts are put together: padding would count as text"
-    if pooling == "mean":
-        return last.sum(dim=1) / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    return last[rows, (torch.arange(mask.shape[1], device=mask.device) * mask).argmax(dim=1)]
+    match option.pooling:
+        case "none":
+            return states, None
+        case "projection":
+            return states, output.text_embeds
+        case "mean":
+            return states, of_caption.sum(dim=1) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+        case "eos" if encoder.config.model_type == "clip_text_model":
+            # The first end-of-text token, as it also pads. Old configs say 2, which their vocabularies do not mean:
+            # there the end is the highest id.
+            end = encoder.config.eos_token_id
+            return states, last[rows, tokens.argmax(dim=1) if end == 2 else (tokens == end).int().argmax(dim=1)]
+        case "eos":
+            return states, last[rows, (torch.arange(mask.shape[1], device=mask.device) * mask).argmax(dim=1)]

@@ -7,7 +7,7 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from sd_training.training.base_module import Optimization, TrainedModule, spread_non_finite
+from sd_training.training.base_module import Optimization, TrainedModule
 from sd_training.types import PixelBatch
 
 _STATISTICS_DECAY = 0.99
@@ -35,12 +35,14 @@ class AutoencoderModule(TrainedModule):
     def training_step(self, batch: PixelBatch, batch_index: int) -> Tensor:
         """Mean loss of a micro-batch."""
         l1, kl, latents = self._errors(batch)
-        losses = l1 + self.kl_weight * kl
-        loss = losses.mean()
-        self._measure(latents.detach())
-        self.log_scalars(loss=loss, l1=l1.mean(), kl=kl.mean())
-        self.record_samples(batch, loss, losses, None)
-        return spread_non_finite(loss)
+        self._measure(latents.detach().float())
+        return self.finish_micro_batch(batch, l1 + self.kl_weight * kl, None, l1=l1.mean(), kl=kl.mean())
+
+    def _measure(self, latents: Tensor) -> None:
+        """Mean and mean square of the latents, as they change with the weights. A batch whose latents are not finite is
+        left out: its step is skipped, and the average would never recover."""
+        now = torch.stack((latents.mean(), latents.square().mean(), latents.new_ones(())))
+        self.latent_moments.lerp_(torch.where(now.isfinite().all(), now, self.latent_moments), 1.0 - _STATISTICS_DECAY)
 
     def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, None]:
         """As `TrainedModule.sample_losses`; nothing depends on the step."""
@@ -60,15 +62,6 @@ class AutoencoderModule(TrainedModule):
         l1 = (reconstruction.float() - pixels).abs().mean(dim=(1, 2, 3))
         # kl() sums over a sample's latents; per pixel value it keeps its meaning at any resolution.
         return l1, posterior.kl().float() / pixels[0].numel(), latents
-
-    def _measure(self, latents: Tensor) -> None:
-        """Follow mean and mean square of the latents, as they change with the weights.
-
-        A batch whose latents are not finite is left out: its step is skipped, and the average would never recover.
-        """
-        latents = latents.float()
-        now = torch.stack((latents.mean(), latents.square().mean(), latents.new_ones(())))
-        self.latent_moments.lerp_(torch.where(now.isfinite().all(), now, self.latent_moments), 1.0 - _STATISTICS_DECAY)
 
     @torch.no_grad()
     def latent_statistics(self) -> tuple[float, float] | None:

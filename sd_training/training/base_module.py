@@ -50,8 +50,6 @@ class Optimization:
     """Peak learning rate."""
     schedule: LRSchedule
     """Optimizer step → factor of the peak."""
-    fused: bool = True
-    """Fused kernels; not with a gradient scaler (see `make_optimizer`)."""
     is_offloaded: bool = False
     """DeepSpeed keeps the optimizer state in CPU memory and updates there."""
     seed: int = 0
@@ -67,15 +65,6 @@ def changed_requirements(before: Mapping[str, Any], now: Mapping[str, Any]) -> s
         f"the checkpoint belongs to a run with other options: {'; '.join(change.sentence() for change in changed)}. "
         "Restore them, or take another experiment.name and start from the exported pipeline (model.pretrained)"
     )
-
-
-def spread_non_finite(loss: Tensor) -> Tensor:
-    """[] `loss`; where it is not finite, its gradient is NaN, which the average over processes carries to all of them.
-
-    An infinite loss may have a finite gradient, and the gradient alone decides whether a step is skipped. No bit of a
-    finite loss or of its gradient changes: both are multiplied by 1.
-    """
-    return loss * (loss.detach() * 0.0 + 1.0)
 
 
 class TrainedModule(pl.LightningModule):
@@ -105,25 +94,31 @@ class TrainedModule(pl.LightningModule):
         self.logged_micro_batches = 0
         self.grad_norm: Tensor | None = None
 
-    def log_scalars(self, **values: Tensor) -> None:
-        """Add scalars of a micro-batch to the logging window, on the device."""
-        for name, value in values.items():
-            value = value.detach().float()
-            self.logged_sums[name] = self.logged_sums[name] + value if name in self.logged_sums else value
-        self.logged_micro_batches += 1
+    def finish_micro_batch(
+        self, batch: PixelBatch, losses: Tensor, timesteps: Tensor | None, **logged: Tensor
+    ) -> Tensor:
+        """[] what is minimised: the mean of the losses of a micro-batch. Keeps, on the device, what is logged and what
+        an incident's report needs.
 
-    def record_samples(self, batch: PixelBatch, loss: Tensor, losses: Tensor, timesteps: Tensor | None) -> None:
-        """Keep what an incident's report needs of the micro-batch, on the device.
+        Where the loss is not finite, its gradient is NaN, which the average over processes carries to all of them: an
+        infinite loss may have a finite gradient, and the gradient alone decides whether a step is skipped. No bit of a
+        finite loss or of its gradient changes: both are multiplied by 1.
 
         Args:
             batch: as the loader delivered it.
-            loss: [] what is minimised.
             losses: [B] of each sample.
             timesteps: [B], where there are any.
+            logged: [] further scalars.
         """
+        loss = losses.mean()
+        for name, value in {"loss": loss, **logged}.items():
+            value = value.detach().float()
+            self.logged_sums[name] = self.logged_sums[name] + value if name in self.logged_sums else value
+        self.logged_micro_batches += 1
         self.last_micro_batch = MicroBatchRecord(
             loss.detach(), losses.detach(), batch.positions, batch.sample_ids, timesteps
         )
+        return loss * (loss.detach() * 0.0 + 1.0)
 
     def on_train_batch_start(self, batch: PixelBatch, batch_index: int) -> None:
         """Dropout layers alone use torch's global generator: key it by rank and step, so that resume is exact."""
@@ -151,13 +146,11 @@ class TrainedModule(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer over the network's trainable parameters; the learning rate is set before each step."""
         plan = self.optimization
-        named = [(name, parameter) for name, parameter in self.named_trained() if parameter.requires_grad]
-        fused = plan.fused and not self.has_gradient_scaler
         return make_optimizer(
             plan.config,
-            named,
+            [(name, parameter) for name, parameter in self.named_trained() if parameter.requires_grad],
             learning_rate=plan.learning_rate,
-            fused=fused,
+            fused=not self.has_gradient_scaler,
             seed=plan.seed,
             is_offloaded=plan.is_offloaded,
         )
@@ -185,8 +178,7 @@ class TrainedModule(pl.LightningModule):
         Raises:
             CheckpointError: naming every option that has changed.
         """
-        before: dict[str, Any] = checkpoint.get("trained_as", {})
-        if changed := changed_requirements(before, self.resume_requirements()):
+        if changed := changed_requirements(checkpoint["trained_as"], self.resume_requirements()):
             raise CheckpointError(changed)
 
     @property
@@ -203,8 +195,8 @@ class TrainedModule(pl.LightningModule):
         """Clip once per optimizer step, and mark a non-finite gradient so that the optimizer skips the step.
 
         The gradient is already averaged over ranks, so every rank sees the same norm and decides alike; a loss that is
-        not finite has made its gradient so (`spread_non_finite`). Fused AdamW reads `found_inf` on the device; the host
-        does not wait. With other optimizers it does (see `make_optimizer`). DeepSpeed does all of this itself.
+        not finite has made its gradient so (`finish_micro_batch`). Fused AdamW reads `found_inf` on the device; the
+        host does not wait. With other optimizers it does (see `make_optimizer`). DeepSpeed does all of this itself.
         """
         if strategy_of(self.trainer).clips_gradients:
             return

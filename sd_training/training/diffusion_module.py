@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from sd_training.diffusion.loss_weighting import LevelUncertainty
 from sd_training.diffusion.objective import Objective
 from sd_training.models.encoders import Encoders
-from sd_training.training.base_module import PART, Optimization, TrainedModule, spread_non_finite
-from sd_training.types import Conditioning, NoisedBatch, PixelBatch
+from sd_training.training.base_module import PART, Optimization, TrainedModule
+from sd_training.types import Conditioning, PixelBatch
 
 
 class DiffusionModule(TrainedModule):
@@ -74,16 +74,13 @@ class DiffusionModule(TrainedModule):
     def training_step(self, batch: PixelBatch, batch_index: int) -> Tensor:
         """Mean loss of a micro-batch (Rombach et al. 2022, arXiv:2112.10752, eq. 3)."""
         losses, timesteps = self.sample_losses(batch, self.trainer.global_step)
-        loss = losses.mean()
-        self.log_scalars(loss=loss)
-        self.record_samples(batch, loss, losses, timesteps)
-        return spread_non_finite(loss)
+        return self.finish_micro_batch(batch, losses, timesteps)
 
     def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, Tensor]:
         """As `TrainedModule.sample_losses`."""
         latents, conditioning = self._encoded(batch)
         noised = self.objective.draw(latents, batch, step=step)
-        prediction = self._prediction(noised, conditioning)
+        prediction = self.encoders.family.predict(self.denoiser, noised, conditioning)
         uncertainty = None if self.uncertainty is None else self.uncertainty(noised.signal, noised.sigma)
         return self.objective.loss(prediction, noised, uncertainty), noised.timesteps
 
@@ -91,17 +88,16 @@ class DiffusionModule(TrainedModule):
         """As `TrainedModule.held_out_losses`. Images and captions are encoded once, and the noise of a sample is the
         same at all levels. Input perturbation and learned uncertainty belong to training and are disabled."""
         latents, conditioning = self._encoded(batch)
-        objective, losses, timesteps = self.objective.without_perturbation(), [], []
+        config, losses, timesteps = replace(self.objective.config, input_perturbation=0.0), [], []
+        objective = replace(self.objective, config=config)
         for quantile in quantiles:
             draws = replace(batch, timestep_draw=torch.full_like(batch.timestep_draw, quantile))
             noised = objective.draw(latents, draws)
-            losses.append(objective.loss(self._prediction(noised, conditioning), noised))
+            prediction = self.encoders.family.predict(self.denoiser, noised, conditioning)
+            losses.append(objective.loss(prediction, noised))
             timesteps.append(noised.timesteps.float())
         return torch.stack(losses), torch.stack(timesteps)
 
     def _encoded(self, batch: PixelBatch) -> tuple[Tensor, Conditioning]:
         latents = self.encoders.encode_pixels(self._pixels(batch), batch.posterior_noise)
         return latents, self.encoders.encode_text(batch)
-
-    def _prediction(self, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
-        return self.encoders.family.predict(self.denoiser, noised, conditioning)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from sd_training.config.plan import Mesh
 from sd_training.config.schema import ConditioningConfig, ModelConfig, ObjectiveConfig
 from sd_training.models.families.table import load_family
-from sd_training.models.family import Family
+from sd_training.models.family import Family, latent_grid
 from sd_training.optim.gradients import clip_gradients
 from sd_training.parallel.strategies import FSDP2Options, FSDP2Strategy, ShardingSpec
 from sd_training.types import NoisedBatch
@@ -23,7 +23,7 @@ def family_of(folder: Path) -> Family:
 def backward(family: Family) -> tuple[float, dict[str, Tensor]]:
     """Loss and whole gradients by name, of inputs that are the same on every process."""
     generator = torch.Generator().manual_seed(1)
-    latents = torch.randn(2, *family.latent_grid().shape(32, 32), generator=generator)
+    latents = torch.randn(2, *latent_grid(family.vae).shape(32, 32), generator=generator)
     conditioning = family.blank_conditioning(2, torch.device("cpu"))
     conditioning.states = [torch.randn(s.shape, generator=generator) for s in conditioning.states]
     timesteps = torch.tensor([100.0, 700.0])

@@ -9,9 +9,6 @@ from diffusers import DiffusionPipeline
 
 import sd_training.models.families.mmdit_pipeline  # noqa: F401 - makes its class known to diffusers
 from sd_training.build import models as network
-from sd_training.build.dry_run import describe
-from sd_training.build.plan import make_plan
-from sd_training.build.run import build_run
 from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
 from tests.family_makers import save_pipeline
@@ -39,19 +36,12 @@ def quick_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "compile_blocks", functools.partial(network.compile_blocks, backend="aot_eager"))
 
 
-def test_xformers_is_refused_where_it_cannot_run(mmdit_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
-    argv = options(tmp_path / "run", mmdit_dir, shards_dir, model__xformers=True)
-    for start in (build_run, describe):
-        with pytest.raises(ConfigError, match=r"model.xformers: true, but MMDiTRope has no attention"):
-            start(make_plan(load_config(argv)))
-
-
 @pytest.mark.usefixtures("quick_backend")
 def test_a_compiled_run_draws_and_saves(mmdit_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     previews = {"sampling__every": 2, "sampling__prompts": '["a red picture","b","c"]', "sampling__batch_size": 3}
     changes = {"sampling__num_inference_steps": 2, "experiment__num_examples_to_see": 32, **previews}
     train(options(tmp_path / "plain", mmdit_dir, shards_dir, **changes))
-    compiled = {"trainer__compile": True, "model__gradient_checkpointing": "selective"}
+    compiled = {"trainer__compile": True, "model__gradient_checkpointing": True}
     train(options(tmp_path / "run", mmdit_dir, shards_dir, **changes, **compiled))
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
     DiffusionPipeline.from_pretrained(tmp_path / "run/current_pipeline", local_files_only=True, low_cpu_mem_usage=False)
@@ -69,7 +59,7 @@ def test_without_a_compiler_the_run_does_not_start(
 
 def test_channels_last_and_recomputation_resume_exactly(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     changes = {"trainer__channels_last": True, "model__gradient_checkpointing": True, "model__vae_slicing": True}
-    changes |= {"experiment__num_examples_to_see": 32, "model__gradient_checkpointing_every": 2}
+    changes |= {"experiment__num_examples_to_see": 32}
     whole, cut = (options(tmp_path / name, pipeline_dir, shards_dir, **changes) for name in ("whole", "cut"))
     run = train(whole)
     laid_out = [p for p in run.module.network.parameters() if p.dim() == 4 and p.shape[2] > 1]

@@ -3,14 +3,14 @@
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from diffusers import FluxPipeline
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from sd_training.models.family import FLOW_ONLY, Family, attention_plan, mlp_plan
+from sd_training.models.family import FLOW_ONLY, Family
 from sd_training.types import Conditioning, NoisedBatch, PixelBatch
 
 T5_TOKENS = 512
@@ -31,6 +31,9 @@ class Flux(Family):
     denoiser_part = "transformer"
     block_classes = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     predictions = FLOW_ONLY
+    tensor_attention = ("attn",)
+    head_axis = 2
+    tensor_mlps = ((("ff.net.0.proj",), "ff.net.2"), (("ff_context.net.0.proj",), "ff_context.net.2"))
     text_lengths: ClassVar[Mapping[str, int]] = {"text_encoder_2": T5_TOKENS}
     classes: ClassVar[Mapping[str, str]] = {
         "text_encoder": "CLIPTextModel",
@@ -66,29 +69,20 @@ class Flux(Family):
 
     def tensor_plan(self, block: nn.Module, size: int) -> dict[str, ParallelStyle]:
         """As `Family.tensor_plan`. Blocks of one stream are left whole: one matrix reads attention and MLP together."""
-        if type(block).__name__ != "FluxTransformerBlock":
-            return {}
-        attention = attention_plan(block, ("attn",), size, head_axis=2)
-        return attention | mlp_plan(block, ("ff.net.0.proj", "ff_context.net.0.proj"), ("ff.net.2", "ff_context.net.2"))
+        return super().tensor_plan(block, size) if type(block).__name__ == "FluxTransformerBlock" else {}
 
-    def text_shape(self) -> tuple[int, int, int]:
-        """As `Family.text_shape`."""
-        return T5_TOKENS, self.denoiser.config.joint_attention_dim, self.denoiser.config.pooled_projection_dim
+    def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
+        """As `Family.text_shapes`."""
+        return [(T5_TOKENS, self.denoiser.config.joint_attention_dim)], self.denoiser.config.pooled_projection_dim
 
-    def fit_problems(self) -> list[str]:
-        """As `Family.fit_problems`."""
-        config, clip, t5 = self.denoiser.config, self.parts["text_encoder"].config, self.parts["text_encoder_2"].config
-        if sum(config.axes_dims_rope) != config.attention_head_dim:
-            return [
-                f"model.transformer.params.axes_dims_rope: {list(config.axes_dims_rope)} must add up to "
-                f"attention_head_dim, {config.attention_head_dim}"
-            ]
-        return [
-            *self._width_problem("in_channels", self.vae.config.latent_channels * PATCH**2, "packed latents are"),
-            *self._width_problem("joint_attention_dim", t5.d_model, "text_encoder_2 is"),
-            *self._width_problem("pooled_projection_dim", clip.hidden_size, "text_encoder is"),
-            *self._vocabulary_problems(),
-        ]
+    def needed_settings(self) -> dict[str, Any]:
+        """As `Family.needed_settings`; every axis of the positions has its part of a head."""
+        return {
+            "in_channels": self.vae.config.latent_channels * PATCH**2,
+            "joint_attention_dim": self.parts["text_encoder_2"].config.d_model,
+            "pooled_projection_dim": self.parts["text_encoder"].config.hidden_size,
+            "attention_head_dim": sum(self.denoiser.config.axes_dims_rope),
+        }
 
 
 def packed(latents: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ A saved folder loads by `MMDiTRopePipeline.from_pretrained(folder)`, and once th
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -61,12 +61,10 @@ class MMDiTRopePipeline(DiffusionPipeline):
         parts |= {"text_encoder": text_encoder, "text_encoder_2": text_encoder_2, "text_encoder_3": text_encoder_3}
         parts |= {"tokenizer": tokenizer, "tokenizer_2": tokenizer_2, "tokenizer_3": tokenizer_3}
         self.register_modules(**parts)
-        present = [name for name in TEXT_PARTS if parts[name] is not None]
-        self.options = read_text_options(text_options or {}, present)
+        self.options = read_text_options(text_options or {}, [name for name in TEXT_PARTS if parts[name] is not None])
         # A mapping, as diffusers takes every list in model_index.json for a part of the pipeline.
         self.register_to_config(text_options={name: asdict(option) for name, option in self.options.items()})
-        self.vae_scale_factor = 2 ** (len(vae.config.block_out_channels) - 1)
-        self.image_processor = VaeImageProcessor(vae_scale_factor=self.vae_scale_factor)
+        self.image_processor = VaeImageProcessor(vae_scale_factor=2 ** (len(vae.config.block_out_channels) - 1))
 
     @torch.no_grad()
     def __call__(
@@ -99,19 +97,40 @@ class MMDiTRopePipeline(DiffusionPipeline):
             ValueError: sizes or counts that do not fit.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        conditioning = self._conditioning(prompts, negative_prompt, guidance_scale)
-        latents = self._initial_latents(len(prompts), height, width, generator, latents)
+        nulls = [negative_prompt] * len(prompts) if isinstance(negative_prompt, str) else list(negative_prompt)
+        if len(nulls) != len(prompts):
+            raise ValueError(f"{len(nulls)} negative prompts for {len(prompts)} prompts")
+        own, device = self.transformer.config, self._execution_device
+        cell = self.image_processor.config.vae_scale_factor
+        token, guided, dtype = cell * own.patch_size, guidance_scale != 1, self.transformer.dtype
+        height, width = (side or own.rope_base_size * token for side in (height, width))
+        if height % token or width % token:
+            raise ValueError(f"height and width are {height} × {width} pixels; both must be multiples of {token}")
+        shape = (len(prompts), own.in_channels, height // cell, width // cell)
+        if latents is None:
+            latents = randn_tensor(shape, generator=generator, device=device, dtype=torch.float32)
+        latents = latents.to(device, torch.float32)
+        text = self.encode_prompts(nulls + prompts if guided else prompts)
+        conditioning = {
+            "encoder_hidden_states": [states.to(dtype) for states in text.states],
+            "encoder_attention_mask": text.masks,
+            "pooled_projections": None if text.pooled is None else text.pooled.to(dtype),
+        }
         config, shift = self.scheduler.config, {}
         if config.use_dynamic_shifting:
-            tokens = latents.shape[-2] * latents.shape[-1] // self.transformer.config.patch_size**2
             ends = (config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift)
-            shift = {"mu": calculate_shift(tokens, *ends)}
-        self.scheduler.set_timesteps(num_inference_steps, device=latents.device, **shift)
+            shift = {"mu": calculate_shift(latents[0, 0].numel() // own.patch_size**2, *ends)}
+        self.scheduler.set_timesteps(num_inference_steps, device=device, **shift)
         is_random = "generator" in inspect.signature(self.scheduler.step).parameters
-        options: dict[str, Any] = {"generator": generator} if is_random else {}
+        draws: dict[str, Any] = {"generator": generator} if is_random else {}
         for timestep in self.progress_bar(self.scheduler.timesteps):
-            velocity = self._velocity(latents, timestep, conditioning, guidance_scale)
-            latents = self.scheduler.step(velocity, timestep, latents, return_dict=False, **options)[0]
+            inputs = torch.cat([latents, latents]) if guided else latents
+            times = timestep.expand(len(inputs))
+            velocity = self.transformer(inputs.to(dtype), times, return_dict=False, **conditioning)[0].float()
+            if guided:
+                null, conditioned = velocity.chunk(2)
+                velocity = null + guidance_scale * (conditioned - null)
+            latents = self.scheduler.step(velocity, timestep, latents, return_dict=False, **draws)[0]
         images: Any = latents
         if output_type != "latent":
             unscaled = latents / self.vae.config.scaling_factor + (self.vae.config.shift_factor or 0.0)
@@ -119,20 +138,6 @@ class MMDiTRopePipeline(DiffusionPipeline):
             images = self.image_processor.postprocess(pixels.float(), output_type=output_type)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images) if return_dict else (images,)
-
-    def _conditioning(self, prompts: list[str], negative: str | Sequence[str], guidance_scale: float) -> dict[str, Any]:
-        """Arguments of the transformer; with guidance the null conditioning of the batch comes first."""
-        if guidance_scale != 1:
-            nulls = [negative] * len(prompts) if isinstance(negative, str) else list(negative)
-            if len(nulls) != len(prompts):
-                raise ValueError(f"{len(nulls)} negative prompts for {len(prompts)} prompts")
-            prompts = nulls + prompts
-        text, dtype = self.encode_prompts(prompts), self.transformer.dtype
-        return {
-            "encoder_hidden_states": [states.to(dtype) for states in text.states],
-            "encoder_attention_mask": text.masks,
-            "pooled_projections": None if text.pooled is None else text.pooled.to(dtype),
-        }
 
     def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
         """States and pooled vectors of the prompts, on the pipeline's device."""
@@ -144,41 +149,6 @@ class MMDiTRopePipeline(DiffusionPipeline):
             masks=[mask.to(device) for _, mask in pairs],
             options=list(options.values()),
         )
-
-    def _initial_latents(
-        self,
-        count: int,
-        height: int | None,
-        width: int | None,
-        generator: torch.Generator | list[torch.Generator] | None,
-        latents: Tensor | None,
-    ) -> Tensor:
-        """[B, C, h, w] float32 noise."""
-        config, cell = self.transformer.config, self.vae_scale_factor
-        token = cell * config.patch_size
-        height, width = (side or config.rope_base_size * token for side in (height, width))
-        if height % token or width % token:
-            raise ValueError(f"height and width are {height} × {width} pixels; both must be multiples of {token}")
-        shape = (count, config.in_channels, height // cell, width // cell)
-        if latents is None:
-            return randn_tensor(shape, generator=generator, device=self._execution_device, dtype=torch.float32)
-        if latents.shape != shape:
-            raise ValueError(f"latents have shape {tuple(latents.shape)}, not {shape}")
-        return latents.to(self._execution_device, torch.float32)
-
-    def _velocity(
-        self, latents: Tensor, timestep: Tensor, conditioning: Mapping[str, Any], guidance_scale: float
-    ) -> Tensor:
-        """v_cond without guidance, else v_null + s (v_cond - v_null), in float32."""
-        guided = guidance_scale != 1
-        inputs = torch.cat([latents, latents]) if guided else latents
-        velocity = self.transformer(
-            inputs.to(self.transformer.dtype), timestep.expand(len(inputs)), return_dict=False, **conditioning
-        )[0].float()
-        if not guided:
-            return velocity
-        null, conditioned = velocity.chunk(2)
-        return null + guidance_scale * (conditioned - null)
 
 
 # `DiffusionPipeline.from_pretrained` looks the class that model_index.json names up in diffusers' own namespace. Its

@@ -15,9 +15,13 @@ class StableDiffusion(Family):
 
     name = "stable_diffusion"
     pipeline_class = StableDiffusionPipeline
+    pipeline_options: ClassVar[Mapping[str, Any]] = {
+        "safety_checker": None,
+        "feature_extractor": None,
+        "requires_safety_checker": False,
+    }
     denoiser_part = "unet"
     block_classes = ("BasicTransformerBlock", "ResnetBlock2D")
-    may_train_text = True
     classes: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIPTextModel"}
 
     def encode(self, batch: PixelBatch) -> Conditioning:
@@ -29,20 +33,13 @@ class StableDiffusion(Family):
         answer: Tensor = denoiser(noised.noised_latents, noised.timesteps, conditioning.states[0]).sample
         return answer
 
-    def pipeline_options(self) -> dict[str, Any]:
-        """No safety checker."""
-        return {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-
-    def text_shape(self) -> tuple[int, int, int]:
-        """As `Family.text_shape`."""
+    def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
+        """As `Family.text_shapes`."""
         config = self.parts["text_encoder"].config
-        return config.max_position_embeddings, config.hidden_size, 0
+        return [(config.max_position_embeddings, config.hidden_size)], 0
 
-    def fit_problems(self) -> list[str]:
-        """As `Family.fit_problems`."""
-        width = self.parts["text_encoder"].config.hidden_size
-        problems = self._channel_problems() + self._width_problem("cross_attention_dim", width, "the text encoder is")
-        for key in ("addition_embed_type", "class_embed_type", "num_class_embeds"):
-            if (given := self.denoiser.config.get(key)) is not None:
-                problems.append(f"model.unet.params.{key}: {given!r}, but stable_diffusion has none")
-        return problems + self._vocabulary_problems()
+    def needed_settings(self) -> dict[str, Any]:
+        """As `Family.needed_settings`; nothing but text and time is embedded."""
+        channels, width = self.vae.config.latent_channels, self.parts["text_encoder"].config.hidden_size
+        needed = {"in_channels": channels, "out_channels": channels, "cross_attention_dim": width}
+        return {**needed, "addition_embed_type": None, "class_embed_type": None, "num_class_embeds": None}

@@ -6,16 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from diffusers import DiffusionPipeline
-from diffusers.utils import logging as diffusers_logging
 
-from sd_training.config.schema import (
-    FAMILY_PARTS,
-    ConditioningConfig,
-    FamilyName,
-    ModelConfig,
-    ObjectiveConfig,
-    family_of_parts,
-)
+from sd_training.config.schema import ConditioningConfig, FamilyName, ModelConfig, ObjectiveConfig, family_of_parts
 from sd_training.errors import Checks, ConfigError
 from sd_training.hub import hub_problem
 from sd_training.models.families.flux import Flux
@@ -25,7 +17,7 @@ from sd_training.models.families.sd3 import StableDiffusion3
 from sd_training.models.families.sdxl import StableDiffusionXL
 from sd_training.models.families.stable_diffusion import StableDiffusion
 from sd_training.models.family import Family
-from sd_training.models.load import effective_part, load_network, make_tokenizer
+from sd_training.models.load import first_line, load_part
 from sd_training.models.schedulers import load_schedulers
 
 FAMILIES: Mapping[FamilyName, type[Family]] = {
@@ -56,23 +48,23 @@ def load_family(
     cls, checks = FAMILIES[_family_name(model, index)], Checks()
     is_unet = cls.denoiser_part == "unet"
     schedulers = checks.run(lambda: load_schedulers(model, objective, has_unet=is_unet, allowed=cls.predictions))
-    null_is_zeros = checks.run(lambda: _null_is_zeros(cls, model, conditioning, index))
-
-    def load(part: str) -> Any:
-        default = cls.class_of_part(part, index)
-        if part.startswith("tokenizer"):
-            return make_tokenizer(part, effective_part(model, part), default)
+    problems = []
+    if model.train_text_encoder and not is_unet:
+        problems.append(f"model.train_text_encoder: is only known for stable_diffusion and sdxl, not for {cls.name}")
+    for name, unread in (("null_text", (None, "empty")), ("size_dropout_prob", (0,)), ("crop_dropout_prob", (0,))):
+        if not cls.has_size_numbers and (value := getattr(conditioning, name)) not in unread:
+            problems.append(f"conditioning.{name}: {value} is only read by sdxl, not by {cls.name}; remove it")
+    if problems:
+        checks.errors.append(ConfigError(problems))
+    parts = {}
+    for part, (option, config) in (checks.run(lambda: cls.part_configs(model, index)) or {}).items():
         # Once a check has failed, networks are made without weights, which takes no time.
-        return load_network(model, part, seed=seed, meta=meta or bool(checks.errors), default=default)
-
-    parts = checks.run(lambda: cls.listed_parts(model, index, seed=seed, meta=meta or bool(checks.errors))) or {}
-    for part in [*FAMILY_PARTS[cls.name], *cls.optional_parts(model, index)]:
-        if part not in parts:
-            parts[part] = checks.run(partial(load, part))
+        load = partial(load_part, part, config, seed=seed, meta=meta or bool(checks.errors), option=option)
+        parts[part] = checks.run(load)
     checks.finish()
-    assert schedulers is not None and null_is_zeros is not None, "no check has failed"
-    family = cls(parts, schedulers, null_is_zeros)
-    if problems := family.class_problems() or family.fit_problems():
+    assert schedulers is not None, "no check has failed"
+    family = cls(parts, schedulers, cls.settings_of(model, conditioning, index))
+    if problems := family.fit_problems():
         raise ConfigError(problems)
     return family
 
@@ -83,17 +75,12 @@ def _model_index(model: ModelConfig) -> Mapping[str, Any]:
         return {}
     if problem := hub_problem(model.pretrained, model.revision, "model.pretrained"):
         raise ConfigError(problem)
-    verbosity = diffusers_logging.get_verbosity()
-    diffusers_logging.set_verbosity_error()
     try:
         index: Mapping[str, Any] = DiffusionPipeline.load_config(model.pretrained, revision=model.revision)
         return index
     except (OSError, ValueError) as error:
-        said = str(error).strip().splitlines()[0]
         where = "is no pipeline folder" if Path(model.pretrained).exists() else "is no pipeline on the hub"
-        raise ConfigError(f"model.pretrained: {model.pretrained!r} {where}: {said}") from error
-    finally:
-        diffusers_logging.set_verbosity(verbosity)
+        raise ConfigError(f"model.pretrained: {model.pretrained!r} {where}: {first_line(error)}") from error
 
 
 def _family_name(model: ModelConfig, index: Mapping[str, Any]) -> FamilyName:
@@ -108,25 +95,3 @@ def _family_name(model: ModelConfig, index: Mapping[str, Any]) -> FamilyName:
     if model.family not in (None, stored):
         raise ConfigError(f"model.family: is {model.family}, but model.pretrained {model.pretrained!r} is {stored}")
     return stored
-
-
-def _null_is_zeros(
-    cls: type[Family], model: ModelConfig, conditioning: ConditioningConfig, index: Mapping[str, Any]
-) -> bool:
-    """Whether dropped captions are zeros.
-
-    Raises:
-        ConfigError: the family does not read or know an option of its conditioning.
-    """
-    problems = []
-    if conditioning.null_text == "zeros" and not cls.may_null_be_zeros:
-        problems.append(f"conditioning.null_text: zeros is only known by sdxl, not by {cls.name}; use empty")
-    if model.train_text_encoder and not cls.may_train_text:
-        problems.append(f"model.train_text_encoder: is only known for stable_diffusion and sdxl, not for {cls.name}")
-    for name in ("size_dropout_prob", "crop_dropout_prob"):
-        if getattr(conditioning, name) > 0 and not cls.has_micro_conditioning:
-            problems.append(f"conditioning.{name}: is only read by sdxl, not by {cls.name}; remove it")
-    if problems:
-        raise ConfigError(problems)
-    stored = cls.may_null_be_zeros and index.get("force_zeros_for_empty_prompt", False)
-    return bool(stored) if conditioning.null_text is None else conditioning.null_text == "zeros"

@@ -328,25 +328,24 @@ TENSOR = 4 * WIDTH * ROWS
 """Bytes of one tensor."""
 
 
-def peak(count: int, recompute: Any = False, every: int = 1, precision: str = "no") -> int:
+def peak(count: int, recompute: Any = False, precision: str = "no") -> int:
     blocks, forward = chain(count)
     with cuda_autocast(precision):
-        model = ModelConfig(gradient_checkpointing=recompute, gradient_checkpointing_every=every)
+        model = ModelConfig(gradient_checkpointing=recompute)
         found = peak_activations([blocks], list(blocks), forward, model, 0 if precision == "no" else 2)
     assert not any(block._forward_hooks or block._forward_pre_hooks for block in blocks)
     return found
 
 
-@pytest.mark.parametrize(("every", "kept"), [(1, 4), (2, 8), (3, 8)])
-def test_recomputed_blocks_keep_their_input(every: int, kept: int) -> None:
+def test_recomputed_blocks_keep_their_input() -> None:
     """Each block saves its input, the product (for sin) and the sine (for square); four blocks, twelve tensors at most.
 
-    Every n-th block is recomputed, from the first: its input stays, and during its backward pass its two others exist.
+    The input of a recomputed block stays, and during its backward pass its two others exist.
     """
-    assert peak(4) == peak(4, "selective") == 12 * TENSOR
-    assert peak(4, True, every) == (kept + 2) * TENSOR
+    assert peak(4) == 12 * TENSOR
+    assert peak(4, True) == 6 * TENSOR
     # The last result is alive, but the backward pass does not need it.
-    assert kept * TENSOR == tracked(4, lambda number: number % every == 0) - TENSOR
+    assert tracked(4, lambda _: True) - TENSOR == 4 * TENSOR
 
 
 def test_copies_of_recomputed_weights_live_until_the_forward_pass_ends() -> None:
@@ -356,12 +355,11 @@ def test_copies_of_recomputed_weights_live_until_the_forward_pass_ends() -> None
 
 
 def test_recomputation_needs_less(unet_family: Family) -> None:
-    def needed(recompute: bool, every: int = 1) -> int:
-        model = ModelConfig(gradient_checkpointing=recompute, gradient_checkpointing_every=every)
-        return family_activations(unet_family, model, PICTURE, 8, "no")
-
-    assert needed(True) < needed(False)
-    assert needed(True) <= needed(True, 2)
+    plain, recomputed = (
+        family_activations(unet_family, ModelConfig(gradient_checkpointing=on), PICTURE, 8, "no")
+        for on in (False, True)
+    )
+    assert recomputed < plain
 
 
 # --- The autoencoder ---

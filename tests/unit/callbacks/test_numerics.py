@@ -4,6 +4,7 @@ replicas that differ are found. Runs of several processes are in tests/integrati
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from sd_training.build.run import Run
 from sd_training.callbacks import numerics
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.numerics import NumericGuard, Rollback, bit_digest, newest_before
+from sd_training.config.schema import OptimizerConfig
 from sd_training.errors import NumericError
-from sd_training.training.base_module import spread_non_finite
+from sd_training.training.base_module import Optimization, TrainedModule
 from tests.checkpoints import write_sealed
 from tests.integration.training import CrashAfter, Interrupted, checkpoint_tensors, options, train
 
@@ -118,10 +120,16 @@ def test_an_infinite_loss_with_a_finite_gradient_is_skipped(
     assert told["step=3.skipped.json"]["losses_by_rank"] == {"0": ["inf"]}
 
 
+def minimised(loss: torch.Tensor) -> torch.Tensor:
+    module = TrainedModule(torch.nn.Linear(1, 1), Optimization(OptimizerConfig(), 0.1, lambda _: 1.0))
+    batch: Any = SimpleNamespace(positions=None, sample_ids=None)
+    return module.finish_micro_batch(batch, loss[None], None)
+
+
 @pytest.mark.parametrize("loss", [0.0, -3.5e-8, 1.7e38, 0.1])
 def test_a_finite_loss_and_its_gradient_keep_every_bit(loss: float) -> None:
     weight = torch.tensor(loss, requires_grad=True)
-    spread = spread_non_finite(weight)
+    spread = minimised(weight)
     spread.backward()
     assert torch.equal(spread.detach(), weight.detach()) and weight.grad == 1.0
 
@@ -129,7 +137,7 @@ def test_a_finite_loss_and_its_gradient_keep_every_bit(loss: float) -> None:
 @pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])
 def test_the_gradient_of_a_loss_that_is_not_finite_is_none_either(loss: float) -> None:
     weight = torch.tensor(loss, requires_grad=True)
-    spread_non_finite(weight).backward()
+    minimised(weight).backward()
     assert weight.grad is not None and weight.grad.isnan()
 
 

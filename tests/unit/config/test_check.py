@@ -186,14 +186,11 @@ def test_autoencoder_training_needs_the_autoencoder_only() -> None:
         "conditioning.dropout_prob": "0",
         "model.vae_slicing": "true",
         "model.vae_tiling": "true",
-        "model.gradient_checkpointing_every": "2",
         "trainer.compile": "blocks",
     }.items():
         [problem] = report(base | {"model.vae.target": "AutoencoderKL", key: value})
         assert problem.startswith(f"{key}: is ") or key.endswith("params.beta_end")
         assert problem.endswith(" is only read with model.train=denoiser, not vae; remove it")
-    [problem] = report(base | {"model.vae.target": "AutoencoderKL", "model.gradient_checkpointing": "selective"})
-    assert problem.startswith("model.gradient_checkpointing: selective is for denoisers only")
 
 
 def test_class_prompts_inline_and_from_a_file(tmp_path: Path) -> None:

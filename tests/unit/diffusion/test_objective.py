@@ -10,6 +10,7 @@ from diffusers import DDPMScheduler
 from sd_training.config.schema import ObjectiveConfig, with_preset
 from sd_training.diffusion.noise_schedule import discrete_schedule_of
 from sd_training.diffusion.objective import make_objective
+from sd_training.errors import ConfigError
 
 SD = {"num_train_timesteps": 1000, "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
@@ -44,7 +45,7 @@ def test_trained_betas_win() -> None:
 
 
 def test_unknown_beta_schedule_is_named() -> None:
-    with pytest.raises(ValueError, match="'sigmoid' is not one of"):
+    with pytest.raises(ConfigError, match="'sigmoid' is not one of"):
         discrete_schedule_of({**SD, "beta_schedule": "sigmoid"})
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from sd_training.config.schema import ConditioningConfig, ModelConfig, ObjectiveConfig
 from sd_training.models.families.table import load_family
-from sd_training.models.family import Family
+from sd_training.models.family import Family, latent_grid
 from sd_training.types import NoisedBatch
 from tests.family_makers import save_pipeline
 
@@ -32,7 +32,7 @@ def load_tiny(name: str, folder: Path) -> Family:
 def loss_of(family: Family, height: int = 16, width: int = 16, batch: int = 2) -> Tensor:
     """A loss that depends on everything the denoiser is given; the same numbers in every call."""
     generator = torch.Generator().manual_seed(2)
-    latents = torch.randn(batch, *family.latent_grid().shape(height, width), generator=generator)
+    latents = torch.randn(batch, *latent_grid(family.vae).shape(height, width), generator=generator)
     conditioning = family.blank_conditioning(batch, torch.device("cpu"))
     conditioning.states = [torch.randn(s.shape, generator=generator) for s in conditioning.states]
     times = torch.linspace(0.2, 0.8, batch)

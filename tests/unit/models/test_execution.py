@@ -20,7 +20,6 @@ from sd_training.errors import ConfigError
 from sd_training.models.execution import (
     compile_blocks,
     graphs_compiled,
-    is_kept,
     log,
     recompute_activations,
     require_compiler,
@@ -150,10 +149,9 @@ def test_pictures_make_no_graphs(root: Path) -> None:
     assert graphs_compiled() > compiled  # what it would have been
 
 
-@pytest.mark.parametrize("is_selective", [False, True])
-def test_with_recomputation(is_selective: bool, root: Path) -> None:
+def test_with_recomputation(root: Path) -> None:
     plain, compiled, family = (tiny("mmdit_rope", root) for _ in range(3))
-    recompute_activations(family.blocks(), is_selective=is_selective)
+    recompute_activations(family.blocks())
     for each in (compiled, family):
         compile_blocks(each.blocks(), num_sizes=1, backend="aot_eager")
     assert saved_bytes(family) < saved_bytes(compiled)
@@ -176,7 +174,7 @@ def test_compiled_under_ddp(root: Path) -> None:
 def test_under_fsdp_with_recomputation(root: Path) -> None:
     plain, family = tiny("mmdit_rope", root), tiny("mmdit_rope", root)
     blocks, before = family.blocks(), graphs_compiled()
-    recompute_activations(blocks, is_selective=True)
+    recompute_activations(blocks)
     compile_blocks(blocks, num_sizes=1, backend="aot_eager")
     mesh = dist.init_device_mesh("cpu", (1,))
     for block in [*blocks, family.denoiser]:
@@ -299,9 +297,6 @@ def test_exports_are_the_same_files(part: str, tmp_path: Path) -> None:
     assert filecmp.cmpfiles(tmp_path / "plain", tmp_path / "channels_last", names, shallow=False)[0] == names
 
 
-MODES = {"whole": False, "selective": True}
-
-
 def assert_same(family: Family, plain: Family) -> None:
     (loss, gradients), (expected_loss, expected) = loss_and_gradients(family), loss_and_gradients(plain)
     assert torch.equal(loss, expected_loss)
@@ -313,28 +308,13 @@ def assert_same(family: Family, plain: Family) -> None:
 @pytest.mark.parametrize("name", PIPELINES)
 def test_same_losses_and_gradients_with_less_memory(name: str, root: Path) -> None:
     plain = load_tiny(name, root / name)
-    taken = {"none": activation_bytes(plain)}
-    for mode, is_selective in MODES.items():
-        family = load_tiny(name, root / name)
-        keys, classes = list(family.denoiser.state_dict()), [type(m) for m in family.denoiser.modules()]
-        recompute_activations(family.blocks(), is_selective=is_selective)
-        assert_same(family, plain)
-        taken[mode] = activation_bytes(family)
-        assert list(family.denoiser.state_dict()) == keys
-        assert [type(m) for m in family.denoiser.modules()] == classes
-    assert taken["whole"] < taken["selective"] < taken["none"], taken
-
-
-def test_every_second_block_is_between_all_and_none(root: Path) -> None:
-    taken = []
-    for every in (1, 2, 100):
-        family = load_tiny("stable_diffusion", root / "stable_diffusion")
-        blocks = family.blocks()
-        recompute_activations(blocks, every=every)
-        assert ["forward" in vars(block) for block in blocks] == [i % every == 0 for i in range(len(blocks))]
-        taken.append(activation_bytes(family))
-    plain = activation_bytes(load_tiny("stable_diffusion", root / "stable_diffusion"))
-    assert taken[0] < taken[1] < taken[2] < plain
+    family = load_tiny(name, root / name)
+    keys, classes = list(family.denoiser.state_dict()), [type(m) for m in family.denoiser.modules()]
+    recompute_activations(family.blocks())
+    assert_same(family, plain)
+    assert list(family.denoiser.state_dict()) == keys
+    assert [type(m) for m in family.denoiser.modules()] == classes
+    assert activation_bytes(family) < activation_bytes(plain)
 
 
 class Counted(nn.Module):
@@ -349,11 +329,10 @@ class Counted(nn.Module):
         return self.dropout(self.linear(x).relu())
 
 
-@pytest.mark.parametrize("is_selective", MODES.values(), ids=MODES)
-def test_dropout_is_drawn_again_alike(is_selective: bool) -> None:
+def test_dropout_is_drawn_again_alike() -> None:
     results, plain = [], Counted()
     recomputed = copy.deepcopy(plain)
-    recompute_activations([recomputed], is_selective=is_selective)
+    recompute_activations([recomputed])
     for block in (plain, recomputed):
         torch.manual_seed(3)
         x = torch.ones(4, 64, requires_grad=True)
@@ -363,11 +342,10 @@ def test_dropout_is_drawn_again_alike(is_selective: bool) -> None:
     assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("is_selective", MODES.values(), ids=MODES)
-def test_without_autograd_it_is_the_plain_block(is_selective: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_autograd_it_is_the_plain_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("sd_training.models.execution.checkpoint")
     block = Counted()
-    recompute_activations([block], is_selective=is_selective)
+    recompute_activations([block])
     with torch.no_grad():
         assert block(torch.ones(1, 64)).grad_fn is None
     with torch.inference_mode():
@@ -386,26 +364,11 @@ def test_a_copy_runs_its_own_weights() -> None:
     assert block(torch.ones(1, 64)).any()
 
 
-def test_what_selective_keeps() -> None:
-    aten = torch.ops.aten
-    for operation in (aten.mm.default, aten.addmm.default, aten.convolution.default):
-        assert is_kept(operation)
-    for kernel in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"):
-        assert is_kept(getattr(aten, f"_scaled_dot_product_{kernel}").default)
-    assert is_kept(aten._flash_attention_forward.default)
-    assert is_kept("xformers_flash.flash_fwd.default")
-    assert is_kept("xformers.efficient_attention_forward_cutlass.default")
-    for operation in (aten.bmm.default, aten.silu.default, aten.native_layer_norm.default, aten.mul.Tensor):
-        assert not is_kept(operation)
-    assert not is_kept("xformers_flash.flash_bwd.default")
-
-
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("is_selective", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("name", ["stable_diffusion", "mmdit_rope"])
-def test_recomputed_under_ddp(name: str, is_selective: bool, root: Path) -> None:
+def test_recomputed_under_ddp(name: str, root: Path) -> None:
     plain, family = (load_tiny(name, root / name) for _ in range(2))
-    recompute_activations(family.blocks(), is_selective=is_selective)
+    recompute_activations(family.blocks())
     expected = loss_and_gradients(plain)[1]
     denoiser = family.denoiser
     wrapped = DistributedDataParallel(denoiser, gradient_as_bucket_view=True, static_graph=True)
@@ -425,11 +388,10 @@ def loss_with_config(family: Family, denoiser: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("is_selective", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("name", ["stable_diffusion", "mmdit_rope"])
-def test_under_fsdp(name: str, is_selective: bool, root: Path) -> None:
+def test_under_fsdp(name: str, root: Path) -> None:
     plain, family = (load_tiny(name, root / name) for _ in range(2))
-    recompute_activations(family.blocks(), is_selective=is_selective)
+    recompute_activations(family.blocks())
     mesh = dist.init_device_mesh("cpu", (1,))
     for each in (plain, family):
         for block in [*each.blocks(), each.denoiser]:

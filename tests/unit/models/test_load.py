@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,21 @@ from sd_training.data.order.buckets import size_problems
 from sd_training.errors import ConfigError, DataError
 from sd_training.export.pipeline import load_pipeline
 from sd_training.models.families.table import load_family
-from sd_training.models.family import Family, downscale_factor
+from sd_training.models.family import Family, latent_grid
 from sd_training.models.load import (
     effective_part,
-    load_network,
     load_noise_scheduler,
+    load_part,
     load_weights,
-    make_tokenizer,
     refused_settings,
-    stored_scheduler,
 )
+from sd_training.models.schedulers import prediction_warning
 from tests import makers
 from tests.faults.hostile_files import canary_pickle
+
+
+def load_network(model: ModelConfig, part: str, *, seed: int, meta: bool = False) -> Any:
+    return load_part(part, effective_part(model, part), seed=seed, meta=meta)
 
 
 def load_stable_diffusion(model: ModelConfig, objective: ObjectiveConfig, *, seed: int, meta: bool = False) -> Family:
@@ -51,9 +55,11 @@ def test_whole_pipeline_and_parts_give_the_same_weights(pipeline_dir: Path) -> N
 
 
 @pytest.mark.parametrize("folder", [".", "unet"])
-def test_the_scheduler_of_the_pipeline_that_a_part_comes_from(pipeline_dir: Path, folder: str) -> None:
+def test_another_prediction_type_than_that_of_the_stored_weights_is_a_warning(pipeline_dir: Path, folder: str) -> None:
     model = ModelConfig(unet=PartConfig(pretrained=str(pipeline_dir / folder)))
-    assert (stored_scheduler(model, "unet") or {}).get("prediction_type") is not None
+    assert prediction_warning(model, "unet", "epsilon") is None
+    assert "the weights of model.unet.pretrained answer epsilon" in str(prediction_warning(model, "unet", "edm"))
+    assert prediction_warning(ModelConfig(), "unet", "edm") is None
 
 
 def test_random_weights_depend_on_seed_and_part_only(pipeline_dir: Path) -> None:
@@ -87,7 +93,7 @@ def test_meta_networks_have_the_right_size(pipeline_dir: Path) -> None:
         (
             "unet",
             {"pretrained": "/nowhere/at/all"},
-            "model.unet.pretrained: the folder '/nowhere/at/all' does not exist",
+            "model.unet.pretrained: '/nowhere/at/all' is no folder here",
         ),
         (
             "unet",
@@ -132,8 +138,14 @@ def test_a_missing_tensor_is_refused(tmp_path: Path, pipeline_dir: Path) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"cross_attention_dim": 24}, "model.unet.params.cross_attention_dim: 24, but the text encoder is 16 wide"),
-        ({"in_channels": 3, "out_channels": 3}, "model.unet.params.in_channels: 3, but the autoencoder has 4 latent"),
+        (
+            {"cross_attention_dim": 24},
+            "model.unet.params.cross_attention_dim: is 24, but the other parts need 16",
+        ),
+        (
+            {"in_channels": 3, "out_channels": 3},
+            "model.unet.params.in_channels: is 3, but the other parts need 4",
+        ),
     ],
 )
 def test_parts_that_do_not_fit_are_named(change: dict[str, Any], message: str, pipeline_dir: Path) -> None:
@@ -144,7 +156,7 @@ def test_parts_that_do_not_fit_are_named(change: dict[str, Any], message: str, p
 
 def test_resolution_that_does_not_fit_names_the_nearest(pipeline_dir: Path) -> None:
     vae = load_network(ModelConfig(pretrained=str(pipeline_dir)), "vae", seed=0)
-    factor = downscale_factor(vae)
+    factor = latent_grid(vae).downscale
     assert size_problems(factor, [(16, 16)]) == []
     assert "dataset.params.resolution: 17 is not a multiple" in size_problems(factor, [(17, 17)])[0]
     assert "use 16 or 18" in size_problems(factor, [(17, 17)])[0]
@@ -196,7 +208,7 @@ def test_ema_weights_by_path(pipeline_dir: Path) -> None:
     weights = load_weights(str(pipeline_dir), "unet", "ema.path")
     network = load_network(ModelConfig(pretrained=str(pipeline_dir)), "unet", seed=0)
     assert all(torch.equal(weights[name], p.detach()) for name, p in network.named_parameters())
-    with pytest.raises(ConfigError, match=r"ema.path: the folder '/nowhere/x' does not exist"):
+    with pytest.raises(ConfigError, match=r"ema.path: '/nowhere/x' is no folder here"):
         load_weights("/nowhere/x", "unet", "ema.path")
 
 
@@ -229,7 +241,7 @@ HOSTILE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "pickled unet": ("unet", lambda p: pickled_shard(p / "unet", UNET, "x.bin"), "names 'x.bin'"),
     "unet elsewhere": ("unet", lambda p: pickled_shard(p / "unet", UNET, "../elsewhere.safetensors"), "names '../else"),
     "pickled text": ("text_encoder", lambda p: pickled_shard(p / "text_encoder", TEXT, "x.bin"), "names 'x.bin'"),
-    "no index": ("unet", lambda p: rewrite(p / "unet" / f"{UNET}.index.json", "[]"), "no JSON object"),
+    "no index": ("unet", lambda p: rewrite(p / "unet" / f"{UNET}.index.json", "[]"), "not readable as JSON"),
     "deep": ("unet", lambda p: rewrite(p / "unet/config.json", "[" * 9999), "not readable as JSON"),
     "huge": ("unet", lambda p: edit(p / "unet/config.json", block_out_channels=[8, 10**9]), "cannot be"),
 }
@@ -260,8 +272,8 @@ def test_code_of_a_tokenizer_is_not_run_nor_asked_about(
     edit(folder / "tokenizer/tokenizer_config.json", **mark)
     config = ModelConfig(pretrained=str(folder))
     with pytest.raises(ConfigError, match=r"model\.tokenizer\.pretrained: .* cannot be loaded as AutoTokenizer"):
-        make_tokenizer("tokenizer", effective_part(config, "tokenizer"), "AutoTokenizer")
-    make_tokenizer("tokenizer", effective_part(config, "tokenizer"))
+        load_part("tokenizer", replace(effective_part(config, "tokenizer"), target="AutoTokenizer"), seed=0)
+    load_part("tokenizer", effective_part(config, "tokenizer"), seed=0)
     assert not (tmp_path / "canary").exists() and "[y/N]" not in capfd.readouterr().out
 
 
@@ -269,7 +281,7 @@ def test_a_scheduler_that_asks_for_everything_is_a_sentence(tmp_path: Path, pipe
     folder = tmp_path / "pipeline"
     shutil.copytree(pipeline_dir, folder)
     edit(folder / "scheduler/scheduler_config.json", num_train_timesteps=10**15)
-    with pytest.raises(ConfigError, match="cannot be made from its stored settings"):
+    with pytest.raises(ConfigError, match="cannot be loaded as DD"):
         load_noise_scheduler(ModelConfig(pretrained=str(folder)), "noise_scheduler_training")
 
 

@@ -17,8 +17,8 @@ NAMES = ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "u
 def family(*, null_is_zeros: bool = False) -> StableDiffusionXL:
     pipeline = family_makers.sdxl()
     noise = ModelConfig(noise_scheduler_training=PartConfig(target="DDPMScheduler", params={"beta_end": 0.012}))
-    parts = {name: getattr(pipeline, name) for name in NAMES}
-    return StableDiffusionXL(parts, load_schedulers(noise, ObjectiveConfig(), has_unet=True), null_is_zeros)
+    parts, settings = {name: getattr(pipeline, name) for name in NAMES}, {"force_zeros_for_empty_prompt": null_is_zeros}
+    return StableDiffusionXL(parts, load_schedulers(noise, ObjectiveConfig(), has_unet=True), settings)
 
 
 def batch_of(own: StableDiffusionXL, **dropped: bool) -> PixelBatch:

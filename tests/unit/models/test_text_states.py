@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from sd_training.config.schema import TextOptions
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError
-from sd_training.models.text_states import encode_texts, encode_tokens, read_text_options, tokenize
+from sd_training.models.text_states import encode_texts, read_text_options, tokenize
+from sd_training.models.text_states import encode_tokens as encode_with
 from tests import makers
 
 SIZES: dict[str, Any] = {
@@ -77,6 +78,11 @@ def make(kind: str) -> Any:
     return encoder
 
 
+def encode_tokens(encoder: Any, ids: Tensor, mask: Tensor | None, layer: Any, pooling: Any) -> Any:
+    option = TextOptions(layer=layer, pooling=pooling, use_mask=mask is not None)
+    return encode_with(encoder, ids, torch.ones_like(ids, dtype=torch.bool) if mask is None else mask, option)
+
+
 def tokens() -> Tensor:
     ids = torch.randint(3, 50, (2, 7), generator=torch.Generator().manual_seed(1))
     ids[0, 5:], ids[1, 3:] = END, END
@@ -107,13 +113,13 @@ def test_states_are_those_of_the_library(kind: str, mask: Tensor | None) -> None
     layers, output = library_states(kind, encoder, ids, mask)
     _, norm = LAYERS[kind](encoder)
     counts = torch.ones_like(MASK) if mask is None else mask
-    for layer in (-1, -2, -3):
-        raw, _ = encode_tokens(encoder, ids, mask, layer, "none", False)
-        normed, _ = encode_tokens(encoder, ids, mask, layer, "none", True)
+    for layer in (-2, -3):
+        raw, _ = encode_tokens(encoder, ids, mask, layer, "none")
         assert torch.equal(raw[counts], layers[layer][counts])
-        assert torch.allclose(normed[counts], norm(layers[layer])[counts], atol=1e-6)
-        assert not raw[~counts].any() and not normed[~counts].any()
-    assert torch.equal(encode_tokens(encoder, ids, mask, -1, "none", True)[0][counts], output.last_hidden_state[counts])
+        assert not raw[~counts].any()
+    last, _ = encode_tokens(encoder, ids, mask, -1, "none")
+    assert torch.equal(last[counts], output.last_hidden_state[counts]) and not last[~counts].any()
+    assert torch.allclose(last[counts], norm(layers[-1])[counts], atol=1e-6)
 
 
 @every_encoder
@@ -121,11 +127,11 @@ def test_states_are_those_of_the_library(kind: str, mask: Tensor | None) -> None
 def test_masked_tokens_and_their_number_do_not_matter(kind: str) -> None:
     encoder, ids = make(kind), tokens()
     ids[1, 3] = END
-    states, pooled = encode_tokens(encoder, ids, MASK, -2, "mean", True)
+    states, pooled = encode_tokens(encoder, ids, MASK, -2, "mean")
     other = ids.clone()
     other[1, 4:] = 7
-    changed, changed_pooled = encode_tokens(encoder, other, MASK, -2, "mean", True)
-    short, short_pooled = encode_tokens(encoder, ids[1:, :4], MASK[1:, :4], -2, "mean", True)
+    changed, changed_pooled = encode_tokens(encoder, other, MASK, -2, "mean")
+    short, short_pooled = encode_tokens(encoder, ids[1:, :4], MASK[1:, :4], -2, "mean")
     assert pooled is not None and changed_pooled is not None and short_pooled is not None
     assert torch.equal(states, changed) and torch.equal(pooled, changed_pooled)
     assert torch.allclose(states[1:, :4], short, atol=1e-5) and torch.allclose(pooled[1:], short_pooled, atol=1e-5)
@@ -135,9 +141,9 @@ def test_masked_tokens_and_their_number_do_not_matter(kind: str) -> None:
 @torch.no_grad()
 def test_mean_and_end_are_of_the_last_layer_whatever_layer_is_asked_for(kind: str) -> None:
     encoder, ids = make(kind), tokens()
-    last, _ = encode_tokens(encoder, ids, MASK, -1, "none", True)
-    _, mean = encode_tokens(encoder, ids, MASK, -3, "mean", False)
-    _, end = encode_tokens(encoder, ids, MASK, -2, "eos", False)
+    last, _ = encode_tokens(encoder, ids, MASK, -1, "none")
+    _, mean = encode_tokens(encoder, ids, MASK, -3, "mean")
+    _, end = encode_tokens(encoder, ids, MASK, -2, "eos")
     assert mean is not None and end is not None
     for row, length, clip_end in ((0, 7, 5), (1, 4, 3)):
         assert torch.allclose(mean[row], last[row, :length].mean(dim=0), atol=1e-6)
@@ -150,14 +156,14 @@ def test_end_of_text_of_clip_is_the_librarys_pooler(end_in_config: int) -> None:
     torch.manual_seed(0)
     config = transformers.CLIPTextConfig(**SIZES, **SPECIAL | {"eos_token_id": end_in_config})
     encoder, ids = transformers.CLIPTextModel(config).eval(), tokens()
-    _, pooled = encode_tokens(encoder, ids, None, -2, "eos", True)
+    _, pooled = encode_tokens(encoder, ids, None, -2, "eos")
     assert pooled is not None and torch.equal(pooled, encoder(ids).pooler_output)
 
 
 @torch.no_grad()
 def test_projection_is_text_embeds() -> None:
     encoder, ids = make("clip_projection"), tokens()
-    states, pooled = encode_tokens(encoder, ids, None, -2, "projection", False)
+    states, pooled = encode_tokens(encoder, ids, None, -2, "projection")
     library = encoder(ids, output_hidden_states=True)
     assert pooled is not None and torch.equal(pooled, library.text_embeds)
     assert torch.equal(states, library.hidden_states[-2])  # what SDXL's pipeline takes
@@ -166,7 +172,7 @@ def test_projection_is_text_embeds() -> None:
 @torch.no_grad()
 def test_deepest_layer_is_the_embeddings() -> None:
     encoder, ids = make("gemma"), tokens()
-    states, _ = encode_tokens(encoder, ids, None, -4, "none", False)
+    states, _ = encode_tokens(encoder, ids, None, -4, "none")
     assert torch.allclose(states, encoder.embed_tokens(ids))
 
 
@@ -175,32 +181,23 @@ def test_a_caption_without_tokens_gives_zeros() -> None:
     encoder, mask = make("gemma"), MASK.clone()
     mask[1] = False
     for pooling in ("mean", "eos"):
-        states, pooled = encode_tokens(encoder, tokens(), mask, -1, pooling, True)
+        states, pooled = encode_tokens(encoder, tokens(), mask, -1, pooling)
         assert pooled is not None and not states[1].any() and not pooled[1].any() and pooled[0].any()
-
-
-def test_dropout_after_the_norm_does_not_hide_it() -> None:
-    encoder = make("t5").train()
-    seen = LAYERS["t5"](encoder)[0][-1]
-    outputs: list[Tensor] = []
-    seen.register_forward_hook(lambda m, i, o: outputs.append(o[0]))
-    states, _ = encode_tokens(encoder, tokens(), None, -1, "none", False)
-    assert torch.equal(states, outputs[0])
 
 
 def test_gradients_reach_a_trained_encoder() -> None:
     encoder = make("clip")
-    encode_tokens(encoder, tokens(), None, -1, "none", True)[0].square().sum().backward()
+    encode_tokens(encoder, tokens(), None, -1, "none")[0].square().sum().backward()
     assert all(parameter.grad is not None for parameter in encoder.parameters())
 
 
 def test_options_are_checked_and_survive_storing() -> None:
-    option = TextOptions(layer=-2, apply_final_norm=False, pooling="mean", max_tokens=5, use_mask=False)
+    option = TextOptions(layer=-2, pooling="mean", max_tokens=5, use_mask=False)
     assert read_text_options({"a": asdict(option)}, ["a", "b"]) == {"a": option, "b": TextOptions()}
-    wrong = {"a": {"poling": "eos"}, "b": {"layer": 1, "pooling": "best", "max_tokens": 0}, "c": {}}
+    wrong = {"b": {"poling": "eos", "layer": 1, "pooling": "best", "max_tokens": 0}}
     with pytest.raises(ConfigError) as error:
         read_text_options(wrong, ["a", "b"])
-    named = ("c", "a.poling", "b.layer", "b.pooling", "b.max_tokens")
+    named = ("b.layer", "b.pooling", "b.max_tokens", "b.poling")
     assert [problem.partition(":")[0] for problem in error.value.problems] == [f"text_options.{name}" for name in named]
 
 
@@ -249,11 +246,11 @@ def test_several_encoders_side_by_side() -> None:
     assert [tuple(states.shape) for states in text.states] == [(2, 7, 16), (2, 7, 16)]
     assert all(mask is MASK for mask in text.masks)
     expected = [
-        encode_tokens(clip, tokens(), None, -1, "projection", True)[1],
-        encode_tokens(bert, tokens(), MASK, -1, "mean", True)[1],
+        encode_tokens(clip, tokens(), None, -1, "projection")[1],
+        encode_tokens(bert, tokens(), MASK, -1, "mean")[1],
     ]
     assert text.pooled is not None and torch.equal(text.pooled, torch.cat([p for p in expected if p is not None], 1))
-    assert torch.equal(text.states[0], encode_tokens(gemma, tokens(), MASK, -2, "none", True)[0])
+    assert torch.equal(text.states[0], encode_tokens(gemma, tokens(), MASK, -2, "none")[0])
 
 
 @torch.no_grad()
