@@ -11,7 +11,7 @@ The same command again resumes the run, also after SIGTERM or SIGUSR1: then it h
 import gc
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,6 @@ from sd_training.signals import StopSignals
 
 if TYPE_CHECKING:
     from sd_training.build.plan import Plan
-    from sd_training.build.run import Run
 
 log = get_logger("sd_training.train")
 
@@ -43,11 +42,12 @@ def main() -> None:
         _start(argv, signals, run_log)
 
 
-def _start(argv: Sequence[str], signals: StopSignals, run_log: RunLog) -> None:
+def _start(argv: list[str], signals: StopSignals, run_log: RunLog) -> None:
     dry_run, words = "--dry-run" in argv, [word for word in argv if word != "--dry-run"]
     if unknown := [word for word in words if word.startswith("-")]:
         raise ConfigError([f"{word}: unknown option; use --dry-run, --help or a.b.c=value" for word in unknown])
-    log.info(_first_line(words))
+    configs = " ".join(word for word in words if word.startswith("config=")) or "no config file"
+    log.info(f"sd_training {__version__}, Python {platform.python_version()}: {configs}; loading PyTorch and diffusers")
     # pydantic takes a second to import, torch and its friends several: what comes before need not wait for them.
     with _importing():
         from sd_training.build.preflight import local_problems
@@ -62,10 +62,6 @@ def _start(argv: Sequence[str], signals: StopSignals, run_log: RunLog) -> None:
         from sd_training.data.workers import worker_context
 
     plan = make_plan(config, is_described=dry_run)
-    if plan.launch.accelerator == "cpu" and not dry_run:
-        share_cores(plan.launch.devices)
-    if config.system.workers and not dry_run:
-        worker_context()  # the server imports its libraries while the model is loaded
     if dry_run:
         with _importing():
             from sd_training.build.dry_run import describe
@@ -73,6 +69,10 @@ def _start(argv: Sequence[str], signals: StopSignals, run_log: RunLog) -> None:
         if is_main_process():
             print(describe(plan))
         return
+    if plan.launch.accelerator == "cpu":
+        share_cores(plan.launch.devices)
+    if config.system.workers:
+        worker_context()  # the server imports its libraries while the model is loaded
     train(plan, signals, run_log)
 
 
@@ -87,17 +87,6 @@ def _importing() -> Iterator[None]:
         gc.enable()
 
 
-def _first_line(words: Sequence[str]) -> str:
-    """Printed at once: the imports that follow take seconds."""
-    files = [name for word in words if word.startswith("config=") for name in word.removeprefix("config=").split(",")]
-    num_options = sum(not word.startswith("config=") for word in words)
-    given = [*files, f"{num_options} option{'' if num_options == 1 else 's'} on the command line"]
-    return (
-        f"sd_training {__version__}, Python {platform.python_version()}: {', '.join(given)}; loading PyTorch, "
-        "Lightning and diffusers"
-    )
-
-
 def train(plan: "Plan", signals: StopSignals, run_log: RunLog) -> None:
     """Builds and fits, watched; all processes of the run end together."""
     with _importing():
@@ -107,30 +96,21 @@ def train(plan: "Plan", signals: StopSignals, run_log: RunLog) -> None:
     watch = make_watch(plan)
     together: AbstractContextManager[None] = nullcontext()
     if plan.launch.processes > 1:
-        together = exit_together(
-            watch.first_failure, is_child=plan.is_child, local_peers=lambda: watch.local_peers, run_log=run_log
-        )
+        together = exit_together(watch.first_failure, is_child=plan.is_child, run_log=run_log)
     with together, watch.running():
         run = build_run(plan, signals, watch, run_log)
-        _fit(run)
+        try:
+            run.trainer.fit(run.module, datamodule=run.data)
+        except SystemExit as ended:  # Lightning makes status 1 of a Ctrl-C before the first step
+            if isinstance(ended.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from None
+            raise
     if run.exit_status:
         log.info(
             f"stopped after {counted(run.trainer.global_step, 'optimizer step')} and saved; the same command goes on"
         )
-    else:
-        log.info(f"done: {plan.run_dir / 'current_pipeline'}")
-    if run.exit_status:
         signals.leave(run.exit_status)
-
-
-def _fit(run: "Run") -> None:
-    """Lightning makes status 1 of a Ctrl-C before the first step, which is noted from then on only."""
-    try:
-        run.trainer.fit(run.module, datamodule=run.data)
-    except SystemExit as ended:
-        if isinstance(ended.__context__, KeyboardInterrupt):
-            raise KeyboardInterrupt from None
-        raise
+    log.info(f"done: {plan.run_dir / 'current_pipeline'}")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sd_training.errors import EXIT_INTERRUPTED, UserError
-from sd_training.log import get_logger, is_main_process
-from sd_training.redaction import for_terminal, hide_in_tracebacks
+from sd_training.log import for_terminal, get_logger, hide_in_tracebacks, is_main_process
 
 log = get_logger(__name__)
 
@@ -108,7 +107,7 @@ def share_cores(processes: int) -> None:
     threads = max(1, (cores - 1) // processes)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
-    shared = f"{cores} core{'s' * (cores != 1)}, {processes} process{'es' * (processes != 1)}"
+    shared = f"cores: {cores}, processes: {processes}"
     log.info(f"threads per process: {threads} ({shared}); OMP_NUM_THREADS chooses another")
 
 

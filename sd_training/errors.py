@@ -126,11 +126,10 @@ class Checks:
         Raises:
             UserError: a step failed. A mistake wins over an outage, which another start may mend.
         """
-        if not self.errors:
-            return
         if len(self.errors) == 1:
             raise self.errors[0]
         lines = [line for text in dict.fromkeys(map(str, self.errors)) for line in text.splitlines()]
         if any(error.exit_status == EXIT_MISTAKE for error in self.errors):
             raise ConfigError(lines) from self.errors[0]
-        raise type(self.errors[0])("\n".join(lines)) from self.errors[0]
+        if self.errors:
+            raise type(self.errors[0])("\n".join(lines)) from self.errors[0]

@@ -8,7 +8,6 @@ SIGINT    Ctrl-C: save and end with status 130, announced at once; the second on
 
 import os
 import signal
-import threading
 import time
 from contextlib import suppress
 from types import FrameType
@@ -38,14 +37,17 @@ class StopSignals:
         """0, or the exit status that the strongest signal so far asks for: `EXIT_STOPPED` or `EXIT_INTERRUPTED`."""
         self.num_saves_asked = 0
         """Signals so far that asked for a save."""
-        self._is_expecting = False
         self._before: dict[int, Any] = {}
 
     def expect_warning(self) -> None:
-        """From the start of the program on, the warning before the time limit is recorded and does not kill."""
-        self._is_expecting = True
+        """From the start of the program on, the warning before the time limit is recorded and does not kill.
+
+        Once all is saved it means nothing any more and is ignored: the interpreter, when it is taken down, puts the
+        deadly default in the place of every handler of its own (`_PySignal_Fini` of CPython).
+        """
         for number in _WARNINGS:
             self._handle(number)
+            self._before[number] = signal.SIG_IGN
 
     def listen(self) -> None:
         """From the first optimizer step on, every signal is recorded."""
@@ -55,17 +57,12 @@ class StopSignals:
             self._handle(signal.SIGINT)
 
     def restore(self) -> None:
-        """The handlers of before, unless a signal came: then another one must not break the way out.
-
-        A warning that the program notes since its start means nothing any more, as all is saved. It is ignored and not
-        noted: the interpreter, when it is taken down, puts the deadly default in the place of every handler of its own
-        (`_PySignal_Fini` of CPython). SIGTERM ends the process again; a launcher may have to.
-        """
+        """The handlers of before, unless a signal came: then another one must not break the way out. SIGTERM ends the
+        process again; a launcher may have to."""
         if self.status:
             return
         for number, handler in self._before.items():
-            is_warning = self._is_expecting and number in _WARNINGS
-            signal.signal(number, signal.SIG_IGN if is_warning else handler)
+            signal.signal(number, handler)
         self._before.clear()
 
     def leave(self, status: int) -> NoReturn:
@@ -76,9 +73,8 @@ class StopSignals:
         raise SystemExit(status)
 
     def _handle(self, number: int) -> None:
-        if threading.current_thread() is threading.main_thread():
-            before = signal.signal(number, self._note)
-            self._before.setdefault(number, signal.SIG_DFL if before is None else before)
+        before = signal.signal(number, self._note)
+        self._before.setdefault(number, signal.SIG_DFL if before is None else before)
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if number in _SAVE:

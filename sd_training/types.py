@@ -3,7 +3,7 @@ L text tokens, D text width."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +23,16 @@ class LatentGrid:
         return self.channels, height // self.downscale, width // self.downscale
 
 
-class Draws(Protocol):
-    """The random numbers of the forward process, one set per sample."""
+@dataclass
+class Draws:
+    """The random numbers of the forward process, one set per sample.
+
+    Every random number that training needs is drawn by the loader from a generator keyed by the sample's position in
+    the global order, so it does not depend on ranks, workers, micro-batch size or device (design contract 3).
+    """
 
     noise: Tensor
-    """[B, C, h, w] float32 standard normal ε."""
+    """[B, C, h, w] float32 standard normal ε; empty (B, 0) for autoencoder training."""
     timestep_draw: Tensor
     """[B] float32, uniform in [0, 1)."""
     offset_noise: Tensor
@@ -35,16 +40,12 @@ class Draws(Protocol):
     input_noise: Tensor
     """[B, C, h, w] float32 standard normal ξ of input perturbation; empty (B, 0) where there is none."""
     mask: Tensor
-    """[B, 1, H, W] uint8 mask of the loss; empty (B, 0) where there is none."""
+    """[B, 1, H, W] uint8, how much each pixel counts in a masked loss, 255 fully; empty (B, 0) where there is none."""
 
 
 @dataclass
-class PixelBatch:
-    """A micro-batch as the loader delivers it.
-
-    Every random number that training needs is drawn by the loader from a generator keyed by the sample's position in
-    the global order, so it does not depend on ranks, workers, micro-batch size or device (design contract 3).
-    """
+class PixelBatch(Draws):
+    """A micro-batch as the loader delivers it."""
 
     pixels: Tensor
     """[B, 3, H, W] uint8 in 0..255; the module scales it to [-1, 1] on the device."""
@@ -56,16 +57,6 @@ class PixelBatch:
     """Conditioner (text encoders, `size`, `crop`) → [B] bool, true where it is replaced by its null conditioning."""
     posterior_noise: Tensor
     """[B, C, h, w] float32 standard normal: the draw from the autoencoder's posterior."""
-    noise: Tensor
-    """As `Draws.noise`. Empty (B, 0) for autoencoder training."""
-    timestep_draw: Tensor
-    """As `Draws.timestep_draw`."""
-    offset_noise: Tensor
-    """As `Draws.offset_noise`."""
-    input_noise: Tensor
-    """As `Draws.input_noise`."""
-    mask: Tensor
-    """[B, 1, H, W] uint8, how much each pixel counts in a masked loss, 255 fully; empty (B, 0) where there is none."""
     original_size: Tensor
     """[B, 2] int64 height and width of the upright image file [pixels]."""
     crop_top_left: Tensor

@@ -18,18 +18,17 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType, MappingProxyType
 from typing import NoReturn
 
 from sd_training.cli import print_error, write_torchrun_error
 from sd_training.errors import EXIT_HANG, EXIT_UNEXPECTED, UserError
-from sd_training.log import FOR_FILE, RunLog, get_logger, is_main_process
-from sd_training.redaction import redacted
+from sd_training.log import STARTED_NS, TIME_FORMAT, RunLog, get_logger, is_main_process, redacted
 
 log = get_logger(__name__)
 
@@ -75,7 +74,8 @@ class FirstFailure:
     def __init__(self, run_dir: Path, rank: int) -> None:
         self.path = run_dir / "first_failure.json"
         self.rank = rank
-        self._process_start_ns = _process_start_ns()
+        self.local_peers: Mapping[int, int] = {}
+        """Rank → process id of the others on this machine."""
 
     def clear(self) -> None:
         """By rank 0, at its start."""
@@ -104,16 +104,16 @@ class FirstFailure:
         failure = self._current()
         return failure if failure is not None and failure.rank != self.rank else None
 
-    def wait_for_another(self, limit_s: float, peers: Mapping[int, int] = MappingProxyType({})) -> Failure | None:
-        """As `of_another`, for a process that failed because of another one, which may be about to write its note.
+    def wait_for_another(self, limit_s: float) -> Failure | None:
+        """As `of_another`, for a process that failed because of another one, which may be about to write its note. A
+        process of this machine that is gone without a note gets one here.
 
         Args:
             limit_s: longest wait.
-            peers: rank → process id of the others on this machine. One that is gone without a note gets one here.
         """
         end_s = time.monotonic() + limit_s
         while (failure := self.of_another()) is None and time.monotonic() < end_s:
-            for rank, pid in peers.items():
+            for rank, pid in self.local_peers.items():
                 if _has_ended(pid):
                     self.claim(EXIT_UNEXPECTED, "it ended without a message", rank)
             time.sleep(0.1)
@@ -121,7 +121,7 @@ class FirstFailure:
 
     def _current(self) -> Failure | None:
         try:
-            if self.path.stat().st_mtime_ns < self._process_start_ns:
+            if self.path.stat().st_mtime_ns < STARTED_NS:
                 return None
             return Failure(**json.loads(self.path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
@@ -141,6 +141,29 @@ def write_status(status: int) -> None:
             _write_once(Path(path), f"{status}\n")
 
 
+def _write_once(path: Path, text: str) -> None:
+    """Writes a whole file, by one process only.
+
+    Raises:
+        OSError: it is there already (`FileExistsError`), or cannot be written.
+    """
+    partial_file = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    try:
+        partial_file.write_text(text, encoding="utf-8")
+        os.link(partial_file, path)
+    finally:
+        partial_file.unlink(missing_ok=True)
+
+
+def _has_ended(pid: int) -> bool:
+    """Also where its parent has not asked for its status yet; false where the system does not say."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+        return state in ("Z", "X")
+    except OSError:
+        return Path("/proc/self").exists()
+
+
 def is_network_error(error: BaseException) -> bool:
     """Whether an error is what a process meets when another one of the run has ended; RuntimeError is what torch raises
     in a collective, also inside a backward pass."""
@@ -148,19 +171,12 @@ def is_network_error(error: BaseException) -> bool:
 
 
 @contextmanager
-def exit_together(
-    first_failure: FirstFailure,
-    *,
-    is_child: bool,
-    local_peers: Callable[[], Mapping[int, int]] = lambda: MappingProxyType({}),
-    run_log: RunLog | None = None,
-) -> Iterator[None]:
+def exit_together(first_failure: FirstFailure, *, is_child: bool, run_log: RunLog | None = None) -> Iterator[None]:
     """Around everything that several processes do together.
 
     Args:
         first_failure: note of the process that fails first.
         is_child: started by rank 0, which Lightning kills at once when a child ends with another status than 0.
-        local_peers: gives rank and process id of the others on this machine.
         run_log: gets what is printed here.
 
     Raises:
@@ -172,8 +188,8 @@ def exit_together(
         # Launchers send SIGTERM to processes that outlive another one; this one still has something to print.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         status = error.exit_status if isinstance(error, UserError) else EXIT_UNEXPECTED
-        other = first_failure.wait_for_another(_NOTE_WAIT_S, local_peers()) if is_network_error(error) else None
         text = redacted(f"{type(error).__name__}: {error}")
+        other = first_failure.wait_for_another(_NOTE_WAIT_S) if is_network_error(error) else None
         is_first = other is None and first_failure.claim(status, text)
         if not is_first:
             other = other or first_failure.of_another()
@@ -184,7 +200,7 @@ def exit_together(
                 reason = " ".join(other.text.split())
                 log.error(f"rank {other.rank} failed first, so the others end too: {reason:.{_MAX_REASON}}")
             if not is_child:
-                _wait_for_end(local_peers().get(other.rank))
+                _wait_for_end(first_failure.local_peers.get(other.rank))
             raise SystemExit(0 if is_child else other.status) from None
         write_torchrun_error(text)
         # A mistake that all ranks make is otherwise printed by rank 0, which has just left it to this rank.
@@ -232,13 +248,8 @@ class HangWatch:
     def __init__(
         self, limits_s: Mapping[str, float | None], run_dir: Path, rank: int = 0, status: int = EXIT_HANG
     ) -> None:
-        self.limits_s = limits_s
-        self.run_dir = run_dir
-        self.rank = rank
-        self.status = status
+        self.limits_s, self.run_dir, self.rank, self.status = limits_s, run_dir, rank, status
         self.first_failure = FirstFailure(run_dir, rank)
-        self.local_peers: Mapping[int, int] = {}
-        """Rank → process id of the others on this machine."""
         self._current = _Section("start", 0)
         self._tick_s = min([1.0, *(limit / 5 for limit in limits_s.values() if limit is not None)])
         self._is_over = threading.Event()
@@ -288,17 +299,12 @@ class HangWatch:
             f"rank {self.rank} stayed more than watch.{stay.section}_s={limit_s:g} s in section {stay.section} after "
             f"optimizer step {stay.step:,}"
         )
-        shown = f"error: {text}; stacks follow, and those of all ranks are in {self.run_dir / 'hangs'}\n{_stacks()}"
-
-        def write_note() -> None:
-            self.first_failure.claim(EXIT_HANG, text)
-            self._write_stacks(text)
-
+        shown = f"{text}; stacks follow, and those of all ranks are in {self.run_dir / 'hangs'}\n{_stacks()}"
         try:
-            # The run folder may be what does not answer, so each has a thread of its own.
-            in_log = partial(log.error, text, extra=FOR_FILE)
-            _within(_WRITING_S, lambda: write_status(EXIT_HANG), write_note, lambda: _print(shown), in_log)
-            for pid in self.local_peers.values():
+            # The run folder or stderr may be what does not answer, so each has a thread of its own.
+            acts = (partial(self.first_failure.claim, EXIT_HANG, text), partial(self._write_stacks, text))
+            _within(_WRITING_S, partial(write_status, EXIT_HANG), *acts, partial(log.error, shown))
+            for pid in self.first_failure.local_peers.values():
                 # One that somebody stopped (SIGSTOP) continues, sees the note and ends; it would keep its device.
                 with suppress(OSError):  # it has ended
                     os.kill(pid, signal.SIGCONT)
@@ -314,7 +320,7 @@ class HangWatch:
                 continue
             if end.status == EXIT_HANG:
                 try:
-                    _within(_WRITING_S, lambda: write_status(EXIT_HANG), partial(self._write_stacks, end.text))
+                    _within(_WRITING_S, partial(write_status, EXIT_HANG), partial(self._write_stacks, end.text))
                 finally:
                     os._exit(self.status)
             # The first process may have found the note to be of an earlier start, and cleared it.
@@ -323,12 +329,10 @@ class HangWatch:
 
     def _write_stacks(self, text: str) -> None:
         path = self.run_dir / "hangs" / f"rank-{self.rank}.txt"
-        try:
+        with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as stream:
-                stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n{_stacks()}\n")
-        except OSError as error:
-            _print(f"{path} cannot be written: {error}")
+                stream.write(f"{time.strftime(TIME_FORMAT)} {text}\n{_stacks()}\n")
 
 
 def _stacks() -> str:
@@ -338,20 +342,12 @@ def _stacks() -> str:
     lines = []
     for ident, frame in sys._current_frames().items():
         lines.append(f"Thread {ident:#x} ({names.get(ident, 'not of Python')}):")
-        inner: FrameType | None = frame
-        while inner is not None:
-            lines.append(f'  File "{inner.f_code.co_filename}", line {inner.f_lineno} in {inner.f_code.co_name}')
-            inner = inner.f_back
+        calls = ((inner.f_code, line) for inner, line in traceback.walk_stack(frame))
+        lines += [f'  File "{code.co_filename}", line {line} in {code.co_name}' for code, line in calls]
     return "\n".join(lines)
 
 
-def _print(text: str) -> None:
-    """To stderr, whatever is behind it."""
-    with suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
-
-
-def _within(limit_s: float, *acts: Callable[[], None]) -> None:
+def _within(limit_s: float, *acts: Callable[[], object]) -> None:
     """Each in a thread; waits for them, but no longer than the limit."""
     threads = [threading.Thread(target=act, daemon=True) for act in acts]
     end_s = time.monotonic() + limit_s
@@ -359,40 +355,3 @@ def _within(limit_s: float, *acts: Callable[[], None]) -> None:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, end_s - time.monotonic()))
-
-
-def _write_once(path: Path, text: str) -> None:
-    """Writes a whole file, by one process only.
-
-    Raises:
-        OSError: it is there already (`FileExistsError`), or cannot be written.
-    """
-    partial_file = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    try:
-        partial_file.write_text(text, encoding="utf-8")
-        os.link(partial_file, path)
-    finally:
-        partial_file.unlink(missing_ok=True)
-
-
-def _stat_fields(pid: int | str) -> list[str]:
-    """Fields of `/proc/PID/stat` after the name of the command, state first."""
-    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-
-
-def _process_start_ns() -> int:
-    """When this process was started [ns since 1970]; now where the system does not say."""
-    try:
-        ticks = int(_stat_fields("self")[19])
-        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):
-        age_s = 0.0
-    return time.time_ns() - int(age_s * 1e9)
-
-
-def _has_ended(pid: int) -> bool:
-    """Also where its parent has not asked for its status yet; false where the system does not say."""
-    try:
-        return _stat_fields(pid)[0] in ("Z", "X")
-    except OSError:
-        return Path("/proc/self").exists()

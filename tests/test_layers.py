@@ -15,10 +15,9 @@ PACKAGE = "sd_training"
 
 LAYERS = {
     # Layer 0 has a floor: these modules are for everybody, config included.
-    **dict.fromkeys(("redaction", "__version__"), -3),
-    **dict.fromkeys(("errors", "types"), -2),
+    **dict.fromkeys(("errors", "types", "__version__"), -2),
     "log": -1.5,
-    **dict.fromkeys(("cli", "hub", "signals", "incidents"), -1),
+    **dict.fromkeys(("cli", "hub", "signals"), -1),
     "config": 0,
     **dict.fromkeys(("data", "diffusion", "optim", "watchdog"), 1),
     "parallel": 1.5,

@@ -1,22 +1,38 @@
-"""What follows from config and launcher alone: devices, batch arithmetic, folders, precision."""
+"""What is known of a start before model and data are loaded: devices, batch arithmetic, folders, precision, and whether
+the run is new, resumes from a checkpoint, or is refused; and acquiring the run folder."""
 
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+import sd_training.models  # noqa: F401 - it must be what imports diffusers first
+from sd_training.callbacks.run_record import CONFIG, RunRecord
+from sd_training.checkpoint.folder import folder_name, last_saved_step, newest_verified, remove_leftovers, step_of
+from sd_training.checkpoint.mirror import Mirror, MirrorError
+from sd_training.checkpoint.run_lock import NO_LOCK, RunLock, acquire_run_lock
+from sd_training.checkpoint.save import open_checkpoint
+from sd_training.config.changes import Change, changed_options, refused_changes
+from sd_training.config.fields import options, value_of
 from sd_training.config.paths import output_path
-from sd_training.config.plan import BatchPlan, Layout, find_layout
+from sd_training.config.plan import BatchPlan, Layout, counted, find_layout
 from sd_training.config.schema import Config
-from sd_training.errors import ConfigError
+from sd_training.data.datamodule import TrainingData, order_problem
+from sd_training.errors import CheckpointError, ConfigError, OutageError, SaveError
+from sd_training.export.pipeline import CURRENT, KEPT, recover_exports
 from sd_training.log import get_logger, is_main_process
 from sd_training.parallel.launch import Launch, find_launch
+from sd_training.training.base_module import changed_requirements
+from sd_training.watchdog import FirstFailure
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything about a run that follows from the config and the launcher, before anything is loaded."""
+    """Everything about a run that follows from the config and the launcher."""
 
     config: Config
     launch: Launch
@@ -31,6 +47,15 @@ class Plan:
         """Whether Lightning's launcher started this process. It kills the first process, with a status of its own, when
         a child ends with another status than 0."""
         return self.launch.launcher == "own" and not is_main_process()
+
+    def device_sentence(self) -> str:
+        """Devices, precision and strategy, for the dry run and the first lines of a run."""
+        launch, precision = self.launch, self.precision.replace("no", "fp32")
+        if precision != "fp32":
+            precision += f" (weights {'bf16' if self.config.model.bf16_weights else 'fp32'})"
+        machines = f" on {counted(launch.num_nodes, 'machine')}" if launch.num_nodes > 1 else ""
+        processes = counted(launch.processes, "process", "processes")
+        return f"{launch.accelerator}, {processes}{machines}, {precision}, strategy {self.layout.strategy}"
 
 
 def make_plan(config: Config, *, is_described: bool = False) -> Plan:
@@ -61,3 +86,186 @@ def make_plan(config: Config, *, is_described: bool = False) -> Plan:
         precision = "bf16"
     run_dir = output_path(config.experiment.log_dir) / config.experiment.name
     return Plan(config, launch, layout, batch, run_dir, precision)
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a start of the run begins. `find_start` finds it out and changes nothing."""
+
+    run_dir: Path
+    num_steps: int
+    """Optimizer steps of the whole run."""
+    step: int = 0
+    """Optimizer steps of the checkpoint that it resumes from, by names and sizes of the files; if that one turns out to
+    be damaged, an older one is used."""
+    source: str = ""
+    """That checkpoint, or the mirror's copy of it; empty at the beginning of a run."""
+    changed: Sequence[Change] = ()
+    """Options that differ from the last start of a resumed run."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing left to train."""
+        return bool(self.source) and self.step >= self.num_steps
+
+    def sentence(self) -> str:
+        """For the dry run and the log."""
+        if not self.source:
+            return f"a new run: {self.run_dir} has no checkpoint"
+        after = f"{self.step:,} of {counted(self.num_steps, 'optimizer step')}"
+        done = f"resumes from {self.source}, after {after}"
+        return f"{done}; raise experiment.num_examples_to_see to train more" if self.is_done else done
+
+    def changes(self) -> str:
+        """The changed options, one per line; empty where none changed."""
+        if not self.changed:
+            return ""
+        title = f"options that differ from the last start ({self.run_dir / CONFIG}):"
+        return "\n".join([title, *(f"  {change}" for change in self.changed)])
+
+
+def find_start(plan: Plan, mirror: Mirror | None) -> Start:
+    """What a start of this run will do, without doing it. All processes of a run find the same.
+
+    Args:
+        plan: of the run.
+        mirror: as `make_mirror` gives it.
+
+    Raises:
+        UserError: the run does not start, and why.
+    """
+    run_dir, experiment, checkpoints = plan.run_dir, plan.config.experiment, plan.run_dir / "checkpoints"
+    damage = own = None
+    with _storage_errors(run_dir):
+        try:
+            own = newest_verified(checkpoints, contents=False)
+        except CheckpointError as error:
+            damage = error
+        # Every process lists them; continuing without the list could lose steps that were trained elsewhere.
+        copies = mirror.steps() if mirror is not None and (own is None or is_main_process()) else []
+    # A run that was stopped before its first save leaves rows of metrics and a record of its start only: a new run
+    # loses nothing by replacing those.
+    traces = [name for name in (CURRENT, KEPT) if os.path.lexists(run_dir / name)]
+    if (saved := last_saved_step(run_dir)) is not None:
+        traces.insert(0, f"last save after {counted(saved, 'optimizer step')}")
+    if not experiment.requeue and (own is not None or damage is not None or copies or traces):
+        raise ConfigError(
+            f"experiment.requeue: false, but {run_dir} already holds a run; choose another experiment.name, remove the "
+            "folder, or set experiment.requeue=true to continue it"
+        )
+    if own is None and not copies:
+        if damage is not None:
+            raise damage
+        if traces:
+            where = f"{checkpoints} and {mirror.root} hold" if mirror else f"{checkpoints} holds"
+            given = "" if mirror else ", give the checkpoint.mirror that has copies of them"
+            raise ConfigError(
+                f"experiment.name: {run_dir} holds a run that has trained ({', '.join(traces)}), but {where} no "
+                "checkpoint of it, and a new run would replace what is left: bring the checkpoints back"
+                f"{given}, take another experiment.name, or remove {run_dir}"
+            )
+        return Start(run_dir, plan.batch.num_steps)
+    step, source = (step_of(own), str(own)) if own is not None else (-1, "")
+    if mirror is not None and copies and copies[-1] > step:
+        step, source = copies[-1], f"{mirror.root}/{folder_name(copies[-1])}"
+    changed, problems = _changes(plan, own)
+    if own is not None and source == str(own):
+        problems += _state_problems(plan, own, bool(problems))
+    if problems:
+        raise ConfigError(problems)
+    return Start(run_dir, plan.batch.num_steps, step, source, changed)
+
+
+def _changes(plan: Plan, checkpoint: Path | None) -> tuple[list[Change], list[str]]:
+    """Options that differ from the last start, and why those that may not differ are refused. Where the run folder has
+    no configuration of that start, the checkpoint's is compared; with neither, nothing is."""
+    previous = ""
+    try:
+        previous = (plan.run_dir / CONFIG).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        # Where the checkpoint cannot be read either, an older one is looked for when it is loaded.
+        with suppress(CheckpointError, LookupError, TypeError):
+            if checkpoint is not None:
+                previous = str(open_checkpoint(checkpoint).state["callbacks"][RunRecord.__name__][CONFIG])
+    changed = changed_options(previous, plan.config)
+    return changed, refused_changes(changed, plan.config.experiment.allow_changed, plan.run_dir)
+
+
+def _state_problems(plan: Plan, folder: Path, is_refused: bool) -> list[str]:
+    """Why a checkpoint cannot continue with these options, as far as it is known without model and data; the rest is
+    found when it is loaded.
+
+    Args:
+        is_refused: the run does not start anyway; changed options of the data are then named in any case.
+    """
+    try:
+        state = open_checkpoint(folder).state
+    except CheckpointError:
+        return []  # an older one is looked for when it is loaded
+    trained, config = state.get("trained_as", {}), plan.config
+    given = {key: value_of(config, key) for key in trained if key in options()}
+    trained_problem = changed_requirements(trained, {key: value for key, value in given.items() if value is not None})
+    before = state.get(TrainingData.__qualname__, {})
+    is_refused = is_refused or bool(trained_problem)
+    data_problem = order_problem(before, config.dataset, plan.batch, config.experiment.seed, is_refused=is_refused)
+    return [problem for problem in (trained_problem, data_problem) if problem]
+
+
+def check_data(start: Start, data: TrainingData) -> None:
+    """As a run does when it loads the checkpoint that it resumes from, unless that one is in the mirror only.
+
+    Args:
+        start: as `find_start` gives it.
+        data: of this start; is opened, and indexed where it was not before.
+
+    Raises:
+        CheckpointError: the checkpoint cannot go on with this data.
+        DataError: the data cannot be used.
+    """
+    folder = Path(start.source)
+    if start.run_dir in folder.parents:
+        data.load_state_dict(open_checkpoint(folder).state[type(data).__qualname__])
+
+
+def make_mirror(plan: Plan) -> Mirror | None:
+    """Where copies of the checkpoints are.
+
+    Raises:
+        ConfigError: the environment's credentials cannot be used.
+    """
+    url = plan.config.checkpoint.mirror
+    return None if url is None else Mirror(url, plan.config.experiment.name)
+
+
+def own_run_dir(plan: Plan, mirror: Mirror | None) -> RunLock:
+    """Rank 0 makes the run folder, acquires its lock, removes what a killed run left, and downloads what the mirror has
+    beyond it."""
+    if not is_main_process():
+        return NO_LOCK
+    checkpoints, restored = plan.run_dir / "checkpoints", None
+    try:
+        plan.run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"experiment.log_dir: {plan.run_dir} cannot be made: {error.strerror}") from error
+    with _storage_errors(plan.run_dir):
+        run_lock = acquire_run_lock(plan.run_dir)
+        FirstFailure(plan.run_dir, 0).clear()
+        remove_leftovers(checkpoints)
+        recover_exports(plan.run_dir)
+        if mirror is not None:
+            restored = mirror.restore(checkpoints, run_lock)
+    if restored is not None and (problems := _changes(plan, restored)[1]):
+        raise ConfigError(problems)
+    return run_lock
+
+
+@contextmanager
+def _storage_errors(run_dir: Path) -> Iterator[None]:
+    """Errors of the run folder and of the mirror as sentences."""
+    try:
+        yield
+    except MirrorError as error:
+        text = f"{error}; set checkpoint.mirror=null to go on from what this machine has"
+        raise (OutageError if error.is_outage else ConfigError)(text) from error
+    except OSError as error:
+        raise SaveError(f"experiment.log_dir: {run_dir} cannot be read or written: {error}") from error

@@ -3,6 +3,7 @@ those of the config."""
 
 import json
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,11 +17,7 @@ from sd_training.data.order.buckets import size_problems, training_sizes
 from sd_training.data.sources.choose import access_of, path_problems
 from sd_training.errors import ConfigError, DataError
 from sd_training.export.pictures import read_captions
-from sd_training.log import is_main_process
-from sd_training.redaction import redacted
-
-NOT_INSTALLED = "the package wandb is not installed; pip install wandb"
-_REMEDY = "set WANDB_API_KEY, run `wandb login`, or choose wandb.mode=offline"
+from sd_training.log import is_main_process, redacted
 
 _PATH = ("/", "./", "../", "~")
 _USUAL_FACTOR = 8
@@ -34,8 +31,8 @@ def local_problems(config: Config) -> list[str]:
     """
     if not is_main_process():
         return []
-    checks = (_model_problems, _data_problems, _caption_problems, _size_problems)
-    return [*(problem for check in checks for problem in check(config)), *wandb_problems(config.wandb)]
+    checks = (_model_problems, _data_problems, _caption_problems, _size_problems, _wandb_problems)
+    return [*(problem for check in checks for problem in check(config))]
 
 
 def _model_problems(config: Config) -> list[str]:
@@ -44,19 +41,19 @@ def _model_problems(config: Config) -> list[str]:
     return [problem for key, path in model_paths(config) for problem in _hub_problems(config, key, path)]
 
 
-def _hub_problems(config: Config, key: str, path: str) -> list[str]:
+def _hub_problems(config: Config, key: str, path: str) -> Iterator[str]:
     """A relative path that does not exist (it has more than the one slash of a hub id), or a hub id without a model."""
     if os.path.exists(path) or path.startswith(_PATH):
-        return []
+        return
     if path.count("/") > 1:
-        return [f"{key}: {path!r} does not exist"]
-    if key not in options():
-        return []
+        yield f"{key}: {path!r} does not exist"
+    if path.count("/") > 1 or key not in options():
+        return
     from sd_training.hub import hub_problem  # its client takes a third of a second to import
 
     revision = f"{key.rpartition('.')[0]}.revision"
-    problem = hub_problem(path, value_of(config, revision) if revision in options() else None, key)
-    return [] if problem is None else [problem]
+    if problem := hub_problem(path, value_of(config, revision) if revision in options() else None, key):
+        yield problem
 
 
 def _data_problems(config: Config) -> list[str]:
@@ -102,54 +99,66 @@ def _size_problems(config: Config) -> list[str]:
     return []
 
 
-def chosen_mode(config: WandbConfig) -> str:
-    """`wandb.mode`, or, where that is auto, the environment variable `WANDB_MODE`."""
-    return os.environ.get("WANDB_MODE") or "auto" if config.mode == "auto" else config.mode
+def _wandb_problems(config: Config) -> list[str]:
+    try:
+        wandb_mode(config.wandb)
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
-def wandb_problems(config: WandbConfig) -> list[str]:
-    """Why W&B cannot be used although a mode or a key asks for it. With neither it is disabled."""
-    mode = chosen_mode(config)
-    option = f"wandb.mode: {mode}" if config.mode == mode else f"WANDB_MODE={mode} in the environment"
-    match mode:
-        case "online" if reason := missing_login(config):
-            return [f"{option}, but {reason}"]
-        case "offline" if find_spec("wandb") is None:
-            return [f"{option}, but {NOT_INSTALLED}"]
-        case "auto" if _given_key(config) and find_spec("wandb") and (reason := missing_login(config)):
-            return [f"wandb.api_key: {reason}" if config.api_key else reason]
-        case "auto" | "online" | "offline" | "disabled":
-            return []
-    return [f"WANDB_MODE: {mode!r} is none of online, offline and disabled; unset it, or choose wandb.mode"]
+def wandb_mode(config: WandbConfig) -> tuple[str, str | None]:
+    """online, offline or disabled, and why it is disabled where a login would have enabled it. `WANDB_MODE` of the
+    environment chooses where `wandb.mode` is auto.
 
-
-def missing_login(config: WandbConfig) -> str | None:
-    """Why W&B cannot be reached with the options' key, the environment's, or what `wandb login` stored; null if it can.
-
-    W&B checks the form of the key; no server is contacted.
+    Raises:
+        ConfigError: a mode or a key asks for W&B, and it cannot be used.
     """
-    if find_spec("wandb") is None:
-        return NOT_INSTALLED
-    home, netrc = Path.home(), os.environ.get("NETRC")
-    stored = [Path(netrc).expanduser()] if netrc else [home / ".netrc", home / "_netrc"]
-    stored.append(Path(os.environ.get("WANDB_CONFIG_DIR", home / ".config" / "wandb"), "settings"))
-    if not _given_key(config) and not any(file.exists() for file in stored):
-        return f"there is no key; {_REMEDY}"
+    mode, asked = str(config.mode), f"wandb.mode: {config.mode}, but "
+    if mode == "auto":
+        mode = os.environ.get("WANDB_MODE") or mode
+        asked = f"WANDB_MODE={mode} in the environment, but "
+    if mode == "disabled":
+        return mode, None
+    is_installed, key = find_spec("wandb") is not None, config.api_key or os.environ.get("WANDB_API_KEY")
+    reason = None
+    if not is_installed:
+        reason = "the package wandb is not installed; pip install wandb"
+    elif mode != "offline":
+        reason = _login_problem(config.api_key, key)
+    if mode == "auto" and not (key and is_installed):
+        return "online" if reason is None else "disabled", reason
+    if mode == "auto":
+        mode, asked = "online", "wandb.api_key: " if config.api_key else ""
+    if reason is not None:
+        raise ConfigError(f"{asked}{reason}")
+    return mode, None
+
+
+def _login_problem(option: str | None, key: str | None) -> str | None:
+    """Why W&B cannot be reached with a key, or with what `wandb login` stored; null if it can. W&B checks the form of
+    the key; no server is contacted.
+
+    Args:
+        option: `wandb.api_key`.
+        key: this, or the environment's.
+    """
+    remedy = "set WANDB_API_KEY, run `wandb login`, or choose wandb.mode=offline"
+    settings = os.path.join(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb"), "settings")
+    stored = (os.environ.get("NETRC", "~/.netrc"), "~/_netrc", settings)
+    if not key and not any(os.path.exists(os.path.expanduser(file)) for file in stored):
+        return f"there is no key; {remedy}"
     # W&B is optional, and takes a second to import.
     from wandb.errors import Error
     from wandb.sdk import wandb_setup
     from wandb.sdk.lib import wbauth
 
     try:
-        if config.api_key:
-            problem = wbauth.check_api_key(config.api_key)
-            return problem and f"{problem.rstrip('.')}; {_REMEDY}"
+        if option:
+            problem = wbauth.check_api_key(option)
+            return problem and f"{problem.rstrip('.')}; {remedy}"
         host = wandb_setup.singleton().settings.base_url
         found = wbauth.authenticate_session(host=host, source="sd_training", prompt=False, update_session=False)
     except (Error, ValueError) as error:  # ValueError: a variable of the environment has a value that W&B refuses
-        return f"{redacted(' '.join(str(error).split())).rstrip('.')}; {_REMEDY}"
-    return None if found else f"there is no key for {host}; {_REMEDY}"
-
-
-def _given_key(config: WandbConfig) -> str | None:
-    return config.api_key or os.environ.get("WANDB_API_KEY")
+        return f"{redacted(' '.join(str(error).split())).rstrip('.')}; {remedy}"
+    return None if found else f"there is no key for {host}; {remedy}"

@@ -1,37 +1,55 @@
 """Every object of a run, from its plan: folder, model, data, callbacks, strategy, trainer."""
 
+import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from textwrap import indent
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.plugins.environments import (
-    ClusterEnvironment,
-    LightningEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
+from PIL import Image
+from pytorch_lightning.loggers import Logger
+from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from pytorch_lightning.strategies import Strategy
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 
-from sd_training.build.callbacks import build_callbacks
-from sd_training.build.loggers import END_S, build_loggers
 from sd_training.build.models import Trained, build_model
-from sd_training.build.plan import Plan
-from sd_training.build.start import find_start, make_mirror, own_run_dir
-from sd_training.callbacks.base import RunState
+from sd_training.build.plan import Plan, Start, find_start, make_mirror, own_run_dir
+from sd_training.build.preflight import wandb_mode
+from sd_training.callbacks.base import RunState, TrainingTimer
+from sd_training.callbacks.ema import Ema
+from sd_training.callbacks.metrics import COLUMNS as METRICS
+from sd_training.callbacks.metrics import MetricRows, Metrics
+from sd_training.callbacks.numerics import NumericGuard, ReplicaDigest
 from sd_training.callbacks.preemption import Preemption, deadline_s
-from sd_training.callbacks.save import MIRROR_AFTER_STOP_S
+from sd_training.callbacks.previews import PictureJob, Pictures
+from sd_training.callbacks.progress import ProgressBar
+from sd_training.callbacks.run_record import RunRecord
+from sd_training.callbacks.runtime import GarbageCollection, Heartbeat
+from sd_training.callbacks.save import MIRROR_AFTER_STOP_S, ConsistencyMark, Save
+from sd_training.callbacks.validation import COLUMNS, Validation
+from sd_training.checkpoint.atomic_io import replace_text
+from sd_training.checkpoint.mirror import Mirror
+from sd_training.checkpoint.run_lock import RunLock
+from sd_training.config.changes import chosen_options, resolved_yaml, to_plain
 from sd_training.config.schema import SECTIONS
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.samples.sample import DrawSettings, Dropout
 from sd_training.errors import EXIT_HANG, Checks
-from sd_training.log import RunLog, get_logger, global_rank, is_main_process
+from sd_training.export.pictures import read_captions
+from sd_training.log import RunLog, get_logger, global_rank, is_main_process, redacted
 from sd_training.models.encoders import AUTOCAST_DTYPE
 from sd_training.models.family import Family
+from sd_training.models.load import load_weights
 from sd_training.parallel.launch import process_group_backend, set_rendezvous, use_one_worker_per_gloo_group
 from sd_training.parallel.strategies import (
     FSDP2Options,
@@ -47,14 +65,16 @@ from sd_training.watchdog import HangWatch
 
 log = get_logger(__name__)
 
+FINISH_S = 30.0
+"""At the end of a run W&B has this long to send what is queued."""
+END_S = 2 * FINISH_S
+"""What the loggers may need after the last save: `FINISH_S`, and W&B's process until it has ended."""
+_STEP = "trainer/global_step"
+"""W&B's x axis, as Lightning names it."""
 ANY_GRID = LatentGrid(4, 8)
 """Placeholder where no latents are drawn."""
-_LIGHTNING_PRECISION: dict[str, Literal["32-true", "bf16-mixed", "16-mixed"]] = {
-    "no": "32-true",
-    "bf16": "bf16-mixed",
-    "fp16": "16-mixed",
-}
-_ENVIRONMENTS: dict[str, Callable[[], ClusterEnvironment]] = {
+_LIGHTNING_PRECISION: dict[str, Any] = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+_ENVIRONMENTS: dict[str, Callable[[], Any]] = {
     "torchrun": TorchElasticEnvironment,
     "slurm": partial(SLURMEnvironment, auto_requeue=False),
     "own": LightningEnvironment,
@@ -106,7 +126,13 @@ def build_run(
         run_log.open(plan.run_dir, run_lock.check)
     if start.is_done:
         log.info("\n".join([f"{plan.run_dir} is finished; it {start.sentence()}", *filter(None, [start.changes()])]))
-    trained = _model_or_all_problems(plan)
+    checks = Checks()
+    trained = checks.run(lambda: build_model(plan))
+    if trained is None and is_main_process():  # the index that this makes is kept for the next start
+        log.warning("the model cannot be used (see the error at the end); the data is checked as well")
+        checks.run(make_data(plan, None, ANY_GRID).prepare_data)
+    checks.finish()
+    assert trained is not None
     data = make_data(plan, trained.family, trained.latent_grid)
     config, signals = plan.config, signals or StopSignals()
     preemption = Preemption(
@@ -119,23 +145,9 @@ def build_run(
         config.watch.collective_timeout_s,
     )
     watch = watch or HangWatch({}, plan.run_dir)
-    callbacks = build_callbacks(plan, start, trained, data, preemption, run_lock, watch, mirror)
+    callbacks = _callbacks(plan, start, trained, data, preemption, run_lock, watch, mirror)
     trainer = _trainer(plan, callbacks, _strategy(plan, trained.sharding))
     return Run(trainer, trained.module, data, preemption, plan.is_child)
-
-
-def _model_or_all_problems(plan: Plan) -> Trained:
-    """The model; where it cannot be built, rank 0 also checks the data, and all problems are reported together. The
-    index that this makes is kept for the next start."""
-    checks = Checks()
-    trained = checks.run(lambda: build_model(plan))
-    if trained is not None:
-        return trained
-    if is_main_process():
-        log.warning("the model cannot be used (see the error at the end); the data is checked as well")
-        checks.run(make_data(plan, None, ANY_GRID).prepare_data)
-    checks.finish()
-    raise AssertionError("a check has failed")
 
 
 def make_data(plan: Plan, family: Family | None, grid: LatentGrid) -> TrainingData:
@@ -165,6 +177,133 @@ def make_data(plan: Plan, family: Family | None, grid: LatentGrid) -> TrainingDa
         run_dir=plan.run_dir,
         validation=config.validation,
     )
+
+
+def _callbacks(
+    plan: Plan,
+    start: Start,
+    trained: Trained,
+    data: TrainingData,
+    preemption: Preemption,
+    run_lock: RunLock,
+    watch: HangWatch,
+    mirror: Mirror | None,
+) -> list[pl.Callback]:
+    """In the order they act after an optimizer step: stop, average, guard, log, measure, draw, save, copy, show."""
+    config, batch, run_dir, run_state = plan.config, plan.batch, plan.run_dir, preemption.state
+    timer = TrainingTimer(watch)
+    ema = _ema(plan, trained) if config.model.use_ema else None
+    # Something beside the saves may take so long before the hang watch or another process gives up.
+    mirror_limit_s = 0.8 * min(config.watch.save_s or math.inf, config.watch.collective_timeout_s)
+
+    def run_metadata() -> dict[str, Any]:
+        """For run.json and for incidents, from which `scripts/replay_step.py` finds samples and draws of a step again;
+        asked once the data is open."""
+        return {
+            "world_size": batch.processes,
+            "global_batch": batch.global_batch,
+            "batch_plan": asdict(batch),
+            "strategy": plan.layout.strategy,
+            "precision": plan.precision,
+            "seed": config.experiment.seed,
+            "data_fingerprint": data.fingerprint(),
+        }
+
+    networks = trained.sharding.roots
+    num_parameters = sum(parameter.numel() for network in networks for parameter in network.parameters())
+    title = f"training {', '.join(type(network).__name__ for network in networks)} of {num_parameters:,} parameters"
+    rows = MetricRows(run_dir / "metrics.csv", METRICS, run_lock)
+    saves = Save(
+        run_dir,
+        config.experiment.save_every,
+        config.checkpoint,
+        config.experiment.save_only_most_recent,
+        trained.exported,
+        ema,
+        timer,
+        run_state,
+        run_lock,
+        bool(start.source),
+        mirror,
+        mirror_limit_s,
+    )
+    callbacks: list[pl.Callback | None] = [
+        preemption,
+        RunRecord(run_dir, resolved_yaml(config), run_metadata, lambda step: _banner(plan, start, data, title, step)),
+        ema,
+        NumericGuard(config.numerics, config.logging.every, run_dir, data.name_of, timer, run_metadata, ema, saves),
+        ReplicaDigest(config.numerics.digest_every, run_dir),
+        ConsistencyMark(run_state),
+        Metrics(rows, config.logging.every, batch.global_batch, ema, timer, run_state),
+        _validation(plan, data, ema, timer, preemption, run_lock),
+        *_pictures(plan, trained, ema, timer),
+        saves,
+        ProgressBar(run_state, batch.global_batch, batch.num_steps) if config.logging.progress_bar else None,
+        Heartbeat(watch),
+        GarbageCollection(),
+    ]
+    return [callback for callback in callbacks if callback is not None]
+
+
+def _banner(plan: Plan, start: Start, data: TrainingData, title: str, step: int) -> str:
+    """What this start of the run does, in one block; a mistake is easier to see here than in the config.
+
+    Args:
+        title: what is trained, counted before it is sharded.
+        step: optimizer steps that are done.
+    """
+    average = f"with decay {plan.config.ema.decay:g}, is exported" if plan.config.model.use_ema else "none"
+    done = f"resuming after optimizer step {step:,} of {plan.batch.num_steps:,}" if step else "a new run"
+    device = f" ({torch.cuda.get_device_name()})" if plan.launch.accelerator == "cuda" else ""
+    rows = {
+        "run folder": f"{plan.run_dir}, {done}",
+        "runs on": f"{plan.device_sentence()}{device}",
+        "EMA": average,
+        "samples": f"{sum(len(dataset.selected) for dataset in data.datasets()):,}",
+        "length": plan.batch.sentence(),
+    }
+    lines = [title, *(f"  {name:<12}{value}" for name, value in rows.items())]
+    return "\n".join([*lines, *([indent(start.changes(), "  ")] if start.changed else [])])
+
+
+def _validation(
+    plan: Plan, data: TrainingData, ema: Ema | None, timer: TrainingTimer, preemption: Preemption, run_lock: RunLock
+) -> Validation | None:
+    if data.held_out is None:
+        return None
+    config, rows = plan.config.validation, MetricRows(plan.run_dir / "validation.csv", COLUMNS, run_lock)
+    count = 1 if plan.config.model.train == "vae" else config.num_levels  # an autoencoder has no noise levels
+    quantiles = [(number + 0.5) / count for number in range(count)]
+    return Validation(
+        data.held_out, config.every, quantiles, rows, plan.precision, ema, timer, preemption, preemption.state
+    )
+
+
+def _ema(plan: Plan, trained: Trained) -> Ema:
+    """The average, started from `ema.path` where it is given."""
+    config, family, weights = plan.config.ema, trained.family, None
+    if config.path is not None:
+        part = family.denoiser_part if family else "vae"
+        weights = load_weights(config.path, part, "ema.path", family.classes.get(part) if family else None)
+    return Ema(config, plan.run_dir, weights)
+
+
+def _pictures(plan: Plan, trained: Trained, ema: Ema | None, timer: TrainingTimer) -> list[Pictures]:
+    """Previews and evaluation images; there is nothing to draw while an autoencoder is trained."""
+    config, jobs = plan.config, []
+    if trained.family is None:
+        return []
+    if config.sampling.every and config.sampling.prompts:
+        prompts = [(f"{i:03d}", prompt) for i, prompt in enumerate(config.sampling.prompts)]
+        jobs.append(PictureJob("previews", config.sampling.every, prompts, at_start=True))
+    path, count = config.experiment.eval_caption_file, config.experiment.num_eval_images
+    if path is not None and (captions := read_captions(Path(path))[:count]):
+        jobs.append(PictureJob("eval", config.experiment.save_every, captions, config.experiment.eval_tar))
+    resolution, samples_dir = config.dataset.params.resolution, plan.run_dir / "samples"
+    return [
+        Pictures(job, samples_dir, resolution, config.sampling, trained.family.pipeline, plan.precision, ema, timer)
+        for job in jobs
+    ]
 
 
 def _strategy(plan: Plan, sharding: ShardingSpec) -> Strategy:
@@ -228,7 +367,7 @@ def _trainer(plan: Plan, callbacks: list[pl.Callback], strategy: Strategy) -> pl
         max_steps=plan.batch.num_steps,
         accumulate_grad_batches=plan.batch.accumulation,
         callbacks=callbacks,
-        logger=build_loggers(plan) if is_main_process() else [],
+        logger=_loggers(plan) if is_main_process() else [],
         plugins=plugins,
         log_every_n_steps=plan.config.logging.every,
         enable_checkpointing=False,
@@ -244,3 +383,134 @@ def _trainer(plan: Plan, callbacks: list[pl.Callback], strategy: Strategy) -> pl
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     return trainer
+
+
+def _loggers(plan: Plan) -> list[Logger]:
+    """TensorBoard always; W&B when a key or a mode asks for it."""
+    mode, reason = wandb_mode(plan.config.wandb)
+    if reason is not None:
+        log.info(f"W&B is off: {reason}")
+    loggers: list[Logger] = [RunLogger("TensorBoard", lambda: _begin_tensorboard(plan))]
+    return loggers if mode == "disabled" else [*loggers, RunLogger("W&B", lambda: _begin_wandb(plan, mode))]
+
+
+class LogWriter(NamedTuple):
+    """What TensorBoard or W&B do with numbers and pictures of an optimizer step, and at the end."""
+
+    metrics: Callable[[Mapping[str, float], int | None], object]
+    picture: Callable[[str, Image.Image, int], object]
+    finish: Callable[[], object]
+
+
+class RunLogger(Logger):
+    """A logger beside `metrics.csv` that is off after its first failure, which is one warning; training continues.
+
+    Both queue what they are given: TensorBoard in a thread of its own, W&B in a process of its own. `run.log` waits for
+    that process, not for the server, and `run.finish` has a time limit. `wandb.init` waits for the server: one that
+    never answers costs up to two minutes once.
+
+    Args:
+        title: for the warning.
+        begin: makes the writer; called when training starts. By then the processes of the run have been started, which
+            need the command line as it is (see `_begin_wandb`).
+    """
+
+    name, version = "", ""
+
+    def __init__(self, title: str, begin: Callable[[], LogWriter]) -> None:
+        super().__init__()
+        self._title, self._begin = title, begin
+        self._writer: LogWriter | None = None
+        self._is_off = False
+
+    def save(self) -> None:
+        """Lightning calls it when training starts: the writer is made."""
+        self._do(lambda writer: None)
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """Nothing: the options are logged when the run begins."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Numbers of an optimizer step."""
+        self._do(lambda writer: writer.metrics(metrics, step))
+
+    def log_picture(self, tag: str, picture: Image.Image, step: int) -> None:
+        """A picture of an optimizer step."""
+        self._do(lambda writer: writer.picture(tag, picture, step))
+
+    def finalize(self, status: str) -> None:
+        """Writes or sends what is queued."""
+        if self._writer is not None:
+            self._do(lambda writer: writer.finish())
+            self._is_off = True
+
+    def _do(self, act: Callable[[LogWriter], object]) -> None:
+        if self._is_off:
+            return
+        try:
+            self._writer = self._writer or self._begin()
+            act(self._writer)
+        except (Exception, SystemExit) as error:
+            self._is_off = True
+            reason = str(error.__cause__ or error).strip().partition("\n")[0][:300]
+            log.warning(
+                f"{self._title} failed and is off from now on ({type(error).__name__}: {reason}); metrics.csv holds "
+                "every number"
+            )
+
+
+def _begin_tensorboard(plan: Plan) -> LogWriter:
+    """With the options that are not at their defaults, for the table that compares runs; it shows the last loss."""
+    writer: Any = SummaryWriter(str(plan.run_dir / "tensorboard"))
+    options = chosen_options(plan.config)
+    chosen = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in options.items()}
+    for summary in hparams(chosen, {"loss": 0.0}):
+        writer._get_file_writer().add_summary(summary)
+    return LogWriter(
+        lambda metrics, step: [writer.add_scalar(name, value, step) for name, value in metrics.items()],
+        lambda tag, picture, step: writer.add_image(tag, np.asarray(picture), step, dataformats="HWC"),
+        writer.close,
+    )
+
+
+def _begin_wandb(plan: Plan, mode: str) -> LogWriter:
+    import wandb  # optional, and takes a second to import
+
+    # W&B writes the command line into its files.
+    sys.argv = [redacted(word) for word in sys.argv]
+    # Only W&B's errors are printed; `setup` alone does not apply this where the search for a login has read settings.
+    wandb.termsetup(wandb.setup(wandb.Settings(show_info=False, show_warnings=False)).settings, None)
+    settings: dict[str, Any] = {"mode": mode, "finish_timeout": 0.8 * FINISH_S}
+    # A key of the configuration goes to W&B alone: the environment would pass it to every process started from here.
+    if plan.config.wandb.api_key is not None:
+        settings["api_key"] = plan.config.wandb.api_key
+    run = wandb.init(
+        name=plan.config.experiment.name,
+        project=plan.config.experiment.project,
+        entity=plan.config.wandb.entity,
+        dir=plan.run_dir,
+        id=_wandb_id(plan.run_dir),
+        resume="allow",
+        config=to_plain(plan.config),
+        settings=wandb.Settings(**settings),
+    )
+    run.define_metric(_STEP)
+    run.define_metric("*", step_metric=_STEP, step_sync=True)
+    where = run.url if mode == "online" else f"offline; upload with `wandb sync {run.settings.sync_dir}`"
+    log.info(f"W&B: {where}")
+    return LogWriter(
+        lambda metrics, step: run.log({**metrics, _STEP: step}),
+        lambda tag, picture, step: run.log({tag: [wandb.Image(picture)], _STEP: step}),
+        run.finish,
+    )
+
+
+def _wandb_id(run_dir: Path) -> str:
+    """The W&B id of the run, kept in its folder so that a resumed run continues the same curves; on a disk that is full
+    it is not kept."""
+    path, identifier = run_dir / "wandb_id", os.urandom(8).hex()
+    with suppress(OSError):
+        if path.exists() and (known := path.read_text(encoding="utf-8").strip()):
+            return known
+        replace_text(path, f"{identifier}\n")
+    return identifier

@@ -33,8 +33,7 @@ from sd_training.checkpoint.save import load_checkpoint, open_checkpoint
 from sd_training.config.plan import counted
 from sd_training.config.schema import NumericsConfig
 from sd_training.errors import IntegrityError, NumericError
-from sd_training.incidents import incident_path, write_incident
-from sd_training.log import get_logger
+from sd_training.log import get_logger, incident_path, write_incident
 from sd_training.parallel.strategies import strategy_of
 from sd_training.training.base_module import MicroBatchRecord, TrainedModule
 

@@ -15,8 +15,7 @@ from typing import Any
 import pytorch_lightning as pl
 
 from sd_training.checkpoint.atomic_io import replace_text
-from sd_training.log import get_logger
-from sd_training.redaction import redacted
+from sd_training.log import get_logger, redacted
 
 log = get_logger(__name__)
 

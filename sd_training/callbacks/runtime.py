@@ -42,7 +42,7 @@ class Heartbeat(pl.Callback):
         if trainer.world_size > 1:
             own_node = zlib.crc32(platform.node().encode())
             ranks = gather_ranks(trainer, torch.tensor([own_node, os.getpid()])).tolist()
-            self.watch.local_peers = {
+            self.watch.first_failure.local_peers = {
                 rank: pid for rank, (node, pid) in enumerate(ranks) if node == own_node and pid != os.getpid()
             }
 

@@ -10,7 +10,7 @@ import yaml
 
 from sd_training.config.fields import is_below, option_of, options, place_of, shown
 from sd_training.config.schema import Config
-from sd_training.redaction import note_secret, redacted_values
+from sd_training.log import note_secret, redacted_values
 
 PERMISSION = "allow_pipe"
 """Name of the option that a file cannot set to true."""
@@ -24,7 +24,7 @@ def without_permissions(holder: Any) -> Any:
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """Plain containers of a configuration; `wandb.api_key` is null, and other secrets are hidden (`redaction`)."""
+    """Plain containers of a configuration; `wandb.api_key` is null, and other secrets are hidden (`log.redacted`)."""
     plain: dict[str, Any] = asdict(config)
     note_secret(plain["wandb"]["api_key"])
     plain["wandb"]["api_key"] = None

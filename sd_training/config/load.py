@@ -21,8 +21,7 @@ from sd_training.config.fields import accepts, groups, is_below, option_of, opti
 from sd_training.config.help import suggest_option, suggest_value
 from sd_training.config.schema import Config
 from sd_training.errors import ConfigError
-from sd_training.log import get_logger
-from sd_training.redaction import note_secret
+from sd_training.log import get_logger, note_secret
 
 log = get_logger(__name__)
 

@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from sd_training.redaction import is_secret_name
+from sd_training.log import is_secret_name
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})", re.ASCII)
 """As `os.path.expandvars` finds them."""

@@ -27,8 +27,7 @@ from sd_training.data.samples.captions import Tokenizer
 from sd_training.data.samples.sample import DrawSettings, TrainingSamples
 from sd_training.data.workers import WorkerDeaths
 from sd_training.errors import CheckpointError, Checks, ConfigError
-from sd_training.log import get_logger
-from sd_training.redaction import redacted_values
+from sd_training.log import get_logger, redacted_values
 
 log = get_logger(__name__)
 

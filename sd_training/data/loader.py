@@ -20,8 +20,7 @@ from sd_training.data.problems import Problems, SkippedSample, printable
 from sd_training.data.samples.sample import SampleRequest, TrainingSamples, WorkerResult, collate
 from sd_training.data.workers import WorkerDeaths, start_worker, worker_context
 from sd_training.errors import BadSamplesError
-from sd_training.log import get_logger
-from sd_training.redaction import redacted_values
+from sd_training.log import get_logger, redacted_values
 from sd_training.types import PixelBatch
 
 log = get_logger(__name__)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
-from sd_training.redaction import redacted_values
+from sd_training.log import redacted_values
 
 EXAMPLES_KEPT = 100
 """Named examples per reason; the count goes on."""

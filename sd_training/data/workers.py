@@ -26,8 +26,7 @@ from pathlib import Path
 import torch
 
 from sd_training.errors import ConfigError, DataError
-from sd_training.incidents import write_incident
-from sd_training.log import get_logger, global_rank
+from sd_training.log import get_logger, global_rank, write_incident
 from sd_training.signals import FOR_THE_TRAINING_PROCESS
 
 log = get_logger(__name__)

@@ -182,6 +182,7 @@ def _become_child(job: Mapping[str, Any], reply: int) -> Callable[[], None]:
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     os.environ.update(job["environment"])
+    importlib.import_module("sd_training.watchdog").STARTED_NS = time.time_ns()  # type: ignore[attr-defined]
     module, _, function = job["target"].partition(":")
     return lambda: getattr(importlib.import_module(module), function)(job["words"])
 

@@ -1,6 +1,5 @@
 """What `--dry-run` says: its figures are those of the data, the model and the options."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -49,10 +48,6 @@ def test_the_facts_of_a_run_on_a_small_folder(pipeline_dir: Path, folder: Path, 
     assert row(text, "optimizer").startswith("adamw, learning rate 0.000333 at the first step, 0.001 at step 3, 8.3")
     assert row(text, "runs on") in {f"{kind}, 1 process, fp32, strategy single" for kind in ("cpu", "cuda", "mps")}
     assert row(text, "memory").startswith("at most ")
-    # AdamW keeps two numbers, the average one; three checkpoints and two pipelines of fp32 weights.
-    frozen = sum(int(count.replace(",", "")) for count in re.findall(r"\(([\d,]+) p", row(text, "keeps frozen")))
-    mib = 4 * (3 * (unet * 4) + 2 * (unet + frozen)) / 2**20
-    assert row(text, "disk").startswith(f"at most {mib:.2f} MiB for 3 saves: checkpoint {16 * unet / 2**20:.2f} MiB")
     assert row(text, "run folder") == str(tmp_path / "runs" / "first")
     assert row(text, "begins").startswith("a new run: ")
 

@@ -76,7 +76,6 @@ def test_captions_without_a_row_do_not_cost_the_save(pipeline_dir: Path, shards_
     argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=16)
     status, printed = started(argv, f"experiment.eval_caption_file={tmp_path / 'captions.csv'}")
     assert status == 0, printed
-    assert "has no caption to draw" in printed
     assert (tmp_path / "run" / "checkpoints" / "step=2").is_dir()
 
 
@@ -89,7 +88,7 @@ def test_a_run_on_the_cpu_says_how_many_threads_it_takes(
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     cores = len(os.sched_getaffinity(0))
-    assert done.stderr.count("threads per process: ") == 1 and f" ({cores} cores, 2 processes)" in done.stderr
+    assert done.stderr.count("threads per process: ") == 1 and f" (cores: {cores}, processes: 2)" in done.stderr
 
 
 def test_a_key_on_the_command_line_is_written_nowhere(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 OURS = re.compile(
     rf"{TIME}(sd_training 0\.|training \w+ of [\d,]+ parameters$|saved step \d|step \d+ of \d|done: |"
     r"distributed\.dist_backend: )"
-    r"|  (run folder|device|precision|samples|batch) +\S|  options that differ from the last start|    [a-z_.]+: .* -> "
+    r"|  (run folder|runs on|EMA|samples|length) +\S|  options that differ from the last start|    [a-z_.]+: .* -> "
 )
 """The start, its block, saves, progress, and the end."""
 
@@ -54,10 +54,10 @@ def test_a_run_says_what_it_does_and_nothing_else(pipeline_dir: Path, shards_dir
     block = dict(re.findall(r"^  (\S.*?)  +(.*)$", one, re.MULTILINE))
     assert block == {
         "run folder": f"{tmp_path / 'run'}, a new run",
-        "device": "cpu, 1 process, strategy single",
-        "precision": "fp32, EMA with decay 0.9999 is exported",
+        "runs on": "cpu, 1 process, fp32, strategy single",
+        "EMA": "with decay 0.9999, is exported",
         "samples": "32",
-        "batch": "batch_size 8 × accumulation 1 × 1 process = 8 images per optimizer step; 32 images = 4 steps",
+        "length": "batch_size 8 × accumulation 1 × 1 process = 8 images per optimizer step; 32 images = 4 steps",
     }
     progress = rf"^{TIME}step 4 of 4: 32 images, [\d.]+ images/s, 0:00:00 left, loss [\d.]+$"
     assert re.search(progress, one, re.MULTILINE)
@@ -70,7 +70,7 @@ def test_a_run_says_what_it_does_and_nothing_else(pipeline_dir: Path, shards_dir
     assert [line for line in both if "resum" in line] == [
         f"  run folder  {tmp_path / 'run'}, resuming after optimizer step 4 of 8"
     ]
-    assert "  device      cpu, 2 processes, strategy ddp" in both and "    system.batch_size: 8 -> 4" in both
+    assert "  runs on     cpu, 2 processes, fp32, strategy ddp" in both and "    system.batch_size: 8 -> 4" in both
     assert len([line for line in both if "sd_training 0." in line]) == 1  # of the first process only
     assert (tmp_path / "run/train.log").read_text() == kept + "".join(f"{line}\n" for line in both)
 

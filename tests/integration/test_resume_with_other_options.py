@@ -8,9 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sd_training.build.plan import make_plan
+from sd_training.build.plan import check_data, find_start, make_plan
 from sd_training.build.run import make_data
-from sd_training.build.start import check_data, find_start
 from sd_training.config.load import load_config
 from sd_training.errors import CheckpointError, ConfigError
 from sd_training.types import LatentGrid

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from sd_training.build.plan import make_plan
-from sd_training.build.start import Start, find_start, make_mirror
+from sd_training.build.plan import Start, find_start, make_mirror, make_plan
 from sd_training.callbacks import save as saves
 from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
@@ -146,6 +145,6 @@ def test_a_run_that_never_saved_begins_again(pipeline_dir: Path, shards_dir: Pat
         train(argv, CrashAfter(1))
     assert metrics(tmp_path / "run") and (tmp_path / "run" / "config.yaml").is_file()
     start = found([*argv, "experiment.requeue=false", "model.use_ema=false"])
-    assert not start.is_resumed and not start.changed
+    assert not start.source and not start.changed
     train(argv)
     assert (tmp_path / "run" / "checkpoints" / "step=2").is_dir()

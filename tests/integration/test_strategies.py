@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.build.estimate import meta_networks, model_size
+from sd_training.build.dry_run import meta_networks, model_size
 from sd_training.config.load import load_config
 from tests.family_makers import save_pipeline
 from tests.integration.training import losses, options, train, train_in_processes

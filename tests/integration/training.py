@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
 from torch import Tensor
 
 from sd_training.build.plan import make_plan

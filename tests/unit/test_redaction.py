@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from sd_training import redaction
+from sd_training import log as sd_log
 from sd_training.config.changes import to_plain
 from sd_training.config.load import load_config
-from sd_training.log import get_logger
-from sd_training.redaction import for_terminal, redacted, redacted_values
+from sd_training.log import for_terminal, get_logger, redacted, redacted_values
 from tests.unit.config.loading import BASE
 
 ROOT = Path(__file__).parents[2]
@@ -59,18 +58,18 @@ def test_hostile_text_takes_no_time() -> None:
 
 
 def test_the_environment_and_noted_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redaction, "_noted", set())
+    monkeypatch.setattr(sd_log, "_noted", set())
     monkeypatch.setenv("MY_API_KEY", "abcdefgh")
     monkeypatch.setenv("OTHER_TOKEN", "abcdefghijkl")
     monkeypatch.setenv("SHORT_TOKEN", "true")
-    redaction.note_secret("12")
-    redaction.note_secret(None)
+    sd_log.note_secret("12")
+    sd_log.note_secret(None)
     assert redacted("abcdefghijkl abcdefgh true 3123") == "(hidden) (hidden) true 3(hidden)3"
     assert redacted_values({"abcdefgh": ["xabcdefghx", 12, None]}) == {"(hidden)": ["x(hidden)x", 12, None]}
 
 
 def test_the_dump_and_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redaction, "_noted", set())
+    monkeypatch.setattr(sd_log, "_noted", set())
     argv = [item for item in BASE if "path" not in item]
     url = "https://user:canary-1@host/{0..3}.tar?X-Amz-Signature=canary-2"
     config = load_config([*argv, f"dataset.params.path={url}", "wandb.api_key=canary-3"])
@@ -91,7 +90,7 @@ def test_marks_that_move_a_cursor_are_escaped() -> None:
 FAILING = """
 import os, sys, threading
 from sd_training.cli import run_cli
-from sd_training.redaction import note_secret
+from sd_training.log import note_secret
 
 def main():
     note_secret("canary-0")

@@ -17,7 +17,7 @@ import obstore
 from obstore.store import GCSStore, HTTPStore, LocalStore, ObjectStore, S3Store
 
 from sd_training.errors import ConfigError
-from sd_training.redaction import redacted
+from sd_training.log import redacted
 
 FIRST_WAIT_S = 0.2
 """Wait after the first failure of a request; every further one is twice as long."""

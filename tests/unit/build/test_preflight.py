@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from sd_training.build.preflight import chosen_mode, local_problems, missing_login, wandb_problems
+from sd_training.build.preflight import local_problems, wandb_mode
 from sd_training.config.load import load_config
 from sd_training.config.schema import WandbConfig
 from sd_training.errors import ConfigError
@@ -199,9 +199,9 @@ def test_the_autoencoder_among_parts_in_folders_of_their_own_counts(tmp_path: Pa
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 ASKED = """
-from sd_training.build.preflight import missing_login
+from sd_training.build.preflight import wandb_mode
 from sd_training.config.schema import WandbConfig
-print(missing_login(WandbConfig()))
+print(wandb_mode(WandbConfig()))
 """
 
 
@@ -220,9 +220,16 @@ def netrc(home: Path, key: str, machine: str = "api.wandb.ai") -> None:
     (home / ".netrc").chmod(0o600)
 
 
+def refused(config: WandbConfig) -> str:
+    """The sentence."""
+    with pytest.raises(ConfigError) as error:
+        wandb_mode(config)
+    return str(error.value)
+
+
 def test_a_login_in_netrc_is_found(home: Path) -> None:
     netrc(home, KEY)
-    assert missing_login(WandbConfig()) is None
+    assert wandb_mode(WandbConfig()) == wandb_mode(WandbConfig(mode="online")) == ("online", None)
 
 
 def test_what_wandb_itself_stores_is_found(home: Path) -> None:
@@ -230,50 +237,47 @@ def test_what_wandb_itself_stores_is_found(home: Path) -> None:
     (home / "wandb" / "settings").write_text(f"[default]\napi_key = {KEY}\n")
     # W&B reads this file once per process.
     asked = subprocess.run([sys.executable, "-c", ASKED], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert asked.stdout == "None\n" and KEY not in asked.stderr
+    assert asked.stdout == "('online', None)\n" and KEY not in asked.stderr
 
 
 @pytest.mark.parametrize("machine", [None, "example.com"])
 def test_without_one_the_remedies_are_named(home: Path, machine: str | None) -> None:
     if machine is not None:
         netrc(home, KEY, machine)
-    reason = missing_login(WandbConfig())
-    assert reason is not None and reason.startswith("there is no key")
+    mode, reason = wandb_mode(WandbConfig())
+    assert mode == "disabled" and reason is not None and reason.startswith("there is no key")
     assert reason.endswith("; set WANDB_API_KEY, run `wandb login`, or choose wandb.mode=offline")
 
 
 def test_a_key_that_wandb_refuses_is_not_shown(home: Path) -> None:
     netrc(home, "tooshortasecret")
-    reason = missing_login(WandbConfig())
-    assert reason is not None and "wandb login" in reason and "tooshortasecret" not in reason
+    mode, reason = wandb_mode(WandbConfig())
+    assert mode == "disabled" and reason is not None and "wandb login" in reason and "tooshortasecret" not in reason
 
 
 def test_a_key_of_the_options_or_the_environment_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert missing_login(WandbConfig(api_key=KEY)) is None
+    assert wandb_mode(WandbConfig(api_key=KEY)) == ("online", None)
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    assert missing_login(WandbConfig()) is None
+    assert wandb_mode(WandbConfig()) == ("online", None)
 
 
 @pytest.mark.parametrize("mode", ["auto", "online"])
 def test_a_given_key_that_wandb_refuses_is_a_problem(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (problem,) = wandb_problems(WandbConfig(api_key="tooshortasecret", mode=mode))
+    problem = refused(WandbConfig(api_key="tooshortasecret", mode=mode))
     assert problem.startswith("wandb.") and "must have 40+ characters, has 15; set WANDB_API_KEY" in problem
     monkeypatch.setenv("WANDB_API_KEY", "tooshortasecret")
-    (other,) = wandb_problems(WandbConfig(mode=mode))
+    other = refused(WandbConfig(mode=mode))
     assert "WANDB_API_KEY invalid: API key must have 40+ characters" in other and "tooshort" not in problem + other
-    assert wandb_problems(WandbConfig(api_key="tooshortasecret", mode="disabled")) == []
+    assert wandb_mode(WandbConfig(api_key="tooshortasecret", mode="disabled")) == ("disabled", None)
 
 
 def test_the_environment_chooses_the_mode_that_the_options_leave_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (chosen_mode(WandbConfig()), wandb_problems(WandbConfig())) == ("auto", [])
-    for said, mode in (("offline", "offline"), ("disabled", "disabled"), ("", "auto")):
+    assert wandb_mode(WandbConfig())[0] == "disabled"
+    for said, reason in (("offline", None), ("disabled", None)):
         monkeypatch.setenv("WANDB_MODE", said)
-        assert (chosen_mode(WandbConfig()), wandb_problems(WandbConfig())) == (mode, [])
-        assert chosen_mode(WandbConfig(mode="online")) == "online"
+        assert wandb_mode(WandbConfig()) == (said, reason)
+        assert refused(WandbConfig(mode="online")).startswith("wandb.mode: online, but there is no key")
     monkeypatch.setenv("WANDB_MODE", "online")
-    (problem,) = wandb_problems(WandbConfig())
-    assert problem.startswith("WANDB_MODE=online in the environment, but there is no key; set WANDB_API_KEY")
-    monkeypatch.setenv("WANDB_MODE", "sometimes")
-    (problem,) = wandb_problems(WandbConfig())
-    assert problem.startswith("WANDB_MODE: 'sometimes' is none of online, offline and disabled")
-    assert wandb_problems(WandbConfig(mode="disabled")) == []
+    said = "WANDB_MODE=online in the environment, but there is no key; set WANDB_API_KEY"
+    assert refused(WandbConfig()).startswith(said)
+    assert wandb_mode(WandbConfig(mode="disabled")) == ("disabled", None)

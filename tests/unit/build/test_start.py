@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.build.start import Start, _unreadable
+from sd_training.build.plan import Start, _storage_errors
 from sd_training.checkpoint.mirror import MirrorError
 from sd_training.data.storage.object_store import is_outage
-from sd_training.errors import EXIT_MISTAKE, EXIT_STOPPED
+from sd_training.errors import EXIT_MISTAKE, EXIT_STOPPED, UserError
 
 
 @pytest.mark.parametrize(
@@ -22,10 +22,12 @@ from sd_training.errors import EXIT_MISTAKE, EXIT_STOPPED
 )
 def test_a_mirror_that_is_away_asks_for_another_start(cause: str, status: int) -> None:
     error = MirrorError(f"checkpoint.mirror: {cause}", is_outage(OSError(cause)))
-    assert _unreadable(error).exit_status == status
+    with pytest.raises(UserError) as raised, _storage_errors(Path()):
+        raise error
+    assert raised.value.exit_status == status
 
 
 def test_a_run_that_has_done_more_than_its_options_ask_for_says_so(tmp_path: Path) -> None:
     done = Start(tmp_path, num_steps=2, step=8, source="step=8").sentence()
-    assert done.startswith("resumes from step=8, after 8 optimizer steps, and the options ask for 2; raise ")
+    assert done.startswith("resumes from step=8, after 8 of 2 optimizer steps; raise ")
     assert "after 1 of 1 optimizer step;" in Start(tmp_path, num_steps=1, step=1, source="step=1").sentence()

@@ -10,7 +10,7 @@ import pytest
 
 from sd_training import log as rank_log
 from sd_training.errors import EXIT_UNEXPECTED, BadSamplesError
-from sd_training.redaction import hide_in_tracebacks
+from sd_training.log import hide_in_tracebacks
 from sd_training.watchdog import FirstFailure, exit_together
 from tests.unit.checkpoint.test_folder import listening_to_the_log
 
@@ -161,7 +161,8 @@ def test_a_peer_that_is_gone_without_a_word_is_named(
     first, _ = ends(tmp_path)
     peer = subprocess.Popen([sys.executable, "-c", f"import os; {act}"])
     # Its parent has not asked for its status yet.
-    together = exit_together(first, is_child=False, local_peers=lambda: {1: peer.pid})
+    first.local_peers = {1: peer.pid}
+    together = exit_together(first, is_child=False)
     with listening_to_the_log(), pytest.raises(SystemExit) as ended, together:
         raise RuntimeError("NCCL error: remote process exited")
     assert ended.value.code == EXIT_UNEXPECTED
@@ -170,7 +171,7 @@ def test_a_peer_that_is_gone_without_a_word_is_named(
     assert "rank 1 failed first, so the others end too: it ended without a message" in caplog.text
     peer.wait()
     first.clear()
-    end = first.wait_for_another(5, {1: peer.pid})
+    end = first.wait_for_another(5)
     assert end is not None and end.text == "it ended without a message"
 
 

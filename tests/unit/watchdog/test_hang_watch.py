@@ -20,7 +20,7 @@ import sys, time
 from pathlib import Path
 from sd_training.watchdog import HangWatch
 watch = HangWatch({limits}, Path(sys.argv[1]), int(sys.argv[2]))
-watch.local_peers = dict(enumerate(map(int, sys.argv[3:]), 1))
+watch.first_failure.local_peers = dict(enumerate(map(int, sys.argv[3:]), 1))
 def stay_here(seconds):
     time.sleep(seconds)
 with watch.running():
