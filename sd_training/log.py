@@ -246,7 +246,8 @@ def write_incident(run_dir: Path, kind: str, step: int, **facts: Any) -> None:
         path.parent.mkdir(exist_ok=True)
         if path.exists() or sum(1 for _ in path.parent.glob("step=*.json")) < MAX_INCIDENTS:
             partial = path.with_name(f".{path.name}.{os.getpid()}")
-            plain = json.loads(json.dumps(entry, default=str), parse_constant=str)  # infinite numbers are no JSON
+            # Infinite numbers are no JSON; they are written as texts.
+            plain = json.loads(json.dumps(entry, default=str), parse_constant=lambda word: str(float(word)))
             partial.write_text(json.dumps(redacted_values(plain), indent=1) + "\n", encoding="utf-8")
             os.replace(partial, path)
     except OSError as error:

@@ -180,8 +180,8 @@ def test_the_first_to_fail_is_the_first_to_end(tmp_path: Path) -> None:
     first, second = ends(tmp_path)
     peer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(2)"])
     second.claim(EXIT_UNEXPECTED, "RuntimeError: a defect")
-    together = exit_together(first, is_child=False, local_peers=lambda: {1: peer.pid})
-    with pytest.raises(SystemExit), together:
+    first.local_peers = {1: peer.pid}
+    with pytest.raises(SystemExit), exit_together(first, is_child=False):
         raise RuntimeError("NCCL error: remote process exited")
     assert peer.poll() == 0
 
