@@ -46,10 +46,10 @@ from sd_training.config.schema import (
     OptimizerConfig,
 )
 from sd_training.diffusion.objective import Objective
-from sd_training.models.encoders import Encoders, autocast
+from sd_training.models.execution import autocast
 from sd_training.optim.lr_schedules import lr_schedule
+from sd_training.optim.optimizers import Optimization
 from sd_training.parallel.strategies import SingleProcessStrategy
-from sd_training.training.base_module import Optimization
 from sd_training.training.diffusion_module import DiffusionModule
 from sd_training.types import PixelBatch
 
@@ -137,16 +137,18 @@ class BareModule(pl.LightningModule):
         self.objective = plain_objective(subject)
 
     def training_step(self, batch: PixelBatch, batch_index: int) -> torch.Tensor:
-        return loss_of(self.unet, self.subject.encoders, self.objective, batch)
+        return loss_of(self.unet, self.subject, self.objective, batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.unet.parameters(), lr=LEARNING_RATE, fused=True)
 
 
-def loss_of(unet: nn.Module, encoders: Encoders, objective: Objective, batch: PixelBatch) -> torch.Tensor:
+def loss_of(unet: nn.Module, subject: Subject, objective: Objective, batch: PixelBatch) -> torch.Tensor:
     """The plain training loss."""
-    latents = encoders.encode_pixels(batch.pixels.float() / 127.5 - 1.0, batch.posterior_noise)
-    text_states = encoders.encode_text(batch).states[0]
+    pixels, family = batch.pixels.float() / 127.5 - 1.0, subject.family
+    latents = family.encode_pixels(pixels, batch.posterior_noise, subject.precision)
+    with torch.no_grad(), autocast(subject.device, subject.precision):
+        text_states = family.encode(batch).states[0]
     noised = objective.draw(latents, batch)
     return objective.loss(unet(noised.noised_latents, noised.timesteps, text_states).sample, noised).mean()
 
@@ -160,7 +162,7 @@ def by_hand(subject: Subject, loader: TurnLoader) -> None:
     for batch in loader:
         batch = batch.to(subject.device)
         with autocast(subject.device, subject.precision):
-            loss = loss_of(unet, subject.encoders, objective, batch)
+            loss = loss_of(unet, subject, objective, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -199,10 +201,9 @@ def this_trainer(subject: Subject, loader: TurnLoader, variant: str = "") -> Non
     constant = LRScheduleConfig(params=LRScheduleParams(warmup_length=0))
     schedule = lr_schedule(constant, num_steps=len(loader), global_batch=batch)
     own = variant_of(subject, variant)
-    encoders = Encoders(own, subject.encoders.vae_precision, subject.encoders.text_encoder_precision)
-    module = DiffusionModule(
-        encoders, plain_objective(subject), Optimization(OptimizerConfig(), LEARNING_RATE, schedule)
-    )
+    optimization = Optimization(OptimizerConfig(), LEARNING_RATE, schedule)
+    own_precision, objective = subject.precision, plain_objective(subject)
+    module = DiffusionModule(own, objective, optimization, vae_precision=own_precision, text_precision=own_precision)
     with tempfile.TemporaryDirectory() as folder:
         ema = Ema(EmaConfig(decay=EMA_DECAY, warmup=False), Path())
         rows = MetricRows(Path(folder) / "metrics.csv", COLUMNS)

@@ -12,9 +12,8 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from sd_training.config.schema import ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.diffusion.objective import Objective, make_objective
-from sd_training.models.encoders import Encoders
 from sd_training.models.execution import compile_blocks, recompute_activations, use_channels_last
-from sd_training.models.families.stable_diffusion import StableDiffusion
+from sd_training.models.families.unets import StableDiffusion
 from sd_training.models.schedulers import load_schedulers
 from sd_training.types import PixelBatch
 
@@ -28,7 +27,7 @@ class Subject:
     """What is trained: networks and batches."""
 
     unet: nn.Module
-    encoders: Encoders
+    family: StableDiffusion
     batches: list[PixelBatch]
     precision: str
     device: torch.device
@@ -36,8 +35,8 @@ class Subject:
 
 def plain_objective(subject: Subject) -> Objective:
     """ε, every timestep alike."""
-    schedulers = subject.encoders.family.schedulers
-    objective = make_objective(schedulers.objective, schedulers.schedule, schedulers.prediction_type)
+    schedulers = subject.family.schedulers
+    objective = make_objective(schedulers.objective, schedulers.schedule)
     return objective.to(subject.device)
 
 
@@ -74,10 +73,13 @@ def make_subject(model: str, batch: int, resolution: int, precision: str) -> Sub
     noise = ModelConfig(noise_scheduler_training=PartConfig(target="DDPMScheduler", params=SCHEDULE))
     schedulers = load_schedulers(noise, ObjectiveConfig(), has_unet=True)
     family = StableDiffusion({"unet": unet, "vae": vae, "text_encoder": text_encoder}, schedulers)
-    encoders = Encoders(family, "fp32" if precision == "no" else precision, precision).to(device)
+    for network in (unet, vae, text_encoder):
+        network.to(device)
+    for network in (vae, text_encoder):
+        network.requires_grad_(False).eval()
     side = resolution // 2 ** (levels - 1)
     batches = [random_batch(batch, resolution, side, tokens) for _ in range(4)]
-    return Subject(unet.to(device), encoders, batches, precision, device)
+    return Subject(unet, family, batches, precision, device)
 
 
 def random_batch(batch: int, resolution: int, side: int, tokens: int) -> PixelBatch:
@@ -98,7 +100,7 @@ def random_batch(batch: int, resolution: int, side: int, tokens: int) -> PixelBa
 
 def variant_of(subject: Subject, variant: str) -> StableDiffusion:
     """A family of its own, its denoiser prepared as `variant` says: VARIANTS joined by "+", or "" for none."""
-    family = subject.encoders.family
+    family = subject.family
     vae = copy.deepcopy(family.vae)
     own = StableDiffusion({**family.parts, "unet": copy.deepcopy(subject.unet), "vae": vae}, family.schedulers)
     wanted = variant.split("+")

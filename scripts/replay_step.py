@@ -45,7 +45,7 @@ from sd_training.data.datamodule import TrainingData
 from sd_training.data.problems import printable
 from sd_training.data.samples.sample import collate
 from sd_training.errors import DataError, UserError
-from sd_training.models.encoders import autocast
+from sd_training.models.execution import autocast
 from sd_training.types import PixelBatch
 
 ON_ONE_DEVICE = (
@@ -194,7 +194,7 @@ def replay(incident: Incident, plan: Plan, trained: Trained, data: TrainingData)
         index = incident.step * batch_plan.accumulation + micro
         torch.manual_seed(index * batch_plan.processes + rank)
         with autocast(device, plan.precision):
-            losses, timesteps = module.sample_losses(batch.to(device), incident.step)
+            losses, timesteps, _ = module.sample_losses(batch.to(device), incident.step)
         (losses.mean() / (batch_plan.accumulation * batch_plan.processes)).backward()
         times = [None] * len(losses) if timesteps is None else timesteps.tolist()
         for position, sample, loss, time in zip(

@@ -8,7 +8,7 @@ import diffusers
 import torch
 from diffusers import DDIMScheduler, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 
-from sd_training.models.families.mmdit_pipeline import MMDiTRopePipeline
+from sd_training.models.families.mmdit import MMDiTRopePipeline
 from sd_training.models.mmdit_rope import MMDiTRope
 from tests import makers
 from tests.tiny_parts import CHANNELS, T5_WIDTH, WIDTH, clip, flux, t5, t5_tokenizer, tiny_tokenizer, tiny_vae, vae

@@ -14,7 +14,6 @@ from sd_training.data.order.buckets import size_problems, training_sizes
 from sd_training.diffusion.objective import Objective, make_objective
 from sd_training.errors import ConfigError
 from sd_training.log import get_logger
-from sd_training.models.encoders import Encoders
 from sd_training.models.execution import (
     compile_blocks,
     recompute_activations,
@@ -29,9 +28,10 @@ from sd_training.models.family import Family, latent_grid
 from sd_training.models.load import effective_part, load_part
 from sd_training.models.schedulers import prediction_warning
 from sd_training.optim.lr_schedules import lr_schedule
+from sd_training.optim.optimizers import Optimization
 from sd_training.parallel.strategies import ShardingSpec
 from sd_training.training.autoencoder_module import AutoencoderModule
-from sd_training.training.base_module import PART, Optimization, TrainedModule
+from sd_training.training.base_module import PART, TrainedModule
 from sd_training.training.diffusion_module import DiffusionModule
 from sd_training.types import LatentGrid
 
@@ -78,14 +78,17 @@ def _diffusion(plan: Plan) -> Trained:
     if model.xformers:
         use_fast_attention(family.denoiser, torch.device(plan.launch.accelerator))
     _prepare_denoiser(family, plan)
-    text_precision = model.text_encoder_precision or plan.precision
-    encoders = Encoders(family, vae_precision(model, plan.precision), text_precision, model.train_text_encoder)
     if model.vae_slicing:
         family.vae.enable_slicing()
     if model.vae_tiling:
         family.vae.enable_tiling()
     module = DiffusionModule(
-        encoders, objective_of(family), optimization(plan), has_gradient_scaler=plan.precision == "fp16"
+        family,
+        objective_of(family),
+        optimization(plan),
+        vae_precision=vae_precision(model, plan.precision),
+        text_precision=model.text_encoder_precision or plan.precision,
+        is_text_trained=model.train_text_encoder,
     )
 
     def exported(weights: Mapping[str, Tensor] | None) -> Any:
@@ -124,9 +127,13 @@ def optimization(plan: Plan) -> Optimization:
     config = plan.config
     peak = config.lr_scheduler.params.learning_rate
     schedule = lr_schedule(config.lr_scheduler, num_steps=plan.batch.num_steps, global_batch=plan.batch.global_batch)
-    peak = config.optimizer.params.learning_rate if peak is None else peak
     return Optimization(
-        config.optimizer, peak, schedule, seed=config.experiment.seed, is_offloaded=config.distributed.offload_optimizer
+        config.optimizer,
+        config.optimizer.params.learning_rate if peak is None else peak,
+        schedule,
+        seed=config.experiment.seed,
+        is_offloaded=config.distributed.offload_optimizer,
+        has_gradient_scaler=plan.precision == "fp16",
     )
 
 
@@ -149,17 +156,13 @@ def objective_of(family: Family) -> Objective:
     """The objective that the family's schedulers and options describe."""
     own = family.schedulers
     return make_objective(
-        own.objective,
-        own.schedule,
-        own.prediction_type,
-        static_shift=own.static_shift,
-        latents_per_token=family.patch_size**2,
+        own.objective, own.schedule, static_shift=own.static_shift, latents_per_token=family.patch_size**2
     )
 
 
 def _with_weights(family: Family, module: DiffusionModule, weights: Mapping[str, Tensor]) -> Family:
     """The family around copies of what was trained."""
-    if not module.encoders.is_text_trained:
+    if not module.is_text_trained:
         return family.with_parts({family.denoiser_part: copy_with_weights(family.denoiser, weights)})
     copies = {}
     for part, network in family.trained_networks(True).items():
@@ -209,9 +212,7 @@ def _autoencoder(plan: Plan) -> Trained:
         vae.enable_gradient_checkpointing()
     if wants_channels_last(config.trainer.channels_last, plan.launch.accelerator):
         use_channels_last(vae)
-    module = AutoencoderModule(
-        vae, config.objective.kl_weight, optimization(plan), has_gradient_scaler=plan.precision == "fp16"
-    )
+    module = AutoencoderModule(vae, config.objective.kl_weight, optimization(plan))
 
     def exported(weights: Mapping[str, Tensor] | None) -> Any:
         _set_scale(vae, module.latent_statistics(), is_measured=is_measured)

@@ -41,15 +41,15 @@ from sd_training.checkpoint.atomic_io import replace_text
 from sd_training.checkpoint.mirror import Mirror
 from sd_training.checkpoint.run_lock import RunLock
 from sd_training.config.changes import chosen_options, resolved_yaml, to_plain
-from sd_training.config.schema import SECTIONS
+from sd_training.config.schema import SECTIONS, PartConfig
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.samples.sample import DrawSettings, Dropout
 from sd_training.errors import EXIT_HANG, Checks
 from sd_training.export.pictures import read_captions
 from sd_training.log import RunLog, get_logger, global_rank, is_main_process, redacted
-from sd_training.models.encoders import AUTOCAST_DTYPE
+from sd_training.models.execution import AUTOCAST_DTYPE
 from sd_training.models.family import Family
-from sd_training.models.load import load_weights
+from sd_training.models.load import load_part
 from sd_training.parallel.launch import process_group_backend, set_rendezvous, use_one_worker_per_gloo_group
 from sd_training.parallel.strategies import (
     FSDP2Options,
@@ -157,7 +157,7 @@ def make_data(plan: Plan, family: Family | None, grid: LatentGrid) -> TrainingDa
     if family is None:
         draws = DrawSettings(seed, grid, has_noise=False)
     else:
-        own, objective = config.conditioning, family.objective
+        own, objective = config.conditioning, family.schedulers.objective
         draws = DrawSettings(
             seed,
             grid,
@@ -284,7 +284,9 @@ def _ema(plan: Plan, trained: Trained) -> Ema:
     config, family, weights = plan.config.ema, trained.family, None
     if config.path is not None:
         part = family.denoiser_part if family else "vae"
-        weights = load_weights(config.path, part, "ema.path", family.classes.get(part) if family else None)
+        stored = PartConfig(pretrained=config.path, target=family.classes.get(part) if family else None)
+        network = load_part(part, stored, seed=0, option="ema.path")
+        weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
     return Ema(config, plan.run_dir, weights)
 
 

@@ -215,7 +215,7 @@ class NumericGuard(OptimizerStepCallback):
         steps, self._unread = self._unread, []
         if not steps or not steps[0][1]:
             return
-        losses = torch.stack([record.loss.float() for _, records, _ in steps for record in records])
+        losses = torch.stack([record.sample_losses.mean().float() for _, records, _ in steps for record in records])
         flags = [losses.new_zeros(()) if flag is None else flag.to(losses.device).float() for _, _, flag in steps]
         rows = torch.cat([torch.stack(flags)[:, None], losses.view(len(steps), -1)], dim=1)
         by_rank = gather_ranks(trainer, rows).tolist()

@@ -22,8 +22,7 @@ from sd_training.config.schema import SamplingConfig
 from sd_training.export.draw import draw_images
 from sd_training.export.pictures import picture_grid
 from sd_training.log import get_logger
-from sd_training.models.encoders import autocast
-from sd_training.models.execution import without_compiling
+from sd_training.models.execution import autocast, without_compiling
 from sd_training.parallel.strategies import strategy_of
 from sd_training.training.base_module import TrainedModule
 

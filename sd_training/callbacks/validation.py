@@ -20,8 +20,7 @@ from sd_training.callbacks.preemption import Preemption
 from sd_training.config.plan import counted
 from sd_training.data.held_out import HeldOutData
 from sd_training.log import get_logger
-from sd_training.models.encoders import autocast
-from sd_training.models.execution import without_compiling
+from sd_training.models.execution import autocast, without_compiling
 from sd_training.parallel.cpu_group import CpuGroup
 from sd_training.parallel.strategies import strategy_of
 from sd_training.training.base_module import TrainedModule

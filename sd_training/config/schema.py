@@ -77,9 +77,9 @@ class TextOptions:
     layer: Annotated[Int, Field(le=-1)] | None = -1
     """Hidden layer of the states: -1 the last one with the encoder's final norm, -2 the one before as it is, …; null:
     the pooled vector only."""
-    pooling: Literal["none", "eos", "mean", "projection"] = "none"
-    """Vector of the whole caption, of the last layer with its norm: `eos`: state of the end-of-text token. `mean`: mean
-    of the unmasked tokens. `projection`: CLIP's `text_embeds`."""
+    pooling: Literal["none", "mean", "projection"] = "none"
+    """Vector of the whole caption, of the last layer with its norm: `mean`: mean of the caption's tokens.
+    `projection`: CLIP's `text_embeds`, for `CLIPTextModelWithProjection`."""
     max_tokens: PositiveInt = 77
     """L: captions are truncated and padded to this many tokens [count]."""
     use_mask: bool = True

@@ -31,8 +31,6 @@ def _per_target(prediction_type: PredictionType, a: Tensor, s: Tensor, sigma_dat
             return 1.0 / s
         case "edm":  # c_out²
             return sigma_data**2 / (s + sigma_data**2)
-        case _:
-            raise ValueError(f"prediction_type {prediction_type!r} is not known")
 
 
 def min_snr(a: Tensor, s: Tensor, gamma: float) -> Tensor:

@@ -116,10 +116,8 @@ def betas_of(scheduler_config: Mapping[str, Any]) -> Tensor:
         case "squaredcos_cap_v2":
             return _cosine_betas(count)
         case _:
-            raise ConfigError(
-                f"model.noise_scheduler_training: beta_schedule {name!r} is not one of linear, scaled_linear, "
-                "squaredcos_cap_v2"
-            )
+            known = "linear, scaled_linear, squaredcos_cap_v2"
+            raise ConfigError(f"model.noise_scheduler_training: beta_schedule {name!r} is not one of {known}")
 
 
 def rescale_zero_terminal_snr(alphas_cumprod: Tensor) -> Tensor:

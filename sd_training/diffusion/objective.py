@@ -193,29 +193,19 @@ class Objective:
 
 
 def make_objective(
-    config: ObjectiveConfig,
-    schedule: NoiseSchedule,
-    prediction_type: PredictionType,
-    *,
-    static_shift: float = 1.0,
-    latents_per_token: int = 1,
+    config: ObjectiveConfig, schedule: NoiseSchedule, *, static_shift: float = 1.0, latents_per_token: int = 1
 ) -> Objective:
-    """The objective of a config whose preset is filled in; arguments as the fields of `Objective`."""
-    own, sigma_data = config.timestep_density, config.sigma_data or 1.0
+    """The objective of a config with nothing left to a preset; arguments as the fields of `Objective`."""
+    own, sigma_data, prediction = config.timestep_density, config.sigma_data or 1.0, config.prediction_type or "epsilon"
     quantiles = density.beta_quantiles(own.alpha, own.beta) if own.name == "beta" else None
-    return Objective(schedule, prediction_type, config, sigma_data, static_shift, latents_per_token, quantiles)
+    return Objective(schedule, prediction, config, sigma_data, static_shift, latents_per_token, quantiles)
 
 
 def bias_range(config: TimestepDensityConfig) -> tuple[float, float]:
     """The part of the noise levels that `bias` means."""
-    match config.bias:
-        case "later":
-            return 1.0 - config.bias_portion, 1.0
-        case "earlier":
-            return 0.0, config.bias_portion
-        case "range":
-            return config.bias_range[0], config.bias_range[1]
-    return 0.0, 1.0
+    portion, (low, high) = config.bias_portion, config.bias_range
+    ranges = {"later": (1.0 - portion, 1.0), "earlier": (0.0, portion), "range": (low, high)}
+    return ranges.get(config.bias, (0.0, 1.0))
 
 
 def latent_mask(mask: Tensor, latents: Tensor) -> Tensor:

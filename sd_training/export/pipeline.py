@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-import sd_training.models.families.mmdit_pipeline  # noqa: F401 - makes its class known to diffusers
+import sd_training.models.families.mmdit  # noqa: F401 - makes its class known to diffusers
 from sd_training.checkpoint.atomic_io import (
     flush_folder,
     flush_tree,

@@ -1,4 +1,4 @@
-"""How a denoiser is executed: torch.compile, attention kernels, memory format, recomputed activations.
+"""How a denoiser is executed: autocast, torch.compile, attention kernels, memory format, recomputed activations.
 
 Everything changes the network in place and keeps the names of modules, weights and exports. Blocks of the same class
 and shapes share compiled graphs, so block by block starts sooner than the whole network; shapes are static: one set of
@@ -24,15 +24,23 @@ from torch.utils.checkpoint import checkpoint
 
 from sd_training.errors import ConfigError
 from sd_training.log import get_logger
+from sd_training.models.load import first_line
 
 log = get_logger(__name__)
 
+AUTOCAST_DTYPE = {"fp32": None, "no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COMPILERS = {"cpu": ("CXX", "g++", "clang++", "c++"), "cuda": ("CC", "gcc", "clang", "cc")}
 """Environment variable that names the compiler, then the names that are tried."""
 _SPARE_GRAPHS = 16
 _HOOK = "set_use_memory_efficient_attention_xformers"
 """Method of the attention modules that diffusers can switch to xformers; networks have one of this name, too, which
 calls those of their modules and does nothing where there is none."""
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """Autocast to `precision` on `device`; fp32 also switches an outer autocast off."""
+    dtype = AUTOCAST_DTYPE[precision]
+    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
 def compile_blocks(blocks: list[nn.Module], *, num_sizes: int, backend: str = "inductor") -> None:
@@ -53,15 +61,9 @@ def compile_blocks(blocks: list[nn.Module], *, num_sizes: int, backend: str = "i
         block.compile(dynamic=False, backend=backend)
 
 
-def graphs_compiled() -> int:
-    """Graphs that torch.compile has made in this process so far."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
 def without_compiling() -> AbstractContextManager[None]:
     """Inside this scope compiled modules run as they were written: other batch sizes and shapes make no graphs."""
-    scope: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-    return scope
+    return torch.compiler.set_stance("force_eager")
 
 
 def require_compiler(accelerator: str) -> None:
@@ -74,24 +76,16 @@ def require_compiler(accelerator: str) -> None:
         ConfigError: no C++ compiler (CPU), no Triton or C compiler (CUDA), or no header files of Python.
     """
     variable, *names = _COMPILERS["cuda" if accelerator == "cuda" else "cpu"]
-    chosen = os.environ.get(variable)
-    if not any(shutil.which(name) for name in ((chosen,) if chosen else names)):
-        given = f"{variable}={chosen}" if chosen else f"none of {', '.join(names)}"
-        raise ConfigError(
-            f"trainer.compile: needs a {'C' if accelerator == 'cuda' else 'C++'} compiler, but {given} is found; "
-            f"install one (Debian: apt-get install g++), name it in {variable}, or set trainer.compile=false"
-        )
-    headers = sysconfig.get_path("include")
-    if not Path(headers, "Python.h").is_file():
-        raise ConfigError(
-            f"trainer.compile: needs the header files of Python, but {headers} has no Python.h; install them (Debian: "
-            "apt-get install python3-dev) or set trainer.compile=false"
-        )
+    names = [os.environ[variable]] if variable in os.environ else names
+    missing = []
+    if not any(map(shutil.which, names)):
+        missing.append(f"a compiler ({variable}, {' or '.join(names)}; Debian: apt-get install g++)")
+    if not Path(headers := sysconfig.get_path("include"), "Python.h").is_file():
+        missing.append(f"the header files of Python in {headers} (Debian: apt-get install python3-dev)")
     if accelerator == "cuda" and find_spec("triton") is None:
-        raise ConfigError(
-            "trainer.compile: needs Triton on CUDA, which is not installed; install it (pip install triton) or set "
-            "trainer.compile=false"
-        )
+        missing.append("Triton (pip install triton)")
+    if missing:
+        raise ConfigError(f"trainer.compile: needs {' and '.join(missing)}; or set trainer.compile=false")
 
 
 def xformers_problems(denoiser: Any) -> list[str]:
@@ -112,8 +106,7 @@ def use_fast_attention(denoiser: Any, device: torch.device) -> None:
             denoiser.enable_xformers_memory_efficient_attention()
             kernel = "xformers"
         except (ImportError, AttributeError, ValueError, NotImplementedError, RuntimeError) as error:
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            kernel = f"PyTorch's fused attention instead ({reason})"
+            kernel = f"PyTorch's fused attention instead ({first_line(error)})"
     log.info(f"model.xformers: {name} runs on {kernel}")
 
 

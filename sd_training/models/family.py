@@ -1,14 +1,14 @@
 """What a model family is: its parts, how captions become conditioning, and how the denoiser predicts from it.
 
 A new family is one file with one subclass, listed in `families/table.py` and `config/schema.py`. It says how
-captions are encoded and the denoiser is called; the rest are class attributes.
+captions are encoded, and what else the denoiser is given; the rest are class attributes.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline
@@ -21,7 +21,6 @@ from sd_training.config.schema import (
     ConditioningConfig,
     FamilyName,
     ModelConfig,
-    ObjectiveConfig,
     PartConfig,
     PredictionType,
     is_set,
@@ -29,11 +28,11 @@ from sd_training.config.schema import (
 from sd_training.data.order.buckets import size_problems
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError
+from sd_training.models.execution import autocast
 from sd_training.models.load import effective_part
 from sd_training.models.schedulers import Schedulers
 from sd_training.types import Conditioning, LatentGrid, NoisedBatch, PixelBatch
 
-FLOW_ONLY: tuple[PredictionType, ...] = ("flow_prediction",)
 TEXT_PARTS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2", "text_encoder_3": "tokenizer_3"}
 """Text encoder → its tokenizer; parts may also lack the later ones."""
 SIZE_NUMBERS = 6
@@ -41,6 +40,8 @@ SIZE_NUMBERS = 6
 _ATTENTION_IN = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
 _ATTENTION_OUT = ("to_out.0", "to_add_out")
 _NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+Index: TypeAlias = Mapping[str, Any]
+"""`model_index.json` of `model.pretrained`; empty without one."""
 
 
 class Family(ABC):
@@ -56,15 +57,19 @@ class Family(ABC):
     pipeline_class: ClassVar[type[DiffusionPipeline]]
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
     """Arguments of the pipeline; a part wins over an option of its name."""
-    denoiser_part: ClassVar[str]
+    denoiser_part: ClassVar[str] = "transformer"
     block_classes: ClassVar[tuple[str, ...]]
     """Classes of the denoiser's repeated blocks: what is sharded, recomputed and compiled one by one."""
     classes: ClassVar[Mapping[str, str]] = {}
     """Part → class, where it is not the part's usual one, and of every text encoder whose outputs `encode` reads."""
-    predictions: ClassVar[tuple[PredictionType, ...]] = ("epsilon", "v_prediction", "sample", "flow_prediction", "edm")
+    predictions: ClassVar[tuple[PredictionType, ...]] = ("flow_prediction",)
     """Prediction types that the family's pipeline can sample."""
     text_lengths: ClassVar[Mapping[str, int]] = {}
     """Text encoder → tokens per caption, where it is not the tokenizer's `model_max_length`."""
+    packing: ClassVar[int] = 1
+    """Latent cells along one side of what the denoiser calls a cell."""
+    text_width: ClassVar[str] = "joint_attention_dim"
+    """Setting of the denoiser for the width of the text states."""
     has_lowercase_text: ClassVar[bool] = False
     """Whether the pipeline writes captions in small letters."""
     has_size_numbers: ClassVar[bool] = False
@@ -76,30 +81,22 @@ class Family(ABC):
     tensor_mlps: ClassVar[tuple[tuple[tuple[str, ...], str], ...]] = ()
     """MLPs of a block that tensor parallelism shards: matrices into the hidden width, and the one out of it."""
 
-    def __init__(
-        self, parts: Mapping[str, Any], schedulers: Schedulers, settings: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, parts: Mapping[str, Any], schedulers: Schedulers, settings: Index | None = None) -> None:
         self.parts, self.schedulers, self.settings = dict(parts), schedulers, dict(settings or {})
 
     @classmethod
-    def part_configs(cls, model: ModelConfig, index: Mapping[str, Any]) -> dict[str, tuple[str, PartConfig]]:
-        """Part → the option that describes it, and how it is loaded or made.
-
-        Args:
-            index: `model_index.json` of `model.pretrained`; empty without one.
-        """
+    def part_configs(cls, model: ModelConfig, index: Index) -> dict[str, tuple[str, PartConfig]]:
+        """Part → the option that says from where it is loaded, and how it is loaded or made."""
         optional = OPTIONAL_PARTS.get(cls.name, ())
         has = [part for part in optional if (is_stored(index.get(part)) if index else is_set(getattr(model, part)))]
         found = {}
         for part in (*FAMILY_PARTS[cls.name], *has):
             config = effective_part(model, part)
-            found[part] = f"model.{part}", replace(config, target=config.target or cls.classes.get(part))
+            found[part] = f"model.{part}.pretrained", replace(config, target=config.target or cls.classes.get(part))
         return found
 
     @classmethod
-    def settings_of(
-        cls, model: ModelConfig, conditioning: ConditioningConfig, index: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def settings_of(cls, model: ModelConfig, conditioning: ConditioningConfig, index: Index) -> dict[str, Any]:
         """Arguments of the pipeline that are no parts and follow from the options or the stored pipeline."""
         return {}
 
@@ -117,11 +114,6 @@ class Family(ABC):
     def vae(self) -> AutoencoderKL:
         """The image autoencoder."""
         return self.parts["vae"]
-
-    @property
-    def objective(self) -> ObjectiveConfig:
-        """The options of the objective, with nothing left to a preset."""
-        return self.schedulers.objective
 
     def text_encoders(self) -> dict[str, Any]:
         """By name, in the order in which they are concatenated."""
@@ -152,7 +144,21 @@ class Family(ABC):
     @property
     def patch_size(self) -> int:
         """Latent cells along one side of an image token, 1 of UNets; sides of latents are multiples of it."""
-        return int(self.denoiser.config.get("patch_size", 1))
+        return int(self.denoiser.config.get("patch_size", 1)) * self.packing
+
+    @torch.no_grad()
+    def encode_pixels(self, pixels: Tensor, posterior_noise: Tensor, precision: str) -> Tensor:
+        """Scaled latents [B, C, h, w] in fp32, one draw from the autoencoder's posterior.
+
+        Args:
+            pixels: [B, 3, H, W] in [-1, 1].
+            posterior_noise: [B, C, h, w] standard normal.
+            precision: autocast's; the weights stay fp32, so that exports are exact. Some autoencoders (SDXL's) overflow
+                in fp16.
+        """
+        with autocast(pixels.device, precision):
+            posterior = self.vae.encode(pixels).latent_dist
+        return self.scaled(posterior.mean.float() + posterior.std.float() * posterior_noise)
 
     def scaled(self, latents: Tensor) -> Tensor:
         """What the pipeline undoes before it decodes."""
@@ -162,9 +168,14 @@ class Family(ABC):
     def encode(self, batch: PixelBatch) -> Conditioning:
         """The denoiser's conditioning for a batch. Runs the text encoders as they are (device, autocast, autograd)."""
 
-    @abstractmethod
     def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
         """[B, C, h, w] the denoiser's output, in the prediction type of the objective."""
+        named = {"timestep": noised.timesteps, "encoder_hidden_states": conditioning.states[0]}
+        return denoiser(noised.noised_latents, **{**named, **self.inputs(conditioning)}).sample
+
+    def inputs(self, conditioning: Conditioning) -> dict[str, Any]:
+        """Arguments of the denoiser beside latents, timestep and the first sequence of text states."""
+        return {}
 
     def pipeline(self) -> DiffusionPipeline:
         """The parts as a pipeline of diffusers; the very same modules."""
@@ -173,7 +184,7 @@ class Family(ABC):
 
     @abstractmethod
     def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
-        """Tokens L and width D of each sequence of text states, and width of the pooled vector (0: none)."""
+        """Tokens L and width D of each sequence that `encode` makes, and width of the pooled vector (0: none)."""
 
     def blank_conditioning(self, count: int, device: torch.device) -> Conditioning:
         """Conditioning of the right shapes for `count` samples, all zeros: to count FLOPs and memory."""
@@ -185,9 +196,12 @@ class Family(ABC):
             size_numbers=torch.zeros(count, SIZE_NUMBERS, device=device) if self.has_size_numbers else None,
         )
 
-    @abstractmethod
     def needed_settings(self) -> dict[str, Any]:
         """Setting of the denoiser → the value that the other parts need."""
+        ((_, width), *_), pooled = self.text_shapes()
+        count, config = self.vae.config.latent_channels * self.packing**2, self.denoiser.config
+        needed = {"in_channels": count, "out_channels": count, self.text_width: width, "pooled_projection_dim": pooled}
+        return {key: value for key, value in needed.items() if config.get(key) is not None}
 
     def fit_problems(self) -> list[str]:
         """How parts do not fit together, one sentence each; first of all text encoders that the family cannot read."""
@@ -217,13 +231,10 @@ class Family(ABC):
         """A problem for each height or width [pixels] that the model cannot take."""
         factor = latent_grid(self.vae).downscale
         problems, side = size_problems(factor, sizes, self.patch_size), max(max(size) for size in sizes)
-        if (positions := self.denoiser.config.get("pos_embed_max_size")) is not None:
-            largest = positions * self.patch_size * factor
-            if side > largest:
-                problems.append(
-                    f"dataset.params.resolution: {side} pixels, but pos_embed_max_size of the transformer allows "
-                    f"{largest}"
-                )
+        largest = (self.denoiser.config.get("pos_embed_max_size") or side) * self.patch_size * factor
+        if side > largest:
+            place = "dataset.params.resolution"
+            problems.append(f"{place}: {side} pixels, but pos_embed_max_size of the transformer allows {largest}")
         return problems
 
     def freeze_unread_text(self) -> None:  # noqa: B027 - most families read everything
@@ -249,19 +260,13 @@ class Family(ABC):
             ConfigError: this family's blocks cannot be sharded so.
         """
         if not self.tensor_mlps:
-            raise ConfigError(
-                f"distributed.mesh.tensor: is {size}, but {self.name} has no plan for tensor parallelism; use "
-                "distributed.mesh.fsdp"
-            )
+            raise ConfigError(f"distributed.mesh.tensor: {self.name} has no plan for it; use distributed.mesh.fsdp")
         modules: dict[str, Any] = dict(block.named_modules())
         plan: dict[str, ParallelStyle] = {}
         for name in (name for name in self.tensor_attention if name in modules):
-            if modules[name].heads % size:
-                raise ConfigError(
-                    f"distributed.mesh.tensor: is {size}, but the attention layers have {modules[name].heads} heads, "
-                    "which it does not divide"
-                )
-            modules[name].heads //= size
+            if (heads := modules[name].heads) % size:
+                raise ConfigError(f"distributed.mesh.tensor: {size} does not divide the {heads} attention heads")
+            modules[name].heads = heads // size
             plan |= {f"{name}.{matrix}": ColwiseParallel() for matrix in _ATTENTION_IN}
             plan |= {f"{name}.{matrix}": RowwiseParallel() for matrix in _ATTENTION_OUT}
             norm = SequenceParallel(sequence_dim=self.head_axis, use_local_output=True)

@@ -17,8 +17,8 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils.hub import cached_file
 
 from sd_training.config.check import PARTS
 from sd_training.config.help import suggest
@@ -49,18 +49,10 @@ _CLASSES: Mapping[str, str] = {
     ),
 }
 """Kind of part → its classes, the usual one first."""
-_USUAL_CLASS: Mapping[str, str] = {
-    "text_encoder_2": "CLIPTextModelWithProjection",
-    "text_encoder_3": "T5EncoderModel",
-    "tokenizer_3": "T5TokenizerFast",
-    "noise_scheduler_inference": "DDIMScheduler",
-}
-"""Part → its usual class, where it is not that of its kind."""
 ALLOWED: Mapping[str, Sequence[str]] = {
     part: next(names.split() for kind, names in _CLASSES.items() if part.startswith(kind)) for part in PARTS
 }
 """Part → the classes that a config may name. Nothing else is ever constructed or loaded."""
-_CONFIG_FILES = ("config.json", "scheduler_config.json", "tokenizer_config.json")
 _REFUSED = {
     "quantization_config": "quantized weights are not trained or drawn with",
     "custom_pipeline": "code of a repository is never run",
@@ -79,11 +71,11 @@ def class_of(part: str, target: str | None, option: str | None = None) -> Any:
         ConfigError: for a class that is not on the list.
     """
     allowed = ALLOWED[part]
-    name = target or _USUAL_CLASS.get(part, allowed[0])
+    name = target or ("DDIMScheduler" if part == "noise_scheduler_inference" else allowed[0])
     bare = name.removeprefix("diffusers.").removeprefix("transformers.")
     if bare not in allowed:
-        option = option or f"model.{part}"
-        raise ConfigError(f"{option}.target: {name!r} is not allowed; use one of {', '.join(sorted(allowed))}")
+        option = _beside(option or f"model.{part}.pretrained", "target")
+        raise ConfigError(f"{option}: {name!r} is not allowed; use one of {', '.join(sorted(allowed))}")
     if bare == MMDiTRope.__name__:
         return MMDiTRope
     return getattr(transformers if part.startswith(("text_encoder", "tokenizer")) else diffusers, bare)
@@ -106,17 +98,17 @@ def load_part(part: str, config: PartConfig, *, seed: int, meta: bool = False, o
     Args:
         part: its name in a pipeline.
         meta: make networks without weights, for counting parameters.
-        option: the option that describes it; None is `model.<part>`.
+        option: the option that says from where it is loaded; None is `model.<part>.pretrained`.
 
     Raises:
         ConfigError: naming the option, when it cannot be loaded or made.
     """
-    option = option or f"model.{part}"
+    option = option or f"model.{part}.pretrained"
     cls, device = class_of(part, config.target, option), torch.device("meta" if meta else "cpu")
     with _failing_as(option, cls, config):
         if config.pretrained is None:
             if part.startswith("tokenizer"):
-                raise ConfigError(f"{option}.pretrained: a tokenizer needs a folder or hub id")
+                raise ConfigError(f"{option}: a tokenizer needs a folder or hub id")
             digest = hashlib.sha256(f"{seed}:init {part}".encode()).digest()
             with torch.random.fork_rng(devices=[]), device:
                 torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -133,9 +125,7 @@ def load_part(part: str, config: PartConfig, *, seed: int, meta: bool = False, o
         options = {**place, **loaded_as(cls, torch.float32), "use_safetensors": True, "output_loading_info": True}
         network, info = cls.from_pretrained(config.pretrained, **options)
         if missing := sorted(info["missing_keys"]):  # they would silently start from random numbers
-            raise ConfigError(
-                f"{option}.pretrained: {config.pretrained!r} lacks {len(missing)} tensors, e.g. {missing[0]}"
-            )
+            raise ConfigError(f"{option}: {config.pretrained!r} lacks {len(missing)} tensors, e.g. {missing[0]}")
         return network
 
 
@@ -144,7 +134,7 @@ def load_noise_scheduler(model: ModelConfig, part: str) -> Any:
 
     Its class is `target`, else the one the stored config names if it is on the list, else the part's usual class.
     """
-    config, option = effective_part(model, part), f"model.{part}"
+    config, option = effective_part(model, part), f"model.{part}.pretrained"
     cls = class_of(part, config.target, option)
     with _failing_as(option, cls, config):
         if config.pretrained is None:
@@ -154,21 +144,6 @@ def load_noise_scheduler(model: ModelConfig, part: str) -> Any:
             cls = class_of(part, stored.get("_class_name"), option)
         _check_params(option, cls, config.params)
         return cls.from_config(stored, **config.params)
-
-
-def load_weights(path: str, part: str, option: str, target: str | None = None) -> dict[str, torch.Tensor]:
-    """Parameters by name of a stored part, fp32.
-
-    Args:
-        path: pipeline folder or hub id, or the part's own folder.
-        option: the config option that named it, for errors.
-        target: the part's class; None is its usual one.
-    """
-    try:
-        network: nn.Module = load_part(part, PartConfig(pretrained=path, target=target), seed=0)
-    except ConfigError as error:
-        raise ConfigError([p.replace(f"model.{part}.pretrained", option) for p in error.problems]) from error
-    return {name: parameter.detach() for name, parameter in network.named_parameters()}
 
 
 def loaded_as(cls: type, dtype: torch.dtype) -> dict[str, Any]:
@@ -185,10 +160,15 @@ def _failing_as(option: str, cls: type, config: PartConfig) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        what = f"{option}.pretrained: {config.pretrained!r} cannot be loaded as {cls.__name__}"
+        what = f"{option}: {config.pretrained!r} cannot be loaded as {cls.__name__}"
         if config.pretrained is None:
-            what = f"{option}.params: {cls.__name__} cannot be made from them"
+            what = f"{_beside(option, 'params')}: {cls.__name__} cannot be made from them"
         raise ConfigError(f"{what}: {first_line(error)}") from error
+
+
+def _beside(option: str, name: str) -> str:
+    """The option of that name of the same part."""
+    return option.removesuffix("pretrained") + name
 
 
 def first_line(error: Exception) -> str:
@@ -211,7 +191,7 @@ def _check_params(option: str, constructor: Any, params: Mapping[str, Any]) -> N
     for name in (name for name in params if name not in accepted):
         near = suggest(name, accepted)
         hint = f"did you mean {near!r}?" if near else f"it takes {', '.join(accepted)}"
-        problems.append(f"{option}.params.{name}: {constructor.__qualname__} has no such parameter; {hint}")
+        problems.append(f"{_beside(option, 'params')}.{name}: {constructor.__qualname__} has no such parameter; {hint}")
     if problems:
         raise ConfigError(problems)
 
@@ -224,29 +204,25 @@ def _checked_place(part: str, cls: Any, config: PartConfig, option: str) -> dict
     decide.
     """
     assert config.pretrained is not None
-    if problem := hub_problem(config.pretrained, config.revision, f"{option}.pretrained"):
+    if problem := hub_problem(config.pretrained, config.revision, option):
         raise ConfigError(problem)
-    root, subfolder = Path(config.pretrained), config.subfolder
-    usual = "scheduler" if part.startswith("noise_scheduler") else part
-    is_itself = any((root / name).is_file() for name in _CONFIG_FILES) and not (root / "model_index.json").exists()
-    if subfolder is None and (not is_itself or (root / usual).is_dir()):
-        subfolder = usual
+    root, usual = Path(config.pretrained), "scheduler" if part.startswith("noise_scheduler") else part
+    asked = {"revision": config.revision, "_raise_exceptions_for_missing_entries": False}
+    is_itself = not (root / usual).is_dir() and cached_file(config.pretrained, "model_index.json", **asked) is None
+    subfolder = usual if config.subfolder is None and not is_itself else config.subfolder
     place, folder = {"revision": config.revision}, root / (subfolder or "")
-    if subfolder is not None:
+    if subfolder:
         place["subfolder"] = subfolder
     problems = []
     if folder.is_dir():
         problems = folder_settings_problems(folder)
     elif root.is_dir():
-        problems = [
-            f"{config.pretrained!r} has no folder {subfolder!r} and is no {part} itself (none of "
-            f"{', '.join(_CONFIG_FILES)} in it)"
-        ]
+        problems = [f"{config.pretrained!r} has no folder {subfolder!r} and is no {part} itself"]
     elif issubclass(cls, PreTrainedModel):
         settings, _ = cls.config_class.get_config_dict(config.pretrained, **place)
         problems = list(refused_settings(settings, f"{config.pretrained}/{subfolder}"))
     if problems:
-        raise ConfigError([f"{option}.pretrained: {problem}" for problem in problems])
+        raise ConfigError([f"{option}: {problem}" for problem in problems])
     return place
 
 

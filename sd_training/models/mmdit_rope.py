@@ -144,12 +144,14 @@ class Stream(nn.Module):
             self.out = nn.Linear(width, width, bias=False)
             self.mlp = SwiGLU(width, hidden)
 
-    def enter(self, x: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Query (None without output), key and value, [B, N, tokens, E] each; queries and keys normed per head."""
+    def enter(self, x: Tensor, condition: Tensor) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Query (of no token without output), key and value, [B, N, tokens, E] each, queries and keys normed per head;
+        and what `leave` modulates with."""
+        scale, shift, *rest = self.modulation(condition).chunk(6 if self.has_output else 2, dim=-1)
         x = modulate(x, scale, shift)
         key, value = (self._heads(part) for part in self.key_value(x).chunk(2, dim=-1))
-        query = self.query_norm(self._heads(self.query(x))) if self.has_output else None
-        return query, self.key_norm(key), value
+        query = self.query_norm(self._heads(self.query(x))) if self.has_output else key[:, :, :0]
+        return query, self.key_norm(key), value, rest
 
     def _heads(self, x: Tensor) -> Tensor:
         """[B, tokens, W] → [B, N, tokens, E]."""
@@ -184,39 +186,16 @@ class JointBlock(nn.Module):
             mask: [B, 1, 1, M] bool, True where a token may be attended to; None for everywhere.
         """
         condition = F.silu(self.condition(condition))[:, None]
-        image_scale, image_shift, *image_rest = self.image.modulation(condition).chunk(6, dim=-1)
-        text_scale, text_shift, *text_rest = self.text.modulation(condition).chunk(
-            6 if self.text.has_output else 2, dim=-1
-        )
-        query, key, value = self.image.enter(image, image_scale, image_shift)
-        assert query is not None  # the image has an output in every block
-        image_attended, text_attended = joint_attention(
-            (rotate(query, angles), rotate(key, angles), value), self.text.enter(text, text_scale, text_shift), mask
-        )
+        query, key, value, image_rest = self.image.enter(image, condition)
+        *of_text, text_rest = self.text.enter(text, condition)
+        of_image = (rotate(query, angles), rotate(key, angles), value)
+        query, key, value = (torch.cat(pair, dim=2) for pair in zip(of_text, of_image, strict=True))
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2).flatten(2)
+        text_attended, image_attended = attended.tensor_split([-image.shape[1]], dim=1)
         image = self.image.leave(image, image_attended, image_rest)
         if self.text.has_output:
             text = self.text.leave(text, text_attended, text_rest)
         return image, text
-
-
-def joint_attention(
-    image: tuple[Tensor, Tensor, Tensor], text: tuple[Tensor | None, Tensor, Tensor], mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Softmax attention over text and image tokens together, scale E^-0.5.
-
-    Args:
-        image: query, key, value [B, N, I, E].
-        text: query, key, value [B, N, L, E]; query None where the text has no output.
-        mask: [B, 1, 1, L + I] bool or None.
-
-    Returns:
-        [B, I, W] for the image and [B, L, W] (empty without query) for the text.
-    """
-    query = image[0] if text[0] is None else torch.cat([text[0], image[0]], dim=2)
-    key, value = (torch.cat(pair, dim=2) for pair in zip(text[1:], image[1:], strict=True))
-    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2).flatten(2)
-    length = query.shape[2] - image[0].shape[2]
-    return attended[:, length:], attended[:, :length]
 
 
 def to_patches(latents: Tensor, size: int) -> Tensor:
@@ -258,7 +237,6 @@ class MMDiTRope(ModelMixin, ConfigMixin):
     """
 
     _no_split_modules = ["JointBlock"]  # noqa: RUF012 - diffusers reads a list
-    _repeated_blocks = ["JointBlock"]  # noqa: RUF012
 
     @register_to_config
     def __init__(
@@ -335,9 +313,8 @@ class MMDiTRope(ModelMixin, ConfigMixin):
         if self.pooled_projection is not None:
             condition = condition + self.pooled_projection(pooled_projections)
         spacing = config.rope_base_size / math.sqrt(rows * columns)
-        angles = axial_angles(
-            rows, columns, config.attention_head_dim, config.rope_theta, spacing, hidden_states.device
-        )
+        head_dim, theta = config.attention_head_dim, config.rope_theta
+        angles = axial_angles(rows, columns, head_dim, theta, spacing, hidden_states.device)
         for block in self.blocks:
             image, text = block(image, text, condition, angles, mask)
         scale, shift = self.final_modulation(F.silu(condition))[:, None].chunk(2, dim=-1)
@@ -348,16 +325,10 @@ class MMDiTRope(ModelMixin, ConfigMixin):
         self, states: Sequence[Tensor], masks: Sequence[Tensor | None] | None, image_length: int
     ) -> tuple[Tensor, Tensor | None]:
         """Text tokens [B, L, W], and the mask [B, 1, 1, L + I] over the joint sequence if any token is masked."""
-        masks = [None] * len(states) if masks is None else masks
         text = torch.cat([project(s) for project, s in zip(self.text_projections, states, strict=True)], dim=1)
-        if all(mask is None for mask in masks):
+        if masks is None or all(mask is None for mask in masks):
             return text, None
-        kept = torch.cat(
-            [
-                torch.ones(s.shape[:2], dtype=torch.bool, device=s.device) if mask is None else mask.bool()
-                for s, mask in zip(states, masks, strict=True)
-            ],
-            dim=1,
-        )
+        pairs = zip(states, masks, strict=True)
+        kept = torch.cat([s.new_ones(s.shape[:2]).bool() if mask is None else mask.bool() for s, mask in pairs], dim=1)
         text = text.masked_fill(~kept[..., None], 0.0)  # a weight of 0 would not stop a NaN in a masked token
         return text, F.pad(kept, (0, image_length), value=True)[:, None, None]

@@ -47,17 +47,13 @@ class Schedulers:
 
     objective: ObjectiveConfig
     """The options with nothing left to a preset or to a scheduler."""
+    prediction_type: PredictionType
+    """What the denoiser predicts."""
     schedule: NoiseSchedule
     static_shift: float
     """a of the timestep shift where the options leave it to the scheduler; 1 is none."""
     sampler: Any
     """The diffusers scheduler of previews and of the exported pipeline."""
-
-    @property
-    def prediction_type(self) -> PredictionType:
-        """What the denoiser predicts."""
-        assert self.objective.prediction_type is not None, "load_schedulers fills it in"
-        return self.objective.prediction_type
 
 
 def load_schedulers(
@@ -73,30 +69,27 @@ def load_schedulers(
         ConfigError: they do not go with the objective.
     """
     training = load_noise_scheduler(model, "noise_scheduler_training")
-    config = dict(training.config)
-    resolved = _resolved(with_preset(objective), type(training).__name__, config)
-    if allowed is not None and resolved.prediction_type not in allowed:
+    config, resolved, static = training.config, _resolved(with_preset(objective), training), 1.0
+    prediction = resolved.prediction_type
+    assert prediction is not None, "is filled in"
+    if allowed is not None and prediction not in allowed:
         raise ConfigError(
-            f"objective.prediction_type: {resolved.prediction_type} cannot be sampled by the pipeline of this family; "
+            f"objective.prediction_type: {prediction} cannot be sampled by the pipeline of this family; "
             f"use {' or '.join(allowed)} (a training noise scheduler of that kind, or an objective.preset)"
         )
     if problems := objective_problems(resolved):
         raise ConfigError(problems)
-    static = 1.0
-    if resolved.prediction_type == "flow_prediction":
-        # A null `shift` is none, as an early FlowMatchEulerDiscreteScheduler stores it.
-        static = float(config.get("shift") or config.get("flow_shift") or 1.0)
-    sampler = _sampler(model, resolved, config, static, has_unet)
-    count = int(config.get("num_train_timesteps", 1000))
     schedule: NoiseSchedule
-    match resolved.prediction_type:
+    count = int(config.get("num_train_timesteps", 1000))
+    match prediction:
         case "flow_prediction":
-            schedule = FlowSchedule(count)
+            # A null `shift` is none, as an early FlowMatchEulerDiscreteScheduler stores it.
+            schedule, static = FlowSchedule(count), float(config.get("shift") or config.get("flow_shift") or 1.0)
         case "edm":
             schedule = SigmaSchedule(count)
         case _:
             schedule = discrete_schedule_of({**config, "rescale_betas_zero_snr": resolved.rescale_betas_zero_snr})
-    return Schedulers(resolved, schedule, static, sampler)
+    return Schedulers(resolved, prediction, schedule, static, _sampler(model, resolved, config, static, has_unet))
 
 
 def prediction_warning(model: ModelConfig, denoiser: str, prediction: PredictionType) -> str | None:
@@ -115,10 +108,9 @@ def prediction_warning(model: ModelConfig, denoiser: str, prediction: Prediction
         root = root.absolute().parent
     beside = ModelConfig(noise_scheduler_training=PartConfig(pretrained=str(root), revision=part.revision))
     try:
-        stored = load_noise_scheduler(beside, "noise_scheduler_training")
+        before = _stored_prediction(load_noise_scheduler(beside, "noise_scheduler_training"))
     except ConfigError:
         return None
-    before = _stored_prediction(type(stored).__name__, stored.config)
     if before == prediction:
         return None
     option = "model.pretrained" if model.pretrained is not None else f"model.{denoiser}.pretrained"
@@ -129,17 +121,16 @@ def prediction_warning(model: ModelConfig, denoiser: str, prediction: Prediction
     )
 
 
-def _stored_prediction(scheduler: str, config: Mapping[str, Any]) -> Any:
-    if scheduler.startswith("FlowMatch") or config.get("use_flow_sigmas"):
+def _stored_prediction(scheduler: Any) -> Any:
+    name, config = type(scheduler).__name__, scheduler.config
+    if name.startswith("FlowMatch") or config.get("use_flow_sigmas"):
         return "flow_prediction"
-    if scheduler.startswith("EDM"):
-        return "edm"
-    return config.get("prediction_type") or "epsilon"
+    return "edm" if name.startswith("EDM") else config.get("prediction_type") or "epsilon"
 
 
-def _resolved(objective: ObjectiveConfig, scheduler: str, config: Mapping[str, Any]) -> ObjectiveConfig:
+def _resolved(objective: ObjectiveConfig, training: Any) -> ObjectiveConfig:
     """What options and preset leave open, as the training noise scheduler has it."""
-    prediction = objective.prediction_type or _stored_prediction(scheduler, config)
+    prediction, config = objective.prediction_type or _stored_prediction(training), training.config
     shift, zero_snr = objective.shift, objective.rescale_betas_zero_snr
     if shift.mode == "scheduler" and config.get("use_dynamic_shifting") and prediction == "flow_prediction":
         shift = replace(shift, mode="tokens", **{ours: config[theirs] for ours, theirs in _SHIFT_KEYS.items()})
@@ -199,10 +190,8 @@ def _discrete_settings(sampler: Any, objective: ObjectiveConfig, config: Mapping
     if "prediction_type" not in sampler.config or name.startswith("EDM") or no_sample:
         raise ConfigError(f"model.{_SAMPLER}: {name} cannot sample prediction_type={prediction}; use DDIMScheduler")
     if zero_snr and "rescale_betas_zero_snr" not in sampler.config:
-        raise ConfigError(
-            f"model.{_SAMPLER}: {name} cannot sample a zero-terminal-SNR model; use DDIMScheduler or "
-            "EulerDiscreteScheduler"
-        )
+        usable = "DDIMScheduler or EulerDiscreteScheduler"
+        raise ConfigError(f"model.{_SAMPLER}: {name} cannot sample a zero-terminal-SNR model; use {usable}")
     shared = {key: config[key] for key in _TRAINING_KEYS if key in config}
     shared |= {"prediction_type": prediction, "rescale_betas_zero_snr": zero_snr, "clip_sample": False}
     if zero_snr:  # Only trailing spacing starts at the true last step (Lin et al. 2023, section 3.3).

@@ -30,10 +30,8 @@ def lr_schedule(config: LRScheduleConfig, *, num_steps: int, global_batch: int) 
         if length is None:
             length = max(1, min(round(_DEFAULT_DECAY_SHARE * num_steps), num_steps - warmup_steps))
         elif warmup_steps + length > num_steps:
-            raise ConfigError(
-                f"lr_scheduler.params.decay_length: {length:,} steps of decay after {warmup_steps:,} steps of warm-up "
-                f"do not fit into a run of {num_steps:,} steps; shorten one of them, or leave decay_length out"
-            )
+            sizes = f"{length:,} steps after {warmup_steps:,} of warm-up do not fit into a run of {num_steps:,} steps"
+            raise ConfigError(f"lr_scheduler.params.decay_length: {sizes}; shorten it, or leave it out")
         start = num_steps - length
     return partial(_factor, config=config, warmup_steps=warmup_steps, start=start, end=num_steps)
 

@@ -1,13 +1,17 @@
-"""Optimizers by name, as one call: parameter groups, then the optimizer over them.
+"""Optimizers by name, as one call: parameter groups, then the optimizer over them; before a step, the norm of the
+gradients and their clipping.
 
-Every optimizer skips the whole step of a non-finite gradient (`gradients.py`). Two are this project's own: AdamW with
-stochastic rounding of bf16 weights, and Muon with AdamW beside it.
+Every optimizer skips the whole step of a non-finite gradient. Norms are taken over full tensors, whether parameters are
+replicated or sharded (DTensor). Two optimizers are this project's own: AdamW with stochastic rounding of bf16 weights,
+and Muon with AdamW beside it.
 """
 
 import importlib
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,59 +21,123 @@ from torch.distributed.tensor import DTensor
 
 from sd_training.config.schema import OptimizerConfig
 from sd_training.errors import ConfigError
-from sd_training.optim.gradients import SkippingOptimizer, skipping
+from sd_training.optim.lr_schedules import LRSchedule
 
 Group: TypeAlias = dict[str, Any]
 
 
-def make_optimizer(
-    config: OptimizerConfig,
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    *,
-    learning_rate: float,
-    fused: bool,
-    seed: int = 0,
-    is_offloaded: bool = False,
-) -> torch.optim.Optimizer:
-    """The optimizer that `config` describes, over every trained part.
+def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """Euclidean norm over all gradients, the same on every process; nothing is read on the host.
+
+    Args:
+        gradients: averaged over processes; DTensors may have different meshes.
+    """
+    groups: dict[object, list[Tensor]] = {}
+    for gradient in gradients:
+        key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else gradient.device
+        groups.setdefault(key, []).append(gradient)
+    norms = [torch.nn.utils.get_total_norm(group) for group in groups.values()]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
+    """Scales gradients in place so that their norm is at most `max_norm`; returns the norm before."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = gradient_norm(gradients)
+    if max_norm is not None:
+        # DTensors of different meshes cannot be scaled in one call, their local tensors can.
+        local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+class SkippingOptimizer(torch.optim.Optimizer):
+    """Leaves weights, state and step counts alone when `found_inf` is not zero.
+
+    `found_inf` is a float tensor that the closure sets on the optimizer; it holds for one step. The host reads it once
+    per step and waits for the device there. Fused AdamW needs none of this: its kernel reads the flag.
+    """
+
+    found_inf: Tensor
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run `closure` (forward, backward, clipping), then update, unless the gradient was marked.
+
+        Returns:
+            What the closure returns.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Removed, because torch's own optimizers refuse to run with a flag that they do not read.
+        found_inf = self.__dict__.pop("found_inf", None)
+        if found_inf is None or not found_inf.item():
+            with torch.no_grad():
+                self.update()
+        return loss
+
+    def update(self) -> None:
+        """The step itself, from the gradients as they are."""
+        raise NotImplementedError
+
+
+@cache
+def skipping(optimizer: type[torch.optim.Optimizer]) -> Any:
+    """`optimizer` as a class of the same name, with the same arguments, that skips marked steps."""
+    return type(optimizer.__name__, (SkippingOptimizer, optimizer), {"update": optimizer.step})
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """How a module is updated."""
+
+    config: OptimizerConfig
+    learning_rate: float
+    """Peak learning rate."""
+    schedule: LRSchedule
+    """Optimizer step → factor of the peak."""
+    is_offloaded: bool = False
+    """DeepSpeed keeps the optimizer state in CPU memory and updates there."""
+    seed: int = 0
+    """Of stochastic rounding."""
+    has_gradient_scaler: bool = False
+    """fp16 training: the scaler, not the module, skips non-finite steps."""
+
+
+def make_optimizer(plan: Optimization, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """The optimizer that `plan.config` describes, over every trained part.
 
     The caller sets `group["lr"] = peak × schedule(step) × group["lr_factor"]` before each step. It marks a non-finite
     gradient by setting the float tensor `optimizer.found_inf`, from inside the closure that `step` calls: the whole
     step is then skipped. Fused AdamW reads the flag on the device; for all other optimizers the host reads it, once per
-    step.
+    step. With a gradient scaler AdamW is not fused: that kernel unscales by itself, after the gradient was clipped.
 
     Args:
-        config: checked by `config.check`.
+        plan: its config is checked by `config.check`.
         named_parameters: what is trained; names begin with the part: `denoiser.…`, `text_encoder.…`.
-        learning_rate: peak learning rate.
-        fused: AdamW in one kernel for all tensors. Not with a gradient scaler: the fused kernel unscales by itself,
-            after the gradient was clipped.
-        seed: of stochastic rounding.
-        is_offloaded: AdamW as DeepSpeed's vectorised code for CPUs, which DeepSpeed requires for state in CPU memory.
 
     Raises:
         ConfigError: the package of the optimizer is not installed, or it cannot update these weights.
     """
+    config, fused = plan.config, not plan.has_gradient_scaler
     params, name = config.params, config.name
-    groups = parameter_groups(config, named_parameters, learning_rate)
+    groups = parameter_groups(config, named_parameters, plan.learning_rate)
     adam: dict[str, Any] = {"betas": (params.beta1, params.beta2), "eps": params.epsilon}
-    if is_offloaded:  # compiled by g++ at its first use
-        library = _module("deepspeed.ops.adam", name, "deepspeed")
-        deepspeed: torch.optim.Optimizer = library.DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
-        return deepspeed
+    if plan.is_offloaded:  # compiled by g++ at its first use
+        return _module("deepspeed.ops.adam", name, "deepspeed").DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
     # Where `lr` is given, the library only checks it: every group has its own.
     match name:
         case "adamw" if config.stochastic_rounding:
-            return StochasticRoundingAdamW(groups, seed=seed, fused=fused, **adam)
+            return StochasticRoundingAdamW(groups, seed=plan.seed, fused=fused, **adam)
         case "adamw":
             return (torch.optim.AdamW if fused else skipping(torch.optim.AdamW))(groups, fused=fused, **adam)
         case "muon":
             return MuonWithAdamW(groups, momentum=params.momentum, fused=fused, **adam)
         case "adamw_8bit":  # Dettmers et al. 2022 (arXiv:2110.02861)
             if not torch.cuda.is_available():
-                raise ConfigError(
-                    "optimizer.name: adamw_8bit needs a CUDA device, and there is none; use optimizer.name=adamw"
-                )
+                raise ConfigError("optimizer.name: adamw_8bit needs a CUDA device; use optimizer.name=adamw")
             return skipping(_module("bitsandbytes.optim", name, "bitsandbytes").AdamW8bit)(groups, **adam)
         case "adafactor":
             # Shazeer & Stern 2018 (arXiv:1804.04235) with the paper's constants, except that the schedule alone gives
@@ -95,10 +163,8 @@ def _module(module: str, name: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except (ImportError, OSError, RuntimeError) as error:  # a compiled library may not fit to the machine
-        raise ConfigError(
-            f"optimizer.name: {name} needs the package {package}, which cannot be imported ({error}); "
-            f"pip install {package}, or use optimizer.name=adamw"
-        ) from error
+        remedy = f"pip install {package}, or use optimizer.name=adamw"
+        raise ConfigError(f"optimizer.name: {name} needs the package {package} ({error}); {remedy}") from error
 
 
 _AT_THE_ENDS = re.compile(
@@ -145,9 +211,8 @@ def parameter_groups(
         groups.setdefault((part, has_decay, is_matrix, mesh), group)["params"].append(parameter)
     parts = {group["part"] for group in groups.values()}
     if unknown := sorted(set(config.rates_by_part) - parts):
-        raise ConfigError(
-            f"optimizer.rates_by_part: {', '.join(unknown)} is not trained; trained parts: {', '.join(sorted(parts))}"
-        )
+        names, trained = ", ".join(unknown), ", ".join(sorted(parts))
+        raise ConfigError(f"optimizer.rates_by_part: {names} is not trained; trained parts: {trained}")
     return list(groups.values())
 
 

@@ -102,8 +102,7 @@ def inner_products(rows: Sequence[Profile], columns: Sequence[Profile]) -> Matri
     log_ratio = np.log(row_steps) - np.log(steps)
     log_power = np.where(log_ratio < 0, gammas * log_ratio, -row_gammas * log_ratio)
     longer = np.maximum(row_steps, steps)
-    products: Matrix = (row_gammas + 1) * (gammas + 1) * np.exp(log_power) / ((row_gammas + gammas + 1) * longer)
-    return products
+    return (row_gammas + 1) * (gammas + 1) * np.exp(log_power) / ((row_gammas + gammas + 1) * longer)
 
 
 def reconstruct(known: Sequence[Profile], wanted: Profile) -> Reconstruction:

@@ -7,7 +7,8 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from sd_training.training.base_module import Optimization, TrainedModule
+from sd_training.optim.optimizers import Optimization
+from sd_training.training.base_module import TrainedModule
 from sd_training.types import PixelBatch
 
 _STATISTICS_DECAY = 0.99
@@ -24,19 +25,11 @@ class AutoencoderModule(TrainedModule):
     latent_moments: Tensor
     """[3] running mean, running mean square and weight of the latents."""
 
-    def __init__(
-        self, vae: AutoencoderKL, kl_weight: float, optimization: Optimization, *, has_gradient_scaler: bool = False
-    ) -> None:
-        super().__init__(vae, optimization, has_gradient_scaler=has_gradient_scaler)
+    def __init__(self, vae: AutoencoderKL, kl_weight: float, optimization: Optimization) -> None:
+        super().__init__(vae, optimization)
         self.network: AutoencoderKL = self.network
         self.kl_weight = kl_weight
         self.register_buffer("latent_moments", torch.zeros(3))
-
-    def training_step(self, batch: PixelBatch, batch_index: int) -> Tensor:
-        """Mean loss of a micro-batch."""
-        l1, kl, latents = self._errors(batch)
-        self._measure(latents.detach().float())
-        return self.finish_micro_batch(batch, l1 + self.kl_weight * kl, None, l1=l1.mean(), kl=kl.mean())
 
     def _measure(self, latents: Tensor) -> None:
         """Mean and mean square of the latents, as they change with the weights. A batch whose latents are not finite is
@@ -44,14 +37,16 @@ class AutoencoderModule(TrainedModule):
         now = torch.stack((latents.mean(), latents.square().mean(), latents.new_ones(())))
         self.latent_moments.lerp_(torch.where(now.isfinite().all(), now, self.latent_moments), 1.0 - _STATISTICS_DECAY)
 
-    def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, None]:
+    def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, None, dict[str, Tensor]]:
         """As `TrainedModule.sample_losses`; nothing depends on the step."""
-        l1, kl, _ = self._errors(batch)
-        return l1 + self.kl_weight * kl, None
+        l1, kl, latents = self._errors(batch)
+        self._measure(latents.detach().float())
+        return l1 + self.kl_weight * kl, None, {"l1": l1.mean(), "kl": kl.mean()}
 
     def held_out_losses(self, batch: PixelBatch, quantiles: Sequence[float]) -> tuple[Tensor, None]:
         """As `TrainedModule.held_out_losses`; without noise levels, all of them are one."""
-        return self.sample_losses(batch, 0)[0].expand(len(quantiles), -1), None
+        l1, kl, _ = self._errors(batch)
+        return (l1 + self.kl_weight * kl).expand(len(quantiles), -1), None
 
     def _errors(self, batch: PixelBatch) -> tuple[Tensor, Tensor, Tensor]:
         """[B] L1, [B] KL per pixel value, and the latents."""

@@ -5,7 +5,6 @@ reads them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
@@ -13,11 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from sd_training.config.changes import Change
-from sd_training.config.schema import OptimizerConfig
 from sd_training.errors import CheckpointError
-from sd_training.optim.gradients import clip_gradients
-from sd_training.optim.lr_schedules import LRSchedule
-from sd_training.optim.optimizers import make_optimizer
+from sd_training.optim.optimizers import Optimization, clip_gradients, make_optimizer
 from sd_training.parallel.strategies import strategy_of
 from sd_training.types import PixelBatch
 
@@ -25,8 +21,6 @@ from sd_training.types import PixelBatch
 class MicroBatchRecord(NamedTuple):
     """One forward pass of this process. Nothing here holds a graph."""
 
-    loss: Tensor
-    """[] as it was minimised."""
     sample_losses: Tensor
     """[B]."""
     positions: Tensor
@@ -39,21 +33,6 @@ class MicroBatchRecord(NamedTuple):
 
 PART = "denoiser"
 """The trained network's name in `optimizer.rates_by_part`."""
-
-
-@dataclass(frozen=True)
-class Optimization:
-    """How the trained module is updated."""
-
-    config: OptimizerConfig
-    learning_rate: float
-    """Peak learning rate."""
-    schedule: LRSchedule
-    """Optimizer step → factor of the peak."""
-    is_offloaded: bool = False
-    """DeepSpeed keeps the optimizer state in CPU memory and updates there."""
-    seed: int = 0
-    """Of stochastic rounding."""
 
 
 def changed_requirements(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -73,15 +52,13 @@ class TrainedModule(pl.LightningModule):
     Args:
         network: the trained network; the only thing wrapped, averaged and checkpointed.
         optimization: optimizer, peak learning rate and schedule.
-        has_gradient_scaler: fp16 training; then the scaler, not this module, skips non-finite steps.
     """
 
-    def __init__(self, network: nn.Module, optimization: Optimization, *, has_gradient_scaler: bool = False) -> None:
+    def __init__(self, network: nn.Module, optimization: Optimization) -> None:
         super().__init__()
         # Loaded networks come in evaluation mode.
         self.network = network.train()
         self.optimization = optimization
-        self.has_gradient_scaler = has_gradient_scaler
         self.reset_logged()
         self.was_step_skipped: Tensor | None = None
         self.last_micro_batch: MicroBatchRecord | None = None
@@ -94,30 +71,21 @@ class TrainedModule(pl.LightningModule):
         self.logged_micro_batches = 0
         self.grad_norm: Tensor | None = None
 
-    def finish_micro_batch(
-        self, batch: PixelBatch, losses: Tensor, timesteps: Tensor | None, **logged: Tensor
-    ) -> Tensor:
-        """[] what is minimised: the mean of the losses of a micro-batch. Keeps, on the device, what is logged and what
-        an incident's report needs.
+    def training_step(self, batch: PixelBatch, batch_index: int) -> Tensor:
+        """[] what is minimised: the mean loss of a micro-batch. Keeps, on the device, what is logged and what an
+        incident's report needs.
 
         Where the loss is not finite, its gradient is NaN, which the average over processes carries to all of them: an
         infinite loss may have a finite gradient, and the gradient alone decides whether a step is skipped. No bit of a
         finite loss or of its gradient changes: both are multiplied by 1.
-
-        Args:
-            batch: as the loader delivered it.
-            losses: [B] of each sample.
-            timesteps: [B], where there are any.
-            logged: [] further scalars.
         """
+        losses, timesteps, logged = self.sample_losses(batch, self.trainer.global_step)
         loss = losses.mean()
         for name, value in {"loss": loss, **logged}.items():
             value = value.detach().float()
             self.logged_sums[name] = self.logged_sums[name] + value if name in self.logged_sums else value
         self.logged_micro_batches += 1
-        self.last_micro_batch = MicroBatchRecord(
-            loss.detach(), losses.detach(), batch.positions, batch.sample_ids, timesteps
-        )
+        self.last_micro_batch = MicroBatchRecord(losses.detach(), batch.positions, batch.sample_ids, timesteps)
         return loss * (loss.detach() * 0.0 + 1.0)
 
     def on_train_batch_start(self, batch: PixelBatch, batch_index: int) -> None:
@@ -129,9 +97,9 @@ class TrainedModule(pl.LightningModule):
     def move_frozen_to(self, device: torch.device) -> None:
         """Move what the training step uses, but is no child module, to `device`."""
 
-    def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, Tensor | None]:
-        """[B] loss of each sample after `step` optimizer steps, and [B] the denoiser's timestep input; None without a
-        denoiser. With gradients; nothing is logged or recorded."""
+    def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """[B] loss of each sample after `step` optimizer steps, with gradients; [B] the denoiser's timestep input, None
+        without a denoiser; and [] further scalars to log."""
         raise NotImplementedError
 
     def held_out_losses(self, batch: PixelBatch, quantiles: Sequence[float]) -> tuple[Tensor, Tensor | None]:
@@ -145,15 +113,7 @@ class TrainedModule(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer over the network's trainable parameters; the learning rate is set before each step."""
-        plan = self.optimization
-        return make_optimizer(
-            plan.config,
-            [(name, parameter) for name, parameter in self.named_trained() if parameter.requires_grad],
-            learning_rate=plan.learning_rate,
-            fused=not self.has_gradient_scaler,
-            seed=plan.seed,
-            is_offloaded=plan.is_offloaded,
-        )
+        return make_optimizer(self.optimization, [(name, p) for name, p in self.named_trained() if p.requires_grad])
 
     def named_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Everything that the optimizer updates; names begin with the part."""
@@ -162,11 +122,8 @@ class TrainedModule(pl.LightningModule):
 
     def resume_requirements(self) -> dict[str, Any]:
         """Option → value that a run resumed from a checkpoint must have."""
-        config = self.optimization.config
-        return {
-            "optimizer.name": config.name,
-            "optimizer.no_decay_on_norms_and_biases": config.no_decay_on_norms_and_biases,
-        }
+        names, config = ("name", "no_decay_on_norms_and_biases"), self.optimization.config
+        return {f"optimizer.{name}": getattr(config, name) for name in names}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Records what a resumed run must have in common."""
@@ -195,14 +152,13 @@ class TrainedModule(pl.LightningModule):
         """Clip once per optimizer step, and mark a non-finite gradient so that the optimizer skips the step.
 
         The gradient is already averaged over ranks, so every rank sees the same norm and decides alike; a loss that is
-        not finite has made its gradient so (`finish_micro_batch`). Fused AdamW reads `found_inf` on the device; the
+        not finite has made its gradient so (`training_step`). Fused AdamW reads `found_inf` on the device; the
         host does not wait. With other optimizers it does (see `make_optimizer`). DeepSpeed does all of this itself.
         """
         if strategy_of(self.trainer).clips_gradients:
             return
-        trained = [parameter for _, parameter in self.named_trained()]
-        self.grad_norm = clip_gradients(trained, self.optimization.config.max_grad_norm)
-        if not self.has_gradient_scaler:
+        self.grad_norm = clip_gradients((p for _, p in self.named_trained()), self.optimization.config.max_grad_norm)
+        if not self.optimization.has_gradient_scaler:
             self.was_step_skipped = (~torch.isfinite(self.grad_norm)).float()
             optimizer.found_inf = self.was_step_skipped
 

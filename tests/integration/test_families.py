@@ -23,7 +23,7 @@ def load_and_draw(words: list[str]) -> None:
     refuse_connections()
     import diffusers
 
-    import sd_training.models.families.mmdit_pipeline  # noqa: F401 - diffusers finds the class when it is imported
+    import sd_training.models.families.mmdit  # noqa: F401 - diffusers finds the class when it is imported
     from sd_training.export.draw import draw_images
 
     folder, file, name = words
@@ -81,7 +81,7 @@ def test_training_gives_the_denoiser_what_the_pipeline_gives_it(
     run = train(options(tmp_path / "run", folder, shards_dir, experiment__num_examples_to_see=8))
     module = run.module
     assert isinstance(module, DiffusionModule)
-    family = module.encoders.family
+    family = module.family
     calls: list[dict[str, Any]] = []
     signature = inspect.signature(family.denoiser.forward)
     family.denoiser.register_forward_hook(
@@ -102,11 +102,11 @@ def test_training_gives_the_denoiser_what_the_pipeline_gives_it(
     (theirs,) = calls
     latents = torch.zeros(1, family.vae.config.latent_channels, 12, 8)
     # One step of these samplers is at pure noise, and at timestep 1.
-    time = torch.full((1,), 1.0 if family.objective.prediction_type == "flow_prediction" else 0.0015)
+    time = torch.full((1,), 1.0 if family.schedulers.objective.prediction_type == "flow_prediction" else 0.0015)
     levels = module.objective.schedule.levels(time)
     noised = NoisedBatch(latents, levels.model_time, latents, time, levels.signal, levels.noise)
     with torch.no_grad():
-        family.predict(family.denoiser, noised, module.encoders.encode_text(batch))
+        family.predict(family.denoiser, noised, family.encode(batch))
     ours = calls[1]
     assert _flat(ours).keys() == _flat(theirs).keys()
     for key, value in _flat(theirs).items():

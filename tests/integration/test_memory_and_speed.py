@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-import sd_training.models.families.mmdit_pipeline  # noqa: F401 - makes its class known to diffusers
+import sd_training.models.families.mmdit  # noqa: F401 - makes its class known to diffusers
 from sd_training.build import models as network
 from sd_training.config.load import load_config
 from sd_training.errors import ConfigError

@@ -84,7 +84,7 @@ def test_trains_two_steps_and_exports_its_objective(
     assert len(losses(run_dir)) == 2
     assert all(math.isfinite(loss) for loss in losses(run_dir))
     assert isinstance(run.module, DiffusionModule)
-    family = run.module.encoders.family
+    family = run.module.family
     before, after = load_file(pipeline / family.denoiser_part / WEIGHTS), raw_weights(run_dir)
     assert before.keys() >= after.keys()
     assert any(not torch.equal(before[part], tensor) for part, tensor in after.items())
@@ -103,11 +103,11 @@ def check_exported(stored: Mapping[str, Any], config: Config, family: Family) ->
     """The exported scheduler against the file's options."""
     assert config.objective.preset is not None
     prediction = PRESETS[config.objective.preset]["prediction_type"]
-    assert family.objective.prediction_type == prediction
+    assert family.schedulers.objective.prediction_type == prediction
     chosen = config.model.noise_scheduler_inference.target
     if prediction != "flow_prediction":
         assert stored["prediction_type"] == prediction
-        assert stored.get("rescale_betas_zero_snr", False) is bool(family.objective.rescale_betas_zero_snr)
+        assert stored.get("rescale_betas_zero_snr", False) is bool(family.schedulers.objective.rescale_betas_zero_snr)
         assert stored["_class_name"] == (chosen or "DDIMScheduler")
         noise = config.model.noise_scheduler_training.params
         assert {key: stored[key] for key in noise} == noise

@@ -132,8 +132,8 @@ def test_what_no_count_shows_is_as_published(whole: tuple[str, Family]) -> None:
     name, family = whole
     settings, prediction, noise = UNSEEN[name]
     assert {key: family.denoiser.config[key] for key in settings} == settings
-    assert family.objective.prediction_type == prediction
-    assert not family.objective.rescale_betas_zero_snr
+    assert family.schedulers.objective.prediction_type == prediction
+    assert not family.schedulers.objective.rescale_betas_zero_snr
     sampler = family.schedulers.sampler.config
     if isinstance(noise, tuple):
         assert (sampler["beta_schedule"], sampler["beta_start"], sampler["beta_end"]) == noise

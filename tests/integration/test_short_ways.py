@@ -22,7 +22,6 @@ ROOTS = {
     ("data/loader.py", "__next__"): "sample",
     ("data/loader.py", "__iter__"): "sample",
     ("training/base_module.py", "training_step"): "sample",
-    ("training/diffusion_module.py", "training_step"): "sample",
     ("callbacks/save.py", "_checkpoint"): "save",
 }
 """Where the ways begin: (file, function) → way."""

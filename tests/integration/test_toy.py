@@ -89,7 +89,7 @@ def draw(sampler: object, network: Network) -> Tensor:
 def test_every_prediction_type_finds_all_points(name: str) -> None:
     torch.manual_seed(0)
     schedulers = schedulers_of(OBJECTIVES[name])
-    family = SimpleNamespace(schedulers=schedulers, objective=schedulers.objective, patch_size=1)
+    family = SimpleNamespace(schedulers=schedulers, patch_size=1)
     objective = objective_of(family)  # type: ignore[arg-type]
     network = Network(time_scale=1.0 if name == "edm" else 1000.0)
     train(objective, network)

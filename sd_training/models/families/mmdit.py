@@ -1,20 +1,219 @@
-"""The project's own MMDiT with rotary positions: any text encoders of transformers, listed in the config."""
+"""The family of the project's own denoiser `MMDiTRope`: any text encoders of transformers, listed in the config, and
+its diffusers pipeline.
 
-from collections.abc import Mapping
-from dataclasses import fields, replace
+Training and pipeline call the same functions, so that sampling sees the conditioning of the training. A saved folder
+loads by `MMDiTRopePipeline.from_pretrained(folder)`, and once this module has been imported also by
+`diffusers.DiffusionPipeline.from_pretrained(folder)`. The folder names classes of this package; it holds no code.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
-from torch import Tensor, nn
+import diffusers
+import numpy as np
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline, ImagePipelineOutput
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sd_training.config.schema import ConditioningConfig, ModelConfig, PartConfig, TextOptions
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError
-from sd_training.models.families.mmdit_pipeline import MMDiTRopePipeline
-from sd_training.models.family import FLOW_ONLY, TEXT_PARTS, Family, is_stored
+from sd_training.models.family import TEXT_PARTS, Family, Index, is_stored
 from sd_training.models.load import effective_part
-from sd_training.models.text_states import encode_texts, read_text_options
-from sd_training.types import Conditioning, NoisedBatch, PixelBatch
+from sd_training.models.mmdit_rope import MMDiTRope
+from sd_training.types import Conditioning, PixelBatch
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, captions: Sequence[str], max_tokens: int) -> tuple[Tensor, Tensor]:
+    """Token ids and mask, truncated and padded to `max_tokens` as training does.
+
+    Returns:
+        [B, L] int64 ids and [B, L] bool, True for tokens of the caption.
+    """
+    encode = Tokenizer(tokenizer, max_tokens).encode_counted
+    rows = [encode(caption)[:2] for caption in captions]
+    tokens, masks = (torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))
+    return tokens, masks
+
+
+def encode_texts(
+    encoders: Mapping[str, Any], tokens: Tensors, masks: Tensors, options: Mapping[str, TextOptions]
+) -> Conditioning:
+    """States and pooled vectors of every encoder that has options; all by its name.
+
+    Args:
+        tokens: [B, L_i] int64 each.
+        masks: [B, L_i] bool each, True for tokens of the caption.
+    """
+    result, pooled = Conditioning([]), []
+    for name, option in options.items():
+        states, vector = encode_tokens(encoders[name], tokens[name], masks[name], option)
+        if option.layer is not None:
+            result.states.append(states)
+            result.masks.append(masks[name] if option.use_mask else None)
+        if vector is not None:
+            pooled.append(vector)
+    result.pooled = torch.cat(pooled, dim=-1) if pooled else None
+    return result
+
+
+def encode_tokens(
+    encoder: PreTrainedModel, tokens: Tensor, mask: Tensor, option: TextOptions
+) -> tuple[Tensor, Tensor | None]:
+    """Hidden states and pooled vector of one text encoder, in the encoder's mode and precision.
+
+    Args:
+        encoder: any text encoder or decoder of transformers.
+        tokens: [B, L] int64.
+        mask: [B, L] bool, True for tokens of the caption. Without `use_mask` only pooling reads it; with it states of
+            masked tokens are 0.
+        option: layer (-1 is the last one with its norm, -N-1 the embeddings of an encoder of N layers) and pooling.
+
+    Returns:
+        [B, L, D] states and [B, P] pooled vector of the last layer (None for pooling none).
+    """
+    is_last = option.layer in (None, -1)
+    attention_mask = mask.long() if option.use_mask else None
+    output = encoder(input_ids=tokens, attention_mask=attention_mask, output_hidden_states=not is_last)
+    last = output.last_hidden_state
+    states = last if is_last else output.hidden_states[option.layer]
+    if option.use_mask:
+        states = states.masked_fill(~mask[..., None], 0.0)
+    if option.pooling == "mean":
+        total = last.masked_fill(~mask[..., None], 0.0).sum(dim=1)
+        return states, total / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return states, output.text_embeds if option.pooling == "projection" else None
+
+
+class MMDiTRopePipeline(DiffusionPipeline):
+    """Text to image with a rectified flow.
+
+    Args:
+        vae: maps latents to pictures; its `shift_factor` and `scaling_factor` are undone.
+        transformer: the denoiser.
+        scheduler: its timesteps are σ × 1000.
+        text_encoder, text_encoder_2, text_encoder_3: any text encoder or decoder of transformers.
+        tokenizer, tokenizer_2, tokenizer_3: theirs.
+        text_options: for each text encoder that there is, the fields of `TextOptions` that differ from its defaults.
+
+    Raises:
+        ValueError: an option is unknown or has a wrong value.
+    """
+
+    model_cpu_offload_seq = "text_encoder->text_encoder_2->text_encoder_3->transformer->vae"
+    _optional_components = ["text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3"]  # noqa: RUF012
+
+    def __init__(
+        self,
+        vae: AutoencoderKL,
+        transformer: MMDiTRope,
+        scheduler: FlowMatchEulerDiscreteScheduler,
+        text_encoder: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        text_encoder_2: PreTrainedModel | None = None,
+        tokenizer_2: PreTrainedTokenizerBase | None = None,
+        text_encoder_3: PreTrainedModel | None = None,
+        tokenizer_3: PreTrainedTokenizerBase | None = None,
+        text_options: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        parts = {"vae": vae, "transformer": transformer, "scheduler": scheduler}
+        parts |= {"text_encoder": text_encoder, "text_encoder_2": text_encoder_2, "text_encoder_3": text_encoder_3}
+        parts |= {"tokenizer": tokenizer, "tokenizer_2": tokenizer_2, "tokenizer_3": tokenizer_3}
+        self.register_modules(**parts)
+        given, encoders = text_options or {}, (name for name in TEXT_PARTS if parts[name] is not None)
+        self.options = {name: TextOptions(**given.get(name, {})) for name in encoders}
+        # A mapping, as diffusers takes every list in model_index.json for a part of the pipeline.
+        self.register_to_config(text_options={name: asdict(option) for name, option in self.options.items()})
+        self.image_processor = VaeImageProcessor(vae_scale_factor=2 ** (len(vae.config.block_out_channels) - 1))
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str | Sequence[str],
+        negative_prompt: str = "",
+        height: int | None = None,
+        width: int | None = None,
+        num_inference_steps: int = 28,
+        guidance_scale: float = 5.0,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        latents: Tensor | None = None,
+        output_type: str = "pil",
+    ) -> ImagePipelineOutput:
+        """Draws one picture per prompt.
+
+        Args:
+            prompt: one or several.
+            negative_prompt: one for all; only read when guidance is on.
+            height, width: [pixels], multiples of the size of a token; None is the size of the transformer's base grid.
+            num_inference_steps: calls of the scheduler.
+            guidance_scale: s in v = v_null + s (v_cond - v_null) (Ho & Salimans 2022); 1 is off.
+            generator: one, or one for each prompt.
+            latents: [B, C, h, w] initial noise; None draws it.
+            output_type: 'pil', 'np' ([B, H, W, 3] in [0, 1]), 'pt' ([B, 3, H, W] in [0, 1]) or 'latent'.
+
+        Raises:
+            ValueError: sizes that do not fit.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        own, device = self.transformer.config, self._execution_device
+        cell = self.image_processor.config.vae_scale_factor
+        token, guided, dtype = cell * own.patch_size, guidance_scale != 1, self.transformer.dtype
+        height, width = (side or own.rope_base_size * token for side in (height, width))
+        if height % token or width % token:
+            raise ValueError(f"height and width are {height} × {width} pixels; both must be multiples of {token}")
+        shape = (len(prompts), own.in_channels, height // cell, width // cell)
+        if latents is None:
+            latents = randn_tensor(shape, generator=generator, device=device, dtype=torch.float32)
+        latents = latents.to(device, torch.float32)
+        text = self.encode_prompts([negative_prompt] * len(prompts) + prompts if guided else prompts)
+        conditioning = {
+            "encoder_hidden_states": [states.to(dtype) for states in text.states],
+            "encoder_attention_mask": text.masks,
+            "pooled_projections": None if text.pooled is None else text.pooled.to(dtype),
+        }
+        config, shift = self.scheduler.config, {}
+        if config.use_dynamic_shifting:
+            ends = (config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift)
+            shift = {"mu": calculate_shift(latents[0, 0].numel() // own.patch_size**2, *ends)}
+        self.scheduler.set_timesteps(num_inference_steps, device=device, **shift)
+        for timestep in self.progress_bar(self.scheduler.timesteps):
+            inputs = torch.cat([latents, latents]) if guided else latents
+            times = timestep.expand(len(inputs))
+            velocity = self.transformer(inputs.to(dtype), times, return_dict=False, **conditioning)[0].float()
+            if guided:
+                null, conditioned = velocity.chunk(2)
+                velocity = null + guidance_scale * (conditioned - null)
+            latents = self.scheduler.step(velocity, timestep, latents, return_dict=False)[0]
+        images: Any = latents
+        if output_type != "latent":
+            unscaled = latents / self.vae.config.scaling_factor + (self.vae.config.shift_factor or 0.0)
+            pixels = self.vae.decode(unscaled.to(self.vae.dtype), return_dict=False)[0]
+            images = self.image_processor.postprocess(pixels.float(), output_type=output_type)
+        self.maybe_free_model_hooks()
+        return ImagePipelineOutput(images=images)
+
+    def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
+        """States and pooled vectors of the prompts, on the pipeline's device."""
+        tokens, masks = {}, {}
+        for name, option in self.options.items():
+            pair = tokenize(getattr(self, TEXT_PARTS[name]), prompts, option.max_tokens)
+            tokens[name], masks[name] = (each.to(self._execution_device) for each in pair)
+        return encode_texts(self.components, tokens, masks, self.options)
+
+
+# `DiffusionPipeline.from_pretrained` looks the class that model_index.json names up in diffusers' own namespace. Its
+# `custom_pipeline` would do as well, but runs a file out of the folder.
+diffusers.MMDiTRopePipeline = MMDiTRopePipeline
 
 
 class MMDiT(Family):
@@ -22,15 +221,13 @@ class MMDiT(Family):
 
     name = "mmdit_rope"
     pipeline_class = MMDiTRopePipeline
-    denoiser_part = "transformer"
     block_classes = ("JointBlock",)
-    predictions = FLOW_ONLY
     # Attention is replicated: keys and values are one matrix.
     tensor_mlps = tuple(((f"{own}.mlp.gate", f"{own}.mlp.up"), f"{own}.mlp.down") for own in ("image", "text"))
     classes: ClassVar[Mapping[str, str]] = {"transformer": "MMDiTRope"}
 
     @classmethod
-    def part_configs(cls, model: ModelConfig, index: Mapping[str, Any]) -> dict[str, tuple[str, PartConfig]]:
+    def part_configs(cls, model: ModelConfig, index: Index) -> dict[str, tuple[str, PartConfig]]:
         """As `Family.part_configs`; text encoders and tokenizers are those of the stored pipeline, or those of
         `model.text_encoders`. A tokenizer's own files name its class.
 
@@ -39,26 +236,20 @@ class MMDiT(Family):
         """
         found = super().part_configs(model, index)
         if not index and not 1 <= len(model.text_encoders) <= len(TEXT_PARTS):
-            raise ConfigError(
-                f"model.text_encoders: has {len(model.text_encoders)} entries; one to {len(TEXT_PARTS)} text encoders "
-                "are needed with model.family=mmdit_rope"
-            )
+            count = len(model.text_encoders)
+            raise ConfigError(f"model.text_encoders: model.family=mmdit_rope needs one to three, but {count} are given")
         entries = [] if index else model.text_encoders
         for number, (name, entry) in enumerate(zip(TEXT_PARTS, entries, strict=False)):
-            option = f"model.text_encoders.{number}"
-            words = PartConfig(
-                pretrained=entry.tokenizer or entry.pretrained, revision=entry.revision, target="AutoTokenizer"
-            )
+            option, place = f"model.text_encoders.{number}.pretrained", entry.tokenizer or entry.pretrained
+            words = PartConfig(pretrained=place, revision=entry.revision, target="AutoTokenizer")
             found |= {name: (option, entry), TEXT_PARTS[name]: (option, words)}
         for name in (name for name in (*TEXT_PARTS, *TEXT_PARTS.values()) if is_stored(index.get(name))):
             target = "AutoTokenizer" if name.startswith("tokenizer") else str(index[name][1])
-            found[name] = f"model.{name}", replace(effective_part(model, name), target=target)
+            found[name] = f"model.{name}.pretrained", replace(effective_part(model, name), target=target)
         return found
 
     @classmethod
-    def settings_of(
-        cls, model: ModelConfig, conditioning: ConditioningConfig, index: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def settings_of(cls, model: ModelConfig, conditioning: ConditioningConfig, index: Index) -> dict[str, Any]:
         """What is taken from each text encoder."""
         listed = {
             name: {field.name: getattr(entry, field.name) for field in fields(TextOptions)}
@@ -69,47 +260,35 @@ class MMDiT(Family):
     @cached_property
     def options(self) -> dict[str, TextOptions]:
         """Text encoder → what is taken from it."""
-        return read_text_options(self.settings["text_options"], list(self.text_encoders()))
+        return {name: TextOptions(**self.settings["text_options"].get(name, {})) for name in self.text_encoders()}
 
     def tokenizers(self) -> dict[str, Tokenizer]:
         return {name: Tokenizer(self.parts[TEXT_PARTS[name]], own.max_tokens) for name, own in self.options.items()}
 
     def encode(self, batch: PixelBatch) -> Conditioning:
         """As `Family.encode`."""
-        names = list(self.options)
-        return encode_texts(
-            [self.parts[name] for name in names],
-            [batch.tokens[name] for name in names],
-            [batch.token_masks[name] for name in names],
-            list(self.options.values()),
-        )
+        return encode_texts(self.parts, batch.tokens, batch.token_masks, self.options)
 
-    def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
-        """As `Family.predict`."""
-        answer: Tensor = denoiser(
-            noised.noised_latents,
-            noised.timesteps,
-            conditioning.states,
-            conditioning.pooled,
-            encoder_attention_mask=conditioning.masks,
-        ).sample
-        return answer
+    def inputs(self, conditioning: Conditioning) -> dict[str, Any]:
+        """As `Family.inputs`, and the states of all text encoders."""
+        return {
+            "encoder_hidden_states": conditioning.states,
+            "encoder_attention_mask": conditioning.masks,
+            "pooled_projections": conditioning.pooled,
+        }
 
     def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
         """As `Family.text_shapes`."""
-        given = ((self.parts[name].config, own) for name, own in self.options.items())
+        given = [(self.parts[name].config, own) for name, own in self.options.items()]
         shapes = [(own.max_tokens, config.hidden_size) for config, own in given if own.layer is not None]
-        return shapes, self.denoiser.config.pooled_dim
+        pooled = sum(config.hidden_size for config, own in given if own.pooling == "mean")
+        return shapes, pooled + sum(config.projection_dim for config, own in given if own.pooling == "projection")
 
     def needed_settings(self) -> dict[str, Any]:
         """As `Family.needed_settings`."""
-        pooled_dim, config = 0, self.denoiser.config
-        for name, own in self.options.items():
-            encoder = self.parts[name].config
-            width = {"none": 0, "projection": getattr(encoder, "projection_dim", 0)}
-            pooled_dim += width.get(own.pooling, encoder.hidden_size)
-        text_dims = type(config.text_dims)(width for _, width in self.text_shapes()[0])
-        return {"in_channels": self.vae.config.latent_channels, "text_dims": text_dims, "pooled_dim": pooled_dim}
+        (shapes, pooled), dims = self.text_shapes(), self.denoiser.config.text_dims
+        needed = {"text_dims": type(dims)(width for _, width in shapes), "pooled_dim": pooled}
+        return {"in_channels": self.vae.config.latent_channels, **needed}
 
     def fit_problems(self) -> list[str]:
         """As `Family.fit_problems`, and what the text encoders cannot give."""
@@ -120,5 +299,5 @@ class MMDiT(Family):
             if own.layer is not None and own.layer < deepest:
                 problems.append(f"{place}.layer: {own.layer}, but the encoder has layers -1 to {deepest}")
             if own.pooling == "projection" and not hasattr(encoder, "text_projection"):
-                problems.append(f"{place}.pooling: projection, but {type(encoder).__name__} has none; use eos or mean")
+                problems.append(f"{place}.pooling: projection, but {type(encoder).__name__} has none; use mean")
         return problems or super().fit_problems()

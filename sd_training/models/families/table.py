@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from diffusers import DiffusionPipeline
@@ -10,12 +9,9 @@ from diffusers import DiffusionPipeline
 from sd_training.config.schema import ConditioningConfig, FamilyName, ModelConfig, ObjectiveConfig, family_of_parts
 from sd_training.errors import Checks, ConfigError
 from sd_training.hub import hub_problem
-from sd_training.models.families.flux import Flux
+from sd_training.models.families.dits import Flux, PixArtSigma, StableDiffusion3
 from sd_training.models.families.mmdit import MMDiT
-from sd_training.models.families.pixart import PixArtSigma
-from sd_training.models.families.sd3 import StableDiffusion3
-from sd_training.models.families.sdxl import StableDiffusionXL
-from sd_training.models.families.stable_diffusion import StableDiffusion
+from sd_training.models.families.unets import StableDiffusion, StableDiffusionXL
 from sd_training.models.family import Family
 from sd_training.models.load import first_line, load_part
 from sd_training.models.schedulers import load_schedulers
@@ -28,12 +24,7 @@ _BY_PIPELINE: Mapping[str, FamilyName] = {family.pipeline_class.__name__: name f
 
 
 def load_family(
-    model: ModelConfig,
-    objective: ObjectiveConfig,
-    conditioning: ConditioningConfig,
-    *,
-    seed: int,
-    meta: bool = False,
+    model: ModelConfig, objective: ObjectiveConfig, conditioning: ConditioningConfig, *, seed: int, meta: bool = False
 ) -> Family:
     """A family with all parts loaded or made, checked to fit together.
 
@@ -76,11 +67,9 @@ def _model_index(model: ModelConfig) -> Mapping[str, Any]:
     if problem := hub_problem(model.pretrained, model.revision, "model.pretrained"):
         raise ConfigError(problem)
     try:
-        index: Mapping[str, Any] = DiffusionPipeline.load_config(model.pretrained, revision=model.revision)
-        return index
+        return DiffusionPipeline.load_config(model.pretrained, revision=model.revision)
     except (OSError, ValueError) as error:
-        where = "is no pipeline folder" if Path(model.pretrained).exists() else "is no pipeline on the hub"
-        raise ConfigError(f"model.pretrained: {model.pretrained!r} {where}: {first_line(error)}") from error
+        raise ConfigError(f"model.pretrained: {model.pretrained!r} is no pipeline: {first_line(error)}") from error
 
 
 def _family_name(model: ModelConfig, index: Mapping[str, Any]) -> FamilyName:
@@ -89,9 +78,8 @@ def _family_name(model: ModelConfig, index: Mapping[str, Any]) -> FamilyName:
         return family_of_parts(model)
     stored = _BY_PIPELINE.get(str(pipeline))
     if stored is None:
-        raise ConfigError(
-            f"model.pretrained: {model.pretrained!r} is a {pipeline}; one of {', '.join(_BY_PIPELINE)} is needed"
-        )
+        known = ", ".join(_BY_PIPELINE)
+        raise ConfigError(f"model.pretrained: {model.pretrained!r} is a {pipeline}; one of {known} is needed")
     if model.family not in (None, stored):
         raise ConfigError(f"model.family: is {model.family}, but model.pretrained {model.pretrained!r} is {stored}")
     return stored

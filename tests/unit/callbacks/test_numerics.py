@@ -17,7 +17,8 @@ from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.numerics import NumericGuard, Rollback, bit_digest, newest_before
 from sd_training.config.schema import OptimizerConfig
 from sd_training.errors import NumericError
-from sd_training.training.base_module import Optimization, TrainedModule
+from sd_training.optim.optimizers import Optimization
+from sd_training.training.base_module import TrainedModule
 from tests.checkpoints import write_sealed
 from tests.integration.training import CrashAfter, Interrupted, checkpoint_tensors, options, train
 
@@ -55,10 +56,10 @@ class InfiniteLoss(Poison):
         plain = type(pl_module).sample_losses
 
         def sample_losses(batch: Any, step: int) -> Any:
-            losses, timesteps = plain(pl_module, batch, step)
+            losses, *others = plain(pl_module, batch, step)
             added = torch.zeros_like(losses)
             added[2] = float("inf") if step in self.steps else 0.0
-            return losses + added, timesteps
+            return losses + added, *others
 
         pl_module.sample_losses = sample_losses
 
@@ -120,10 +121,15 @@ def test_an_infinite_loss_with_a_finite_gradient_is_skipped(
     assert told["step=3.skipped.json"]["losses_by_rank"] == {"0": ["inf"]}
 
 
+AT_STEP_0 = SimpleNamespace(global_step=0)
+
+
 def minimised(loss: torch.Tensor) -> torch.Tensor:
-    module = TrainedModule(torch.nn.Linear(1, 1), Optimization(OptimizerConfig(), 0.1, lambda _: 1.0))
+    module: Any = TrainedModule(torch.nn.Linear(1, 1), Optimization(OptimizerConfig(), 0.1, lambda _: 1.0))
     batch: Any = SimpleNamespace(positions=None, sample_ids=None)
-    return module.finish_micro_batch(batch, loss[None], None)
+    module.sample_losses, module.trainer = lambda batch, step: (loss[None], None, {}), AT_STEP_0
+    result: torch.Tensor = module.training_step(batch, 0)
+    return result
 
 
 @pytest.mark.parametrize("loss", [0.0, -3.5e-8, 1.7e38, 0.1])

@@ -63,8 +63,8 @@ def test_zero_terminal_snr_keeps_the_first_step_and_ends_in_pure_noise() -> None
 @pytest.mark.parametrize("gamma", [None, 1.0, 5.0])
 def test_loss_agrees_with_float64(prediction_type: str, zero_snr: bool, gamma: float | None) -> None:
     config = {**SD, "rescale_betas_zero_snr": zero_snr}
-    options = with_preset(ObjectiveConfig(snr_gamma=gamma))
-    objective = make_objective(options, discrete_schedule_of(config), prediction_type)  # type: ignore[arg-type]
+    options = with_preset(ObjectiveConfig(snr_gamma=gamma, prediction_type=prediction_type))  # type: ignore[arg-type]
+    objective = make_objective(options, discrete_schedule_of(config))
     rng = np.random.default_rng(0)
     x0, noise, answer = (rng.standard_normal((6, 2, 3, 3)) for _ in range(3))
     draw = np.array([0.0, 0.1, 0.5, 0.9, 0.9985, 0.9995])
@@ -98,7 +98,7 @@ def test_loss_agrees_with_float64(prediction_type: str, zero_snr: bool, gamma: f
 
 
 def test_a_masked_loss_counts_what_the_mask_shows() -> None:
-    objective = make_objective(ObjectiveConfig(masked_loss="alpha"), discrete_schedule_of(SD), "epsilon")
+    objective = make_objective(ObjectiveConfig(masked_loss="alpha"), discrete_schedule_of(SD))
     latents, noise = torch.randn(2, 4, 3, 2), torch.randn(2, 4, 3, 2)
     mask = torch.zeros(2, 1, 6, 4, dtype=torch.uint8)
     mask[0, 0, :2] = 255  # the first row of cells

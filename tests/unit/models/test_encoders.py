@@ -3,8 +3,7 @@
 import torch
 
 from sd_training.config.schema import ModelConfig, ObjectiveConfig, PartConfig
-from sd_training.models.encoders import Encoders
-from sd_training.models.families.stable_diffusion import StableDiffusion
+from sd_training.models.families.unets import StableDiffusion
 from sd_training.models.schedulers import load_schedulers
 from tests import makers
 
@@ -17,22 +16,22 @@ def family() -> StableDiffusion:
 
 
 def test_one_picture_at_a_time_gives_the_same_latents() -> None:
-    encoders = Encoders(family())
+    own = family()
     pixels, noise = torch.rand(3, 3, 16, 16) * 2 - 1, torch.randn(3, 4, 8, 8)
-    expected, batches = encoders.encode_pixels(pixels, noise), []
-    hook = encoders.family.vae.encoder.register_forward_hook(lambda _, given, __: batches.append(len(given[0])))
-    encoders.family.vae.enable_slicing()
-    torch.testing.assert_close(encoders.encode_pixels(pixels, noise), expected, rtol=0, atol=1e-6)
+    expected, batches = own.encode_pixels(pixels, noise, "fp32"), []
+    hook = own.vae.encoder.register_forward_hook(lambda _, given, __: batches.append(len(given[0])))
+    own.vae.enable_slicing()
+    torch.testing.assert_close(own.encode_pixels(pixels, noise, "fp32"), expected, rtol=0, atol=1e-6)
     hook.remove()
     assert batches == [1, 1, 1]
 
 
 def test_large_pictures_are_encoded_in_tiles() -> None:
-    encoders = Encoders(family())
+    own = family()
     pixels, noise = torch.rand(1, 3, 40, 32) * 2 - 1, torch.randn(1, 4, 20, 16)
-    expected, sizes = encoders.encode_pixels(pixels, noise), []
-    encoders.family.vae.encoder.register_forward_hook(lambda _, given, __: sizes.append(max(given[0].shape[2:])))
-    encoders.family.vae.enable_tiling()
-    tiled = encoders.encode_pixels(pixels, noise)
+    expected, sizes = own.encode_pixels(pixels, noise, "fp32"), []
+    own.vae.encoder.register_forward_hook(lambda _, given, __: sizes.append(max(given[0].shape[2:])))
+    own.vae.enable_tiling()
+    tiled = own.encode_pixels(pixels, noise, "fp32")
     assert tiled.shape == expected.shape and len(sizes) > 1 and max(sizes) == 16
     assert 0 < (tiled - expected).abs().mean() < 0.2 * expected.std()

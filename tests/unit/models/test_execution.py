@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from sd_training.errors import ConfigError
 from sd_training.models.execution import (
     compile_blocks,
-    graphs_compiled,
     log,
     recompute_activations,
     require_compiler,
@@ -45,6 +44,10 @@ ONE_LEVEL = {
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> None:
     torch._dynamo.reset()
+
+
+def graphs_compiled() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def tiny(name: str, root: Path) -> Family:
@@ -198,14 +201,14 @@ def test_a_missing_compiler_is_said_with_the_remedy(tmp_path: Path, monkeypatch:
     monkeypatch.delenv("CXX", raising=False)
     require_compiler("cpu")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match=r"trainer.compile: needs a C\+\+ compiler, but CXX=no-such-compiler is"):
+    with pytest.raises(ConfigError, match=r"trainer.compile: needs a compiler \(CXX, no-such-compiler;"):
         require_compiler("cpu")
     monkeypatch.delenv("CXX")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"none of g\+\+, clang\+\+, c\+\+ is found; install one .*compile=false"):
+    with pytest.raises(ConfigError, match=r"\(CXX, g\+\+ or clang\+\+ or c\+\+; .*compile=false"):
         require_compiler("cpu")
-    with pytest.raises(ConfigError, match="needs a C compiler, but none of gcc, clang, cc is found"):
+    with pytest.raises(ConfigError, match=r"a compiler .CC, gcc or clang or cc; "):
         require_compiler("cuda")
 
 
@@ -216,7 +219,7 @@ def test_missing_headers_of_python_are_said_with_the_remedy(
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
     monkeypatch.setenv("CC", sys.executable)
     monkeypatch.setenv("CXX", sys.executable)
-    with pytest.raises(ConfigError, match=r"trainer.compile: needs the header files of Python, .*python3-dev.*=false"):
+    with pytest.raises(ConfigError, match=r"trainer.compile: needs the header files of Python in .*python3-dev.*=false"):
         require_compiler(accelerator)
 
 

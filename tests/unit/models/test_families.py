@@ -178,22 +178,22 @@ def test_edm_follows_the_deviation_of_the_latents(folders: dict[str, Path]) -> N
         parts = parts_of(folders["stable_diffusion"], "stable_diffusion", noise_scheduler_training=own)
         for objective in ({}, {"preset": "edm"}):
             family = load(parts, **objective)
-            density = family.objective.timestep_density
-            assert (density.name, family.objective.loss_weighting.name) == ("log_normal", "edm")
+            density = family.schedulers.objective.timestep_density
+            assert (density.name, family.schedulers.objective.loss_weighting.name) == ("log_normal", "edm")
             assert density.mean == pytest.approx(mean, abs=1e-3)
-            assert family.schedulers.sampler.config.sigma_data == family.objective.sigma_data == deviation
+            assert family.schedulers.sampler.config.sigma_data == family.schedulers.objective.sigma_data == deviation
 
 
 def test_a_named_density_beside_a_preset_takes_nothing_of_the_presets(folders: dict[str, Path]) -> None:
     family = load(ModelConfig(pretrained=str(folders["sd3"])), preset="sd3", timestep_density={"name": "mode"})
-    assert family.objective.timestep_density.name == "mode"
+    assert family.schedulers.objective.timestep_density.name == "mode"
 
 
 LISTED = [
     ({"layer": -9}, r"text_encoders\.0\.layer: -9, but the encoder has layers -1 to -2"),
-    ({"pooling": "projection"}, r"text_encoders\.0\.pooling: projection, but T5EncoderModel has none"),
-    ({"pooling": "eos"}, "pooled_dim: is 16, but the other parts need 48"),
-    ({"layer": None, "pooling": "eos"}, r"text_dims: is \[32\], but the other parts need \[\]"),
+    ({"pooling": "projection"}, r"text_encoders\.0\.pooling: projection, but T5EncoderModel has none; use mean"),
+    ({"pooling": "mean"}, "pooled_dim: is 16, but the other parts need 48"),
+    ({"layer": None, "pooling": "mean"}, r"text_dims: is \[32\], but the other parts need \[\]"),
 ]
 
 

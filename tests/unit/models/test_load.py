@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 
@@ -20,7 +21,6 @@ from sd_training.models.load import (
     effective_part,
     load_noise_scheduler,
     load_part,
-    load_weights,
     refused_settings,
 )
 from sd_training.models.schedulers import prediction_warning
@@ -174,7 +174,7 @@ def test_scheduler_settings_follow_the_objective(pipeline_dir: Path) -> None:
     assert parts.schedulers.sampler.config.prediction_type == "v_prediction"
     assert parts.schedulers.sampler.config.rescale_betas_zero_snr
     assert parts.schedulers.sampler.config.timestep_spacing == "trailing"
-    assert parts.objective.prediction_type == "v_prediction"
+    assert parts.schedulers.objective.prediction_type == "v_prediction"
 
 
 def test_zero_snr_needs_v_prediction(pipeline_dir: Path) -> None:
@@ -187,7 +187,7 @@ def test_zero_snr_needs_v_prediction(pipeline_dir: Path) -> None:
 def test_a_v_prediction_folder_trains_v(tmp_path: Path) -> None:
     folder = makers.save_tiny_pipeline(tmp_path / "v", prediction_type="v_prediction")
     parts = load_stable_diffusion(ModelConfig(pretrained=str(folder)), ObjectiveConfig(), seed=0)
-    assert parts.objective.prediction_type == "v_prediction"
+    assert parts.schedulers.objective.prediction_type == "v_prediction"
 
 
 def test_sampler_class_comes_from_the_folder_or_the_target(tmp_path: Path, pipeline_dir: Path) -> None:
@@ -205,11 +205,24 @@ def test_sampler_class_comes_from_the_folder_or_the_target(tmp_path: Path, pipel
 
 
 def test_ema_weights_by_path(pipeline_dir: Path) -> None:
-    weights = load_weights(str(pipeline_dir), "unet", "ema.path")
     network = load_network(ModelConfig(pretrained=str(pipeline_dir)), "unet", seed=0)
-    assert all(torch.equal(weights[name], p.detach()) for name, p in network.named_parameters())
-    with pytest.raises(ConfigError, match=r"ema.path: '/nowhere/x' is no folder here"):
-        load_weights("/nowhere/x", "unet", "ema.path")
+    again = load_part("unet", PartConfig(pretrained=str(pipeline_dir)), seed=0, option="ema.path")
+    assert all(torch.equal(p, q) for p, q in zip(again.parameters(), network.parameters(), strict=True))
+    with pytest.raises(ConfigError, match=r"^ema.path: '/nowhere/x' is no folder here"):
+        load_part("unet", PartConfig(pretrained="/nowhere/x"), seed=0, option="ema.path")
+
+
+def test_a_repository_of_the_hub_is_a_pipeline_or_the_part_itself(
+    pipeline_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for name, source in (("pipeline", pipeline_dir), ("part", pipeline_dir / "text_encoder")):
+        cache = tmp_path / f"models--owner--{name}"
+        shutil.copytree(source, cache / "snapshots" / "abc")
+        (cache / "refs").mkdir()
+        (cache / "refs" / "main").write_text("abc")
+        load_part("text_encoder", PartConfig(pretrained=f"owner/{name}"), seed=0)
 
 
 def edit(path: Path, **changes: object) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sd_training.config.schema import ModelConfig, ObjectiveConfig, PartConfig
-from sd_training.models.families.sdxl import StableDiffusionXL, size_numbers
+from sd_training.models.families.unets import StableDiffusionXL, size_numbers
 from sd_training.models.schedulers import load_schedulers
 from sd_training.types import PixelBatch
 from tests import family_makers

@@ -1,7 +1,6 @@
 """States and pooled vectors of text encoders, against what transformers itself gives for each kind of encoder."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from sd_training.config.schema import TextOptions
 from sd_training.data.samples.captions import Tokenizer
-from sd_training.errors import ConfigError
-from sd_training.models.text_states import encode_texts, read_text_options, tokenize
-from sd_training.models.text_states import encode_tokens as encode_with
+from sd_training.models.families.mmdit import encode_texts, tokenize
+from sd_training.models.families.mmdit import encode_tokens as encode_with
 from tests import makers
 
 SIZES: dict[str, Any] = {
@@ -49,9 +47,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
         transformers.CLIPTextConfig(**SIZES, **SPECIAL, projection_dim=12)
     ),
     "t5": lambda: transformers.T5EncoderModel(t5_config()),
-    "t5_whole": lambda: transformers.T5Model(t5_config()),
     "gemma": lambda: transformers.Gemma2Model(gemma_config()),
-    "gemma_lm": lambda: transformers.Gemma2ForCausalLM(gemma_config()),
     "bert": lambda: transformers.BertModel(transformers.BertConfig(**SIZES)),
     "modernbert": lambda: transformers.ModernBertModel(transformers.ModernBertConfig(**SIZES, **SPECIAL)),
 }
@@ -59,9 +55,7 @@ LAYERS: dict[str, Callable[[Any], tuple[nn.ModuleList, nn.Module]]] = {
     "clip": lambda m: (m.encoder.layers, m.final_layer_norm),
     "clip_projection": lambda m: (m.text_model.encoder.layers, m.text_model.final_layer_norm),
     "t5": lambda m: (m.encoder.block, m.encoder.final_layer_norm),
-    "t5_whole": lambda m: (m.encoder.block, m.encoder.final_layer_norm),
     "gemma": lambda m: (m.layers, m.norm),
-    "gemma_lm": lambda m: (m.model.layers, m.model.norm),
     "bert": lambda m: (m.encoder.layer, nn.Identity()),
     "modernbert": lambda m: (m.layers, m.final_norm),
 }
@@ -98,8 +92,7 @@ def library_states(kind: str, encoder: Any, ids: Tensor, mask: Tensor | None) ->
         for layer in layers
     ]
     attention = None if mask is None else mask.long()
-    network = encoder.get_encoder() if kind == "t5_whole" else encoder.model if kind == "gemma_lm" else encoder
-    result = network(input_ids=ids, attention_mask=attention)
+    result = encoder(input_ids=ids, attention_mask=attention)
     for hook in hooks:
         hook.remove()
     return outputs, result
@@ -139,25 +132,13 @@ def test_masked_tokens_and_their_number_do_not_matter(kind: str) -> None:
 
 @every_encoder
 @torch.no_grad()
-def test_mean_and_end_are_of_the_last_layer_whatever_layer_is_asked_for(kind: str) -> None:
+def test_the_mean_is_of_the_last_layer_whatever_layer_is_asked_for(kind: str) -> None:
     encoder, ids = make(kind), tokens()
     last, _ = encode_tokens(encoder, ids, MASK, -1, "none")
     _, mean = encode_tokens(encoder, ids, MASK, -3, "mean")
-    _, end = encode_tokens(encoder, ids, MASK, -2, "eos")
-    assert mean is not None and end is not None
-    for row, length, clip_end in ((0, 7, 5), (1, 4, 3)):
+    assert mean is not None
+    for row, length in ((0, 7), (1, 4)):
         assert torch.allclose(mean[row], last[row, :length].mean(dim=0), atol=1e-6)
-        assert torch.equal(end[row], last[row, clip_end if kind.startswith("clip") else length - 1])
-
-
-@pytest.mark.parametrize("end_in_config", [END, 2])
-@torch.no_grad()
-def test_end_of_text_of_clip_is_the_librarys_pooler(end_in_config: int) -> None:
-    torch.manual_seed(0)
-    config = transformers.CLIPTextConfig(**SIZES, **SPECIAL | {"eos_token_id": end_in_config})
-    encoder, ids = transformers.CLIPTextModel(config).eval(), tokens()
-    _, pooled = encode_tokens(encoder, ids, None, -2, "eos")
-    assert pooled is not None and torch.equal(pooled, encoder(ids).pooler_output)
 
 
 @torch.no_grad()
@@ -180,25 +161,14 @@ def test_deepest_layer_is_the_embeddings() -> None:
 def test_a_caption_without_tokens_gives_zeros() -> None:
     encoder, mask = make("gemma"), MASK.clone()
     mask[1] = False
-    for pooling in ("mean", "eos"):
-        states, pooled = encode_tokens(encoder, tokens(), mask, -1, pooling)
-        assert pooled is not None and not states[1].any() and not pooled[1].any() and pooled[0].any()
+    states, pooled = encode_tokens(encoder, tokens(), mask, -1, "mean")
+    assert pooled is not None and not states[1].any() and not pooled[1].any() and pooled[0].any()
 
 
 def test_gradients_reach_a_trained_encoder() -> None:
     encoder = make("clip")
     encode_tokens(encoder, tokens(), None, -1, "none")[0].square().sum().backward()
     assert all(parameter.grad is not None for parameter in encoder.parameters())
-
-
-def test_options_are_checked_and_survive_storing() -> None:
-    option = TextOptions(layer=-2, pooling="mean", max_tokens=5, use_mask=False)
-    assert read_text_options({"a": asdict(option)}, ["a", "b"]) == {"a": option, "b": TextOptions()}
-    wrong = {"b": {"poling": "eos", "layer": 1, "pooling": "best", "max_tokens": 0}}
-    with pytest.raises(ConfigError) as error:
-        read_text_options(wrong, ["a", "b"])
-    named = ("b.layer", "b.pooling", "b.max_tokens", "b.poling")
-    assert [problem.partition(":")[0] for problem in error.value.problems] == [f"text_options.{name}" for name in named]
 
 
 def word_tokenizer(**special: str) -> PreTrainedTokenizerFast:
@@ -237,12 +207,13 @@ def test_clip_tokens_are_those_of_its_tokenizer() -> None:
 @torch.no_grad()
 def test_several_encoders_side_by_side() -> None:
     clip, gemma, bert = make("clip_projection"), make("gemma"), make("bert")
-    options = [
-        TextOptions(layer=None, pooling="projection", use_mask=False),
-        TextOptions(layer=-2),
-        TextOptions(pooling="mean"),
-    ]
-    text = encode_texts([clip, gemma, bert], [tokens()] * 3, [MASK] * 3, options)
+    encoders = {"a": clip, "b": gemma, "c": bert}
+    options = {
+        "a": TextOptions(layer=None, pooling="projection", use_mask=False),
+        "b": TextOptions(layer=-2),
+        "c": TextOptions(pooling="mean"),
+    }
+    text = encode_texts(encoders, dict.fromkeys(options, tokens()), dict.fromkeys(options, MASK), options)
     assert [tuple(states.shape) for states in text.states] == [(2, 7, 16), (2, 7, 16)]
     assert all(mask is MASK for mask in text.masks)
     expected = [
@@ -256,6 +227,6 @@ def test_several_encoders_side_by_side() -> None:
 @torch.no_grad()
 def test_an_encoder_without_mask_reads_its_padding() -> None:
     bert = make("bert")
-    text = encode_texts([bert], [tokens()], [MASK], [TextOptions(use_mask=False)])
+    text = encode_texts({"a": bert}, {"a": tokens()}, {"a": MASK}, {"a": TextOptions(use_mask=False)})
     assert text.masks == [None] and text.pooled is None
     assert torch.equal(text.states[0], bert(tokens()).last_hidden_state)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from sd_training.checkpoint.save import join_tensors, split_tensors
-from sd_training.optim.optimizers import make_optimizer
 from sd_training.parallel.sharding import ReplicatedSharding
-from tests.unit.optim.toy import NAMES, Toy, build, config, named, set_gradients, toy, train, values
+from tests.unit.optim.toy import NAMES, Toy, build, config, make, named, set_gradients, toy, train, values
 
 every_optimizer = pytest.mark.parametrize("name", NAMES)
 pytestmark = pytest.mark.usefixtures("any_device")
@@ -162,7 +161,7 @@ def test_a_part_without_any_gradient_is_left_alone(name: str) -> None:
 
 def test_adamw_without_the_fused_kernel_skips_as_well() -> None:
     parameters = toy()
-    optimizer: Any = make_optimizer(config("adamw"), parameters, learning_rate=0.01, fused=False)
+    optimizer: Any = make(config("adamw"), parameters, learning_rate=0.01, fused=False)
     weights = values(parameters)
     set_gradients(parameters, 0)
     optimizer.found_inf = torch.ones(())

@@ -113,5 +113,5 @@ def test_wsd_decays_over_a_fifth_of_the_run_when_not_told_otherwise() -> None:
 
 def test_a_decay_that_does_not_fit_is_an_error() -> None:
     assert schedule("wsd", decay_length=100)(10) == 1.0
-    with pytest.raises(ConfigError, match=r"lr_scheduler\.params\.decay_length: 101 steps of decay after 10 steps"):
+    with pytest.raises(ConfigError, match=r"lr_scheduler\.params\.decay_length: 101 steps after 10 of warm-up"):
         schedule("wsd", decay_length=101)

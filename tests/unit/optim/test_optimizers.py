@@ -15,12 +15,11 @@ from sd_training.callbacks.ema import evaluation_weights
 from sd_training.errors import ConfigError
 from sd_training.optim.optimizers import (
     is_hidden_matrix,
-    make_optimizer,
     parameter_groups,
     round_stochastically,
     rounding_generator,
 )
-from tests.unit.optim.toy import Toy, build, config, named, set_gradients, toy, train, values
+from tests.unit.optim.toy import Toy, build, config, make, named, set_gradients, toy, train, values
 
 SHAPES = ((5,), (4, 3), (3, 2, 4, 5))
 RATES = (0.02, 0.05, 0.05, 0.01)
@@ -43,7 +42,7 @@ def run(name: str, options: dict[str, Any], scale: float = 1.0) -> tuple[list[Te
     """Weights after the steps of `RATES`, and the optimizer."""
     weights = [nn.Parameter(weight) for weight in draw(0)]
     named = [(f"denoiser.{index}", weight) for index, weight in enumerate(weights)]
-    optimizer = make_optimizer(config(name, **options), named, learning_rate=1.0, fused=True)
+    optimizer = make(config(name, **options), named, learning_rate=1.0, fused=True)
     for rate, gradients in zip(RATES, GRADIENTS, strict=True):
         for group in optimizer.param_groups:
             group["lr"] = scale * rate * group["lr_factor"]
@@ -142,7 +141,7 @@ def test_prodigy_agrees_with_the_paper() -> None:
 def test_prodigy_finds_the_scale_of_the_problem() -> None:
     """|x - 3| from 0: the distance estimate grows from 1e-6 by orders of magnitude, and x arrives."""
     x = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    optimizer = make_optimizer(config("prodigy", weight_decay=0.0), [("denoiser.x", x)], learning_rate=1.0, fused=True)
+    optimizer = make(config("prodigy", weight_decay=0.0), [("denoiser.x", x)], learning_rate=1.0, fused=True)
     for _ in range(300):
         x.grad = 2 * (x.detach() - 3)
         optimizer.step()
@@ -180,7 +179,7 @@ def test_schedule_free_agrees_with_the_paper() -> None:
 
 def test_fused_adamw_is_torchs_own_class() -> None:
     """The class is looked at elsewhere: it tells that a gradient scaler may stay on the device."""
-    optimizer = make_optimizer(config("adamw"), toy(), learning_rate=0.1, fused=True)
+    optimizer = make(config("adamw"), toy(), learning_rate=0.1, fused=True)
     assert type(optimizer) is torch.optim.AdamW
     assert optimizer.param_groups[0]["fused"]
     assert len(optimizer.param_groups) == 1
@@ -191,7 +190,7 @@ def test_a_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch) 
     package = {"lion": "lion_pytorch", "prodigy": "prodigyopt", "schedule_free_adamw": "schedulefree"}[name]
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"optimizer\.name: {name} needs the package .*pip install"):
-        make_optimizer(config(name), toy(), learning_rate=0.1, fused=True)
+        make(config(name), toy(), learning_rate=0.1, fused=True)
 
 
 def test_bitsandbytes_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,13 +198,13 @@ def test_bitsandbytes_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("bitsandbytes", "bitsandbytes.optim"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=r"adamw_8bit needs the package bitsandbytes"):
-        make_optimizer(config("adamw_8bit"), toy(), learning_rate=0.1, fused=True)
+        make(config("adamw_8bit"), toy(), learning_rate=0.1, fused=True)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "prodigy", "schedule_free_adamw", "muon"])
 def test_a_peak_of_zero_is_allowed_and_trains_nothing(name: str) -> None:
     parameters = toy()
-    optimizer = make_optimizer(config(name), parameters, learning_rate=0.0, fused=True)
+    optimizer = make(config(name), parameters, learning_rate=0.0, fused=True)
     before = [parameter.detach().clone() for _, parameter in parameters]
     for _, parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -318,7 +317,7 @@ def one_matrix(shape: tuple[int, ...], memory_format: torch.memory_format = torc
 def muon(weight: nn.Parameter) -> Any:
     options = {"momentum": MOMENTUM, "weight_decay": MUON_DECAY}
     named = [("denoiser.middle.weight", weight)]
-    return make_optimizer(config("muon", **options), named, learning_rate=RATE, fused=True)
+    return make(config("muon", **options), named, learning_rate=RATE, fused=True)
 
 
 @pytest.mark.parametrize("shape", [(24, 10), (10, 24), (16, 16), (12, 5, 3, 3)])
@@ -564,7 +563,7 @@ def test_tiny_updates_move_bf16_weights_on_average_where_plain_adamw_stands_stil
     for rounding in (False, True):
         weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
         options = config("adamw", weight_decay=0.0, stochastic_rounding=rounding)
-        optimizer = make_optimizer(options, [("denoiser.w", weight)], learning_rate=1e-4, fused=True, seed=3)
+        optimizer = make(options, [("denoiser.w", weight)], learning_rate=1e-4, fused=True, seed=3)
         for _ in range(100):
             weight.grad = torch.ones_like(weight)
             optimizer.step()

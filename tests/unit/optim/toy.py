@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from sd_training.config.schema import OptimizerConfig, OptimizerParams
-from sd_training.optim.optimizers import make_optimizer
+from sd_training.optim.optimizers import Optimization, make_optimizer
 
 NAMES = ("adamw", "adafactor", "adamw_8bit", "lion", "prodigy", "schedule_free_adamw", "muon")
 PARAMS = {"learning_rate", "beta1", "beta2", "weight_decay", "epsilon", "momentum", "d0", "d_coef"}
@@ -38,8 +38,20 @@ def config(name: str, **options: Any) -> OptimizerConfig:
     return OptimizerConfig(name=name, params=OptimizerParams(**params), **options)
 
 
+def make(
+    options: OptimizerConfig,
+    parameters: list[tuple[str, nn.Parameter]],
+    *,
+    learning_rate: float,
+    fused: bool = True,
+    seed: int = 0,
+) -> Any:
+    plan = Optimization(options, learning_rate, lambda step: 1.0, seed=seed, has_gradient_scaler=not fused)
+    return make_optimizer(plan, parameters)
+
+
 def build(name: str, parameters: list[tuple[str, nn.Parameter]], rate: float = 0.01, **options: Any) -> Any:
-    return make_optimizer(config(name, **options), parameters, learning_rate=rate, fused=name != "adafactor", seed=7)
+    return make(config(name, **options), parameters, learning_rate=rate, fused=name != "adafactor", seed=7)
 
 
 def set_gradients(parameters: list[tuple[str, nn.Parameter]], step: int) -> None:

@@ -5,8 +5,8 @@ import torch
 
 from sd_training.config.schema import LRScheduleConfig, OptimizerConfig
 from sd_training.optim.lr_schedules import lr_schedule
+from sd_training.optim.optimizers import Optimization
 from sd_training.training.autoencoder_module import AutoencoderModule
-from sd_training.training.base_module import Optimization
 from tests.tiny_parts import tiny_vae
 
 

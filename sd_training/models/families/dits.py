@@ -1,0 +1,163 @@
+"""Families with a transformer: Stable Diffusion 3 and 3.5 (Esser et al. 2024, arXiv:2403.03206, figure 2), PixArt-Σ
+(Chen et al. 2024, arXiv:2403.04692), and FLUX.1 (Black Forest Labs 2024; as diffusers' `FluxPipeline` runs it).
+
+Lengths of T5's captions are the defaults of the pipelines.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from diffusers import FluxPipeline, PixArtSigmaPipeline, StableDiffusion3Pipeline
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.functional import pad
+
+from sd_training.models.family import Family
+from sd_training.models.mmdit_rope import from_patches, to_patches
+from sd_training.types import Conditioning, NoisedBatch, PixelBatch
+
+_CLIPS = ("text_encoder", "text_encoder_2")
+_MLP = (("ff.net.0.proj",), "ff.net.2")
+_TEXT_MLP = (("ff_context.net.0.proj",), "ff_context.net.2")
+PIPELINE_TIMESTEPS = 1000
+"""The pipeline of FLUX divides timesteps by this, whatever its scheduler."""
+DISTILLED_GUIDANCE = 1.0
+"""Guidance input of a guidance-distilled transformer in training: none."""
+
+
+class StableDiffusion3(Family):
+    """Both CLIPs side by side, then T5 behind them; pooled text of both CLIPs."""
+
+    name = "sd3"
+    pipeline_class = StableDiffusion3Pipeline
+    pipeline_options: ClassVar[Mapping[str, Any]] = {"text_encoder_3": None, "tokenizer_3": None}  # may be left out
+    block_classes = ("JointTransformerBlock",)
+    tensor_attention = ("attn", "attn2")
+    tensor_mlps = (_MLP, _TEXT_MLP)
+    text_lengths: ClassVar[Mapping[str, int]] = {"text_encoder_3": 256}
+    classes: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(_CLIPS, "CLIPTextModelWithProjection"),
+        "text_encoder_3": "T5EncoderModel",
+        "tokenizer_3": "T5TokenizerFast",
+    }
+
+    def encode(self, batch: PixelBatch) -> Conditioning:
+        """As `StableDiffusion3Pipeline.encode_prompt`."""
+        outputs = [self.parts[name](batch.tokens[name], output_hidden_states=True) for name in _CLIPS]
+        clip = torch.cat([output.hidden_states[-2] for output in outputs], dim=-1)
+        clip = pad(clip, (0, self.denoiser.config.joint_attention_dim - clip.shape[-1]))
+        if self.parts.get("text_encoder_3") is None:  # the pipeline puts zeros there
+            t5 = clip.new_zeros(len(clip), self.text_lengths["text_encoder_3"], clip.shape[-1])
+        else:
+            t5 = self.parts["text_encoder_3"](batch.tokens["text_encoder_3"])[0]
+        return Conditioning([torch.cat([clip, t5], dim=1)], pooled=torch.cat([output[0] for output in outputs], dim=-1))
+
+    def inputs(self, conditioning: Conditioning) -> dict[str, Any]:
+        """As `Family.inputs`."""
+        return {"pooled_projections": conditioning.pooled}
+
+    def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
+        """As `Family.text_shapes`. Both CLIPs are padded to the width of T5, or without it to the denoiser's."""
+        clips, t5 = [self.parts[name].config for name in _CLIPS], self.parts.get("text_encoder_3")
+        width = self.denoiser.config.joint_attention_dim if t5 is None else t5.config.d_model
+        length = clips[0].max_position_embeddings + self.text_lengths["text_encoder_3"]
+        return [(length, max(width, sum(c.hidden_size for c in clips)))], sum(c.projection_dim for c in clips)
+
+
+class PixArtSigma(Family):
+    """T5 states with their mask. Of a transformer with learned variance the mean is trained."""
+
+    name = "pixart"
+    pipeline_class = PixArtSigmaPipeline
+    block_classes = ("BasicTransformerBlock",)
+    predictions = ("epsilon", "v_prediction", "sample", "edm")
+    text_width = "caption_channels"
+    text_lengths: ClassVar[Mapping[str, int]] = {"text_encoder": 300}
+    has_lowercase_text = True
+    tensor_attention = ("attn1", "attn2")
+    tensor_mlps = (_MLP,)
+    classes: ClassVar[Mapping[str, str]] = {
+        "text_encoder": "T5EncoderModel",
+        "tokenizer": "T5TokenizerFast",
+        "transformer": "PixArtTransformer2DModel",
+    }
+
+    def encode(self, batch: PixelBatch) -> Conditioning:
+        """As `PixArtSigmaPipeline.encode_prompt`."""
+        mask = batch.token_masks["text_encoder"]
+        return Conditioning([self.parts["text_encoder"](batch.tokens["text_encoder"], attention_mask=mask)[0]], [mask])
+
+    def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
+        """As `Family.predict`."""
+        return super().predict(denoiser, noised, conditioning)[:, : noised.noised_latents.shape[1]]
+
+    def inputs(self, conditioning: Conditioning) -> dict[str, Any]:
+        """As `Family.inputs`."""
+        no_sizes = {"resolution": None, "aspect_ratio": None}
+        return {"encoder_attention_mask": conditioning.masks[0], "added_cond_kwargs": no_sizes}
+
+    def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
+        """As `Family.text_shapes`."""
+        return [(self.text_lengths["text_encoder"], self.parts["text_encoder"].config.d_model)], 0
+
+    def needed_settings(self) -> dict[str, Any]:
+        """As `Family.needed_settings`. Learned variance doubles the output; the sizes of PixArt-α are not given."""
+        needed = super().needed_settings()
+        if self.denoiser.config.out_channels == 2 * needed["in_channels"]:
+            del needed["out_channels"]
+        return {**needed, **({"use_additional_conditions": False} if self.denoiser.use_additional_conditions else {})}
+
+
+class Flux(Family):
+    """Rectified flow on tokens of 2 × 2 latent cells; positions are (0, row, column)."""
+
+    name = "flux"
+    pipeline_class = FluxPipeline
+    block_classes = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
+    packing = 2
+    tensor_attention = ("attn",)
+    head_axis = 2
+    tensor_mlps = (_MLP, _TEXT_MLP)
+    text_lengths: ClassVar[Mapping[str, int]] = {"text_encoder_2": 512}
+    classes: ClassVar[Mapping[str, str]] = {
+        "text_encoder": "CLIPTextModel",
+        "text_encoder_2": "T5EncoderModel",
+        "tokenizer_2": "T5TokenizerFast",
+        "transformer": "FluxTransformer2DModel",
+    }
+
+    def encode(self, batch: PixelBatch) -> Conditioning:
+        """As `FluxPipeline.encode_prompt`: no mask."""
+        pooled = self.parts["text_encoder"](batch.tokens["text_encoder"]).pooler_output
+        return Conditioning([self.parts["text_encoder_2"](batch.tokens["text_encoder_2"])[0]], pooled=pooled)
+
+    def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
+        """As `Family.predict`."""
+        latents, states = noised.noised_latents, conditioning.states[0]
+        rows, columns = (side // self.packing for side in latents.shape[-2:])
+        axes = [torch.arange(count, device=latents.device, dtype=torch.float32) for count in (1, rows, columns)]
+        guidance = latents.new_full((len(latents),), DISTILLED_GUIDANCE)
+        answer = denoiser(
+            hidden_states=to_patches(latents, self.packing),
+            timestep=noised.timesteps / PIPELINE_TIMESTEPS,
+            guidance=guidance if self.denoiser.config.guidance_embeds else None,
+            pooled_projections=conditioning.pooled,
+            encoder_hidden_states=states,
+            txt_ids=latents.new_zeros(states.shape[1], 3),
+            img_ids=torch.cartesian_prod(*axes),
+        ).sample
+        return from_patches(answer, rows, self.packing)
+
+    def tensor_plan(self, block: nn.Module, size: int) -> dict[str, ParallelStyle]:
+        """As `Family.tensor_plan`. Blocks of one stream are left whole: one matrix reads attention and MLP together."""
+        return super().tensor_plan(block, size) if type(block).__name__ == "FluxTransformerBlock" else {}
+
+    def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
+        """As `Family.text_shapes`."""
+        clip, t5 = (encoder.config for encoder in self.text_encoders().values())
+        return [(self.text_lengths["text_encoder_2"], t5.d_model)], clip.hidden_size
+
+    def needed_settings(self) -> dict[str, Any]:
+        """As `Family.needed_settings`; every axis of the positions has its part of a head."""
+        return {**super().needed_settings(), "attention_head_dim": sum(self.denoiser.config.axes_dims_rope)}

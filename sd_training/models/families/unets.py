@@ -1,0 +1,109 @@
+"""Families with a UNet: Stable Diffusion 1.x and 2.x (Rombach et al. 2022, arXiv:2112.10752), and Stable Diffusion XL:
+two text encoders, a pooled caption, and the numbers of the picture's history (Podell et al. 2023, arXiv:2307.01952,
+section 2.2)."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+from torch import Tensor
+
+from sd_training.config.schema import ConditioningConfig, FamilyName, ModelConfig
+from sd_training.models.family import SIZE_NUMBERS, Family, Index
+from sd_training.types import Conditioning, PixelBatch
+
+_NO_CHECKER = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+_NULL_IS_ZEROS = "force_zeros_for_empty_prompt"
+
+
+class StableDiffusion(Family):
+    """Cross-attention to the last hidden states of CLIP."""
+
+    name: ClassVar[FamilyName] = "stable_diffusion"
+    pipeline_class = StableDiffusionPipeline
+    pipeline_options: ClassVar[Mapping[str, Any]] = _NO_CHECKER
+    denoiser_part = "unet"
+    predictions = ("epsilon", "v_prediction", "sample", "flow_prediction", "edm")
+    block_classes = ("BasicTransformerBlock", "ResnetBlock2D")
+    text_width = "cross_attention_dim"
+    classes: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIPTextModel"}
+
+    def encode(self, batch: PixelBatch) -> Conditioning:
+        """Last hidden states, as `StableDiffusionPipeline` uses them."""
+        return Conditioning([self.parts["text_encoder"](batch.tokens["text_encoder"]).last_hidden_state])
+
+    def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
+        """As `Family.text_shapes`."""
+        config = self.parts["text_encoder"].config
+        return [(config.max_position_embeddings, config.hidden_size)], 0
+
+
+class StableDiffusionXL(StableDiffusion):
+    """Penultimate states of both encoders side by side; pooled text of the second."""
+
+    name = "sdxl"
+    pipeline_class = StableDiffusionXLPipeline
+    pipeline_options: ClassVar[Mapping[str, Any]] = {"add_watermarker": False}
+    has_size_numbers = True
+    classes: ClassVar[Mapping[str, str]] = {**StableDiffusion.classes, "text_encoder_2": "CLIPTextModelWithProjection"}
+
+    def __init__(self, *args: Any) -> None:
+        """The embedding of a NaN is zero, which is the null of SDXL's own training (sgm's `ucg_rate`): every number,
+        zero included, has an embedding that means something."""
+        super().__init__(*args)
+        if getattr(self.denoiser, "add_time_proj", None) is not None:  # missing in a UNet that does not fit
+            self.denoiser.add_time_proj.register_forward_hook(lambda _, __, embedded: embedded.nan_to_num(0.0))
+
+    @classmethod
+    def settings_of(cls, model: ModelConfig, conditioning: ConditioningConfig, index: Index) -> dict[str, Any]:
+        """Whether a dropped caption is zeros instead of the encoded empty caption."""
+        given = conditioning.null_text
+        return {_NULL_IS_ZEROS: bool(index.get(_NULL_IS_ZEROS, False)) if given is None else given == "zeros"}
+
+    def encode(self, batch: PixelBatch) -> Conditioning:
+        """As `StableDiffusionXLPipeline.encode_prompt`."""
+        states, is_zero = [], bool(self.settings.get(_NULL_IS_ZEROS))
+        for name, encoder in self.text_encoders().items():
+            output, zeroed = encoder(batch.tokens[name], output_hidden_states=True), batch.dropped[name] & is_zero
+            states.append(output.hidden_states[-2].masked_fill(zeroed[:, None, None], 0.0))
+        pooled = output[0].masked_fill(zeroed[:, None], 0.0)  # of the second encoder
+        return Conditioning([torch.cat(states, dim=-1)], pooled=pooled, size_numbers=size_numbers(batch))
+
+    def freeze_unread_text(self) -> None:
+        """Of the first encoder: behind the penultimate states."""
+        encoder = self.parts["text_encoder"]
+        unread = (f"encoder.layers.{encoder.config.num_hidden_layers - 1}.", "final_layer_norm")
+        for name, parameter in encoder.named_parameters():
+            if any(part in name for part in unread):
+                parameter.requires_grad_(False)
+
+    def scaled(self, latents: Tensor) -> Tensor:
+        """Per channel where the autoencoder has such a scale, as Playground v2.5's does."""
+        mean, std = self.vae.config.get("latents_mean"), self.vae.config.get("latents_std")
+        if mean is None or std is None:
+            return super().scaled(latents)
+        mean, std = (latents.new_tensor(values).view(1, -1, 1, 1) for values in (mean, std))
+        return (latents - mean) * self.vae.config.scaling_factor / std
+
+    def inputs(self, conditioning: Conditioning) -> dict[str, Any]:
+        """As `Family.inputs`."""
+        return {"added_cond_kwargs": {"text_embeds": conditioning.pooled, "time_ids": conditioning.size_numbers}}
+
+    def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
+        """As `Family.text_shapes`."""
+        first, second = (encoder.config for encoder in self.text_encoders().values())
+        return [(first.max_position_embeddings, first.hidden_size + second.hidden_size)], second.projection_dim
+
+    def needed_settings(self) -> dict[str, Any]:
+        """As `Family.needed_settings`."""
+        embedded = SIZE_NUMBERS * (self.denoiser.config.addition_time_embed_dim or 0) + self.text_shapes()[1]
+        own = {"addition_embed_type": "text_time", "projection_class_embeddings_input_dim": embedded}
+        return {**super().needed_settings(), **own}
+
+
+def size_numbers(batch: PixelBatch) -> Tensor:
+    """[B, 6] float32, NaN where a number is dropped."""
+    original = batch.original_size.float().masked_fill(batch.dropped["size"][:, None], torch.nan)
+    crop = batch.crop_top_left.float().masked_fill(batch.dropped["crop"][:, None], torch.nan)
+    return torch.cat([original, crop, batch.target_size.float()], dim=1)
