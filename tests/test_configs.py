@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from scripts.config_docs import DESTINATION, ROOT, render
 from sd_training.config.changes import to_plain
 from sd_training.config.check import warnings
-from sd_training.config.fields import accepts, options
+from sd_training.config.fields import options
 from sd_training.config.load import load_config
 from sd_training.config.schema import Config
 
@@ -49,7 +49,7 @@ def filled(path: Path, captions: Path) -> list[str]:
     special = {"experiment.eval_caption_file": str(captions), "wandb.api_key": "0123456789"}
     overrides = []
     for key in unfilled(plain(path)):
-        default = "1_000_000" if accepts(options()[key], 1_000_000) else "filled"
+        default = "1_000_000" if options()[key].accepts(1_000_000) else "filled"
         overrides.append(f"{key}={special.get(key, default)}")
     return [f"config={path}", *overrides]
 

@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -61,7 +60,7 @@ def _data_problems(config: Config) -> list[str]:
     named: list[tuple[str, str, SourceParams]] = [(option, dataset.type, dataset.params)]
     named += [(f"dataset.mix.{i}.params.path", entry.type, entry.params) for i, entry in enumerate(dataset.mix)]
     if config.validation.path:
-        held_out = replace(dataset.params, path=config.validation.path)
+        held_out = dataset.params.replace(path=config.validation.path)
         named.append(("validation.path", dataset.type, held_out))
     access = access_of(dataset.params.remote)
     return [

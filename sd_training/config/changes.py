@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,48 +13,36 @@ from sd_training.config.schema import Config
 from sd_training.log import note_secret, redacted_values
 
 PERMISSION = "allow_pipe"
-"""Name of the option that a file cannot set to true."""
-
-
-def without_permissions(holder: Any) -> Any:
-    """A copy in which no such option stands: what is written to a file."""
-    if isinstance(holder, Mapping):
-        return {key: without_permissions(value) for key, value in holder.items() if key != PERMISSION}
-    return [without_permissions(value) for value in holder] if isinstance(holder, list) else holder
+"""Name of the option that a file cannot set to true, and that is not written to one."""
 
 
 def to_plain(config: Config) -> dict[str, Any]:
     """Plain containers of a configuration; `wandb.api_key` is null, and other secrets are hidden (`log.redacted`)."""
-    plain: dict[str, Any] = asdict(config)
-    note_secret(plain["wandb"]["api_key"])
-    plain["wandb"]["api_key"] = None
-    hidden: dict[str, Any] = redacted_values(plain)
-    return hidden
+    note_secret(config.wandb.api_key)
+    plain: dict[str, Any] = redacted_values(config.replace(wandb=config.wandb.replace(api_key=None)).model_dump())
+    return plain
 
 
 def resolved_yaml(config: Config) -> str:
     """YAML that `load_config` reads back to the same configuration, except for W&B's key, what URLs hide, and the
     permissions that the command line alone can give."""
-    return str(yaml.safe_dump(without_permissions(to_plain(config)), sort_keys=False, allow_unicode=True, width=120))
+    return str(yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True, width=120))
 
 
 def chosen_options(config: Config) -> dict[str, Any]:
     """Dotted option → value of every option that is not at its default, without secrets."""
     plain = to_plain(config)
-    values = {key: _value(plain, key) for key in options()}
-    return {key: value for key, value in values.items() if value != options()[key].default}
+    values = {key: (_value(plain, key), option.default) for key, option in options().items()}
+    return {key: value for key, (value, default) in values.items() if value != default}
 
 
-_EXPORTED: Mapping[str, str] = {
-    "conditioning": "null_text",
-    "model": (
-        "bf16_weights family noise_scheduler_inference noise_scheduler_training pretrained revision text_encoder "
-        "text_encoder_2 text_encoder_3 text_encoders tokenizer tokenizer_2 tokenizer_3 train transformer unet use_ema "
-        "vae vae_scaling_factor"
-    ),
-    "objective": "shift sigma_data",
-}
-EXPORTED = tuple(f"{group}.{name}" for group, names in _EXPORTED.items() for name in names.split())
+_PARTS = (
+    "bf16_weights family noise_scheduler_inference noise_scheduler_training pretrained revision text_encoder "
+    "text_encoder_2 text_encoder_3 text_encoders tokenizer tokenizer_2 tokenizer_3 train transformer unet use_ema vae "
+    "vae_scaling_factor"
+)
+_OTHERS = ("conditioning.null_text", "objective.shift", "objective.sigma_data")
+EXPORTED = (*(f"model.{name}" for name in _PARTS.split()), *_OTHERS)
 """Options, and groups of them, that decide which weights and parts `current_pipeline` holds. What the checkpoint itself
 knows, such as the prediction type and the optimizer, is compared when it is loaded."""
 

@@ -1,18 +1,16 @@
 """The options of the training data, and the class prompts that one of them names."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
-from pydantic.dataclasses import dataclass
+from pydantic import Field, TypeAdapter, ValidationError
 
 from sd_training.config.value_types import (
     DENOISER,
-    SCHEMA,
     Count,
     NonNegative,
     Number,
+    OptionGroup,
     Positive,
     PositiveInt,
     Probability,
@@ -38,8 +36,7 @@ _Text = Annotated[str, Field(min_length=1)]
 _Size = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class CaptionConfig:
+class CaptionConfig(OptionGroup):
     """Which caption a visit gets. Everything is drawn anew at every visit."""
 
     fields: Annotated[dict[str, NonNegative] | None, read_with("type", "WebDataset", *_TABLES, "ImageFolder")] = None
@@ -61,8 +58,7 @@ class CaptionConfig:
     """First tags that are neither shuffled nor left out [count]."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class BucketConfig:
+class BucketConfig(OptionGroup):
     """Aspect-ratio buckets: all samples of an optimizer step have one height and width."""
 
     mode: Literal["off", "ladder", "table"] = "off"
@@ -77,21 +73,18 @@ class BucketConfig:
     """Ladder: longest side [pixels]; null: twice `resolution`."""
     max_aspect: Annotated[Number, Field(ge=1), _LADDER] = 2.0
     """Ladder: largest ratio of the longer to the shorter side; images beyond it are cropped."""
-    sizes: Annotated[list[_Size] | None, read_with("mode", "table")] = Field(
-        default=None, json_schema_extra={"allowed": "a list of [height, width] pairs or null"}
-    )
+    sizes: Annotated[list[_Size] | None, read_with("mode", "table")] = None
     """Table: `[height, width]` pairs [pixels]."""
     upscale: Annotated[bool, _LADDER] = True
     """Ladder: whether images may be enlarged; if not, smaller ones go to smaller sizes."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class TagConfig:
+class TagConfig(OptionGroup):
     """`TagFolder`: rules for JSON files with tags and a score. Names and meanings are those of LunNova's trainer."""
 
     consider_every_nth: PositiveInt | None = None
     """Keep files 0, n, 2n, … of the sorted list [count]."""
-    score_tags: list[int] = Field(default_factory=list)
+    score_tags: list[int] = Field(default=[])
     """Thresholds; the highest one that the score reaches is added as a tag `scr<threshold>`."""
     abs_min_score: float = 25
     """Samples whose own score is lower are dropped."""
@@ -117,14 +110,13 @@ class TagConfig:
     """Whether a separator ends the caption."""
     skip_caption: bool = False
     """Train with empty captions."""
-    aspect_range: list[float] = Field(default_factory=lambda: [0.71, 1.42])
+    aspect_range: list[float] = Field(default=[0.71, 1.42])
     """Samples whose width / height is outside are dropped."""
     limit_images: PositiveInt | None = None
     """A fixed random choice of so many samples [count]."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class RemoteConfig:
+class RemoteConfig(OptionGroup):
     """How `s3://`, `gs://` and `http(s)://` files are read. Keys and endpoints come from the environment."""
 
     mode: Literal["cache", "range"] = "cache"
@@ -139,44 +131,36 @@ class RemoteConfig:
     """Longest wait for an answer [s]."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class SourceParams:
+class SourceParams(OptionGroup):
     """Which samples there are."""
 
     path: str | list[str]
     """Shards: a file, a folder, a glob, a brace pattern, a URL, or a list of these."""
-    filters: dict[str, Any] | None = Field(
-        default=None, json_schema_extra={"allowed": "a mapping of metadata fields to filters or null"}
-    )
+    filters: dict[str, Any] | None = None
     """Metadata filters such as `{original_width: ">=512", pwatermark: "<=0.5"}`; all must hold, and a sample without
     the field is dropped."""
-    captions: Annotated[CaptionConfig, read_with("type", *_TAR, *_TABLES, "ImageFolder"), DENOISER] = Field(
-        default_factory=CaptionConfig
-    )
+    captions: Annotated[CaptionConfig, read_with("type", *_TAR, *_TABLES, "ImageFolder"), DENOISER] = CaptionConfig()
     """Choice of captions."""
     image_column: Annotated[str | None, _COLUMNS] = None
     """Parquet, Table, HuggingFace: column of the image file's bytes or path; null looks for usual names."""
     caption_column: Annotated[str | None, _COLUMNS] = None
     """Parquet, Table, HuggingFace: column of the caption; null looks for usual names."""
-    tags: Annotated[TagConfig, read_with("type", "TagFolder")] = Field(default_factory=TagConfig)
+    tags: Annotated[TagConfig, read_with("type", "TagFolder")] = TagConfig()
     """TagFolder."""
     idx_to_prompt: Annotated[dict[str | int, str | list[str]] | str | None, _CLASSES] = None
     """ClassificationWebDataset: class index → prompt or list of prompts (one drawn per visit), inline or as a JSON
     file."""
-    class_mapping: Annotated[dict[str | int, str | list[str]] | str | None, _CLASSES] = None
-    """Another name of `idx_to_prompt`."""
-    allow_pipe: Annotated[bool, read_with("type", *_TAR)] = False
+    allow_pipe: Annotated[bool, read_with("type", *_TAR)] = Field(default=False, exclude=True)
     """Run `pipe:` entries of `path` as shell commands. Only for commands you trust, and only on the command line: a
     configuration file cannot set it to true."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
 class DatasetParams(SourceParams):
     """Which samples, and how they become pixels and captions."""
 
     resolution: PositiveInt = 512
     """Height and width of a training image [pixels]; a multiple of the autoencoder's downscale factor."""
-    buckets: BucketConfig = Field(default_factory=BucketConfig)
+    buckets: BucketConfig = BucketConfig()
     """Aspect-ratio buckets."""
     crop: Literal["center", "random"] = "center"
     """Where the image is cut after it was resized to cover its target."""
@@ -193,7 +177,7 @@ class DatasetParams(SourceParams):
     """Shards whose samples are shuffled with each other; null: as many as hold 262,144 samples."""
     allow_change: bool = False
     """Let a resumed run go on although its data, filters or batch have changed."""
-    remote: RemoteConfig = Field(default_factory=RemoteConfig)
+    remote: RemoteConfig = RemoteConfig()
     """Remote files."""
     max_image_pixels: PositiveInt = 178_956_970
     """Larger images are skipped before they are decoded [pixels]."""
@@ -204,8 +188,7 @@ class DatasetParams(SourceParams):
     `~/.cache/sd_training/index`."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class MixEntry:
+class MixEntry(OptionGroup):
     """One more data set beside the first. Image processing is the first one's."""
 
     type: SourceType = "WebDataset"
@@ -220,8 +203,7 @@ class MixEntry:
     """First optimizer step that draws from it no more; null: none."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class DatasetConfig:
+class DatasetConfig(OptionGroup):
     """Training data."""
 
     type: SourceType = "WebDataset"
@@ -236,48 +218,42 @@ class DatasetConfig:
     """First optimizer step that draws from this data set."""
     end_step: Annotated[PositiveInt | None, _MIXED] = None
     """First optimizer step that draws from this data set no more; null: none."""
-    mix: list[MixEntry] = Field(
-        default_factory=list,
-        json_schema_extra={
-            "allowed": "a list of data sets, each with params.path, and type, weight, start_step, end_step"
-        },
-    )
-    """More data sets; each optimizer step draws from one of them."""
+    mix: list[MixEntry] = Field(default=[])
+    """More data sets, each with `params.path`, and `type`, `weight`, `start_step`, `end_step`; each optimizer step
+    draws from one of them."""
 
 
-_MAX_DIGITS = 20
-"""Longer numbers are names."""
+def class_name(value: object) -> str:
+    """One spelling per class id: `7`, `"7"` and `"07"` are the same class."""
+    text = str(value).strip()
+    return (text.lstrip("0") or "0") if text.isascii() and text.isdigit() else text
+
+
+_CLASS_PROMPTS = TypeAdapter(dict[str, str | Annotated[list[str], Field(min_length=1)]])
 
 
 def read_class_prompts(params: SourceParams) -> tuple[dict[str, list[str]], list[str]]:
-    """The prompts of every class, of `idx_to_prompt` or of `class_mapping`, its other name.
+    """The prompts of every class, of `idx_to_prompt`.
 
     Returns:
         Class → at least one prompt, and one sentence per problem. `7`, `"7"` and `"07"` are the class `7`.
     """
-    option = "dataset.params.idx_to_prompt"
-    if params.idx_to_prompt is not None and params.class_mapping is not None:
-        return {}, [f"dataset.params.class_mapping: is another name of {option}; keep one of them"]
-    written: Any = params.class_mapping if params.idx_to_prompt is None else params.idx_to_prompt
-    if written is None:
-        return {}, [f"{option}: is required with dataset.type=ClassificationWebDataset"]
-    if isinstance(written, str):
-        try:
-            written = json.loads(Path(written).expanduser().read_bytes())
-        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: `~nobody`, and nested too deeply
-            return {}, [f"{option}: cannot read {written!r} as JSON: {getattr(error, 'strerror', None) or error}"]
-    if not isinstance(written, dict) or not written:
-        return {}, [f"{option}: must be a mapping of class to prompt, with at least one class"]
-    prompts: dict[str, list[str]] = {}
-    problems: list[str] = []
-    for key, value in written.items():
-        name = str(key).strip()
-        name = str(int(name)) if name.isascii() and name.isdigit() and len(name) < _MAX_DIGITS else name
-        texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-            problems.append(f"{option}.{key}: must be a prompt or a list of at least one prompt")
-        elif name in prompts:
-            problems.append(f"{option}.{key}: this class is listed twice")
+    option, written = "dataset.params.idx_to_prompt", params.idx_to_prompt
+    try:
+        if isinstance(written, str):
+            classes = _CLASS_PROMPTS.validate_json(Path(written).expanduser().read_bytes())
         else:
-            prompts[name] = texts
-    return prompts, problems
+            classes = _CLASS_PROMPTS.validate_python({str(key): value for key, value in (written or {}).items()})
+    except ValidationError as error:
+        place = ".".join([option, *map(str, error.errors()[0]["loc"][:1])])
+        return {}, [f"{place}: must be a mapping (a file: JSON) of class to prompt or list of at least one prompt"]
+    except (OSError, RuntimeError) as error:  # RuntimeError: `~nobody`
+        return {}, [f"{option}: cannot read {written!r}: {getattr(error, 'strerror', None) or error}"]
+    if not classes:
+        return {}, [f"{option}: is required with dataset.type=ClassificationWebDataset, with at least one class"]
+    prompts: dict[str, list[str]] = {}
+    for name, found in classes.items():
+        if class_name(name) in prompts:
+            return {}, [f"{option}.{name}: this class is listed twice"]
+        prompts[class_name(name)] = [found] if isinstance(found, str) else found
+    return prompts, []

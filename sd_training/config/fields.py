@@ -1,22 +1,22 @@
 """The schema as a flat table of dotted options: for messages, suggestions, the reference, and what reads which one."""
 
 import json
-import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from functools import cache, cached_property, reduce
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from sd_training.config.schema import Config
-from sd_training.config.value_types import ReadWith
+from sd_training.config.value_types import OptionGroup, ReadWith
 
 SECRETS = frozenset({"wandb.api_key"})
 """Options whose values are never printed or written."""
 OLD_NAMES: Mapping[str, str] = {
     "dataset.params.batch_size": "system.batch_size",
+    "dataset.params.class_mapping": "dataset.params.idx_to_prompt",
     "dataset.params.num_examples_to_see": "experiment.num_examples_to_see",
     "dataset.params.workers": "system.workers",
     "model.ema.path": "ema.path",
@@ -29,9 +29,10 @@ OLD_WORDS: Mapping[str, Mapping[str, str]] = {"dataset.type": {"ParquetDataset":
 """Option → word of sd-training → the word here."""
 
 _SHOWN_CHARACTERS = 80
-_ONE = {str: "a text", bool: "true or false", type(None): "null", Any: "any value"}
-_SEVERAL = {str: "texts", int: "whole numbers", float: "numbers", Any: "any values"}
+_ONE = {"string": "a text", "integer": "a whole number", "number": "a number", "boolean": "true or false"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+_BOUNDS |= {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+"""In a JSON schema; a bound after a validator has pydantic's own name."""
 
 
 @dataclass(frozen=True)
@@ -40,69 +41,90 @@ class Option:
 
     key: str
     """Dotted name."""
-    annotation: Any
-    """Type, with its bounds inside `Annotated`."""
-    allowed: str
-    """Type and bounds in plain words."""
     required: bool
     default: Any
     doc: str
+    annotation: Any
+    """Type, with its bounds inside `Annotated`."""
     readers: Mapping[str, ReadWith]
     """Dotted name of another option → with which of its values this one is read."""
 
+    @cached_property
+    def _type(self) -> TypeAdapter[Any]:
+        return TypeAdapter(self.annotation)
 
-def group_fields(group: type) -> Mapping[str, FieldInfo]:
-    """The fields of a schema dataclass by name."""
-    fields: Mapping[str, FieldInfo] = group.__pydantic_fields__  # type: ignore[attr-defined]
-    for name, field in fields.items():
-        if field.description is None:  # pydantic reads attribute docstrings of the class itself, not of its bases
-            inherited = (getattr(base, "__pydantic_fields__", {}).get(name) for base in group.__mro__[1:])
-            field.description = next((f.description for f in inherited if f is not None), None)
-    return fields
+    @cached_property
+    def allowed(self) -> str:
+        """Type and bounds in plain words."""
+        return _describe(self._type.json_schema())
+
+    @cached_property
+    def words(self) -> list[str]:
+        """The words that it allows; none where it takes no fixed words."""
+        schema = self._type.json_schema()
+        return [str(word) for member in schema.get("anyOf", [schema]) for word in _words(member)]
+
+    def accepts(self, value: Any) -> bool:
+        """Whether a value is right as it stands, without conversion."""
+        try:
+            self._type.validate_python(value, strict=True)
+        except ValidationError:
+            return False
+        return True
 
 
-def is_group(annotation: Any) -> bool:
-    """Whether a field holds options of its own."""
-    return isinstance(annotation, type) and hasattr(annotation, "__pydantic_fields__")
-
-
-Scopes = tuple[tuple[str, type], ...]
-"""Prefix and class of the groups around a field, the innermost first."""
+def group_of(field: FieldInfo) -> type[OptionGroup] | None:
+    """The class of a field that holds options of its own."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, OptionGroup) else None
 
 
 def walk(
-    group: type = Config, prefix: str = "", around: Scopes = (), above: Mapping[str, ReadWith] | None = None
+    group: type[OptionGroup] = Config,
+    around: tuple[tuple[str, type[OptionGroup]], ...] = (),
+    above: Mapping[str, ReadWith] | None = None,
+    prefix: str = "",
 ) -> Iterator[tuple[str, FieldInfo, dict[str, ReadWith]]]:
     """Every group and every option in the order of the schema: dotted name, field, and what decides whether it is read.
 
     Of two rules about the same deciding option, the one of the inner group or field holds.
+
+    Args:
+        around: prefix and class of the groups that this one is in, the innermost first.
+        above: what decides about this group.
     """
     around = ((prefix, group), *around)
-    for name, field in group_fields(group).items():
+    for name, field in group.model_fields.items():
         readers = dict(above or {})
-        for rule in field.metadata:
-            if isinstance(rule, ReadWith) and (decider := _decider(rule.option, around)):
-                readers[decider] = rule
+        for rule in (item for item in field.metadata if isinstance(item, ReadWith)):
+            holders = (at for at, other in around if rule.option.partition(".")[0] in other.model_fields)
+            readers |= {f"{holder}{rule.option}": rule for holder in [*holders][:1]}
         yield prefix + name, field, readers
-        if is_group(field.annotation):
-            assert isinstance(field.annotation, type)
-            yield from walk(field.annotation, f"{prefix}{name}.", around, readers)
-
-
-def _decider(name: str, around: Scopes) -> str | None:
-    return next((prefix + name for prefix, group in around if name.partition(".")[0] in group_fields(group)), None)
+        if inner := group_of(field):
+            yield from walk(inner, around, readers, f"{prefix}{name}.")
 
 
 @cache
-def options(group: type = Config) -> dict[str, Option]:
+def options(group: type[OptionGroup] = Config) -> dict[str, Option]:
     """Every option of a group by its dotted name inside the group."""
-    return {key: _option(key, field, readers) for key, field, readers in walk(group) if not is_group(field.annotation)}
+    return {
+        key: Option(
+            key,
+            field.is_required(),
+            None if field.is_required() else field.default,
+            field.description or "",
+            Annotated[(field.annotation, Field(json_schema_extra=field.json_schema_extra), *field.metadata)],
+            readers,
+        )
+        for key, field, readers in walk(group)
+        if not group_of(field)
+    }
 
 
 @cache
 def groups() -> dict[str, FieldInfo]:
     """Every group of options by its dotted name."""
-    return {key: field for key, field, _ in walk() if is_group(field.annotation)}
+    return {key: field for key, field, _ in walk() if group_of(field)}
 
 
 def option_of(key: str) -> Option:
@@ -110,11 +132,6 @@ def option_of(key: str) -> Option:
     while key and key not in options():
         key = key.rpartition(".")[0]
     return options()[key]
-
-
-def defaults(group: type = Config) -> dict[str, Any]:
-    """Plain defaults of a group; a required option is `???`."""
-    return {name: _default(field) for name, field in group_fields(group).items()}
 
 
 def rename_old(values: Any, origins: dict[str, str]) -> dict[str, str]:
@@ -131,20 +148,19 @@ def rename_old(values: Any, origins: dict[str, str]) -> dict[str, str]:
     for old, new in OLD_NAMES.items():
         (source, old_name), (group, name) = place_of(values, old), place_of(values, new)
         value = source.pop(old_name, None)
-        above = old.rpartition(".")[0]
-        holder, above_name = place_of(values, above)
-        if above not in groups() and not holder.get(above_name):  # a group that is unknown here, and empty now
-            holder.pop(above_name, None)
         if value is None:
             continue
         if not group:  # with nothing but comments below it in a file
             group = values.setdefault(new.partition(".")[0], {})
-        if new in origins and group.get(name, value) != value:
+        if any(is_below(place, [new]) for place in origins) and group.get(name, value) != value:
             problems[old] = f"is {shown(value)}, but {new} is {shown(group[name])}; remove {old}, a second name of it"
             continue
         group[name] = value
         if old in origins:
             origins.setdefault(new, origins[old])
+    model, ema = place_of(values, "model.ema")
+    if not model.get(ema):  # a group of sd-training, which is empty now
+        model.pop(ema, None)
     for key, words in OLD_WORDS.items():
         group, name = place_of(values, key)
         if isinstance(group.get(name), str):
@@ -162,25 +178,7 @@ def place_of(values: Any, key: str) -> tuple[dict[str, Any], str]:
 
 def value_of(group: Any, key: str) -> Any:
     """The value of a dotted option of a group."""
-    for step in key.split("."):
-        group = getattr(group, step)
-    return group
-
-
-def _default(field: FieldInfo) -> Any:
-    if is_group(field.annotation):
-        assert isinstance(field.annotation, type)
-        return defaults(field.annotation)
-    return "???" if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
-
-
-def _option(key: str, field: FieldInfo, readers: Mapping[str, ReadWith]) -> Option:
-    annotation: Any = field.annotation
-    for item in field.metadata:
-        annotation = Annotated[annotation, item]
-    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    allowed = str(extra.get("allowed") or describe(annotation))
-    return Option(key, annotation, allowed, field.is_required(), _default(field), field.description or "", readers)
+    return reduce(getattr, key.split("."), group)
 
 
 def shown(value: Any, key: str = "") -> str:
@@ -198,58 +196,33 @@ def is_below(key: str, groups_or_options: Iterable[str]) -> bool:
 
 def either(words: Sequence[str]) -> str:
     """`a`, `a or b`, `a, b or c`."""
-    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
+    return " or ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-def describe(annotation: Any) -> str:
-    """A type in plain words: "a whole number of at least 1"."""
-    kind, metadata = _unwrap(annotation)
-    if len(members := _members(kind)) > 1:
+def _describe(schema: Mapping[str, Any], *, many: bool = False) -> str:
+    """The JSON schema of a type in plain words: "a whole number of at least 1"."""
+    if "allowed" in schema:
+        return str(schema["allowed"])
+    if "anyOf" in schema:
         # Short words first: "a text or a mapping of … to … or null" reads unambiguously.
-        named = sorted(map(describe, members), key=lambda word: (word == "null", word.startswith("a mapping")))
-        return " or ".join(named)
-    if get_origin(kind) is Literal:
-        return either([str(value) for value in get_args(kind)])
-    if get_origin(kind) is list:
-        return f"a list of {_describe_many(get_args(kind)[0])}"
-    if get_origin(kind) is dict:
-        return f"a mapping of {' to '.join(map(_describe_many, get_args(kind)))}"
-    if kind not in (int, float):
-        return _ONE.get(kind, getattr(kind, "__name__", str(kind)))
-    bounds = [f"{word} {getattr(m, name):g}" for name, word in _BOUNDS.items() for m in metadata if hasattr(m, name)]
-    between = " of " if bounds and bounds[0].startswith("at") else " "
-    return ("a whole number" if kind is int else "a number") + (between + " and ".join(bounds) if bounds else "")
+        named = [_describe(member, many=many) for member in schema["anyOf"]]
+        return " or ".join(sorted(named, key=lambda word: (word == "null", word.startswith("a mapping"))))
+    if words := _words(schema):
+        return either([str(word) for word in words])
+    match schema.get("type"):
+        case None:
+            return "groups of options" if "$ref" in schema else "any values" if many else "any value"
+        case "array":
+            return f"{'lists' if many else 'a list'} of {_describe(schema['items'], many=True)}"
+        case "object":
+            values = schema["additionalProperties"]
+            return f"a mapping of texts to {_describe({} if values is True else values, many=True)}"
+        case kind:
+            named_kind = _ONE.get(kind, kind)
+            bounds = [f"{word} {schema[name]:g}" for name, word in _BOUNDS.items() if name in schema]
+            between = " of " if bounds and bounds[0].startswith("at") else " " * bool(bounds)
+            return (f"{named_kind[2:]}s" if many else named_kind) + between + " and ".join(bounds)
 
 
-def accepts(option: Option, value: Any) -> bool:
-    """Whether a value is right for an option as it stands, without conversion."""
-    try:
-        TypeAdapter(option.annotation).validate_python(value, strict=True)
-    except ValidationError:
-        return False
-    return True
-
-
-def words_of(annotation: Any) -> list[str]:
-    """The words that an option allows; none where it takes no fixed words."""
-    members = [_unwrap(member)[0] for member in _members(_unwrap(annotation)[0])]
-    return [str(word) for member in members if get_origin(member) is Literal for word in get_args(member)]
-
-
-def _describe_many(annotation: Any) -> str:
-    members = [_unwrap(member)[0] for member in _members(_unwrap(annotation)[0])]
-    return " or ".join(_SEVERAL.get(m) or f"lists of {_describe_many(get_args(m)[0])}" for m in members)
-
-
-def _unwrap(annotation: Any) -> tuple[Any, list[Any]]:
-    """The type under `Annotated`, and what was annotated."""
-    found: list[Any] = []
-    while get_origin(annotation) is Annotated:
-        annotation, *metadata = get_args(annotation)
-        for item in metadata:
-            found += item.metadata if isinstance(item, FieldInfo) else [item]
-    return annotation, found
-
-
-def _members(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+def _words(schema: Mapping[str, Any]) -> list[Any]:
+    return list(schema.get("enum", [schema["const"]] if "const" in schema else []))

@@ -19,12 +19,13 @@ word or quoted text; a field in `where` may be in backquotes or quotes. A metada
 any_of or all_of is reached through `where`. Needs neither torch nor pyarrow.
 """
 
+import ast
 import math
 import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 GRAMMAR = (
     'a condition such as >=512, ==en, != "two words", 0.5..1, in [a, b], null, not null, or several with and, or, not '
@@ -33,16 +34,21 @@ GRAMMAR = (
 EXACT_INTEGERS = 2**53
 """From here on not every integer is a float64, so longer integers are compared as text."""
 _MAX_DIGITS = 300
-_RESERVED = frozenset({"and", "or", "not", "in", "is", "null", "none", "nan", "inf", "infinity"})
-_TOKEN = re.compile(
-    r"\s*(?:(?P<number>[+-]?(?:\d+\.(?!\.)\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?(?![\w]))"
-    r"|(?P<dots>\.\.)|(?P<operator>>=|<=|==|!=|>|<)|(?P<mark>[()\[\],])"
-    r"|\"(?P<double>[^\"]*)\"|'(?P<single>[^']*)'|`(?P<back>[^`]+)`"
-    r"|(?P<word>[^\W\d](?:[\w:/+-]|\.(?!\.))*))",
-    re.ASCII | re.DOTALL,
+_NUMBER = r"[+-]?(?:\d+\.(?!\.)\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?(?!\w)"
+_END = r"(?![\w:/+-]|\.(?!\.))"
+"""Of a word."""
+_FREE = rf"(?!(?i:and|or|not|in|is|null|none|nan|inf|infinity){_END})"
+_BARE_FIELD = rf"{_FREE}[^\W\d](?:[\w:/+-]|\.(?!\.))*{_END}"
+_FIELD = rf"(?P<field>{_BARE_FIELD}|`[^`]+`|\"[^\"]+\"|'[^']+')"
+_VALUE = rf"(?:{_NUMBER}|(?!_){_BARE_FIELD}|\"[^\"]*\"|'[^']*')"
+_CONDITION = (
+    rf"(?:(?P<order>>=|<=|>|<)\s*(?P<bound>{_NUMBER})|(?P<equality>==|!=)\s*(?P<equal>{_VALUE})"
+    rf"|(?P<low>{_NUMBER})\s*\.\.\s*(?P<high>{_NUMBER})?|\.\.\s*(?P<most>{_NUMBER})"
+    rf"|(?:is\s+)?(?P<no>not\s+)?(?:(?P<null>null){_END}|in\s*\[\s*(?P<among>{_VALUE}(?:\s*,\s*{_VALUE})*)\s*\]))"
 )
-_WORD_START = re.compile(r"[^\W\d_]")
-_BARE_FIELD = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
+_LOGIC = rf"(?P<logic>(?:and|or|not){_END}|[()])"
+_WITH_FIELDS = re.compile(rf"\s*(?:{_FIELD}\s*{_CONDITION}|{_LOGIC})", re.ASCII)
+_WITHOUT_FIELDS = re.compile(rf"\s*(?:{_CONDITION}|{_LOGIC}|(?P<bare>{_VALUE}))", re.ASCII)
 _SHORT_REPR = reprlib.Repr()  # plain repr() of a deeply nested value is a RecursionError
 _SHORT_REPR.maxstring = _SHORT_REPR.maxother = _SHORT_REPR.maxlong = 80
 
@@ -73,8 +79,8 @@ class Filter:
             return f"not ({self.parts[0]})"
         if self.parts:
             return f" {self.operator} ".join(f"({part})" if part.parts else str(part) for part in self.parts)
-        is_bare = _BARE_FIELD.fullmatch(self.field) and self.field not in _RESERVED
-        field, values = self.field if is_bare else f"`{self.field}`", ", ".join(map(_value_text, self.values))
+        field = self.field if re.fullmatch(_BARE_FIELD, self.field, re.ASCII) else f"`{self.field}`"
+        values = ", ".join(map(_value_text, self.values))
         if self.operator == "null":
             return f"{field} null"
         return f"{field} in [{values}]" if self.operator == "in" else f"{field} {self.operator} {values}"
@@ -134,146 +140,82 @@ def _parse_entry(name: str, written: Any) -> Filter:
             raise ValueError(f"{name} takes a list of mappings of field to condition: [{{a: '>1'}}, {{b: '>1'}}]")
         alternatives = [_joined("and", [_parse_entry(str(k), v) for k, v in e.items()]) for e in written]
         return _joined("or" if name == "any_of" else "and", alternatives)
-    if name == "where":
-        if not isinstance(written, str):
-            raise ValueError("where takes one text that names its fields")
-        return _Parser(written, None).parse()
-    if isinstance(written, (bool, int, float)):
+    if isinstance(written, (bool, int, float)) and name != "where":
         written = str(written).lower()
     if not isinstance(written, str):
-        raise ValueError("")
-    return _Parser(written, name).parse()
+        raise ValueError("where takes one text that names its fields" if name == "where" else "")
+    return _parse_text(written.strip(), None if name == "where" else name)
 
 
 def _joined(word: str, parts: list[Filter]) -> Filter:
     return parts[0] if len(parts) == 1 else Filter(word, parts=tuple(parts))
 
 
-_Token = tuple[str | None, str]
-"""Kind (a group of `_TOKEN`) and text."""
-_END: _Token = ("end", "the end")
-
-
-class _Parser:
-    """Recursive descent over the tokens of one text.
+def _parse_text(text: str, field: str | None) -> Filter:
+    """The filter of one text. Python's parser reads how the conditions are joined; it is shown names in their place.
 
     Args:
         text: what was written.
         field: the field that every condition is about; None where the text names fields.
     """
-
-    def __init__(self, text: str, field: str | None) -> None:
-        self.field, self.position, at = field, 0, 0
-        self.tokens: list[_Token] = []
-        text = text.strip()
-        while at < len(text):
-            match = _TOKEN.match(text, at)
-            if match is None or match.lastgroup is None:
-                raise ValueError(f"invalid from {text[at : at + 20]!r} on")
-            self.tokens.append((match.lastgroup, match[match.lastgroup]))
-            at = match.end()
-        self.tokens += [_END, _END, _END]
-
-    def parse(self) -> Filter:
-        """The filter of the whole text."""
-        found = self._several("or")
-        if self.tokens[self.position] != _END:
-            self._fail("the end")
-        return found
-
-    def _several(self, word: str) -> Filter:
-        parts = [self._several("and") if word == "or" else self._term()]
-        while self._take("word", word):
-            parts.append(self._several("and") if word == "or" else self._term())
-        return _joined(word, parts)
-
-    def _term(self) -> Filter:
-        # Without a field before it, `not in […]` and `not null` are conditions.
-        is_condition = self.field is not None and self.tokens[self.position + 1] in (("word", "in"), ("word", "null"))
-        if not is_condition and self._take("word", "not"):
-            return Filter("not", parts=(self._term(),))
-        if self._take("mark", "("):
-            found = self._several("or")
-            self._expect(")")
-            return found
-        return self._condition(self._field_name() if self.field is None else self.field)
-
-    def _condition(self, field: str) -> Filter:
-        kind, operator = self.tokens[self.position]
-        if kind == "operator":
-            self.position += 1
-            is_equality = operator in ("==", "!=")
-            return Filter(operator, field, (self._value(is_exact=True) if is_equality else self._number(),))
-        if self._take("dots"):
-            return Filter("<=", field, (self._number(),))
-        has_is, is_negated = self._take("word", "is"), self._take("word", "not")
-        if self._take("word", "null"):
-            found = Filter("null", field)
-        elif not has_is and self._take("word", "in"):
-            found = Filter("in", field, self._list())
-        elif has_is or is_negated:
-            self._fail("null")
+    conditions: dict[str, Filter] = {}
+    words, at = [], 0
+    while at < len(text):
+        match = (_WITH_FIELDS if field is None else _WITHOUT_FIELDS).match(text, at)
+        if match is None:
+            raise ValueError(f"invalid from {text[at : at + 20]!r} on")
+        if match["logic"]:
+            words.append(match["logic"])
         else:
-            return self._equality_or_range(field)
-        return Filter("not", parts=(found,)) if is_negated else found
+            words.append(f"_{len(conditions)}")
+            conditions[words[-1]] = _condition(match, _unquoted(match["field"]) if field is None else field)
+        at = match.end()
+    try:
+        return _tree(ast.parse(" ".join(words), mode="eval").body, conditions)
+    except (SyntaxError, MemoryError):
+        raise ValueError("conditions are joined by and, or, not and parentheses") from None
 
-    def _equality_or_range(self, field: str) -> Filter:
-        is_range = self.tokens[self.position + 1][0] == "dots"
-        if not is_range and self.field is None:
-            self._fail("a condition")
-        low = self._number() if is_range else self._value(is_exact=True)
-        if not self._take("dots"):
-            return Filter("==", field, (low,))
-        lower = Filter(">=", field, (low,))
-        if self.tokens[self.position][0] != "number":
-            return lower
-        high = self._number()
-        if isinstance(low, float) and low > high:
-            raise ValueError(f"the range {low:g}..{high:g} is empty")
-        return Filter("and", parts=(lower, Filter("<=", field, (high,))))
 
-    def _field_name(self) -> str:
-        kind, text = self.tokens[self.position]
-        if not text or not (kind in ("back", "double", "single") or (kind == "word" and text not in _RESERVED)):
-            self._fail("a field")
-        self.position += 1
-        return text
+def _tree(node: ast.expr, conditions: Mapping[str, Filter]) -> Filter:
+    match node:
+        case ast.BoolOp(operator, nodes):
+            word = "and" if isinstance(operator, ast.And) else "or"
+            return Filter(word, parts=tuple(_tree(part, conditions) for part in nodes))
+        case ast.UnaryOp(_, part):
+            return Filter("not", parts=(_tree(part, conditions),))
+        case ast.Name(name):
+            return conditions[name]
+        case _:  # two pairs of parentheses look like a call, for instance
+            raise SyntaxError
 
-    def _list(self) -> tuple[Value, ...]:
-        self._expect("[")
-        values = [self._value(is_exact=True)]
-        while self._take("mark", ","):
-            values.append(self._value(is_exact=True))
-        self._expect("]")
-        return tuple(values)
 
-    def _number(self) -> float:
-        if self.tokens[self.position][0] != "number":
-            self._fail("a number")
-        return float(self._value(is_exact=False))
+def _condition(match: re.Match[str], field: str) -> Filter:
+    part = match.groupdict()
+    if part["order"]:
+        return Filter(part["order"], field, (_number(part["bound"]),))
+    if part["low"] or part["most"]:
+        ends = {">=": part["low"], "<=": part["high"] or part["most"]}
+        limits = [Filter(operator, field, (_number(end),)) for operator, end in ends.items() if end]
+        if len(limits) == 2 and limits[0].values > limits[1].values:
+            raise ValueError(f"the range {match[0].strip()} is empty")
+        return _joined("and", limits)
+    if part["null"] or part["among"]:
+        values = tuple(map(_value, re.findall(_VALUE, part["among"] or "", re.ASCII)))
+        found = Filter("null" if part["null"] else "in", field, values)
+        return Filter("not", parts=(found,)) if part["no"] else found
+    return Filter(part["equality"] or "==", field, (_value(part["equal"] or part["bare"]),))
 
-    def _value(self, *, is_exact: bool) -> Value:
-        """The next token as a number or text; an exact long integer is text."""
-        kind, text = self.tokens[self.position]
-        is_number = kind == "number" and math.isfinite(float(text))
-        is_bare = kind == "word" and text.lower() not in _RESERVED and _WORD_START.match(text)
-        if not (is_number or is_bare or kind in ("double", "single")):
-            self._fail("a number, a word or a text in quotes")
-        self.position += 1
-        if is_number:
-            return (long_integer(text) if is_exact else None) or float(text)
-        return text
 
-    def _take(self, kind: str, text: str | None = None) -> bool:
-        """Whether the next token is this one; then it is consumed."""
-        token = self.tokens[self.position]
-        is_it = token[0] == kind and text in (None, token[1])
-        self.position += is_it
-        return is_it
+def _value(text: str) -> Value:
+    """A long integer is text."""
+    return _unquoted(text) if text[0] in "\"'" or text[0].isalpha() else long_integer(text) or _number(text)
 
-    def _expect(self, mark: str) -> None:
-        if not self._take("mark", mark):
-            self._fail(repr(mark))
 
-    def _fail(self, wanted: str) -> NoReturn:
-        raise ValueError(f"{wanted} is expected, not {self.tokens[self.position][1]!r}")
+def _unquoted(text: str) -> str:
+    return text[1:-1] if text[0] in "\"'`" else text
+
+
+def _number(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:20]} is too large")
+    return number

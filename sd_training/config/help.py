@@ -5,75 +5,46 @@ import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
-from sd_training.config.fields import Option, groups, options, words_of
+from sd_training.config.fields import Option, groups, is_below, options
 from sd_training.errors import ConfigError
 
-_USUAL = (
-    *("experiment.log_dir", "experiment.name", "experiment.num_examples_to_see", "experiment.save_every"),
-    *("dataset.type", "dataset.params.path", "dataset.params.resolution"),
-    *("system.batch_size", "system.gradient_accumulation", "system.workers"),
-    *("model.pretrained", "model.train", "model.mixed_precision", "model.gradient_checkpointing", "model.use_ema"),
-    *("distributed.strategy", "objective.preset", "optimizer.name", "optimizer.params.learning_rate"),
-    *("lr_scheduler.scheduler", "validation.path", "sampling.every", "logging.every"),
-    *("trainer.accelerator", "trainer.devices"),
-)
-"""Options of the README's table, and what every run needs."""
 _WIDTH = 118
+"""Of a line [characters]."""
 
 
 def help_text(usage: str, topics: Iterable[str]) -> str:
-    """The page that `--help` prints.
+    """The page that `--help` prints: every option in one line, or the options of each topic in full.
 
     Args:
         usage: first lines of the page without a topic.
-        topics: names of groups or options; none for the overview.
+        topics: names of groups or options.
 
     Raises:
         ConfigError: a topic is neither a group nor an option; names the nearest one.
     """
-    pages = [_topic(topic.partition("=")[0]) for topic in topics]
-    return "\n\n".join(pages) if pages else _overview(usage)
-
-
-def _overview(usage: str) -> str:
-    held = (f"  {key:32} {_first_sentence(field.description or '')}" for key, field in groups().items())
-    return "\n".join(
-        [
-            usage,
-            "\nOptions that most runs set (option=default; * has to be given):",
-            *(_entry(options()[key], is_short=True) for key in _USUAL),
-            "\nGroups; `--help GROUP` lists all options of one, `--help OPTION` describes one:",
-            *held,
-            "\nAll options on one page: docs/config.md. How to start: README.md.",
-        ]
-    )
+    if pages := [_topic(topic.partition("=")[0]) for topic in topics]:
+        return "\n\n".join(pages)
+    lines = [f"{_head(option):44} {' '.join(option.doc.split())}" for option in options().values()]
+    lines = [line if len(line) <= _WIDTH else f"{line[: _WIDTH - 2]} …" for line in lines]
+    title = "\nOptions (option=default; * has to be given); `--help GROUP` and `--help OPTION` say more:"
+    return "\n".join([usage, title, *lines, "\nAll of this on one page: docs/config.md."])
 
 
 def _topic(name: str) -> str:
-    if name in options():
-        return _entry(options()[name], is_short=False)
-    below = [option for key, option in options().items() if key.startswith(f"{name}.")]
-    if name not in groups() or not below:
+    lines = [f"{name}: {groups()[name].description}"] if name in groups() else []
+    for option in (option for key, option in options().items() if is_below(key, [name])):
+        meaning = f"({option.allowed}) {' '.join(option.doc.split())}"
+        lines += [_head(option), textwrap.indent(textwrap.fill(meaning, _WIDTH - 6), " " * 6)]
+    if not lines:
         near = suggest_option(name)
-        hint = f"; did you mean {near}?" if near else f"; groups are {', '.join(g for g in groups() if '.' not in g)}"
-        raise ConfigError(f"--help {name}: is neither a group of options nor an option{hint}")
-    return "\n".join([f"{name}: {groups()[name].description}", *(_entry(option, is_short=False) for option in below)])
+        hint = f"did you mean {near}?" if near else f"groups are {', '.join(g for g in groups() if '.' not in g)}"
+        raise ConfigError(f"--help {name}: is neither a group of options nor an option; {hint}")
+    return "\n".join(lines)
 
 
-def _entry(option: Option, *, is_short: bool) -> str:
-    """An option with its default, and below it what it means: in one line, or in full with the allowed values."""
-    default = "" if option.required else json.dumps(option.default, ensure_ascii=False)
-    head = f"  {'*' if option.required else ''}{option.key}={default}"
-    if is_short:
-        return f"{head:44} {textwrap.shorten(_first_sentence(option.doc), _WIDTH - 45, placeholder=' …')}"
-    meaning = f"({option.allowed}) {' '.join(option.doc.split())}"
-    return f"{head}\n{textwrap.fill(meaning, _WIDTH, initial_indent=' ' * 6, subsequent_indent=' ' * 6)}"
-
-
-def _first_sentence(text: str) -> str:
-    """Up to the first full stop that a space follows."""
-    text = " ".join(text.split())
-    return text.partition(". ")[0].rstrip(".")
+def _head(option: Option) -> str:
+    default = json.dumps(option.default, ensure_ascii=False)
+    return f"  *{option.key}=" if option.required else f"  {option.key}={default}"
 
 
 _CLOSE = 0.6
@@ -133,33 +104,15 @@ def suggest_option(key: str) -> str | None:
 
 
 def suggest(key: str, known: Iterable[str]) -> str | None:
-    """Nearest known dotted key: a sibling, then the same last name elsewhere, then any key.
-
-    Args:
-        key: the unknown dotted key.
-        known: every dotted key of the schema, groups included.
-
-    Returns:
-        A full dotted key, or None when nothing is close.
-    """
-    keys = list(known)
-    parent, _, name = key.rpartition(".")
-    siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == parent}
-    namesakes = [k for k in keys if k.rpartition(".")[2] == name]
-    if near := difflib.get_close_matches(name, siblings, n=1, cutoff=_CLOSE):
-        return siblings[near[0]]
-    if namesakes:
-        return max(namesakes, key=lambda k: difflib.SequenceMatcher(None, key, k).ratio())
-    return next(iter(difflib.get_close_matches(key, keys, n=1, cutoff=_CLOSE)), None)
+    """The nearest known name."""
+    return next(iter(difflib.get_close_matches(key, list(known), n=1, cutoff=_CLOSE)), None)
 
 
 def suggest_value(value: str, option: Option) -> str | None:
     """The word, among those that an option allows, that a wrong text most probably meant."""
-    words = words_of(option.annotation)
-    plain = {_plain(word): word for word in reversed(words)}
-    meant = [plain.get(_plain(value)), *(word for word in SPELLINGS.get(_plain(value), ()) if word in words)]
-    near = difflib.get_close_matches(_plain(value), plain, n=1, cutoff=_CLOSE)
-    return next(filter(None, meant), plain[near[0]] if near else None)
+    plain = {_plain(word): word for word in reversed(option.words)}
+    meant = [plain.get(_plain(value)), *(word for word in SPELLINGS.get(_plain(value), ()) if word in option.words)]
+    return next(filter(None, meant), plain.get(suggest(_plain(value), plain) or ""))
 
 
 def _plain(text: str) -> str:

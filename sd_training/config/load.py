@@ -6,18 +6,18 @@ that is filled in; and it cannot permit shell commands.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from sd_training.config import fields
 from sd_training.config.changes import PERMISSION
 from sd_training.config.check import check, warnings
-from sd_training.config.fields import accepts, groups, is_below, option_of, options, place_of, shown
+from sd_training.config.fields import SECRETS, groups, is_below, option_of, options, place_of, rename_old, shown
 from sd_training.config.help import suggest_option, suggest_value
 from sd_training.config.schema import Config
 from sd_training.errors import ConfigError
@@ -33,11 +33,14 @@ _KEY = re.compile(r"[^\s<>!=.\[\]]+(\.[^\s<>!=.\[\]]+|\[\d+\])*")
 _NOT_YAML = (">", "|", "!", "&", "*")
 """A value that starts so is text: YAML would read `>5` as an empty block and `*a` as an alias."""
 _SHARDS = "dataset.params.path"
-_ADAPTER = TypeAdapter(Config)
-_STAND_INS = ("experiment.log_dir=.", "experiment.name=data", "model.pretrained=nobody/nothing")
-"""What a run needs and its data does not."""
-_LONG_RUN = 10**12
-"""Stands in for a missing number, large enough for every rule about the length of a run."""
+_STAND_INS = {
+    "experiment.log_dir": ".",
+    "experiment.name": "data",
+    "model.pretrained": "nobody/nothing",
+    "experiment.num_examples_to_see": 10**12,
+    _SHARDS: "stand-in",
+}
+"""What a run needs; the length is large enough for every rule about it."""
 
 Problems = dict[str, str]
 """Dotted option, file or argument → what is wrong with it."""
@@ -60,27 +63,23 @@ def load_config(argv: Sequence[str], further: Rules | None = None) -> Config:
         ConfigError: with every problem of files, overrides, options and the rules between them.
     """
 
-    def rules(config: Config) -> list[str]:
+    def broken_rules(config: Config) -> list[str]:
         return list(dict.fromkeys(check(config) + (further(config) if further else [])))
 
     problems, origins = Problems(), Origins()
-    tree, is_complete = _gather(argv, origins, problems)
     try:
-        values = _resolve(tree, "", problems)
+        values = _resolve(_gather(argv, origins, problems), "", problems)
     except RecursionError:
         raise ConfigError("configuration: nested too deeply, or an option contains itself by interpolation") from None
-    problems |= fields.rename_old(values, origins)
-    config = None
+    problems |= rename_old(values, origins)
     try:
-        config = _ADAPTER.validate_python(values)
+        config = Config.model_validate(values)
     except ValidationError as error:
-        for key, text in _wrong_values(error, values, origins):
-            if is_complete or not text.startswith("is required"):  # an unreadable file may have given it
-                problems.setdefault(key, text)
-    if config is None or problems:
-        others = _rules_that_hold_anyway(values, problems, rules) if is_complete else []
+        problems = _wrong_values(error, values, origins) | problems
+    if problems:
+        others = _rules_that_hold_anyway(values, problems, broken_rules)
         raise ConfigError([*(f"{key}: {text}" for key, text in problems.items()), *others])
-    if broken := rules(config):
+    if broken := broken_rules(config):
         raise ConfigError(broken)
     note_secret(config.wandb.api_key)
     for warning in warnings(config):
@@ -89,36 +88,47 @@ def load_config(argv: Sequence[str], further: Rules | None = None) -> Config:
 
 
 def load_data_config(argv: Sequence[str]) -> Config:
-    """As `load_config`, for tools that look at the data only: no model, folder, name or length need be given."""
+    """As `load_config`, for tools that look at the data only: no model, folder or name need be given."""
     given = {item.partition("=")[0] for item in argv}
-    return load_config([*(item for item in _STAND_INS if item.partition("=")[0] not in given), *argv])
+    return load_config([*(f"{key}={_STAND_INS[key]}" for key in [*_STAND_INS][:3] if key not in given), *argv])
 
 
-def _gather(argv: Sequence[str], origins: Origins, problems: Problems) -> tuple[DictConfig, bool]:
-    """Files and overrides laid over the schema's defaults; whether all files were read."""
-    tree, is_complete = OmegaConf.create(fields.defaults()), True
+def _gather(argv: Sequence[str], origins: Origins, problems: Problems) -> DictConfig:
+    """Files and overrides laid over the schema's defaults.
+
+    Raises:
+        ConfigError: a file cannot be read, or permits what only the command line can permit. What it may hold beside
+            that is not looked at.
+    """
+    defaults: dict[str, Any] = {}
+    for key, option in options().items():
+        *above, name = key.split(".")
+        holder = reduce(lambda group, step: group.setdefault(step, {}), above, defaults)
+        holder[name] = "???" if option.required else option.default
+    tree = OmegaConf.create(defaults)
+    unreadable = []
     for name in (name.strip() for item in argv if item.startswith("config=") for name in item[7:].split(",")):
         try:
             values, lines = _read_file(name)
         except ConfigError as error:
-            where, _, text = str(error).partition(": ")
-            problems[where], is_complete = text, False
+            unreadable.append(str(error))
             continue
         for holder, key, place in _entries(values):
             # Wherever it stands: interpolation could move any mapping.
             if key == PERMISSION and holder[key] not in (False, None):
                 remedy = f"this permission is given on the command line only ({place}=true)"
-                problems[place] = f"is {shown(holder[key])} in {name}; {remedy}"
+                unreadable.append(f"{place}: is {shown(holder[key])} in {name}; {remedy}")
         tree.merge_with(OmegaConf.create(values))
         origins |= lines
+    if unreadable:
+        raise ConfigError(unreadable)
     overrides = [item for item in argv if not item.startswith("config=")]
     for item in overrides:
         _override(tree, item, origins, problems)
     # An unquoted `{000..999}` reaches us as a thousand paths, of which the last would win silently.
     if (times := len({item for item in overrides if item.startswith(f"{_SHARDS}=")})) > 1:
-        remedy = "give it once, and quote a pattern with braces"
-        problems[_SHARDS] = f"is given {times} times with different values; {remedy}"
-    return tree, is_complete
+        problems[_SHARDS] = f"is given {times} times with different values; quote a pattern with braces"
+    return tree
 
 
 def _read_file(name: str) -> tuple[dict[Any, Any], Origins]:
@@ -140,17 +150,12 @@ def _read_file(name: str) -> tuple[dict[Any, Any], Origins]:
         values = _plain(OmegaConf.create(text, max_yaml_expanded_nodes=_MAX_NODES))
         return dict(values), dict(_lines(node, name))
     except OSError as error:
-        reason = f"cannot read this file: {error.strerror}"
-    except RecursionError:
-        reason = "not readable as YAML: nested too deeply"
-    except OmegaConfBaseException as error:
-        reason = f"{error.full_key}: {_first_line(error)}"
+        raise ConfigError(f"{where}: cannot read this file: {error.strerror}") from error
     except yaml.MarkedYAMLError as error:
         where += f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        reason = f"not readable as YAML: {str(error.problem).partition('. ')[0]}"
-    except (yaml.YAMLError, ValueError) as error:
-        reason = f"not readable as YAML: {_first_line(error)}"
-    raise ConfigError(f"{where}: {reason}")
+        raise ConfigError(f"{where}: not readable as YAML: {str(error.problem).partition('. ')[0]}") from error
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not readable as YAML: {_first_line(error)}") from error
 
 
 def _lines(node: yaml.MappingNode, name: str, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -171,20 +176,17 @@ def _entries(holder: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str]]:
 
 def _override(tree: DictConfig, item: str, origins: Origins, problems: Problems) -> None:
     key, equals, text = item.partition("=")
-    if any(secret in key for secret in fields.SECRETS):
+    if any(secret in key for secret in SECRETS):
         item = f"{key}=…"
     if not equals or not _KEY.fullmatch(key):
         rule = "an option is dotted names up to the first =, as in dataset.params.filters.width='>=512'"
-        is_file = item.endswith((".yaml", ".yml"))
-        problems[item] = f"not understood; {f'write config={item}' if is_file else f'write option=value; {rule}'}"
+        problems[item] = f"not understood; write config=FILE or option=value; {rule}"
         return
     try:
         wrapped = {key: _parse_value(key, text)}
         OmegaConf.update(tree, key, wrapped[key], merge=True)
         for _, _, place in _entries(wrapped):
             origins[place.replace("[", ".").replace("]", "")] = "command line"
-    except RecursionError:
-        problems[f"{item[:60]}…"] = "cannot be set: nested too deeply"
     except (OmegaConfBaseException, ValueError) as error:
         problems[item] = f"cannot be set: {_first_line(error)}"
 
@@ -203,7 +205,7 @@ def _parse_value(key: str, text: str) -> Any:
     option = options().get(key)
     if option is None or value is None or isinstance(value, (str, list)):
         return value
-    return text if accepts(option, text) and not accepts(option, value) else value
+    return text if option.accepts(text) and not option.accepts(value) else value
 
 
 def _resolve(node: Any, path: str, problems: Problems) -> Any:
@@ -211,54 +213,43 @@ def _resolve(node: Any, path: str, problems: Problems) -> Any:
     found = {}
     for key in range(len(node)) if isinstance(node, ListConfig) else node:
         place = f"{path}.{key}" if path else str(key)
-        option = options().get(place)
         try:
             value = node[key]
-        except MissingMandatoryValue:
-            if option is None and place not in fields.OLD_NAMES:  # in a free mapping or a list, without a default
-                problems.setdefault(place, "is required (it is ???)")
-            continue
-        except InterpolationToMissingValueError:
-            continue  # reported where the value has to be filled in, or here where this one is required as well
+        except (MissingMandatoryValue, InterpolationToMissingValueError):
+            continue  # reported where it has to be filled in, or where it is required
         except OmegaConfBaseException as error:
             written, hint = _plain(node)[key], "only ${another.option} is read, nothing from outside the files"
             problems.setdefault(place, f"is {written}: {_first_line(error)}; {hint}")
             continue
-        if isinstance(value, (DictConfig, ListConfig)):
-            value = _resolve(value, place, problems)
-        elif value is None and (
-            place in groups() or (option and isinstance(option.default, (dict, list)) and not accepts(option, None))
-        ):
-            continue  # in YAML, a group or mapping with nothing but comments below it is null: its defaults
-        found[key] = value
+        # In YAML, a group or mapping with nothing but comments below it is null: it has its defaults.
+        default = options()[place].default if place in options() else {} if place in groups() else None
+        if not (value is None and isinstance(default, (dict, list))):
+            found[key] = _resolve(value, place, problems) if isinstance(value, (DictConfig, ListConfig)) else value
     return list(found.values()) if isinstance(node, ListConfig) else found
 
 
-def _wrong_values(error: ValidationError, values: Any, origins: Origins) -> list[tuple[str, str]]:
+def _wrong_values(error: ValidationError, values: Any, origins: Origins) -> Problems:
     """Dotted name and sentence for each wrong value; pydantic reports every branch of a union, this reports once."""
-    found: dict[str, str] = {}
+    found = Problems()
     for item in error.errors(include_url=False):
         key, value = _locate(item["loc"], values)
+        where = next((f" ({origins[at]})" for at in _upwards(key) if at in origins), "")
         if item["type"] == "missing":
             key = ".".join(filter(None, (key, str(item["loc"][-1]))))
             option = options().get(key)
             found[key] = f"is required ({option.allowed}): {option.doc}" if option else "is required"
-        elif item["type"] == "unexpected_keyword_argument":
+        elif item["type"] == "extra_forbidden":
             near = suggest_option(key)
-            hint = f"did you mean {near}?" if near else "docs/config.md lists every option"
-            found[key] = f"unknown option{_where(key, origins)}; {hint}"
+            found[key] = f"unknown option{where}; {f'did you mean {near}?' if near else 'see docs/config.md'}"
         elif key in groups():
-            member = next(name for name in (*options(), *groups()) if name.rpartition(".")[0] == key)
-            found[key] = f"is {shown(value)}{_where(key, origins)}, but it is a group of options such as {member}"
+            found[key] = f"is {shown(value)}{where}, but it is a group of options"
         else:
-            option, hint = option_of(key), ""
-            if isinstance(value, (int, float)) and accepts(option, str(value)):
-                hint = "; put it in quotes to make it a text"
-            if isinstance(value, (str, int)) and (near := suggest_value(str(value), option)):
-                hint = f"; did you mean {near}?"
+            option = option_of(key)
+            near = suggest_value(str(value), option) if isinstance(value, (str, int)) else None
             allowed = option.allowed if key == option.key else f"{option.allowed} for {option.key}"
-            found[key] = f"is {shown(value, option.key)}{_where(key, origins)}; allowed: {allowed}{hint}"
-    return [(key, text) for key, text in found.items() if not any(other.startswith(f"{key}.") for other in found)]
+            hint = f"; did you mean {near}?" if near else ""
+            found[key] = f"is {shown(value, option.key)}{where}; allowed: {allowed}{hint}"
+    return {key: text for key, text in found.items() if not any(other.startswith(f"{key}.") for other in found)}
 
 
 def _locate(location: Iterable[int | str], values: Any) -> tuple[str, Any]:
@@ -267,23 +258,22 @@ def _locate(location: Iterable[int | str], values: Any) -> tuple[str, Any]:
     for step in location:
         if isinstance(values, dict):
             step = next((key for key in values if str(key) == str(step)), step)
-            if step not in values:
-                continue
-        elif not (isinstance(values, list) and isinstance(step, int) and step < len(values)):
+        try:
+            values = values[step]
+        except (KeyError, IndexError, TypeError):
             continue
-        values = values[step]
         path.append(str(step))
     return ".".join(path), values
 
 
-def _where(key: str, origins: Origins) -> str:
-    """The file and line (or the command line) that set a key, in brackets; empty when unknown."""
-    while key and key not in origins:
+def _upwards(key: str) -> Iterator[str]:
+    """A dotted name, and those of the groups around it."""
+    while key:
+        yield key
         key = key.rpartition(".")[0]
-    return f" ({origins[key]})" if key else ""
 
 
-def _rules_that_hold_anyway(values: Any, problems: Problems, rules: Rules) -> list[str]:
+def _rules_that_hold_anyway(values: Any, problems: Problems, rules: Rules) -> Iterator[str]:
     """Rules about options without a problem, so that whoever corrects one report does not meet a second one."""
     for key in problems:
         # The value that is wrong: of an option's part the whole option.
@@ -292,19 +282,16 @@ def _rules_that_hold_anyway(values: Any, problems: Problems, rules: Rules) -> li
     for key, option in options().items():
         if option.required:
             group, name = place_of(values, key)
-            group.setdefault(name, _LONG_RUN if accepts(option, _LONG_RUN) else "stand-in")
+            group.setdefault(name, _STAND_INS[key])
     try:
-        found = rules(_ADAPTER.validate_python(values))
+        config = Config.model_validate(values)
     except ValidationError:
-        return []
-    return [rule for rule in found if not _mentions(rule, problems)]
-
-
-def _mentions(rule: str, keys: Iterable[str]) -> bool:
-    """Whether a sentence is about one of these options, or about a group above or below one of them."""
-    about = rule.partition(":")[0]
-    words = {word.strip(".,:;()'\"`") for word in rule.replace("=", " ").split()}
-    return is_below(about, keys) or any(key in words or is_below(key, [about]) for key in keys)
+        return
+    for rule in rules(config):
+        # Not if it names an option with a problem, or is about a group above or below one of them.
+        about, words = rule.partition(":")[0], {word.strip(".,:;()'\"`") for word in rule.replace("=", " ").split()}
+        if not is_below(about, problems) and not any(key in words or is_below(key, [about]) for key in problems):
+            yield rule
 
 
 def _plain(tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Every option of a run: keyword-only dataclasses, one docstring with its unit per field.
+"""Every option of a run: groups of fields, one docstring with its unit per field.
 
 Pydantic checks types and bounds and reports every problem at once. Keys of the sd-training README keep their names,
 meanings and defaults. `docs/config.md` is generated from this file and `data_schema.py`. Rules between options are in
@@ -7,25 +7,24 @@ meanings and defaults. `docs/config.md` is generated from this file and `data_sc
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
-from pydantic.dataclasses import dataclass
 
 from sd_training.config.data_schema import DatasetConfig
 from sd_training.config.value_types import (
     DENOISER,
-    SCHEMA,
     BelowOne,
     Count,
     Int,
     NonNegative,
     Number,
+    OptionGroup,
     Positive,
     PositiveInt,
     Probability,
     read_with,
+    text,
     used_with,
 )
 
@@ -54,8 +53,7 @@ def _yaml_no(value: Any) -> Any:
     return "no" if value is False or value is None else value
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class PartConfig:
+class PartConfig(OptionGroup):
     """One part of the pipeline: loaded from `pretrained`, or made by `target` and `params` with random weights."""
 
     pretrained: str | None = None
@@ -66,12 +64,11 @@ class PartConfig:
     """Hub branch, tag or commit; null is the hub's main."""
     target: str | None = None
     """Class name from the allow-list in `models/load.py`, with or without the package in front."""
-    params: dict[str, Any] = Field(default_factory=dict)
+    params: dict[str, Any] = Field(default={})
     """Arguments of that class; for a pretrained noise scheduler they override its stored settings."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class TextOptions:
+class TextOptions(OptionGroup):
     """What is taken from one text encoder of `mmdit_rope`; its pipeline stores them too."""
 
     layer: Annotated[Int, Field(le=-1)] | None = -1
@@ -86,7 +83,6 @@ class TextOptions:
     """Whether encoder and denoiser get a mask of the padding. Stable Diffusion's CLIP does not."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
 class TextEncoderEntry(TextOptions, PartConfig):
     """One text encoder of `mmdit_rope`: any encoder or decoder of transformers, with its tokenizer."""
 
@@ -98,8 +94,7 @@ _DenoiserPart = Annotated[PartConfig, DENOISER]
 _FrozenPrecision = Annotated[Literal["fp32", "bf16", "fp16"] | None, DENOISER]
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class ModelConfig:
+class ModelConfig(OptionGroup):
     """The pipeline's parts and how the trained one is run."""
 
     pretrained: str | None = None
@@ -110,32 +105,32 @@ class ModelConfig:
     """Kind of pipeline; null: that of `pretrained`, or inferred from the given parts."""
     train: Literal["denoiser", "vae"] = "denoiser"
     """Which part is trained: the denoiser (a UNet or a transformer), or the autoencoder itself."""
-    vae: PartConfig = Field(default_factory=PartConfig)
+    vae: PartConfig = PartConfig()
     """Image autoencoder; frozen unless `model.train` is `vae`."""
-    text_encoder: _DenoiserPart = Field(default_factory=PartConfig)
+    text_encoder: _DenoiserPart = PartConfig()
     """Frozen text encoder."""
-    tokenizer: _DenoiserPart = Field(default_factory=PartConfig)
+    tokenizer: _DenoiserPart = PartConfig()
     """Tokenizer of the text encoder."""
-    text_encoder_2: _DenoiserPart = Field(default_factory=PartConfig)
+    text_encoder_2: _DenoiserPart = PartConfig()
     """Second text encoder (sdxl, sd3, flux)."""
-    tokenizer_2: _DenoiserPart = Field(default_factory=PartConfig)
+    tokenizer_2: _DenoiserPart = PartConfig()
     """Its tokenizer."""
-    text_encoder_3: _DenoiserPart = Field(default_factory=PartConfig)
+    text_encoder_3: _DenoiserPart = PartConfig()
     """Third text encoder (sd3); may be left out."""
-    tokenizer_3: _DenoiserPart = Field(default_factory=PartConfig)
+    tokenizer_3: _DenoiserPart = PartConfig()
     """Its tokenizer."""
     text_encoders: Annotated[list[TextEncoderEntry], read_with("family", None, "mmdit_rope"), DENOISER] = Field(
-        default_factory=list, json_schema_extra={"allowed": "a list of up to three text encoders"}
+        default=[]
     )
     """mmdit_rope: the text encoders, each with `pretrained` or `target` and `params`, and `tokenizer`, `layer`,
     `pooling`, `max_tokens`, `use_mask`."""
-    unet: _DenoiserPart = Field(default_factory=PartConfig)
+    unet: _DenoiserPart = PartConfig()
     """Denoiser of stable_diffusion and sdxl."""
-    transformer: _DenoiserPart = Field(default_factory=PartConfig)
+    transformer: _DenoiserPart = PartConfig()
     """Denoiser of all other families."""
-    noise_scheduler_training: _DenoiserPart = Field(default_factory=PartConfig)
+    noise_scheduler_training: _DenoiserPart = PartConfig()
     """Noise schedule and prediction type of the training objective."""
-    noise_scheduler_inference: _DenoiserPart = Field(default_factory=PartConfig)
+    noise_scheduler_inference: _DenoiserPart = PartConfig()
     """Sampler of previews and of the exported pipeline; its noise schedule and prediction type are set from training.
     """
     train_text_encoder: Annotated[bool, DENOISER] = False
@@ -198,8 +193,7 @@ _HUBER = read_with("name", "huber")
 _DISCRETE = read_with("prediction_type", None, "epsilon", "v_prediction", "sample")
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class TimestepDensityConfig:
+class TimestepDensityConfig(OptionGroup):
     """How often each noise level is trained. Noise levels run from 0 (clean) to 1 (pure noise)."""
 
     name: DensityName | None = None
@@ -228,7 +222,7 @@ class TimestepDensityConfig:
     bias_portion: Annotated[Probability, read_with("bias", "later", "earlier")] = 0.25
     """See `bias`."""
     bias_range: Annotated[list[Probability], Field(min_length=2, max_length=2), read_with("bias", "range")] = Field(
-        default_factory=lambda: [0.0, 1.0], json_schema_extra={"allowed": "[from, to] with numbers from 0 to 1"}
+        default=[0.0, 1.0]
     )
     """See `bias`."""
     stratified: bool = False
@@ -236,8 +230,7 @@ class TimestepDensityConfig:
     independently: the same density, less variance."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class ShiftConfig:
+class ShiftConfig(OptionGroup):
     """Flow models: σ' = aσ / (1 + (a − 1)σ) (Esser et al. 2024, eq. 23), in training and in the exported sampler."""
 
     mode: Annotated[Literal["scheduler", "static", "tokens"], read_with("prediction_type", None, "flow_prediction")] = (
@@ -257,8 +250,7 @@ class ShiftConfig:
     """See `max_tokens`."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class LossWeightingConfig:
+class LossWeightingConfig(OptionGroup):
     """How much the error at a noise level weighs."""
 
     name: WeightingName | None = None
@@ -273,8 +265,7 @@ class LossWeightingConfig:
     """`p2`: k."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class LossConfig:
+class LossConfig(OptionGroup):
     """How large an error is."""
 
     name: Literal["l2", "huber"] = "l2"
@@ -285,8 +276,7 @@ class LossConfig:
     """`huber`: δ constant, (1 − δ) / (1 + σ/α)² + δ, or δ^t over the noise levels t (arXiv:2403.16728)."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class ObjectiveConfig:
+class ObjectiveConfig(OptionGroup):
     """What the denoiser is asked to predict, and how errors are weighted."""
 
     preset: PresetName | None = None
@@ -298,15 +288,15 @@ class ObjectiveConfig:
     rescale_betas_zero_snr: Annotated[bool | None, _DISCRETE] = None
     """Zero terminal SNR (Lin et al. 2023, arXiv:2305.08891, algorithm 1); null takes the preset's, or the training
     noise scheduler's."""
-    timestep_density: TimestepDensityConfig = Field(default_factory=TimestepDensityConfig)
+    timestep_density: TimestepDensityConfig = TimestepDensityConfig()
     """Timestep density."""
-    shift: ShiftConfig = Field(default_factory=ShiftConfig)
+    shift: ShiftConfig = ShiftConfig()
     """Resolution-dependent shift."""
-    loss_weighting: LossWeightingConfig = Field(default_factory=LossWeightingConfig)
+    loss_weighting: LossWeightingConfig = LossWeightingConfig()
     """Loss weighting."""
     snr_gamma: Positive | None = None
     """Short for `loss_weighting: {name: min_snr, gamma: …}`."""
-    loss: LossConfig = Field(default_factory=LossConfig)
+    loss: LossConfig = LossConfig()
     """Loss."""
     offset_noise: NonNegative | None = None
     """s of ε + s·η with one η per channel, which is also what ε-models are asked for; null: the preset's, or 0."""
@@ -352,15 +342,15 @@ def with_preset(objective: ObjectiveConfig) -> ObjectiveConfig:
     density = _filled(objective.timestep_density, chosen.pop("timestep_density", {}))
     weighting = _filled(objective.loss_weighting, chosen.pop("loss_weighting", {}))
     if objective.snr_gamma is not None and weighting.name in (None, "min_snr"):
-        weighting = replace(weighting, name="min_snr", gamma=objective.snr_gamma)
-    return replace(_filled(objective, chosen), timestep_density=density, loss_weighting=weighting)
+        weighting = weighting.replace(name="min_snr", gamma=objective.snr_gamma)
+    return _filled(objective, chosen).replace(timestep_density=density, loss_weighting=weighting)
 
 
 def _filled(group: Any, settings: Mapping[str, Any]) -> Any:
     """A group with another name of its own takes nothing from the preset's."""
     if getattr(group, "name", None) not in (None, settings.get("name")):
         return group
-    return replace(group, **{name: value for name, value in settings.items() if getattr(group, name) is None})
+    return group.replace(**{name: value for name, value in settings.items() if getattr(group, name) is None})
 
 
 StrategyName = Literal["single", "ddp", "fsdp", "hsdp", "deepspeed_1", "deepspeed_2", "deepspeed_3"]
@@ -369,8 +359,7 @@ MESH_AXES = ("data", "fsdp", "tensor")
 _DEEPSPEED = read_with("strategy", "deepspeed_1", "deepspeed_2", "deepspeed_3")
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class MeshConfig:
+class MeshConfig(OptionGroup):
     """Processes as a block of `data` × `fsdp` × `tensor`, instead of a strategy; the product is the number of
     processes. At most one is -1: as many as are left. All 1: not set."""
 
@@ -387,15 +376,14 @@ class MeshConfig:
     """Processes that share the matrices of a transformer block and its samples."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class DistributedConfig:
+class DistributedConfig(OptionGroup):
     """How weights, gradients and optimizer state lie over the processes; the numbers of a run do not depend on it."""
 
     strategy: Literal["auto"] | StrategyName = "auto"
     """`auto`: `mesh` where it is set; otherwise `ddp`, and no process group for a single process. `fsdp` shards
     weights, gradients and optimizer state over all processes, `hsdp` over those of a machine. `deepspeed_1` shards the
     optimizer state, `deepspeed_2` the gradients too, `deepspeed_3` the weights too. See docs/scaling.md."""
-    mesh: MeshConfig = Field(default_factory=MeshConfig)
+    mesh: MeshConfig = MeshConfig()
     """Processes by axis, such as `{data: -1, fsdp: 8, tensor: 1}`."""
     reshard_after_forward: bool = True
     """fsdp, hsdp: reshard the weights of a block after its forward pass. False is faster and needs more memory."""
@@ -405,17 +393,12 @@ class DistributedConfig:
     """fsdp, hsdp: keep weights, gradients and optimizer state in CPU memory. deepspeed_3: the weights."""
     dist_backend: Literal["nccl", "gloo", "mpi"] = "nccl"
     """Communication library; `nccl` becomes `gloo` on a machine without CUDA, with one line saying so."""
-    dist_url: str = Field(
-        default="env://",
-        pattern=r"^(env://|tcp://[^\s/:]+:[0-9]{1,5})$",
-        json_schema_extra={"allowed": "env:// or tcp://host:port"},
-    )
+    dist_url: Annotated[str, text(r"^(env://|tcp://[^\s/:]+:[0-9]{1,5})$", "env:// or tcp://host:port")] = "env://"
     """Rendezvous: `env://` reads MASTER_ADDR and MASTER_PORT as torchrun and SLURM set them; `tcp://host:port` sets
     them."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class TrainerConfig:
+class TrainerConfig(OptionGroup):
     """Which devices train, and how the network is run on them. torchrun and SLURM decide the number of processes
     themselves."""
 
@@ -432,8 +415,10 @@ class TrainerConfig:
     """Lay out convolutional denoisers and the autoencoder with channels last; `auto`: on CUDA."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class CheckpointConfig:
+_BUCKET = text(r"^((s3|gs)://[^/@]+(/.*)?|file:///.*)$", "s3://…, gs://… or file:///…, without user or key")
+
+
+class CheckpointConfig(OptionGroup):
     """Resumable state beside the exported pipeline (docs/checkpoints.md)."""
 
     keep: Annotated[Int, Field(ge=2)] = 2
@@ -455,18 +440,13 @@ class CheckpointConfig:
     """Copy what is saved to CPU memory after the optimizer step, and write, hash, flush and export it in the background
     while training continues. The same bytes. One save at a time: the next one and the end of the run wait for it. Extra
     CPU memory: on each rank its part of a checkpoint, on rank 0 the exported network as well."""
-    mirror: str | None = Field(
-        default=None,
-        pattern=r"^((s3|gs)://[^/@]+(/.*)?|file:///.*)$",
-        json_schema_extra={"allowed": "s3://…, gs://… or file:///…, without user or key, or null"},
-    )
+    mirror: Annotated[str, _BUCKET] | None = None
     """URL of a folder (`s3://…`, `gs://…` or `file:///…`) that gets copies of the checkpoints, in the background, at
     `<mirror>/<experiment.name>/checkpoints`; a run resumes from them where its own folder has no checkpoint as new.
     Keys and endpoints come from the environment."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class ValidationConfig:
+class ValidationConfig(OptionGroup):
     """The loss on pictures that are not trained on, always with the same noise at the same noise levels
     (docs/validation.md)."""
 
@@ -486,8 +466,7 @@ SECTIONS = ("start", "data", "step", "save", "validate")
 """What a process does, in the words of the options `watch.<section>_s`."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class WatchConfig:
+class WatchConfig(OptionGroup):
     """The hang watch (docs/watch.md): a process that stays in one section for longer writes its stacks and ends the run
     with status 87. null: no limit."""
 
@@ -506,8 +485,7 @@ class WatchConfig:
     precise [s]."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class NumericsConfig:
+class NumericsConfig(OptionGroup):
     """Non-finite steps, loss spikes, and replicas that no longer agree (docs/numerics.md)."""
 
     max_skipped_in_a_row: PositiveInt = 10
@@ -525,8 +503,7 @@ class NumericsConfig:
     0: never. Only with ddp and hsdp."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class WandbConfig:
+class WandbConfig(OptionGroup):
     """Weights & Biases. Off without a key (here, in `WANDB_API_KEY`, of `wandb login`), unless `mode` asks for it."""
 
     api_key: str | None = Field(default=None, repr=False)
@@ -539,8 +516,7 @@ class WandbConfig:
     `online` is refused without a key; `offline` writes to the run folder for a later `wandb sync`."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class SystemConfig:
+class SystemConfig(OptionGroup):
     """Batch arithmetic and loader processes."""
 
     gradient_accumulation: PositiveInt = 1
@@ -552,18 +528,19 @@ class SystemConfig:
     """Loader processes per training process; 0 reads in the training process. SLURM: equal to cpus-per-task."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class ExperimentConfig:
+_FOLDER_NAME = text(
+    r"^(?:[^/\\$~.]|\.+[^/\\$.])[^/\\$]*$", "a text that can name a folder, without slashes and $, not beginning with ~"
+)
+
+
+class ExperimentConfig(OptionGroup):
     """Where a run lives, how long it is, and what it leaves behind."""
 
     log_dir: str
     """Local or mounted folder of all runs; this run lives in `log_dir/name`. `~` and `$NAME`, a variable of the
     environment with the same value on all machines, are expanded. Copies of checkpoints in object stores:
     `checkpoint.mirror`."""
-    name: str = Field(
-        pattern=r"^(?:[^/\\$~.]|\.+[^/\\$.])[^/\\$]*$",
-        json_schema_extra={"allowed": "a text that can name a folder, without slashes and $, not beginning with ~"},
-    )
+    name: Annotated[str, _FOLDER_NAME]
     """Name of the run, its folder and its W&B run."""
     project: str = "sd_training"
     """W&B project."""
@@ -580,7 +557,7 @@ class ExperimentConfig:
     requeue: bool = True
     """The same command again resumes from the newest checkpoint that verifies. False: an existing run folder is an
     error."""
-    allow_changed: list[str] = Field(default_factory=list)
+    allow_changed: list[str] = Field(default=[])
     """Options that a resumed run may change although they decide what it exports, such as `[model.use_ema]`; any other
     change of such an option is refused (docs/checkpoints.md)."""
     eval_caption_file: Annotated[str | None, DENOISER] = None
@@ -603,8 +580,7 @@ _MOMENTUM = read_with("name", *_ADAM, "lion")
 _FALLING = read_with("scheduler", "linear", "cosine", "CosineWithWarmup", "polynomial", "wsd")
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class OptimizerParams:
+class OptimizerParams(OptionGroup):
     """Hyper-parameters; those of AdamW are eq. 12 of Loshchilov & Hutter 2019 (arXiv:1711.05101)."""
 
     learning_rate: NonNegative = 1e-4
@@ -627,20 +603,19 @@ class OptimizerParams:
     """`prodigy`: factor of the estimated learning rate."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(OptionGroup):
     """Which optimizer updates the trained parts."""
 
     name: OptimizerName = "adamw"
     """Optimizer by name. `adamw_8bit` needs CUDA. `muon` orthogonalizes the updates of hidden matrices and kernels, at
     AdamW's learning rate, and leaves the rest to AdamW. `schedule_free_adamw` wants a constant schedule and no EMA."""
-    params: OptimizerParams = Field(default_factory=OptimizerParams)
+    params: OptimizerParams = OptimizerParams()
     """Its hyper-parameters."""
     max_grad_norm: Positive | None = None
     """Clip the global L2 norm of the gradient, once per optimizer step; null: no clipping."""
     no_decay_on_norms_and_biases: bool = False
     """No weight decay on biases and on parameters with one dimension (weights of norms, scales)."""
-    rates_by_part: dict[str, NonNegative] = Field(default_factory=dict)
+    rates_by_part: dict[str, NonNegative] = Field(default={})
     """Peak learning rates of named parts, such as `{text_encoder: 1e-6}`, with the same schedule; the others take
     `params.learning_rate`. Not with `prodigy`."""
     stochastic_rounding: Annotated[bool, read_with("name", "adamw"), read_with("model.bf16_weights")] = False
@@ -648,8 +623,7 @@ class OptimizerConfig:
     Weights that are kept in fp32 (the normal case) need no rounding."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class LRScheduleParams:
+class LRScheduleParams(OptionGroup):
     """Shape of the learning-rate schedule."""
 
     learning_rate: NonNegative | None = None
@@ -670,19 +644,17 @@ class LRScheduleParams:
     """`wsd`: 1 - x or 1 - √x, x from 0 to 1 over the decay."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class LRScheduleConfig:
+class LRScheduleConfig(OptionGroup):
     """Learning rate as a pure function of the optimizer step."""
 
     scheduler: ScheduleName = "ConstantWithWarmup"
     """Shape after the warm-up. `ConstantWithWarmup` is `constant`, `CosineWithWarmup` is `cosine`: half a cosine from
     the end of the warm-up to the end of the run. `wsd`: warm-up, stable, decay."""
-    params: LRScheduleParams = Field(default_factory=LRScheduleParams)
+    params: LRScheduleParams = LRScheduleParams()
     """Its numbers."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class EmaConfig:
+class EmaConfig(OptionGroup):
     """Averages of the trained weights, kept in fp32 on the CPUs, each process its share."""
 
     decay: BelowOne = 0.9999
@@ -694,7 +666,7 @@ class EmaConfig:
     path: str | None = None
     """Start the average from these weights: a pipeline folder, or the part's own folder."""
     sigma_rels: Annotated[list[Annotated[Number, Field(gt=0, le=0.2886)]], read_with("model.use_ema")] = Field(
-        default_factory=list, json_schema_extra={"allowed": "a list of numbers above 0 and at most 0.2886"}
+        default=[]
     )
     """Widths of further averages [share of the training so far], such as [0.05, 0.10]; from their snapshots
     `scripts/posthoc_ema.py` rebuilds an average of any width after the training (docs/ema.md)."""
@@ -702,8 +674,7 @@ class EmaConfig:
     """Interval between snapshots of `sigma_rels` [optimizer steps]; a multiple of `update_every`."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class ConditioningConfig:
+class ConditioningConfig(OptionGroup):
     """Conditioning during training. Everything is decided per sample, anew at every visit."""
 
     dropout_prob: Probability = 0.1
@@ -719,13 +690,12 @@ class ConditioningConfig:
     """sdxl: share of samples trained without conditioning on the crop position."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class SamplingConfig:
+class SamplingConfig(OptionGroup):
     """Preview pictures from fixed prompts and seeds, and the settings of evaluation images."""
 
     every: Count = 0
     """Draw previews before the first optimizer step of a run, and every so many steps; 0: none."""
-    prompts: Annotated[list[str], used_with("every")] = Field(default_factory=list)
+    prompts: Annotated[list[str], used_with("every")] = Field(default=[])
     """One preview image per prompt."""
     num_inference_steps: PositiveInt = 50
     """Denoiser evaluations per image [count]."""
@@ -737,8 +707,7 @@ class SamplingConfig:
     """Images drawn at once per process."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class LoggingConfig:
+class LoggingConfig(OptionGroup):
     """Metrics."""
 
     every: PositiveInt = 10
@@ -747,45 +716,44 @@ class LoggingConfig:
     """Show images seen, images/s, time left and loss on the terminal."""
 
 
-@dataclass(config=SCHEMA, kw_only=True)
-class Config:
+class Config(OptionGroup):
     """A whole run."""
 
     experiment: ExperimentConfig
     """Where the run lives and how long it is."""
     dataset: DatasetConfig
     """Training data."""
-    model: ModelConfig = Field(default_factory=ModelConfig)
+    model: ModelConfig = ModelConfig()
     """Parts of the pipeline."""
-    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    wandb: WandbConfig = WandbConfig()
     """Weights & Biases."""
-    system: SystemConfig = Field(default_factory=SystemConfig)
+    system: SystemConfig = SystemConfig()
     """Batch arithmetic and loader processes."""
-    distributed: DistributedConfig = Field(default_factory=DistributedConfig)
+    distributed: DistributedConfig = DistributedConfig()
     """Process group."""
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer."""
-    lr_scheduler: LRScheduleConfig = Field(default_factory=LRScheduleConfig)
+    lr_scheduler: LRScheduleConfig = LRScheduleConfig()
     """Learning-rate schedule."""
-    ema: Annotated[EmaConfig, used_with("model.use_ema")] = Field(default_factory=EmaConfig)
+    ema: Annotated[EmaConfig, used_with("model.use_ema")] = EmaConfig()
     """Moving average of the weights, used when `model.use_ema` is true."""
-    objective: Annotated[ObjectiveConfig, DENOISER] = Field(default_factory=ObjectiveConfig)
+    objective: Annotated[ObjectiveConfig, DENOISER] = ObjectiveConfig()
     """Training objective."""
-    conditioning: Annotated[ConditioningConfig, DENOISER] = Field(default_factory=ConditioningConfig)
+    conditioning: Annotated[ConditioningConfig, DENOISER] = ConditioningConfig()
     """Text conditioning."""
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = CheckpointConfig()
     """Resumable state."""
-    numerics: NumericsConfig = Field(default_factory=NumericsConfig)
+    numerics: NumericsConfig = NumericsConfig()
     """Numbers that went wrong."""
-    validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    validation: ValidationConfig = ValidationConfig()
     """Loss on held-out data."""
-    sampling: Annotated[SamplingConfig, DENOISER] = Field(default_factory=SamplingConfig)
+    sampling: Annotated[SamplingConfig, DENOISER] = SamplingConfig()
     """Preview pictures."""
-    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    logging: LoggingConfig = LoggingConfig()
     """Metrics."""
-    watch: WatchConfig = Field(default_factory=WatchConfig)
+    watch: WatchConfig = WatchConfig()
     """Hangs."""
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    trainer: TrainerConfig = TrainerConfig()
     """Devices."""
 
 

@@ -1,11 +1,21 @@
 """What options are made of: value types with their bounds, and which other option decides whether one is read."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-SCHEMA = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+Group = TypeVar("Group", bound="OptionGroup")
+
+
+class OptionGroup(BaseModel):
+    """Options that stand together; the docstring of a field says what it means, with its unit."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+    def replace(self: Group, **changes: Any) -> Group:
+        """A copy with other values, which are checked."""
+        return type(self)(**dict(self) | changes)
 
 
 def no_bool(value: Any) -> Any:
@@ -13,6 +23,11 @@ def no_bool(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("a number is expected, not true/false")
     return value
+
+
+def text(pattern: str, allowed: str) -> Any:
+    """A text of one form, and how a message describes it."""
+    return Field(pattern=pattern, json_schema_extra={"allowed": allowed})
 
 
 Int = Annotated[int, BeforeValidator(no_bool)]

@@ -4,14 +4,14 @@ that the data are still the same."""
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 
-from sd_training.config.changes import differences, without_permissions
+from sd_training.config.changes import differences
 from sd_training.config.data_schema import DatasetConfig, MixEntry
 from sd_training.config.fields import shown
 from sd_training.config.plan import BatchPlan, counted
@@ -279,10 +279,10 @@ def _other_data(changed: Sequence[str]) -> str:
 
 def _options(dataset: DatasetConfig) -> dict[str, Any]:
     """Dotted option → value of what decides which samples there are and in which buckets, without secrets."""
-    params = asdict(dataset.params)
+    params = dataset.params.model_dump()
     options = {f"dataset.params.{name}": params[name] for name in _DECISIVE}
-    options |= {f"dataset.{name}": value for name, value in asdict(dataset).items() if name != "params"}
-    plain: dict[str, Any] = redacted_values(without_permissions(options))
+    options |= {f"dataset.{name}": value for name, value in dataset.model_dump().items() if name != "params"}
+    plain: dict[str, Any] = redacted_values(options)
     return plain
 
 

@@ -61,7 +61,7 @@ class HeldOutData:
     ) -> None:
         assert config.path is not None, "without a path there is nothing to measure on"
         self.kind = dataset.type
-        self.params = replace(dataset.params, path=config.path, crop="center", flip_prob=0.0)
+        self.params = dataset.params.replace(path=config.path, crop="center", flip_prob=0.0)
         self.config, self.batch_size = config, batch_size
         self.tokenizers, self.captions_needed = dict(tokenizers), captions_needed
         self.draws = replace(draws, seed=_SEED, dropout=Dropout(), has_input_noise=False, is_stratified=False)

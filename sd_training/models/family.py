@@ -7,7 +7,6 @@ captions are encoded, and what else the denoiser is given; the rest are class at
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import replace
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -92,7 +91,8 @@ class Family(ABC):
         found = {}
         for part in (*FAMILY_PARTS[cls.name], *has):
             config = effective_part(model, part)
-            found[part] = f"model.{part}.pretrained", replace(config, target=config.target or cls.classes.get(part))
+            target = config.target or cls.classes.get(part)
+            found[part] = f"model.{part}.pretrained", config.replace(target=target)
         return found
 
     @classmethod

@@ -6,7 +6,7 @@ trained.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -133,20 +133,20 @@ def _resolved(objective: ObjectiveConfig, training: Any) -> ObjectiveConfig:
     prediction, config = objective.prediction_type or _stored_prediction(training), training.config
     shift, zero_snr = objective.shift, objective.rescale_betas_zero_snr
     if shift.mode == "scheduler" and config.get("use_dynamic_shifting") and prediction == "flow_prediction":
-        shift = replace(shift, mode="tokens", **{ours: config[theirs] for ours, theirs in _SHIFT_KEYS.items()})
+        shift = shift.replace(mode="tokens", **{ours: config[theirs] for ours, theirs in _SHIFT_KEYS.items()})
     if zero_snr is None:
         is_discrete = prediction not in ("flow_prediction", "edm")
         zero_snr = bool(config.get("rescale_betas_zero_snr", False)) and is_discrete
-    resolved = replace(objective, shift=shift, prediction_type=prediction, rescale_betas_zero_snr=zero_snr)
+    resolved = objective.replace(shift=shift, prediction_type=prediction, rescale_betas_zero_snr=zero_snr)
     if prediction != "edm":
         return resolved
     # EDM's own density and weighting, where no other is given; P_mean is that of the paper for its σ_data of 0.5.
     sigma_data = objective.sigma_data or float(config.get("sigma_data", 1.0))
-    filled = with_preset(replace(resolved, preset="edm", sigma_data=sigma_data))
+    filled = with_preset(resolved.replace(preset="edm", sigma_data=sigma_data))
     density = filled.timestep_density
     if density.name == "log_normal" and density.mean is None:
-        density = replace(density, mean=_EDM_LOG_RATIO + math.log(sigma_data))
-    return replace(filled, preset=objective.preset, timestep_density=density)
+        density = density.replace(mean=_EDM_LOG_RATIO + math.log(sigma_data))
+    return filled.replace(preset=objective.preset, timestep_density=density)
 
 
 def _sampler(

@@ -89,7 +89,7 @@ class DiffusionModule(TrainedModule):
         """As `TrainedModule.held_out_losses`. Images and captions are encoded once, and the noise of a sample is the
         same at all levels. Input perturbation and learned uncertainty belong to training and are disabled."""
         latents, conditioning = self._encoded(batch)
-        objective = replace(self.objective, config=replace(self.objective.config, input_perturbation=0.0))
+        objective = replace(self.objective, config=self.objective.config.replace(input_perturbation=0.0))
         losses, timesteps = [], []
         for quantile in quantiles:
             draws = replace(batch, timestep_draw=torch.full_like(batch.timestep_draw, quantile))

@@ -91,9 +91,9 @@ def options_of(setting: Setting) -> ObjectiveConfig:
         density = TimestepDensityConfig(name="log_normal", mean=setting.log_mean, std=setting.log_std)
     weighting = LossWeightingConfig(name=setting.weighting)  # type: ignore[arg-type]
     if setting.weighting in ("min_snr", "soft_min_snr"):
-        weighting = replace(weighting, gamma=setting.gamma)
+        weighting = weighting.replace(gamma=setting.gamma)
     elif setting.weighting == "p2":
-        weighting = replace(weighting, p2_gamma=setting.p2_gamma, p2_k=setting.p2_k)
+        weighting = weighting.replace(p2_gamma=setting.p2_gamma, p2_k=setting.p2_k)
     loss = LossConfig()
     if setting.loss != "l2":
         huber_schedule: Any = setting.loss.removeprefix("huber_")

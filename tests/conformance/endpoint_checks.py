@@ -26,8 +26,8 @@ def _at_extreme(base: Objective, setting: Setting, extreme: str) -> tuple[Object
     is_noise = extreme == "snr_0"
     if setting.prediction == "edm":
         log_sigma = float(_LOG_EXTREMES[int(is_noise)])
-        density = replace(base.config.timestep_density, mean=log_sigma)
-        return replace(base, config=replace(base.config, timestep_density=density)), np.full(2, 0.5)
+        density = base.config.timestep_density.replace(mean=log_sigma)
+        return replace(base, config=base.config.replace(timestep_density=density)), np.full(2, 0.5)
     if setting.prediction in DISCRETE and not is_noise:
         # No usual schedule has a step without noise; a trained β_0 of 0 has one.
         assert isinstance(base.schedule, DiscreteSchedule)

@@ -56,7 +56,7 @@ def edm_target_swapped(original: Any, kind: str, x0: Any, noise: Any, signal: An
 
 def target_without_offset(original: Any, self: Objective, latents: Any, draws: Any, step: int = 0) -> Any:
     """The denoiser sees the offset and is asked for the noise without."""
-    plain = replace(self, config=replace(self.config, offset_noise=0.0))
+    plain = replace(self, config=self.config.replace(offset_noise=0.0))
     return replace(original(self, latents, draws, step), target=original(plain, latents, draws, step).target)
 
 
@@ -64,7 +64,7 @@ def draw_with(**options: Any) -> Callable[..., Any]:
     """As if other options had been given."""
 
     def draw(original: Any, self: Objective, latents: Any, draws: Any, step: int = 0) -> Any:
-        return original(replace(self, config=replace(self.config, **options)), latents, draws, step)
+        return original(replace(self, config=self.config.replace(**options)), latents, draws, step)
 
     return draw
 

@@ -95,7 +95,7 @@ def check_masked_loss() -> None:
     for setting in settings("v_prediction", "scaled_linear", "min_snr"):
         if setting.noise:
             continue
-        objective = objective_for(setting, replace(options_of(setting), masked_loss="alpha"))
+        objective = objective_for(setting, options_of(setting).replace(masked_loss="alpha"))
         made = objective.draw(tensor(_X0), draws_of(np.array(_DRAWS), _EPS, mask=mask))
         each = reference.cell_losses(
             setting, reference.example(setting, np.array(_DRAWS), _X0, _EPS, _ETA, _XI), _ANSWER

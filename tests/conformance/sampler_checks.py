@@ -54,7 +54,7 @@ class Export:
 
     def options(self) -> ObjectiveConfig:
         """Of the objective."""
-        return replace(options_of(self.setting), shift=self.shift)
+        return options_of(self.setting).replace(shift=self.shift)
 
     def parts(self) -> Parts:
         """Schedulers and objective as a run makes them."""
@@ -155,11 +155,11 @@ def check_gaussian(export: Export) -> None:
 def _objective_at(objective: Objective, level: float) -> tuple[Objective, Array]:
     """An objective and draws that train this level alone: a timestep, σ of flow models, or ln σ."""
     if objective.prediction_type == "edm":
-        density = replace(objective.config.timestep_density, mean=level)
-        return replace(objective, config=replace(objective.config, timestep_density=density)), np.full(3, 0.5)
+        density = objective.config.timestep_density.replace(mean=level)
+        return replace(objective, config=objective.config.replace(timestep_density=density)), np.full(3, 0.5)
     if objective.prediction_type == "flow_prediction":
         return replace(
-            objective, config=replace(objective.config, shift=ShiftConfig(mode="static", value=1.0))
+            objective, config=objective.config.replace(shift=ShiftConfig(mode="static", value=1.0))
         ), np.full(3, level)
     return objective, np.full(3, (level + 0.5) / objective.schedule.num_timesteps)
 

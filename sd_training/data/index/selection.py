@@ -15,13 +15,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from sd_training.config.data_schema import CaptionConfig
+from sd_training.config.data_schema import CaptionConfig, class_name
 from sd_training.config.filters import Filter, Value, long_integer
 from sd_training.config.plan import counted
 from sd_training.data.index.columns import NUMBER, TEXT
 from sd_training.data.index.store import DatasetIndex
 from sd_training.data.problems import EXAMPLES_KEPT, Problems, SkippedSample
-from sd_training.data.samples.captions import CAPTION, Prompts, caption_weights, class_name, template_fields
+from sd_training.data.samples.captions import CAPTION, Prompts, caption_weights, template_fields
 from sd_training.data.storage.locations import shown
 from sd_training.errors import DataError
 

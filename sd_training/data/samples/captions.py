@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sd_training.config.data_schema import CaptionConfig, TagConfig
+from sd_training.config.data_schema import CaptionConfig, TagConfig, class_name
 from sd_training.data.index.columns import captions_in
 from sd_training.data.index.store import DatasetIndex
 from sd_training.data.problems import BadSample, printable
@@ -65,12 +65,6 @@ def tag_folder_caption(index: DatasetIndex, rules: TagConfig, sample: int, rng: 
     """The caption of a sample of a tag folder, whose index holds the tags (`write_tags` in `sources/tags.py`)."""
     score, *tags = json.loads(index.text("caption", sample) or "[0]")
     return tag_caption(score, tags, rules, rng)
-
-
-def class_name(value: object) -> str:
-    """One spelling per class id: `7`, `"7"` and `"07"` are the same class."""
-    text = str(value).strip()
-    return str(int(text)) if text.isascii() and text.isdigit() else text
 
 
 def caption_weights(rules: CaptionConfig) -> dict[str, float]:

@@ -4,7 +4,6 @@ folders, globs, braces, URLs, commands."""
 import glob
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice
 
 import braceexpand
@@ -84,7 +83,7 @@ def path_problems(kind: str, params: SourceParams, access: Access) -> list[str]:
     for path in _entries(params.path):
         try:
             if not path.startswith((PIPE, HUB)) and not is_remote(path):
-                make_source(kind, replace(params, path=path), access)
+                make_source(kind, params.replace(path=path), access)
                 if os.path.isfile(local_path(path)) and (hint := _fitting_type(kind, path)):
                     problems.append(f"dataset.params.path: '{path}' is no {kind} data{hint}")
         except UserError as error:

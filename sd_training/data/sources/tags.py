@@ -13,7 +13,6 @@ tag, tags left out, shuffled or sorted, replacements, separators. What differs t
 A score tag is given from its threshold on (score >= threshold), as the original's code does; its description says >.
 """
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -135,7 +134,7 @@ def _json_files(folder: str) -> list[os.DirEntry[str]]:
 
 def rules_identity(rules: TagConfig) -> str:
     """The rules that `rejection_reason` depends on, as text: files are filtered anew when it changes."""
-    return json.dumps({name: value for name, value in dataclasses.asdict(rules).items() if name in _FILTER_OPTIONS})
+    return json.dumps({name: value for name, value in rules.model_dump().items() if name in _FILTER_OPTIONS})
 
 
 def every_nth(names: Sequence[str], rules: TagConfig, num_before: int = 0) -> list[str]:

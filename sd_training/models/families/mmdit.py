@@ -7,7 +7,6 @@ loads by `MMDiTRopePipeline.from_pretrained(folder)`, and once this module has b
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, TypeAlias
 
@@ -133,7 +132,7 @@ class MMDiTRopePipeline(DiffusionPipeline):
         given, encoders = text_options or {}, (name for name in TEXT_PARTS if parts[name] is not None)
         self.options = {name: TextOptions(**given.get(name, {})) for name in encoders}
         # A mapping, as diffusers takes every list in model_index.json for a part of the pipeline.
-        self.register_to_config(text_options={name: asdict(option) for name, option in self.options.items()})
+        self.register_to_config(text_options={name: option.model_dump() for name, option in self.options.items()})
         self.image_processor = VaeImageProcessor(vae_scale_factor=2 ** (len(vae.config.block_out_channels) - 1))
 
     @torch.no_grad()
@@ -245,14 +244,14 @@ class MMDiT(Family):
             found |= {name: (option, entry), TEXT_PARTS[name]: (option, words)}
         for name in (name for name in (*TEXT_PARTS, *TEXT_PARTS.values()) if is_stored(index.get(name))):
             target = "AutoTokenizer" if name.startswith("tokenizer") else str(index[name][1])
-            found[name] = f"model.{name}.pretrained", replace(effective_part(model, name), target=target)
+            found[name] = f"model.{name}.pretrained", effective_part(model, name).replace(target=target)
         return found
 
     @classmethod
     def settings_of(cls, model: ModelConfig, conditioning: ConditioningConfig, index: Index) -> dict[str, Any]:
         """What is taken from each text encoder."""
         listed = {
-            name: {field.name: getattr(entry, field.name) for field in fields(TextOptions)}
+            name: {field: getattr(entry, field) for field in TextOptions.model_fields}
             for name, entry in zip(TEXT_PARTS, model.text_encoders, strict=False)
         }
         return {"text_options": index.get("text_options", {}) if index else listed}

@@ -60,7 +60,17 @@ def test_hybrid_sharding_copies_between_machines() -> None:
         layout(8, strategy="hsdp")
 
 
-@pytest.mark.parametrize("mesh", [{"data": 3}, {"data": -1, "fsdp": 3}, {"data": 2, "fsdp": 8}, {"tensor": 2}])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"data": 3},
+        {"data": -1, "fsdp": 3},
+        {"data": 2, "fsdp": 8},
+        {"tensor": 2},
+        {"fsdp": 0},
+        {"data": -1, "fsdp": -1},
+    ],
+)
 def test_a_mesh_that_does_not_fit(mesh: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="does not make 8 processes; the product must be 8"):
         layout(8, mesh=MeshConfig(**mesh))

@@ -21,7 +21,7 @@ from sd_training.data.storage.files import open_bytes
 from sd_training.types import LatentGrid, PixelBatch
 from tests import makers
 
-_PARAMS = {field.name for field in dataclasses.fields(DatasetParams)}
+_PARAMS = set(DatasetParams.model_fields)
 
 
 def training_data(path: Path | str | list[str], plan: BatchPlan | None = None, **options: Any) -> TrainingData:

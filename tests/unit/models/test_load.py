@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +284,7 @@ def test_code_of_a_tokenizer_is_not_run_nor_asked_about(
     edit(folder / "tokenizer/tokenizer_config.json", **mark)
     config = ModelConfig(pretrained=str(folder))
     with pytest.raises(ConfigError, match=r"model\.tokenizer\.pretrained: .* cannot be loaded as AutoTokenizer"):
-        load_part("tokenizer", replace(effective_part(config, "tokenizer"), target="AutoTokenizer"), seed=0)
+        load_part("tokenizer", effective_part(config, "tokenizer").replace(target="AutoTokenizer"), seed=0)
     load_part("tokenizer", effective_part(config, "tokenizer"), seed=0)
     assert not (tmp_path / "canary").exists() and "[y/N]" not in capfd.readouterr().out
 

@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from sd_training.data.samples.captions import Tokenizer, class_name
+from sd_training.config.data_schema import class_name
+from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError
 from tests import makers
 

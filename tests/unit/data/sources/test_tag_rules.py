@@ -1,4 +1,3 @@
-import dataclasses
 import json
 from typing import Any
 
@@ -52,9 +51,7 @@ def test_the_originals_example() -> None:
     rules = config
     kindle = read_tag_record(json.dumps(KINDLE))
     assert rejection_reason(kindle, rules) is None
-    assert (
-        rejection_reason(kindle, dataclasses.replace(rules, min_score=156)) == "score with bonuses below min_score: 155"
-    )
+    assert rejection_reason(kindle, rules.replace(min_score=156)) == "score with bonuses below min_score: 155"
     caption = "by=lulubell kirin oc oc_only oc=kindle safe scr50 solo"
     score, *tags = json.loads(write_tags(kindle))
     assert tag_caption(score, tags, config, np.random.default_rng) == caption
@@ -152,12 +149,8 @@ def test_judged_by_names_exactly_what_judging_depends_on() -> None:
         "aspect_range": [1.0, 2.0],
         "limit_images": 3,
     }
-    assert set(changed) == {f.name for f in dataclasses.fields(TagConfig)}
-    moved = {
-        name
-        for name, value in changed.items()
-        if rules_identity(dataclasses.replace(TagConfig(), **{name: value})) != base
-    }
+    assert set(changed) == set(TagConfig.model_fields)
+    moved = {name for name, value in changed.items() if rules_identity(TagConfig(**{name: value})) != base}
     assert moved == judging
 
 
