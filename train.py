@@ -59,7 +59,7 @@ def _start(argv: list[str], signals: StopSignals, run_log: RunLog) -> None:
     set_passive_wait()
     with _importing():
         from sd_training.build.plan import make_plan
-        from sd_training.data.workers import worker_context
+        from sd_training.data.loader import worker_context
 
     plan = make_plan(config, is_described=dry_run)
     if dry_run:

@@ -209,7 +209,9 @@ def this_trainer(subject: Subject, loader: TurnLoader, variant: str = "") -> Non
         rows = MetricRows(Path(folder) / "metrics.csv", COLUMNS)
         metrics = Metrics(rows, 10, batch, ema, TrainingTimer(), RunState())
         guard = NumericGuard(NumericsConfig(), 10, Path(folder), lambda sample: ("", str(sample)), TrainingTimer())
-        trainer = lightning_trainer(subject, [ema, guard, metrics], len(loader), SingleProcessStrategy(subject.device))
+        trainer = lightning_trainer(
+            subject, [ema, guard, metrics], len(loader), SingleProcessStrategy(device=subject.device)
+        )
         trainer.fit(module, train_dataloaders=loader)
 
 

@@ -4,8 +4,8 @@
     torchrun --nproc_per_node 8 scripts/generate_examples.py --pipeline ... --prompts captions.csv --out pictures
 
 Picture i of a call (counted over prompts, then over the pictures of a prompt) is drawn from seed + i. The same call
-again draws only what is missing, and refuses to mix in pictures that were made in another way. `metadata.jsonl` and
-`grid.png` are written at the end.
+again draws only what is missing, and refuses to mix in pictures that were made in another way (`metadata.jsonl`).
+`grid.png` is written at the end.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from sd_training.cli import run_cli
 from sd_training.config.paths import path_argument
 from sd_training.errors import ConfigError, DataError
 from sd_training.export.draw import SAMPLERS, draw_images, make_sampler
-from sd_training.export.pictures import Picture, finish_folder, is_drawn, read_captions, save_picture
+from sd_training.export.pictures import Picture, begin_folder, is_drawn, read_captions, save_picture, write_grid
 from sd_training.export.pipeline import fingerprint, folder_problems, load_pipeline, read_index
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -144,7 +144,7 @@ def choose_device(device: str) -> str:
 
 def draw_share(args: argparse.Namespace, mine: Sequence[Picture], device: str, done: Callable[[], Any]) -> None:
     """Draws and saves what is missing of `mine` on one device; `done` is called after each picture."""
-    missing = [picture for picture in mine if not is_drawn(args.out, picture)]
+    missing = [picture for picture in mine if not is_drawn(args.out, picture.file)]
     if not missing:
         return
     for library in (diffusers, transformers):
@@ -189,7 +189,7 @@ def run(args: argparse.Namespace, pictures: list[Picture]) -> None:
     """Draws this process's share of the pictures."""
     with launched_group() as (rank, world):
         device, mine = choose_device(args.device), pictures[rank::world]
-        missing = sum(not is_drawn(args.out, picture) for picture in mine)
+        missing = sum(not is_drawn(args.out, picture.file) for picture in mine)
         if device == "cpu":
             share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         with tqdm(total=missing, unit="images", desc="drawing", disable=rank > 0) as bar:
@@ -206,11 +206,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out: {args.out} cannot be made ({error.strerror})") from error
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first:  # the others wait for it before they draw
+        begin_folder(args.out, pictures)
     try:
         run(args, pictures)
-    finally:  # also after Ctrl-C: the pictures that are there are listed
-        if os.environ.get("RANK", "0") == "0":
-            there = finish_folder(args.out, pictures, args.images_per_prompt if args.images_per_prompt > 1 else None)
+    finally:  # also after Ctrl-C
+        if is_first:
+            there = write_grid(args.out, pictures, args.images_per_prompt if args.images_per_prompt > 1 else None)
             print(f"{there} of {len(pictures)} pictures, metadata.jsonl, grid.png: {args.out}", file=sys.stderr)
 
 

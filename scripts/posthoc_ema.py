@@ -85,18 +85,18 @@ def make_pipelines(run: Path, out: Path, widths: Sequence[float], step: int | No
         raise ConfigError(f"--step: is {step}, but the last snapshot of {run} is of step {steps[-1]}")
     template = load_template(run)
     for width, target in targets.items():
-        planned = plan_sum(snapshots, step, width)
+        parts, residual = plan_sum(snapshots, step, width)
         print(
-            f"sigma_rel={width:g} at step {step:,}: {len(planned.parts)} snapshots, relative residual of the profile "
-            f"{planned.residual:.1e}"
+            f"sigma_rel={width:g} at step {step:,}: {len(parts)} snapshots, relative residual of the profile "
+            f"{residual:.1e}"
         )
-        if planned.residual > LARGE_RESIDUAL:
+        if residual > LARGE_RESIDUAL:
             print(
                 f"warning: the residual is above {LARGE_RESIDUAL}, the average is only roughly the one asked for; a "
                 f"step that has a snapshot ({', '.join(map(str, steps[-5:]))}, …), more of them (ema.snapshot_every) "
                 "or tracks nearer to this width (ema.sigma_rels) would help"
             )
-        load_sum(planned, averaged_parameters(template, planned.parts[0][0]))
+        load_sum(parts, averaged_parameters(template, parts[0][0]))
         try:
             export_pipeline(template, target)
         except OSError as error:

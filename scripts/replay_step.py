@@ -43,7 +43,6 @@ from sd_training.config.load import load_config
 from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.problems import printable
-from sd_training.data.samples.sample import collate
 from sd_training.errors import DataError, UserError
 from sd_training.models.execution import autocast
 from sd_training.types import PixelBatch
@@ -174,7 +173,7 @@ def micro_batches(incident: Incident, data: TrainingData) -> Iterator[tuple[int,
     for rank in range(incident.batch.processes):
         loader = data.loader(rank, lambda: incident.step)
         for micro, requests in enumerate(islice(loader.requests(incident.step), incident.batch.accumulation)):
-            result = collate([loader.dataset[request] for request in requests])
+            result = loader.dataset[requests]
             if result.batch is None:
                 raise result.error or DataError("no batch")
             yield rank, micro, result.batch

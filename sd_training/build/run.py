@@ -51,13 +51,7 @@ from sd_training.models.execution import AUTOCAST_DTYPE
 from sd_training.models.family import Family
 from sd_training.models.load import load_part
 from sd_training.parallel.launch import process_group_backend, set_rendezvous, use_one_worker_per_gloo_group
-from sd_training.parallel.strategies import (
-    FSDP2Options,
-    FSDP2Strategy,
-    ReplicatedStrategy,
-    ShardingSpec,
-    SingleProcessStrategy,
-)
+from sd_training.parallel.strategies import FSDP2Strategy, ReplicatedStrategy, ShardingSpec, SingleProcessStrategy
 from sd_training.signals import StopSignals
 from sd_training.training.base_module import TrainedModule
 from sd_training.types import LatentGrid
@@ -310,39 +304,42 @@ def _pictures(plan: Plan, trained: Trained, ema: Ema | None, timer: TrainingTime
 
 def _strategy(plan: Plan, sharding: ShardingSpec) -> Strategy:
     """Lightning's strategy; one process needs no process group."""
-    config, timeout = plan.config.distributed, timedelta(seconds=plan.config.watch.collective_timeout_s)
+    config = plan.config.distributed
     accelerator, name = plan.launch.accelerator, plan.layout.strategy
-    backend = ""
-    if name != "single":
-        set_rendezvous(config.dist_url)
-        use_one_worker_per_gloo_group()
-        backend = process_group_backend(config, accelerator)
+    if name == "single":
+        device = torch.device("cuda", 0) if accelerator == "cuda" else torch.device(accelerator)
+        return SingleProcessStrategy(device=device)
+    set_rendezvous(config.dist_url)
+    use_one_worker_per_gloo_group()
+    backend = process_group_backend(config, accelerator)
+    timeout = timedelta(seconds=plan.config.watch.collective_timeout_s)
+    options: dict[str, Any] = {"process_group_backend": backend, "timeout": timeout}
     match name:
-        case "single":
-            device = torch.device("cuda", 0) if accelerator == "cuda" else torch.device(accelerator)
-            return SingleProcessStrategy(device=device)
         case "ddp":
             # Gradients live in the communication buckets (no copy), and every parameter is used once in every step:
             # a static graph, which PyTorch cannot learn from a first micro-batch without communication.
             return ReplicatedStrategy(
-                process_group_backend=backend,
-                timeout=timeout,
                 gradient_as_bucket_view=True,
                 static_graph=plan.batch.accumulation == 1,
                 broadcast_buffers=False,
+                **options,
             )
         case "fsdp" | "hsdp":
-            options = FSDP2Options(
-                AUTOCAST_DTYPE[plan.precision], config.reshard_after_forward, offload=config.offload_parameters
+            offload = config.offload_parameters
+            if offload and backend == "nccl":  # blocks in CPU memory are gathered by gloo
+                options["process_group_backend"] = "cpu:gloo,cuda:nccl"
+            return FSDP2Strategy(
+                plan.layout.mesh,
+                sharding,
+                AUTOCAST_DTYPE[plan.precision],
+                reshard_after_forward=config.reshard_after_forward,
+                offload=offload,
+                **options,
             )
-            if options.offload and backend == "nccl":  # blocks in CPU memory are gathered by gloo
-                backend = "cpu:gloo,cuda:nccl"
-            return FSDP2Strategy(plan.layout.mesh, sharding, options, backend, timeout)
         case _:
-            from sd_training.parallel.deepspeed import DeepSpeedZeroStrategy, deepspeed_options  # takes seconds
+            from sd_training.parallel.deepspeed import DeepSpeedZeroStrategy  # takes seconds
 
-            zero = deepspeed_options(int(name[-1]), plan.config, plan.precision)
-            return DeepSpeedZeroStrategy(zero, plan.config.optimizer.max_grad_norm, backend, timeout)
+            return DeepSpeedZeroStrategy(int(name[-1]), plan.config, plan.precision, **options)
 
 
 def make_watch(plan: Plan) -> HangWatch:

@@ -272,7 +272,7 @@ class Ema(OptimizerStepCallback):
         finally:
             sharding.reshard()
             for parameter, backup in zip(parameters.values(), backups, strict=True):
-                sharding.restore(parameter, backup)
+                sharding.swap_in(parameter, backup)
 
     def averages_by_module_name(self) -> dict[str, dict[str, Tensor]]:
         """Part of a checkpoint → parameter of the module → this rank's shard."""

@@ -18,11 +18,10 @@ from sd_training.callbacks.ema import Ema, export_weights
 from sd_training.callbacks.metrics import MetricRows
 from sd_training.callbacks.preemption import Preemption
 from sd_training.config.plan import counted
-from sd_training.data.held_out import HeldOutData
+from sd_training.data.datamodule import HeldOutData
 from sd_training.log import get_logger
 from sd_training.models.execution import autocast, without_compiling
-from sd_training.parallel.cpu_group import CpuGroup
-from sd_training.parallel.strategies import strategy_of
+from sd_training.parallel.strategies import CpuGroup, strategy_of
 from sd_training.training.base_module import TrainedModule
 
 log = get_logger(__name__)

@@ -39,9 +39,8 @@ from sd_training.checkpoint.atomic_io import remove_quietly, system_error, write
 from sd_training.checkpoint.folder import begin_partial, folder_name, newest_verified, seal_partial, step_of
 from sd_training.checkpoint.run_lock import RunLock
 from sd_training.errors import CheckpointError
-from sd_training.parallel.cpu_group import CpuGroup
 from sd_training.parallel.sharding import ParameterSharding
-from sd_training.parallel.strategies import strategy_of
+from sd_training.parallel.strategies import CpuGroup, strategy_of
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 """Parts of every checkpoint; averages are further ones."""

@@ -31,6 +31,7 @@ _TABLES = ("Parquet", "Table", "HuggingFace")
 _COLUMNS = read_with("type", *_TABLES)
 _CLASSES = read_with("type", "ClassificationWebDataset")
 _MIXED = read_with("mix")
+_TAGS = read_with("tag_separator")
 _LADDER = read_with("mode", "ladder")
 _Text = Annotated[str, Field(min_length=1)]
 _Size = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
@@ -50,11 +51,11 @@ class CaptionConfig(OptionGroup):
     """Text with fields in braces, such as `a photo of {caption}, {style}`."""
     tag_separator: str | None = None
     """What separates tags, such as `, `; null: captions are sentences, not tags."""
-    shuffle_tags_prob: Probability = 0.0
+    shuffle_tags_prob: Annotated[Probability, _TAGS] = 0.0
     """Probability that the tags of a visit are shuffled."""
-    drop_tag_prob: Probability = 0.0
+    drop_tag_prob: Annotated[Probability, _TAGS] = 0.0
     """Probability of each tag to be left out of a visit."""
-    num_kept_tags: Count = 0
+    num_kept_tags: Annotated[Count, _TAGS] = 0
     """First tags that are neither shuffled nor left out [count]."""
 
 

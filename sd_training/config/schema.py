@@ -391,7 +391,7 @@ class DistributedConfig(OptionGroup):
     """Keep the optimizer state in CPU memory and update there."""
     offload_parameters: bool = False
     """fsdp, hsdp: keep weights, gradients and optimizer state in CPU memory. deepspeed_3: the weights."""
-    dist_backend: Literal["nccl", "gloo", "mpi"] = "nccl"
+    dist_backend: Literal["nccl", "gloo"] = "nccl"
     """Communication library; `nccl` becomes `gloo` on a machine without CUDA, with one line saying so."""
     dist_url: Annotated[str, text(r"^(env://|tcp://[^\s/:]+:[0-9]{1,5})$", "env:// or tcp://host:port")] = "env://"
     """Rendezvous: `env://` reads MASTER_ADDR and MASTER_PORT as torchrun and SLURM set them; `tcp://host:port` sets

@@ -1,14 +1,18 @@
 """The data of a run as Lightning uses it: opens the data sets, makes their order and the loader, and checks on resume
-that the data are still the same."""
+that the data are still the same. And the samples that a run is measured on: never trained on, always the same ones with
+the same noise."""
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytorch_lightning as pl
 
 from sd_training.config.changes import differences
@@ -17,17 +21,18 @@ from sd_training.config.fields import shown
 from sd_training.config.plan import BatchPlan, counted
 from sd_training.config.schema import ValidationConfig
 from sd_training.data.dataset import OpenDataset, open_dataset
-from sd_training.data.held_out import HeldOutData
 from sd_training.data.index.report import DataReport, make_report
 from sd_training.data.loader import BadSampleLog, TrainingLoader
-from sd_training.data.order.buckets import BucketTable, training_sizes
-from sd_training.data.order.order import MixtureSchedule, OrderSettings, RunOrder, SampleOrder
-from sd_training.data.problems import Problems
+from sd_training.data.order.buckets import training_sizes
+from sd_training.data.order.order import OrderSettings, RunOrder, SampleOrder
+from sd_training.data.problems import printable
 from sd_training.data.samples.captions import Tokenizer
-from sd_training.data.samples.sample import DrawSettings, TrainingSamples
-from sd_training.data.workers import WorkerDeaths
-from sd_training.errors import CheckpointError, Checks, ConfigError
+from sd_training.data.samples.sample import DrawSettings, Dropout, SampleRequest, TrainingSamples
+from sd_training.data.sources.choose import SHARD_NOUNS
+from sd_training.data.storage.locations import shown as shown_location
+from sd_training.errors import CheckpointError, Checks, ConfigError, DataError
 from sd_training.log import get_logger, redacted_values
+from sd_training.types import PixelBatch
 
 log = get_logger(__name__)
 
@@ -45,10 +50,117 @@ _OPTION_OF = {
     "window": "dataset.params.window",
 }
 """Entry of a checkpoint about the order → the option that decides it."""
+_HELD_OUT_SEED = 2**40
+"""Of the noise; not the run's, so that runs with other seeds are measured alike."""
 
 
-@dataclass(frozen=True)
-class _Opened:
+@dataclass(eq=False)
+class HeldOutData:
+    """Delivers PixelBatches by their number."""
+
+    dataset: DatasetConfig
+    """Of the run; type and processing are those of the first data set."""
+    config: ValidationConfig
+    """Where the samples are, and how many."""
+    batch_size: int
+    """Samples per forward pass."""
+    tokenizers: Mapping[str, Tokenizer]
+    """Text encoder → tokenizer."""
+    draws: DrawSettings
+    """As in training; regularisation is disabled."""
+    bad_samples: BadSampleLog
+    """Names what cannot be used."""
+    captions_needed: bool = True
+    """Whether samples without a caption are left out."""
+    _warned: set[tuple[str, str]] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        assert self.config.path is not None, "without a path there is nothing to measure on"
+        self.params = self.dataset.params.replace(path=self.config.path, crop="center", flip_prob=0.0)
+        self.draws = replace(
+            self.draws, seed=_HELD_OUT_SEED, dropout=Dropout(), has_input_noise=False, is_stratified=False
+        )
+
+    @cached_property
+    def samples(self) -> TrainingSamples:
+        """Opens the data.
+
+        Raises:
+            ConfigError, DataError: it cannot be used.
+        """
+        table, params, kind = training_sizes(self.params), self.params, self.dataset.type
+        try:
+            dataset = open_dataset(kind, params, params, table, 1, captions_needed=self.captions_needed)
+        except (ConfigError, DataError) as error:
+            raise type(error)(str(error).replace("dataset.params.path", "validation.path")) from error
+        return TrainingSamples([dataset], table, params, self.tokenizers, self.draws, global_batch=1)
+
+    @cached_property
+    def requests(self) -> list[list[SampleRequest]]:
+        """Samples at equal distances, bucket by bucket; they depend on nothing but the data and the options."""
+        (dataset,) = self.samples.datasets
+        total = len(dataset.selected)
+        count = min(self.config.num_samples, total)
+        chosen = np.arange(count) * total // count
+        buckets, batches = dataset.bucket_of[chosen], []
+        for bucket in np.unique(buckets).tolist():
+            positions = np.flatnonzero(buckets == bucket).tolist()
+            requests = [SampleRequest(p, 0, int(dataset.selected[chosen[p]]), bucket) for p in positions]
+            batches += [requests[start : start + self.batch_size] for start in range(0, len(requests), self.batch_size)]
+        return batches
+
+    def sentence(self) -> str:
+        """What is measured when."""
+        config, total = self.config, len(self.samples.datasets[0].selected)
+        count = sum(map(len, self.requests))
+        return (
+            f"validation: {count:,} of {total:,} held-out samples at {config.num_levels} noise levels, every "
+            f"{config.every:,} optimizer steps"
+        )
+
+    def report(self, trained: Sequence[OpenDataset]) -> None:
+        """Logs what is measured when, what is wrong with the shards, and which of them are trained on as well."""
+        log.info(self.sentence())
+        (own,) = self.samples.datasets
+        self.bad_samples.report(own.selection.problems, "the held-out data")
+        locations = {shard.location for dataset in trained for shard in dataset.index.shards}
+        shared = [shown_location(shard.location) for shard in own.index.shards if shard.location in locations]
+        if shared:
+            shards = counted(len(shared), SHARD_NOUNS.get(self.dataset.type, "shard"))
+            log.warning(f"validation.path: trained on as well: {shards}, such as {shared[0]}")
+
+    def __len__(self) -> int:
+        """Batches."""
+        return len(self.requests)
+
+    def batches(self, numbers: Sequence[int]) -> Iterator[PixelBatch]:
+        """The batches of these numbers; while one is used, a thread reads the next.
+
+        Raises:
+            DataError: one cannot be read.
+        """
+        with ThreadPoolExecutor(1, "held-out data") as reader:
+            pending = deque(reader.submit(self._read, number) for number in numbers[:2])
+            for number in numbers[2:]:
+                yield pending.popleft().result()
+                pending.append(reader.submit(self._read, number))
+            yield from (batch.result() for batch in pending)
+
+    def _read(self, number: int) -> PixelBatch:
+        result = self.samples[self.requests[number]]
+        for skipped in result.skipped:
+            if (skipped.shard, skipped.key) not in self._warned:  # all of them are named in the file
+                self._warned.add((skipped.shard, skipped.key))
+                self.bad_samples.name(skipped)
+                shard, key, reason = (printable(part) for part in skipped[:3])
+                log.warning(f"validation.path: {shard} {key} cannot be used, another sample replaces it: {reason}")
+        if result.error is not None:
+            raise type(result.error)(f"validation.path: {result.error}")
+        assert result.batch is not None, "a result has a batch or an error"
+        return result.batch
+
+
+class _Opened(NamedTuple):
     datasets: list[OpenDataset]
     order: RunOrder
 
@@ -81,56 +193,39 @@ class TrainingData(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         self.dataset, self.plan, self.workers = dataset, plan, workers
-        self.run_dir = run_dir
         self.draws, self.tokenizers, self.captions_needed = draws, dict(tokenizers), captions_needed
-        params = dataset.params
-        self.table: BucketTable = training_sizes(params)
-        self.bad_samples = BadSampleLog(run_dir, params.max_bad_fraction)
+        self.entries: list[DatasetConfig | MixEntry] = [dataset, *dataset.mix]
+        self.table = training_sizes(dataset.params)
+        self.bad_samples = BadSampleLog(run_dir, dataset.params.max_bad_fraction)
         self.held_out: HeldOutData | None = None
         """What the run is measured on."""
         if validation is not None and validation.path is not None:
             self.held_out = HeldOutData(
-                dataset,
-                validation,
-                plan.micro_batch,
-                tokenizers,
-                draws,
-                self.bad_samples,
-                captions_needed=captions_needed,
+                dataset, validation, plan.micro_batch, tokenizers, draws, self.bad_samples, captions_needed
             )
-        self._opened: _Opened | None = None
 
     def prepare_data(self) -> None:
         """Builds the index; Lightning calls this on one process of each machine while the others wait."""
         checks = Checks()
-        checks.run(self._open)
+        checks.run(self.datasets)
         if self.held_out is not None:
-            checks.run(self.held_out.open)
+            checks.run(self.held_out.sentence)
         checks.finish()
 
     def setup(self, stage: str) -> None:
         """Opens the index; logs and writes to a file what is wrong with the shards."""
-        datasets, problems = self.datasets(), Problems()
+        datasets = self.datasets()
         if self.trainer is None or self.trainer.global_rank > 0:
             return
         for dataset in datasets:
-            problems.merge(dataset.selection.problems)
-        self.bad_samples.report(problems, "the data")
+            self.bad_samples.report(dataset.selection.problems, "the data")
         if self.held_out is not None:
             self.held_out.report(datasets)
 
     def train_dataloader(self) -> TrainingLoader:
-        """The micro-batches of this rank from the trainer's optimizer step on.
-
-        Raises:
-            ConfigError: the number of processes is not the plan's.
-        """
+        """The micro-batches of this rank from the trainer's optimizer step on."""
         trainer = self.trainer
-        if trainer is None:
-            raise RuntimeError("train_dataloader needs a trainer; use loader(rank, first_step)")
-        if trainer.world_size != (processes := self.plan.processes * self.plan.sharing):
-            planned = counted(processes, "process", "processes")
-            raise ConfigError(f"trainer.devices: the run was planned for {planned}, not {trainer.world_size}")
+        assert trainer is not None, "without a trainer, use loader(rank, first_step)"
         return self.loader(trainer.global_rank // self.plan.sharing, lambda: trainer.global_step)
 
     def loader(self, rank: int, first_step: Callable[[], int]) -> TrainingLoader:
@@ -141,25 +236,17 @@ class TrainingData(pl.LightningDataModule):
         """
         # Loader processes are forked; the tokenizers package would warn about its threads in every one of them.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        order, deaths = self._open().order, WorkerDeaths(self.run_dir)
-        return TrainingLoader(
-            self.samples(), order, self.plan, rank, self.workers, first_step, self.bad_samples, deaths
-        )
+        order = self._opened.order
+        return TrainingLoader(self.samples(), order, self.plan, rank, self.workers, first_step, self.bad_samples)
 
     def samples(self) -> TrainingSamples:
         """Request → example."""
-        return TrainingSamples(
-            self.datasets(),
-            self.table,
-            self.dataset.params,
-            self.tokenizers,
-            self.draws,
-            self.plan.global_batch,
-        )
+        params, global_batch = self.dataset.params, self.plan.global_batch
+        return TrainingSamples(self.datasets(), self.table, params, self.tokenizers, self.draws, global_batch)
 
     def datasets(self) -> list[OpenDataset]:
         """The data sets of the run, opened; the first is the main one."""
-        return self._open().datasets
+        return self._opened.datasets
 
     def name_of(self, sample_id: int) -> tuple[str, str]:
         """Location of the shard and key of a batch's sample; hostile text."""
@@ -179,8 +266,7 @@ class TrainingData(pl.LightningDataModule):
         Raises:
             DataError: it cannot be used.
         """
-        opened = self._open()
-        return make_report(opened.datasets, opened.order, self.table, of_run, is_size_known)
+        return make_report(*self._opened, self.table, of_run, is_size_known)
 
     def fingerprint(self) -> str:
         """sha256 of the selected samples, their buckets and their order: equal means that the run sees the same."""
@@ -190,25 +276,25 @@ class TrainingData(pl.LightningDataModule):
             digest.update(dataset.selected.astype("<i8").tobytes())
             digest.update(dataset.bucket_of.astype("<i4").tobytes())
         shares = (
-            f"Share(weight={e.weight!r}, start_step={e.start_step!r}, end_step={e.end_step!r})" for e in self._entries()
+            f"Share(weight={e.weight!r}, start_step={e.start_step!r}, end_step={e.end_step!r})" for e in self.entries
         )
         digest.update(f"({self.table.sizes!r}, [{', '.join(shares)}])".encode())
         return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
         """The data's part of a checkpoint. The position is the optimizer step, which the trainer keeps."""
-        opened = self._open()
+        datasets, order = self._opened
         return {
             "options": _options(self.dataset),
             "fingerprint": self.fingerprint(),
-            "num_samples": sum(len(dataset.selected) for dataset in opened.datasets),
+            "num_samples": sum(len(dataset.selected) for dataset in datasets),
             **_order(self.dataset, self.plan, self.draws.seed),
-            "lanes": [order.settings.num_streams for order in opened.order.orders],
-            "window": [order.window for order in opened.order.orders],
+            "lanes": [own.num_streams for own in order.orders],
+            "window": [own.window for own in order.orders],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuses to continue on other data, where the position would mean other samples, unless told to.
+        """Checks that the run would see the same data in the same order.
 
         Raises:
             CheckpointError: shards, filters, buckets, order, seed or global batch are not those of the checkpoint.
@@ -219,12 +305,8 @@ class TrainingData(pl.LightningDataModule):
         elif changed:
             raise CheckpointError(_other_data(changed))
 
-    def _entries(self) -> list[DatasetConfig | MixEntry]:
-        return [self.dataset, *self.dataset.mix]
-
-    def _open(self) -> _Opened:
-        if self._opened is not None:
-            return self._opened
+    @cached_property
+    def _opened(self) -> _Opened:
         params, plan, checks = self.dataset.params, self.plan, Checks()
         open_one = partial(
             open_dataset,
@@ -233,18 +315,16 @@ class TrainingData(pl.LightningDataModule):
             batch_size=plan.global_batch,
             captions_needed=self.captions_needed,
         )
-        made = [checks.run(partial(open_one, entry.type, entry.params)) for entry in self._entries()]
+        made = [checks.run(partial(open_one, entry.type, entry.params)) for entry in self.entries]
         checks.finish()
-        datasets = [dataset for dataset in made if dataset is not None]
-        orders = []
+        datasets, orders = [dataset for dataset in made if dataset is not None], []
         for number, dataset in enumerate(datasets):
             seed = self.draws.seed + (number << 32)  # data sets of equal length must not be shuffled alike
             settings = OrderSettings(seed, plan.global_batch, params.lanes, params.window, params.resampled)
             block_of = dataset.index.numbers("block")[dataset.selected]
             orders.append(SampleOrder(settings, block_of, dataset.bucket_of))
-        mixture = MixtureSchedule(self._entries(), self.draws.seed, plan.num_steps)
-        self._opened = _Opened(datasets, RunOrder([d.selected for d in datasets], orders, mixture))
-        return self._opened
+        selected = [dataset.selected for dataset in datasets]
+        return _Opened(datasets, RunOrder(self.entries, self.draws.seed, plan.num_steps, orders, selected))
 
 
 def order_problem(
@@ -262,11 +342,10 @@ def order_problem(
     """
     if dataset.params.allow_change or not before:
         return ""
-    order = _order_changes(before, _order(dataset, plan, seed))
     changed = _option_changes(before, _options(dataset))
-    if not order:
-        return f"options of the data have changed, too: {'; '.join(changed)}" if is_refused and changed else ""
-    return _other_data([*changed, *order])
+    if order := _order_changes(before, _order(dataset, plan, seed)):
+        return _other_data([*changed, *order])
+    return f"options of the data have changed, too: {'; '.join(changed)}" if is_refused and changed else ""
 
 
 def _other_data(changed: Sequence[str]) -> str:
@@ -288,11 +367,7 @@ def _options(dataset: DatasetConfig) -> dict[str, Any]:
 
 def _order(dataset: DatasetConfig, plan: BatchPlan, seed: int) -> dict[str, Any]:
     """What options say about the order."""
-    return {
-        "seed": seed,
-        "global_batch": plan.global_batch,
-        "resampled": dataset.params.resampled,
-    }
+    return {"seed": seed, "global_batch": plan.global_batch, "resampled": dataset.params.resampled}
 
 
 def _option_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -316,7 +391,5 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         changed.append(f"the files of dataset.params.path, or what was chosen of them, have changed: {count}")
     elif now["num_samples"] != before.get("num_samples"):
         changed.append(count)
-    of_options = {
-        key: value for key, value in now.items() if key not in ("lanes", "window")
-    }  # these may follow from the data
-    return changed + _order_changes(before, of_options)
+    decided_by_options = {key: now[key] for key in ("seed", "global_batch", "resampled")}  # the others follow from data
+    return changed + _order_changes(before, decided_by_options)

@@ -12,17 +12,8 @@ from sd_training.config.paths import output_path
 from sd_training.config.plan import counted
 from sd_training.data.index.selection import Selection, exclusion_lines, select
 from sd_training.data.index.store import DatasetIndex, load_index
-from sd_training.data.order.buckets import BucketTable, Merge, merge_small
-from sd_training.data.samples.captions import (
-    CAPTION,
-    Captioner,
-    check_fields,
-    check_rules,
-    class_caption,
-    field_caption,
-    fields_needed,
-    tag_folder_caption,
-)
+from sd_training.data.order.buckets import NO_BUCKET, BucketTable, Merge, merge_small
+from sd_training.data.samples import captions
 from sd_training.data.sources.base import IndexedReader
 from sd_training.data.sources.choose import access_of, make_source
 from sd_training.data.sources.tags import limited
@@ -49,7 +40,7 @@ class OpenDataset:
     num_over_limit: int
     """Samples that pass the filters but are more than `tags.limit_images`."""
     reader: IndexedReader
-    captioner: Captioner
+    captioner: captions.Captioner
 
 
 def open_dataset(
@@ -76,28 +67,29 @@ def open_dataset(
         DataError: the data cannot be used.
     """
     rules, problems = parse_filters(source_params.filters)
+    prompts = None
     if kind == "ClassificationWebDataset":
         prompts, wrong = read_class_prompts(source_params)
         problems = problems + wrong
     if problems:
         raise ConfigError(problems)
-    captions = source_params.captions
-    check_rules(captions)
-    fields = set().union(fields_needed(captions) if captions_needed else (), *(rule.fields() for rule in rules))
+    caption_rules = source_params.captions
+    captions.check_rules(caption_rules)
+    caption_fields = captions.fields_needed(caption_rules) if captions_needed else set[str]()
+    fields = caption_fields.union(*(rule.fields() for rule in rules))
     folder = None if params.index_dir is None else output_path(params.index_dir)
     source = make_source(kind, source_params, access_of(params.remote))
-    index = load_index(source, folder, fields - {CAPTION})
+    index = load_index(source, folder, fields - {captions.CAPTION})
     reader = source.reader(index)
-    captioner: Captioner = partial(field_caption, index, reader, captions)
-    known_classes = None
-    if kind == "ClassificationWebDataset":
-        captioner, known_classes = partial(class_caption, index, prompts, captions), prompts
+    captioner: captions.Captioner = partial(captions.field_caption, index, reader, caption_rules)
+    if prompts is not None:
+        captioner = partial(captions.class_caption, index, prompts, caption_rules)
     elif kind == "TagFolder":
-        captioner = partial(tag_folder_caption, index, source_params.tags)
-    if known_classes is None and captions_needed:
-        check_fields(captions, index.fields | {CAPTION})
+        captioner = partial(captions.tag_folder_caption, index, source_params.tags)
+    if prompts is None and captions_needed:
+        captions.check_fields(caption_rules, index.fields | {captions.CAPTION})
     selection = select(
-        index, rules, known_classes, captions, captions_needed=captions_needed, max_pixels=params.max_image_pixels
+        index, rules, prompts, caption_rules, captions_needed=captions_needed, max_pixels=params.max_image_pixels
     )
     chosen = selection.selected
     if kind == "TagFolder" and source_params.tags.limit_images is not None:
@@ -122,11 +114,10 @@ def _assign_buckets(
     Raises:
         DataError: fewer are left than one optimizer step takes.
     """
-
     assigned = table.assign(index.numbers("width")[chosen], index.numbers("height")[chosen])
-    fits = assigned >= 0
+    fits = assigned != NO_BUCKET
     bucket_of, merges = merge_small(assigned[fits], table, batch_size)
-    is_kept = bucket_of >= 0
+    is_kept = bucket_of != NO_BUCKET
     selected, bucket_of = chosen[fits][is_kept], bucket_of[is_kept]
     if (num_left := len(selected)) < needed:
         first = shown(index.shards[0].location) + (" and further" if len(index.shards) > 1 else "")

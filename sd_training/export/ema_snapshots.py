@@ -3,8 +3,7 @@
     RUN/ema_snapshots/step=5000/sigma_rel=0.050.safetensors
 
 holds the average of every parameter of the trained network under its name in the network's state_dict, in fp32, fp16
-or bf16, and as metadata `step` and `sigma_rel`. A file is written beside its place, flushed and
-renamed: one that has its name is whole.
+or bf16. A file is written beside its place, flushed and renamed: one that has its name is whole.
 
 An average that was never kept is reconstructed as a weighted sum of snapshots (`plan_sum`, `load_sum`).
 """
@@ -13,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,7 +25,8 @@ from sd_training.optim.power_function_ema import Profile, gamma_of, is_sigma_rel
 
 FOLDER = "ema_snapshots"
 """Its name in a run folder."""
-_PATTERN = "step=*/sigma_rel=*.safetensors"
+_STEP, _WIDTH = "step=", "sigma_rel="
+_PATTERN = f"{_STEP}*/{_WIDTH}*.safetensors"
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Snapshot:
 def width_name(sigma_rel: float) -> str:
     """`sigma_rel=0.050`: three digits, or all of them where three would not distinguish two widths."""
     text = f"{sigma_rel:.3f}"
-    return f"sigma_rel={text if float(text) == sigma_rel else repr(float(sigma_rel))}"
+    return f"{_WIDTH}{text if float(text) == sigma_rel else repr(float(sigma_rel))}"
 
 
 def snapshot_path(run_dir: Path, step: int, sigma_rel: float) -> Path:
     """Where the snapshot of a track lies."""
-    return run_dir / FOLDER / f"step={step}" / f"{width_name(sigma_rel)}.safetensors"
+    return run_dir / FOLDER / f"{_STEP}{step}" / f"{width_name(sigma_rel)}.safetensors"
 
 
 def write_snapshot(
@@ -75,10 +75,9 @@ def write_snapshot(
     """
     path = snapshot_path(run_dir, step, sigma_rel)
     partial = path.with_name(f"{path.name}.partial")
-    metadata = {"step": str(step), "sigma_rel": repr(sigma_rel)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({n: t.detach().to("cpu", dtype).contiguous() for n, t in tensors.items()}, partial, metadata=metadata)
+        save_file({n: t.detach().to("cpu", dtype).contiguous() for n, t in tensors.items()}, partial)
         flush_file(partial)
         os.replace(partial, path)
         for folder in (path.parent, path.parent.parent, run_dir):
@@ -89,32 +88,25 @@ def write_snapshot(
     return path
 
 
-def read_snapshot(path: Path) -> Snapshot:
-    """The description in a file's metadata; its tensors are not read.
-
-    Raises:
-        DataError: it is damaged, or no snapshot.
-    """
-    try:
-        with safe_open(path, framework="pt") as stored:
-            metadata = stored.metadata() or {}
-        step, sigma_rel = int(metadata["step"]), float(metadata["sigma_rel"])
-    except (SafetensorError, OSError, LookupError, ValueError) as error:
-        raise DataError(
-            f"{path}: is damaged or no EMA snapshot ({error}); remove it, reconstructions can do without it"
-        ) from error
-    if step < 1 or not is_sigma_rel(sigma_rel):
-        raise DataError(f"{path}: step {step} and sigma_rel {sigma_rel} in its metadata cannot be; remove it")
-    return Snapshot(path, step, sigma_rel)
-
-
 def find_snapshots(run_dir: Path) -> list[Snapshot]:
     """All snapshots of a run, by step and width.
 
     Raises:
         DataError: there are none, or one of them cannot be used.
     """
-    found = [read_snapshot(path) for path in (run_dir / FOLDER).glob(_PATTERN)]
+    found = list[Snapshot]()
+    for path in (run_dir / FOLDER).glob(_PATTERN):
+        try:
+            step, sigma_rel = int(path.parent.name.removeprefix(_STEP)), float(path.stem.removeprefix(_WIDTH))
+            with safe_open(path, framework="pt"):  # a file that was cut off cannot be opened
+                pass
+        except (SafetensorError, OSError, ValueError) as error:
+            raise DataError(
+                f"{path}: is damaged or no EMA snapshot ({error}); remove it, reconstructions can do without it"
+            ) from error
+        if step < 1 or not is_sigma_rel(sigma_rel):
+            raise DataError(f"{path}: step {step} and sigma_rel {sigma_rel} in its name cannot be; remove it")
+        found.append(Snapshot(path, step, sigma_rel))
     if not found:
         raise DataError(
             f"{run_dir / FOLDER}: has no snapshots; they are kept when the run trains with ema.sigma_rels, such as "
@@ -127,20 +119,13 @@ _NEGLIGIBLE = 1e-10
 """Snapshots with a smaller weight are not read: the weights sum to 1."""
 _DENOISER = "denoiser."
 """Begins the denoiser's names where text encoders are trained beside it."""
+WeightedSnapshots: TypeAlias = Sequence[tuple[Snapshot, float]]
+"""Snapshots with their weights, which sum to 1; at least one."""
 
 
-@dataclass(frozen=True)
-class SnapshotSum:
-    """What to add up for one average."""
-
-    parts: list[tuple[Snapshot, float]]
-    """Snapshots with their weights, which sum to 1; at least one."""
-    residual: float
-    """Relative residual of the profile, 0 where it is met exactly."""
-
-
-def plan_sum(snapshots: Sequence[Snapshot], step: int, sigma_rel: float) -> SnapshotSum:
-    """The snapshots to add up for the average of this width at this step.
+def plan_sum(snapshots: Sequence[Snapshot], step: int, sigma_rel: float) -> tuple[WeightedSnapshots, float]:
+    """The snapshots to add up for the average of this width at this step, and the relative residual of its profile, 0
+    where it is met exactly.
 
     Those up to `step` are used and, for a step between two snapshots, the next ones: later ones do not help (the
     residual changes by less than a thousandth).
@@ -152,7 +137,7 @@ def plan_sum(snapshots: Sequence[Snapshot], step: int, sigma_rel: float) -> Snap
     used = [snapshot for snapshot in snapshots if snapshot.step <= end]
     fit = reconstruct([snapshot.profile for snapshot in used], Profile(step, gamma_of(sigma_rel)))
     parts = [(s, float(weight)) for s, weight in zip(used, fit.weights, strict=True) if abs(weight) > _NEGLIGIBLE]
-    return SnapshotSum(parts, fit.residual)
+    return parts, fit.residual
 
 
 def averaged_parameters(pipeline: Any, snapshot: Snapshot) -> dict[str, nn.Parameter]:
@@ -172,7 +157,7 @@ def averaged_parameters(pipeline: Any, snapshot: Snapshot) -> dict[str, nn.Param
 
 
 @torch.no_grad()
-def load_sum(snapshots: SnapshotSum, parameters: Mapping[str, Tensor]) -> None:
+def load_sum(snapshots: WeightedSnapshots, parameters: Mapping[str, Tensor]) -> None:
     """Overwrites the parameters by the sum of the snapshots, which takes 8 bytes of memory per parameter: sums are
     float64, since the weights have both signs. One snapshot after the other is read.
 
@@ -181,7 +166,7 @@ def load_sum(snapshots: SnapshotSum, parameters: Mapping[str, Tensor]) -> None:
     """
     expected = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     sums = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in expected.items()}
-    for snapshot, weight in snapshots.parts:
+    for snapshot, weight in snapshots:
         with safe_open(snapshot.path, framework="pt") as stored:
             found = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
             if odd := sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name)):

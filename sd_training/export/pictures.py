@@ -1,17 +1,16 @@
-"""Caption tables, safe file names, grids, and a folder of drawn pictures that can be completed later: every PNG carries
-the record of how it was made.
-"""
+"""Caption tables, grids, and a folder of drawn pictures that can be completed later."""
 
 import csv
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from PIL import Image, PngImagePlugin
+from PIL import Image
 
 from sd_training.checkpoint.atomic_io import replace_text
 from sd_training.errors import DataError
@@ -36,30 +35,16 @@ def picture_grid(images: Sequence[Image.Image], columns: int) -> Image.Image:
     return grid
 
 
-def file_stem(uid: str) -> str:
-    """`uid` as one safe file name without extension: "a/b" becomes "a%2Fb"; different uids stay different.
-
-    Raises:
-        DataError: the uid is empty or longer than 200 bytes when written safely.
-    """
-    stem = quote(uid, safe=_SAFE_IN_NAMES)
-    if not stem.strip() or len(stem) > _MAX_NAME_BYTES:
-        raise DataError(f"uid {uid[:60]!r} cannot be a file name: use 1 to {_MAX_NAME_BYTES} letters or digits")
-    return "%2E" + stem[1:] if stem.startswith(".") else stem
-
-
 def read_captions(
     path: Path, *, caption_columns: Sequence[str] = ("caption",), needs_uid: bool = True
 ) -> list[tuple[str, str]]:
     """Reads a CSV file with a header into (file stem, caption) pairs, in the order of the file.
 
     Args:
-        path: UTF-8, comma-separated; column names in any case, further columns are ignored.
+        path: UTF-8, comma-separated; column names in any case, further columns are ignored. The column `uid` names the
+            files: "a/b" becomes "a%2Fb", and different uids stay different.
         caption_columns: names of the caption column, the first one present is used.
         needs_uid: False numbers the rows 000000, 000001, ... where there is no column `uid`.
-
-    Returns:
-        Pairs whose first part is the uid made safe by `file_stem`.
 
     Raises:
         DataError: unreadable file, a missing column, a row of another length, a uid twice or unusable as a name.
@@ -82,17 +67,18 @@ def read_captions(
                 f"{where}: {len(cells)} cells where the header has {len(header)}; put text with commas in double quotes"
             )
         row = dict(zip(header, cells, strict=True))
-        try:
-            stem = file_stem(row["uid"]) if "uid" in row else f"{len(pairs):06d}"
-        except DataError as error:
-            raise DataError(f"{where}: {error}") from None
+        uid = row.get("uid", f"{len(pairs):06d}")
+        stem = re.sub(r"^\.", "%2E", quote(uid, safe=_SAFE_IN_NAMES))
+        if not stem.strip() or len(stem) > _MAX_NAME_BYTES:
+            raise DataError(
+                f"{where}: uid {uid[:60]!r} cannot be a file name: use 1 to {_MAX_NAME_BYTES} letters or digits"
+            )
         if stem in pairs:
-            raise DataError(f"{where}: uid {row['uid']!r} appears twice; uids name files")
+            raise DataError(f"{where}: uid {uid!r} appears twice; uids name files")
         pairs[stem] = row[caption]
     return list(pairs.items())
 
 
-_RECORD_KEY = "sd_training"
 _GRID_PICTURES = 100
 _GRID_CELL = 256
 
@@ -123,70 +109,65 @@ class Picture:
     """Fingerprint of the pipeline."""
 
 
+def begin_folder(folder: Path, pictures: Sequence[Picture]) -> None:
+    """Writes `metadata.jsonl`: a line for each of these pictures, whether it is drawn already or not, and then those of
+    earlier calls.
+
+    Raises:
+        DataError: the folder has one of them, made in another way; nothing is written then.
+    """
+    path, lines = folder / "metadata.jsonl", {picture.file: asdict(picture) for picture in pictures}
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        before: dict[str, dict[str, Any]] = {record["file"]: record for record in map(json.loads, text.splitlines())}
+    except (ValueError, TypeError, LookupError) as error:
+        raise DataError(f"{path}: is not what this command writes ({error}); choose another --out") from error
+    for file, wanted in lines.items():
+        record = before.get(file, {})
+        if record != wanted and is_drawn(folder, file):
+            changed = [key for key in wanted if record.get(key) != wanted[key]]
+            differs = "; ".join(f"{key} {record.get(key)!r} instead of {wanted[key]!r}" for key in changed)
+            raise DataError(
+                f"{folder / file}: is there already, made with {differs}; choose another --out, or remove it"
+            )
+    lines |= {file: record for file, record in before.items() if file not in lines}
+    replace_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines.values()))
+
+
+def is_drawn(folder: Path, file: str) -> bool:
+    """Whether the folder has this picture. A damaged file counts as missing."""
+    try:
+        with Image.open(folder / file) as image:
+            image.verify()
+    except (OSError, SyntaxError, ValueError):
+        return False
+    return True
+
+
 def save_picture(folder: Path, picture: Picture, image: Image.Image) -> None:
-    """Writes the PNG with its record; under its name there is a whole file or none."""
-    info = PngImagePlugin.PngInfo()
-    info.add_itxt(_RECORD_KEY, json.dumps(asdict(picture)))
+    """Writes a PNG; under its name there is a whole file or none."""
     partial = folder / f".{picture.file}.partial"  # a fixed name: an interrupted one is overwritten next time
-    image.save(partial, format="PNG", pnginfo=info)
+    image.save(partial, format="PNG")
     os.replace(partial, folder / picture.file)
 
 
-def is_drawn(folder: Path, picture: Picture) -> bool:
-    """Whether the folder has this very picture. A damaged file counts as missing.
-
-    Raises:
-        DataError: a whole picture with this name was made in another way; it is not overwritten.
-    """
-    path = folder / picture.file
-    if not path.exists():
-        return False
-    record, wanted = _read_record(path), asdict(picture)
-    if record is None or record == wanted:
-        return record is not None
-    changed = [key for key in wanted if record.get(key) != wanted[key]]
-    differs = "; ".join(f"{key} {record.get(key)!r} instead of {wanted[key]!r}" for key in changed)
-    raise DataError(f"{path}: is there already, made with {differs}. Choose another --out, or remove it")
-
-
-def _read_record(path: Path) -> dict[str, Any] | None:
-    """The record in a whole PNG, {} for a picture of unknown origin, None for a damaged file."""
-    try:
-        with Image.open(path) as image:
-            text = image.info.get(_RECORD_KEY, "{}")
-            image.verify()
-        record = json.loads(text)
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else {}
-
-
-def finish_folder(folder: Path, pictures: Sequence[Picture], columns: int | None = None) -> int:
-    """Writes `metadata.jsonl` (a line for each picture in the folder, those of this call first) and `grid.png`.
+def write_grid(folder: Path, pictures: Sequence[Picture], columns: int | None = None) -> int:
+    """Writes `grid.png` of the first 100 pictures that are there, each at most 256 pixels large.
 
     Args:
         folder: where the pictures are.
-        pictures: of this call, in order; missing ones are skipped.
-        columns: of the grid; None makes it square. It shows the first 100 pictures, each at most 256 pixels large.
+        pictures: of this call, in order.
+        columns: of the grid; None makes it square.
 
     Returns:
         How many of `pictures` exist.
     """
-    records = {path.name: record for path in sorted(folder.glob("*.png")) if (record := _read_record(path))}
-    there = [picture for picture in pictures if records.get(picture.file) == asdict(picture)]
-    lines = {picture.file: asdict(picture) for picture in there} | records
-    replace_text(
-        folder / "metadata.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines.values())
-    )
-    if there:
-        shown = there[:_GRID_PICTURES]
-        grid = picture_grid([_thumbnail(folder / p.file) for p in shown], columns or max(1, round(len(shown) ** 0.5)))
+    there = [folder / picture.file for picture in pictures if is_drawn(folder, picture.file)]
+    shown = [Image.open(path) for path in there[:_GRID_PICTURES]]
+    for image in shown:
+        image.thumbnail((_GRID_CELL, _GRID_CELL))  # reads the file and closes it
+    if shown:
+        grid = picture_grid(shown, columns or max(1, round(len(shown) ** 0.5)))
         grid.save(folder / ".grid.png.partial", format="PNG")
         os.replace(folder / ".grid.png.partial", folder / "grid.png")
     return len(there)
-
-
-def _thumbnail(path: Path) -> Image.Image:
-    with Image.open(path) as image:
-        image.thumbnail((_GRID_CELL, _GRID_CELL))
-        return image.copy()

@@ -6,7 +6,7 @@
 
 A process killed at any moment leaves a good folder that `recover_export`, called at the start of a run, puts in place.
 `differences` compares a folder with what is in memory, offline, one part at a time on the CPU; `load_pipeline` loads
-one that may come from anywhere, once `folder_problems` has found it complete and safe.
+one that may come from anywhere, once `folder_problems` has found it safe.
 """
 
 import hashlib
@@ -20,21 +20,12 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.utils import logging as diffusers_logging
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 import sd_training.models.families.mmdit  # noqa: F401 - makes its class known to diffusers
-from sd_training.checkpoint.atomic_io import (
-    flush_folder,
-    flush_tree,
-    make_empty_folder,
-    remove_durably,
-    remove_quietly,
-    system_error,
-    write_failure,
-)
+from sd_training.checkpoint import atomic_io
 from sd_training.checkpoint.run_lock import NO_LOCK, RunLock
 from sd_training.errors import DataError
 from sd_training.log import get_logger
@@ -81,20 +72,20 @@ def export_pipeline(pipeline: DiffusionPipeline | ModelMixin, destination: Path,
     try:
         run_lock.check()
         recover_export(destination)
-        make_empty_folder(partial)
+        atomic_io.make_empty_folder(partial)
         try:
             pipeline.save_pretrained(partial, safe_serialization=True)
         except Exception as error:  # I/O errors of safetensors and tokenizers are no OSErrors
-            raise (system_error(error) or error) from None
-        flush_tree(partial)
+            raise (atomic_io.system_error(error) or error) from None
+        atomic_io.flush_tree(partial)
         if problems := differences(pipeline, partial):
             raise ExportError(f"the pipeline written to {partial} is not the one in memory: {'; '.join(problems)}")
         run_lock.check()
         _replace(destination, partial)
     except BaseException as error:
-        remove_quietly(partial)
+        atomic_io.remove_quietly(partial)
         if isinstance(error, OSError) and not isinstance(error, ExportError):
-            raise write_failure("pipeline", destination, error) from error
+            raise atomic_io.write_failure("pipeline", destination, error) from error
         raise
 
 
@@ -111,11 +102,11 @@ def keep_export(
     current = run_dir / CURRENT
     recover_export(current)
     link = _beside(current, f"partial{run_lock.suffix}")
-    remove_durably(link)
+    atomic_io.remove_durably(link)
     link.symlink_to(Path(KEPT) / kept.name)  # relative, so that the run folder can be moved
     if current.is_symlink():
         os.replace(link, current)  # one step: there is no moment without a pipeline
-        flush_folder(run_dir)
+        atomic_io.flush_folder(run_dir)
     else:
         _replace(current, link)
     return kept
@@ -127,8 +118,8 @@ def recover_export(destination: Path) -> None:
     if os.path.lexists(old) and not os.path.lexists(destination):
         log.info("putting %s back in place: a process was stopped while it was replaced", destination)
         os.rename(old, destination)
-        flush_folder(destination.parent)
-    remove_durably(old)
+        atomic_io.flush_folder(destination.parent)
+    atomic_io.remove_durably(old)
 
 
 def recover_exports(run_dir: Path) -> None:
@@ -138,7 +129,7 @@ def recover_exports(run_dir: Path) -> None:
     """
     kept = run_dir / KEPT
     for partial in [*run_dir.glob(f"{CURRENT}.partial*"), *kept.glob("step_*.partial*")]:
-        remove_durably(partial)
+        atomic_io.remove_durably(partial)
     recover_export(run_dir / CURRENT)
     for name in sorted({path.name.removesuffix(".old") for path in kept.glob("step_*")}):
         recover_export(kept / name)
@@ -153,10 +144,10 @@ def _replace(destination: Path, new: Path) -> None:
     old = _beside(destination, "old")
     if os.path.lexists(destination):
         os.rename(destination, old)
-        flush_folder(destination.parent)
+        atomic_io.flush_folder(destination.parent)
     try:
         os.rename(new, destination)
-        flush_folder(destination.parent)
+        atomic_io.flush_folder(destination.parent)
     finally:
         recover_export(destination)
 
@@ -255,13 +246,11 @@ def read_index(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; a pipeline folder is needed (see scripts/download_diffusers.py)")
     try:
-        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    except OSError:
-        raise DataError(f"{folder}: is not a diffusers pipeline, it has no model_index.json") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{folder}/model_index.json: is not JSON ({error})") from None
-    if not isinstance(index, dict) or not isinstance(index.get("_class_name"), str):
-        raise DataError(f"{folder}/model_index.json: `_class_name` must name a pipeline class of diffusers")
+        index: dict[str, Any] = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+        if not isinstance(index["_class_name"], str):
+            raise TypeError("`_class_name` must name a pipeline class of diffusers")
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise DataError(f"{folder}: is not a diffusers pipeline; model_index.json: {error}") from None
     return index
 
 
@@ -272,39 +261,22 @@ def part_names(index: dict[str, Any]) -> dict[str, str]:
 
 
 def folder_problems(folder: Path) -> list[str]:
-    """Everything that keeps a pipeline folder from being loaded safely; empty when it is whole.
+    """Everything that keeps a pipeline folder from being loaded safely; empty when there is nothing. Weights are found
+    damaged or missing when they are loaded; other formats than safetensors can hold code and are not loaded.
 
     Raises:
         DataError: there is no pipeline to check.
     """
     problems = [f"{path}: python code in a pipeline folder is never run; remove it" for path in folder.rglob("*.py")]
     for part, library in part_names(read_index(folder)).items():
-        problems += _part_problems(folder / part, library)
+        problems += folder_settings_problems(folder / part)
+        if library not in _LIBRARIES:
+            problems.append(
+                f"{folder / part}: comes from {library!r}; only parts of {', '.join(_LIBRARIES)} are loaded"
+            )
+        elif not (folder / part).is_dir():
+            problems.append(f"{folder / part}: is missing although model_index.json lists it")
     return problems
-
-
-def _part_problems(part: Path, library: str) -> Iterator[str]:
-    yield from folder_settings_problems(part)
-    if library not in _LIBRARIES:
-        yield f"{part}: comes from {library!r}; only parts of {', '.join(_LIBRARIES)} are loaded"
-    elif not part.is_dir():
-        yield f"{part}: is missing although model_index.json lists it"
-    elif not any(part.glob("*.json")):
-        yield f"{part}: has no configuration (*.json)"
-    elif (part / "config.json").is_file():  # only models have this name; schedulers and tokenizers have their own
-        yield from _weight_problems(part)
-
-
-def _weight_problems(part: Path) -> Iterator[str]:
-    weights = {path.name for path in part.glob("*.safetensors")}
-    if not weights:
-        yield f"{part}: has no *.safetensors weights; other formats can hold code and are not loaded"
-    for name in sorted(weights):
-        try:
-            with safe_open(part / name, framework="pt") as tensors:
-                tensors.keys()
-        except (SafetensorError, OSError) as error:
-            yield f"{part / name}: is damaged ({error})"
 
 
 def load_pipeline(folder: Path, dtype: torch.dtype | None = None) -> DiffusionPipeline:

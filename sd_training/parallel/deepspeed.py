@@ -15,7 +15,6 @@ counters, so they cannot return a shard.
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import pytorch_lightning as pl
@@ -32,46 +31,34 @@ from sd_training.parallel.strategies import TrainingStrategy
 _LOSS_SCALE_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def deepspeed_options(stage: int, config: Config, precision: str) -> dict[str, Any]:
-    """DeepSpeed's configuration for a run, but for the clipping.
-
-    Args:
-        stage: of ZeRO: 1, 2 or 3.
-        precision: no, bf16 or fp16.
-    """
-    offloads = {
-        "offload_optimizer": config.distributed.offload_optimizer,
-        "offload_param": config.distributed.offload_parameters,
-    }
-    zero: dict[str, Any] = {"stage": stage}
-    for key in (key for key, is_wanted in offloads.items() if is_wanted):
-        zero[key] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    options: dict[str, Any] = {
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "train_micro_batch_size_per_gpu": config.system.batch_size,
-    }
-    if precision == "bf16":
-        options["bf16"] = {"enabled": True, "check_grad_overflow": True}  # or a non-finite step would be taken
-    return options
-
-
 class DeepSpeedZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
     """ZeRO stages 1 to 3.
 
     Args:
-        options: as `deepspeed_options` gives them.
-        max_grad_norm: gradients are clipped to this norm; None leaves them.
-        backend: communication library.
-        timeout: how long processes wait for each other.
+        stage: 1, 2 or 3.
+        config: of the run.
+        precision: no, bf16 or fp16.
+        options: backend and timeout.
     """
 
     clips_gradients = True
 
-    def __init__(self, options: dict[str, Any], max_grad_norm: float | None, backend: str, timeout: timedelta) -> None:
-        options = options | {"gradient_clipping": max_grad_norm or 0.0}
-        super().__init__(config=options, process_group_backend=backend, timeout=timeout)
-        self.collective_timeout = timeout
+    def __init__(self, stage: int, config: Config, precision: str, **options: Any) -> None:
+        zero: dict[str, Any] = {"stage": stage}
+        on_cpu = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        if config.distributed.offload_optimizer:
+            zero["offload_optimizer"] = on_cpu
+        if config.distributed.offload_parameters:
+            zero["offload_param"] = on_cpu
+        engine: dict[str, Any] = {
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "train_micro_batch_size_per_gpu": config.system.batch_size,
+            "gradient_clipping": config.optimizer.max_grad_norm or 0.0,
+        }
+        if precision == "bf16":
+            engine["bf16"] = {"enabled": True, "check_grad_overflow": True}  # or a non-finite step would be taken
+        super().__init__(config=engine, **options)
         self.has_collective_forward = self.zero_stage_3
 
     @property
@@ -157,30 +144,13 @@ class ZeroSharding(ParameterSharding):
     def _slice(self, parameter: nn.Parameter, flat: Tensor) -> Tensor:
         """The parameter's shard of a flat tensor."""
 
-    @abstractmethod
-    def _update_network(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """Collective: the network computes with these weights; the masters stay."""
-
     def local_shard(self, parameter: nn.Parameter) -> Tensor:
         """A range of the parameter's elements, as one row."""
         return self._slice(parameter, self._flat(parameter)).detach()
 
-    def backup(self, parameter: nn.Parameter) -> None:
-        """The masters are the copy."""
-        return
-
-    def swap_in(self, parameter: nn.Parameter, shard: Tensor) -> None:
-        """Into the network's copy; the masters stay."""
-        self._update_network(parameter, self.gather(parameter, shard))
-
-    def restore(self, parameter: nn.Parameter, backup: Tensor | None) -> None:
-        """From the masters, rounded as the engine rounds them."""
-        self._update_network(parameter, self.full_tensor(parameter))
-
-    def load(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """Masters and the network's copy."""
-        self.local_shard(parameter).copy_(self.shard_of(parameter, full))
-        self._update_network(parameter, full)
+    def backup(self, parameter: nn.Parameter) -> Tensor:
+        """The masters, which `swap_in` leaves alone."""
+        return self.local_shard(parameter)
 
     def full_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Per parameter, although DeepSpeed keeps it per flat tensor."""
@@ -197,23 +167,19 @@ class ZeroSharding(ParameterSharding):
         self, parameters: Iterable[nn.Parameter], state_of: StateOf, groups: Sequence[Mapping[str, Any]]
     ) -> None:
         """Into the flat tensors, made here where the optimizer has not yet. The groups hold options of this run."""
+        counts_in_int = type(self.optimizer).__module__.startswith("deepspeed")
+        is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
+        counter_device = self.zero.device if is_fused else "cpu"
         for parameter in parameters:
             flat = self._flat(parameter)
             own = self.optimizer.state[flat]
             for key, value in state_of(parameter).items():
                 if key == "step":
-                    own[key] = self._step_count(value)
+                    own[key] = int(value) if counts_in_int else value.to(counter_device, copy=True)
                 elif isinstance(value, Tensor):
                     if key not in own:
                         own[key] = torch.zeros_like(flat)
                     self._slice(parameter, own[key]).copy_(self.shard_of(parameter, value))
-
-    def _step_count(self, value: Tensor) -> int | Tensor:
-        """The counter as this optimizer keeps it."""
-        if type(self.optimizer).__module__.startswith("deepspeed"):
-            return int(value)
-        is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
-        return value.to(self.zero.device if is_fused else "cpu", copy=True)
 
     def loss_scale(self) -> dict[str, Any]:
         """Of fp16 runs; in other precisions the scale is not dynamic."""
@@ -259,9 +225,6 @@ class ZeroStage12Sharding(ZeroSharding):
         self.shard_of(parameter, full).copy_(shard)
         distributed.all_reduce(full.view(torch.int32))
         return full.view(parameter.shape)
-
-    def _update_network(self, parameter: nn.Parameter, full: Tensor) -> None:
-        parameter.data.copy_(full)
 
 
 class ZeroStage3Sharding(ZeroSharding):

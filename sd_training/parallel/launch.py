@@ -4,7 +4,6 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import torch
 from torch import distributed
@@ -97,26 +96,18 @@ def find_launch(config: TrainerConfig, *, is_described: bool = False) -> Launch:
                 "(srun --gpus-per-node, not --gpus-per-task)"
             )
         return Launch(accelerator, devices, num_nodes, launcher)
-    if is_described and config.devices != "auto":
-        return Launch(accelerator, config.devices, wanted_nodes)
-    if wanted_nodes > 1:
-        raise ConfigError(
-            f"trainer.num_nodes: {config.num_nodes} machines need a launcher; start with torchrun or srun (see README)"
-        )
     devices = visible if config.devices == "auto" else config.devices
-    if accelerator != "cpu" and devices > visible:
+    if not is_described and wanted_nodes > 1:
+        raise ConfigError(
+            f"trainer.num_nodes: {wanted_nodes} machines need a launcher; start with torchrun or srun (see README)"
+        )
+    if not is_described and accelerator != "cpu" and devices > visible:
         raise ConfigError(f"trainer.devices: {devices}, but this machine has {visible}")
-    return Launch(accelerator, devices, 1)
+    return Launch(accelerator, devices, wanted_nodes)
 
 
 def process_group_backend(config: DistributedConfig, accelerator: str) -> str:
-    """The communication library; `nccl` without CUDA becomes `gloo`, with a line in the log.
-
-    Raises:
-        ConfigError: this PyTorch was built without it.
-    """
-    if config.dist_backend == "mpi" and not torch.distributed.is_mpi_available():
-        raise ConfigError("distributed.dist_backend: mpi, but this PyTorch was built without it; use nccl or gloo")
+    """The communication library; `nccl` without CUDA becomes `gloo`, with a line in the log."""
     if config.dist_backend == "nccl" and accelerator != "cuda":
         log.info("distributed.dist_backend: nccl needs CUDA, so gloo is used here")
         return "gloo"
@@ -127,10 +118,10 @@ def set_rendezvous(dist_url: str) -> None:
     """`tcp://host:port` names the first process's address; `env://` leaves it to the launcher."""
     if dist_url == "env://":
         return
-    address = urlsplit(dist_url)
-    if address.scheme != "tcp" or not address.hostname or not address.port:
-        raise ConfigError(f"distributed.dist_url: {dist_url!r} is neither env:// nor tcp://host:port")
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address.hostname, str(address.port)
+    host, _, port = dist_url.removeprefix("tcp://").rpartition(":")
+    if not 0 < int(port) < 2**16:
+        raise ConfigError(f"distributed.dist_url: {dist_url!r} has a port that is not between 1 and 65535")
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, port
 
 
 def use_one_worker_per_gloo_group() -> None:

@@ -6,8 +6,9 @@ et al. 2019, arXiv:1909.08053), or a run of its elements (DeepSpeed's ZeRO, `dee
 hold full tensors, gathered one at a time, so they mean the same under every strategy and world size.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -23,18 +24,21 @@ _OF_THIS_RUN = {
 """Keys of an optimizer's groups that follow from the device, the strategy and the options of this run."""
 
 
-class ParameterSharding(Protocol):
+class ParameterSharding(ABC):
     """How parameters are distributed over the ranks. Collective methods are called by all ranks in the same order."""
 
     optimizer: torch.optim.Optimizer
     """Updates the local shards; inside the engine, where there is one."""
 
+    @abstractmethod
     def local_shard(self, parameter: nn.Parameter) -> Tensor:
         """This rank's part of the weights that training updates; empty for none. A view."""
 
+    @abstractmethod
     def shard_of(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
         """This rank's part of a tensor of the parameter's full shape, cut as `local_shard` is."""
 
+    @abstractmethod
     def gather(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
         """Collective: the full tensor, on the parameter's device, from a tensor cut like `local_shard` on each rank."""
 
@@ -46,14 +50,13 @@ class ParameterSharding(Protocol):
         """Shape of the full tensor."""
         return parameter.shape
 
-    def backup(self, parameter: nn.Parameter) -> Tensor | None:
-        """What `restore` needs to undo `swap_in`; None where the engine holds a copy."""
+    def backup(self, parameter: nn.Parameter) -> Tensor:
+        """What `swap_in` needs to give the network its own weights again, bit for bit."""
+        return self.local_shard(parameter).to("cpu", copy=True)
 
     def swap_in(self, parameter: nn.Parameter, shard: Tensor) -> None:
-        """Collective: the network computes with the weights that these shards make up, until `restore`."""
-
-    def restore(self, parameter: nn.Parameter, backup: Tensor | None) -> None:
-        """Collective: the network computes with its own weights again, bit for bit."""
+        """Collective: the network computes with the weights that these shards make up."""
+        self._update_network(parameter, self.gather(parameter, shard))
 
     def reshard(self) -> None:
         """Frees weights that forward passes without a backward pass left gathered; the next step would use them."""
@@ -61,14 +64,35 @@ class ParameterSharding(Protocol):
 
     def load(self, parameter: nn.Parameter, full: Tensor) -> None:
         """Collective: training continues from these weights."""
+        self.local_shard(parameter).copy_(self.shard_of(parameter, full))
+        self._update_network(parameter, full)
+
+    def _update_network(self, parameter: nn.Parameter, full: Tensor) -> None:
+        """Collective: in place, because optimizer and communication buckets refer to the memory."""
+        parameter.detach().copy_(full)
 
     def full_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Collective: the optimizer's state of a parameter in full tensors; empty before the first step."""
+        state = self.optimizer.state.get(parameter, {})
+        return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
 
     def load_optimizer(
         self, parameters: Iterable[nn.Parameter], state_of: StateOf, groups: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Collective: the optimizer continues from states as `full_state` returns them, and from stored `groups`."""
+        """Collective: the optimizer continues from states as `full_state` returns them, and from stored `groups`;
+        through its own `load_state_dict`, because some keep more than tensors."""
+        packed = self.optimizer.state_dict()
+        ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
+        states = ((index, p, state_of(p)) for index, p in enumerate(ordered))
+        packed["state"] = {
+            i: {k: self._local_state(p, k, v) if isinstance(v, Tensor) else v for k, v in state.items()}
+            for i, p, state in states
+            if state
+        }
+        if len(groups) == len(packed["param_groups"]):  # tensor parallelism makes more groups, which hold options only
+            for group, stored in zip(packed["param_groups"], groups, strict=True):
+                group.update({key: stored[key] for key in stored.keys() & group.keys() - _OF_THIS_RUN})
+        self.optimizer.load_state_dict(packed)
 
     def loss_scale(self) -> dict[str, Any]:
         """State of the engine's own dynamic loss scale; empty where Lightning's precision plugin scales the loss."""
@@ -77,6 +101,10 @@ class ParameterSharding(Protocol):
     def load_loss_scale(self, state: Mapping[str, Any]) -> None:
         """Continues from what `loss_scale` returned, if this run has a dynamic scale as well."""
         return
+
+    def _local_state(self, parameter: nn.Parameter, key: str, full: Tensor) -> Tensor:
+        """This rank's part of a tensor of the optimizer's state."""
+        return _laid_out_like(parameter, full)
 
 
 class ReplicatedSharding(ParameterSharding):
@@ -112,41 +140,6 @@ class ReplicatedSharding(ParameterSharding):
         """Already here."""
         return parameter.detach()
 
-    def backup(self, parameter: nn.Parameter) -> Tensor:
-        """A copy on the CPU."""
-        return parameter.detach().to("cpu", copy=True)
-
-    def swap_in(self, parameter: nn.Parameter, shard: Tensor) -> None:
-        """The owner's tensor, on all ranks."""
-        self.load(parameter, self.gather(parameter, shard))
-
-    def restore(self, parameter: nn.Parameter, backup: Tensor | None) -> None:
-        """From the copy."""
-        assert backup is not None
-        self.load(parameter, backup)
-
-    def load(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """In place: optimizer and communication buckets refer to the memory."""
-        with torch.no_grad():
-            parameter.copy_(full)
-
-    def full_state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Whatever the optimizer keeps."""
-        return dict(self.optimizer.state.get(parameter, {}))
-
-    def load_optimizer(
-        self, parameters: Iterable[nn.Parameter], state_of: StateOf, groups: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Through the optimizer's own `load_state_dict`: some keep more than tensors."""
-        packed = self.optimizer.state_dict()
-        ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
-        states = ((index, p, state_of(p)) for index, p in enumerate(ordered))
-        packed["state"] = {i: {k: _laid_out_like(p, v) for k, v in state.items()} for i, p, state in states if state}
-        if len(groups) == len(packed["param_groups"]):  # tensor parallelism makes more groups, which hold options only
-            for group, stored in zip(packed["param_groups"], groups, strict=True):
-                group.update({key: stored[key] for key in stored.keys() & group.keys() - _OF_THIS_RUN})
-        self.optimizer.load_state_dict(packed)
-
 
 class DTensorSharding(ParameterSharding):
     """Every trained parameter is a DTensor; the local shard is this rank's block of it."""
@@ -173,47 +166,21 @@ class DTensorSharding(ParameterSharding):
 
     def gather(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
         """All blocks, joined."""
-        return _placed_like(_dtensor(parameter), shard).full_tensor()
-
-    def backup(self, parameter: nn.Parameter) -> Tensor:
-        """A copy of the block on the CPU."""
-        return self.local_shard(parameter).to("cpu", copy=True)
+        own = _dtensor(parameter)
+        return _placed_like(own, shard.to(own.device_mesh.device_type)).full_tensor()
 
     def swap_in(self, parameter: nn.Parameter, shard: Tensor) -> None:
         """Without communication."""
         self.local_shard(parameter).copy_(shard)
 
-    def restore(self, parameter: nn.Parameter, backup: Tensor | None) -> None:
-        """From the copy."""
-        assert backup is not None
-        self.swap_in(parameter, backup)
+    def _update_network(self, parameter: nn.Parameter, full: Tensor) -> None:
+        """The network computes with the local blocks."""
 
-    def load(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """This rank's block of it."""
-        self.local_shard(parameter).copy_(self.shard_of(parameter, full))
-
-    def full_state(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Tensors of the parameter's shape are gathered; counters are the same on every rank."""
-        state = self.optimizer.state.get(parameter, {})
-        return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
-
-    def load_optimizer(
-        self, parameters: Iterable[nn.Parameter], state_of: StateOf, groups: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """This rank's blocks. The groups hold options only, which are those of this run."""
-        for parameter in parameters:
-            state = state_of(parameter)
-            if state:
-                self.optimizer.state[parameter] = {k: self._local_state(parameter, k, v) for k, v in state.items()}
-
-    def _local_state(self, parameter: nn.Parameter, key: str, value: Any) -> Any:
-        own = _dtensor(parameter)
-        if not isinstance(value, Tensor):
-            return value
+    def _local_state(self, parameter: nn.Parameter, key: str, full: Tensor) -> Tensor:
         if key == "step":
-            is_on_device = any(group.get("fused") for group in self.optimizer.param_groups)
-            return value.to(own.to_local().device if is_on_device else "cpu", copy=True)
-        return _placed_like(own, _laid_out_like(own.to_local(), self.shard_of(parameter, value).clone()), moves=False)
+            return full
+        own = _dtensor(parameter)
+        return _placed_like(own, _laid_out_like(own.to_local(), self.shard_of(parameter, full).clone()))
 
 
 def assign_by_size(sizes: list[int], count: int) -> list[int]:
@@ -225,9 +192,9 @@ def assign_by_size(sizes: list[int], count: int) -> list[int]:
     return ranks
 
 
-def _laid_out_like(parameter: Tensor, value: Any) -> Any:
+def _laid_out_like(parameter: Tensor, value: Tensor) -> Tensor:
     """Optimizer state in its parameter's memory layout, such as channels-last, which fused optimizers rely on."""
-    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+    if value.shape != parameter.shape:
         return value
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
@@ -237,9 +204,8 @@ def _dtensor(parameter: nn.Parameter) -> DTensor:
     return parameter
 
 
-def _placed_like(own: DTensor, local: Tensor, *, moves: bool = True) -> DTensor:
-    """A DTensor of `own`'s shape and placement around a local block, moved to the mesh's device unless offloaded."""
-    local = local.to(own.device_mesh.device_type) if moves else local
+def _placed_like(own: DTensor, local: Tensor) -> DTensor:
+    """A DTensor of `own`'s shape and placement around a local block."""
     return DTensor.from_local(
         local, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
     )

@@ -2,23 +2,116 @@
 the ranks' CPU group. Each class holds only what is different about its engine; DeepSpeed's is in `deepspeed.py`.
 """
 
+import errno
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from transformers.utils import output_capturing
 
 from sd_training.config.plan import Mesh
-from sd_training.parallel.cpu_group import CpuGroup
+from sd_training.errors import CheckpointError, DamagedCheckpointsError, DataError, OutageError, TakenOverError
 from sd_training.parallel.sharding import DTensorSharding, ParameterSharding, ReplicatedSharding
+
+_Result = TypeVar("_Result")
+_SHARED_ERRORS = {
+    kind.__name__: kind for kind in (CheckpointError, DamagedCheckpointsError, DataError, OutageError, TakenOverError)
+}
+"""Errors of one rank that are raised as the same class on the others."""
+AGREE_TIMEOUT = timedelta(seconds=30)
+"""How long `agree` waits for a rank that may be about to fail as well. A rank that has ended closes its connections,
+which ends the wait at once; one that waits in a collective looks the same as one that is about to fail."""
+
+
+class CpuGroup:
+    """All ranks of the run: JSON collectives over gloo, on a group of its own, and errors that all ranks raise alike.
+
+    No device takes part and nothing is unpickled. A thread that saves in the background may use its group while
+    training uses the others.
+
+    Args:
+        rank: of this process.
+        world_size: number of ranks; making the group is collective where there are several.
+        timeout: how long ranks wait for each other, such as for one that writes slowly; None: torch's default.
+    """
+
+    def __init__(self, rank: int, world_size: int, timeout: timedelta | None = None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._group = distributed.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
+        self._agree_group = distributed.new_group(backend="gloo", timeout=AGREE_TIMEOUT) if world_size > 1 else None
+
+    def all_gather(self, value: Any, group: distributed.ProcessGroup | None = None) -> list[Any]:
+        """Collective: the JSON value of every rank, by rank."""
+        if self._group is None:
+            return [value]
+        group = group or self._group
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        distributed.all_gather(sizes, torch.tensor([text.numel()]), group=group)
+        longest = int(torch.cat(sizes).max())
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        padded = torch.cat([text, text.new_zeros(longest - text.numel())])
+        distributed.all_gather(texts, padded, group=group)
+        return [json.loads(bytes(t[: int(size)].tolist())) for t, size in zip(texts, sizes, strict=True)]
+
+    def agree(self, value: Any) -> bool:
+        """Whether all ranks call this within `AGREE_TIMEOUT` with the same JSON value. After a timeout it cannot be
+        used again."""
+        try:
+            return all(other == value for other in self.all_gather(value, self._agree_group))
+        except RuntimeError:  # the timeout, or a rank has ended
+            return False
+
+    def raise_first(self, failure: Exception | None) -> None:
+        """Collective: all ranks fail when one does, with the same class of error.
+
+        Args:
+            failure: of this rank.
+
+        Raises:
+            OSError: some rank could not write.
+            UserError: one of `_SHARED_ERRORS`, on some rank.
+            Exception: this rank's own failure of another class; RuntimeError with its text on the others.
+        """
+        own: dict[str, Any] | None = None
+        if isinstance(failure, OSError):
+            own = {"errno": failure.errno or errno.EIO, "text": failure.strerror or str(failure)}
+        elif failure is not None:
+            own = {"kind": type(failure).__name__, "text": str(failure)}
+        found = [one for one in self.all_gather(own) if one is not None]
+        if not found:
+            return
+        # A rank must not continue after a full disk while another one ends with a worse error.
+        worst = next((one for one in found if "errno" not in one), found[0])
+        if failure is not None and isinstance(failure, OSError) == ("errno" in worst):
+            raise failure
+        if "errno" in worst:
+            raise OSError(worst["errno"], worst["text"])
+        raise _SHARED_ERRORS.get(worst["kind"], RuntimeError)(worst["text"])
+
+    def on_rank0(self, act: Callable[[], _Result]) -> _Result:
+        """Collective: rank 0 acts; all ranks get its result, which must be JSON, or its error as in `raise_first`."""
+        result: Any = None
+        failure: Exception | None = None
+        if self.rank == 0:
+            try:
+                result = act()
+            except Exception as error:
+                failure = error
+        self.raise_first(failure)
+        answer: _Result = self.all_gather(result)[0]
+        return answer
 
 
 class TrainingStrategy:
@@ -32,13 +125,16 @@ class TrainingStrategy:
     """Ranks that draw the same samples."""
     num_replicas = 1
     """Copies of all weights that are updated alike, from the same averaged gradients."""
-    collective_timeout: timedelta | None = None
-    """How long ranks wait for each other; None: torch's default."""
 
     global_rank: int
     world_size: int
     lightning_module: pl.LightningModule
     optimizers: list[torch.optim.Optimizer]
+
+    def __init__(self, *, timeout: timedelta | None = None, **options: Any) -> None:
+        """`options` are those of Lightning's strategy; one process has nobody to wait for."""
+        super().__init__(**options, **({} if timeout is None else {"timeout": timeout}))
+        self.collective_timeout = timeout
 
     @cached_property
     def sharding(self) -> ParameterSharding:
@@ -94,31 +190,12 @@ class ShardingSpec:
     that the block has on this rank."""
 
 
-@dataclass(frozen=True)
-class FSDP2Options:
-    """How FSDP2 keeps the blocks."""
-
-    low_precision: torch.dtype | None = None
-    """Type in which weights are gathered and used; gradients are reduced in fp32."""
-    reshard_after_forward: bool = True
-    offload: bool = False
-
-
 class SingleProcessStrategy(TrainingStrategy, SingleDeviceStrategy):
     """One process, without a process group."""
 
 
 class ReplicatedStrategy(TrainingStrategy, DDPStrategy):
-    """DDP (Li et al. 2020, arXiv:2006.15704): every rank has every weight, and gradients are averaged.
-
-    Args:
-        timeout: how long ranks wait for each other.
-        options: of Lightning's strategy.
-    """
-
-    def __init__(self, timeout: timedelta, **options: Any) -> None:
-        super().__init__(timeout=timeout, **options)
-        self.collective_timeout = timeout
+    """DDP (Li et al. 2020, arXiv:2006.15704): every rank has every weight, and gradients are averaged."""
 
     @property
     def num_replicas(self) -> int:  # type: ignore[override]
@@ -132,20 +209,35 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
     Args:
         mesh: ranks by axis.
         spec: what is sharded.
-        options: how it is kept.
-        backend: communication library.
-        timeout: how long ranks wait for each other; None: torch's default.
+        low_precision: type in which weights are gathered and used; gradients are reduced in fp32.
+        reshard_after_forward: whether blocks are freed after the forward pass.
+        offload: whether blocks lie in CPU memory.
+        options: backend and timeout.
     """
 
     has_collective_forward = True
 
     def __init__(
-        self, mesh: Mesh, spec: ShardingSpec, options: FSDP2Options, backend: str, timeout: timedelta | None = None
+        self,
+        mesh: Mesh,
+        spec: ShardingSpec,
+        low_precision: torch.dtype | None = None,
+        *,
+        reshard_after_forward: bool = True,
+        offload: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(process_group_backend=backend, save_distributed_checkpoint=False, timeout=timeout)
-        self.mesh, self.spec, self.options, self.collective_timeout = mesh, spec, options, timeout
+        super().__init__(save_distributed_checkpoint=False, **options)
+        self.mesh, self.spec, self.offload = mesh, spec, offload
         self.tensor_parallel_size = mesh.tensor
         self.num_replicas = mesh.data
+        self.fsdp_options: dict[str, Any] = {
+            # Inputs keep their type: timesteps in bf16 would be rounded.
+            "mp_policy": MixedPrecisionPolicy(low_precision, torch.float32, cast_forward_inputs=False),
+            # Only CUDA has pinned memory.
+            "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if offload else OffloadPolicy(),
+            "reshard_after_forward": reshard_after_forward,
+        }
 
     def setup_environment(self) -> None:
         """Lightning knows two mesh axes; here are three."""
@@ -164,37 +256,19 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
                 plan = self.spec.tensor_plan(block, self.mesh.tensor)
                 if plan:
                     parallelize_module(block, mesh["tensor"], plan)
-        # Inputs keep their type: timesteps in bf16 would be rounded.
-        precision = MixedPrecisionPolicy(
-            param_dtype=self.options.low_precision, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-        # Only CUDA has pinned memory.
-        offload = CPUOffloadPolicy(torch.cuda.is_available()) if self.options.offload else OffloadPolicy()
+        sharded = mesh["data", "fsdp"] if self.mesh.data > 1 else mesh["fsdp"]
         for module in [*self.spec.blocks, *self.spec.roots]:
-            fully_shard(
-                module,
-                mesh=mesh["data", "fsdp"] if self.mesh.data > 1 else mesh["fsdp"],
-                mp_policy=precision,
-                offload_policy=offload,
-                reshard_after_forward=self.options.reshard_after_forward,
-            )
-            _keep_recording(module)
+            # transformers looks up by class which states a text encoder can return, and FSDP2 changes the class.
+            recorded = getattr(module, "_can_record_outputs", None)
+            fully_shard(module, mesh=sharded, **self.fsdp_options)
+            if recorded is not None:
+                output_capturing._CAN_RECORD_REGISTRY[module] = recorded
 
     def model_to_device(self) -> None:
         """What is offloaded stays on the CPU; FSDP2 has moved the rest."""
-        if not self.options.offload:
+        if not self.offload:
             super().model_to_device()
 
     def make_sharding(self) -> DTensorSharding:
         """Blocks of DTensors."""
         return DTensorSharding(self.optimizers[0], self.lightning_module.modules())
-
-
-def _keep_recording(module: nn.Module) -> None:
-    """transformers looks up by class which states a text encoder can return, and FSDP2 has changed the class."""
-    recorded = getattr(module, "_can_record_outputs", None)
-    if recorded is None:
-        return
-    from transformers.utils import output_capturing
-
-    output_capturing._CAN_RECORD_REGISTRY[module] = recorded

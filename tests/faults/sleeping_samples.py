@@ -16,8 +16,8 @@ class SleepingSamples:
         self.samples = samples
         self.tokenizers = samples.tokenizers
 
-    def __getitem__(self, visit: Any) -> Any:
+    def __getitem__(self, requests: Any) -> Any:
         """As the samples do, but for the position."""
-        if visit.position >= _GLOBAL_BATCH * FAULT_STEP:
+        if requests[0].position >= _GLOBAL_BATCH * FAULT_STEP:
             time.sleep(600)
-        return self.samples[visit]
+        return self.samples[requests]

@@ -12,7 +12,7 @@ from sd_training.config.schema import ConditioningConfig, ModelConfig, Objective
 from sd_training.models.families.table import load_family
 from sd_training.models.family import Family, latent_grid
 from sd_training.optim.optimizers import clip_gradients
-from sd_training.parallel.strategies import FSDP2Options, FSDP2Strategy, ShardingSpec
+from sd_training.parallel.strategies import FSDP2Strategy, ShardingSpec
 from sd_training.types import NoisedBatch
 
 
@@ -36,9 +36,8 @@ def backward(family: Family) -> tuple[float, dict[str, Tensor]]:
 
 def cut(family: Family, mesh: Mesh) -> None:
     """As the strategy cuts, without a trainer."""
-    strategy = FSDP2Strategy(
-        mesh, ShardingSpec([family.denoiser], family.blocks(), family.tensor_plan), FSDP2Options(), "gloo"
-    )
+    spec = ShardingSpec([family.denoiser], family.blocks(), family.tensor_plan)
+    strategy = FSDP2Strategy(mesh, spec, process_group_backend="gloo")
     sizes = (mesh.data, mesh.fsdp, mesh.tensor)
     strategy._device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "fsdp", "tensor"))
     strategy.shard_network()

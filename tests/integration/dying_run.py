@@ -21,7 +21,7 @@ import torch
 import train
 from sd_training.build import run as building
 from sd_training.cli import run_cli
-from sd_training.parallel import cpu_group
+from sd_training.parallel import strategies
 
 
 class Defect(pl.Callback):
@@ -47,7 +47,7 @@ class Defect(pl.Callback):
 def main() -> None:
     build_run, defect = building.build_run, Defect(*sys.argv[1:3])
     if "," not in sys.argv[1]:
-        cpu_group.AGREE_TIMEOUT = timedelta(seconds=5)  # nobody will agree
+        strategies.AGREE_TIMEOUT = timedelta(seconds=5)  # nobody will agree
 
     def build_dying(*given: Any) -> building.Run:
         run = build_run(*given)

@@ -122,11 +122,11 @@ def test_the_stream_depends_on_nothing_but_the_data(
 
 def test_every_survivor_comes_once_per_epoch(folder: Path, reference: dict[int, Seen]) -> None:
     data = make_data(folder, 1, 1, 0)
-    (opened,) = data._open().datasets
+    (opened,) = data.datasets()
     planned = {
         step * GLOBAL_BATCH + slot: sample
         for step in range(STEPS)
-        for slot, sample in enumerate(data._open().order.at(step).samples.tolist())
+        for slot, sample in enumerate(data._opened.order.at(step).samples.tolist())
     }
     counts = np.bincount(list(planned.values()), minlength=SHARDS * PER_SHARD)
     survivors = [n for n in range(SHARDS * PER_SHARD) if (n // PER_SHARD) % 9 and n % 5]

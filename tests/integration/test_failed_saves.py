@@ -12,7 +12,7 @@ from sd_training.build.run import Run
 from sd_training.callbacks.preemption import STEP_FILE_VARIABLE
 from sd_training.checkpoint.folder import newest_verified, verify_checkpoint
 from sd_training.errors import SaveError
-from sd_training.export.pipeline import folder_problems
+from sd_training.export.pipeline import load_pipeline
 from tests.integration.failing_saves import FullDisk
 from tests.integration.training import metrics, options, prepare, train_in_processes
 
@@ -54,7 +54,7 @@ def test_a_full_disk_is_survived(
             super().on_optimizer_step(*arguments)
             if arguments[-1] == 5:  # right after the failed save of step 4
                 assert names(run_dir) == ["step=2"] and verify_checkpoint(run_dir / "checkpoints" / "step=2") == []
-                assert not list(run_dir.glob("*.partial*")) and folder_problems(run_dir / "current_pipeline") == []
+                assert not list(run_dir.glob("*.partial*")) and load_pipeline(run_dir / "current_pipeline")
                 kept.append((run_dir / "exported_step").read_bytes())
             if arguments[-1] == 6:  # step 5 was the first one that could tell the launcher of step 4
                 kept.append(told.read_bytes())

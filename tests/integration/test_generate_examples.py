@@ -122,7 +122,7 @@ def test_every_sampler_of_another_kind_of_model_draws_or_is_refused(family: str,
     for name in samplers_for(own.config):
         words = ("--prompt", "red square", "--scheduler", name, "--steps", "4")
         if family == "stable_diffusion" and name.startswith("FlowMatch"):
-            assert "scale what the denoiser sees" in fails(
+            assert "is none of those that can follow this model" in fails(
                 generate_examples.main, "--pipeline", pipeline, "--out", tmp_path / name, *words
             )
             refused.add(name)
@@ -153,7 +153,7 @@ def test_generate_under_torchrun_draws_the_same(pipeline_dir: Path, tmp_path: Pa
         (["--prompts", "empty.txt"], "has no prompts"),
         (["--prompts", "nowhere.txt"], "cannot be read"),
         (["--prompts", "grid.csv"], "'grid' is taken"),
-        (["--prompt", "a", "--scheduler", "Best"], "scheduler 'Best' is not one of DDIM"),
+        (["--prompt", "a", "--scheduler", "Best"], "scheduler Best: is none of those that can follow this model: DDIM"),
         (["--prompt", "a", "--steps", "2000"], "more than the 1000 timesteps"),
         (["--prompt", "a", "--height", "20"], "--height: 20 is not a multiple of 8"),
         (

@@ -15,7 +15,7 @@ import multiprocessing, os, sys
 from sd_training.cli import set_passive_wait, share_cores
 set_passive_wait()
 import torch
-from sd_training.data.workers import worker_context
+from sd_training.data.loader import worker_context
 
 if __name__ == "__main__":
     share_cores(int(sys.argv[1]))

@@ -150,7 +150,7 @@ def make_report(
     """
     reports = []
     for number, (dataset, own) in enumerate(zip(datasets, order.orders, strict=True)):
-        num_steps = order.mixture.steps_before(order.mixture.num_steps, number)
+        num_steps = order.steps_before(order.num_steps, number)
         epochs = num_steps * own.settings.global_batch / len(dataset.selected)
         reports.append(DatasetReport(dataset, table, num_steps, epochs, of_run, is_size_known))
     return DataReport(reports)

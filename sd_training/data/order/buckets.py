@@ -3,9 +3,8 @@
 Sizes are (height, width) in pixels, as everywhere; image files have (width, height), and the two are easily swapped.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +17,6 @@ Size = tuple[int, int]
 """(height, width) [pixels]."""
 Buckets = NDArray[np.int32]
 """[N] number of a bucket in its table; -1 (`NO_BUCKET`) is none."""
-_SAME_ASPECT = 1e-9
 NO_BUCKET = -1
 
 
@@ -42,7 +40,7 @@ def ladder(max_area: int, step: int, min_side: int, max_side: int, max_aspect: f
         max_aspect: largest ratio of the longer to the shorter side.
 
     Raises:
-        ValueError: no size fits.
+        ConfigError: no size fits.
     """
     smallest = -(-min_side // step) * step
     sizes = set[Size]()
@@ -54,9 +52,9 @@ def ladder(max_area: int, step: int, min_side: int, max_side: int, max_aspect: f
     if square >= smallest:
         sizes.add((square, square))
     if not sizes:
-        raise ValueError(
-            f"no size has sides from {min_side} to {max_side} pixels in steps of {step}, at most {max_area:,} pixels "
-            f"and an aspect of at most {max_aspect:g}"
+        raise ConfigError(
+            f"dataset.params.buckets: no size has sides from {min_side} to {max_side} pixels in steps of {step}, at "
+            f"most {max_area:,} pixels and an aspect of at most {max_aspect:g}"
         )
     return sorted(sizes, key=lambda size: (size[1] / size[0], size))
 
@@ -83,29 +81,12 @@ class BucketTable:
     """Whether an image may be enlarged to fill its bucket. If not, `sizes` are ladders as `ladders` gives them: where
     the aspect ratio does not rise, another ladder begins."""
 
-    @cached_property
     def _log_aspects(self) -> NDArray[np.float64]:
         return np.array([np.log(width / height) for height, width in self.sizes])
 
-    @cached_property
-    def _areas(self) -> NDArray[np.int64]:
-        return np.array([height * width for height, width in self.sizes], dtype=np.int64)
-
-    @cached_property
-    def _aspects(self) -> tuple[NDArray[np.float64], list[NDArray[np.int32]]]:
-        """Distinct log aspects, ascending, and the buckets of each, largest first."""
-        logs = self._log_aspects
-        order = np.argsort(logs, kind="stable")
-        groups = np.split(order, np.flatnonzero(np.diff(logs[order]) > _SAME_ASPECT) + 1)
-        largest_first = [group[np.argsort(-self._areas[group], kind="stable")].astype(np.int32) for group in groups]
-        return np.array([logs[group[0]] for group in groups]), largest_first
-
-    @cached_property
-    def _ladders(self) -> list[NDArray[np.int32]]:
-        """Buckets of each ladder by rising aspect ratio; the ladder with the largest bucket comes first."""
-        starts = np.flatnonzero(np.diff(self._log_aspects) <= _SAME_ASPECT) + 1
-        members = np.split(np.arange(len(self.sizes), dtype=np.int32), starts)
-        return sorted(members, key=lambda buckets: -int(self._areas[buckets].max()))
+    def _by_area(self) -> NDArray[np.intp]:
+        """Buckets, the smallest first."""
+        return np.argsort([height * width for height, width in self.sizes], kind="stable")
 
     def assign(self, widths: NDArray[np.int32], heights: NDArray[np.int32]) -> Buckets:
         """The bucket of each image: the nearest by |log aspect|.
@@ -118,41 +99,40 @@ class BucketTable:
         Args:
             widths, heights: [N] of the upright images [pixels]; 0 is unknown.
         """
-        known = (widths > 0) & (heights > 0)
         if len(self.sizes) == 1 and self.upscale:
             return np.zeros(len(widths), dtype=np.int32)
-        bucket = np.full(len(widths), -1, dtype=np.int32)
-        if known.any():
-            bucket[known] = self._assign_known(widths[known], heights[known])
+        bucket = np.full(len(widths), NO_BUCKET, dtype=np.int32)
+        known = np.flatnonzero((widths > 0) & (heights > 0))
+        choose = self._nearest_aspect if self.upscale else self._covered
+        bucket[known] = choose(widths[known], heights[known], np.log(widths[known] / heights[known]))
         return bucket
 
-    def _assign_known(self, widths: NDArray[np.int32], heights: NDArray[np.int32]) -> Buckets:
-        aspects = np.log(widths / heights)
-        if not self.upscale:
-            return self._assign_covered(widths, heights, aspects)
-        logs, groups = self._aspects
-        nearest = np.searchsorted((logs[1:] + logs[:-1]) / 2, aspects)
-        bucket = np.array([group[-1] for group in groups], dtype=np.int32)[nearest]
-        for number, group in enumerate(groups):
-            mine = np.flatnonzero(nearest == number) if len(group) > 1 else np.empty(0, dtype=np.intp)
-            for candidate in group[-2::-1]:  # the largest comes last and stays
-                height, width = self.sizes[candidate]
-                bucket[mine[(widths[mine] >= width) & (heights[mine] >= height)]] = candidate
-        return bucket
-
-    def _assign_covered(
+    def _nearest_aspect(
         self, widths: NDArray[np.int32], heights: NDArray[np.int32], aspects: NDArray[np.float64]
     ) -> Buckets:
+        logs, group_of, num_members = np.unique(self._log_aspects(), return_inverse=True, return_counts=True)
+        nearest = np.searchsorted((logs[1:] + logs[:-1]) / 2, aspects)
+        by_area = self._by_area()
+        smallest = np.empty(len(logs), dtype=np.int32)
+        smallest[group_of[by_area[::-1]]] = by_area[::-1]  # the last of a group stays
+        bucket = smallest[nearest]
+        for candidate in by_area[num_members[group_of[by_area]] > 1]:  # the largest comes last and stays
+            height, width = self.sizes[candidate]
+            covers = (nearest == group_of[candidate]) & (widths >= width) & (heights >= height)
+            bucket[covers] = candidate
+        return bucket
+
+    def _covered(self, widths: NDArray[np.int32], heights: NDArray[np.int32], aspects: NDArray[np.float64]) -> Buckets:
         """Ladder by ladder, because one nearest aspect over all ladders would draw large images to small buckets."""
-        bucket, sides = np.full(len(widths), -1, dtype=np.int32), np.array(self.sizes)
+        bucket, sides, logs = np.full(len(widths), NO_BUCKET, dtype=np.int32), np.array(self.sizes), self._log_aspects()
         unassigned = np.arange(len(widths))
-        for ladder_buckets in self._ladders:
-            logs = self._log_aspects[ladder_buckets]
-            nearest = ladder_buckets[np.searchsorted((logs[1:] + logs[:-1]) / 2, aspects[unassigned])]
+        members = np.split(np.arange(len(logs), dtype=np.int32), np.flatnonzero(np.diff(logs) <= 0) + 1)
+        for own in sorted(members, key=lambda buckets: -int(sides[buckets].prod(axis=1).max())):
+            nearest = own[np.searchsorted((logs[own][1:] + logs[own][:-1]) / 2, aspects[unassigned])]
             fits = (heights[unassigned] >= sides[nearest, 0]) & (widths[unassigned] >= sides[nearest, 1])
             bucket[unassigned[fits]] = nearest[fits]
             unassigned = unassigned[~fits]
-        for candidate in np.argsort(self._areas, kind="stable"):  # the others get the largest of any aspect they cover
+        for candidate in self._by_area():  # the others get the largest of any aspect they cover
             height, width = self.sizes[candidate]
             bucket[unassigned[(widths[unassigned] >= width) & (heights[unassigned] >= height)]] = candidate
         return bucket
@@ -172,11 +152,26 @@ def merge_small(bucket_of: Buckets, table: BucketTable, min_count: int) -> tuple
         The new buckets, -1 for samples that are left out, and what was joined with what.
     """
     merges: list[Merge] = []
-    target_of = np.arange(len(table.sizes), dtype=np.int32)
-    counts = np.bincount(bucket_of, minlength=len(table.sizes))
+    sizes, target_of = table.sizes, np.arange(len(table.sizes), dtype=np.int32)
+    counts = np.bincount(bucket_of, minlength=len(sizes))
+
+    def nearest(bucket: int, used: Sequence[int]) -> int:
+        """The bucket in use that samples of `bucket` may join, nearest by |log aspect|, then by |log area|."""
+        height, width = sizes[bucket]
+
+        def distance(other: int) -> tuple[float, float, int]:
+            aspect = np.log(width / height / (sizes[other][1] / sizes[other][0]))
+            area = np.log(width * height / (sizes[other][1] * sizes[other][0]))
+            return round(abs(float(aspect)), 9), round(abs(float(area)), 9), other
+
+        others = [o for o in used if o != bucket]
+        if not table.upscale:
+            others = [o for o in others if sizes[o][0] <= height and sizes[o][1] <= width]
+        return min(others, key=distance, default=NO_BUCKET)
+
     while len(used := np.flatnonzero(counts)) > 1 and len(short := np.flatnonzero((counts < min_count) & (counts > 0))):
         smallest_first = short[np.argsort(counts[short], kind="stable")].tolist()
-        targets = {bucket: _nearest(bucket, used.tolist(), table) for bucket in smallest_first}
+        targets = {bucket: nearest(bucket, used.tolist()) for bucket in smallest_first}
         # The first that may join another; when none may, the first is left out.
         source = next((bucket for bucket in smallest_first if targets[bucket] != NO_BUCKET), smallest_first[0])
         merge = Merge(source, targets[source], int(counts[source]))
@@ -186,23 +181,6 @@ def merge_small(bucket_of: Buckets, table: BucketTable, min_count: int) -> tuple
         if merge.target != NO_BUCKET:
             counts[merge.target] += merge.num_samples
     return target_of[bucket_of], merges
-
-
-def _nearest(bucket: int, used: Iterable[int], table: BucketTable) -> int:
-    """The bucket in use that samples of `bucket` may join, nearest by |log aspect|, then by |log area|."""
-    height, width = table.sizes[bucket]
-
-    def distance(other: int) -> tuple[float, float, int]:
-        other_height, other_width = table.sizes[other]
-        aspect = np.log(width / height / (other_width / other_height))
-        area = np.log(width * height / (other_width * other_height))
-        return round(abs(float(aspect)), 9), round(abs(float(area)), 9), other
-
-    sizes = table.sizes
-    others = [o for o in used if o != bucket]
-    if not table.upscale:
-        others = [o for o in others if sizes[o][0] <= height and sizes[o][1] <= width]
-    return min(others, key=distance, default=NO_BUCKET)
 
 
 def histogram(bucket_of: Buckets, table: BucketTable) -> list[tuple[Size, int]]:
@@ -223,16 +201,12 @@ def training_sizes(params: DatasetParams) -> BucketTable:
     if buckets.mode == "table":
         return BucketTable(tuple(dict.fromkeys((height, width) for height, width in buckets.sizes or ())))
     make = ladder if buckets.upscale else ladders
-    try:
-        sizes = make(
-            max_area=buckets.max_area or side * side,
-            step=buckets.step,
-            min_side=buckets.min_side or side // 2,
-            max_side=buckets.max_side or side * 2,
-            max_aspect=buckets.max_aspect,
-        )
-    except ValueError as error:
-        raise ConfigError(f"dataset.params.buckets: {error}") from error
+    area, shortest, longest = (
+        buckets.max_area or side * side,
+        buckets.min_side or side // 2,
+        buckets.max_side or side * 2,
+    )
+    sizes = make(area, buckets.step, shortest, longest, buckets.max_aspect)
     return BucketTable(tuple(sizes), buckets.upscale)
 
 

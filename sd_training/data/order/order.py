@@ -56,20 +56,29 @@ class StepSamples(NamedTuple):
     dataset: int = 0
 
 
-class MixtureSchedule:
-    """Looks up the data set of a step, and how many steps have drawn from it before.
+class RunOrder:
+    """The samples of every optimizer step of a run.
 
     Args:
-        shares: the data sets, whose `weight`, `start_step` and `end_step` count.
+        shares: the data sets, whose `weight`, `start_step` and `end_step` decide which steps draw from them.
         seed: of the run.
         num_steps: length of the run.
+        orders: of the data sets, over places in `selected`.
+        selected: of each data set, [n] its selected samples as indices into its index.
 
     Raises:
         ConfigError: some step has no data set.
     """
 
-    def __init__(self, shares: Sequence[DatasetConfig | MixEntry], seed: int, num_steps: int) -> None:
-        self.num_steps = num_steps
+    def __init__(
+        self,
+        shares: Sequence[DatasetConfig | MixEntry],
+        seed: int,
+        num_steps: int,
+        orders: Sequence["SampleOrder"],
+        selected: Sequence[Samples],
+    ) -> None:
+        self.num_steps, self.orders, self.selected = num_steps, orders, selected
         self.dataset_of: NDArray[np.unsignedinteger] | None = None
         if len(shares) == 1 and shares[0].start_step == 0 and shares[0].end_step is None:
             return  # a long run has many steps, and most have one data set
@@ -88,32 +97,15 @@ class MixtureSchedule:
             self.dataset_of[first:end] = np.array(active)[np.minimum(chosen, len(active) - 1)]
         self._steps_of = [np.flatnonzero(self.dataset_of == dataset) for dataset in range(len(shares))]
 
-    def at(self, step: int) -> tuple[int, int]:
-        """The data set of `step`, and the number of earlier steps that drew from it."""
-        dataset = 0 if self.dataset_of is None else int(self.dataset_of[step])
-        return dataset, self.steps_before(step, dataset)
-
-    def steps_before(self, step: int, dataset: int) -> int:
-        """How many steps before `step` drew from a data set."""
-        return step if self.dataset_of is None else int(np.searchsorted(self._steps_of[dataset], step))
-
-
-@dataclass(frozen=True)
-class RunOrder:
-    """The samples of every optimizer step of a run."""
-
-    selected: Sequence[Samples]
-    """Of each data set, [n] its selected samples as indices into its index."""
-    orders: Sequence["SampleOrder"]
-    """Of the same data sets, over places in `selected`."""
-    mixture: MixtureSchedule
-    """Which data set each step draws from."""
-
     def at(self, step: int) -> StepSamples:
         """The samples of an optimizer step."""
-        dataset, own_step = self.mixture.at(step)
-        bucket, places, _ = self.orders[dataset].at(own_step)
+        dataset = 0 if self.dataset_of is None else int(self.dataset_of[step])
+        bucket, places, _ = self.orders[dataset].at(self.steps_before(step, dataset))
         return StepSamples(bucket, self.selected[dataset][places], dataset)
+
+    def steps_before(self, step: int, dataset: int) -> int:
+        """How many steps before `step` draw from a data set."""
+        return step if self.dataset_of is None else int(np.searchsorted(self._steps_of[dataset], step))
 
 
 @dataclass(frozen=True)
@@ -129,11 +121,6 @@ class OrderSettings:
     """Blocks per window; None takes as many as hold 262,144 samples, and at least one per shard stream."""
     with_replacement: bool = False
     """Draw the samples of a stream with replacement instead of shuffling them; a batch may then repeat samples."""
-
-    @property
-    def num_streams(self) -> int:
-        """C as it is used."""
-        return self.shard_streams or gcd(self.global_batch, MAX_STREAMS)
 
 
 class _Epoch(NamedTuple):
@@ -168,7 +155,8 @@ class SampleOrder:
                 f"a bucket has {counted(fewest, 'sample')}, fewer than the {settings.global_batch} of a step"
             )
         per_block = max(1, len(block_of) // len(self._counts))
-        self.window = settings.window or max(settings.num_streams, -(-WINDOW_SAMPLES // per_block))
+        self.num_streams = settings.shard_streams or gcd(settings.global_batch, MAX_STREAMS)
+        self.window = settings.window or max(self.num_streams, -(-WINDOW_SAMPLES // per_block))
         self._epoch = lru_cache(_EPOCHS_KEPT)(self._make_epoch)
         self._batches = lru_cache(1)(self._shuffled_batches)
         self._window_samples = lru_cache(_WINDOWS_KEPT * len(self.buckets))(self._shuffled_samples)
@@ -210,7 +198,7 @@ class SampleOrder:
 
     def _shuffled_samples(self, epoch: int, window: int, bucket: int) -> Samples:
         """The bucket's samples of a window in the order of its stream."""
-        streams, batch_size = self.settings.num_streams, self.settings.global_batch
+        streams, batch_size = self.num_streams, self.settings.global_batch
         blocks = self._epoch(epoch).blocks[window * self.window : (window + 1) * self.window]
         chance = generator(self.settings.seed, f"order of samples {window} {bucket}", epoch)
         own = list[Samples]()
@@ -234,7 +222,7 @@ class SampleOrder:
 
 
 class _Key(ISeedSequence):
-    """Passes its 128-bit key to Philox unchanged. `Philox(key=…)` would first gather entropy it does not use: 10 µs."""
+    """Passes its 128-bit key to Philox unchanged. `Philox(key=…)` would first gather entropy it does not use: 5 µs."""
 
     __slots__ = ("words",)
 

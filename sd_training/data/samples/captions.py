@@ -83,26 +83,23 @@ def fields_needed(rules: CaptionConfig) -> set[str]:
     return (fields - {CAPTION}) | (caption_weights(rules).keys() if CAPTION in fields else set())
 
 
-def check_rules(rules: CaptionConfig, option: str = OPTION) -> None:
+def check_rules(rules: CaptionConfig) -> None:
     """Raises ConfigError with every option that cannot be read, or that would do nothing beside the others."""
     problems = []
     if rules.fields and not caption_weights(rules):
-        problems.append(f"{option}.fields: every weight is 0; give one field a weight above 0")
+        problems.append(f"{OPTION}.fields: every weight is 0; give one field a weight above 0")
     try:
         if CAPTION not in template_fields(rules) and (rules.fields or rules.tag_separator):
             problems.append(
-                f"{option}.template: has no {{{CAPTION}}}, which fields and tag_separator are about; add it"
+                f"{OPTION}.template: has no {{{CAPTION}}}, which fields and tag_separator are about; add it"
             )
-    except ValueError as error:
-        problems.append(f"{option}.template: {rules.template!r} {error}")
-    if not rules.tag_separator:
-        idle = [name for name in ("shuffle_tags_prob", "drop_tag_prob", "num_kept_tags") if getattr(rules, name)]
-        problems += [f"{option}.{name}: needs {option}.tag_separator, such as ', '" for name in idle]
+    except ConfigError as error:
+        problems += error.problems
     if problems:
         raise ConfigError(problems)
 
 
-def check_fields(rules: CaptionConfig, known: Collection[str], option: str = OPTION) -> None:
+def check_fields(rules: CaptionConfig, known: Collection[str]) -> None:
     """Raises DataError when captions need a field that no sample has.
 
     Args:
@@ -111,7 +108,7 @@ def check_fields(rules: CaptionConfig, known: Collection[str], option: str = OPT
     if unknown := sorted(fields_needed(rules) - set(known)):
         fields = printable(", ".join(sorted(known)) or "none")
         missing = ", ".join(f"'{printable(name)}'" for name in unknown)
-        raise DataError(f"{option}: no sample has {missing}; the fields of this data are: {fields}")
+        raise DataError(f"{OPTION}: no sample has {missing}; the fields of this data are: {fields}")
 
 
 @lru_cache(maxsize=64)
@@ -119,13 +116,14 @@ def _template_parts(template: str) -> list[str]:
     """Text, field, text, field, …, text. `{name}` is a field, `{{` and `}}` are braces; there is nothing else.
 
     Raises:
-        ValueError: a brace that belongs to no field.
+        ConfigError: a brace belongs to no field.
     """
     parts = [""]
     for match in _PLACEHOLDER.finditer(template):
         name = (match["field"] or "").strip()
         if match["stray"] or (match["field"] and not name):
-            raise ValueError("has a brace without a field; write {field} for a field, {{ or }} for a brace")
+            remedy = "write {field} for a field, {{ or }} for a brace"
+            raise ConfigError(f"{OPTION}.template: {template!r} has a brace without a field; {remedy}")
         if name:
             parts += [name, ""]
         else:

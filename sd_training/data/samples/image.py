@@ -7,19 +7,30 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
-from PIL import Image, ImageCms, ImageOps
+from PIL import Image, ImageCms
 
 from sd_training.data.problems import BadSample
 
 FORMATS = ["JPEG", "PNG", "WEBP"]
 _ORIENTATION_SOURCES = ("exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp")
 _ORIENTATION_TAG = 0x0112
-_TURNED = (5, 6, 7, 8)
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""EXIF orientation → what makes the image upright."""
+_SIDEWAYS = (5, 6, 7, 8)
 """EXIF orientations whose stored width is the upright height."""
 _WHITE = (255, 255, 255, 255)
 _MARGIN = 1.2
@@ -66,10 +77,8 @@ def image_size(file: BinaryIO) -> tuple[int, int]:
     """Width and height of the upright image [pixels], from the header alone; (0, 0) when it cannot be told."""
     try:
         with _opened(file) as image:
-            width, height = image.size
-            if max(width, height) > _LONGEST_SIDE:
-                return 0, 0
-            return (height, width) if _is_turned(image) else (width, height)
+            width, height = image.size[::-1] if _orientation(image) in _SIDEWAYS else image.size
+            return (width, height) if max(width, height) <= _LONGEST_SIDE else (0, 0)
     except Exception:  # Pillow's parsers raise many kinds on damaged files
         return 0, 0
 
@@ -94,23 +103,20 @@ def decode(data: bytes, rules: ImageRules, least_scale: LeastScale | None = None
     """
     image = _open(data, rules.max_pixels)
     try:
-        width, height = image.size[::-1] if _is_turned(image) else image.size
-        if least_scale is not None and _is_plain_jpeg(image, rules):
+        orientation = _orientation(image)
+        width, height = image.size[::-1] if orientation in _SIDEWAYS else image.size
+        profile = image.info.get("icc_profile") if rules.icc_to_srgb else None
+        is_plain_jpeg = image.format == "JPEG" and image.mode in ("RGB", "L") and orientation == 1
+        if least_scale is not None and is_plain_jpeg and profile is None:  # Pillow decodes the others
             reduced = _decode_reduced(data, (height, width), least_scale(height, width))
             if reduced is not None:
                 return reduced
-        upright = _upright(image)
-        profile = upright.info.get("icc_profile") if rules.icc_to_srgb else None
+        image.load()
+        upright = image.transpose(_TURNS[orientation]) if orientation in _TURNS else image
         rgb = _to_rgb(_to_srgb(upright, profile) if profile else upright, rules.keeps_alpha)
         return DecodedImage(np.array(rgb), (height, width))  # torch wants to own what it reads
     except Exception as error:  # Pillow's decoders raise many kinds on damaged files
         raise BadSample(f"image cannot be decoded: {type(error).__name__}: {error}") from error
-
-
-def _is_plain_jpeg(image: Image.Image, rules: ImageRules) -> bool:
-    """Files that libjpeg-turbo decodes; Pillow decodes the others."""
-    has_profile = rules.icc_to_srgb and "icc_profile" in image.info
-    return image.format == "JPEG" and image.mode in ("RGB", "L") and not has_profile and _orientation(image) == 1
 
 
 def _decode_reduced(data: bytes, size: tuple[int, int], scale: float) -> DecodedImage | None:
@@ -151,25 +157,10 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
-def _is_turned(image: Image.Image) -> bool:
-    return _orientation(image) in _TURNED
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    if not any(source in image.info for source in _ORIENTATION_SOURCES):
-        return image
-    image.load()
-    try:
-        return ImageOps.exif_transpose(image)
-    except Exception:  # damaged EXIF does not make the image unusable; it has been decoded by now
-        return image
-
-
 def _to_srgb(image: Image.Image, profile: bytes) -> Image.Image:
     """The image in sRGB; unchanged where the profile is damaged or of another colour space than the image."""
     if image.mode not in ("RGB", "L", "CMYK"):
         return image
-    image.load()
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         converted = ImageCms.profileToProfile(image, source, ImageCms.createProfile("sRGB"), outputMode="RGB")
@@ -178,10 +169,9 @@ def _to_srgb(image: Image.Image, profile: bytes) -> Image.Image:
     return image if converted is None else converted
 
 
-def _to_rgb(image: Image.Image, keeps_alpha: bool = False) -> Image.Image:
-    image.load()
-    if image.mode.startswith("I"):
-        image = _from_16_bit(image)
+def _to_rgb(image: Image.Image, keeps_alpha: bool) -> Image.Image:
+    if image.mode.startswith("I"):  # the high byte, as Pillow takes for 16-bit colour; for grey it clips at 255
+        image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if not image.has_transparency_data:
@@ -191,11 +181,6 @@ def _to_rgb(image: Image.Image, keeps_alpha: bool = False) -> Image.Image:
     if keeps_alpha:
         on_white.putalpha(image.getchannel("A"))
     return on_white
-
-
-def _from_16_bit(image: Image.Image) -> Image.Image:
-    """The high byte, as Pillow takes for 16-bit colour; its own conversion of 16-bit grey clips at 255."""
-    return Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
 
 
 @dataclass(frozen=True)
@@ -247,14 +232,11 @@ def place(image_height: int, image_width: int, wanted: CropRequest) -> CropPlace
     """
     scale = cover_scale(image_height, image_width, wanted)
     resized = max(wanted.height, round(image_height * scale)), max(wanted.width, round(image_width * scale))
-    top, left = _start(wanted.top, resized[0] - wanted.height), _start(wanted.left, resized[1] - wanted.width)
+    rooms = ((wanted.top, resized[0] - wanted.height), (wanted.left, resized[1] - wanted.width))
+    top, left = (room // 2 if fraction is None else int(fraction * (room + 1)) for fraction, room in rooms)
     y, x = image_height / resized[0], image_width / resized[1]
     box = (left * x, top * y, min((left + wanted.width) * x, image_width), min((top + wanted.height) * y, image_height))
     return CropPlacement(box, (top, left), resized)
-
-
-def _start(fraction: float | None, room: int) -> int:
-    return room // 2 if fraction is None else int(fraction * (room + 1))
 
 
 def read_image(data: bytes, wanted: CropRequest, rules: ImageRules) -> CroppedImage:
@@ -265,7 +247,7 @@ def read_image(data: bytes, wanted: CropRequest, rules: ImageRules) -> CroppedIm
     Raises:
         BadSample: the image cannot be used.
     """
-    decoded = decode(data, rules, lambda height, width: cover_scale(height, width, wanted))
+    decoded = decode(data, rules, partial(cover_scale, wanted=wanted))
     placement = place(*decoded.original_size, wanted)
     top, left = placement.crop_top_left
     if wanted.flip:

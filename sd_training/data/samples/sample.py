@@ -6,20 +6,19 @@ change no bit of it (design contract 3).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from sd_training.config.data_schema import DatasetParams
 from sd_training.data.dataset import OpenDataset
 from sd_training.data.order.buckets import BucketTable
 from sd_training.data.order.order import generator
 from sd_training.data.problems import BadSample, SkippedSample, printable
-from sd_training.data.samples.captions import Encoded, Tokenizer
+from sd_training.data.samples.captions import Tokenizer
 from sd_training.data.samples.image import CropRequest, ImageRules, read_image
 from sd_training.errors import BadSamplesError, DataError
 from sd_training.types import LatentGrid, PixelBatch
@@ -27,7 +26,6 @@ from sd_training.types import LatentGrid, PixelBatch
 MAX_BAD_IN_ROW = 50
 """Samples that one request tries; if all of them are bad, the run ends."""
 _EMPTY = np.empty(0, dtype=np.float32)
-_NO_MASK = np.empty(0, dtype=np.uint8)
 
 
 class SampleRequest(NamedTuple):
@@ -90,73 +88,77 @@ class DrawSettings:
 
 
 @dataclass
-class Example:
-    """One row of a PixelBatch, and the samples that were skipped on the way to it."""
+class WorkerResult:
+    """What a loader process returns for one micro-batch."""
 
+    batch: PixelBatch | None
+    """None after a failure."""
     skipped: list[SkippedSample]
-    arrays: dict[str, Any] = field(default_factory=dict)
-    """Tensor field of PixelBatch → the row's array or number."""
-    texts: dict[str, Encoded] = field(default_factory=dict)
-    """Text encoder → tokens."""
-    dropped: dict[str, bool] = field(default_factory=dict)
-    """As `PixelBatch.dropped`."""
     error: DataError | None = None
-    """Why there is no row; raised in a loader process it would reach the user as a traceback."""
+    """Why the run cannot continue. The training process raises it; raised in a loader process it would reach the user
+    as a traceback."""
+
+    def pin_memory(self) -> "WorkerResult":
+        """Called by torch's DataLoader in its pinning thread."""
+        return replace(self, batch=self.batch and self.batch.pin_memory())
 
 
-class TrainingSamples(Dataset[Example]):
-    """Maps a request to an example.
+@dataclass(eq=False)
+class TrainingSamples(Dataset[WorkerResult]):
+    """Maps the requests of a micro-batch to their batch."""
 
-    Args:
-        datasets: where samples are read.
-        table: height and width of the buckets.
-        params: image processing and limits.
-        tokenizers: text encoder → caption → tokens.
-        draws: what is drawn per position.
-        global_batch: samples per optimizer step, over which timesteps are stratified.
-    """
+    datasets: Sequence[OpenDataset]
+    """Where samples are read."""
+    table: BucketTable
+    """Height and width of the buckets."""
+    params: DatasetParams
+    """Image processing and limits."""
+    tokenizers: Mapping[str, Tokenizer]
+    """Text encoder → caption → tokens."""
+    draws: DrawSettings
+    """What is drawn per position."""
+    global_batch: int
+    """Samples per optimizer step, over which timesteps are stratified."""
 
-    def __init__(
-        self,
-        datasets: Sequence[OpenDataset],
-        table: BucketTable,
-        params: DatasetParams,
-        tokenizers: Mapping[str, Tokenizer],
-        draws: DrawSettings,
-        global_batch: int,
-    ) -> None:
-        self.datasets, self.table, self.params = list(datasets), table, params
-        self.tokenizers, self.draws, self.global_batch = dict(tokenizers), draws, global_batch
-        self.rules = ImageRules(params.max_image_pixels, params.icc_to_srgb, keeps_alpha=draws.has_mask)
-        lengths = [len(dataset.index) for dataset in self.datasets]
-        self.first_ids = [sum(lengths[:number]) for number in range(len(lengths))]
+    def __post_init__(self) -> None:
+        params = self.params
+        self.rules = ImageRules(params.max_image_pixels, params.icc_to_srgb, keeps_alpha=self.draws.has_mask)
+        self.first_ids = np.cumsum([0, *(len(dataset.index) for dataset in self.datasets)]).tolist()
 
-    def __getitem__(self, request: SampleRequest) -> Example:
-        """The example; where the sample is bad, of another sample of the same bucket, drawn by the position alone."""
-        dataset, skipped = self.datasets[request.dataset], list[SkippedSample]()
+    def __getitem__(self, requests: Sequence[SampleRequest]) -> WorkerResult:
+        """The examples in the order of the requests."""
+        skipped = list[SkippedSample]()
         try:
-            for attempt in range(MAX_BAD_IN_ROW):
-                try:
-                    return self._read(request, skipped)
-                except BadSample as reason:
-                    name = dataset.index.name(request.sample)
-                    skipped.append(SkippedSample(*name, printable(str(reason)), request.position))
-                    others = dataset.selected[dataset.bucket_of == request.bucket]
-                    rng = generator(self.draws.seed, "replacement", request.position, attempt)
-                    request = request._replace(sample=int(others[rng.integers(len(others))]))
+            rows = [self._example(request, skipped) for request in requests]
         except DataError as error:
-            return Example(skipped, error=error)
-        last = f"{skipped[-1].shard} {skipped[-1].key}: {skipped[-1].reason}"
-        message = f"{MAX_BAD_IN_ROW} samples in a row could not be used; the last: {last}"
-        return Example(skipped, error=BadSamplesError(message))
+            return WorkerResult(None, skipped, error)
+        return WorkerResult(PixelBatch(**default_collate(rows)), skipped)
 
-    def _read(self, request: SampleRequest, skipped: list[SkippedSample]) -> Example:
-        """Raises BadSample or DataError."""
+    def _example(self, request: SampleRequest, skipped: list[SkippedSample]) -> dict[str, Any]:
+        """One row of a batch: field → array, or dict of them. Where the sample is bad, that of another sample of the
+        same bucket, drawn by the position alone.
+
+        Raises:
+            DataError: it cannot be read, or too many samples in a row are bad.
+        """
+        dataset = self.datasets[request.dataset]
+        for attempt in range(MAX_BAD_IN_ROW):
+            try:
+                return self._read(request)
+            except BadSample as reason:
+                name = dataset.index.name(request.sample)
+                skipped.append(SkippedSample(*name, printable(str(reason)), request.position))
+                others = dataset.selected[dataset.bucket_of == request.bucket]
+                rng = generator(self.draws.seed, "replacement", request.position, attempt)
+                request = request._replace(sample=int(others[rng.integers(len(others))]))
+        last = f"{skipped[-1].shard} {skipped[-1].key}: {skipped[-1].reason}"
+        raise BadSamplesError(f"{MAX_BAD_IN_ROW} samples in a row could not be used; the last: {last}")
+
+    def _read(self, request: SampleRequest) -> dict[str, Any]:
         draws, params, position = self.draws, self.params, request.position
         dataset, (height, width) = self.datasets[request.dataset], self.table.sizes[request.bucket]
 
-        def rng(purpose: str) -> np.random.Generator:
-            return generator(draws.seed, purpose, position)
+        rng = partial(generator, draws.seed, position=position)
 
         def normal(purpose: str, shape: tuple[int, ...], is_drawn: bool = True) -> NDArray[np.float32]:
             return rng(purpose).standard_normal(shape, dtype=np.float32) if is_drawn else _EMPTY
@@ -170,21 +172,23 @@ class TrainingSamples(Dataset[Example]):
         caption = dataset.captioner(request.sample, rng) if is_read else ""
         texts = {name: t.encode_counted("" if dropped[name] else caption) for name, t in self.tokenizers.items()}
         latents = draws.grid.shape(height, width)
-        arrays = {
+        return {
             "pixels": image.pixels,
+            "tokens": {name: text.tokens for name, text in texts.items()},
+            "token_masks": {name: text.mask for name, text in texts.items()},
+            "dropped": dropped,
             "posterior_noise": normal("posterior_noise", latents),
             "noise": normal("noise", latents, draws.has_noise),
             "timestep_draw": np.float32(self._timestep_draw(position)),
             "offset_noise": normal("offset_noise", latents[:1], draws.has_offset_noise),
             "input_noise": normal("input_noise", latents, draws.has_input_noise),
-            "mask": _NO_MASK if image.alpha is None else image.alpha,
+            "mask": _EMPTY.astype(np.uint8) if image.alpha is None else image.alpha,
             "original_size": np.array(image.original_size),
             "crop_top_left": np.array(image.crop_top_left),
             "target_size": np.array((height, width)),
-            "positions": np.int64(position),
-            "sample_ids": np.int64(self.first_ids[request.dataset] + request.sample),
+            "positions": position,
+            "sample_ids": self.first_ids[request.dataset] + request.sample,
         }
-        return Example(skipped, arrays, texts, dropped)
 
     def _timestep_draw(self, position: int) -> float:
         """In [0, 1)."""
@@ -202,33 +206,3 @@ def _strata(seed: int, first_position: int, count: int) -> NDArray[np.int64]:
     """Which part of [0, 1) each slot of the step that begins at a position draws from; shuffled, because neighbouring
     slots share a shard."""
     return generator(seed, "strata", first_position).permutation(count)
-
-
-@dataclass
-class WorkerResult:
-    """What a loader process returns for one micro-batch."""
-
-    batch: PixelBatch | None
-    """None after a failure."""
-    skipped: list[SkippedSample]
-    error: DataError | None = None
-    """Why the run cannot continue; the training process raises it."""
-
-    def pin_memory(self) -> "WorkerResult":
-        """Called by torch's DataLoader in its pinning thread."""
-        return replace(self, batch=self.batch and self.batch.pin_memory())
-
-
-def collate(rows: Sequence[Example]) -> WorkerResult:
-    """Stacks the examples in the order of their positions."""
-    skipped = [problem for row in rows for problem in row.skipped]
-    if errors := [row.error for row in rows if row.error is not None]:
-        return WorkerResult(None, skipped, errors[0])
-    encoders = list(rows[0].texts)
-    batch = PixelBatch(
-        **{name: torch.from_numpy(np.stack([row.arrays[name] for row in rows])) for name in rows[0].arrays},
-        tokens={name: torch.from_numpy(np.stack([row.texts[name].tokens for row in rows])) for name in encoders},
-        token_masks={name: torch.from_numpy(np.stack([row.texts[name].mask for row in rows])) for name in encoders},
-        dropped={name: torch.tensor([row.dropped[name] for row in rows]) for name in rows[0].dropped},
-    )
-    return WorkerResult(batch, skipped)

@@ -96,7 +96,7 @@ def train(steps: int, fused: bool = True, resume: Path | None = None, precision:
     trainer = pl.Trainer(
         max_steps=steps,
         accelerator="cpu",
-        strategy=SingleProcessStrategy(torch.device("cpu")),
+        strategy=SingleProcessStrategy(device=torch.device("cpu")),
         precision=precision,
         callbacks=[Counter(), Resume(resume)],
         logger=False,

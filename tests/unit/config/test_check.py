@@ -103,6 +103,10 @@ def test_good_configurations_pass_without_a_word(base: dict[str, str]) -> None:
             {"dataset__params__idx_to_prompt__0": "a cat"},
             'dataset.params.idx_to_prompt: is {"0": "a cat"}, but is only read with dataset.type=Class',
         ),
+        (
+            {"dataset__params__captions__drop_tag_prob": "0.5"},
+            "dataset.params.captions.drop_tag_prob: is 0.5, but is only read with dataset.params.captions.tag_",
+        ),
         ({"dataset__type": "ClassificationWebDataset"}, "dataset.params.idx_to_prompt: is required"),
     ],
 )

@@ -9,7 +9,7 @@ from sd_training.config.data_schema import BucketConfig, CaptionConfig, DatasetP
 from sd_training.config.plan import BatchPlan
 from sd_training.data.dataset import OpenDataset, open_dataset
 from sd_training.data.order.buckets import training_sizes
-from sd_training.errors import DataError
+from sd_training.errors import ConfigError, DataError
 from tests import makers
 from tests.unit.data.making import stream, training_data
 
@@ -44,6 +44,24 @@ def test_too_few_samples_say_what_became_of_the_others(tmp_path: Path) -> None:
     assert "19 samples of" in message and "fewer than one optimizer step of 32" in message
     assert "filter original_width >= 42: 19 samples" in message
     assert "caption missing 20" in message
+
+
+@pytest.mark.parametrize(
+    ("captions", "said"),
+    [
+        (CaptionConfig(fields={"a": 0}), "fields: every weight is 0"),
+        (CaptionConfig(template="{"), "template: '{' has a brace without a field"),
+        (CaptionConfig(template="a {style}", tag_separator=", "), "template: has no {caption}"),
+    ],
+)
+def test_captions_that_cannot_be_made_are_told_before_anything_is_indexed(
+    tmp_path: Path, captions: CaptionConfig, said: str
+) -> None:
+    makers.write_shard(tmp_path / "a.tar", makers.caption_samples(8))
+    index_dir = tmp_path / "index"
+    with pytest.raises(ConfigError) as error:
+        opened(DatasetParams(path=str(tmp_path / "a.tar"), captions=captions, index_dir=str(index_dir)))
+    assert error.value.problems[0].startswith(f"dataset.params.captions.{said}") and not index_dir.exists()
 
 
 def test_images_of_too_many_pixels_do_not_end_the_run(tmp_path: Path) -> None:

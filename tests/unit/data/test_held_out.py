@@ -11,7 +11,7 @@ import torch
 
 from sd_training.config.data_schema import BucketConfig, DatasetConfig, DatasetParams
 from sd_training.config.schema import ValidationConfig
-from sd_training.data.held_out import HeldOutData
+from sd_training.data.datamodule import HeldOutData
 from sd_training.data.loader import BadSampleLog
 from sd_training.data.samples.sample import DrawSettings, Dropout
 from sd_training.errors import ConfigError, DataError
@@ -81,7 +81,7 @@ def test_a_batch_has_one_size(tmp_path: Path) -> None:
 
 def test_errors_name_the_option(tmp_path: Path) -> None:
     with pytest.raises((ConfigError, DataError), match=r"^validation\.path: .*nothing"):
-        held_out(tmp_path / "nothing.tar").open()
+        held_out(tmp_path / "nothing.tar").sentence()
 
 
 def test_samples_that_cannot_be_read_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -109,5 +109,5 @@ def test_shards_that_are_trained_on_are_told(shards_dir: Path, caplog: pytest.Lo
     data = held_out(shards_dir)
     data.report([])
     assert not caplog.records or "trained on" not in caplog.text
-    data.report(data.open().samples.datasets)
+    data.report(data.samples.datasets)
     assert "trained on as well: 2 shards" in caplog.text

@@ -28,7 +28,7 @@ def test_each_sample_is_named_once_also_after_a_restart(tmp_path: Path) -> None:
     log = make_log(run_dir)
     log.count(3, [problem(1), problem(1), problem(2)])
     with (run_dir / "bad_samples.jsonl").open("a") as file:
-        file.write('{"cut off by a cra\n')
+        file.write('{"cut off by a cra')
     restarted = make_log(run_dir)
     restarted.count(3, [problem(2)])
     restarted.count(3, [problem(2), problem(3)])

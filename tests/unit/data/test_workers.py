@@ -1,5 +1,5 @@
-import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sd_training.config.plan import BatchPlan
-from sd_training.data.workers import MAX_DEATHS, WINDOW_STEPS, WorkerDeaths
+from sd_training.data.loader import MAX_DEATHS, WINDOW_STEPS, TrainingLoader
 from sd_training.errors import DataError
 from sd_training.types import PixelBatch
 from tests.unit.data.making import training_data
@@ -24,6 +24,8 @@ class Ended:
 
     def __init__(self, exitcode: int) -> None:
         self.exitcode = exitcode
+        self.sentinel, writer = os.pipe()
+        os.close(writer)  # readable, as the sentinel of a process that has ended is
 
     def is_alive(self) -> bool:
         return False
@@ -34,11 +36,11 @@ def noises(batches: Iterator[PixelBatch]) -> Iterator[Tensor]:
     return (batch.noise for batch in batches if batch.noise is not None)
 
 
-def test_nothing_is_lost_or_seen_twice(shards_dir: Path, tmp_path: Path) -> None:
+def test_nothing_is_lost_or_seen_twice(shards_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     """In the middle of an optimizer step a loader process is killed, later the server that they are forked from."""
     expected = list(noises(iter(training_data(shards_dir, PLAN, workers=0).loader(0, lambda: 0))))
     before = set(torch.multiprocessing.active_children())
-    loader = training_data(shards_dir, PLAN, workers=2, run_dir=tmp_path).loader(0, lambda: 0)
+    loader = training_data(shards_dir, PLAN, workers=2).loader(0, lambda: 0)
     delivered = []
     for number, noise in enumerate(noises(iter(loader))):
         delivered.append(noise)
@@ -51,24 +53,26 @@ def test_nothing_is_lost_or_seen_twice(shards_dir: Path, tmp_path: Path) -> None
             time.sleep(1)  # its children notice
     assert len(delivered) == len(expected) == 36
     assert all(torch.equal(a, b) for a, b in zip(delivered, expected, strict=True))
-    incidents = [json.loads(path.read_text()) for path in (tmp_path / "incidents").glob("step=*.loader-rank0.json")]
-    incidents.sort(key=lambda incident: incident["optimizer_step"])
-    assert len(incidents) == 2
-    assert incidents[0]["how"] == "was killed by SIGKILL" and "server" in incidents[1]["how"]
-    assert 2 <= incidents[0]["optimizer_step"] <= 4
+    first, second = (record.message for record in caplog.records if "a loader process" in record.message)
+    assert re.search(r"was killed by SIGKILL at optimizer step [234];", first) and "the server" in second
 
 
-def test_too_many_deaths_end_the_run() -> None:
-    deaths, error = WorkerDeaths(None), RuntimeError("exited unexpectedly")
-    for step in range(0, 10 * WINDOW_STEPS, WINDOW_STEPS):
-        deaths.explain([Ended(-9)], step, error)  # type: ignore[list-item]
-    deaths = WorkerDeaths(None)
-    for step in range(MAX_DEATHS):
-        deaths.explain([Ended(-9)], step, error)  # type: ignore[list-item]
-    with pytest.raises(DataError, match=r"died 4 times .* was killed by SIGKILL at step 999"):
-        deaths.explain([Ended(-9)], WINDOW_STEPS - 1, error)  # type: ignore[list-item]
+@pytest.fixture
+def loader(shards_dir: Path) -> TrainingLoader:
+    return training_data(shards_dir, PLAN).loader(0, lambda: 0)
 
 
-def test_an_error_of_living_processes_is_raised() -> None:
+def test_too_many_deaths_end_the_run(loader: TrainingLoader) -> None:
+    error = RuntimeError("exited unexpectedly")
+    for step in range(-10 * WINDOW_STEPS, 0, WINDOW_STEPS):
+        loader.check_death([Ended(-9)], step, error)  # type: ignore[list-item]
+    for step in range(1, MAX_DEATHS):
+        loader.check_death([Ended(-9)], step, error)  # type: ignore[list-item]
+    with pytest.raises(DataError, match=r"died 4 times .* was killed by SIGKILL at step 3"):
+        for step in (0, 3):
+            loader.check_death([Ended(-9)], step, error)  # type: ignore[list-item]
+
+
+def test_an_error_of_living_processes_is_raised(loader: TrainingLoader) -> None:
     with pytest.raises(RuntimeError, match="a defect"):
-        WorkerDeaths(None).explain([], 3, RuntimeError("a defect"))
+        loader.check_death([], 3, RuntimeError("a defect"))

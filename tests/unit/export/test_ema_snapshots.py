@@ -6,26 +6,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from sd_training.errors import DataError
 from sd_training.export.ema_snapshots import (
     Snapshot,
-    SnapshotSum,
+    WeightedSnapshots,
     averaged_parameters,
     find_snapshots,
     load_sum,
     plan_sum,
-    read_snapshot,
     snapshot_path,
     width_name,
     write_snapshot,
 )
 from sd_training.optim.power_function_ema import gamma_of
 from tests import makers
-
-GOOD = {"step": "20", "sigma_rel": "0.05"}
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -40,7 +37,7 @@ def test_a_snapshot_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
     stored = load_file(path)
     assert {name: t.dtype for name, t in stored.items()} == {"a.weight": dtype, "b": dtype}
     assert all(torch.equal(stored[name], tensor.to(dtype)) for name, tensor in tensors().items())
-    snapshot = read_snapshot(path)
+    (snapshot,) = find_snapshots(tmp_path)
     assert (snapshot.path, snapshot.step, snapshot.sigma_rel) == (path, 20, 0.05)
     assert (snapshot.profile.step, snapshot.profile.gamma) == (20, gamma_of(0.05))
 
@@ -90,32 +87,39 @@ def test_nothing_is_left_beside_a_name_that_is_taken(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(
-    ("facts", "said"),
-    [
-        (None, "no EMA snapshot"),
-        ({k: v for k, v in GOOD.items() if k != "sigma_rel"}, "no EMA snapshot"),
-        (GOOD | {"step": "many"}, "no EMA snapshot"),
-        (GOOD | {"step": "0"}, "step 0 and sigma_rel 0.05 in its metadata cannot be"),
-        (GOOD | {"sigma_rel": "0.4"}, "sigma_rel 0.4 in its metadata cannot be"),
-    ],
-)
-def test_another_file_is_refused(tmp_path: Path, facts: dict[str, str] | None, said: str) -> None:
-    path = write_snapshot(tmp_path, 20, 0.05, tensors())
-    save_file({"a": torch.zeros(2)}, path, metadata=facts)
-    with pytest.raises(DataError, match=said):
-        find_snapshots(tmp_path)
-
-
 def test_a_damaged_file_and_no_file(tmp_path: Path) -> None:
-    path = write_snapshot(tmp_path, 20, 0.05, tensors())
-    path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(DataError, match=r"step=20/sigma_rel=0\.050\.safetensors: is damaged"):
-        find_snapshots(tmp_path)
     with pytest.raises(
         DataError, match=r"has no snapshots; .*ema\.sigma_rels=\[0\.05,0\.10\], and ema\.snapshot_every"
     ):
         find_snapshots(tmp_path / "other")
+    path = write_snapshot(tmp_path, 20, 0.05, tensors())
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(DataError, match=r"step=20/sigma_rel=0\.050\.safetensors: is damaged"):
+        find_snapshots(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("step=20/sigma_rel=many", "no EMA snapshot"),
+        ("step=many/sigma_rel=0.050", "no EMA snapshot"),
+        ("step=0/sigma_rel=0.050", r"step 0 and sigma_rel 0\.05 in its name cannot be"),
+        ("step=20/sigma_rel=0.400", r"sigma_rel 0\.4 in its name cannot be"),
+    ],
+)
+def test_a_name_of_another_kind_is_refused(tmp_path: Path, name: str, said: str) -> None:
+    path = write_snapshot(tmp_path, 20, 0.05, tensors())
+    other = path.parents[1] / f"{name}.safetensors"
+    other.parent.mkdir(exist_ok=True)
+    path.rename(other)
+    with pytest.raises(DataError, match=said):
+        find_snapshots(tmp_path)
+
+
+@pytest.mark.parametrize("width", [0.05, 0.1, 1 / 7, 0.05 + 1e-12])
+def test_the_name_holds_the_width_exactly(tmp_path: Path, width: float) -> None:
+    write_snapshot(tmp_path, 20, width, tensors())
+    assert [snapshot.sigma_rel for snapshot in find_snapshots(tmp_path)] == [width]
 
 
 def snapshots(steps: range, widths: tuple[float, ...] = (0.05, 0.1)) -> list[Snapshot]:
@@ -125,26 +129,28 @@ def snapshots(steps: range, widths: tuple[float, ...] = (0.05, 0.1)) -> list[Sna
 
 def test_later_snapshots_are_used_for_a_step_between_two_only() -> None:
     known = snapshots(range(100, 1001, 100))
-    at = plan_sum(known, 700, 0.075)
-    between = plan_sum(known, 750, 0.075)
-    assert max(s.step for s, _ in at.parts) == 700 and at.residual < 0.02
-    assert max(s.step for s, _ in between.parts) == 800 and 0.3 < between.residual < 0.5
-    assert sum(weight for _, weight in between.parts) == pytest.approx(1)
+    at, residual = plan_sum(known, 700, 0.075)
+    assert max(s.step for s, _ in at) == 700 and residual < 0.02
+    between, residual = plan_sum(known, 750, 0.075)
+    assert max(s.step for s, _ in between) == 800 and 0.3 < residual < 0.5
+    assert sum(weight for _, weight in between) == pytest.approx(1)
 
 
 def test_a_kept_track_needs_its_own_file_only() -> None:
-    weighted = plan_sum(snapshots(range(100, 1001, 100)), 1000, 0.1)
-    assert [(s.step, s.sigma_rel) for s, _ in weighted.parts] == [(1000, 0.1)]
-    assert weighted.parts[0][1] == pytest.approx(1, abs=1e-12)
+    weighted, _ = plan_sum(snapshots(range(100, 1001, 100)), 1000, 0.1)
+    assert [(s.step, s.sigma_rel) for s, _ in weighted] == [(1000, 0.1)]
+    assert weighted[0][1] == pytest.approx(1, abs=1e-12)
 
 
-def written(run_dir: Path, values: dict[float, dict[str, Tensor]], dtype: torch.dtype = torch.float32) -> SnapshotSum:
+def written(
+    run_dir: Path, values: dict[float, dict[str, Tensor]], dtype: torch.dtype = torch.float32
+) -> WeightedSnapshots:
     """A weighted of snapshots with these weights."""
     weighted = []
     for step, (weight, tensors) in enumerate(values.items(), 1):
         path = write_snapshot(run_dir, step, 0.05, tensors, dtype)
         weighted.append((next(s for s in find_snapshots(run_dir) if s.path == path), weight))
-    return SnapshotSum(weighted, 0.0)
+    return weighted
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -175,7 +181,8 @@ def test_snapshots_of_another_network_change_nothing(tmp_path: Path, odd: dict[s
 
 def test_names_of_a_denoiser_of_trained_text_encoders_and_of_an_autoencoder(tmp_path: Path) -> None:
     def snapshot(step: int, *names: str) -> Snapshot:
-        return read_snapshot(write_snapshot(tmp_path, step, 0.05, {name: torch.zeros(1) for name in names}))
+        path = write_snapshot(tmp_path, step, 0.05, {name: torch.zeros(1) for name in names})
+        return Snapshot(path, step, 0.05)
 
     pipeline, vae = makers.tiny_pipeline(), makers.tiny_vae()
     alone = averaged_parameters(pipeline, snapshot(1, "conv_in.weight"))

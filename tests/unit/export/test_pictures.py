@@ -4,7 +4,7 @@ import pytest
 from PIL import Image
 
 from sd_training.errors import DataError
-from sd_training.export.pictures import file_stem, picture_grid, read_captions
+from sd_training.export.pictures import picture_grid, read_captions
 
 
 def write(folder: Path, text: str | bytes) -> Path:
@@ -40,8 +40,8 @@ def test_path_like_uids_stay_inside_the_folder(tmp_path: Path) -> None:
         assert not set(stem) & set("/\\:") and not stem.startswith(".")
 
 
-def test_file_stem_keeps_plain_names() -> None:
-    assert file_stem("COCO_000123-x.y") == "COCO_000123-x.y"
+def test_plain_names_stay_as_they_are(tmp_path: Path) -> None:
+    assert read_captions(write(tmp_path, "uid,caption\nCOCO_000123-x.y,a\n")) == [("COCO_000123-x.y", "a")]
 
 
 def test_numbered_when_uids_are_optional(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import distributed
 
 from sd_training.errors import CheckpointError, DamagedCheckpointsError, TakenOverError
-from sd_training.parallel.cpu_group import CpuGroup
+from sd_training.parallel.strategies import CpuGroup
 
 
 class Told(CpuGroup):

@@ -12,7 +12,7 @@ import pytest
 from sd_training.config.plan import BatchPlan
 from sd_training.data.index import store as index_module
 from sd_training.data.index.store import default_index_dir
-from sd_training.data.workers import worker_context
+from sd_training.data.loader import worker_context
 from sd_training.errors import DataError
 from tests import makers
 from tests.integration.training import ROOT
@@ -158,7 +158,7 @@ def test_reading_samples_does_not_import_pandas(shards: list[Path], tmp_path: Pa
     script = (
         "import pickle, sys; from sd_training.data.samples.sample import SampleRequest;"
         f"samples = pickle.load(open({str(tmp_path / 'samples')!r}, 'rb'));"
-        "print(samples[SampleRequest(0, 0, 3, 0)].arrays['sample_ids'], 'pandas' in sys.modules)"
+        "print(samples[[SampleRequest(0, 0, 3, 0)]].batch.sample_ids.item(), 'pandas' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["3", "False"]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from sd_training.data.order.buckets import BucketTable, histogram, ladder, ladders, merge_small
+from sd_training.errors import ConfigError
 
 
 def arrays(*sizes: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
@@ -24,7 +25,7 @@ def test_a_ladder_is_what_its_limits_say() -> None:
 
 def test_limits_between_steps() -> None:
     assert ladder(max_area=100, step=8, min_side=5, max_side=15, max_aspect=1) == [(8, 8)]
-    with pytest.raises(ValueError, match="no size has sides from 64 to 32"):
+    with pytest.raises(ConfigError, match="no size has sides from 64 to 32"):
         ladder(max_area=4096, step=8, min_side=64, max_side=32, max_aspect=2)
 
 

@@ -156,5 +156,6 @@ def test_a_bucket_smaller_than_a_batch_is_refused() -> None:
 
 
 def test_default_lanes_and_window() -> None:
-    assert [OrderSettings(0, batch).num_streams for batch in (1, 12, 96, 2048)] == [1, 4, 32, 64]
+    orders = [make_order(global_batch=batch, with_replacement=True) for batch in (1, 12, 96, 2048)]
+    assert [order.num_streams for order in orders] == [1, 4, 32, 64]
     assert make_order(per_block=10, blocks=6).window >= 6

@@ -15,10 +15,10 @@ import pytest
 from sd_training.config.data_schema import CaptionConfig, RemoteConfig
 from sd_training.config.plan import BatchPlan
 from sd_training.data.index.store import DatasetIndex, load_index
+from sd_training.data.loader import worker_context
 from sd_training.data.problems import BadSample
 from sd_training.data.sources.arrow import ArrowSource
 from sd_training.data.storage.byte_file import Access
-from sd_training.data.workers import worker_context
 from sd_training.errors import ConfigError, DataError
 from tests import makers
 from tests.unit.data.making import equal_bits, joined, stream, training_data

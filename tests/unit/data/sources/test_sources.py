@@ -13,10 +13,10 @@ from sd_training.config.data_schema import CaptionConfig
 from sd_training.config.filters import parse_filters
 from sd_training.data.index.selection import select
 from sd_training.data.index.store import DatasetIndex, load_index
+from sd_training.data.loader import worker_context
 from sd_training.data.problems import BadSample
 from sd_training.data.samples.image import ImageRules, decode
 from sd_training.data.sources.base import IndexedReader
-from sd_training.data.workers import worker_context
 from sd_training.errors import DataError
 from tests.unit.data.source_cases import CASES, Case, Sample, make_sample
 
