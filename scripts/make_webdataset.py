@@ -34,13 +34,14 @@ from sd_training.config.data_schema import SourceParams
 from sd_training.config.paths import path_argument
 from sd_training.config.plan import counted
 from sd_training.data.index.columns import NUMBER, TEXT
-from sd_training.data.index.store import DatasetIndex, load_index
+from sd_training.data.index.dataset_index import DatasetIndex
+from sd_training.data.index.store import load_index
 from sd_training.data.problems import BadSample, Problems, SkippedSample
 from sd_training.data.samples.image import FORMATS, ImageRules, decode
 from sd_training.data.sources.base import IndexedReader, Source
 from sd_training.data.sources.choose import make_source
 from sd_training.data.sources.files import TABLE_EXTENSIONS, FolderSource, partner_folders
-from sd_training.data.storage.byte_file import Access
+from sd_training.data.storage.locations import Access
 from sd_training.errors import ConfigError, DataError
 
 _EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
@@ -48,10 +49,7 @@ _MAX_PIXELS = 178_956_970
 _QUALITY = 95
 _CACHE_GIB = 16.0
 """Of unpacked row groups in the folder for temporary files: each of `--workers` reads one at a time."""
-_FOUND_LATER = (
-    *("caption is empty", "caption file has too many bytes"),
-    *("image size cannot be told", "metadata is not a JSON object"),
-)
+_FOUND_LATER = ("caption file has too many bytes", "image size cannot be told", "metadata is not a JSON object")
 """Problems of samples that are in the index: writing them finds what is wrong."""
 
 

@@ -120,10 +120,9 @@ class TagConfig(OptionGroup):
 class RemoteConfig(OptionGroup):
     """How `s3://`, `gs://` and `http(s)://` files are read. Keys and endpoints come from the environment."""
 
-    mode: Literal["cache", "range"] = "cache"
-    """`cache`: whole shards into a folder that the processes of a machine share. `range`: only the bytes of samples."""
     cache_dir: str | None = None
-    """Folder of the cache; null: `$XDG_CACHE_HOME/sd_training/shards` or `~/.cache/sd_training/shards`."""
+    """Folder of whole shards that the processes of a machine share; null: `$XDG_CACHE_HOME/sd_training/shards` or
+    `~/.cache/sd_training/shards`."""
     cache_gib: Positive = 100.0
     """Most that the cache holds [GiB]; what was not used for longest goes first."""
     num_retries: Count = 8

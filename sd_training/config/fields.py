@@ -27,6 +27,8 @@ OLD_NAMES: Mapping[str, str] = {
 """Name of an option in sd-training, perhaps its second one → its name here."""
 OLD_WORDS: Mapping[str, Mapping[str, str]] = {"dataset.type": {"ParquetDataset": "Parquet"}}
 """Option → word of sd-training → the word here."""
+RETIRED: Mapping[str, str] = {"dataset.params.remote.mode": "cache"}
+"""Name of an option that is gone → its value that is the only behaviour now; `config.yaml` of older runs names it."""
 
 _SHOWN_CHARACTERS = 80
 _ONE = {"string": "a text", "integer": "a whole number", "number": "a number", "boolean": "true or false"}
@@ -135,7 +137,8 @@ def option_of(key: str) -> Option:
 
 
 def rename_old(values: Any, origins: dict[str, str]) -> dict[str, str]:
-    """Puts values under the names of `OLD_NAMES` where today's names are, in place, and likewise words.
+    """Puts values under the names of `OLD_NAMES` where today's names are, in place, and likewise words; and removes
+    options that are gone.
 
     Args:
         values: plain containers of a configuration.
@@ -161,6 +164,10 @@ def rename_old(values: Any, origins: dict[str, str]) -> dict[str, str]:
     model, ema = place_of(values, "model.ema")
     if not model.get(ema):  # a group of sd-training, which is empty now
         model.pop(ema, None)
+    for key, only in RETIRED.items():
+        group, name = place_of(values, key)
+        if (value := group.pop(name, None)) not in (None, only):
+            problems[key] = f"is {shown(value)}, but this option is gone: there is only {shown(only)} now; remove it"
     for key, words in OLD_WORDS.items():
         group, name = place_of(values, key)
         if isinstance(group.get(name), str):

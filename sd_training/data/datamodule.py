@@ -21,7 +21,7 @@ from sd_training.config.fields import shown
 from sd_training.config.plan import BatchPlan, counted
 from sd_training.config.schema import ValidationConfig
 from sd_training.data.dataset import OpenDataset, open_dataset
-from sd_training.data.index.report import DataReport, make_report
+from sd_training.data.index.report import DataReport, DatasetReport
 from sd_training.data.loader import BadSampleLog, TrainingLoader
 from sd_training.data.order.buckets import training_sizes
 from sd_training.data.order.order import OrderSettings, RunOrder, SampleOrder
@@ -266,7 +266,13 @@ class TrainingData(pl.LightningDataModule):
         Raises:
             DataError: it cannot be used.
         """
-        return make_report(*self._opened, self.table, of_run, is_size_known)
+        datasets, order = self._opened
+        return DataReport(
+            [
+                DatasetReport(dataset, order, number, self.table, of_run, is_size_known)
+                for number, dataset in enumerate(datasets)
+            ]
+        )
 
     def fingerprint(self) -> str:
         """sha256 of the selected samples, their buckets and their order: equal means that the run sees the same."""

@@ -10,13 +10,14 @@ from sd_training.config.data_schema import DatasetParams, SourceParams, read_cla
 from sd_training.config.filters import parse_filters
 from sd_training.config.paths import output_path
 from sd_training.config.plan import counted
+from sd_training.data.index.dataset_index import DatasetIndex
 from sd_training.data.index.selection import Selection, exclusion_lines, select
-from sd_training.data.index.store import DatasetIndex, load_index
+from sd_training.data.index.store import load_index
 from sd_training.data.order.buckets import NO_BUCKET, BucketTable, Merge, merge_small
 from sd_training.data.samples import captions
 from sd_training.data.sources.base import IndexedReader
 from sd_training.data.sources.choose import access_of, make_source
-from sd_training.data.sources.tags import limited
+from sd_training.data.sources.files import limited
 from sd_training.data.storage.locations import shown
 from sd_training.errors import ConfigError, DataError
 

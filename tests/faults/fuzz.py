@@ -29,8 +29,8 @@ from sd_training.data.problems import BadSample
 from sd_training.data.samples.image import ImageRules, decode, image_size
 from sd_training.data.sources.arrow import ArrowSource
 from sd_training.data.sources.tar import scan_tar
-from sd_training.data.storage.byte_file import Access
 from sd_training.data.storage.files import open_bytes
+from sd_training.data.storage.locations import Access
 from sd_training.errors import ConfigError, UserError
 from tests.checkpoints import write_sealed
 from tests.faults.fuzz_inputs import Inputs

@@ -213,7 +213,7 @@ def pair_row(folder: Path, models: Path, port: int, known: Mapping[str, str], is
     words += [f"dataset.params.{place}={folder / 'data'}" for place in ("index_dir", "remote.cache_dir")]
     ended = {"defect": train_pair(folder, "defect", [*words, "system.workers=0"], known)}
     if not is_quick:
-        ended["proxy"] = train_pair(folder, "proxy", [*words, "dataset.params.remote.mode=range"], known)
+        ended["proxy"] = train_pair(folder, "proxy", words, known)
     hits, problems = list(places(folder, known)), list(untold(folder, list(ended), f"http://127.0.0.1:{port}/00"))
     for problem in problems:
         print(f"secrets: {problem}", file=sys.stderr)

@@ -16,11 +16,12 @@ from sd_training.config.data_schema import CaptionConfig
 from sd_training.config.filters import parse_filters
 from sd_training.config.plan import BatchPlan
 from sd_training.data.index.selection import select
-from sd_training.data.index.store import DatasetIndex, load_index
+from sd_training.data.index.store import load_index
 from sd_training.data.order.buckets import BucketTable, ladder, merge_small
 from sd_training.data.order.order import OrderSettings, SampleOrder
 from sd_training.data.problems import Problems
-from sd_training.data.sources.base import IndexedReader, Shard, ShardScan
+from sd_training.data.sources.base import Shard, ShardScan, Source
+from sd_training.data.storage.locations import Access
 from tests import makers
 from tests.integration.training import ROOT
 from tests.unit.data.making import training_data
@@ -28,7 +29,7 @@ from tests.unit.data.making import training_data
 UNITS, PER_UNIT = 100, 10_000
 
 
-class MadeUp:
+class MadeUp(Source):
     """A source of a million rows without files behind them."""
 
     identity = "made up"
@@ -54,15 +55,12 @@ class MadeUp:
         }
         return ShardScan(columns, Problems())
 
-    def reader(self, index: DatasetIndex) -> IndexedReader:
-        raise NotImplementedError
-
 
 def open_million(index_dir: Path) -> tuple[SampleOrder, float]:
     """The order over what two filters keep, in buckets; and the seconds that it took from the index on disk."""
     start = time.perf_counter()
     rules, _ = parse_filters({"aesthetic": ">=2", "where": "language in [en, de] and aspect_ratio < 3"})
-    index = load_index(MadeUp(), index_dir, ["aesthetic", "language"])
+    index = load_index(MadeUp([], Access()), index_dir, ["aesthetic", "language"])
     selected = select(index, rules, None, CaptionConfig()).selected
     table = BucketTable(tuple(ladder(1 << 20, 64, 512, 2048, 3.0)))
     bucket_of = table.assign(index.numbers("width")[selected], index.numbers("height")[selected])
@@ -80,7 +78,7 @@ def memory_mb(process: int, kind: str = "Pss") -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
 def test_a_million_samples(tmp_path: Path) -> None:
-    load_index(MadeUp(), tmp_path, ["aesthetic", "language"])
+    load_index(MadeUp([], Access()), tmp_path, ["aesthetic", "language"])
     script = (
         "import os, gc; from pathlib import Path;"
         "from tests.integration.test_data_scale import open_million, memory_mb;"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from sd_training.data.sources.choose import expand_shards
-from sd_training.data.storage import files as remote_files
-from sd_training.data.storage.byte_file import Access, FileMissing
+from sd_training.data.storage import object_store
 from sd_training.data.storage.files import file_state, open_bytes
+from sd_training.data.storage.locations import Access, FileMissing
 from sd_training.errors import DataError
 from tests.integration.fault_proxy import FAULTS, FaultProxy, running
 from tests.integration.s3_server import BUCKET, S3Server, s3_environment, s3_server
@@ -30,43 +30,39 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 @pytest.fixture
 def proxy(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(object_store, "FIRST_WAIT_S", 0.01)
     with running(FaultProxy(server.url, seed=5, delay_s=5.0)) as proxy:
         for name, value in s3_environment(proxy.url).items():
             monkeypatch.setenv(name, value)
         yield proxy
 
 
-def access(tmp_path: Path, mode: str = "range", num_retries: int = 15, timeout_s: float = 0.5) -> Access:
+def access(tmp_path: Path, num_retries: int = 15, timeout_s: float = 0.5) -> Access:
     """On a busy machine an answer that nobody has spoilt may be late as well."""
-    return Access("cache" if mode == "cache" else "range", tmp_path / "cache", 1.0, num_retries, timeout_s)
+    return Access(tmp_path / "cache", 1.0, num_retries, timeout_s)
 
 
 def url(name: str) -> str:
     return f"s3://{BUCKET}/set/{name}"
 
 
-def pieces(name: str, num: int) -> list[tuple[int, int]]:
-    draw = random.Random(name)
-    return [(draw.randrange(1, 5000), draw.randrange(len(CONTENT[name]) - 5000)) for _ in range(num)]
+def is_right(name: str, options: Access) -> bool:
+    return open_bytes(url(name), options).pread(len(CONTENT[name]), 0) == CONTENT[name]
 
 
-def is_right(name: str, options: Access, num: int) -> bool:
-    file = open_bytes(url(name), options)
-    return all(file.pread(length, at) == CONTENT[name][at : at + length] for length, at in pieces(name, num))
-
-
-def test_many_range_reads_through_faults(proxy: FaultProxy, tmp_path: Path) -> None:
+def test_downloads_through_faults(proxy: FaultProxy, tmp_path: Path) -> None:
     proxy.rate = 0.35
+    folders = [tmp_path / str(number) for number in range(12)]  # a cache each
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda name: is_right(name, access(tmp_path), 40), CONTENT)) == [True] * 4
-    assert proxy.num_requests > 164 and all(proxy.counts[fault] >= 5 for fault in FAULTS)
+        for name in CONTENT:
+            assert all(pool.map(lambda folder, name=name: is_right(name, access(folder)), folders))
+    assert proxy.num_requests > 96 and all(proxy.counts[fault] >= 2 for fault in FAULTS)
 
 
 def read_all(folder: Path, results: "multiprocessing.SimpleQueue[list[bool]]") -> None:
     """In another process."""
-    remote_files.FIRST_WAIT_S = 0.01
-    results.put([is_right(name, access(folder, "cache"), 20) for name in CONTENT])
+    object_store.FIRST_WAIT_S = 0.01
+    results.put([is_right(name, access(folder)) for name in CONTENT])
 
 
 def test_many_processes_fill_one_cache_through_faults(proxy: FaultProxy, tmp_path: Path) -> None:
@@ -79,7 +75,7 @@ def test_many_processes_fill_one_cache_through_faults(proxy: FaultProxy, tmp_pat
     for process in children:
         process.join(300)
     assert [results.get() for _ in children] == [[True] * 4] * 3
-    assert sorted(path.stat().st_size for path in (tmp_path / "cache").iterdir()) == sorted(
+    assert sorted(path.stat().st_size for path in (tmp_path / "cache").glob("*.data")) == sorted(
         len(content) for content in CONTENT.values()
     )
     downloads = sum(
@@ -111,17 +107,16 @@ def test_what_is_wrong_for_good_is_told_at_once(proxy: FaultProxy, tmp_path: Pat
 
 
 def test_an_outage_ends_in_an_error_that_names_the_file(proxy: FaultProxy, tmp_path: Path) -> None:
-    file = open_bytes(url("000.tar"), access(tmp_path, num_retries=2, timeout_s=20))
+    state = file_state(url("000.tar"), access(tmp_path, timeout_s=20))
     proxy.rate, proxy.faults, proxy.longest_row = 1, ("status",), 99
     with pytest.raises(DataError, match=rf"'s3://{BUCKET}/set/000\.tar' cannot be read after 3 attempts.*503"):
-        file.pread(10, 10)
+        open_bytes(state, access(tmp_path, num_retries=2, timeout_s=20))
     assert proxy.counts == {"status": 3}
 
 
-@pytest.mark.parametrize("mode", ["range", "cache"])
-def test_a_replaced_object_is_noticed(server: S3Server, proxy: FaultProxy, tmp_path: Path, mode: str) -> None:
+def test_a_replaced_object_is_noticed(server: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
     server.put("replaced.tar", b"a" * 1000)
-    location, options = f"s3://{BUCKET}/replaced.tar", access(tmp_path, mode)
+    location, options = f"s3://{BUCKET}/replaced.tar", access(tmp_path)
     state = file_state(location, options)
     server.put("replaced.tar", b"b" * 1000)
     with pytest.raises(DataError, match="has changed since it was indexed"):

@@ -10,8 +10,8 @@ from sd_training.config.data_schema import RemoteConfig
 from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.sources.choose import expand_shards
-from sd_training.data.storage import files as remote_files
-from sd_training.data.storage.byte_file import Access
+from sd_training.data.storage import object_store
+from sd_training.data.storage.locations import Access
 from sd_training.errors import EXIT_STOPPED, OutageError
 from tests import makers
 from tests.integration.fault_proxy import FaultProxy, running
@@ -38,28 +38,28 @@ def server(tmp_path_factory: pytest.TempPathFactory, local: Path) -> Iterator[S3
 
 @pytest.fixture
 def proxy(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(object_store, "FIRST_WAIT_S", 0.01)
     with running(FaultProxy(server.url, seed=3, rate=0.35, delay_s=5)) as proxy:
         for name, value in s3_environment(proxy.url).items():
             monkeypatch.setenv(name, value)
         yield proxy
 
 
-def data_at(path: str | Path, tmp_path: Path, mode: str = "cache", workers: int = 0) -> TrainingData:
-    remote = RemoteConfig(mode="range" if mode == "range" else "cache", cache_dir=str(tmp_path / "c"), **PATIENCE)
+def data_at(path: str | Path, tmp_path: Path, workers: int = 0) -> TrainingData:
+    remote = RemoteConfig(cache_dir=str(tmp_path / "c"), **PATIENCE)
     return training_data(
         path, PLAN, remote=remote, workers=workers, filters={"pwatermark": "<0.8"}, crop="random", lanes=4, window=3
     )
 
 
-@pytest.mark.parametrize(("mode", "workers"), [("cache", 0), ("cache", 1), ("range", 0), ("range", 1)])
-def test_the_stream_is_the_local_one(local: Path, proxy: FaultProxy, tmp_path: Path, mode: str, workers: int) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_stream_is_the_local_one(local: Path, proxy: FaultProxy, tmp_path: Path, workers: int) -> None:
     expected_data = data_at(local, tmp_path)
-    remote_data = data_at(f"s3://{BUCKET}/set/{{000..003}}.tar", tmp_path, mode, workers)
+    remote_data = data_at(f"s3://{BUCKET}/set/{{000..003}}.tar", tmp_path, workers)
     assert equal_bits(joined(stream(remote_data)), joined(stream(expected_data)))
     assert remote_data.fingerprint() == expected_data.fingerprint()
     assert sum(proxy.counts.values()) >= 3
-    again = joined(stream(data_at(f"s3://{BUCKET}/set/*.tar", tmp_path, mode), first_step=5))
+    again = joined(stream(data_at(f"s3://{BUCKET}/set/*.tar", tmp_path), first_step=5))
     assert equal_bits(again, joined(stream(expected_data, first_step=5)))
 
 
@@ -90,12 +90,14 @@ def test_a_server_that_goes_away_asks_for_another_start(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told by a loader process."""
-    remote = RemoteConfig(mode="range", cache_dir=str(tmp_path / "c"), timeout_s=20.0, num_retries=1)
+    remote = RemoteConfig(cache_dir=str(tmp_path / "c"), timeout_s=20.0, num_retries=1)
     data = training_data(f"s3://{BUCKET}/set/{{000..003}}.tar", PLAN, remote=remote, workers=1)
     with running(FaultProxy(server.url, seed=3, rate=0.0, delay_s=0.6)) as proxy:
         for name, value in s3_environment(proxy.url).items():
             monkeypatch.setenv(name, value)
         data.report()
+    for kept in (tmp_path / "c").glob("*.data"):
+        kept.unlink()
     with pytest.raises(OutageError, match="after 2 attempts") as error:
         stream(data)
     assert error.value.exit_status == EXIT_STOPPED
@@ -104,7 +106,7 @@ def test_a_server_that_goes_away_asks_for_another_start(
 def test_a_listing_that_fails_is_never_an_empty_one(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket that is busy for a moment must not make the data set smaller."""
     proxy.rate = 0.5
-    access = Access(mode="range", cache_dir=None, cache_gib=1.0, num_retries=20, timeout_s=0.2)
+    access = Access(cache_dir=None, cache_gib=1.0, num_retries=20, timeout_s=0.2)
     for seed in range(20):
         proxy.seed = seed
         assert len(expand_shards(f"s3://{BUCKET}/s*t/*.tar", access)) == 4

@@ -11,7 +11,7 @@ from PIL import Image
 
 from scripts.make_webdataset import main, open_input
 from sd_training.data.sources.arrow import ArrowSource
-from sd_training.data.storage.byte_file import Access
+from sd_training.data.storage.locations import Access
 from tests import makers
 from tests.unit.data.making import scanned
 

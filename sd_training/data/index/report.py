@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -19,43 +18,41 @@ from sd_training.data.samples.captions import Tokenizer
 from sd_training.data.sources.choose import SHARD_NOUNS
 from sd_training.data.storage.locations import shown
 
-_PERCENTILES = (5, 50, 95, 100)
-_MANY_ENLARGED, _MANY_EPOCHS, _SMALL_SET = 0.05, 100, 100_000
-"""From which share of enlarged images, and from how many repeats of how few samples on, a warning is due."""
-_MANY_CUT = 0.01
-"""As above, of captions that are truncated."""
+_MANY_ENLARGED, _MANY_CUT = 0.05, 0.01
+"""From which share of enlarged images, and of truncated captions, on a warning is due."""
+_MANY_EPOCHS, _SMALL_SET = 100, 100_000
+"""From how many repeats of how few samples on a warning is due."""
+_CAPTIONS_READ, _CAPTIONS_S = 1_000, 10.0
+"""Captions whose tokens are counted, in all data sets together, and the longest time for it [s]."""
 
 
-@dataclass(frozen=True)
 class DatasetReport:
-    """One data set."""
+    """One data set.
 
-    dataset: OpenDataset
-    table: BucketTable
-    num_steps: int
-    """Optimizer steps that draw from it."""
-    epochs: float
-    """How often the run sees each sample."""
-    of_run: bool = True
-    """Whether there is a run to report on."""
-    is_size_known: bool = True
-    """Whether `table` has the sizes of a run; otherwise enlarged images are not counted."""
+    Args:
+        dataset: number `number` of those that `order` draws from.
+        order: of the run.
+        number: place of the data set in the run, from 0.
+        table: the sizes that are trained on.
+        of_run: whether there is a run to report on.
+        is_size_known: whether `table` has the sizes of a run; otherwise enlarged images are not counted.
+    """
 
-    @property
-    def location(self) -> str:
-        """Of its first shard."""
-        return shown(self.dataset.index.shards[0].location)
-
-    @property
-    def num_selected(self) -> int:
-        """Samples with caption or known class that pass all filters and have a bucket."""
-        return len(self.dataset.selected)
-
-    @property
-    def place(self) -> str:
+    def __init__(
+        self, dataset: OpenDataset, order: RunOrder, number: int, table: BucketTable, of_run: bool, is_size_known: bool
+    ) -> None:
+        self.dataset, self.table, self.of_run, self.is_size_known = dataset, table, of_run, is_size_known
+        index, noun = dataset.index, SHARD_NOUNS.get(dataset.kind, "shard")
+        self.location = shown(index.shards[0].location)
+        """Of the first shard."""
+        self.place = f"{counted(len(index), 'sample')} in {counted(len(index.shards), noun)}"
         """How many samples are where."""
-        index, noun = self.dataset.index, SHARD_NOUNS.get(self.dataset.kind, "shard")
-        return f"{counted(len(index), 'sample')} in {counted(len(index.shards), noun)}"
+        self.num_selected = len(dataset.selected)
+        """Samples with caption or known class that pass all filters and have a bucket."""
+        self.num_steps = order.steps_before(order.num_steps, number)
+        """Optimizer steps that draw from it."""
+        self.epochs = self.num_steps * order.orders[number].settings.global_batch / self.num_selected
+        """How often the run sees each sample."""
 
     def enlargement(self) -> NDArray[np.float64]:
         """Factors, above 1, by which images are enlarged to cover their bucket; those of unknown size are left out."""
@@ -87,7 +84,7 @@ class DatasetReport:
     def lines(self) -> Iterator[str]:
         """For a terminal."""
         dataset, selection, table = self.dataset, self.dataset.selection, self.table
-        filters = filter_lines(dataset.index, selection)
+        filters, samples = filter_lines(dataset.index, selection), counted(self.num_selected, "sample")
         yield f"data: {self.place}; {selection.num_usable:,} have all members"
         yield from (f"  {line}" for line in filters)
         if dataset.num_without_bucket:
@@ -96,7 +93,7 @@ class DatasetReport:
         if dataset.num_over_limit:
             yield f"  left out by dataset.params.tags.limit_images: {counted(dataset.num_over_limit, 'sample')}"
         if filters or self.num_selected < selection.num_usable:
-            yield f"  left: {counted(self.num_selected, 'sample')}"
+            yield f"  left: {samples}"
         if len(table.sizes) > 1:
             buckets = (f"{h}×{w} {count:,}" for (h, w), count in histogram(dataset.bucket_of, table))
             yield f"  buckets (height×width samples): {', '.join(buckets)}"
@@ -106,10 +103,6 @@ class DatasetReport:
                 fate = "they join {}×{}".format(*table.sizes[target])
             few = f"has {counted(count, 'sample')}, fewer than one optimizer step takes"
             yield "  bucket {}×{} {}; {}".format(*table.sizes[source], few, fate)
-        lengths = dataset.index.numbers("caption_length")[dataset.selected]
-        if len(lengths := lengths[lengths >= 0]):
-            values = zip(_PERCENTILES, np.percentile(lengths, _PERCENTILES), strict=True)
-            yield f"  caption lengths in bytes: up to {', '.join(f'{p} % {int(value):,}' for p, value in values)}"
         if problems := selection.problems.text():
             yield f"  problems: {problems}"
         if len(factors := self.enlargement()):
@@ -119,12 +112,10 @@ class DatasetReport:
                 f"{factors.max():.2f}"
             )
         if self.of_run:
-            samples, steps = counted(self.num_selected, "sample"), counted(self.num_steps, "step")
-            yield f"  the run sees {samples} {self.epochs:,.2f} times each, in {steps}"
+            yield f"  the run sees {samples} {self.epochs:,.2f} times each, in {counted(self.num_steps, 'step')}"
 
 
-@dataclass(frozen=True)
-class DataReport:
+class DataReport(NamedTuple):
     """All data sets of a run."""
 
     datasets: list[DatasetReport]
@@ -139,84 +130,46 @@ class DataReport:
         return "\n".join(lines)
 
 
-def make_report(
-    datasets: Sequence[OpenDataset], order: RunOrder, table: BucketTable, of_run: bool, is_size_known: bool
-) -> DataReport:
-    """Summarises the data sets.
-
-    Args:
-        of_run: whether to report what the run draws from them.
-        is_size_known: as in `DatasetReport`.
-    """
-    reports = []
-    for number, (dataset, own) in enumerate(zip(datasets, order.orders, strict=True)):
-        num_steps = order.steps_before(order.num_steps, number)
-        epochs = num_steps * own.settings.global_batch / len(dataset.selected)
-        reports.append(DatasetReport(dataset, table, num_steps, epochs, of_run, is_size_known))
-    return DataReport(reports)
-
-
 class CutCaptions(NamedTuple):
-    """How many captions of a sample of the data are longer than a text encoder reads."""
+    """How many captions are longer than a text encoder reads, by a look at some."""
 
-    encoder: str
-    limit: int
-    """Tokens that the encoder reads."""
-    num_read: int
-    """Captions looked at."""
-    num_cut: int
-    """Of these, truncated."""
-    longest: int
-    """Tokens of the longest caption."""
-
-    def sentence(self) -> str:
-        """For a terminal."""
-        have, are = ("has", "is") if self.num_cut == 1 else ("have", "are")
-        return (
-            f"{self.encoder}: {self.num_cut:,} of {counted(self.num_read, 'caption')} looked at "
-            f"({self.num_cut / max(1, self.num_read):.1%}) {have} more than its {self.limit} tokens and {are} cut off; "
-            f"the longest has {self.longest:,}"
-        )
-
-    def is_much(self) -> bool:
-        """Whether a warning is due."""
-        return self.num_cut >= _MANY_CUT * max(1, self.num_read)
+    sentence: str
+    """For a terminal."""
+    is_much: bool
+    """Whether a warning is due."""
 
 
-def cut_captions(
-    datasets: Sequence[OpenDataset],
-    tokenizers: Mapping[str, Tokenizer],
-    seed: int,
-    *,
-    most: int = 1_000,
-    limit_s: float = 10.0,
-) -> list[CutCaptions]:
-    """Counts the tokens of captions at equal distances in the data, as training would draw them.
+def cut_captions(datasets: Sequence[OpenDataset], tokenizers: Mapping[str, Tokenizer], seed: int) -> list[CutCaptions]:
+    """Counts, for each text encoder, the tokens of captions at equal distances in the data, as training would draw
+    them.
 
     Args:
         datasets: opened data sets.
         tokenizers: text encoder → tokenizer.
         seed: of the run.
-        most: captions to look at in all data sets together.
-        limit_s: no further caption is read after this time [s].
     """
-    end_s, lengths = time.monotonic() + limit_s, {name: list[int]() for name in tokenizers}
+    end_s, lengths = time.monotonic() + _CAPTIONS_S, {name: list[int]() for name in tokenizers}
     for dataset in datasets if tokenizers else ():
-        count = min(len(dataset.selected), max(1, most // len(datasets)))
+        count = min(len(dataset.selected), max(1, _CAPTIONS_READ // len(datasets)))
         for number, place in enumerate(np.arange(count) * len(dataset.selected) // count):
             if time.monotonic() > end_s:
                 break
             try:
-                rng = partial(generator, seed, position=number)
-                caption = dataset.captioner(int(dataset.selected[place]), rng)
+                caption = dataset.captioner(int(dataset.selected[place]), partial(generator, seed, position=number))
             except BadSample:
                 continue
             for name, tokenizer in tokenizers.items():
                 _, mask, num_cut = tokenizer.encode_counted(caption)
                 lengths[name].append(int(mask.sum()) + num_cut)
-    limits = {name: tokenizer.length for name, tokenizer in tokenizers.items()}
-    return [
-        CutCaptions(name, limits[name], len(found), sum(length > limits[name] for length in found), max(found))
-        for name, found in lengths.items()
-        if found
-    ]
+    cuts = []
+    for name, found in lengths.items():
+        if found:
+            limit, looked_at = tokenizers[name].length, counted(len(found), "caption")
+            num_cut = sum(length > limit for length in found)
+            have, are = ("has", "is") if num_cut == 1 else ("have", "are")
+            sentence = (
+                f"{name}: {num_cut:,} of {looked_at} looked at ({num_cut / len(found):.1%}) {have} more than its "
+                f"{limit} tokens and {are} cut off; the longest has {max(found):,}"
+            )
+            cuts.append(CutCaptions(sentence, num_cut >= _MANY_CUT * len(found)))
+    return cuts

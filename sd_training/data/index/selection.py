@@ -19,7 +19,7 @@ from sd_training.config.data_schema import CaptionConfig, class_name
 from sd_training.config.filters import Filter, Value, long_integer
 from sd_training.config.plan import counted
 from sd_training.data.index.columns import NUMBER, TEXT
-from sd_training.data.index.store import DatasetIndex
+from sd_training.data.index.dataset_index import DatasetIndex
 from sd_training.data.problems import EXAMPLES_KEPT, Problems, SkippedSample
 from sd_training.data.samples.captions import CAPTION, Prompts, caption_weights, template_fields
 from sd_training.data.storage.locations import shown
@@ -102,8 +102,6 @@ def _as_number(value: Value) -> float | None:
         return None
 
 
-_EMPTY_CELL = "caption is empty"
-"""As sources of tables name it."""
 _NO_TEXT = r'^(\[\s*("\s*"\s*(,\s*"\s*"\s*)*)?\])?$'
 """Nothing, or a JSON list without texts: `captions_in` finds no caption there."""
 
@@ -145,7 +143,6 @@ def select(
     """
     problems = Problems()
     problems.merge(index.problems)
-    problems.forget(_EMPTY_CELL)  # whether the sample needs it, and misses it, is found below
     usable: Mask = np.ones(len(index), dtype=np.bool_)
     if captions_needed:
         usable = _captioned(index, captions, problems) if prompts is None else _classified(index, prompts, problems)

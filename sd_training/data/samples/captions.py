@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from sd_training.config.data_schema import CaptionConfig, TagConfig, class_name
 from sd_training.data.index.columns import captions_in
-from sd_training.data.index.store import DatasetIndex
+from sd_training.data.index.dataset_index import DatasetIndex
 from sd_training.data.problems import BadSample, printable
 from sd_training.data.sources.base import IndexedReader
 from sd_training.errors import ConfigError, DataError
@@ -62,7 +62,7 @@ def class_caption(index: DatasetIndex, prompts: Prompts, rules: CaptionConfig, s
 
 
 def tag_folder_caption(index: DatasetIndex, rules: TagConfig, sample: int, rng: Generators) -> str:
-    """The caption of a sample of a tag folder, whose index holds the tags (`write_tags` in `sources/tags.py`)."""
+    """The caption of a sample of a tag folder, whose index holds the tags (`write_tags` in `sources/files.py`)."""
     score, *tags = json.loads(index.text("caption", sample) or "[0]")
     return tag_caption(score, tags, rules, rng)
 

@@ -13,10 +13,10 @@ Captions and metadata are in the index; training reads single images, in the ord
 """
 
 import json
+import mmap
 import posixpath
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
@@ -27,13 +27,10 @@ import pyarrow.parquet as pq
 
 from sd_training.data.index.columns import read_scalars
 from sd_training.data.problems import BadSample
-from sd_training.data.samples.image import image_size
 from sd_training.data.sources import base
 from sd_training.data.sources.base import Report, Row, Shard
-from sd_training.data.storage.byte_file import Access, FileMissing, LocalFile, seekable
-from sd_training.data.storage.files import file_states, open_bytes
-from sd_training.data.storage.locations import HUB, is_remote, shown
-from sd_training.data.storage.shard_cache import shard_cache
+from sd_training.data.storage.files import ShardCache, file_states, open_bytes
+from sd_training.data.storage.locations import HUB, Access, ByteFile, FileMissing, shown
 from sd_training.errors import ConfigError, DataError
 
 IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp", "img", "image_bytes", "bytes")
@@ -81,7 +78,7 @@ class Columns(NamedTuple):
         return image, caption
 
 
-class ArrowSource:
+class ArrowSource(base.Source):
     """The source of Arrow tables; one shard per file.
 
     The image column holds image files (binary, `Image()`, `struct{bytes, path}`) or paths (see `checked_path`), the
@@ -104,8 +101,9 @@ class ArrowSource:
         caption_column: str | None = None,
         saved: bool = False,
     ) -> None:
-        self.paths, self.access, self.saved = list(paths), access, saved
-        self.wanted = Columns(image_column, caption_column)
+        super().__init__(paths, access)
+        self.saved, self.wanted = saved, Columns(image_column, caption_column)
+        self.columns = ("at:image_offset",) if saved else ("at:image_offset", "at:group", "block")
 
     @property
     def identity(self) -> str:
@@ -113,28 +111,68 @@ class ArrowSource:
 
     def shards(self) -> list[Shard]:
         """As `Source.shards`."""
-        files = self.paths
-        if self.saved:
-            files = list(dict.fromkeys(file for path in self.paths for file in saved_files(path, self.access)))
+        if not self.saved:
+            return super().shards()
+        files = list(dict.fromkeys(file for path in self.paths for file in saved_files(path, self.access)))
         if not files:
             raise DataError(f"dataset.params.path: no Arrow file in {', '.join(map(shown, self.paths)) or 'no folder'}")
         return file_states(files, self.access)
 
-    def scan(self, shard: Shard) -> base.ShardScan:
-        """As `Source.scan`."""
+    def rows(self, shard: Shard, report: Report) -> Iterator[Row]:
+        """As `Source.rows`: all that have an image."""
+        location, folder = shown(shard.location), self.image_root(shard)
+        number, unpacked, last_group = 0, 0, None
+        with (_opened_stream if self.saved else _opened_parquet)(shard, self.access) as table:
+            image, caption = self.wanted.pick(location, table.schema.names, IMAGE_COLUMNS + PATH_COLUMNS)
+            kinds = {field.name: _plain_type(field.type) for field in table.schema if field.name != image}
+            names = [name for name, kind in kinds.items() if _is_metadata(kind) or name == caption]
+            for group, batch in table.batches([*names, image]):
+                if group != last_group:
+                    unpacked, last_group = 0, group
+                cells, paths = _image_cells(location, image, batch[image]), list[tuple[str, int, str]]()
+                for row, (content, path) in enumerate(cells):
+                    if content is None:
+                        try:
+                            paths.append((f"row {number + row}", row, base.checked_path(folder, path or "")))
+                        except BadSample as error:
+                            report(f"row {number + row}", str(error))
+                files = {row: columns for _, row, columns in self.measured(shard, paths, report)}
+                texts = pa.table({name: _plain(batch[name]) for name in names}).to_pylist()
+                for row, ((content, _), values) in enumerate(zip(cells, texts, strict=True)):
+                    if content is not None:
+                        columns = base.image_columns(pa.BufferReader(content), content.size)
+                        offset = unpacked if table.content is None else _offset(content, table.content, location)
+                        columns["at:image_offset"] = offset
+                        unpacked += content.size
+                    elif row in files:
+                        columns = files[row] | {"at:image_offset": -1}
+                    else:
+                        continue
+                    columns |= {"key": f"row {number + row}", "at:group": group, "block": group}
+                    yield {**columns, "metadata": read_scalars(values), "caption": base.caption_of(values[caption])}
+                number += batch.num_rows
 
-        def rows(report: Report) -> Iterator[Row]:
-            with (_opened_stream if self.saved else _opened_parquet)(shard, self.access) as table:
-                yield from _rows(table, shard, self.wanted, self.access, report)
+    def open_group(self, shard: Shard, group: int) -> ByteFile:
+        """As `Source.open_group`: of Parquet the images of a row group, one after the other, in the shard cache."""
+        if self.saved:
+            return super().open_group(shard, group)
+        name = shown(shard.location)
 
-        return base.collect(
-            shown(shard.location), rows, ["at:image_offset", *(() if self.saved else ("at:group", "block"))]
-        )
+        def contents() -> Iterator[pa.Buffer]:
+            """In the order in which the index counted their bytes. A generator, so that a full disk where they are
+            written is not reported as damage of the table."""
+            with _opened_parquet(shard, self.access, group) as table:
+                image, _ = self.wanted.pick(name, table.schema.names, IMAGE_COLUMNS + PATH_COLUMNS)
+                for _, batch in table.batches([image]):
+                    cells = _image_cells(name, image, batch[image])
+                    yield from (content for content, _ in cells if content is not None)
 
-    def reader(self, index: base.IndexedShards) -> base.IndexedReader:
-        """As `Source.reader`."""
-        bases = [base.folder_of(shard.location) for shard in index.shards]
-        return base.IndexedReader(index, self.access, bases, None if self.saved else partial(_unpacked, self))
+        def produce(path: Path) -> None:
+            with path.open("wb") as output:
+                output.writelines(contents())
+
+        key = json.dumps(["parquet", *shard, group, *self.wanted])
+        return ShardCache(self.access).open(key, produce, lambda path: ByteFile(path, f"{name} row group {group}"))
 
 
 class _Table(NamedTuple):
@@ -147,64 +185,58 @@ class _Table(NamedTuple):
     """Of a stream: the whole file, which its images are views of."""
 
 
-def _rows(table: _Table, shard: Shard, wanted: Columns, access: Access, report: Report) -> Iterator[Row]:
-    """All rows that have an image."""
-    location, folder = shown(shard.location), base.folder_of(shard.location)
-    image, caption = wanted.pick(location, table.schema.names, IMAGE_COLUMNS + PATH_COLUMNS)
-    kinds = {field.name: _plain_type(field.type) for field in table.schema if field.name != image}
-    if not (_is_text(kinds[caption]) or pa.types.is_null(table.schema.field(caption).type)):
-        raise ConfigError(
-            f"dataset.params.caption_column: column '{caption}' of {location} is {kinds[caption]}; it must hold texts "
-            "or lists of texts"
-        )
-    names = [name for name, kind in kinds.items() if _is_metadata(kind) or name == caption]
-    number, offset, last_group = 0, 0, None
-    for group, batch in table.batches([*names, image]):
-        if group != last_group:
-            offset, last_group = 0, group
-        cells, paths = _image_cells(location, image, batch[image]), dict[int, str]()
-        for row, (content, path) in enumerate(cells):
-            if content is None:
-                try:
-                    paths[row] = base.checked_path(folder, path or "")
-                except BadSample as error:
-                    report(f"row {number + row}", str(error))
-        infos = dict(
-            zip(paths, base.measure([base.join(folder, path) for path in paths.values()], access), strict=True)
-        )
-        texts = pa.table({name: _plain(batch[name]) for name in names}).to_pylist()
-        for row, ((content, _), values) in enumerate(zip(cells, texts, strict=True)):
-            key, info, where = f"row {number + row}", infos.get(row), -1
-            if content is not None:
-                info = base.ImageInfo(content.size, *image_size(pa.BufferReader(content)))
-                where = offset if table.content is None else content.address - table.content.address
-                offset += content.size
-                if table.content is not None and not 0 <= where <= table.content.size - content.size:
-                    raise DataError(
-                        f"'{location}' is a compressed Arrow file; save_to_disk writes plain ones: save it again"
-                    )
-            elif info is None:
-                if row in paths:
-                    report(key, f"image file missing: {shown(paths[row])}")
-                continue
-            text = base.caption_of(values[caption])
-            if text is None:
-                report(key, "caption is empty")
-            yield Row(key, info, read_scalars(values), paths.get(row), where, group, text)
-        number += batch.num_rows
+@contextmanager
+def _opened_parquet(shard: Shard, access: Access, only_group: int | None = None) -> Iterator[_Table]:
+    try:
+        with closing(open_bytes(shard, access)) as file, pq.ParquetFile(file.stream) as table:
+
+            def batches(columns: Sequence[str]) -> Iterator[tuple[int | None, pa.RecordBatch]]:
+                for group in range(table.num_row_groups) if only_group is None else [only_group]:
+                    if (size := table.metadata.row_group(group).total_byte_size) > MAX_GROUP_BYTES:
+                        raise DataError(
+                            f"row group {group} of '{shown(shard.location)}' unpacks to {size:,} bytes, at most "
+                            f"{MAX_GROUP_BYTES:,} are read at once; write the table with smaller row groups (pyarrow: "
+                            "row_group_size=1000)"
+                        )
+                    for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=list(columns)):
+                        yield group, batch
+
+            yield _Table(table.schema_arrow, batches)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"'{shown(shard.location)}' is not a readable Parquet file: {error}") from error
+
+
+@contextmanager
+def _opened_stream(shard: Shard, access: Access) -> Iterator[_Table]:
+    try:
+        with closing(open_bytes(shard, access)) as file:
+            if file.size < len(_END) or file.pread(len(_END), file.size - len(_END)) != _END:
+                # pyarrow takes a cut between parts for the end
+                raise pa.ArrowInvalid("truncated, or not an Arrow stream")
+            content = pa.py_buffer(mmap.mmap(file.stream.fileno(), 0, access=mmap.ACCESS_READ))
+        with pa.ipc.open_stream(content) as stream:
+            yield _Table(stream.schema, lambda columns: ((None, batch.select(columns)) for batch in stream), content)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"'{shown(shard.location)}' is not a readable Arrow file: {error}") from error
+
+
+def _offset(image: pa.Buffer, file: pa.Buffer, location: str) -> int:
+    """Where an image of a saved data set begins in its file."""
+    offset = int(image.address - file.address)
+    if not 0 <= offset <= file.size - image.size:
+        raise DataError(f"'{location}' is a compressed Arrow file; save_to_disk writes plain ones: save it again")
+    return offset
 
 
 # --- Cells ---
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def _is_metadata(kind: pa.DataType) -> bool:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         kind = kind.value_type
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def _is_metadata(kind: pa.DataType) -> bool:
-    return _is_text(kind) or any(t(kind) for t in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean))
+        return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    return bool(is_number or pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
@@ -256,71 +288,7 @@ def _views(column: pa.Array) -> list[Any]:
     return [data.slice(ends[i], ends[i + 1] - ends[i]) if is_there[i] else None for i in range(len(column))]
 
 
-# --- Parquet ---
-
-
-@contextmanager
-def _opened_parquet(shard: Shard, access: Access, only_group: int | None = None) -> Iterator[_Table]:
-    try:
-        with closing(open_bytes(shard, access)) as file, pq.ParquetFile(seekable(file)) as table:
-
-            def batches(columns: Sequence[str]) -> Iterator[tuple[int | None, pa.RecordBatch]]:
-                for group in range(table.num_row_groups) if only_group is None else [only_group]:
-                    size = table.metadata.row_group(group).total_byte_size
-                    if size > MAX_GROUP_BYTES:
-                        raise DataError(
-                            f"row group {group} of '{shown(shard.location)}' unpacks to {size:,} bytes, at most "
-                            f"{MAX_GROUP_BYTES:,} are read at once; write the table with smaller row groups (pyarrow: "
-                            "row_group_size=1000)"
-                        )
-                    for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=list(columns)):
-                        yield group, batch
-
-            yield _Table(table.schema_arrow, batches)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"'{shown(shard.location)}' is not a readable Parquet file: {error}") from error
-
-
-def _unpacked(source: ArrowSource, index: base.IndexedShards, sample: int) -> LocalFile:
-    """The images of the row group of a sample, one after the other, as a file of the shard cache."""
-    shard = index.shards[index.numbers("unit")[sample]]
-    group = int(index.numbers("at:group")[sample])
-    name = shown(shard.location)
-
-    def contents() -> Iterator[pa.Buffer]:
-        """In the order in which the index counted their bytes. A generator, so that a full disk where they are written
-        is not reported as damage of the table."""
-        with _opened_parquet(shard, source.access, group) as table:
-            image, _ = source.wanted.pick(name, table.schema.names, IMAGE_COLUMNS + PATH_COLUMNS)
-            for _, batch in table.batches([image]):
-                yield from (content for content, _ in _image_cells(name, image, batch[image]) if content is not None)
-
-    def produce(path: Path) -> None:
-        with path.open("wb") as output:
-            output.writelines(contents())
-
-    key = json.dumps(["parquet", *shard, group, *source.wanted])
-    cache = shard_cache(source.access.cache_dir, source.access.cache_gib)
-    return cache.open(key, produce, lambda path: LocalFile(str(path), f"{name} row group {group}"))
-
-
 # --- Saved data sets ---
-
-
-@contextmanager
-def _opened_stream(shard: Shard, access: Access) -> Iterator[_Table]:
-    try:
-        if is_remote(shard.location):
-            with closing(open_bytes(shard.location, access)) as file:
-                content = pa.py_buffer(file.pread(file.size, 0))
-        else:
-            content = pa.memory_map(shard.location).read_buffer()
-        if content.size < len(_END) or content.slice(content.size - len(_END)).to_pybytes() != _END:
-            raise pa.ArrowInvalid("truncated, or not an Arrow stream")  # pyarrow takes a cut between parts for the end
-        with pa.ipc.open_stream(content) as stream:
-            yield _Table(stream.schema, lambda columns: ((None, batch.select(columns)) for batch in stream), content)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"'{shown(shard.location)}' is not a readable Arrow file: {error}") from error
 
 
 def saved_files(path: str, access: Access) -> list[str]:
@@ -362,13 +330,14 @@ def _hub_files(path: str) -> list[str]:
         raise ConfigError(f"dataset.params.path: '{path}': unknown {min(unknown)}; write split, name or revision")
     try:
         import datasets
+
+        if int(datasets.__version__.partition(".")[0]) < 4:
+            raise ImportError("older ones run scripts of a data set")
     except ImportError:
-        datasets = None
-    if datasets is None or int(datasets.__version__.partition(".")[0]) < 4:  # older ones run scripts of a data set
         raise ConfigError(
             f"dataset.params.path: '{path}' is a data set of the Hugging Face hub, which needs a package: "
             "pip install 'datasets>=4.0'"
-        )
+        ) from None
     repository = f"{parts.netloc}{parts.path}".removeprefix("datasets/").strip("/")
     try:
         found = datasets.load_dataset(repository, split=options.pop("split", "train"), **options)

@@ -1,9 +1,9 @@
 """The contract of every kind of data set: shards to index, rows of a shard, and the reader of single samples.
 
-A source lists its shards (files or folders), scans one into rows, and reads the samples of the finished index: images
-and captions inside shards, or in files of their own. The order, filters, buckets and captions never know which kind of
-source they work on. Which paths of a table are followed is decided when the data is indexed (`checked_path`); an index
-from a folder names only files that were found in it.
+A source lists its shards (files or folders), gives the rows of one, and the samples of the finished index are read:
+images and captions inside shards, or in files of their own. The order, filters, buckets and captions never know which
+kind of source they work on. Which paths of a table are followed is decided when the data is indexed (`checked_path`);
+an index from a folder names only files that were found in it.
 """
 
 import json
@@ -11,24 +11,21 @@ import os
 import posixpath
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
 from itertools import islice
-from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import pyarrow as pa
-from numpy.typing import NDArray
 
-from sd_training.data.index.columns import Scalar, captions_in, metadata_columns, storable
+from sd_training.data.index.columns import Scalar, captions_in, metadata_columns, read_metadata, storable
+from sd_training.data.index.dataset_index import DatasetIndex
 from sd_training.data.problems import BadSample, Problems, SkippedSample
 from sd_training.data.samples.image import image_size
-from sd_training.data.storage.byte_file import Access, ByteFile, FileMissing, FileState, seekable
-from sd_training.data.storage.files import open_bytes
-from sd_training.data.storage.locations import is_remote, shown
+from sd_training.data.storage.files import file_states, open_bytes
+from sd_training.data.storage.locations import Access, ByteFile, FileMissing, FileState, is_remote, shown
 from sd_training.errors import DataError
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
@@ -41,154 +38,152 @@ ROWS_AT_ONCE = 512
 MAX_OPEN_FILES = 64
 """Shards kept open per process."""
 _THREADS = 8
-_HEADER_BUFFER = 4096
-"""Bytes read at once where an image's size is looked up; the sizes of most files are in the first block."""
-_UNSTORABLE = re.compile("[\0\ud800-\udfff]")
+_MEASURED_AT_ONCE = 4096
+UNSTORABLE = re.compile("[\0\ud800-\udfff]")
+"""What no path in the index may hold: Arrow's texts are UTF-8, and no file has such a name."""
 _CHANGED = "touch the table or metadata file that names it, if one does, and start again to index it anew"
-
+T = TypeVar("T")
 
 Shard = FileState
 """A file or folder that is indexed as a whole, and again when its size or version changes. The version of a folder is a
 hash of its listing."""
+Row = dict[str, Any]
+"""One sample of a shard: column of `COLUMNS` → value, where it has one, and `metadata`, name → value."""
+Report = Callable[[str, str], None]
+"""Names a problem of a shard: (key of the sample or empty, reason)."""
+COLUMNS = pa.schema(
+    {
+        "key": pa.large_string(),
+        "at:image": pa.large_string(),
+        "at:image_offset": pa.int64(),
+        "at:image_length": pa.int64(),
+        "width": pa.int32(),
+        "height": pa.int32(),
+        "at:group": pa.int32(),
+        "block": pa.int32(),
+        "caption": pa.large_string(),
+        "at:caption": pa.large_string(),
+        "at:caption_offset": pa.int64(),
+        "caption_length": pa.int64(),
+        "check:caption": pa.int64(),
+        "cls": pa.large_string(),
+    }
+)
+"""`width` and `height` are those of the upright image [pixels], 0 when unknown. `at:…` hold where the reader finds a
+sample: `at:image` and `at:caption` are files, as `join` takes them, `at:image_offset` and `at:caption_offset` count in
+the shard or row group `at:group` [bytes], -1 where it is not there. `caption` is a text that is kept in the index.
+`caption_length` is -1 without a caption [bytes]. `block` numbers the parts of the shard that are read together (row
+groups), ascending. `cls` is the class. Columns `check:…`, such as checksums, only count for the fingerprint and are not
+kept; the length of a caption in the shard alone does not distinguish it from another one."""
+_REQUIRED = {"key", "at:image_length", "width", "height", "caption_length"}
 
 
-@dataclass
-class ShardScan:
-    """The samples of one shard as columns of equal length, in a fixed order.
-
-    `key` (text) is required. `width` and `height` are those of the upright image [pixels], 0 when unknown;
-    `caption_length` is -1 without a caption [bytes]; `cls` is the class as text or null; `block` numbers the parts of
-    the shard that are read together (row groups), ascending; `caption` (text) is for captions kept in the index.
-    Columns `at:…` hold where the reader finds a sample; columns `check:…`, such as checksums, only count for the
-    fingerprint and are not kept. Metadata columns are made by `metadata_columns`. `collect` makes all of them.
-    """
+class ShardScan(NamedTuple):
+    """The samples of one shard as columns of equal length, in a fixed order."""
 
     columns: dict[str, pa.Array]
     problems: Problems
 
 
-class IndexedShards(Protocol):
-    """What a reader needs of the index of its source."""
+class Source:
+    """One kind of data set at one place. Small and picklable: it is sent to index processes.
 
-    shards: list[Shard]
-    columns: pa.Table
+    Args:
+        paths: of files or folders, local or remote.
+        access: how remote ones are read.
+    """
 
-    def numbers(self, column: str) -> NDArray[Any]:
-        """[N] an integer column."""
+    columns: Sequence[str] = ()
+    """Optional columns that also exist where no row has a value."""
 
-    def text(self, column: str, sample: int) -> str | None:
-        """A value of a text column; None where it is null or no shard has the column."""
-
-
-class Source(Protocol):
-    """One kind of data set at one place. Small and picklable: it is sent to index processes."""
+    def __init__(self, paths: Sequence[str], access: Access) -> None:
+        self.paths, self.access = list(paths), access
 
     @property
     def identity(self) -> str:
         """Everything besides the shard that decides what `scan` returns; a change of it indexes anew."""
+        raise NotImplementedError
 
-    def shards(self) -> Sequence[Shard]:
+    def shards(self) -> list[Shard]:
         """All shards in a fixed order. Raises DataError when there are none, or one cannot be found."""
+        return file_states(self.paths, self.access)
+
+    def image_root(self, shard: Shard) -> str:
+        """The folder that paths of a shard's rows start from."""
+        return folder_of(shard.location)
+
+    def rows(self, shard: Shard, report: Report) -> Iterator[Row]:
+        """The samples of a shard. Damage and what is left out is reported; OSError and DataError are passed on."""
+        raise NotImplementedError
+
+    def open_group(self, shard: Shard, group: int) -> ByteFile:
+        """What `at:image_offset` of the samples of a row group counts in: the shard."""
+        return open_bytes(shard, self.access)
 
     def scan(self, shard: Shard) -> ShardScan:
-        """Indexes one shard. Damage is named in the problems; OSError and DataError are passed on."""
+        """Indexes one shard, part by part: few rows are Python objects at the same time."""
+        problems, parts = Problems(), [COLUMNS.empty_table()]
 
-    def reader(self, index: IndexedShards) -> "IndexedReader":
+        def report(key: str, reason: str) -> None:
+            problems.add(SkippedSample(shown(shard.location), storable(key), storable(reason)))
+
+        rows = self.rows(shard, report)
+        while part := list(islice(rows, ROWS_AT_ONCE)):
+            for row in part:
+                row.setdefault("caption_length", length_of(row.get("caption")))
+                if not row["width"]:
+                    report(row["key"], "image size cannot be told")
+            table = pa.Table.from_pylist(part, COLUMNS)
+            for name, values in metadata_columns([row.get("metadata", {}) for row in part]).items():
+                table = table.append_column(name, values)
+            parts.append(table)
+        table = pa.concat_tables(parts, promote_options="default")
+        empty = {name for name in COLUMNS.names if table[name].null_count == table.num_rows}
+        unused = empty.difference(_REQUIRED, self.columns)
+        return ShardScan({n: table[n].combine_chunks() for n in table.column_names if n not in unused}, problems)
+
+    def reader(self, index: DatasetIndex) -> "IndexedReader":
         """The reader of the samples of `index`, which was made from this source."""
+        return IndexedReader(index, self)
+
+    def measured(
+        self, shard: Shard, found: Iterable[tuple[str, T, str]], report: Report
+    ) -> Iterator[tuple[str, T, Row]]:
+        """Yields (name for reports, anything, image columns) for (name, anything, image path); reports missing files.
+
+        Several headers are read at once.
+        """
+        root, rows = self.image_root(shard), iter(found)
+
+        def one(path: str) -> Row | None:
+            try:
+                with closing(open_bytes(join(root, path), self.access)) as file:
+                    return {"at:image": path, **image_columns(file.stream, file.size)}
+            except FileMissing:
+                return None
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            while part := list(islice(rows, _MEASURED_AT_ONCE)):
+                for (name, item, path), columns in zip(part, pool.map(one, [p for _, _, p in part]), strict=True):
+                    if columns is None:
+                        report(name, f"image file missing: {shown(path)}")
+                    else:
+                        yield name, item, columns
 
 
-class ImageInfo(NamedTuple):
-    """An image as far as its header shows."""
-
-    length: int
-    """[bytes]."""
-    width: int
-    height: int
-    """Of the upright image [pixels]; 0 when unknown."""
+def image_columns(file: Any, length: int) -> Row:
+    """The columns about the size of an image file of `length` bytes."""
+    width, height = image_size(file) if length <= MAX_IMAGE_BYTES else (0, 0)
+    return {"at:image_length": length, "width": width, "height": height}
 
 
-@dataclass
-class Row:
-    """One sample of a shard."""
-
-    key: str
-    info: ImageInfo
-    metadata: Mapping[str, Scalar] = field(default_factory=dict)
-    image: str | None = None
-    """`at:image`: the image file, as `join` takes it; None where the image is a part of the shard."""
-    offset: int | None = None
-    """`at:image_offset` in the shard or row group [bytes]; -1 where the image is a file of its own."""
-    group: int | None = None
-    """`at:group` and `block`: the row group."""
-    caption: str | None = None
-    """A text that is kept in the index."""
-    caption_file: str | None = None
-    """`at:caption`: a text file, as `image`."""
-    caption_offset: int | None = None
-    """`at:caption_offset` in the shard [bytes]; -1 without a caption there."""
-    caption_length: int | None = None
-    """[bytes]; None: that of `caption`."""
-    caption_crc: int | None = None
-    """`check:caption`: the length of a caption in the shard alone does not distinguish it from another one."""
-    cls: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.caption_length is None:
-            self.caption_length = length_of(self.caption)
-
-
-Report = Callable[[str, str], None]
-"""Names a problem of a shard: (key of the sample or empty, reason)."""
-
-
-def collect(location: str, scan: Callable[[Report], Iterable[Row]], columns: Sequence[str] = ()) -> ShardScan:
-    """Turns the rows of a shard into columns, part by part: few rows are Python objects at the same time.
-
-    Args:
-        location: of the shard, for messages.
-        scan: yields the rows and reports what is left out.
-        columns: optional ones that also exist where no row has a value.
-    """
-    problems = Problems()
-
-    def report(key: str, reason: str) -> None:
-        problems.add(SkippedSample(location, storable(key), storable(reason)))
-
-    rows, parts = iter(scan(report)), [_table([])]
-    while part := list(islice(rows, ROWS_AT_ONCE)):
-        for row in part:
-            if not row.info.width:
-                report(row.key, "image size cannot be told")
-        parts.append(_table(part))
-    table = pa.concat_tables(parts, promote_options="default")
-    empty = {name for name in _COLUMNS if table[name].null_count == table.num_rows}
-    unused = empty.difference(_REQUIRED, columns)
-    return ShardScan({n: table[n].combine_chunks() for n in table.column_names if n not in unused}, problems)
-
-
-_COLUMNS: Mapping[str, tuple[str, pa.DataType]] = {
-    "key": ("key", pa.large_string()),
-    "at:image": ("image", pa.large_string()),
-    "at:image_offset": ("offset", pa.int64()),
-    "at:image_length": ("info.length", pa.int64()),
-    "width": ("info.width", pa.int32()),
-    "height": ("info.height", pa.int32()),
-    "at:group": ("group", pa.int32()),
-    "block": ("group", pa.int32()),
-    "caption": ("caption", pa.large_string()),
-    "at:caption": ("caption_file", pa.large_string()),
-    "at:caption_offset": ("caption_offset", pa.int64()),
-    "caption_length": ("caption_length", pa.int64()),
-    "check:caption": ("caption_crc", pa.int64()),
-    "cls": ("cls", pa.large_string()),
-}
-"""Column → attribute of a `Row`, and type."""
-_REQUIRED = {"key", "at:image_length", "width", "height", "caption_length"}
-
-
-def _table(rows: Sequence[Row]) -> pa.Table:
-    columns = {name: pa.array(map(attrgetter(of), rows), kind) for name, (of, kind) in _COLUMNS.items()}
-    return pa.table(columns | metadata_columns([row.metadata for row in rows]))
+def metadata_of(key: str, content: bytes, report: Report) -> dict[str, Scalar]:
+    """The metadata that a JSON file holds; none, and a report, where it is no object."""
+    try:
+        return read_metadata(content.decode("utf-8-sig", "replace"))
+    except (ValueError, RecursionError):
+        report(key, "metadata is not a JSON object")
+        return {}
 
 
 def caption_of(value: object) -> str | None:
@@ -231,7 +226,7 @@ def checked_path(base: str, path: str) -> str:
         BadSample: the path of a remote table leads out of its folder, or it is not a path.
         DataError: a URL.
     """
-    if not path or _UNSTORABLE.search(path):
+    if not path or UNSTORABLE.search(path):
         raise BadSample("image path is not a file name" if path else "image is empty")
     if "://" in path:
         raise DataError(
@@ -244,27 +239,6 @@ def checked_path(base: str, path: str) -> str:
     return plain
 
 
-def measure(locations: Sequence[str], access: Access) -> list[ImageInfo | None]:
-    """Reads the headers of image files, several at once; None where there is no such file. DataError is passed on."""
-
-    def one(location: str) -> ImageInfo | None:
-        try:
-            with closing(open_bytes(location, access)) as file:
-                return image_info(file, 0, file.size)
-        except FileMissing:
-            return None
-
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(one, locations))
-
-
-def image_info(file: ByteFile, offset: int, length: int) -> ImageInfo:
-    """Length and size of an image that lies in `file`."""
-    if length > MAX_IMAGE_BYTES:
-        return ImageInfo(length, 0, 0)
-    return ImageInfo(length, *image_size(seekable(file, offset, length, _HEADER_BUFFER)))
-
-
 class IndexedReader:
     """Reads single samples. Copied into loader processes, so it holds no open files when it is pickled.
 
@@ -273,31 +247,23 @@ class IndexedReader:
 
     Args:
         index: made from the source.
-        access: how remote files are read.
-        bases: per shard, the folder that relative paths start from; empty where no sample is in a file of its own.
-        unpack: opens the row group of a sample in which `at:image_offset` counts; None: offsets are those of the shard.
+        source: knows where images and row groups lie.
     """
 
-    def __init__(
-        self,
-        index: IndexedShards,
-        access: Access,
-        bases: Sequence[str] = (),
-        unpack: Callable[[IndexedShards, int], ByteFile] | None = None,
-    ) -> None:
-        self.index, self.access, self.bases, self.unpack = index, access, bases, unpack
-        self.has_caption_members = "at:caption_offset" in index.columns.column_names
+    def __init__(self, index: DatasetIndex, source: Source) -> None:
+        self.index, self.source = index, source
+        self._roots = [source.image_root(shard) for shard in index.shards]
         self._open: OrderedDict[int, ByteFile] = OrderedDict()
 
     def image(self, sample: int) -> bytes:
         """A JPEG, PNG or WebP file, byte for byte. Raises BadSample (skip it) or DataError (stop)."""
-        length = int(self.index.numbers("at:image_length")[sample])
+        length = self._number("at:image_length", sample)
         if length > MAX_IMAGE_BYTES:
             raise BadSample(f"image has too many bytes: {length}")
         path = self.index.text("at:image", sample)
         if path is not None:
             return self._read_file(sample, path, length, "image")
-        return self._container(sample).pread(length, int(self.index.numbers("at:image_offset")[sample]))
+        return self._container(sample).pread(length, self._number("at:image_offset", sample))
 
     def caption(self, sample: int) -> str:
         """The caption: the index's text, else the text file or member. Raises as `image` does; BadSample also where
@@ -305,12 +271,12 @@ class IndexedReader:
         text = self.index.text("caption", sample)
         if text is not None:
             return text
-        length = int(self.index.numbers("caption_length")[sample])
+        length = self._number("caption_length", sample)
         if length > MAX_TEXT_BYTES:
             raise BadSample(f"caption has too many bytes: {length}")
         path = self.index.text("at:caption", sample)
         try:
-            if self.has_caption_members and (offset := int(self.index.numbers("at:caption_offset")[sample])) >= 0:
+            if (offset := self._number("at:caption_offset", sample)) >= 0:
                 return self._container(sample).pread(length, offset).decode("utf-8-sig").strip()
             if path is not None:
                 return " ".join(self._read_file(sample, path, length, "caption").decode("utf-8-sig").split())
@@ -318,9 +284,14 @@ class IndexedReader:
             raise BadSample("caption is not UTF-8 text") from error
         raise BadSample("caption missing")
 
+    def _number(self, column: str, sample: int) -> int:
+        """A value of an integer column; -1 where there is no such column."""
+        return int(self.index.numbers(column)[sample]) if column in self.index.columns.column_names else -1
+
     def _read_file(self, sample: int, path: str, length: int, what: str) -> bytes:
         try:
-            with closing(open_bytes(join(self.bases[self.index.numbers("unit")[sample]], path), self.access)) as file:
+            root = self._roots[self._number("unit", sample)]
+            with closing(open_bytes(join(root, path), self.source.access)) as file:
                 if file.size != length:
                     raise BadSample(f"{what} file has changed since it was indexed: {shown(path)}; {_CHANGED}")
                 return file.pread(length, 0)
@@ -329,20 +300,14 @@ class IndexedReader:
 
     def _container(self, sample: int) -> ByteFile:
         """The shard or row group that holds a sample; the last few stay open."""
-        number = int(self.index.numbers("unit" if self.unpack is None else "block")[sample])
-        if number not in self._open:
+        block = self._number("block", sample)
+        if block not in self._open:
             if len(self._open) >= MAX_OPEN_FILES:
                 self._open.popitem(last=False)[1].close()
-            if self.unpack is None:
-                self._open[number] = open_bytes(self.index.shards[number], self.access)
-            else:
-                self._open[number] = self.unpack(self.index, sample)
-        self._open.move_to_end(number)
-        return self._open[number]
+            shard = self.index.shards[self._number("unit", sample)]
+            self._open[block] = self.source.open_group(shard, self._number("at:group", sample))
+        self._open.move_to_end(block)
+        return self._open[block]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": OrderedDict()}
-
-    def __del__(self) -> None:
-        for file in self.__dict__.get("_open", {}).values():
-            file.close()

@@ -12,12 +12,10 @@ from sd_training.config.data_schema import RemoteConfig, SourceParams
 from sd_training.config.paths import output_path
 from sd_training.data.sources.arrow import ArrowSource
 from sd_training.data.sources.base import Source
-from sd_training.data.sources.files import IMAGE_SUFFIXES, TABLE_EXTENSIONS, FolderSource, TableSource
-from sd_training.data.sources.tags import TagSource
+from sd_training.data.sources.files import IMAGE_SUFFIXES, TABLE_EXTENSIONS, FolderSource, TableSource, TagSource
 from sd_training.data.sources.tar import TarSource
-from sd_training.data.storage.byte_file import Access
 from sd_training.data.storage.files import expand, list_folder
-from sd_training.data.storage.locations import HUB, PIPE, is_remote, local_path, protocol_of, shown
+from sd_training.data.storage.locations import HUB, PIPE, Access, is_remote, local_path, protocol_of, shown
 from sd_training.errors import ConfigError, DataError, UserError
 
 SHARD_NOUNS = {
@@ -45,7 +43,7 @@ _TELLING = {
 def access_of(remote: RemoteConfig) -> Access:
     """How remote files are read."""
     folder = None if remote.cache_dir is None else output_path(remote.cache_dir)
-    return Access(remote.mode, folder, remote.cache_gib, remote.num_retries, remote.timeout_s)
+    return Access(folder, remote.cache_gib, remote.num_retries, remote.timeout_s)
 
 
 def make_source(kind: str, params: SourceParams, access: Access) -> Source:
@@ -167,37 +165,49 @@ def expand_shards(
 def _shards_of(entry: str, name: str, access: Access, extensions: tuple[str, ...]) -> list[str]:
     """What a name that `entry` stands for means: a file, the files directly in a folder but hidden ones (macOS writes
     `._0.tar`), or those that match a pattern."""
-    is_web = protocol_of(name) in ("http", "https")
-    if is_web and not name.endswith("/") and "*" not in name.partition("?")[0]:  # `?` begins a query
+    pattern = f"'{shown(entry)}': " if "{" in entry else ""
+    where = f"dataset.params.path: {pattern}'{shown(name)}'"
+    if protocol_of(name) in ("http", "https"):
+        if name.endswith("/") or "*" in name.partition("?")[0]:  # `?` begins a query
+            raise DataError(
+                f"{where}: web servers do not list files; name them by braces, such as shards/{{000..099}}.tar, or by "
+                "a list"
+            )
         return [name]
-    matches, exists = [name], is_remote(name) or os.path.exists(name)
-    if is_web or (glob.has_magic(name) and (is_remote(name) or not exists)):
-        matches = expand(name, access)
-    if not matches or (not exists and matches == [name]):
-        state = "does not exist" if matches else "matches no file"
-        pattern = f"'{shown(entry)}': " if "{" in entry else ""
-        raise DataError(f"dataset.params.path: {pattern}'{shown(name)}' {state}")
-    found: list[str] = []
-    for match in matches:
-        is_file = match.lower().endswith(extensions) if is_remote(match) else not os.path.isdir(match)
-        found += [match] if is_file else _shards_in(match, access, extensions)
-    return found
+    if glob.has_magic(name) and (is_remote(name) or not os.path.exists(name)):
+        files, folders = expand(name, access)
+        if not files and not folders:
+            raise DataError(f"{where} matches no file")
+    elif not is_remote(name) and not os.path.exists(name):
+        raise DataError(f"{where} does not exist")
+    else:
+        is_file = name.lower().endswith(extensions) if is_remote(name) else not os.path.isdir(name)
+        files, folders = ([name], []) if is_file else ([], [name])
+    shards, is_folder = list[str](), set(folders)
+    for match in sorted(files + folders):
+        shards += _shards_in(match, access, extensions) if match in is_folder else [match]
+    return shards
 
 
 def _shards_in(folder: str, access: Access, extensions: tuple[str, ...]) -> list[str]:
-    shards = [file for file in list_folder(folder, access)[0] if file.lower().endswith(extensions)]
-    folder, ends = folder.rstrip("/"), [f"/*/*{extension}" for extension in extensions]
-    if is_remote(folder):
-        below = [file for end in ends for file in expand(folder + end, access)]
-    else:  # folders that may not be read, such as `lost+found`, are left out here
-        below = [file for end in ends for file in glob.glob(glob.escape(folder) + end)]
+    """The shards directly in a folder. DataError where there are none, or some in folders below it, which would be left
+    out."""
+    files, folders = list_folder(folder.rstrip("/"), access)
+    shards = [file for file in files if file.lower().endswith(extensions)]
+    below = [file for inner in folders for file in _readable(inner, access) if file.lower().endswith(extensions)]
     if below or not shards:
-        here = (
-            f"{len(shards)} files of *{' or *'.join(extensions)}" if shards else f"no *{' or *'.join(extensions)} file"
-        )
-        more = f"; folders below it hold {len(below)}, such as '{shown(min(below))}'" if below else ""
-        remedy = f"; write '{shown(folder)}/*{extensions[0]}' or '{shown(folder)}/*/*{extensions[0]}', or both"
-        raise DataError(
-            f"dataset.params.path: the folder '{shown(folder)}' holds {here}{more}{remedy if below else ''}"
-        )
+        kinds = " or ".join(f"*{extension}" for extension in extensions)
+        here, more, remedy = f"{len(shards)} files of {kinds}" if shards else f"no {kinds} file", "", ""
+        if below:
+            more = f"; folders below it hold {len(below)}, such as '{shown(min(below))}'"
+            ends = f"*{extensions[0]}"
+            remedy = f"; write '{shown(folder)}/{ends}' or '{shown(folder)}/*/{ends}', or both"
+        raise DataError(f"dataset.params.path: the folder '{shown(folder)}' holds {here}{more}{remedy}")
     return shards
+
+
+def _readable(folder: str, access: Access) -> list[str]:
+    """The files of a folder; none of one that may not be read, such as `lost+found`, if it is local."""
+    if not is_remote(folder) and not os.access(folder, os.R_OK | os.X_OK):
+        return []
+    return list_folder(folder, access)[0]

@@ -2,27 +2,25 @@
 
 Grouping follows webdataset: the key of a member is its path up to the first dot of the file name, the extension is
 the rest in lower case; but members of a sample need not be neighbours. Damage is never an error here: complete samples
-are kept and the problem is reported.
+are kept and the problem is reported. As webdataset does, a shard is read up to its end mark; what follows is reported.
 """
 
 import tarfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from sd_training.data.index.columns import Scalar, read_metadata, storable
+from sd_training.data.index.columns import storable
 from sd_training.data.sources import base
 from sd_training.data.sources.base import Report, Row, Shard
-from sd_training.data.storage.byte_file import Access, ByteFile, ReadAhead, seekable
-from sd_training.data.storage.files import file_states, open_bytes
-from sd_training.data.storage.locations import shown
+from sd_training.data.storage.files import open_bytes
+from sd_training.data.storage.locations import ByteFile
 from sd_training.errors import DataError
 
 _BLOCK = 512
 _PADDING_READ = 1 << 20
 """Bytes read at once where only zeros are expected."""
-_COLUMNS = ("at:image_offset", "at:caption_offset", "check:caption")
 _ROLES = {**dict.fromkeys(base.IMAGE_EXTENSIONS, "image"), "txt": "caption", "cls": "cls", "json": "metadata"}
 
 
@@ -31,88 +29,60 @@ class TarSample:
     """The members of one sample."""
 
     key: str
+    image: Row = field(default_factory=dict)
+    """Columns about the size of the image."""
     spans: dict[str, tuple[int, int]] = field(default_factory=dict)
     """`image`, `caption`, `cls`, `metadata` → offset and length of the member's content [bytes]."""
 
 
-class TarSource:
-    """The source of tar shards. The caption of a sample without a `txt` member is its metadata field `caption`.
-
-    Args:
-        paths: paths or URLs of the shards.
-        access: how remote ones are read.
-    """
+class TarSource(base.Source):
+    """The source of tar shards. The caption of a sample without a `txt` member is its metadata field `caption`."""
 
     identity = "tar"
+    columns = ("at:image_offset", "at:caption_offset", "check:caption")
 
-    def __init__(self, paths: Sequence[str], access: Access) -> None:
-        self.paths, self.access = list(paths), access
+    def image_root(self, shard: Shard) -> str:
+        """As `Source.image_root`: no image is a file of its own."""
+        return ""
 
-    def shards(self) -> list[Shard]:
-        """As `Source.shards`."""
-        return file_states(self.paths, self.access)
-
-    def scan(self, shard: Shard) -> base.ShardScan:
-        """As `Source.scan`."""
+    def rows(self, shard: Shard, report: Report) -> Iterator[Row]:
+        """As `Source.rows`."""
         with closing(open_bytes(shard.location, self.access)) as file:
-            near = ReadAhead(file) if "://" in shard.location else file
-
-            def rows(report: Report) -> Iterator[Row]:
-                return (_row(sample, near, report) for sample in scan_tar(near, report))
-
-            return base.collect(shown(shard.location), rows, _COLUMNS)
-
-    def reader(self, index: base.IndexedShards) -> base.IndexedReader:
-        """As `Source.reader`."""
-        return base.IndexedReader(index, self.access)
+            for sample in scan_tar(file, report):
+                yield _row(sample, file, report)
 
 
 def _row(sample: TarSample, file: ByteFile, report: Report) -> Row:
-    """Reads caption, class, metadata and the header of the image."""
+    """Reads caption, class and metadata."""
 
     def content(role: str) -> bytes:
-        offset, length = sample.spans.get(role, (0, 0))
+        offset, length = sample.spans[role]
         return b"" if length > base.MAX_TEXT_BYTES else file.pread(length, offset)
 
-    caption_offset, caption_length, crc = -1, None, 0
+    row: Row = {"key": sample.key, "at:caption_offset": -1, "check:caption": 0, **sample.image}
     if "caption" in sample.spans:
         offset, length = sample.spans["caption"]
         text = content("caption")
-        crc = zlib.crc32(text)
+        row["check:caption"] = zlib.crc32(text)
         try:
             text.decode()  # other encodings would train on wrong letters, so they are no caption
             if length > base.MAX_TEXT_BYTES:
                 report(sample.key, f"caption has too many bytes: {length:,}")
             else:
-                caption_offset, caption_length = offset, length
+                row |= {"at:caption_offset": offset, "caption_length": length}
         except UnicodeDecodeError:
             report(sample.key, "caption is not UTF-8 text")
-    metadata: Mapping[str, Scalar] = {}
     if "metadata" in sample.spans:
-        try:
-            metadata = read_metadata(content("metadata").decode("utf-8-sig", "replace"))
-        except (ValueError, RecursionError):
-            report(sample.key, "metadata is not a JSON object")
-    offset, length = sample.spans["image"]
-    return Row(
-        sample.key,
-        base.image_info(file, offset, length),
-        metadata,
-        offset=offset,
-        caption=base.caption_of(metadata.get("caption")) if caption_offset < 0 else None,
-        caption_offset=caption_offset,
-        caption_length=caption_length,
-        caption_crc=crc,
-        cls=content("cls").decode("utf-8-sig", "replace").strip() if "cls" in sample.spans else None,
-    )
-
-
-# --- The headers of one shard ---
+        row["metadata"] = base.metadata_of(sample.key, content("metadata"), report)
+        if row["at:caption_offset"] < 0:
+            row["caption"] = base.caption_of(row["metadata"].get("caption"))
+    if "cls" in sample.spans:
+        row["cls"] = content("cls").decode("utf-8-sig", "replace").strip()
+    return row
 
 
 def scan_tar(file: ByteFile, report: Report) -> list[TarSample]:
-    """Groups the members of an uncompressed tar file, or of several in a row (`cat a.tar b.tar`), into samples. No
-    content is read.
+    """Groups the members of an uncompressed tar file into samples. Of contents, headers of images are read.
 
     OSError and DataError are passed on.
 
@@ -123,104 +93,84 @@ def scan_tar(file: ByteFile, report: Report) -> list[TarSample]:
     Returns:
         The samples that have an image, in file order.
     """
-    scanner = _Scanner(file, report)
-    start: int | None = 0
+    samples, repeated, ignored = dict[str, TarSample](), set[str](), list[tuple[str, str, str]]()
+    damage, end = None, -1
     try:
-        while start is not None:
-            start = scanner.read_part(start)
-    except (OSError, DataError):
-        raise
-    except Exception as error:  # tarfile raises many kinds on damaged headers, RecursionError among them
-        kind = "shard is truncated or damaged" if scanner.samples else "shard is not an uncompressed tar file"
-        report("", f"{kind}: {error or type(error).__name__}")
-        scanner.drop_partial()
-    else:
-        if not scanner.samples and not scanner.ignored:
-            report("", "shard has no member of a known extension")
-    for key, name, extension in scanner.ignored:
-        if key not in scanner.samples or "image" not in scanner.samples[key].spans:
-            report(name, f"image ignored: its extension is {extension}; keys have no dots")
-    samples = [sample for sample in scanner.samples.values() if sample.key not in scanner.repeated]
-    for sample in samples:
-        if "image" not in sample.spans:
-            report(sample.key, "image missing")
-    return [sample for sample in samples if "image" in sample.spans]
-
-
-class _Scanner:
-    def __init__(self, file: ByteFile, report: Report) -> None:
-        self.file, self.report = file, report
-        self.samples: dict[str, TarSample] = {}
-        self.ignored: list[tuple[str, str, str]] = []
-        """Key, name and extension of images of unknown extensions, such as `0.jpg` of `1.0.jpg`."""
-        self.repeated = set[str]()
-        """Keys of which a member came twice: what belongs together is not known."""
-        self.num_before_part = 0
-
-    def read_part(self, start: int) -> int | None:
-        """Reads one of the tar files that the shard is made of; returns where the next begins."""
-        self.num_before_part = len(self.samples)
-        try:
-            tar = tarfile.open(fileobj=seekable(self.file, start), mode="r:")  # noqa: SIM115  # closed below
-        except tarfile.ReadError:
-            if start == 0:
-                raise
-            self.report("", f"shard goes on after its end mark: what begins at byte {start} is no whole tar file")
-            return None
-        with tar:
-            end = -1
+        with tarfile.open(fileobj=file.stream, mode="r:") as tar:
             while (member := tar.next()) is not None:
                 if member.size < 0 or tar.offset <= end:  # a header that points backwards would be read for ever
                     raise tarfile.ReadError(f"invalid size at byte {member.offset}")
                 end = tar.offset
                 tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every header; a large shard has many
-                self._place(member, start)
-            return self._next_part(start + tar.offset)
+                key, role, extension = _placed(member, report)
+                if role is not None:
+                    sample = samples.setdefault(key, TarSample(key))
+                    if role in sample.spans:  # what belongs together is not known
+                        repeated.add(key)
+                        report(key, f"sample with a second {role} ignored: {member.name}")
+                    sample.spans[role] = (member.offset_data, member.size)
+                    if role == "image" and (content := tar.extractfile(member)):
+                        place = {"at:image_offset": member.offset_data}
+                        sample.image = {**place, **base.image_columns(content, member.size)}
+                elif extension.rpartition(".")[2] in base.IMAGE_EXTENSIONS:
+                    ignored.append((key, member.name, extension))
+            damage = _damage_after(file, tar.offset, report)
+    except (OSError, DataError):
+        raise
+    except Exception as error:  # tarfile raises many kinds on damaged headers, RecursionError among them
+        damage = str(error) or type(error).__name__
+    if damage is not None:
+        kind = "shard is truncated or damaged" if samples else "shard is not an uncompressed tar file"
+        report("", f"{kind}: {damage}")
+        for key in _cut_off(list(samples.values()), file):
+            report(key, "sample cut off with its shard")
+            del samples[key]
+    elif not samples and not ignored:
+        report("", "shard has no member of a known extension")
+    for key, name, extension in ignored:
+        if key not in samples or "image" not in samples[key].spans:
+            report(name, f"image ignored: its extension is {extension}; keys have no dots")
+    found = [sample for sample in samples.values() if sample.key not in repeated]
+    for sample in found:
+        if "image" not in sample.spans:
+            report(sample.key, "image missing")
+    return [sample for sample in found if "image" in sample.spans]
 
-    def _place(self, member: tarfile.TarInfo, start: int) -> None:
-        """Adds the member to its sample, if its name and type are safe and its extension is known."""
-        if member.isdir():
-            return
-        name = storable(member.name)
+
+def _cut_off(samples: Sequence[TarSample], file: ByteFile) -> list[str]:
+    """Keys of samples whose content is missing, and of the last one if it has fewer members than the one before it."""
+    cut = [s.key for s in samples if any(offset + length > file.size for offset, length in s.spans.values())]
+    if len(samples) > 1 and len(samples[-1].spans) < len(samples[-2].spans) and samples[-1].key not in cut:
+        cut.append(samples[-1].key)
+    return cut
+
+
+def _placed(member: tarfile.TarInfo, report: Report) -> tuple[str, str | None, str]:
+    """Key, role if the member is a part of a sample, and extension; empty where its name or type is not safe."""
+    name = storable(member.name)
+    if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
+        if not member.isdir():
+            report(name, "link, device or sparse member ignored")
+    elif name.startswith("/") or ".." in name.split("/"):
+        report(name, "member with an unsafe name ignored")
+    else:
         folder, slash, file_name = name.rpartition("/")
         stem, _, extension = file_name.partition(".")
-        key, extension = f"{folder}{slash}{stem}", extension.lower()
-        role = _ROLES.get(extension)
-        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
-            self.report(name, "link, device or sparse member ignored")
-        elif name.startswith("/") or ".." in name.split("/"):
-            self.report(name, "member with an unsafe name ignored")
-        elif role is not None and stem:
-            spans = self.samples.setdefault(key, TarSample(key)).spans
-            if role in spans:
-                self.repeated.add(key)
-                self.report(key, f"sample with a second {role} ignored: {name}")
-            spans[role] = (start + member.offset_data, member.size)
-        elif extension.rpartition(".")[2] in base.IMAGE_EXTENSIONS:
-            self.ignored.append((key, name, extension))
+        extension = extension.lower()
+        return f"{folder}{slash}{stem}", _ROLES.get(extension) if stem else None, extension
+    return "", None, ""
 
-    def _next_part(self, offset: int) -> int | None:
-        """Where the next tar file begins after the end mark at `offset`. tarfile ends silently at a damaged header and
-        at the end of a truncated file; both are reported here."""
-        ending = self.file.pread(min(_BLOCK, max(0, self.file.size - offset)), offset)
-        if len(ending) < _BLOCK or any(ending):
-            where = f"no end mark after {self.file.size} bytes"
-            where = f"no valid header at byte {offset}" if len(ending) == _BLOCK else where
-            self.report("", f"shard is truncated or damaged: {where}")
-            self.drop_partial()
-            return None
-        for start in range(offset, self.file.size, _PADDING_READ):
-            zeros = self.file.pread(min(_PADDING_READ, self.file.size - start), start)
-            if rest := zeros.lstrip(b"\0"):
-                return start + (len(zeros) - len(rest)) // _BLOCK * _BLOCK
-        return None
 
-    def drop_partial(self) -> None:
-        """Removes the last sample if content is missing, or if it has fewer members than the one before it."""
-        last = list(self.samples.values())[-2:]
-        if len(self.samples) == self.num_before_part:
-            return
-        is_cut = any(offset + length > self.file.size for offset, length in last[-1].spans.values())
-        if is_cut or (len(last) == 2 and len(last[1].spans) < len(last[0].spans)):
-            del self.samples[last[-1].key]
-            self.report(last[-1].key, "sample cut off with its shard")
+def _damage_after(file: ByteFile, offset: int, report: Report) -> str | None:
+    """What is wrong where tarfile ended: it ends silently at a damaged header and at the end of a truncated file. What
+    follows an end mark is reported."""
+    ending = file.pread(min(_BLOCK, max(0, file.size - offset)), offset)
+    if len(ending) < _BLOCK:
+        return f"no end mark after {file.size} bytes"
+    if any(ending):
+        return f"no valid header at byte {offset}"
+    for start in range(offset, file.size, _PADDING_READ):
+        if any(file.pread(min(_PADDING_READ, file.size - start), start)):
+            report("", "shard goes on after its end mark: what follows is not read, as of tar files joined by `cat`")
+            break
+    return None

@@ -1,47 +1,48 @@
-"""How a file is read, chosen by its location: a local file, an object or web server's file, or the output of a command.
+"""How a file is read, chosen by its location: a local file, a remote one (`object_store`), or the output of a command;
+and which files a folder or pattern names.
 
-Remote files are read through obstore. Every answer is checked: its length against the request, its version against the
-indexed file. A transient failure is retried `dataset.params.remote.num_retries` times. The retries are written here and
-obstore's are off, because its own do not cover answers of a wrong length and would multiply with these.
+A remote file and the output of a `pipe:` command are kept as files in the shard cache, and then indexed and read at
+random like any other shard. The cache is a folder of bounded size that all processes of a machine share. It has one
+file per key, made as `<name>.partial` and then renamed, while `<name>.lock` is locked: only one process makes it. The
+empty lock files stay. The least recently used files are deleted to make room; processes that have such a file open can
+go on reading it. Files that are being made count, and are not deleted: together they may take the folder over its
+limit. A partial file that a crash left is removed after a day.
 
-The output of a `pipe:` command is kept as a file in the shard cache, and then indexed and read at random like any other
-shard. Commands run only where `dataset.params.allow_pipe` permits them (`data/sources/choose.py`): they are code, with
-the rights of the user who trains.
+Commands run only where `dataset.params.allow_pipe` permits them (`data/sources/choose.py`): they are code, with the
+rights of the user who trains.
 """
 
+import fcntl
 import hashlib
 import os
-import random
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from fnmatch import fnmatchcase
 from glob import has_magic
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import obstore
-from obstore import exceptions
-
-from sd_training.data.storage.byte_file import (
+from sd_training.data.storage.locations import (
+    PIPE,
     Access,
     ByteFile,
     FileMissing,
     FileState,
-    LocalFile,
+    cache_folder,
+    entries_of,
     has_changed,
-    is_short,
+    is_folder,
+    is_remote,
+    local_path,
+    shown,
 )
-from sd_training.data.storage.locations import PIPE, entries_of, is_remote, local_path, protocol_of, shown
-from sd_training.data.storage.object_store import FIRST_WAIT_S, LONGEST_WAIT_S, is_outage, open_store, reason_of
-from sd_training.data.storage.shard_cache import shard_cache
-from sd_training.errors import DataError, OutageError
+from sd_training.data.storage.object_store import download, list_bucket, remote_state
+from sd_training.errors import DataError
 
-_CHUNK_BYTES = 1 << 20
 _STATES_AT_ONCE = 16
-_UNSATISFIABLE = "416 Range Not Satisfiable"
 _SHELL = ("bash", "-o", "pipefail", "-c")
 """Without pipefail `aws s3 cp … - | zcat` succeeds when the first command fails (webdataset issue 411)."""
 T = TypeVar("T")
@@ -59,9 +60,9 @@ def file_state(location: str, access: Access) -> FileState:
     if location.startswith(PIPE):
         return _piped(location, access, lambda path: _output_state(location, path))
     if is_remote(location):
-        return _remote_state(location, access)
-    with closing(LocalFile(local_path(location), location)) as file:
-        return FileState(location, file.size, file.version)
+        return remote_state(location, access)
+    with closing(ByteFile(local_path(location), location)) as local:
+        return FileState(location, local.size, local.version)
 
 
 def file_states(locations: Sequence[str], access: Access) -> list[FileState]:
@@ -81,14 +82,20 @@ def open_bytes(file: str | FileState, access: Access) -> ByteFile:
         FileMissing, OutageError, DataError, ConfigError: as `file_state`; DataError also when the file is not in the
             given state.
     """
+    state = file if isinstance(file, FileState) else None
     location = file if isinstance(file, str) else file.location
-    if location.startswith(PIPE) or is_remote(location):
-        state = file_state(location, access) if isinstance(file, str) else file
-        if location.startswith(PIPE):
-            return _piped(location, access, lambda path: LocalFile(str(path), location), state)
-        return RangeFile(state, access) if access.mode == "range" else _cached(state, access)
-    opened = LocalFile(local_path(location), location)
-    if isinstance(file, FileState) and (opened.size, opened.version) != (file.size, file.version):
+    if location.startswith(PIPE):
+        return _piped(location, access, lambda path: ByteFile(path, location), state)
+    if is_remote(location):
+        remote = state or remote_state(location, access)
+        return ShardCache(access).open(
+            "\n".join((location, str(remote.size), remote.version)),
+            lambda path: download(remote, access, path),
+            lambda path: ByteFile(path, location),
+            remote.size,
+        )
+    opened = ByteFile(local_path(location), location)
+    if state is not None and (opened.size, opened.version) != (state.size, state.version):
         opened.close()
         raise has_changed(location)
     return opened
@@ -109,89 +116,15 @@ def _piped(location: str, access: Access, opener: Callable[[Path], T], state: Fi
             last_line = " ".join(done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:])
             raise DataError(f"'{shown(location)}' failed with exit status {done.returncode}: {last_line}")
         if state is not None and _output_state(location, path) != state:
-            raise DataError(f"'{location}' writes other bytes than when it was indexed; start again to index it anew")
+            raise has_changed(location)
 
-    cache = shard_cache(access.cache_dir, access.cache_gib)
-    return cache.open(location, run, opener, None if state is None else state.size)
+    return ShardCache(access).open(location, run, opener, None if state is None else state.size)
 
 
 def _output_state(location: str, path: Path) -> FileState:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileState(location, file.tell(), digest)
-
-
-class RangeFile:
-    """A `ByteFile` that requests the bytes it is asked for."""
-
-    def __init__(self, state: FileState, access: Access) -> None:
-        self.state, self.access, self.size = state, access, state.size
-
-    def pread(self, length: int, offset: int) -> bytes:
-        """As `ByteFile.pread`. Raises OutageError, or DataError as for a server that does not send ranges."""
-        if length < 0 or offset < 0 or offset + length > self.size:
-            raise is_short(self.state.location, self.size, length, offset)
-        options: Any = {"range": (offset, offset + length)}
-        if self.state.version.startswith('"'):  # weak tags never match `If-Match` (RFC 9110, section 13.1.1)
-            options["if_match"] = self.state.version
-
-        def read() -> bytes:
-            data = bytes(_get(self.state, self.access, options).bytes())
-            _check_length(len(data), length)
-            return data
-
-        return _retrying(self.state.location, self.access, read) if length else b""
-
-    def close(self) -> None:
-        """As `ByteFile.close`."""
-
-
-def _cached(state: FileState, access: Access) -> LocalFile:
-    """A remote file as its copy in the shard cache. No request is made when that holds the file."""
-
-    def download(path: Path) -> None:
-        with path.open("wb") as target:
-            chunks = _get(state, access).stream(min_chunk_size=_CHUNK_BYTES)
-            _check_length(sum(target.write(bytes(chunk)) for chunk in chunks), state.size)
-
-    key = "\n".join((state.location, str(state.size), state.version))
-    return shard_cache(access.cache_dir, access.cache_gib).open(
-        key,
-        lambda path: _retrying(state.location, access, lambda: download(path)),
-        lambda path: LocalFile(str(path), state.location),
-        state.size,
-    )
-
-
-def _get(state: FileState, access: Access, options: Any = None) -> Any:
-    """obstore's answer for a file, which is in the indexed state."""
-    store, path = open_store(state.location, 0, access.timeout_s)
-    answer = obstore.get(store, path, options=options)
-    size, version = answer.meta["size"], _version(answer.meta)
-    if version != state.version or (size != state.size and not version):
-        raise has_changed(state.location)
-    _check_length(size, state.size)
-    return answer
-
-
-def _remote_state(location: str, access: Access) -> FileState:
-    """Size and version of a remote file. One byte is requested: many web servers and all signed links refuse HEAD."""
-
-    def look() -> FileState:
-        store, path = open_store(location, 0, access.timeout_s)
-        try:
-            meta = obstore.get(store, path, options={"range": (0, 1)}).meta
-        except exceptions.NotSupportedError:  # no ranges: the answer is the whole file, and its beginning is enough
-            meta = obstore.get(store, path).meta
-        return FileState(location, meta["size"], _version(meta))
-
-    return _retrying(location, access, look)
-
-
-def _version(meta: Any) -> str:
-    """ETag or modification time; empty where the server sends neither (obstore then gives the epoch)."""
-    modified = meta["last_modified"]
-    return meta.get("e_tag") or (str(modified) if modified.timestamp() else "")
 
 
 def list_folder(folder: str, access: Access) -> tuple[list[str], list[str]]:
@@ -201,84 +134,119 @@ def list_folder(folder: str, access: Access) -> tuple[list[str], list[str]]:
     Raises:
         DataError: a local folder cannot be read, or as `file_state`: a failed listing is never taken for an empty one.
     """
-    if not is_remote(folder):
-        entries = entries_of(folder)
-        return [e.path for e in entries if not e.is_dir()], [e.path for e in entries if e.is_dir()]
-    scheme, _, rest = folder.partition("://")
-    bucket, _, path = rest.partition("/")
-    store, _ = open_store(f"{scheme}://{bucket}", 0, access.timeout_s)
-    found = _retrying(folder, access, lambda: obstore.list_with_delimiter(store, path.strip("/") or None))
-    files = sorted(f"{scheme}://{bucket}/{meta['path']}" for meta in found["objects"])
-    folders = sorted(f"{scheme}://{bucket}/{prefix.rstrip('/')}" for prefix in found["common_prefixes"])
-    return [file for file in files if not file.rpartition("/")[2].startswith(".")], folders
+    if is_remote(folder):
+        files, folders = list_bucket(folder, access)
+        return sorted(file for file in files if not file.rpartition("/")[2].startswith(".")), sorted(folders)
+    entries = entries_of(folder)
+    return [e.path for e in entries if not is_folder(e)], [e.path for e in entries if is_folder(e)]
 
 
-def expand(pattern: str, access: Access) -> list[str]:
-    """Sorted paths or URLs of the files and folders that an absolute pattern with `*`, `?` or `[…]` matches.
+def expand(pattern: str, access: Access) -> tuple[list[str], list[str]]:
+    """Sorted paths or URLs of the files, and of the folders, that an absolute pattern with `*`, `?` or `[…]` matches.
 
-    `*` matches no slash and no leading dot. Raises DataError as `list_folder` does, and of a web server, which does
-    not list files."""
-    if protocol_of(pattern) in ("http", "https"):
-        raise DataError(
-            f"dataset.params.path: '{shown(pattern)}': web servers do not list files; name them by braces, such as "
-            "shards/{000..099}.tar, or by a list"
-        )
-    scheme, separator, rest = pattern.rpartition("://")
-    first, *parts = rest.split("/")  # the bucket, or nothing before the first slash of a path
-    found, is_listed = [f"{scheme}{separator}{first}"], False
-    for number, part in enumerate(parts):
-        is_listed = is_listed or has_magic(part)
-        if not is_listed:
-            found = [f"{folder}/{part}" for folder in found]
-            continue
-        matches: list[str] = []
-        for folder in found if separator else filter(os.path.isdir, (folder or "/" for folder in found)):
-            files, folders = list_folder(folder, access)
-            candidates = folders if number + 1 < len(parts) else files + folders
-            matches += [path for path in candidates if fnmatchcase(path.rpartition("/")[2], part)]
-        found = matches
-    return sorted(found)
+    `*` matches no slash and no leading dot. Raises DataError as `list_folder` does."""
+    parent, _, name = pattern.rpartition("/")
+    files, folders = list[str](), list[str]()
+    for folder in expand(parent, access)[1] if has_magic(parent) else [parent or "/"]:
+        if is_remote(folder) or os.path.isdir(folder):
+            files_in, folders_in = list_folder(folder, access)
+            files += [path for path in files_in if fnmatchcase(path.rpartition("/")[2], name)]
+            folders += [path for path in folders_in if fnmatchcase(path.rpartition("/")[2], name)]
+    return sorted(files), sorted(folders)
 
 
-class _WrongLength(Exception):
-    """A server sent fewer or more bytes than were asked for."""
+# --- The shard cache ---
+
+GIB = 1 << 30
+_PARTIAL_KEPT_S = 24 * 3600
+_REOPENED = 20
+"""How often a file may be deleted between being made and being opened."""
+_DATA, _PARTIAL = ".data", ".partial"
 
 
-def _check_length(found: int, requested: int) -> None:
-    if found != requested:
-        raise _WrongLength(f"the answer has {found} bytes instead of {requested}")
+class ShardCache:
+    """The files of `access.cache_dir`, which is made when it does not exist, of at most `access.cache_gib` together."""
 
+    def __init__(self, access: Access) -> None:
+        self.folder, self.max_bytes = access.cache_dir or cache_folder("shards"), int(access.cache_gib * GIB)
 
-def _retrying(location: str, access: Access, attempt: Callable[[], T]) -> T:
-    """The result of `attempt`, called again after growing waits while its failures may be transient.
+    def open(
+        self, key: str, produce: Callable[[Path], None], opener: Callable[[Path], T], size: int | None = None
+    ) -> T:
+        """What `opener` returns for the file of a key, made when it is not there; called again when another process
+        that needs room deletes the file in between.
 
-    Raises:
-        FileMissing, OutageError, DataError: as `file_state`. Without their cause, which holds URLs with secrets.
-        OSError: of the local disk.
-    """
-    failures = 0
-    while True:
+        Args:
+            key: any text; the same text must always mean the same bytes.
+            produce: writes the file to the path it is given. Called by one process at a time.
+            opener: opens the file.
+            size: of the file, when it is known [bytes]. Room is then made beforehand; a file of another size is an
+                error, and one that is in the cache is made anew.
+
+        Raises:
+            DataError: the folder cannot be written, the file is larger than the whole cache, or the cache is so small
+                that files are deleted as soon as they are made.
+        """
+        stem = str(self.folder / hashlib.sha256(key.encode()).hexdigest()[:32])
+        path = Path(stem + _DATA)
         try:
-            return attempt()
-        except (OSError, exceptions.BaseError, _WrongLength) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise  # of the disk; obstore's errors have no number
-            failures += 1
-            transient = is_outage(error) or isinstance(error, _WrongLength) or "invalid list response" in str(error)
-            if not transient or failures > access.num_retries:
-                raise _explained(location, error, failures) from None
-        time.sleep(random.uniform(0.5, 1.0) * min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** (failures - 1)))
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(f"{stem}.lock", "wb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                try:
+                    for _ in range(_REOPENED):
+                        if not _found(path, size):
+                            self._make(path, Path(stem + _PARTIAL), produce, size)
+                        with suppress(FileNotFoundError, FileMissing):
+                            return opener(path)
+                finally:  # a process forked meanwhile has a copy of the descriptor: closing ours would not unlock
+                    fcntl.flock(lock, fcntl.LOCK_UN)
+        except OSError as error:
+            raise DataError(f"the shard cache '{self.folder}' cannot be used: {error.strerror or error}") from error
+        raise DataError(f"the shard cache '{self.folder}' is too small: raise dataset.params.remote.cache_gib")
+
+    def _make(self, path: Path, partial: Path, produce: Callable[[Path], None], size: int | None) -> None:
+        self._check_size(size or 0)
+        try:
+            with partial.open("wb") as file:
+                file.truncate(size or 0)  # other processes then count it
+            self._make_room()
+            produce(partial)
+            made = partial.stat().st_size
+            if size is not None and made != size:
+                raise DataError(f"a file for the shard cache has {made} bytes instead of {size}")
+            self._check_size(made)
+            self._make_room()
+            partial.rename(path)
+        except BaseException:  # once it is renamed, a file of this name is not ours
+            partial.unlink(missing_ok=True)
+            raise
+
+    def _check_size(self, size: int) -> None:
+        if size > self.max_bytes:
+            raise DataError(
+                f"a file of {size / GIB:.3g} GiB does not fit into the shard cache of {self.max_bytes / GIB:.3g} GiB; "
+                "raise dataset.params.remote.cache_gib"
+            )
+
+    def _make_room(self) -> None:
+        """Deletes what crashed processes left, and files, least recently used first, until the rest fits."""
+        entries, now = list[tuple[float, int, str]](), time.time()
+        for entry in os.scandir(self.folder):
+            with suppress(FileNotFoundError):
+                entries.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
+        total = sum(size for _, size, _ in entries)
+        for used, size, path in sorted(entries):
+            is_left = path.endswith(_PARTIAL) and now - used > _PARTIAL_KEPT_S
+            if is_left or (path.endswith(_DATA) and total > self.max_bytes):
+                Path(path).unlink(missing_ok=True)
+                total -= size
 
 
-def _explained(location: str, error: Exception, failures: int) -> DataError:
-    name, reason = shown(location), reason_of(error)
-    if isinstance(error, FileNotFoundError):
-        return FileMissing(f"'{name}' cannot be read: does not exist")
-    if isinstance(error, (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
-        return FileMissing(f"'{name}' cannot be read: not allowed: {reason}; are the credentials right?")
-    if isinstance(error, exceptions.PreconditionError) or _UNSATISFIABLE in str(error):
-        return has_changed(location)
-    if isinstance(error, exceptions.NotSupportedError):
-        return DataError(f"the server of '{name}' sends no parts of files; set dataset.params.remote.mode=cache")
-    attempts = f" after {failures} attempts" if failures > 1 else ""
-    return (OutageError if is_outage(error) else DataError)(f"'{name}' cannot be read{attempts}: {reason}")
+def _found(path: Path, size: int | None) -> bool:
+    """Marks a file as used now. Returns whether it exists with this size."""
+    with suppress(FileNotFoundError):
+        if size is None or path.stat().st_size == size:
+            os.utime(path)
+            return True
+    return False

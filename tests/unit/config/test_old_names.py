@@ -1,12 +1,13 @@
 """Names of sd-training: they mean today's options, and resolved files have today's."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from sd_training.config.changes import resolved_yaml
-from sd_training.config.fields import OLD_NAMES, OLD_WORDS, options, place_of, value_of
+from sd_training.config.fields import OLD_NAMES, OLD_WORDS, RETIRED, options, place_of, value_of
 from sd_training.config.load import load_config
 from tests.unit.config.loading import BASE, only, write
 
@@ -76,3 +77,20 @@ def test_another_option_of_an_old_group_is_unknown(tmp_path: Path) -> None:
 def test_an_old_name_counts_where_the_group_of_the_new_one_is_empty(tmp_path: Path) -> None:
     file = write(tmp_path / "a.yaml", "system:\n  # later\ndataset: {params: {workers: 6}}\n")
     assert load_config([*BASE, f"config={file}"]).system.workers == 6
+
+
+@pytest.mark.parametrize("option", RETIRED)
+def test_an_option_that_is_gone_is_accepted_with_what_is_done_now(option: str, tmp_path: Path) -> None:
+    assert option not in options()
+    name = option.rpartition(".")[2]
+    old = write(tmp_path / "a.yaml", yaml.safe_dump(nested(option, RETIRED[option])))
+    for words in ([f"config={old}"], [f"{option}={RETIRED[option]}"], [f"{option}=null"]):
+        resolved = yaml.safe_load(resolved_yaml(load_config([*BASE, *words])))
+        assert name not in place_of(resolved, option)[0]
+    gone = f'{option}: is "other", but this option is gone: there is only "{RETIRED[option]}" now; remove it'
+    assert only(*BASE, f"{option}=other") == gone
+
+
+def nested(option: str, value: str) -> dict[str, Any]:
+    first, _, rest = option.partition(".")
+    return {first: nested(rest, value) if rest else value}

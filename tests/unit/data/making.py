@@ -11,13 +11,14 @@ import torch
 from sd_training.config.data_schema import DatasetConfig, DatasetParams
 from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
-from sd_training.data.index.store import DatasetIndex, load_index
+from sd_training.data.index.dataset_index import DatasetIndex
+from sd_training.data.index.store import load_index
 from sd_training.data.problems import Problems
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.data.samples.sample import DrawSettings, Dropout
 from sd_training.data.sources.tar import TarSample, TarSource, scan_tar
-from sd_training.data.storage.byte_file import Access
 from sd_training.data.storage.files import open_bytes
+from sd_training.data.storage.locations import Access
 from sd_training.types import LatentGrid, PixelBatch
 from tests import makers
 
@@ -47,7 +48,7 @@ def training_data(path: Path | str | list[str], plan: BatchPlan | None = None, *
     return TrainingData(**{**settings, **options})
 
 
-ACCESS = Access(mode="range", cache_dir=None, cache_gib=1.0, num_retries=0, timeout_s=5.0)
+ACCESS = Access(cache_dir=None, cache_gib=1.0, num_retries=0, timeout_s=5.0)
 
 
 def tar_index(shards: Sequence[Path], fields: Sequence[str] = (), index_dir: Path | None = None) -> DatasetIndex:

@@ -18,8 +18,7 @@ from sd_training.config.data_schema import TagConfig
 from sd_training.data.sources.arrow import ArrowSource
 from sd_training.data.sources.base import Source
 from sd_training.data.sources.choose import expand_shards
-from sd_training.data.sources.files import TABLE_EXTENSIONS, FolderSource, TableSource
-from sd_training.data.sources.tags import TagSource
+from sd_training.data.sources.files import TABLE_EXTENSIONS, FolderSource, TableSource, TagSource
 from sd_training.data.sources.tar import TarSource
 from tests import makers
 from tests.unit.data.making import ACCESS

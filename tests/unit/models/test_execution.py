@@ -219,9 +219,7 @@ def test_missing_headers_of_python_are_said_with_the_remedy(
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
     monkeypatch.setenv("CC", sys.executable)
     monkeypatch.setenv("CXX", sys.executable)
-    with pytest.raises(
-        ConfigError, match=r"trainer.compile: needs the header files of Python in .*python3-dev"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer.compile: needs the header files of Python in .*python3-dev"):
         require_compiler(accelerator)
 
 

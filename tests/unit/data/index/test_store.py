@@ -11,8 +11,8 @@ import pytest
 
 from sd_training.config.plan import BatchPlan
 from sd_training.data.index import store as index_module
-from sd_training.data.index.store import default_index_dir
 from sd_training.data.loader import worker_context
+from sd_training.data.storage.locations import cache_folder
 from sd_training.errors import DataError
 from tests import makers
 from tests.integration.training import ROOT
@@ -43,11 +43,11 @@ def test_columns(shards: list[Path]) -> None:
 
 def test_only_new_and_changed_shards_are_read_again(shards: list[Path]) -> None:
     tar_index(shards)
-    before = files(default_index_dir())
+    before = files(cache_folder("index"))
     assert len(before) == 3
     makers.write_shard(shards[0], makers.caption_samples(5))
     index = tar_index(shards)
-    after = files(default_index_dir())
+    after = files(cache_folder("index"))
     assert len(index) == 13
     assert len(after) == 4
     assert before.items() <= after.items()
@@ -81,8 +81,8 @@ def test_fingerprint_sees_texts_of_equal_length(tmp_path: Path, member: str) -> 
 
 def test_a_damaged_index_file_is_built_again(shards: list[Path]) -> None:
     tar_index(shards)
-    next(default_index_dir().glob("*.arrow")).unlink()
-    for number, path in enumerate(sorted(default_index_dir().glob("*.parquet"))):
+    next(cache_folder("index").glob("*.arrow")).unlink()
+    for number, path in enumerate(sorted(cache_folder("index").glob("*.parquet"))):
         path.write_bytes([b"", b"PAR1garbagePAR1", path.read_bytes()[:-20]][number])
     assert len(tar_index(shards)) == 12
 
@@ -139,7 +139,7 @@ def test_image_sizes_and_blocks(tmp_path: Path) -> None:
 
 def test_a_damaged_join_is_made_again(shards: list[Path]) -> None:
     fingerprint = tar_index(shards).fingerprint
-    (joined,) = default_index_dir().glob("*.arrow")
+    (joined,) = cache_folder("index").glob("*.arrow")
     for damage in (b"", b"ARROW1garbage", joined.read_bytes()[:-40]):
         joined.write_bytes(damage)
         assert tar_index(shards).fingerprint == fingerprint
@@ -166,7 +166,7 @@ def test_reading_samples_does_not_import_pandas(shards: list[Path], tmp_path: Pa
 
 def test_what_killed_processes_left_is_removed(shards: list[Path]) -> None:
     tar_index(shards)
-    old, young = (default_index_dir() / f"{name}.partial" for name in ("old", "young"))
+    old, young = (cache_folder("index") / f"{name}.partial" for name in ("old", "young"))
     for path in (old, young):
         path.write_bytes(b"half")
     os.utime(old, (1, 1))
@@ -176,8 +176,12 @@ def test_what_killed_processes_left_is_removed(shards: list[Path]) -> None:
 
 def test_a_join_unused_for_long_is_removed(shards: list[Path], tmp_path: Path) -> None:
     tar_index(shards)
-    (old,) = default_index_dir().glob("*.arrow")
+    (old,) = cache_folder("index").glob("*.arrow")
     os.utime(old, (1, 1))
+    tar_index(shards)  # opening it counts as use
     tar_index(shards[:2])
+    assert old.exists()
+    os.utime(old, (1, 1))
+    tar_index(shards[1:])
     assert not old.exists()
     assert len(tar_index(shards)) == 12

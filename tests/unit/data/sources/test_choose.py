@@ -4,7 +4,7 @@ import pytest
 
 from sd_training.config.data_schema import SourceParams
 from sd_training.data.sources.choose import expand_shards, make_source
-from sd_training.data.storage.byte_file import Access
+from sd_training.data.storage.locations import Access
 from sd_training.errors import ConfigError, DataError
 from tests.unit.data.locked_folder import locked
 
@@ -16,7 +16,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-ACCESS = Access("range", num_retries=0, timeout_s=5)
+ACCESS = Access(num_retries=0, timeout_s=5)
 
 
 def names(shards: list[str]) -> list[str]:
@@ -118,6 +118,7 @@ def test_web_servers_are_not_asked_for_their_files(path: str) -> None:
 def test_a_folder_gives_no_hidden_files_and_any_case(folder: Path) -> None:
     for name in ("._000.tar", "003.TAR"):
         (folder / name).write_bytes(b"")
+    (folder / "itself").symlink_to(folder / "itself")
     (folder / "gone.tar").symlink_to(folder / "nowhere")  # found missing when it is looked at, not left out
     expected = ["000.tar", "001.tar", "002.tar", "003.TAR", "gone.tar"]
     assert names(expand_shards(str(folder), ACCESS)) == expected

@@ -14,11 +14,12 @@ import pytest
 
 from sd_training.config.data_schema import CaptionConfig, RemoteConfig
 from sd_training.config.plan import BatchPlan
-from sd_training.data.index.store import DatasetIndex, load_index
+from sd_training.data.index.dataset_index import DatasetIndex
+from sd_training.data.index.store import load_index
 from sd_training.data.loader import worker_context
 from sd_training.data.problems import BadSample
 from sd_training.data.sources.arrow import ArrowSource
-from sd_training.data.storage.byte_file import Access
+from sd_training.data.storage.locations import Access
 from sd_training.errors import ConfigError, DataError
 from tests import makers
 from tests.unit.data.making import equal_bits, joined, stream, training_data
@@ -49,7 +50,7 @@ def write(path: Path, columns: dict[str, Any], **options: Any) -> Path:
 
 
 def access(tmp_path: Path) -> Access:
-    return Access("cache", tmp_path / "cache", 0.1, 0, 5.0)
+    return Access(tmp_path / "cache", 0.1, 0, 5.0)
 
 
 def opened(tmp_path: Path, *files: Path, fields: tuple[str, ...] = (), **columns: str) -> tuple[DatasetIndex, Any]:
@@ -157,14 +158,9 @@ def test_columns_without_values_and_decimals(tmp_path: Path) -> None:
     index, reader = opened(tmp_path, write(tmp_path / "a.parquet", columns), fields=("price",))
     assert len(index) == 1 and reader.image(0) == image(1)
     assert index.columns["number:price"].to_pylist() == [1.5]
-    assert {problem.reason for problem in index.problems.named()} == {"image is empty", "caption is empty"}
+    assert {problem.reason for problem in index.problems.named()} == {"image is empty"}
     with pytest.raises(BadSample, match="caption missing"):
         reader.caption(0)
-
-
-def test_a_caption_column_of_numbers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"column .caption. of .*a\.parquet is int64; it must hold texts"):
-        opened(tmp_path, write(tmp_path / "a.parquet", {"jpg": rows(2)["jpg"], "caption": [1, 2]}))
 
 
 def test_empty_row_groups(tmp_path: Path) -> None:
@@ -200,7 +196,6 @@ def test_what_is_wrong_is_named_by_its_row(tmp_path: Path) -> None:
     assert [index.name(sample)[1] for sample in range(len(index))] == ["row 0", "row 2", "row 3"]
     assert {(problem.key, problem.reason) for problem in index.problems.named()} == {
         ("row 1", "image is empty"),
-        ("row 2", "caption is empty"),
         ("row 3", "image size cannot be told"),
     }
 

@@ -12,7 +12,8 @@ import pyarrow as pa
 import pytest
 
 from sd_training.data.index.columns import captions_in
-from sd_training.data.index.store import DatasetIndex, load_index
+from sd_training.data.index.dataset_index import DatasetIndex
+from sd_training.data.index.store import load_index
 from sd_training.data.problems import BadSample
 from sd_training.data.sources.arrow import ArrowSource, saved_files
 from sd_training.errors import ConfigError, DataError
@@ -142,7 +143,7 @@ def test_a_truncated_file_is_an_error(tmp_path: Path, cut: int) -> None:
 def test_compressed_files_are_refused(tmp_path: Path) -> None:
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     folder = write_arrow(tmp_path / "set", pa.table({"image": IMAGES, "text": ["x"] * 6}), options)
-    with pytest.raises(DataError, match="compressed"):
+    with pytest.raises(DataError, match=r"data\.arrow' is a compressed Arrow file; .*save it again"):
         index_of(folder)
 
 
@@ -170,13 +171,7 @@ def test_columns_without_values(tmp_path: Path) -> None:
     (folder / "1.jpg").write_bytes(IMAGES[0])
     index = index_of(folder)
     assert len(index) == 1
-    assert {reason for _, reason in named(index)} == {"image is empty", "caption is empty"}
-
-
-def test_a_caption_column_of_numbers_is_refused(tmp_path: Path) -> None:
-    folder = write_arrow(tmp_path / "a", pa.table({"image": [b"x"], "text": [1]}))
-    with pytest.raises(ConfigError, match=r"column .text. of .*data\.arrow is int64; it must hold texts"):
-        index_of(folder)
+    assert {reason for _, reason in named(index)} == {"image is empty"}
 
 
 def test_a_folder_given_twice_counts_once(tmp_path: Path) -> None:
@@ -273,7 +268,7 @@ def test_captions_and_metadata(tmp_path: Path) -> None:
     index = index_of(save(tmp_path / "set", columns, features), ["score", "is_good", "label", "more"])
     assert image_and_caption(index, 0)[1] == ["one", "two"] and image_and_caption(index, 2)[1] == ["three"]
     assert index.numbers("caption_length").tolist() == [3, -1, 5]
-    assert named(index) == {("row 1", "caption is empty")}
+    assert not named(index)
     assert index.fields == {"caption", "score", "is_good", "label", "more"}
     assert index.columns["number:score"].to_pylist() == [0.5, None, None]
     assert index.columns["number:label"].to_pylist() == [1, 0, 1]

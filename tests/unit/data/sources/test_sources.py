@@ -11,8 +11,9 @@ import pytest
 
 from sd_training.config.data_schema import CaptionConfig
 from sd_training.config.filters import parse_filters
+from sd_training.data.index.dataset_index import DatasetIndex
 from sd_training.data.index.selection import select
-from sd_training.data.index.store import DatasetIndex, load_index
+from sd_training.data.index.store import load_index
 from sd_training.data.loader import worker_context
 from sd_training.data.problems import BadSample
 from sd_training.data.samples.image import ImageRules, decode

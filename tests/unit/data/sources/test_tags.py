@@ -9,7 +9,7 @@ import pytest
 from sd_training.config.data_schema import TagConfig
 from sd_training.config.plan import BatchPlan
 from sd_training.data.index.store import load_index
-from sd_training.data.sources.tags import TagSource
+from sd_training.data.sources.files import TagSource
 from sd_training.errors import DataError
 from tests import makers
 from tests.unit.data.locked_folder import locked

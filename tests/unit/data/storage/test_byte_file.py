@@ -1,13 +1,11 @@
-import io
 import os
 import pickle
-import tarfile
 from pathlib import Path
 
 import pytest
 
-from sd_training.data.storage.byte_file import Access, FileMissing, FileState, ReadAhead, seekable
 from sd_training.data.storage.files import file_state, open_bytes
+from sd_training.data.storage.locations import Access, FileMissing, FileState
 from sd_training.errors import ConfigError, DataError
 
 ACCESS = Access()
@@ -70,39 +68,5 @@ def test_other_protocols_are_refused_without_secrets(url: str) -> None:
 
 
 def test_access_travels() -> None:
-    access = Access("range", Path("/x"), 1.5, 3, 2.0)
+    access = Access(Path("/x"), 1.5, 3, 2.0)
     assert pickle.loads(pickle.dumps(access)) == access
-
-
-def test_seekable_is_a_file(path: Path) -> None:
-    view = seekable(open_bytes(str(path), ACCESS), 100, 50, buffer_size=16)
-    assert (view.read(5), view.tell()) == (CONTENT[100:105], 5)
-    assert view.seek(-5, io.SEEK_END) == 45
-    assert view.read() == CONTENT[145:150]
-    assert view.read(10) == b""
-    view.seek(200)
-    assert view.read() == b""
-    with pytest.raises(ValueError, match="seek"):
-        view.seek(-1)
-
-
-def test_tarfile_reads_through_it(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for number in range(3):
-            info = tarfile.TarInfo(f"{number}.txt")
-            info.size = 1000 + number
-            tar.addfile(info, io.BytesIO(CONTENT[: info.size]))
-    file = open_bytes(str(tmp_path / "a.tar"), ACCESS)
-    with tarfile.open(fileobj=seekable(file), mode="r:") as tar:
-        assert [(member.name, member.size) for member in tar] == [("0.txt", 1000), ("1.txt", 1001), ("2.txt", 1002)]
-    assert file.pread(1, 0) == b"0"  # closing the view left it open
-
-
-@pytest.mark.parametrize("block", [7, 100, 20_000])
-def test_read_ahead_gives_the_same_bytes(path: Path, block: int) -> None:
-    file = open_bytes(str(path), ACCESS)
-    near = ReadAhead(file, block)
-    for length, offset in [(0, 0), (1, 0), (7, 0), (7, 3), (90, 6), (150, 10), (10, len(CONTENT) - 10), (0, 30)]:
-        assert near.pread(length, offset) == file.pread(length, offset)
-    with pytest.raises(DataError, match="were expected"):
-        near.pread(11, len(CONTENT) - 10)

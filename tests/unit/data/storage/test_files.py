@@ -6,21 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.data.storage import files as remote_files
-from sd_training.data.storage.byte_file import Access, FileMissing, FileState, LocalFile
-from sd_training.data.storage.files import file_state, open_bytes
-from sd_training.data.storage.shard_cache import shard_cache
+from sd_training.data.storage import object_store
+from sd_training.data.storage.files import ShardCache, file_state, open_bytes
+from sd_training.data.storage.locations import Access, FileMissing, FileState
 from sd_training.errors import DataError, OutageError
 from tests.integration.fault_proxy import FaultProxy, running
 from tests.integration.http_files import WebFiles, web_files
 
 CONTENT = random.Random(1).randbytes(300_000)
-RANGE = Access("range", num_retries=4, timeout_s=5)
+ACCESS = Access(num_retries=4, timeout_s=5)
 
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_files, "FIRST_WAIT_S", 0.005)
+    monkeypatch.setattr(object_store, "FIRST_WAIT_S", 0.005)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
@@ -33,57 +32,42 @@ def web() -> Iterator[WebFiles]:
 
 @pytest.fixture
 def cached(tmp_path: Path) -> Access:
-    return Access("cache", tmp_path / "shards", 1, num_retries=4, timeout_s=5)
-
-
-def test_range_reads(web: WebFiles) -> None:
-    state = file_state(f"{web.url}/a.tar", RANGE)
-    assert state.size == len(CONTENT) and state.version
-    file = open_bytes(state, RANGE)
-    for offset in (0, 1, 77_777, len(CONTENT) - 5):
-        assert file.pread(5, offset) == CONTENT[offset : offset + 5]
-    assert file.pread(0, 0) == b"" and web.counts["/a.tar"] == 5
-    with pytest.raises(DataError, match=r"a\.tar' has 300000 bytes, 6 from 299995 were expected"):
-        file.pread(6, len(CONTENT) - 5)
+    return Access(tmp_path / "shards", 1, num_retries=4, timeout_s=5)
 
 
 def test_cached_once(web: WebFiles, cached: Access) -> None:
     state = file_state(f"{web.url}/a.tar", cached)
     for _ in range(2):
         file = open_bytes(state, cached)
-        assert isinstance(file, LocalFile) and file.pread(len(CONTENT), 0) == CONTENT
+        assert file.pread(len(CONTENT), 0) == CONTENT
     assert web.counts["/a.tar"] == 2  # the look and the download
     with pytest.raises(DataError, match=rf"{web.url}/a\.tar.*expected"):
         file.pread(1, len(CONTENT))
 
 
 def test_larger_than_the_cache(web: WebFiles, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"does not fit.*remote\.mode=range"):
-        open_bytes(f"{web.url}/a.tar", Access("cache", tmp_path, cache_gib=1e-4))
+    with pytest.raises(DataError, match=r"does not fit.*raise dataset\.params\.remote\.cache_gib"):
+        open_bytes(f"{web.url}/a.tar", Access(tmp_path, cache_gib=1e-4))
     assert web.counts["/a.tar"] == 1  # nothing was downloaded in vain
 
 
 def test_default_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert shard_cache(None, 1.0).folder == Path("/somewhere/sd_training/shards")
+    assert ShardCache(Access()).folder == Path("/somewhere/sd_training/shards")
 
 
-@pytest.mark.parametrize("mode", ["range", "cache"])
-def test_a_changed_file_is_noticed(web: WebFiles, tmp_path: Path, mode: str) -> None:
-    access = Access("range" if mode == "range" else "cache", tmp_path)
-    state = file_state(f"{web.url}/a.tar", access)
+def test_a_changed_file_is_noticed(web: WebFiles, cached: Access) -> None:
+    state = file_state(f"{web.url}/a.tar", cached)
     web.files["/a.tar"] = CONTENT[::-1]  # as long as before
     with pytest.raises(DataError, match=r"a\.tar' has changed since it was indexed"):
-        open_bytes(state, access).pread(10, 0)
-    assert file_state(f"{web.url}/a.tar", access).version != state.version
+        open_bytes(state, cached)
+    assert file_state(f"{web.url}/a.tar", cached).version != state.version
 
 
 def test_a_server_without_ranges(web: WebFiles, cached: Access) -> None:
     web.has_ranges = False
-    state = file_state(f"{web.url}/a.tar", RANGE)
+    state = file_state(f"{web.url}/a.tar", cached)
     assert state.size == len(CONTENT)
-    with pytest.raises(DataError, match=r"sends no parts.*set dataset\.params\.remote\.mode=cache"):
-        open_bytes(state, RANGE).pread(10, 5)
     assert open_bytes(state, cached).pread(10, 5) == CONTENT[5:15]
 
 
@@ -92,20 +76,20 @@ def test_a_cached_file_of_a_wrong_size_is_loaded_again(web: WebFiles, cached: Ac
     state = file_state(f"{web.url}/a.tar", cached)
     open_bytes(state, cached).close()
     assert cached.cache_dir is not None
-    (kept,) = cached.cache_dir.iterdir()
+    (kept,) = cached.cache_dir.glob("*.data")
     for damaged in (CONTENT[:-1], CONTENT + b"x"):
         kept.write_bytes(damaged)
         assert open_bytes(state, cached).pread(len(CONTENT), 0) == CONTENT
-    assert list(cached.cache_dir.iterdir()) == [kept]
+    assert list(cached.cache_dir.glob("*.data")) == [kept]
 
 
 def test_missing_and_forbidden_files_are_told_at_once(web: WebFiles) -> None:
     with pytest.raises(FileMissing, match=r"none\.tar' cannot be read: does not exist"):
-        file_state(f"{web.url}/none.tar", RANGE)
+        file_state(f"{web.url}/none.tar", ACCESS)
     web.secret = "key=abc"
-    assert file_state(f"{web.url}/a.tar?key=abc", RANGE).size == len(CONTENT)
+    assert file_state(f"{web.url}/a.tar?key=abc", ACCESS).size == len(CONTENT)
     with pytest.raises(FileMissing, match="not allowed") as error:
-        file_state(f"{web.url}/a.tar?key=wrong", RANGE)
+        file_state(f"{web.url}/a.tar?key=wrong", ACCESS)
     assert "wrong" not in str(error.value)
     assert web.counts == {"/none.tar": 1, "/a.tar": 2}
 
@@ -126,61 +110,56 @@ def patience_s(fault: str) -> float:
 
 
 @pytest.mark.parametrize("fault", ["status", "reset", "truncated", "short", "delay"])
-@pytest.mark.parametrize("mode", ["range", "cache"])
-def test_every_fault_is_overcome(web: WebFiles, tmp_path: Path, mode: str, fault: str) -> None:
-    access = Access("range" if mode == "range" else "cache", tmp_path, num_retries=2, timeout_s=patience_s(fault))
+def test_every_fault_is_overcome(web: WebFiles, tmp_path: Path, fault: str) -> None:
+    access = Access(tmp_path, num_retries=2, timeout_s=patience_s(fault))
     proxy = proxy_of(web, fault, longest_row=2)
     state = file_state(f"{web.url}/a.tar", access)
     with running(proxy):
         file = open_bytes(FileState(f"{proxy.url}/a.tar", state.size, state.version), access)
-        for offset in range(0, 200_001, 50_000):
-            assert file.pread(1000, offset) == CONTENT[offset : offset + 1000]
-    assert proxy.counts == {fault: 2 * (5 if mode == "range" else 1)}  # each request failed twice, then came
+        assert file.pread(len(CONTENT), 0) == CONTENT
+    assert proxy.counts == {fault: 2}  # the download failed twice, then came
 
 
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [("short", "500 bytes instead of 1000"), ("truncated", "body error"), ("status", "503"), ("delay", "HTTP error")],
+    [("short", "bytes instead of 300000"), ("truncated", "body error"), ("status", "503"), ("delay", "HTTP error")],
 )
 def test_a_fault_that_stays_ends_in_an_error(web: WebFiles, fault: str, message: str) -> None:
-    access = Access("range", num_retries=1, timeout_s=patience_s(fault))
+    access = Access(num_retries=1, timeout_s=patience_s(fault))
     state = file_state(f"{web.url}/a.tar", access)
     proxy = proxy_of(web, fault, longest_row=99)
     with running(proxy):
         at_proxy = FileState(f"{proxy.url}/a.tar", state.size, state.version)
         with pytest.raises(DataError, match=rf"a\.tar' cannot be read after 2 attempts: .*{message}") as error:
-            open_bytes(at_proxy, access).pread(1000, 0)
+            open_bytes(at_proxy, access)
     assert isinstance(error.value, OutageError) == (fault != "short")  # a wrong length may be the server's defect
 
 
 def test_threads_share_one_file(web: WebFiles) -> None:
-    file = open_bytes(f"{web.url}/a.tar", RANGE)
+    file = open_bytes(f"{web.url}/a.tar", ACCESS)
     offsets = [number * 1009 for number in range(200)]
     with ThreadPoolExecutor(8) as pool:
         pieces = list(pool.map(lambda offset: file.pread(50, offset), offsets))
     assert pieces == [CONTENT[offset : offset + 50] for offset in offsets]
 
 
-def read_pieces(location: str, seed: int, results: "multiprocessing.SimpleQueue[bool]") -> None:
+def read_all(location: str, folder: Path, results: "multiprocessing.SimpleQueue[bool]") -> None:
     """In another process."""
-    file = open_bytes(location, RANGE)
-    offsets = [random.Random(seed).randrange(len(CONTENT) - 50) for _ in range(10)]
-    results.put(all(file.pread(50, offset) == CONTENT[offset : offset + 50] for offset in offsets))
+    file = open_bytes(location, Access(folder, num_retries=4, timeout_s=5))
+    results.put(file.pread(len(CONTENT), 0) == CONTENT)
 
 
-def test_loader_processes_read_beside_their_parent(web: WebFiles) -> None:
+def test_loader_processes_read_beside_their_parent(web: WebFiles, tmp_path: Path) -> None:
     """They come from a server that has read nothing, as in `data/loader.py`."""
     context = multiprocessing.get_context("forkserver")
-    file = open_bytes(f"{web.url}/a.tar", RANGE)
+    open_bytes(f"{web.url}/a.tar", ACCESS)
     results = context.SimpleQueue()
-    with ThreadPoolExecutor(2) as pool:
-        busy = [pool.submit(file.pread, 100, offset) for offset in range(0, 40_000, 1000)]
-        children = [context.Process(target=read_pieces, args=(f"{web.url}/a.tar", i, results)) for i in range(2)]
-        for process in children:
-            process.start()
-        for process in children:
-            process.join(200)
-        assert [process.exitcode for process in children] == [0, 0]
-        assert [future.result(200) for future in busy] == [CONTENT[o : o + 100] for o in range(0, 40_000, 1000)]
+    children = [
+        context.Process(target=read_all, args=(f"{web.url}/a.tar", tmp_path / str(i), results)) for i in range(2)
+    ]
+    for process in children:
+        process.start()
+    for process in children:
+        process.join(200)
+    assert [process.exitcode for process in children] == [0, 0]
     assert [results.get() for _ in children] == [True] * 2
-    assert file.pread(9, 9) == CONTENT[9:18]

@@ -4,8 +4,8 @@ import pytest
 
 from sd_training.config.data_schema import RemoteConfig
 from sd_training.config.plan import BatchPlan
-from sd_training.data.storage.byte_file import Access
 from sd_training.data.storage.files import file_state, open_bytes
+from sd_training.data.storage.locations import Access
 from sd_training.errors import DataError
 from tests import makers
 from tests.unit.data.making import equal_bits, joined, stream, training_data
@@ -17,7 +17,7 @@ def shard(tmp_path: Path) -> Path:
 
 
 def access(tmp_path: Path, num_retries: int = 0) -> Access:
-    return Access(mode="cache", cache_dir=tmp_path / "cache", cache_gib=0.1, num_retries=num_retries, timeout_s=5.0)
+    return Access(tmp_path / "cache", cache_gib=0.1, num_retries=num_retries, timeout_s=5.0)
 
 
 def counted(tmp_path: Path, shard: Path) -> str:
@@ -45,7 +45,7 @@ def test_what_is_not_kept_any_more_is_made_again_and_compared(tmp_path: Path, sh
     for path in (tmp_path / "cache").glob("*.data"):
         path.unlink()
     makers.write_shard(shard, makers.caption_samples(9))
-    with pytest.raises(DataError, match="writes other bytes than when it was indexed"):
+    with pytest.raises(DataError, match="has changed since it was indexed"):
         open_bytes(state, access(tmp_path))
 
 
@@ -62,7 +62,7 @@ def test_a_failure_is_an_error(tmp_path: Path, shard: Path, command: str, reason
     location = f"pipe:{command.format(shard=shard)}"
     with pytest.raises(DataError, match=reason):
         file_state(location, access(tmp_path))
-    assert not list((tmp_path / "cache").iterdir())
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
 def test_a_run_on_pipes_is_a_run_on_files(tmp_path: Path, shard: Path) -> None:

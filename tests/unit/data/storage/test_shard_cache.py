@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.data.storage.byte_file import FileMissing
-from sd_training.data.storage.shard_cache import GIB, ShardCache
+from sd_training.data.storage.files import GIB, ShardCache
+from sd_training.data.storage.locations import Access, FileMissing
 from sd_training.errors import DataError
 
 KIB = 1024 / GIB
@@ -26,8 +26,14 @@ def refusing(path: Path) -> None:
     raise AssertionError("the file was there already")
 
 
+def get(cache: ShardCache, key: str, produce: Callable[[Path], None], size: int | None = None) -> Path:
+    """The path of a file, which may be deleted at any time."""
+    return cache.open(key, produce, lambda path: path, size)
+
+
 def files(folder: Path) -> list[str]:
-    return sorted(path.suffix for path in folder.iterdir())
+    """Endings, without those of the empty lock files."""
+    return sorted(path.suffix for path in folder.iterdir() if path.suffix != ".lock")
 
 
 def size_now(entry: "os.DirEntry[str]") -> int:
@@ -42,40 +48,40 @@ def age(path: Path, seconds: int) -> None:
 
 
 def test_made_once_and_found_again(tmp_path: Path) -> None:
-    cache = ShardCache(tmp_path / "new" / "folder", 1)
-    path = cache.get("key", writing(100), 100)
+    cache = ShardCache(Access(tmp_path / "new" / "folder", 1))
+    path = get(cache, "key", writing(100), 100)
     assert path.read_bytes() == b"x" * 100
-    assert cache.get("key", refusing) == path
-    assert cache.get("other key", writing(5)) != path
-    assert files(tmp_path / "new" / "folder") == [".data", ".data"]  # no locks and no partial files stay
+    assert get(cache, "key", refusing) == path
+    assert get(cache, "other key", writing(5)) != path
+    assert files(tmp_path / "new" / "folder") == [".data", ".data"]  # no partial files stay
 
 
 def test_what_was_not_used_for_longest_goes(tmp_path: Path) -> None:
-    cache = ShardCache(tmp_path, 10 * KIB)
-    paths = [cache.get(str(number), writing(3000), 3000) for number in range(3)]
+    cache = ShardCache(Access(tmp_path, 10 * KIB))
+    paths = [get(cache, str(number), writing(3000), 3000) for number in range(3)]
     for path, seconds in zip(paths, (30, 20, 10), strict=True):
         age(path, seconds)
     with paths[1].open("rb") as still_open:
-        cache.get("0", refusing)  # used now, so the second is the oldest
-        cache.get("3", writing(3000), 3000)
+        get(cache, "0", refusing)  # used now, so the second is the oldest
+        get(cache, "3", writing(3000), 3000)
         assert [path.exists() for path in paths] == [True, False, True]
         assert len(still_open.read()) == 3000
-    cache.get("4", writing(9000))  # of a size that nobody knew
+    get(cache, "4", writing(9000))  # of a size that nobody knew
     assert files(tmp_path) == [".data"]
 
 
 @pytest.mark.parametrize("size", [None, 20_000])
 def test_larger_than_the_whole_cache(tmp_path: Path, size: int | None) -> None:
-    cache = ShardCache(tmp_path, 10 * KIB)
-    kept = cache.get("kept", writing(3000))
+    cache = ShardCache(Access(tmp_path, 10 * KIB))
+    kept = get(cache, "kept", writing(3000))
     with pytest.raises(DataError, match=r"does not fit.*cache_gib"):
-        cache.get("key", writing(20_000), size)
+        get(cache, "key", writing(20_000), size)
     assert kept.exists() and files(tmp_path) == [".data"]
 
 
 def test_another_size_than_announced_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="99 bytes instead of 100"):
-        ShardCache(tmp_path, 1).get("key", writing(99), 100)
+        get(ShardCache(Access(tmp_path, 1)), "key", writing(99), 100)
     assert files(tmp_path) == []
 
 
@@ -85,7 +91,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
         raise DataError("the reason")
 
     with pytest.raises(DataError, match="the reason"):
-        ShardCache(tmp_path, 1).get("key", fail)
+        get(ShardCache(Access(tmp_path, 1)), "key", fail)
     assert files(tmp_path) == []
 
 
@@ -97,30 +103,33 @@ def test_a_missing_source_is_named_at_once(tmp_path: Path) -> None:
         raise FileMissing("the shard is not allowed")
 
     with pytest.raises(FileMissing, match="not allowed"):
-        ShardCache(tmp_path, 1).open("key", fail, Path.read_bytes)
+        ShardCache(Access(tmp_path, 1)).open("key", fail, Path.read_bytes)
     assert len(tries) == 1
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(DataError, match=r"shard cache.*file/cache.*cannot be used"):
-        ShardCache(tmp_path / "file" / "cache", 1).get("key", writing(1))
+        get(ShardCache(Access(tmp_path / "file" / "cache", 1)), "key", writing(1))
 
 
 def test_a_crash_leaves_what_the_next_process_removes(tmp_path: Path) -> None:
-    cache = ShardCache(tmp_path, 1)
+    cache = ShardCache(Access(tmp_path, 1))
 
     def crash(path: Path) -> None:
         path.write_bytes(b"half")
         os._exit(9)
 
-    process = FORK.Process(target=cache.get, args=("key", crash))
+    process = FORK.Process(target=get, args=(cache, "key", crash))
     process.start()
     process.join()
     assert files(tmp_path) == [".partial"]
-    cache.get("another key", writing(3))
-    assert files(tmp_path) == [".data"]
-    assert cache.get("key", writing(7)).read_bytes() == b"x" * 7
+    get(cache, "another key", writing(3))
+    assert files(tmp_path) == [".data", ".partial"]  # it may still be written
+    age(next(tmp_path.glob("*.partial")), 2 * 24 * 3600)
+    get(cache, "a third key", writing(3))
+    assert files(tmp_path) == [".data", ".data"]
+    assert get(cache, "key", writing(7)).read_bytes() == b"x" * 7
 
 
 def test_many_processes_one_producer_per_key(tmp_path: Path) -> None:
@@ -133,8 +142,8 @@ def test_many_processes_one_producer_per_key(tmp_path: Path) -> None:
         path.write_bytes(key.encode() * 10)
 
     def use() -> None:
-        cache = ShardCache(tmp_path / "cache", 1)
-        got = [cache.get(key, lambda path, key=key: produce(key, path)).read_bytes() for key in "abc"]  # type: ignore[misc]
+        cache = ShardCache(Access(tmp_path / "cache", 1))
+        got = [get(cache, key, lambda path, key=key: produce(key, path)).read_bytes() for key in "abc"]  # type: ignore[misc]
         with right.get_lock():
             right.value += got == [b"a" * 10, b"b" * 10, b"c" * 10]
 
@@ -148,14 +157,14 @@ def test_many_processes_one_producer_per_key(tmp_path: Path) -> None:
 
 
 def test_threads_of_one_process_too(tmp_path: Path) -> None:
-    cache, made = ShardCache(tmp_path, 1), []
+    cache, made = ShardCache(Access(tmp_path, 1)), []
 
     def produce(path: Path) -> None:
         made.append(path)
         time.sleep(0.05)
         path.write_bytes(b"abc")
 
-    threads = [threading.Thread(target=cache.get, args=("key", produce)) for _ in range(4)]
+    threads = [threading.Thread(target=get, args=(cache, "key", produce)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -164,8 +173,8 @@ def test_threads_of_one_process_too(tmp_path: Path) -> None:
 
 
 def test_never_two_producers_of_one_key_at_a_time(tmp_path: Path) -> None:
-    """Lock files are deleted while others wait for them; who waited must notice."""
-    cache, inside, most = ShardCache(tmp_path, 1), [], [0]
+    """Files are deleted while others wait for the lock."""
+    cache, inside, most = ShardCache(Access(tmp_path, 1)), [], [0]
 
     def produce(path: Path) -> None:
         inside.append(path)
@@ -175,7 +184,7 @@ def test_never_two_producers_of_one_key_at_a_time(tmp_path: Path) -> None:
 
     def use() -> None:
         for _ in range(15):
-            cache.get("key", produce).unlink(missing_ok=True)
+            get(cache, "key", produce).unlink(missing_ok=True)
 
     threads = [threading.Thread(target=use) for _ in range(8)]
     for thread in threads:
@@ -195,33 +204,33 @@ def test_what_the_next_one_has_begun_is_left_alone(tmp_path: Path, monkeypatch: 
         return made
 
     monkeypatch.setattr(Path, "rename", rename_and_begin)
-    path = ShardCache(tmp_path, 1).get("key", lambda partial: partial.write_bytes(b"abc") and None)
+    path = get(ShardCache(Access(tmp_path, 1)), "key", lambda partial: partial.write_bytes(b"abc") and None)
     assert path.read_bytes() == b"abc"
     assert b"of the next one" in [file.read_bytes() for file in path.parent.iterdir()]
 
 
 def test_files_being_made_count_and_are_left_alone(tmp_path: Path) -> None:
-    cache, half, go_on = ShardCache(tmp_path, 10 * KIB), threading.Event(), threading.Event()
+    cache, half, go_on = ShardCache(Access(tmp_path, 10 * KIB)), threading.Event(), threading.Event()
 
     def slowly(path: Path) -> None:
         half.set()
         assert go_on.wait(100)
         path.write_bytes(b"s" * 6000)
 
-    slow = threading.Thread(target=cache.get, args=("slow", slowly, 6000))
+    slow = threading.Thread(target=get, args=(cache, "slow", slowly, 6000))
     slow.start()
     assert half.wait(100)
-    first = cache.get("first", writing(3000), 3000)
-    cache.get("second", writing(3000), 3000)  # with the one that is being made there is room for one of them
+    first = get(cache, "first", writing(3000), 3000)
+    get(cache, "second", writing(3000), 3000)  # with the one that is being made there is room for one of them
     assert not first.exists() and files(tmp_path) == [".data", ".partial"]
     go_on.set()
     slow.join()
-    assert cache.get("slow", refusing).read_bytes() == b"s" * 6000
+    assert get(cache, "slow", refusing).read_bytes() == b"s" * 6000
 
 
 def test_the_folder_does_not_grow_far_beyond_its_limit(tmp_path: Path) -> None:
     def use(seed: int) -> None:
-        cache = ShardCache(tmp_path, 20 * KIB)
+        cache = ShardCache(Access(tmp_path, 20 * KIB))
         for number in range(25):
             key = str((seed * 7 + number * number) % 12)
             opened = cache.open(key, writing(4000, key[-1].encode()), lambda path: path.open("rb"), 4000)
@@ -239,7 +248,7 @@ def test_the_folder_does_not_grow_far_beyond_its_limit(tmp_path: Path) -> None:
 
 
 def test_open_gets_a_deleted_file_again(tmp_path: Path) -> None:
-    cache, tries = ShardCache(tmp_path, 1), []
+    cache, tries = ShardCache(Access(tmp_path, 1)), []
 
     def opener(path: Path) -> bytes:
         tries.append(path)
@@ -249,3 +258,12 @@ def test_open_gets_a_deleted_file_again(tmp_path: Path) -> None:
 
     assert cache.open("key", writing(4), opener) == b"xxxx"
     assert len(tries) == 2
+
+
+def test_a_file_that_is_deleted_again_and_again(tmp_path: Path) -> None:
+    def opener(path: Path) -> bytes:
+        path.unlink()
+        return path.read_bytes()
+
+    with pytest.raises(DataError, match=r"too small: raise dataset\.params\.remote\.cache_gib"):
+        ShardCache(Access(tmp_path, 1)).open("key", writing(4), opener)
