@@ -11,7 +11,7 @@ from pathlib import Path
 import sd_training.models  # noqa: F401 - it must be what imports diffusers first
 from sd_training.callbacks.run_record import CONFIG, RunRecord
 from sd_training.checkpoint.folder import folder_name, last_saved_step, newest_verified, remove_leftovers, step_of
-from sd_training.checkpoint.mirror import Mirror, MirrorError
+from sd_training.checkpoint.mirror import Mirror
 from sd_training.checkpoint.run_lock import NO_LOCK, RunLock, acquire_run_lock
 from sd_training.checkpoint.save import open_checkpoint
 from sd_training.config.changes import Change, changed_options, refused_changes
@@ -20,7 +20,7 @@ from sd_training.config.paths import output_path
 from sd_training.config.plan import BatchPlan, Layout, counted, find_layout
 from sd_training.config.schema import Config
 from sd_training.data.datamodule import TrainingData, order_problem
-from sd_training.errors import CheckpointError, ConfigError, OutageError, SaveError
+from sd_training.errors import CheckpointError, ConfigError, SaveError
 from sd_training.export.pipeline import CURRENT, KEPT, recover_exports
 from sd_training.log import get_logger, is_main_process
 from sd_training.parallel.launch import Launch, find_launch
@@ -141,13 +141,14 @@ def find_start(plan: Plan, mirror: Mirror | None) -> Start:
             own = newest_verified(checkpoints, contents=False)
         except CheckpointError as error:
             damage = error
+        saved = last_saved_step(run_dir)
         # Every process lists them; continuing without the list could lose steps that were trained elsewhere.
         copies = mirror.steps() if mirror is not None and (own is None or is_main_process()) else []
     # A run that was stopped before its first save leaves rows of metrics and a record of its start only: a new run
     # loses nothing by replacing those.
     traces = [name for name in (CURRENT, KEPT) if os.path.lexists(run_dir / name)]
-    if (saved := last_saved_step(run_dir)) is not None:
-        traces.insert(0, f"last save after {counted(saved, 'optimizer step')}")
+    if saved is not None:
+        traces.insert(0, f"last save after optimizer step {saved}")
     if not experiment.requeue and (own is not None or damage is not None or copies or traces):
         raise ConfigError(
             f"experiment.requeue: false, but {run_dir} already holds a run; choose another experiment.name, remove the "
@@ -261,11 +262,8 @@ def own_run_dir(plan: Plan, mirror: Mirror | None) -> RunLock:
 
 @contextmanager
 def _storage_errors(run_dir: Path) -> Iterator[None]:
-    """Errors of the run folder and of the mirror as sentences."""
+    """Errors of the run folder as sentences."""
     try:
         yield
-    except MirrorError as error:
-        text = f"{error}; set checkpoint.mirror=null to go on from what this machine has"
-        raise (OutageError if error.is_outage else ConfigError)(text) from error
     except OSError as error:
         raise SaveError(f"experiment.log_dir: {run_dir} cannot be read or written: {error}") from error

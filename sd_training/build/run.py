@@ -29,7 +29,7 @@ from sd_training.callbacks.base import RunState, TrainingTimer
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.metrics import COLUMNS as METRICS
 from sd_training.callbacks.metrics import MetricRows, Metrics
-from sd_training.callbacks.numerics import NumericGuard, ReplicaDigest
+from sd_training.callbacks.numerics import NumericGuard
 from sd_training.callbacks.preemption import Preemption, deadline_s
 from sd_training.callbacks.previews import PictureJob, Pictures
 from sd_training.callbacks.progress import ProgressBar
@@ -226,7 +226,6 @@ def _callbacks(
         RunRecord(run_dir, resolved_yaml(config), run_metadata, lambda step: _banner(plan, start, data, title, step)),
         ema,
         NumericGuard(config.numerics, config.logging.every, run_dir, data.name_of, timer, run_metadata, ema, saves),
-        ReplicaDigest(config.numerics.digest_every, run_dir),
         ConsistencyMark(run_state),
         Metrics(rows, config.logging.every, batch.global_batch, ema, timer, run_state),
         _validation(plan, data, ema, timer, preemption, run_lock),
@@ -294,7 +293,7 @@ def _pictures(plan: Plan, trained: Trained, ema: Ema | None, timer: TrainingTime
         jobs.append(PictureJob("previews", config.sampling.every, prompts, at_start=True))
     path, count = config.experiment.eval_caption_file, config.experiment.num_eval_images
     if path is not None and (captions := read_captions(Path(path))[:count]):
-        jobs.append(PictureJob("eval", config.experiment.save_every, captions, config.experiment.eval_tar))
+        jobs.append(PictureJob("eval", config.experiment.save_every, captions))
     resolution, samples_dir = config.dataset.params.resolution, plan.run_dir / "samples"
     return [
         Pictures(job, samples_dir, resolution, config.sampling, trained.family.pipeline, plan.precision, ema, timer)

@@ -20,18 +20,15 @@ class OptimizerStepCallback(pl.Callback):
 
     _last_step: int = 0
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """A resumed run starts counting where it stopped."""
         self._last_step = trainer.global_step
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Lightning's hook, once per micro-batch."""
         if trainer.global_step == self._last_step:
             return
         self._last_step = trainer.global_step
-        assert isinstance(pl_module, TrainedModule)
         self.on_optimizer_step(trainer, pl_module, trainer.global_step)
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:

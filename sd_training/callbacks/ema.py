@@ -38,6 +38,8 @@ log = get_logger(__name__)
 
 EMA_PART = "ema"
 """Name of the average in a checkpoint."""
+_NETWORK = "network."
+"""Begins the names of the network's parameters in the module, and so in checkpoints."""
 _MAX_THREADS = 4
 """Per process. Averaging is bound by memory bandwidth, which a few threads saturate."""
 
@@ -45,11 +47,11 @@ _MAX_THREADS = 4
 class WeightStaging:
     """Copies of one set of weights in CPU memory, used again and again, and threads that average them."""
 
-    def __init__(self) -> None:
-        local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.num_threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // local_processes - 1))
+    def __init__(self, num_threads: int | None = None) -> None:
+        spare = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1
+        self.num_threads = num_threads or max(1, min(_MAX_THREADS, spare))
         self.copies: dict[str, Tensor] = {}
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads = ThreadPoolExecutor(self.num_threads, "averaging")
         self._running: list[Future[None]] = []
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
@@ -76,7 +78,6 @@ class WeightStaging:
                 self._copied.synchronize()
             average(names)
 
-        self._threads = self._threads or ThreadPoolExecutor(self.num_threads, "averaging")
         names = sorted(self.copies, key=lambda name: -self.copies[name].numel())
         groups = [names[first :: self.num_threads] for first in range(self.num_threads)]
         self._running = [self._threads.submit(average_arrived, group) for group in groups if group]
@@ -91,7 +92,6 @@ class WeightStaging:
         again."""
         for future in self._running:
             future.result()
-        self._running = []
 
 
 @contextmanager
@@ -138,9 +138,9 @@ class Ema(OptimizerStepCallback):
 
     def __init__(self, config: EmaConfig, run_dir: Path, initial: Mapping[str, Tensor] | None = None) -> None:
         self.config, self.run_dir = config, run_dir
-        self._initial = initial
+        self._initial = initial and {f"{_NETWORK}{name}": tensor for name, tensor in initial.items()}
         self.averages: dict[str, dict[str, Tensor]] = {}
-        """Part of a checkpoint → parameter of the network → this rank's shard of its average, fp32 on the CPU."""
+        """Part of a checkpoint → parameter of the module → this rank's shard of its average, fp32 on the CPU."""
         self.staging: WeightStaging | None = None
         """Takes weights off a device in the background; on CPUs they are averaged where they are."""
         self._tracks = {f"{EMA_PART}-{width_name(sigma_rel)}": sigma_rel for sigma_rel in config.sigma_rels}
@@ -169,40 +169,27 @@ class Ema(OptimizerStepCallback):
                 "another experiment.name and start from the exported pipeline (model.pretrained)"
             )
         for part in (EMA_PART, *self._tracks):
-            is_stored = part in averages  # else the average begins with the run's first weights
-            stored = averages[part] if is_stored else self._initial
-            self._start(trainer, module, part, stored, prefix="network." if is_stored else "")
+            self._start(trainer, module, part, averages.get(part, self._initial))  # or with the run's first weights
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Start the average from `ema.path` or the initial weights, unless a checkpoint's was loaded."""
         super().on_train_start(trainer, pl_module)
-        assert isinstance(pl_module, TrainedModule)
         for part in (EMA_PART, *self._tracks):  # in one order on all ranks
             if part not in self.averages:
                 self._start(trainer, pl_module, part, self._initial if part == EMA_PART else None)
         self._initial = None
 
-    def _start(
-        self,
-        trainer: pl.Trainer,
-        module: TrainedModule,
-        part: str,
-        full_tensors: Mapping[str, Tensor] | None,
-        prefix: str = "",
-    ) -> None:
+    def _start(self, trainer: pl.Trainer, module: TrainedModule, part: str, full: Mapping[str, Tensor] | None) -> None:
         """Takes this rank's shards of full tensors; None: of the network's own weights."""
-        sharding, shards = strategy_of(trainer).sharding, dict[str, Tensor]()
-        for name, parameter in averaged_parameters(module).items():
-            if full_tensors is None:
-                shard = sharding.local_shard(parameter)
-            elif prefix + name in full_tensors:
-                shard = sharding.shard_of(parameter, full_tensors[prefix + name])
-            else:
-                raise CheckpointError(f"the EMA weights do not fit the network: they have no {name}")
-            shards[name] = shard.detach().to("cpu", torch.float32, copy=True).contiguous()
-        self.averages[part] = shards
+        sharding, parameters = strategy_of(trainer).sharding, averaged_parameters(module)
+        if full is not None and (missing := parameters.keys() - {*full}):
+            raise CheckpointError(f"the EMA weights do not fit the network: they have no {min(missing)}")
+        self.averages[part] = {}
+        for name, parameter in parameters.items():
+            shard = sharding.local_shard(parameter) if full is None else sharding.shard_of(parameter, full[name])
+            self.averages[part][name] = shard.detach().to("cpu", torch.float32, copy=True).contiguous()
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
         """The weights must not change while they are copied."""
         if self.staging is not None:
             self.staging.before_weights_change()
@@ -244,17 +231,14 @@ class Ema(OptimizerStepCallback):
         """Collective: tracks are gathered one after the other, each written by another rank. One that cannot be written
         is missing later; the run continues."""
         self.finish_update()
-        sharding = strategy_of(trainer).sharding
+        sharding, parameters = strategy_of(trainer).sharding, averaged_parameters(module)
         for number, (part, sigma_rel) in enumerate(self._tracks.items()):
-            is_writer = number % trainer.world_size == trainer.global_rank
-            full_tensors = {}
-            for name, parameter in averaged_parameters(module).items():
-                tensor = sharding.gather(parameter, self.averages[part][name])
-                if is_writer:
-                    full_tensors[name] = tensor.detach().to("cpu", copy=True)
+            is_writer, shards = number % trainer.world_size == trainer.global_rank, self.averages[part]
+            full_tensors = ((n.removeprefix(_NETWORK), sharding.gather(p, shards[n])) for n, p in parameters.items())
+            copies = _copies(full_tensors, is_kept=is_writer)
             if is_writer:
                 try:
-                    write_snapshot(self.run_dir, step, sigma_rel, full_tensors)
+                    write_snapshot(self.run_dir, step, sigma_rel, copies)
                 except OSError as error:
                     log.error(str(error))
         trainer.strategy.barrier("snapshots written")
@@ -274,15 +258,10 @@ class Ema(OptimizerStepCallback):
             for parameter, backup in zip(parameters.values(), backups, strict=True):
                 sharding.swap_in(parameter, backup)
 
-    def averages_by_module_name(self) -> dict[str, dict[str, Tensor]]:
-        """Part of a checkpoint → parameter of the module → this rank's shard."""
-        self.finish_update()
-        return {part: {f"network.{name}": s for name, s in shards.items()} for part, shards in self.averages.items()}
-
 
 def averaged_parameters(module: TrainedModule) -> dict[str, nn.Parameter]:
-    """Trained parameters of the network by name."""
-    return {name: p for name, p in module.network.named_parameters() if p.requires_grad}
+    """Trained parameters of the network by their names in the module."""
+    return {f"{_NETWORK}{name}": p for name, p in module.network.named_parameters() if p.requires_grad}
 
 
 @contextmanager
@@ -302,16 +281,20 @@ def export_weights(module: TrainedModule, ema: Ema | None) -> Iterator[None]:
 def full_export_weights(module: TrainedModule, ema: Ema | None) -> dict[str, Tensor]:
     """Collective: the same weights as full tensors in the CPU memory of rank 0, by name in the network; empty on the
     other ranks."""
-    trainer, weights = module.trainer, dict[str, Tensor]()
-    sharding = strategy_of(trainer).sharding
+    sharding = strategy_of(module.trainer).sharding
     if ema is not None:
         ema.finish_update()
-    with evaluation_weights(trainer.optimizers[0]) if ema is None else nullcontext():
-        for name, parameter in module.network.named_parameters():
-            if ema is None or name not in ema.shards:
-                full = sharding.full_tensor(parameter)
-            else:
-                full = sharding.gather(parameter, ema.shards[name]).to(sharding.local_shard(parameter).dtype)
-            if trainer.is_global_zero:
-                weights[name] = full.detach().to("cpu", copy=True)
-    return weights
+
+    def full(name: str, parameter: nn.Parameter) -> Tensor:
+        if ema is None or (shard := ema.shards.get(_NETWORK + name)) is None:
+            return sharding.full_tensor(parameter)
+        return sharding.gather(parameter, shard).to(sharding.local_shard(parameter).dtype)
+
+    with evaluation_weights(module.trainer.optimizers[0]) if ema is None else nullcontext():
+        full_tensors = ((name, full(name, parameter)) for name, parameter in module.network.named_parameters())
+        return _copies(full_tensors, is_kept=module.trainer.is_global_zero)
+
+
+def _copies(full_tensors: Iterator[tuple[str, Tensor]], *, is_kept: bool) -> dict[str, Tensor]:
+    """Collective where the tensors are: copies of all in CPU memory, or none."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in full_tensors if is_kept}

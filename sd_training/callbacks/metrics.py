@@ -6,10 +6,10 @@ The only moment when the host waits for the device.
 import csv
 import io
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -54,19 +54,27 @@ class MetricRows:
         except OSError as error:
             log.error(f"{self.path} is not tidied: {error.strerror}")
 
-    def steps(self) -> list[int]:
-        """Optimizer step of each whole row; empty where the file cannot be read."""
+    def has(self, step: int) -> bool:
+        """Whether there is a whole row of this optimizer step; no where the file cannot be read."""
         try:
-            return [int(row[self.columns[0]]) for row in self._whole_rows(sys.maxsize)]
+            return any(int(row[self.columns[0]]) == step for row in self._whole_rows(step))
         except OSError:
-            return []
+            return False
 
     def add(self, *rows: Mapping[str, str]) -> None:
-        """Appends rows at once, and those that could not be written before them."""
+        """Appends rows at once, and those that could not be written before them: all or nothing, as a full disk takes
+        the first part of a row."""
         self._waiting += rows
         try:
             self.run_lock.check()
-            self._append(self._text(self._waiting))
+            with self.path.open("ab", buffering=0) as stream:
+                size, data = stream.seek(0, os.SEEK_END), self._text(self._waiting).encode()
+                try:
+                    while data:
+                        data = data[stream.write(data) :]
+                except OSError:
+                    stream.truncate(size)
+                    raise
         except TakenOverError:
             return  # the next save ends this process, on all ranks
         except OSError as error:
@@ -74,18 +82,6 @@ class MetricRows:
                 log.error(f"{self.path} cannot be written ({error.strerror}); its rows wait in memory")
         else:
             self._waiting.clear()
-
-    def _append(self, text: str) -> None:
-        """All of it or nothing: a full disk takes the first part of a row."""
-        with self.path.open("ab", buffering=0) as stream:
-            size = stream.seek(0, os.SEEK_END)
-            try:
-                data = text.encode()
-                while data:
-                    data = data[stream.write(data) :]
-            except OSError:
-                stream.truncate(size)
-                raise
 
     def _whole_rows(self, step: int) -> list[dict[str, str]]:
         if not self.path.exists():
@@ -119,7 +115,7 @@ class Metrics(OptimizerStepCallback):
     """Gets the newest metrics."""
     _window_start: int = field(default=0, init=False)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Drop rows that a killed run wrote after the checkpoint it resumes from."""
         super().on_train_start(trainer, pl_module)
         self._window_start = trainer.global_step
@@ -131,37 +127,31 @@ class Metrics(OptimizerStepCallback):
         """Reduce, write, start a new window."""
         if not self.is_due(trainer, step, self.every):
             return
-        metrics = self._reduced(trainer, module)
-        elapsed_s = self.timer.lap_s()
-        images_seen, images = step * self.global_batch, (step - self._window_start) * self.global_batch
-        self.state.window_losses.append((step - self._window_start, metrics["loss"]))
-        self._window_start = step
-        if self.ema is not None:
-            metrics["ema_decay"] = decay_at(step, self.ema.config) ** (1 / self.ema.config.update_every)
-        metrics["images_per_s"] = images / elapsed_s
-        device = trainer.strategy.root_device
-        if device.type == "cuda":
-            metrics["device_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-        metrics["images_seen"] = float(images_seen)
-        self.state.metrics = metrics
-        module.reset_logged()
-        if trainer.is_global_zero:
-            # Nine digits distinguish every two fp32 numbers, so that a resumed run can be compared by its rows.
-            row = {name: f"{value:.9g}" for name, value in metrics.items()}
-            self.rows.add(row | {"optimizer_step": str(step), "images_seen": str(images_seen)})
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step)
-
-    def _reduced(self, trainer: pl.Trainer, module: TrainedModule) -> dict[str, float]:
-        """Means over the window's micro-batches and over ranks; the gradient norm is the last step's."""
+        # Means over the window's micro-batches and over ranks; the gradient norm is the last step's.
         names = sorted(module.logged_sums)
         sums = torch.stack([module.logged_sums[name] for name in names]) / module.logged_micro_batches
         if trainer.world_size > 1:
             torch.distributed.all_reduce(sums)
             sums /= trainer.world_size
         metrics = dict(zip(names, sums.tolist(), strict=True))
-        plan = module.optimization
-        metrics["learning_rate"] = plan.learning_rate * plan.schedule(max(0, trainer.global_step - 1))
         if isinstance(module.grad_norm, Tensor):
             metrics["grad_norm"] = float(module.grad_norm)
-        return metrics
+        elapsed_s, num_steps, plan = self.timer.lap_s(), step - self._window_start, module.optimization
+        self._window_start = step
+        self.state.window_losses.append((num_steps, metrics["loss"]))
+        metrics["learning_rate"] = plan.learning_rate * plan.schedule(step - 1)
+        if self.ema is not None:
+            metrics["ema_decay"] = decay_at(step, self.ema.config) ** (1 / self.ema.config.update_every)
+        metrics["images_per_s"] = num_steps * self.global_batch / elapsed_s
+        device = trainer.strategy.root_device
+        if device.type == "cuda":
+            metrics["device_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+        metrics["images_seen"] = float(step * self.global_batch)
+        self.state.metrics = metrics
+        module.reset_logged()
+        if trainer.is_global_zero:
+            # Nine digits distinguish every two fp32 numbers, so that a resumed run can be compared by its rows.
+            row = {name: f"{value:.9g}" for name, value in metrics.items()}
+            self.rows.add(row | {"optimizer_step": str(step), "images_seen": str(step * self.global_batch)})
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step)

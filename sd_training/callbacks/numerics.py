@@ -4,7 +4,7 @@ cannot continue (docs/numerics.md).
 A non-finite step is skipped on the device, in the optimizer (`TrainedModule.configure_gradient_clipping`). Here losses
 and flags of all ranks are read once per logging interval, `AnomalyDetector` decides what is wrong, and `NumericGuard`
 acts. The detector sees every step in order, on every rank, and its state is part of the checkpoint: all ranks, and a
-resumed run, decide alike. `ReplicaDigest` compares replicas of the weights, which must stay equal to the bit: a memory
+resumed run, decide alike. Replicas of the weights must stay equal to the bit, so their digests are compared: a memory
 error or a broken device makes each replica train something else, and a checkpoint, written by all of them, mixes them.
 
 Spikes: the loss of a step of a diffusion model is noisy, with heavy tails, and falls over the run; its logarithm is
@@ -13,7 +13,6 @@ about symmetric around a slow trend. So the median of the last `RECENT` log loss
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,8 +78,8 @@ class AnomalyDetector:
         self.config = config
         self.rollback_reason: Anomaly | None = None
         self._skipped_in_a_row = 0
-        self._history: deque[float] = deque(maxlen=HISTORY)
-        self._recent: deque[tuple[int, float]] = deque()
+        self._history: list[float] = []
+        self._recent: list[tuple[int, float]] = []
         self._is_in_spike = False
 
     def add(self, step: int, loss: float, *, was_skipped: bool = False) -> Anomaly | None:
@@ -93,22 +92,23 @@ class AnomalyDetector:
         """
         if was_skipped or not math.isfinite(loss):
             self._skipped_in_a_row += 1
-            reason = Anomaly(SKIPPED, step - self._skipped_in_a_row + 1, step)
-            if self._skipped_in_a_row >= self.config.max_skipped_in_a_row:
-                self.rollback_reason = self.rollback_reason or reason
-            return reason
-        self._skipped_in_a_row = 0
-        spike = self._spike(step, loss)
-        if spike is not None and self.config.on_spike == "rollback":
-            self.rollback_reason = self.rollback_reason or spike
-        return spike
+            found: Anomaly | None = Anomaly(SKIPPED, step - self._skipped_in_a_row + 1, step)
+            leads_back = self._skipped_in_a_row >= self.config.max_skipped_in_a_row
+        else:
+            self._skipped_in_a_row = 0
+            found = self._spike(step, loss)
+            leads_back = self.config.on_spike == "rollback"
+        if leads_back:
+            self.rollback_reason = self.rollback_reason or found
+        return found
 
     def _spike(self, step: int, loss: float) -> Anomaly | None:
         if loss <= 0:  # has no logarithm
             return None
         self._recent.append((step, math.log(loss)))
         if len(self._recent) > RECENT:
-            self._history.append(self._recent.popleft()[1])
+            _, oldest = self._recent.pop(0)
+            self._history = [*self._history, oldest][-HISTORY:]
         if len(self._history) < MIN_HISTORY or len(self._recent) < RECENT:
             return None
         level = median(self._history)
@@ -125,7 +125,7 @@ class AnomalyDetector:
         """After a rollback: the last steps belong to weights that are gone."""
         self.rollback_reason = None
         self._skipped_in_a_row = 0
-        self._recent.clear()
+        self._recent = []
         self._is_in_spike = False
 
     def state(self) -> dict[str, Any]:
@@ -142,8 +142,7 @@ class AnomalyDetector:
         """Continues from a checkpoint."""
         self._skipped_in_a_row, self._is_in_spike = state["skipped_in_a_row"], state["is_in_spike"]
         self.rollback_reason = None if state["rollback_reason"] is None else Anomaly(*state["rollback_reason"])
-        self._history = deque(state["history"], maxlen=HISTORY)
-        self._recent = deque(state["recent"])
+        self._history, self._recent = list(state["history"]), list(state["recent"])
 
 
 class Rollback(NamedTuple):
@@ -158,7 +157,8 @@ class Rollback(NamedTuple):
 @dataclass(eq=False)
 class NumericGuard(OptimizerStepCallback):
     """Reads losses every `every` optimizer steps, and before every save. Goes back only at a multiple of `every`, so
-    that a save or a signal does not change when that happens.
+    that a save or a signal does not change when that happens. Compares replicas every `digest_every` optimizer steps,
+    and before every save.
 
     The optimizer step counts on after a rollback, so the batches that did the damage, and those since the checkpoint,
     are used up; no order of the data, name of a checkpoint or row of the metrics gets two meanings.
@@ -185,15 +185,13 @@ class NumericGuard(OptimizerStepCallback):
     _unread: list[tuple[int, list[MicroBatchRecord], Tensor | None]] = field(default_factory=list, init=False)
     """Steps whose losses and flag are still on the device: optimizer steps completed before, micro-batches, not 0 where
     it was skipped (None where the engine does not report it)."""
+    _replicas_equal_at: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.detector = AnomalyDetector(self.config)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Keeps what the module recorded of each micro-batch."""
-        assert isinstance(pl_module, TrainedModule)
         if pl_module.last_micro_batch is not None:
             self._micro_batches.append(pl_module.last_micro_batch)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
@@ -202,12 +200,13 @@ class NumericGuard(OptimizerStepCallback):
         """Collective where it is due."""
         self._unread.append((step - 1, self._micro_batches, module.was_step_skipped))
         self._micro_batches = []
-        if not self.is_due(trainer, step, self.every):
-            return
-        self._read(trainer, module)
-        if self.detector.rollback_reason is not None and step % self.every == 0:
-            with self.timer.excluded("save"):
-                self._roll_back(trainer, module, step, self.detector.rollback_reason)
+        if self.is_due(trainer, step, self.every):
+            self._read(trainer, module)
+            if self.detector.rollback_reason is not None and step % self.every == 0:
+                with self.timer.excluded("save"):
+                    self._roll_back(trainer, module, step, self.detector.rollback_reason)
+        if self.config.digest_every and step % self.config.digest_every == 0:
+            self._compare_replicas(trainer, module, step)
 
     def _read(self, trainer: pl.Trainer, module: TrainedModule) -> None:
         """Collective: reads the steps since the last call, and records those that were wrong. The host waits for the
@@ -314,59 +313,19 @@ class NumericGuard(OptimizerStepCallback):
         except OSError as error:
             log.error(f"training continues, but a resume would go back once more: {error}")
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Collective: a checkpoint knows of every step before it."""
-        assert isinstance(pl_module, TrainedModule)
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Collective: a checkpoint knows of every step before it, and none is made of replicas that differ."""
         self._read(trainer, pl_module)
+        if self.config.digest_every and trainer.global_step != self._replicas_equal_at:
+            self._compare_replicas(trainer, pl_module, trainer.global_step)
         checkpoint[_STATE] = self.detector.state() | {"rollbacks": [list(done) for done in self.rollbacks]}
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """What was counted before the checkpoint."""
         self.detector.load(checkpoint[_STATE])
         self.rollbacks = [Rollback(*done) for done in checkpoint[_STATE]["rollbacks"]]
 
-
-def newest_before(root: Path, before: int, done: Sequence[Rollback]) -> int | None:
-    """Step of the newest checkpoint of fewer than `before` optimizer steps that verifies, without those that a rollback
-    has already left behind; None: there is none."""
-    for folder in reversed(sealed_checkpoints(root)):
-        step = step_of(folder)
-        is_left_behind = any(rollback.to < step < rollback.at for rollback in done)
-        if step < before and not is_left_behind and not verify_checkpoint(folder):
-            return step
-    return None
-
-
-class ReplicaDigest(OptimizerStepCallback):
-    """Compares digests of the trained weights every `every` optimizer steps, and before every save.
-
-    Args:
-        every: optimizer steps between comparisons; 0 disables them.
-        run_dir: gets an incident when replicas differ.
-    """
-
-    def __init__(self, every: int, run_dir: Path) -> None:
-        self.every, self.run_dir = every, run_dir
-        self._equal_at = 0
-
-    def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        """Collective where it is due."""
-        if self.every and step % self.every == 0:
-            self._compare(trainer, module, step)
-
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Collective: no checkpoint is made of replicas that differ."""
-        if self.every and trainer.global_step != self._equal_at:
-            assert isinstance(pl_module, TrainedModule)
-            self._compare(trainer, pl_module, trainer.global_step)
-
-    def _compare(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+    def _compare_replicas(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Collective.
 
         Raises:
@@ -389,7 +348,18 @@ class ReplicaDigest(OptimizerStepCallback):
                 "the newest checkpoint; leave a machine out that does this twice. Unlike devices may round "
                 "differently: then set numerics.digest_every=0"
             )
-        self._equal_at = step
+        self._replicas_equal_at = step
+
+
+def newest_before(root: Path, before: int, done: Sequence[Rollback]) -> int | None:
+    """Step of the newest checkpoint of fewer than `before` optimizer steps that verifies, without those that a rollback
+    has already left behind; None: there is none."""
+    for folder in reversed(sealed_checkpoints(root)):
+        step = step_of(folder)
+        is_left_behind = any(rollback.to < step < rollback.at for rollback in done)
+        if step < before and not is_left_behind and not verify_checkpoint(folder):
+            return step
+    return None
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

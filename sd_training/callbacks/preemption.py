@@ -88,7 +88,7 @@ class Preemption(OptimizerStepCallback):
         self._reduction: tuple[int, Tensor, distributed.Work] | None = None
         """Optimizer step after which it was started, its requests, and the operation."""
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Collective: makes the group."""
         super().on_train_start(trainer, pl_module)
         self._is_listening, self._reduction = False, None
@@ -120,13 +120,13 @@ class Preemption(OptimizerStepCallback):
             assert work is not None
             self._reduction = step, requests, work
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Everything is saved. A launcher may kill what comes now, such as the shutdown of loggers."""
         self._write_step_file(trainer)
         if trainer.is_global_zero:
             write_status(self.status)
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         """The former handlers of the signals."""
         self.signals.restore()
 

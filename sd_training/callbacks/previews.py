@@ -4,12 +4,10 @@ Both are split over the ranks and drawn with the weights that are exported. They
 training is the same with and without them.
 """
 
-import shutil
-import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import pytorch_lightning as pl
 import torch
@@ -50,8 +48,6 @@ class PictureJob:
     """Optimizer steps between drawings; also drawn at the end of the run."""
     prompts: Sequence[tuple[str, str]]
     """(file stem, caption) pairs."""
-    as_tar: bool = False
-    """Pack the images into `NAME.tar` and remove the folder."""
     at_start: bool = False
     """Draw also before the first step of a new run, with the untrained model."""
 
@@ -81,10 +77,9 @@ class Pictures(OptimizerStepCallback):
         """Two jobs of one run are two callbacks."""
         return f"Pictures.{self.job.name}"
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Draw before the first step where the job asks for it; a resumed run has done so."""
         super().on_train_start(trainer, pl_module)
-        assert isinstance(pl_module, TrainedModule)
         if self.job.at_start and trainer.global_step == 0:
             self._draw(trainer, pl_module, 0)
 
@@ -139,15 +134,10 @@ class Pictures(OptimizerStepCallback):
             return dict(zip(numbers, images, strict=True))  # drawn while they are taken
 
     def _publish(self, trainer: pl.Trainer, folder: Path, step: int) -> None:
-        """Grid picture, loggers, tar."""
+        """Grid picture, loggers."""
         shown = [folder / f"{stem}.png" for stem, _ in self.job.prompts[:_GRID_PICTURES]]
         grid = picture_grid([Image.open(path) for path in shown], _GRID_COLUMNS)
         grid.save(folder.with_name(f"{folder.name}_grid.png"))
         for logger in trainer.loggers:
             if isinstance(logger, PictureLogger):
                 logger.log_picture(self.job.name, grid, step)
-        if self.job.as_tar:
-            with tarfile.open(folder.with_suffix(".tar"), "w") as tar:
-                for path in sorted(folder.iterdir()):
-                    tar.add(path, arcname=path.name)
-            shutil.rmtree(folder)

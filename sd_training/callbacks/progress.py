@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytorch_lightning as pl
 from tqdm import tqdm
@@ -34,7 +35,7 @@ class ProgressBar(OptimizerStepCallback):
         self._started = self._line = (0.0, 0)
         """Time [s] and images of the start, and of the newest line."""
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """A resumed run's bar starts where it stopped."""
         super().on_train_start(trainer, pl_module)
         done = trainer.global_step * self.global_batch
@@ -67,7 +68,7 @@ class ProgressBar(OptimizerStepCallback):
         """The error is printed below the bar."""
         self._close()
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         """Leave the finished bar on the terminal."""
         self._close()
 

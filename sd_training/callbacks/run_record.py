@@ -50,7 +50,7 @@ class RunRecord(pl.Callback):
         """The configuration goes with every checkpoint: a run that comes back from a mirror has no `config.yaml`."""
         return {CONFIG: self.resolved_config}
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Rank 0 writes."""
         if not trainer.is_global_zero:
             return

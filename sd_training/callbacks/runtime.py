@@ -36,7 +36,7 @@ class Heartbeat(pl.Callback):
         self._first_step = 0
         self._is_warm = False
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Collective: the watch learns the process ids of the ranks on this machine."""
         self._first_step = trainer.global_step
         if trainer.world_size > 1:
@@ -68,7 +68,7 @@ class GarbageCollection(OptimizerStepCallback):
     def __init__(self) -> None:
         self._was_enabled = False
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Nothing is collected inside the steps."""
         super().on_train_start(trainer, pl_module)
         self._was_enabled = self._was_enabled or gc.isenabled()

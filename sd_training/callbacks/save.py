@@ -22,20 +22,14 @@ from torch import Tensor
 
 from sd_training.callbacks.base import OptimizerStepCallback, RunState, TrainingTimer
 from sd_training.callbacks.ema import EMA_PART, Ema, full_export_weights
-from sd_training.checkpoint.folder import folder_name, retention_info, rotate, sealed_checkpoints, step_of
+from sd_training.checkpoint.atomic_io import replace_text
+from sd_training.checkpoint.folder import folder_name, newest_verified, rotate, sealed_checkpoints, step_of
 from sd_training.checkpoint.mirror import Mirror
 from sd_training.checkpoint.run_lock import RunLock
-from sd_training.checkpoint.save import (
-    PendingWrite,
-    load_checkpoint,
-    newest_checkpoint,
-    open_checkpoint,
-    restore_training_state,
-    save_checkpoint,
-)
+from sd_training.checkpoint.save import load_checkpoint, open_checkpoint, restore_training_state, save_checkpoint
 from sd_training.config.plan import counted
 from sd_training.config.schema import CheckpointConfig
-from sd_training.errors import SaveError
+from sd_training.errors import CheckpointError, ConfigError, OutageError, SaveError
 from sd_training.export.pipeline import CURRENT, export_pipeline, keep_export
 from sd_training.log import get_logger, is_main_process, write_incident
 from sd_training.parallel.strategies import strategy_of
@@ -108,7 +102,7 @@ class Save(OptimizerStepCallback):
     def _root(self) -> Path:
         return self.run_dir / "checkpoints"
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Collective: continue from the newest checkpoint, the same on all ranks. A process that was killed between a
         checkpoint and its export left an older pipeline, and perhaps older checkpoints to delete: both is done now.
 
@@ -118,9 +112,16 @@ class Save(OptimizerStepCallback):
         group = strategy_of(trainer).cpu_group  # made by all ranks together; at an exception they may not be together
         if not self.is_resumed:
             return
-        assert isinstance(pl_module, TrainedModule)
-        stored = open_checkpoint(newest_checkpoint(self._root, group))
+
+        def newest_step() -> int:
+            newest = newest_verified(self._root)
+            if newest is None:  # the start has found one
+                raise CheckpointError(f"{self._root}: no checkpoint was ever finished")
+            return step_of(newest)
+
+        stored = open_checkpoint(self._root / folder_name(group.on_rank0(newest_step)))
         averages, step = stored.averages(), int(stored.state["global_step"])
+        self.state.sealed_step = step
         pl_module.on_load_checkpoint(stored.state)
         load_checkpoint(stored, trainer)
         restore_training_state(trainer, stored.state)
@@ -157,8 +158,7 @@ class Save(OptimizerStepCallback):
         self.state.is_consistent = True
 
     def _is_milestone(self, step: int) -> bool:
-        every = self.config.milestone_every
-        return every > 0 and step % every == 0
+        return self.config.milestone_every > 0 and step % self.config.milestone_every == 0
 
     @contextmanager
     def _failures_counted(self, step: int, *, is_last: bool) -> Iterator[None]:
@@ -190,15 +190,14 @@ class Save(OptimizerStepCallback):
             TakenOverError: another start has the run.
         """
         began_s, asynchronous = time.monotonic(), self.config.asynchronous
-        pending = self._checkpoint(trainer, step, asynchronous=asynchronous)
+        seal = self._begin_checkpoint(trainer, step, asynchronous=asynchronous)
         if not asynchronous:
-            self.state.sealed_step = step  # it is there even if the export fails
+            seal()  # it is there even if the export fails
         publish = self._collect_export(trainer, module, step)
 
         def finish() -> None:
-            if pending is not None:
-                pending.write()
-            self.state.sealed_step = step
+            if asynchronous:
+                seal()
             publish()
             self.state.longest_save_s = max(self.state.longest_save_s, time.monotonic() - began_s)
             self._failed_in_a_row = 0
@@ -226,23 +225,31 @@ class Save(OptimizerStepCallback):
             OSError: it could not be written.
         """
         self.finish_pending()
-        self._checkpoint(trainer, step)
-        self.state.sealed_step = step
+        self._begin_checkpoint(trainer, step)()
 
-    def _checkpoint(self, trainer: pl.Trainer, step: int, *, asynchronous: bool = False) -> PendingWrite | None:
-        """Collective: seals a checkpoint, or returns what is left to write."""
+    def _begin_checkpoint(self, trainer: pl.Trainer, step: int, *, asynchronous: bool = False) -> Callable[[], None]:
+        """Collective: a checkpoint, which is sealed when what this returns, also collective, is done."""
         steps = sum(count for count, _ in self.state.window_losses)
-        mean = sum(count * loss for count, loss in self.state.window_losses) / steps if steps else math.nan
+        mean_loss = sum(count * loss for count, loss in self.state.window_losses) / steps if steps else math.nan
         self.state.window_losses.clear()
         measured_step, validation_loss = self.state.validation_loss or (-1, math.nan)
-        info = retention_info(
-            is_milestone=self._is_milestone(step),
-            mean_loss=mean if math.isfinite(mean) else None,
-            validation_loss=validation_loss if measured_step == step and math.isfinite(validation_loss) else None,
-        )
-        averages = {} if self.ema is None else self.ema.averages_by_module_name()
+        is_measured = measured_step == step and math.isfinite(validation_loss)
+        info = {
+            "is_milestone": self._is_milestone(step),
+            "mean_loss": mean_loss if math.isfinite(mean_loss) else None,
+            "validation_loss": validation_loss if is_measured else None,
+        }
+        if self.ema is not None:
+            self.ema.finish_update()
+        averages = {} if self.ema is None else self.ema.averages
         folder = self._root / folder_name(step)
-        return save_checkpoint(folder, trainer, averages, info, self.run_lock, asynchronous=asynchronous)
+        write = save_checkpoint(folder, trainer, averages, info, self.run_lock, asynchronous=asynchronous)
+
+        def seal() -> None:
+            write()
+            self.state.sealed_step = step
+
+        return seal
 
     def _collect_export(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> Callable[[], None]:
         """Collective: collects what is exported. The result, also collective, rotates and publishes it."""
@@ -262,7 +269,7 @@ class Save(OptimizerStepCallback):
             else:
                 keep_export(exported, self.run_dir, step, self.run_lock)
             self.run_lock.check()
-            (self.run_dir / _EXPORTED_STEP_FILE).write_text(f"{step}\n", encoding="utf-8")
+            replace_text(self.run_dir / _EXPORTED_STEP_FILE, f"{step}\n")
             log.info(f"saved step {step}: {newest} and {current}")
 
         return lambda: group.on_rank0(rotate_and_export)
@@ -292,12 +299,12 @@ class Save(OptimizerStepCallback):
             upload, self._upload = self._upload, None
             try:
                 upload.result()
-            except OSError as error:
+            except (OSError, OutageError, ConfigError) as error:
                 log.error(f"the copy in the mirror is behind or not tidied up: {error}")
                 write_incident(self.run_dir, "mirror", max(self.state.last_save_step, 0), cause=str(error))
         return True
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Collective: all wait for the last copy to the mirror."""
         end_s = time.monotonic() + (
             MIRROR_AFTER_STOP_S if trainer.global_step < trainer.max_steps else self.mirror_limit_s
@@ -314,7 +321,7 @@ class Save(OptimizerStepCallback):
             with self.timer.excluded("save"):
                 strategy_of(trainer).cpu_group.on_rank0(finish_uploads)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         """The run ends. A save in the background is waited for, unless another rank is missing in it. Then the steps
         since the last save are saved, without an export, where all ranks meet an exception after the same step."""
         step = trainer.global_step
@@ -339,13 +346,13 @@ class Save(OptimizerStepCallback):
         try:
             if trainer.strategy.root_device.type == "cuda":
                 torch.cuda.synchronize()  # fails when the device is lost
-            self._checkpoint(trainer, step)
+            self._begin_checkpoint(trainer, step)()
             saved = self._root / folder_name(step)
             log.error(f"{type(exception).__name__} after {counted(step, 'optimizer step')}; saved {saved}")
         except Exception as error:
             log.error(f"the steps since the last save are lost: {error}")
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         """Another start may have the folder."""
         self.run_lock.release()
 

@@ -8,6 +8,7 @@ number except for rounding.
 import math
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -30,22 +31,6 @@ COLUMNS = ("optimizer_step", "weights", "quantile", "timestep", "loss", "samples
 TRAINED, AVERAGE = "trained", "average"
 ALL = "all"
 """In the column of the quantile: the mean over all of them."""
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """The loss of one set of weights."""
-
-    losses: list[float]
-    """[K] mean over the samples at each quantile."""
-    timesteps: list[float]
-    """[K] mean of the denoiser's timestep input; NaN where there is no denoiser."""
-    num_samples: int
-
-    @property
-    def loss(self) -> float:
-        """Mean over everything."""
-        return sum(self.losses) / len(self.losses)
 
 
 @dataclass(eq=False)
@@ -72,28 +57,27 @@ class Validation(OptimizerStepCallback):
     _group: CpuGroup | None = field(default=None, init=False)
     """Of its own: a save in the background may be using the strategy's."""
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Collective. Drop rows after the checkpoint that a run resumes from. A new run is measured before its first
         step, and one that stopped where a measurement was due is measured now."""
         super().on_train_start(trainer, pl_module)
         self._measure_missing(trainer, pl_module)
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Training does not start when there is nothing left to train; the last measurement may have been
         interrupted."""
         if self._group is None:
             self._measure_missing(trainer, pl_module)
 
-    def _measure_missing(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def _measure_missing(self, trainer: pl.Trainer, module: Any) -> None:
         step = trainer.global_step
         self._group = CpuGroup(trainer.global_rank, trainer.world_size, self.preemption.timeout)
 
         def is_measured() -> bool:
             self.rows.keep_until(step or -1)  # a run that saved nothing is measured anew
-            return step in self.rows.steps()
+            return self.rows.has(step)
 
         if not self._group.on_rank0(is_measured) and self.is_due(trainer, step, self.every):
-            assert isinstance(module, TrainedModule)
             self._measure_all(trainer, module, step)
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
@@ -108,26 +92,36 @@ class Validation(OptimizerStepCallback):
     def _measure_all(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> int:
         """Returns 0, or the exit status that all ranks agreed on when one was asked to stop; then nothing is
         recorded."""
-        measured: dict[str, Measurement] = {}
-        began_s = time.monotonic()
+        rows: list[dict[str, str]] = []
+        losses: dict[str, float] = {}
+        began_s, after = time.monotonic(), f"validation loss after {counted(step, 'optimizer step')}"
         with self.timer.excluded("validate"):
-            for name, ema in ((TRAINED, None), *([(AVERAGE, self.ema)] if self.ema else [])):
-                one = self._measure(trainer, module, ema)
-                if isinstance(one, int):
-                    log.info(
-                        f"validation loss after {counted(step, 'optimizer step')}: interrupted, the run is to stop"
-                    )
-                    return one
-                measured[name] = one
+            for weights, ema in ((TRAINED, None), *([(AVERAGE, self.ema)] if self.ema else [])):
+                measured = self._measure(trainer, module, ema)
+                if isinstance(measured, int):
+                    log.info(f"{after}: interrupted, the run is to stop")
+                    return measured
+                total, times, count = measured.unbind(1)
+                losses[weights] = float((total / count).mean())
+                levels = zip(map(str, self.quantiles), (times / count).tolist(), (total / count).tolist(), strict=True)
+                known = [level for level in levels if math.isfinite(level[1])]
+                for quantile, timestep, loss in [(ALL, math.nan, losses[weights]), *known]:
+                    row = {"optimizer_step": str(step), "weights": weights, "quantile": quantile}
+                    row["timestep"] = f"{timestep:.9g}" if math.isfinite(timestep) else ""
+                    rows.append(row | {"loss": f"{loss:.9g}", "samples": str(round(float(count[0])))})
         self.preemption.exclude_from_step(time.monotonic() - began_s)
-        self.state.validation_loss = (step, measured[TRAINED if self.ema is None else AVERAGE].loss)
+        self.state.validation_loss = (step, losses[TRAINED if self.ema is None else AVERAGE])
         if trainer.is_global_zero:
-            self._record(trainer, step, measured)
+            self.rows.add(*rows)
+            for logger in trainer.loggers:
+                logger.log_metrics({f"validation_loss_{weights}": loss for weights, loss in losses.items()}, step)
+            log.info(f"{after}: {', '.join(f'{loss:.6g} ({weights} weights)' for weights, loss in losses.items())}")
         return 0
 
     @torch.no_grad()
-    def _measure(self, trainer: pl.Trainer, module: TrainedModule, ema: Ema | None) -> Measurement | int:
-        """Collective; an exit status when one rank was asked to stop.
+    def _measure(self, trainer: pl.Trainer, module: TrainedModule, ema: Ema | None) -> Tensor | int:
+        """Collective: [K, 3] sums over the samples of losses, of the denoiser's timestep inputs (NaN where there is no
+        denoiser), and of ones; an exit status when one rank was asked to stop.
 
         Raises:
             DataError: the held-out data cannot be read, on some rank; whatever else its reading raises.
@@ -152,33 +146,10 @@ class Validation(OptimizerStepCallback):
                 if batch is not None:
                     losses, timesteps = module.held_out_losses(batch.to(device), self.quantiles)
                     if round_ < len(numbers):
-                        sums += _sums(losses, timesteps)
+                        times = torch.full_like(losses, math.nan) if timesteps is None else timesteps
+                        columns = [each.double().cpu().sum(1) for each in (losses, times, torch.ones_like(losses))]
+                        sums += torch.stack(columns, dim=1)
         if trainer.world_size > 1:
             sums = sums.to(device)
             distributed.all_reduce(sums)
-        # Ranks that share samples have measured the same.
-        total, times, count = (sums.cpu() / strategy.tensor_parallel_size).unbind(1)
-        return Measurement((total / count).tolist(), (times / count).tolist(), round(float(count[0])))
-
-    def _record(self, trainer: pl.Trainer, step: int, measured: dict[str, Measurement]) -> None:
-        rows = []
-        for weights, one in measured.items():
-            levels = zip(map(str, self.quantiles), one.timesteps, one.losses, strict=True)
-            known = [level for level in levels if math.isfinite(level[1])]
-            for quantile, timestep, loss in [(ALL, math.nan, one.loss), *known]:
-                time = f"{timestep:.9g}" if math.isfinite(timestep) else ""
-                row = {"weights": weights, "quantile": quantile, "timestep": time, "loss": f"{loss:.9g}"}
-                rows.append(row | {"optimizer_step": str(step), "samples": str(one.num_samples)})
-        self.rows.add(*rows)
-        values = {f"validation_loss_{weights}": one.loss for weights, one in measured.items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step)
-        text = ", ".join(f"{one.loss:.6g} ({weights} weights)" for weights, one in measured.items())
-        log.info(f"validation loss after {counted(step, 'optimizer step')}: {text}")
-
-
-def _sums(losses: Tensor, timesteps: Tensor | None) -> Tensor:
-    """[K, 3] sums over the samples: losses, timesteps, ones."""
-    losses = losses.double().cpu()
-    times = torch.full_like(losses, math.nan) if timesteps is None else timesteps.double().cpu()
-    return torch.stack([losses.sum(1), times.sum(1), torch.ones_like(losses).sum(1)], dim=1)
+        return sums.cpu() / strategy.tensor_parallel_size  # ranks that share samples have measured the same

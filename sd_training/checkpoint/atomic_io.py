@@ -6,59 +6,47 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
-_FOLDER_MODE = 0o775  # before the umask; never writable for everybody
 _NOT_EXECUTABLE = 0o666
 _SYSTEM_ERROR = re.compile(r"\bos error (\d+)|\bcode: (\d+)")
 
 
-def files_below(folder: Path) -> Iterator[Path]:
-    """Every file below `folder`, in a fixed order."""
-    return (path for path in sorted(folder.rglob("*")) if not path.is_dir())
-
-
 def make_empty_folder(folder: Path) -> None:
-    """Makes an empty folder that others cannot write to; whatever had the name before is removed."""
+    """Makes an empty folder; whatever had the name before is removed."""
     remove_durably(folder)
-    folder.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
-    folder.mkdir(mode=_FOLDER_MODE)
+    folder.mkdir(parents=True)
 
 
 def flush_folder(folder: Path) -> None:
     """Makes renames, creations and removals inside `folder` durable."""
-    _flush(folder, os.O_RDONLY | os.O_DIRECTORY)
+    _flush(folder)
 
 
 def flush_file(path: Path) -> None:
-    """Makes a file durable, and as accessible as its folder is, but to nobody more (see `flush_tree`)."""
-    path.chmod(stat.S_IMODE(path.parent.stat().st_mode) & _FOLDER_MODE & _NOT_EXECUTABLE)
-    _flush(path, os.O_RDONLY)
-
-
-def flush_tree(folder: Path) -> None:
-    """Makes everything below `folder` durable, and as accessible as `folder` itself is, but to nobody more.
+    """Makes a file durable, and as accessible as its folder is.
 
     Writers disagree about permissions: safetensors makes files that only the owner can read, others follow the umask.
     """
-    mode = stat.S_IMODE(folder.stat().st_mode) & _FOLDER_MODE
-    for path in files_below(folder):
-        path.chmod(mode & _NOT_EXECUTABLE)
-        _flush(path, os.O_RDONLY)
-    for path in [*(p for p in sorted(folder.rglob("*"), reverse=True) if p.is_dir()), folder]:
-        path.chmod(mode)
-        flush_folder(path)
+    path.chmod(stat.S_IMODE(path.parent.stat().st_mode) & _NOT_EXECUTABLE)
+    _flush(path)
+
+
+def flush_tree(folder: Path) -> None:
+    """Makes everything below `folder` durable, and files as accessible as their folders are."""
+    for path in sorted(folder.rglob("*"), reverse=True):  # a folder after what it holds
+        if path.is_dir():
+            flush_folder(path)
+        else:
+            flush_file(path)
+    flush_folder(folder)
 
 
 def forget_cached(path: Path) -> None:
     """Asks the system to drop its copy of a flushed file, so that reading it again reads the disk."""
     if hasattr(os, "posix_fadvise"):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(handle)
+        with path.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def remove_durably(path: Path) -> None:
@@ -95,7 +83,7 @@ def replace_text(path: Path, text: str) -> None:
     beside = path.with_name(f"{path.name}.partial")
     try:
         beside.write_text(text, encoding="utf-8")
-        _flush(beside, os.O_RDONLY)
+        _flush(beside)
         os.replace(beside, path)
     except OSError:
         remove_quietly(beside)
@@ -113,15 +101,15 @@ def write_failure(what: str, folder: Path, error: BaseException) -> OSError:
     number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
     cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     try:
-        existing = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
+        existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
         free = f"{shutil.disk_usage(existing).free / 2**30:.2f} GiB are free there"
     except OSError as unknown:
         free = f"free space unknown ({unknown})"
     return OSError(number, f"{what} could not be written to {folder}: {cause}; {free}")
 
 
-def _flush(path: Path, flags: int) -> None:
-    handle = os.open(path, flags)
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

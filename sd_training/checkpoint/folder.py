@@ -21,11 +21,10 @@ import re
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, TypeVar
 
 from sd_training.checkpoint.atomic_io import (
-    files_below,
     flush_folder,
     flush_tree,
     forget_cached,
@@ -41,8 +40,6 @@ from sd_training.log import get_logger
 log = get_logger(__name__)
 
 MANIFEST_NAME = "MANIFEST.json"
-MAX_MANIFEST_BYTES = 16 * 2**20
-"""Larger manifests are refused, wherever they come from [bytes]."""
 MIN_KEPT = 2
 """`rotate` never leaves fewer verified checkpoints: the newest may turn out damaged [count]."""
 _FORMAT = 1
@@ -50,9 +47,12 @@ _CHUNK_BYTES = 4 * 2**20
 _THREADS = 4
 _PARTIAL = ".partial"
 _SAVED_STEP_FILE = "saved_step"
-"""File in the run folder: optimizer steps of the last checkpoint."""
+"""File in the run folder: optimizer steps of the last checkpoint, whether or not it still exists."""
 _SEALED_NAME = re.compile(r"step=(\d+)", re.ASCII)
 _DAMAGED_NAME = re.compile(r"step=\d+\.damaged(-\d+)?", re.ASCII)
+"""Also the numbered ones of earlier versions."""
+_FILE_NAME = re.compile(r"\w[\w=.-]*", re.ASCII)
+"""Of a file in a checkpoint, which has no folders in it."""
 _LEFTOVER_NAME = re.compile(r"step=\d+\.(partial|deleting)(-\d+)?", re.ASCII)
 _LOSS_KEYS = {"training_loss": "mean_loss", "validation_loss": "validation_loss"}
 """`checkpoint.best_by` → name in a manifest."""
@@ -118,23 +118,23 @@ def seal_partial(partial: Path, info: Mapping[str, Any] | None, run_lock: RunLoc
         TakenOverError: another start has taken the run over.
     """
     final = partial.with_name(partial.name.partition(_PARTIAL)[0])
-    flush_tree(partial)
     if info is not None:
-        text = manifest_text(_new_manifest(partial, step_of(final), info))
-        (partial / MANIFEST_NAME).write_text(text, encoding="utf-8")
-        flush_tree(partial)
-    for path in files_below(partial):
+        paths = sorted(partial.iterdir())
+        with ThreadPoolExecutor(_THREADS) as pool:  # hashing releases the interpreter lock
+            records = pool.map(lambda path: FileRecord(path.stat().st_size, _sha256(path)), paths)
+            files = {path.name: record for path, record in zip(paths, records, strict=True)}
+        manifest = Manifest(step_of(final), dict(info), files)
+        (partial / MANIFEST_NAME).write_text(manifest_text(manifest), encoding="utf-8")
+    flush_tree(partial)
+    for path in partial.iterdir():
         forget_cached(path)
-    if problems := _problems(partial, step_of(final)):
+    if problems := verify_checkpoint(partial):
         raise ReadBackError(errno.EIO, f"not read back as it was written: {'; '.join(problems)}")
     run_lock.check()
+    if run_lock.run_dir is not None:
+        replace_text(run_lock.run_dir / _SAVED_STEP_FILE, f"{step_of(final)}\n")
     os.rename(partial, final)
     flush_folder(final.parent)
-    if run_lock.run_dir is not None:
-        try:
-            replace_text(run_lock.run_dir / _SAVED_STEP_FILE, f"{step_of(final)}\n")
-        except OSError as error:  # the checkpoint is good without it
-            log.warning(f"{run_lock.run_dir / _SAVED_STEP_FILE} cannot be written: {error.strerror}")
     return final
 
 
@@ -142,41 +142,34 @@ def verify_checkpoint(folder: Path, *, contents: bool = True) -> list[str]:
     """Problems of a sealed folder, one sentence each; empty when it is intact.
 
     Args:
-        folder: `step=N`.
+        folder: `step=N`, or one that is about to get this name.
         contents: also read every file and compare its checksum; without it only names and sizes are compared.
     """
-    match = _SEALED_NAME.fullmatch(folder.name)
-    return _problems(folder, None if match is None else int(match[1]), contents=contents)
-
-
-def _problems(folder: Path, step: int | None, *, contents: bool = True) -> list[str]:
     try:
         manifest = read_manifest(folder)
     except FileNotFoundError:
         return [f"{MANIFEST_NAME} is missing"]
     except (OSError, ValueError) as error:
         return [f"{MANIFEST_NAME} cannot be used: {error}"]
+
+    def problem_of(name: str) -> str | None:
+        path, expected = folder / name, manifest.files[name]
+        try:
+            if path.is_symlink():
+                return f"{name} is a link"
+            if (size := path.stat().st_size) != expected.size:
+                return f"{name} has {size:,} bytes, {expected.size:,} were written"
+            if contents and _sha256(path) != expected.sha256:
+                return f"{name} has changed since it was written (SHA-256 differs)"
+        except OSError as error:
+            return f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{name} cannot be read: {error}"
+        return None
+
     with ThreadPoolExecutor(_THREADS) as pool:
-        checks = pool.map(lambda item: _file_problem(folder, *item, contents=contents), manifest.files.items())
-        problems = [problem for problem in checks if problem]
-    if step not in (None, manifest.step):
+        problems = [problem for problem in pool.map(problem_of, manifest.files) if problem]
+    if folder.name.partition(".")[0] != folder_name(manifest.step):
         problems.append(f"{MANIFEST_NAME} belongs to step {manifest.step:,}")
     return problems
-
-
-def _file_problem(folder: Path, name: str, expected: "FileRecord", *, contents: bool) -> str | None:
-    path = folder / name
-    try:
-        if os.path.realpath(path) != os.path.join(os.path.realpath(folder), name):
-            return f"{name} is a link"
-        size = path.stat().st_size
-        if size != expected.size:
-            return f"{name} has {size:,} bytes, {expected.size:,} were written"
-        if contents and _sha256(path) != expected.sha256:
-            return f"{name} has changed since it was written (SHA-256 differs)"
-    except OSError as error:
-        return f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{name} cannot be read: {error}"
-    return None
 
 
 def sealed_checkpoints(root: Path) -> list[Path]:
@@ -184,14 +177,23 @@ def sealed_checkpoints(root: Path) -> list[Path]:
     return sorted(_folders(root, _SEALED_NAME), key=step_of)
 
 
-def last_saved_step(run_dir: Path) -> int | None:
+def last_saved_step(run_dir: Path) -> str | None:
     """Optimizer steps of the last checkpoint that was sealed for this run, whether or not it still exists; None when
-    the folder has no record of one."""
+    the folder has no record of one.
+
+    The record is written just before the checkpoint gets its name, so that none is ever without it. Where the folder
+    still has its name of before, a kill came between, and the checkpoint was not sealed.
+
+    Raises:
+        OSError: the record cannot be read.
+    """
+    leftovers = _folders(run_dir / "checkpoints", _LEFTOVER_NAME)  # first: another process may be removing both
     try:
-        text = (run_dir / _SAVED_STEP_FILE).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
+        step = (run_dir / _SAVED_STEP_FILE).read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
         return None
-    return int(text) if text.isdecimal() else None
+    is_sealed = not any(folder.name.startswith(f"step={step}{_PARTIAL}") for folder in leftovers)
+    return step or "unknown" if is_sealed else None
 
 
 def newest_verified(root: Path, *, contents: bool = True) -> Path | None:
@@ -226,6 +228,8 @@ def newest_verified(root: Path, *, contents: bool = True) -> Path | None:
 
 def remove_leftovers(root: Path) -> list[Path]:
     """Removes what killed processes left half written or half deleted; returns the names. Call it once at start."""
+    if last_saved_step(root.parent) is None and not sealed_checkpoints(root):  # before what it is found out from
+        (root.parent / _SAVED_STEP_FILE).unlink(missing_ok=True)
     leftovers = _folders(root, _LEFTOVER_NAME)
     for folder in leftovers:
         log.info(f"removing {folder}, left by a process that was stopped")
@@ -244,28 +248,14 @@ def _folders(root: Path, name: re.Pattern[str]) -> list[Path]:
 
 
 def _set_aside(folder: Path, problems: list[str]) -> None:
-    target, count = folder.with_name(f"{folder.name}.damaged"), 1
-    while os.path.lexists(target):
-        count += 1
-        target = folder.with_name(f"{folder.name}.damaged-{count}")
-    log.error(f"checkpoint {folder} is damaged and is set aside as {target.name}: {'; '.join(problems)}")
+    target = folder.with_name(f"{folder.name}.damaged")
+    instead = ", in place of an earlier one" if os.path.lexists(target) else ""
+    log.error(f"checkpoint {folder} is damaged and is set aside as {target.name}{instead}: {'; '.join(problems)}")
     try:
+        remove_durably(target)
         os.rename(folder, target)
     except OSError as error:
         log.error(f"{folder} could not be renamed: {error}")
-
-
-def retention_info(
-    *, is_milestone: bool, mean_loss: float | None, validation_loss: float | None = None
-) -> dict[str, Any]:
-    """What a manifest records for `rotate`, so that it outlives the run that wrote it and a change of its options.
-
-    Args:
-        is_milestone: never to be deleted.
-        mean_loss: of the training since the save before; None when nothing finite is known.
-        validation_loss: after the checkpoint's step; None when it was not measured then, or is not finite.
-    """
-    return {"is_milestone": is_milestone, "mean_loss": mean_loss, "validation_loss": validation_loss}
 
 
 def rotate(
@@ -276,8 +266,9 @@ def rotate(
     newest: Path | None = None,
     also_kept: Collection[Path] = (),
     run_lock: RunLock = NO_LOCK,
-) -> list[Path]:
-    """Deletes checkpoints older than the `keep` newest verified ones, except milestones and the best.
+) -> None:
+    """Deletes checkpoints older than the `keep` newest verified ones, except milestones and the best. An older one that
+    is itself damaged is left for a person to look at.
 
     Args:
         root: the run's folder of checkpoints.
@@ -287,9 +278,6 @@ def rotate(
         newest: was verified a moment ago and is not read again.
         also_kept: older ones that are left as well.
         run_lock: of this start of the run.
-
-    Returns:
-        What was deleted. An older one that is itself damaged is left for a person to look at.
     """
     infos: dict[Path, Mapping[str, Any]] = {}
     for folder in sealed_checkpoints(root):
@@ -298,24 +286,21 @@ def rotate(
         except (OSError, ValueError):
             infos[folder] = {}
     protected = {*protected_checkpoints(infos, num_best, best_by), *also_kept}
-    good, deleted = 0, []
+    good = 0
     for folder in reversed(infos):
         if good < max(keep, MIN_KEPT):
             good += folder == newest or not verify_checkpoint(folder)
         elif folder not in protected and not verify_checkpoint(folder, contents=False):
             run_lock.check()
             discard_checkpoint(folder)
-            deleted.append(folder)
-    return deleted
 
 
 def protected_checkpoints(
     infos: Mapping[_Name, Mapping[str, Any]], num_best: int, best_by: str = "training_loss"
 ) -> list[_Name]:
     """Of checkpoints with the `info` of their manifests: milestones, and the `num_best` with the lowest loss."""
-    key = _LOSS_KEYS[best_by]
-    losses = {name: info[key] for name, info in infos.items() if isinstance(info.get(key), float)}
-    best = sorted(losses, key=lambda name: losses[name])[:num_best]
+    losses = {name: loss for name, info in infos.items() if isinstance(loss := info.get(_LOSS_KEYS[best_by]), float)}
+    best = sorted(losses, key=losses.__getitem__)[:num_best]
     return [*best, *(name for name, info in infos.items() if info.get("is_milestone") is True)]
 
 
@@ -346,9 +331,11 @@ class Manifest:
     step: int
     """Optimizer steps completed."""
     info: dict[str, Any]
-    """JSON about the checkpoint, such as its loss."""
+    """JSON about the checkpoint, which outlives the run that wrote it and a change of its options. `rotate` reads
+    `is_milestone` (never to be deleted), `mean_loss` (of the training since the save before) and `validation_loss`
+    (after the checkpoint's step); a loss that is not known, or not finite, is null."""
     files: dict[str, FileRecord]
-    """By path relative to the folder."""
+    """By name."""
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -359,8 +346,8 @@ def read_manifest(folder: Path) -> Manifest:
         OSError: it cannot be read.
     """
     path = folder / MANIFEST_NAME
-    if path.is_symlink() or path.stat().st_size > MAX_MANIFEST_BYTES:
-        raise ValueError("not a manifest: a link, or too large")
+    if path.is_symlink():
+        raise ValueError("a link")
     return parse_manifest(path.read_bytes())
 
 
@@ -374,15 +361,18 @@ def parse_manifest(raw: bytes) -> Manifest:
         body = json.loads(raw)
         if body["format"] != _FORMAT:
             raise ValueError(f"format {body['format']!r:.20}; this version reads format {_FORMAT}")
-        files = {_inside(name): FileRecord(_count(r["size"]), r["sha256"]) for name, r in body["files"].items()}
-        manifest = Manifest(_count(body["step"]), dict(body["info"]), files)
-        text = manifest_text(manifest)
-    except (KeyError, TypeError, AttributeError, UnicodeError, json.JSONDecodeError, RecursionError) as error:
+        files = {name: FileRecord(record["size"], record["sha256"]) for name, record in body["files"].items()}
+        manifest = Manifest(body["step"], dict(body["info"]), files)
+        is_own = manifest_text(manifest).encode() == raw
+        counts = [manifest.step, *(file.size for file in files.values())]
+    except (LookupError, TypeError, AttributeError, UnicodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"not a manifest: {error!r:.200}") from error
-    if text.encode() != raw:
+    if outside := [name for name in files if not _FILE_NAME.fullmatch(name)]:
+        raise ValueError(f"it names a file outside of its folder: {outside[0]!r:.100}")
+    if not is_own:
         raise ValueError("its own checksum does not match")
-    if not files:
-        raise ValueError("it names no files")
+    if not files or any(type(count) is not int or count < 0 for count in counts):
+        raise ValueError("it names no files, or something else than counts where these belong")
     return manifest
 
 
@@ -395,28 +385,6 @@ def manifest_text(manifest: Manifest) -> str:
     body = {"format": _FORMAT} | asdict(manifest)
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return json.dumps(body | {"manifest_sha256": digest}, indent=1)
-
-
-def _new_manifest(folder: Path, step: int, info: Mapping[str, Any]) -> Manifest:
-    """Reads and hashes every file below `folder`."""
-    paths = list(files_below(folder))
-    names = [path.relative_to(folder).as_posix() for path in paths]
-    with ThreadPoolExecutor(_THREADS) as pool:  # hashing releases the interpreter lock
-        records = list(pool.map(lambda path: FileRecord(path.stat().st_size, _sha256(path)), paths))
-    return Manifest(step, dict(info), dict(zip(names, records, strict=True)))
-
-
-def _inside(name: str) -> str:
-    path = PurePosixPath(name)
-    if name != str(path) or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or name == ".":
-        raise ValueError(f"it names a file outside of its folder: {name!r:.100}")
-    return name
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise TypeError(f"{value!r:.40} is not a count")
-    return value
 
 
 def _sha256(path: Path) -> str:

@@ -3,7 +3,7 @@ writes its share of them, rank 0 seals the folder.
 
 step=N/weights.safetensors                  one rank; several: weights-00001-of-00004.safetensors …
        optimizer.safetensors, ema.safetensors …
-       state.json                           everything that is not a tensor, and the names of the tensor files
+       state.json                           everything that is not a tensor of a part
        MANIFEST.json                        sizes and checksums (`folder.py`)
 
 A checkpoint depends neither on the strategy nor on the world size, so that a run continues with any other. Which rank
@@ -11,7 +11,7 @@ wrote a tensor does not matter to a reader.
 
 Lightning saves and resumes by `Trainer.save_checkpoint` and `Trainer.fit(ckpt_path=...)`, in a format per strategy and
 with hooks for weights and optimizer in the strategies. This trainer uses neither: `training_state` and
-`restore_training_state` call the same hooks of callbacks, module, data module, loops, schedulers and precision plugin
+`restore_training_state` call the same hooks of callbacks, module, data module, loops and precision plugin
 as Lightning's `_CheckpointConnector` (2.6), through public names. `tests/unit/checkpoint/test_save_lightning.py` tests
 what they rely on: `on_fit_start` comes after the strategy's setup and before the loops, and a loop that loaded its
 state continues from there.
@@ -19,24 +19,23 @@ state continues from there.
 
 import errno
 import json
-import math
+import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytorch_lightning as pl
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sd_training.checkpoint.atomic_io import remove_quietly, system_error, write_failure
-from sd_training.checkpoint.folder import begin_partial, folder_name, newest_verified, seal_partial, step_of
+from sd_training.checkpoint.folder import begin_partial, read_manifest, seal_partial, step_of
 from sd_training.checkpoint.run_lock import RunLock
 from sd_training.errors import CheckpointError
 from sd_training.parallel.sharding import ParameterSharding
@@ -45,88 +44,38 @@ from sd_training.parallel.strategies import CpuGroup, strategy_of
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 """Parts of every checkpoint; averages are further ones."""
 _STATE = "state.json"
-_FORMAT = 2
+_FORMAT = 3
 _LOSS_SCALE = "deepspeed_loss_scale"
-_RESERVED = "__metadata__"  # safetensors keeps its header's free text under this name
-
-Averages: TypeAlias = Mapping[str, Mapping[str, Tensor]]
-"""Part of a checkpoint → trained parameter of the module → this rank's shard of its average."""
-JsonValue: TypeAlias = Any
-"""None, bool, int, finite float, str, list or str-keyed dict of these."""
-
-
-@dataclass(frozen=True)
-class PendingWrite:
-    """A checkpoint of which this rank holds its share of full tensors, ready to be written."""
-
-    folder: Path
-    """`step=N`."""
-    partial: Path
-    """Where the files go until they are sealed."""
-    parts: Iterable[tuple[str, Mapping[str, Tensor]]]
-    """Part → this rank's tensors by name; may gather them as it goes."""
-    state: Mapping[str, Any]
-    """For `state.json`; that of rank 0 is stored."""
-    info: Mapping[str, Any]
-    """JSON for the manifest."""
-    group: CpuGroup
-    run_lock: RunLock
-    """Of this start of the run, on rank 0."""
-
-    def write(self) -> None:
-        """Collective. Of copies (`asynchronous`) it uses the CPU group only, so that a thread may run it while the
-        device trains; nothing else may use the group meanwhile. Either all files get their final name or none is left.
-
-        Raises:
-            OSError: some rank could not write; names folder and free space. Older checkpoints are intact.
-            TakenOverError: another start has taken the run over.
-        """
-        failure: OSError | None = None
-        try:
-            for part, tensors in self.parts:  # gathers may be collective: they continue after a failure
-                try:
-                    if failure is None:
-                        with _failure_named(self.folder):
-                            write_tensors(self.partial, part, tensors, self.group.rank, self.group.world_size)
-                except OSError as error:
-                    failure = error
-            self.group.raise_first(failure)
-            self.group.on_rank0(self._seal)
-        except BaseException:
-            if self.group.rank == 0:
-                remove_quietly(self.partial)
-            raise
-
-    def _seal(self) -> None:
-        with _failure_named(self.folder):
-            write_state(self.partial, self.state)
-            seal_partial(self.partial, self.info, self.run_lock)
+_TENSOR_FILE = re.compile(r"(.+?)(-\d{5}-of-\d{5})?\.safetensors")
 
 
 def save_checkpoint(
     folder: Path,
     trainer: pl.Trainer,
-    averages: Averages,
+    averages: Mapping[str, Mapping[str, Tensor]],
     info: Mapping[str, Any],
     run_lock: RunLock,
     *,
     asynchronous: bool = False,
-) -> PendingWrite | None:
+) -> Callable[[], None]:
     """Collective: seals everything that training continues from as `folder`, unless an intact checkpoint is there.
 
     Args:
         folder: `…/step=N`.
         trainer: in fit.
-        averages: stored beside the weights.
+        averages: part of the checkpoint → trained parameter of the module → this rank's shard of its average.
         info: JSON for the manifest, that of rank 0.
         run_lock: of this start of the run; rank 0 checks it.
         asynchronous: only copy to CPU memory, as much as this rank's part of the checkpoint takes on disk.
 
     Returns:
-        None, or what is still to be written where `asynchronous`.
+        What is left to do; nothing unless `asynchronous`. It is collective and raises as this function does. It uses
+        the CPU group only, so that a thread may do it while the device trains; nothing else may use the group
+        meanwhile.
 
     Raises:
-        OSError: as `PendingWrite.write`.
+        OSError: some rank could not write; names folder and free space. No file gets its final name, older checkpoints
+            are intact.
         TakenOverError: another start has taken the run over.
     """
     module, sharding, group = trainer.lightning_module, strategy_of(trainer).sharding, strategy_of(trainer).cpu_group
@@ -139,25 +88,79 @@ def save_checkpoint(
 
     begun = group.on_rank0(begin)
     if begun is None:
-        return None
+        return lambda: None
     partial = Path(begun)
-    groups = [{k: v for k, v in own.items() if k != "params"} for own in sharding.optimizer.param_groups]
-    state_of_parameters: dict[str, Any] = {}
-    state |= {OPTIMIZER: {"groups": groups, "state": state_of_parameters}, "averages": sorted(averages)}
     if scale := sharding.loss_scale():
         state[_LOSS_SCALE] = scale
-    streams = {
-        WEIGHTS: _weights(module, sharding),
-        OPTIMIZER: _optimizer_tensors(module, sharding, state_of_parameters),
-        **{part: _average(module, sharding, shards) for part, shards in averages.items()},
-    }
+    streams = _full_tensors(module, sharding, averages, state)
     parts = ((part, _local_share(stream, group, is_copied=asynchronous)) for part, stream in streams.items())
-    if not asynchronous:
-        PendingWrite(folder, partial, parts, state, info, group, run_lock).write()
-        return None
-    copies = dict(parts)
-    drained = ((part, copies.pop(part)) for part in list(copies))  # frees memory part by part
-    return PendingWrite(folder, partial, drained, deepcopy(state), info, group, run_lock)
+    if asynchronous:
+        copies = dict(parts)  # this also completes the state
+        parts = ((part, copies.pop(part)) for part in list(copies))  # frees memory part by part
+        state = deepcopy(state)
+
+    def seal() -> None:
+        with _failure_named(folder):
+            write_state(partial, state)
+            seal_partial(partial, info, run_lock)
+
+    def write() -> None:
+        failure: OSError | None = None
+        try:
+            for part, tensors in parts:  # gathers may be collective: they continue after a failure
+                try:
+                    if failure is None:
+                        with _failure_named(folder):
+                            write_tensors(partial, part, tensors, group.rank, group.world_size)
+                except OSError as error:
+                    failure = error
+            group.raise_first(failure)
+            group.on_rank0(seal)
+        except BaseException:
+            if group.rank == 0:
+                remove_quietly(partial)
+            raise
+
+    if asynchronous:
+        return write
+    write()
+    return lambda: None
+
+
+def _full_tensors(
+    module: nn.Module,
+    sharding: ParameterSharding,
+    averages: Mapping[str, Mapping[str, Tensor]],
+    state: dict[str, Any],
+) -> dict[str, Iterator[tuple[str, Tensor]]]:
+    """Part of the checkpoint → its full tensors by name, which are collective to gather. Those of the optimizer add
+    what is not a tensor to `state`."""
+    trained = _trained(module)
+    groups = [{k: v for k, v in own.items() if k != "params"} for own in sharding.optimizer.param_groups]
+    state_of_parameters: dict[str, str] = {}  # as JSON, to which the part's tensors are joined
+    state[OPTIMIZER] = {"groups": groups, "state": state_of_parameters}
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for name, value in nn.Module.state_dict(module, keep_vars=True).items():
+            if name in trained:
+                yield name, sharding.full_tensor(trained[name])
+            else:
+                yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+    def optimizer_tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in trained.items():
+            plain, tensors = split_tensors({name: sharding.full_state(parameter)})
+            state_of_parameters[name] = json.dumps(plain[name])
+            yield from tensors.items()
+
+    def average(shards: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        return ((name, sharding.gather(trained[name], shard)) for name, shard in shards.items())
+
+    return {
+        WEIGHTS: weights(),
+        OPTIMIZER: optimizer_tensors(),
+        **{part: average(shards) for part, shards in averages.items()},
+    }
 
 
 @dataclass(frozen=True)
@@ -173,22 +176,6 @@ class StoredCheckpoint:
         return {part: tensors for part, tensors in self.parts.items() if part not in (WEIGHTS, OPTIMIZER)}
 
 
-def newest_checkpoint(root: Path, group: CpuGroup) -> Path:
-    """Collective: the newest checkpoint below `root` that verifies, the same on every rank.
-
-    Raises:
-        CheckpointError: none of them verifies; with the same text on every rank.
-    """
-
-    def choose() -> int:
-        newest = newest_verified(root)
-        if newest is None:
-            raise CheckpointError(f"{root}: no checkpoint was ever finished")
-        return step_of(newest)
-
-    return root / folder_name(group.on_rank0(choose))
-
-
 def open_checkpoint(folder: Path) -> StoredCheckpoint:
     """A checkpoint's state, and access to its tensors; nothing but tensors and JSON is ever read.
 
@@ -198,14 +185,12 @@ def open_checkpoint(folder: Path) -> StoredCheckpoint:
     try:
         document = json.loads((folder / _STATE).read_text(encoding="utf-8"))
         if document["format"] != _FORMAT:
-            raise ValueError(f"format {document['format']!r}; this version reads format {_FORMAT}")
+            remedy = "end the run with the version that began it, or begin another from its current_pipeline"
+            raise ValueError(f"format {document['format']!r}; this version reads format {_FORMAT}: {remedy}")
         paths: dict[str, list[Path]] = {}
-        for name in document["tensor_files"]:
-            stem, _, suffix = name.rpartition(".")
-            if suffix != "safetensors" or Path(name).name != name:  # the name comes from a file
-                raise ValueError(f"{name!r:.80} is not a file of tensors")
-            head, of, _ = stem.rpartition("-of-")
-            paths.setdefault(head.rpartition("-")[0] if of else stem, []).append(folder / name)
+        for name in read_manifest(folder).files:
+            if found := _TENSOR_FILE.fullmatch(name):
+                paths.setdefault(found[1], []).append(folder / name)
         parts = {part: StoredTensors(files) for part, files in paths.items()}
         state: dict[str, Any] = join_tensors(document["checkpoint"], dict(parts.pop("state", {})))
     except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, SafetensorError) as error:
@@ -223,19 +208,15 @@ def load_checkpoint(stored: StoredCheckpoint, trainer: pl.Trainer) -> None:
     module, sharding = trainer.lightning_module, strategy_of(trainer).sharding
     weights: Mapping[str, Tensor] = stored.parts.get(WEIGHTS, {})
     own = nn.Module.state_dict(module, keep_vars=True)
+    trained, problem = _trained(module), "the checkpoint belongs to another network: "
     if odd := sorted(set(own) ^ set(weights)):
-        raise CheckpointError(
-            f"the checkpoint belongs to another network: {len(odd)} names of weights differ, e.g. {odd[0]}"
-        )
-    trained = _trained(module)
+        raise CheckpointError(f"{problem}{len(odd)} names of weights differ, e.g. {odd[0]}")
     for name, value in own.items():
         full = weights[name]
         if name in trained:
             shape = sharding.full_shape(trained[name])
             if full.shape != shape:
-                raise CheckpointError(
-                    f"the checkpoint belongs to another network: {name} is {tuple(full.shape)}, now {tuple(shape)}"
-                )
+                raise CheckpointError(f"{problem}{name} is {tuple(full.shape)}, now {tuple(shape)}")
             sharding.load(trained[name], full.to(trained[name].device))
         elif not isinstance(value, DTensor):  # sharded frozen weights are what they were at the start
             value.detach().copy_(full)
@@ -244,8 +225,8 @@ def load_checkpoint(stored: StoredCheckpoint, trainer: pl.Trainer) -> None:
     tensors: Mapping[str, Tensor] = stored.parts.get(OPTIMIZER, {})
 
     def state_of(parameter: nn.Parameter) -> dict[str, Any]:
-        state: dict[str, Any] = join_tensors(optimizer["state"].get(names[id(parameter)], {}), tensors)
-        return state
+        plain = json.loads(optimizer["state"].get(names[id(parameter)], "{}"))
+        return dict(join_tensors(plain, tensors))
 
     sharding.load_optimizer(trained.values(), state_of, optimizer["groups"])
     sharding.load_loss_scale(stored.state.get(_LOSS_SCALE, {}))
@@ -265,35 +246,6 @@ def _failure_named(folder: Path) -> Iterator[None]:
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-
-
-def _weights(module: nn.Module, sharding: ParameterSharding) -> Iterator[tuple[str, Tensor]]:
-    """Collective: full tensors of the module's parameters and buffers."""
-    trained = _trained(module)
-    for name, parameter in trained.items():
-        yield name, sharding.full_tensor(parameter)
-    for name, value in nn.Module.state_dict(module, keep_vars=True).items():
-        if name not in trained:
-            yield name, value.full_tensor() if isinstance(value, DTensor) else value.detach()
-
-
-def _optimizer_tensors(
-    module: nn.Module, sharding: ParameterSharding, state: dict[str, Any]
-) -> Iterator[tuple[str, Tensor]]:
-    """Collective: full tensors of the optimizer's state; fills `state` with what they are joined to, by parameter."""
-    for name, parameter in _trained(module).items():
-        plain, tensors = split_tensors({name: sharding.full_state(parameter)})
-        state |= plain
-        yield from tensors.items()
-
-
-def _average(
-    module: nn.Module, sharding: ParameterSharding, shards: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Collective: full tensors of an average."""
-    for name, parameter in _trained(module).items():
-        if name in shards:
-            yield name, sharding.gather(parameter, shards[name])
 
 
 def _local_share(stream: Iterator[tuple[str, Tensor]], group: CpuGroup, *, is_copied: bool) -> dict[str, Tensor]:
@@ -346,7 +298,7 @@ def write_tensors(folder: Path, part: str, tensors: Mapping[str, Tensor], rank: 
     stored: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():  # contiguous, on the CPU; tied weights are stored once per name
-        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        plain = tensor.detach().cpu().contiguous()
         address = plain.untyped_storage().data_ptr()
         stored[name] = plain.clone() if address and address in seen else plain
         seen.add(address)
@@ -358,7 +310,7 @@ def write_tensors(folder: Path, part: str, tensors: Mapping[str, Tensor], rank: 
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Writes what is not a tensor of a part; to be called when all tensors are written.
+    """Writes what is not a tensor of a part.
 
     Args:
         state: what `split_tensors` takes; the few tensors in it are stored beside it.
@@ -368,21 +320,16 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     """
     plain, tensors = split_tensors(dict(state))
     write_tensors(folder, "state", tensors, 0, 1)
-    files = sorted(path.name for path in folder.glob("*.safetensors"))
-    document = {"format": _FORMAT, "tensor_files": files, "checkpoint": plain}
-    (folder / _STATE).write_text(json.dumps(document, allow_nan=False), encoding="utf-8")
+    (folder / _STATE).write_text(json.dumps({"format": _FORMAT, "checkpoint": plain}), encoding="utf-8")
 
 
 def training_state(trainer: pl.Trainer) -> dict[str, Any]:
     """Everything but weights and optimizer state. Collective where a callback's `on_save_checkpoint` is."""
     lightning: Any = trainer  # its type lacks attributes that it has
     state: dict[str, Any] = {
-        "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
-        "pytorch-lightning_version": pl.__version__,
         "loops": {"fit_loop": trainer.fit_loop.state_dict()},
         "callbacks": {callback.state_key: own for callback in lightning.callbacks if (own := callback.state_dict())},
-        "lr_schedulers": [],  # the learning rate is a function of the step
     }
     for part in (lightning.datamodule, trainer.precision_plugin):
         if part is not None and (own := part.state_dict()):
@@ -414,19 +361,18 @@ def restore_training_state(trainer: pl.Trainer, state: dict[str, Any]) -> None:
     trainer.fit_loop.load_state_dict(loop)
 
 
-def split_tensors(state: Any) -> tuple[JsonValue, dict[str, Tensor]]:
+def split_tensors(state: Any) -> tuple[Any, dict[str, Tensor]]:
     """Nested state as JSON plus named tensors: exactly, and without pickle.
 
-    A value that JSON cannot express becomes an object with one tag that starts with `$`: `{"$tensor": name}`,
-    `{"$tuple": [...]}`, `{"$float": "nan"}`, `{"$dict": [[key, value], ...]}`. A dict with keys that are not text, or
-    that look like a tag, is written as `$dict`, so no value can be mistaken for a tag.
+    A tensor becomes `{"$tensor": name}`, a tuple `{"$tuple": [...]}`.
 
     Args:
-        state: dict, OrderedDict, list, tuple, None, bool, int, float, str and tensors, nested freely.
+        state: dict and OrderedDict with texts as keys, list, tuple, None, bool, int, float, str and tensors, nested
+            freely.
 
     Returns:
-        What `json.dumps(..., allow_nan=False)` takes, and the tensors by name: the very ones of `state`, not copies. A
-        name is the tensor's path joined by `/`.
+        What `json.dumps` takes, and the tensors by name: the very ones of `state`, not copies. A name is the tensor's
+        path joined by `/`.
 
     Raises:
         TypeError: a value of another type, with its path.
@@ -435,52 +381,39 @@ def split_tensors(state: Any) -> tuple[JsonValue, dict[str, Tensor]]:
     return _encode(state, (), tensors), tensors
 
 
-def join_tensors(value: JsonValue, tensors: Mapping[str, Tensor]) -> Any:
+def join_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The inverse of `split_tensors`; an OrderedDict comes back as a dict in the same order.
 
     Raises:
-        ValueError: `value` was not made by `split_tensors`, or a tensor that it names is missing.
+        LookupError, TypeError: `value` was not made by `split_tensors`, or a tensor that it names is missing.
     """
     if isinstance(value, list):
         return [join_tensors(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
-    tag = next((key for key in value if key.startswith("$")), None)
-    if tag is None:
-        return {key: join_tensors(item, tensors) for key, item in value.items()}
-    content = value[tag]
-    if tag == "$tensor" and content in tensors:
-        return tensors[content]
-    if tag == "$float" and content in ("nan", "inf", "-inf"):
-        return float(content)
-    if tag == "$tuple" and isinstance(content, list):
-        return tuple(join_tensors(content, tensors))
-    if tag == "$dict" and isinstance(content, list):
-        return {join_tensors(key, tensors): join_tensors(item, tensors) for key, item in content}
-    raise ValueError(f"not a checkpoint's state: {tag} with {str(content)[:80]!r}")
+    if "$tensor" in value:
+        return tensors[value["$tensor"]]
+    if "$tuple" in value:
+        return tuple(join_tensors(value["$tuple"], tensors))
+    return {key: join_tensors(item, tensors) for key, item in value.items()}
 
 
-def _encode(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor] | None) -> JsonValue:
-    """`tensors` takes those of `value`; None: it may have none."""
+def _encode(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
     kind = type(value)  # exact types: a subclass would come back as its base
-    if kind in (type(None), bool, int, str) or (kind is float and math.isfinite(value)):
+    if kind in (type(None), bool, int, float, str):
         return value
-    if kind is float:
-        return {"$float": repr(value)}
     if kind in (list, tuple):
         items = [_encode(item, (*path, str(i)), tensors) for i, item in enumerate(value)]
         return items if kind is list else {"$tuple": items}
-    if kind in (dict, OrderedDict):
-        items = [[_encode(k, (*path, "key"), None), _encode(v, (*path, str(k)), tensors)] for k, v in value.items()]
-        return dict(items) if all(type(k) is str and not k.startswith("$") for k in value) else {"$dict": items}
-    is_plain = kind in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta
-    if is_plain and tensors is not None:
-        name = base = "/".join(path).replace(_RESERVED, "metadata").encode("utf-8", "backslashreplace").decode()
-        while name in tensors or not name:  # `{1: a, "1": b}` has two tensors of one path
-            name = f"{base or 'tensor'}~{len(tensors)}"
+    if kind in (dict, OrderedDict) and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: _encode(item, (*path, key), tensors) for key, item in value.items()}
+    if kind in (Tensor, nn.Parameter):
+        name = "/".join(path)
+        while name in tensors:  # `{"a/b": x, "a": {"b": y}}` has two tensors of one path
+            name += "~"
         tensors[name] = value
         return {"$tensor": name}
     raise TypeError(
-        f"{'/'.join(path) or 'the state'} is a {kind.__module__}.{kind.__qualname__}; a checkpoint holds dense "
-        "tensors, numbers, text, None, and dicts, lists and tuples of these"
+        f"{'/'.join(path) or 'the state'} is a {kind.__module__}.{kind.__qualname__}; a checkpoint holds tensors, "
+        "numbers, text, None, and lists, tuples and dicts by text of these"
     )

@@ -27,7 +27,7 @@ OLD_NAMES: Mapping[str, str] = {
 """Name of an option in sd-training, perhaps its second one → its name here."""
 OLD_WORDS: Mapping[str, Mapping[str, str]] = {"dataset.type": {"ParquetDataset": "Parquet"}}
 """Option → word of sd-training → the word here."""
-RETIRED: Mapping[str, str] = {"dataset.params.remote.mode": "cache"}
+RETIRED: Mapping[str, Any] = {"dataset.params.remote.mode": "cache", "experiment.eval_tar": False}
 """Name of an option that is gone → its value that is the only behaviour now; `config.yaml` of older runs names it."""
 
 _SHOWN_CHARACTERS = 80

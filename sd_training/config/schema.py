@@ -565,8 +565,6 @@ class ExperimentConfig(OptionGroup):
     no evaluation images."""
     num_eval_images: Annotated[PositiveInt, used_with("eval_caption_file"), DENOISER] = 1000
     """At most this many rows of `eval_caption_file` [images over all processes]."""
-    eval_tar: Annotated[bool, used_with("eval_caption_file"), DENOISER] = False
-    """Pack the evaluation images of a save into `samples/step_N/eval.tar` instead of a folder."""
     seed: Int = 0
     """Seed of every random draw of the run: data order, crops, noise, timesteps, initial weights."""
 

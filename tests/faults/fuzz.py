@@ -145,7 +145,7 @@ def read_checkpoint(data: bytes, folder: Path, inputs: Inputs) -> bool:
 def _make_checkpoint(root: Path) -> None:
     def write(partial: Path) -> None:
         write_tensors(partial, "weights", {"a": torch.ones(4), "b": torch.zeros(2, 3)}, 0, 1)
-        write_state(partial, {"global_step": 3, "moment": torch.ones(3, 2).t(), "nested": {1: (1.5, [None, True])}})
+        write_state(partial, {"global_step": 3, "moment": torch.ones(3, 2).t(), "nested": {"a": (1.5, [None, True])}})
 
     write_sealed(root, 3, write, {"world_size": 1})
 

@@ -161,8 +161,10 @@ def test_a_digest_depends_on_everything(tmp_path: Path) -> None:
     ]
     digests = set()
     for number, each in enumerate(tensors):
-        (tmp_path / str(number)).mkdir()
-        write_tensors(tmp_path / str(number), "weights", each, 0, 1)
-        write_state(tmp_path / str(number), {})
-        digests.add(digest_of(tmp_path / str(number)))
+
+        def write(folder: Path, tensors: dict[str, torch.Tensor] = each) -> None:
+            write_tensors(folder, "weights", tensors, 0, 1)
+            write_state(folder, {})
+
+        digests.add(digest_of(write_sealed(tmp_path, number, write, {})))
     assert len(digests) == len(tensors)

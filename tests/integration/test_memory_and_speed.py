@@ -53,7 +53,7 @@ def test_without_a_compiler_the_run_does_not_start(
     pipeline_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match=r"trainer.compile: needs a C"):
+    with pytest.raises(ConfigError, match=r"trainer.compile: needs a compiler"):
         prepare(options(tmp_path / "run", pipeline_dir, shards_dir, trainer__compile=True))
 
 

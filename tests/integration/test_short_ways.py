@@ -22,7 +22,7 @@ ROOTS = {
     ("data/loader.py", "__next__"): "sample",
     ("data/loader.py", "__iter__"): "sample",
     ("training/base_module.py", "training_step"): "sample",
-    ("callbacks/save.py", "_checkpoint"): "save",
+    ("callbacks/save.py", "_begin_checkpoint"): "save",
 }
 """Where the ways begin: (file, function) → way."""
 OTHERS = {"state_dict", "on_save_checkpoint"}

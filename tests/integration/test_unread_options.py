@@ -17,12 +17,15 @@ from tests.integration.training import options
 
 OF_OTHER_CHOICES = {
     "experiment.num_eval_images": "experiment.eval_caption_file; a warning without",
-    "experiment.eval_tar": "experiment.eval_caption_file; a warning without",
     "experiment.project": "W&B",
     "wandb.entity": "W&B",
     "wandb.api_key": "W&B",
     "dataset.params.tags": "dataset.type=TagFolder; an error without",
     "dataset.params.idx_to_prompt": "dataset.type=ClassificationWebDataset; an error without",
+    **dict.fromkeys(
+        (f"dataset.params.captions.{name}" for name in ("shuffle_tags_prob", "drop_tag_prob", "num_kept_tags")),
+        "captions.tag_separator; an error without",
+    ),
     "dataset.params.buckets.sizes": "buckets.mode=table; an error without",
     "dataset.params.allow_change": "a resumed run",
     "experiment.allow_changed": "a resumed run",

@@ -9,7 +9,6 @@ ORDER = [
     "RunRecord",
     "Ema",
     "NumericGuard",  # goes back before anything of the step is logged, drawn or saved
-    "ReplicaDigest",
     "ConsistencyMark",  # what follows may fail, and the step can still be saved
     "Metrics",  # before Save, whose manifest holds the mean loss
     "Pictures",

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.build.plan import Start, _storage_errors
-from sd_training.checkpoint.mirror import MirrorError
-from sd_training.data.storage.object_store import is_outage
+from sd_training.build.plan import Start
+from sd_training.checkpoint.mirror import Mirror
 from sd_training.errors import EXIT_MISTAKE, EXIT_STOPPED, UserError
 
 
@@ -21,10 +20,10 @@ from sd_training.errors import EXIT_MISTAKE, EXIT_STOPPED, UserError
     ],
 )
 def test_a_mirror_that_is_away_asks_for_another_start(cause: str, status: int) -> None:
-    error = MirrorError(f"checkpoint.mirror: {cause}", is_outage(OSError(cause)))
-    with pytest.raises(UserError) as raised, _storage_errors(Path()):
-        raise error
-    assert raised.value.exit_status == status
+    mirror, said = Mirror("s3://bucket/runs", "run"), r"checkpoint\.mirror: .*checkpoint\.mirror=null goes on"
+    with pytest.raises(UserError, match=said) as error, mirror._errors_named():
+        raise OSError(cause)
+    assert error.value.exit_status == status
 
 
 def test_a_run_that_has_done_more_than_its_options_ask_for_says_so(tmp_path: Path) -> None:

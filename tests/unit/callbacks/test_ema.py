@@ -68,7 +68,7 @@ def test_average_equals_the_recurrence_in_float64(every: int, is_staged: bool) -
         if step % every == 0:
             expected = 0.9**every * expected + (1 - 0.9**every) * step
     ema.finish_update()
-    torch.testing.assert_close(ema.shards["weight"], torch.full((1, 2), expected))
+    torch.testing.assert_close(ema.shards["network.weight"], torch.full((1, 2), expected))
 
 
 def test_warmup_ramp() -> None:
@@ -104,18 +104,18 @@ def test_without_an_average_the_own_weights_are_exported() -> None:
 def test_state_round_trip_continues_the_average() -> None:
     first, module = Ema(EmaConfig(), Path()), module_with(1.0)
     first.on_train_start(module._trainer, module)  # type: ignore[arg-type]
-    averages = first.averages_by_module_name()
+    averages = first.averages
     second = Ema(EmaConfig(), Path())
     set_weight(module, 5.0)
     second.load_averages(module._trainer, module, averages)  # type: ignore[arg-type]
     second.on_train_start(module._trainer, module)  # type: ignore[arg-type]
-    assert float(second.shards["weight"][0, 0]) == 1.0
+    assert float(second.shards["network.weight"][0, 0]) == 1.0
 
 
 def test_an_average_that_the_checkpoint_lacks_begins_with_its_weights() -> None:
     ema, module = Ema(EmaConfig(), Path()), module_with(3.0)
     ema.load_averages(module._trainer, module, {})  # type: ignore[arg-type]
-    assert float(ema.shards["weight"][0, 0]) == 3.0
+    assert float(ema.shards["network.weight"][0, 0]) == 3.0
 
 
 def test_average_of_another_network_is_refused(tmp_path: Path) -> None:
@@ -135,9 +135,9 @@ def test_a_track_follows_its_power_function_beside_the_average() -> None:
         if step % 2 == 0:
             beta = (1 - 2 / step) ** exponent
             expected = beta * expected + (1 - beta) * step
-    track = ema.averages["ema-sigma_rel=0.100"]["weight"]
+    track = ema.averages["ema-sigma_rel=0.100"]["network.weight"]
     torch.testing.assert_close(track, torch.full((1, 2), expected))
-    assert not torch.equal(track, ema.shards["weight"])
+    assert not torch.equal(track, ema.shards["network.weight"])
 
 
 def test_a_track_that_the_checkpoint_lacks_is_named() -> None:

@@ -108,3 +108,12 @@ def test_only_skipped_steps_in_a_row_lead_back(bad: set[int], expected: tuple[st
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_a_skipped_step(loss: float) -> None:
     assert detector_of().add(3, loss)[:2] == (SKIPPED, 3)  # type: ignore[index]
+
+
+def test_after_a_rollback_new_losses_are_compared_with_the_level_before() -> None:
+    detector = detector_of()
+    for step in range(300):
+        detector.add(step, 0.1)
+    detector.reset()
+    found = [detector.add(step, 0.5) for step in range(300, 306)]
+    assert [anomaly and anomaly[:3] for anomaly in found] == [None] * 4 + [(SPIKE, 300, 304), None]

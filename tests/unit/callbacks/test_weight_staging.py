@@ -10,8 +10,7 @@ from sd_training.callbacks.ema import WeightStaging
 
 @pytest.mark.parametrize("threads", [1, 3, 8])
 def test_every_copy_is_averaged_once_as_it_was(threads: int) -> None:
-    staging, weights = WeightStaging(), {str(i): torch.full((i + 1,), float(i)) for i in range(5)}
-    staging.num_threads = threads
+    staging, weights = WeightStaging(threads), {str(i): torch.full((i + 1,), float(i)) for i in range(5)}
     sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
 
     def add(names: Sequence[str]) -> None:

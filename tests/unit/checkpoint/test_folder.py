@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import pytest
 
 from sd_training.checkpoint.folder import (
     MANIFEST_NAME,
+    begin_partial,
     discard_checkpoint,
+    last_saved_step,
     newest_verified,
     read_manifest,
     remove_leftovers,
@@ -21,15 +24,15 @@ from sd_training.checkpoint.folder import (
     step_of,
     verify_checkpoint,
 )
+from sd_training.checkpoint.run_lock import acquire_run_lock
 from sd_training.errors import CheckpointError
 from tests.checkpoints import write_sealed
 
-CONTENT = {"weights.bin": bytes(range(256)) * 40, "state.json": b'{"a": 1}', "parts/0.bin": b"x" * 1000}
+CONTENT = {"weights.bin": bytes(range(256)) * 40, "state.json": b'{"a": 1}', "more.bin": b"x" * 1000}
 
 
 def fill(folder: Path) -> None:
     for name, content in CONTENT.items():
-        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
 
 
@@ -151,12 +154,12 @@ def test_leftovers_are_no_finished_checkpoints(root: Path) -> None:
         newest_verified(root)
 
 
-def test_a_second_damaged_one_of_a_step_gets_a_name(root: Path) -> None:
+def test_a_second_damaged_one_of_a_step_replaces_the_first(root: Path) -> None:
     write_steps(root, 1)
     for _ in range(3):
         empty(write_steps(root, 2)[0] / "state.json")
         newest_verified(root)
-    assert names(root) == ["step=1", "step=2.damaged", "step=2.damaged-2", "step=2.damaged-3"]
+    assert names(root) == ["step=1", "step=2.damaged"]
 
 
 def test_a_half_written_newest_is_ignored_and_swept(root: Path) -> None:
@@ -176,8 +179,8 @@ def test_a_folder_under_another_step_is_refused(root: Path) -> None:
     assert verify_checkpoint(root / "step=9") == ["MANIFEST.json belongs to step 1"]
 
 
-@pytest.mark.parametrize(("umask", "folder_mode", "file_mode"), [(0o000, 0o775, 0o664), (0o077, 0o700, 0o600)])
-def test_nobody_else_can_write_whatever_the_umask(root: Path, umask: int, folder_mode: int, file_mode: int) -> None:
+@pytest.mark.parametrize(("umask", "folder_mode", "file_mode"), [(0o002, 0o775, 0o664), (0o077, 0o700, 0o600)])
+def test_every_file_follows_the_umask(root: Path, umask: int, folder_mode: int, file_mode: int) -> None:
     before = os.umask(umask)
     try:
         (folder,) = write_steps(root, 1)
@@ -201,3 +204,28 @@ def test_a_checkpoint_is_found_without_torch(root: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program, str(root)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(root / "step=7")
+
+
+def test_no_checkpoint_is_ever_without_the_record_of_a_save(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose checkpoints were deleted is not taken for a new one; one that was killed in its first save is."""
+    root.mkdir(parents=True)
+    run_lock = acquire_run_lock(root.parent)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sd_training.checkpoint.folder.os.rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_sealed(root, 2, fill, {}, run_lock)
+    monkeypatch.undo()
+    assert (root.parent / "saved_step").read_text() == "2\n" and last_saved_step(root.parent) is None
+    remove_leftovers(root)
+    assert last_saved_step(root.parent) is None and not (root.parent / "saved_step").exists()
+    for step in (2, 4):
+        write_sealed(root, step, fill, {}, run_lock)
+    begin_partial(root, 6, run_lock)
+    shutil.rmtree(root)
+    remove_leftovers(root)
+    assert last_saved_step(root.parent) == "4"
+    (root.parent / "saved_step").write_bytes(b"\xff")  # damaged, but there
+    assert last_saved_step(root.parent) is not None

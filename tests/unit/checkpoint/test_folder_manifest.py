@@ -34,7 +34,7 @@ def test_every_bit_of_the_manifest_counts(folder: Path) -> None:
         assert verify_checkpoint(folder), f"byte {position}"
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/../../secret", "a//b", "./a", "..\\secret", "", "."])
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/../../secret", "a/b", "..\\secret", "", ".", ".."])
 def test_a_manifest_that_leaves_its_folder_is_refused(folder: Path, name: str) -> None:
     record = FileRecord(1, "0" * 64)
     (folder / MANIFEST_NAME).write_text(manifest_text(Manifest(1, {}, {name: record})))

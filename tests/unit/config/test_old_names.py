@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from sd_training.config.changes import resolved_yaml
-from sd_training.config.fields import OLD_NAMES, OLD_WORDS, RETIRED, options, place_of, value_of
+from sd_training.config.fields import OLD_NAMES, OLD_WORDS, RETIRED, options, place_of, shown, value_of
 from sd_training.config.load import load_config
 from tests.unit.config.loading import BASE, only, write
 
@@ -87,10 +87,10 @@ def test_an_option_that_is_gone_is_accepted_with_what_is_done_now(option: str, t
     for words in ([f"config={old}"], [f"{option}={RETIRED[option]}"], [f"{option}=null"]):
         resolved = yaml.safe_load(resolved_yaml(load_config([*BASE, *words])))
         assert name not in place_of(resolved, option)[0]
-    gone = f'{option}: is "other", but this option is gone: there is only "{RETIRED[option]}" now; remove it'
+    gone = f'{option}: is "other", but this option is gone: there is only {shown(RETIRED[option])} now; remove it'
     assert only(*BASE, f"{option}=other") == gone
 
 
-def nested(option: str, value: str) -> dict[str, Any]:
+def nested(option: str, value: Any) -> dict[str, Any]:
     first, _, rest = option.partition(".")
     return {first: nested(rest, value) if rest else value}

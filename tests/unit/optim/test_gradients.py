@@ -20,12 +20,15 @@ def prodigy_moves_sooner(name: str) -> dict[str, float]:
 
 
 def through_a_file(state: Any) -> Any:
-    plain, tensors = split_tensors(state)
-    return join_tensors(json.loads(json.dumps(plain, allow_nan=False)), {k: v.clone() for k, v in tensors.items()})
+    plain, tensors = split_tensors(list(state["state"].values()))  # a checkpoint's are by name
+    values = join_tensors(json.loads(json.dumps(plain)), {k: v.clone() for k, v in tensors.items()})
+    return state | {"state": dict(zip(state["state"], values, strict=True))}
 
 
 def same(first: Any, second: Any) -> bool:
-    (plain, tensors), (other_plain, other_tensors) = split_tensors(first), split_tensors(second)
+    (plain, tensors), (other_plain, other_tensors) = (
+        split_tensors([list(state["state"].values()), state["param_groups"]]) for state in (first, second)
+    )
     return plain == other_plain and all(torch.equal(tensors[k], other_tensors[k]) for k in tensors | other_tensors)
 
 
