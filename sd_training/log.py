@@ -132,11 +132,13 @@ class _Console(_LogHandler):
     write_beside: Callable[[str], None] | None = None
     """Writes a line above a progress bar; null: there is none."""
 
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Before the lock is taken: a terminal that nobody reads must not keep lines out of the file."""
+        return "is_for_file" not in vars(record) and (record.levelno >= logging.ERROR or is_main_process())
+
     def emit(self, record: logging.LogRecord) -> None:
-        """To the console."""
-        if "is_for_file" in vars(record) or (record.levelno < logging.ERROR and not is_main_process()):
-            return
-        with suppress(OSError):
+        """To the console, if it is open."""
+        with suppress(OSError, ValueError, AttributeError):
             if self.write_beside is not None:
                 self.write_beside(self.format(record))
             else:

@@ -8,6 +8,7 @@ SIGINT    Ctrl-C: save and end with status 130, announced at once; the second on
 
 import os
 import signal
+import threading
 import time
 from contextlib import suppress
 from types import FrameType
@@ -73,8 +74,9 @@ class StopSignals:
         raise SystemExit(status)
 
     def _handle(self, number: int) -> None:
-        before = signal.signal(number, self._note)
-        self._before.setdefault(number, signal.SIG_DFL if before is None else before)
+        if threading.current_thread() is threading.main_thread():
+            before = signal.signal(number, self._note)
+            self._before.setdefault(number, signal.SIG_DFL if before is None else before)
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if number in _SAVE:

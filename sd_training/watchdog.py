@@ -28,7 +28,7 @@ from typing import NoReturn
 
 from sd_training.cli import print_error, write_torchrun_error
 from sd_training.errors import EXIT_HANG, EXIT_UNEXPECTED, UserError
-from sd_training.log import STARTED_NS, TIME_FORMAT, RunLog, get_logger, is_main_process, redacted
+from sd_training.log import FOR_FILE, STARTED_NS, TIME_FORMAT, RunLog, get_logger, is_main_process, redacted
 
 log = get_logger(__name__)
 
@@ -303,7 +303,8 @@ class HangWatch:
         try:
             # The run folder or stderr may be what does not answer, so each has a thread of its own.
             acts = (partial(self.first_failure.claim, EXIT_HANG, text), partial(self._write_stacks, text))
-            _within(_WRITING_S, partial(write_status, EXIT_HANG), *acts, partial(log.error, shown))
+            prints = (partial(_print, f"error: {redacted(shown)}"), partial(log.error, text, extra=FOR_FILE))
+            _within(_WRITING_S, partial(write_status, EXIT_HANG), *acts, *prints)
             for pid in self.first_failure.local_peers.values():
                 # One that somebody stopped (SIGSTOP) continues, sees the note and ends; it would keep its device.
                 with suppress(OSError):  # it has ended
@@ -345,6 +346,11 @@ def _stacks() -> str:
         calls = ((inner.f_code, line) for inner, line in traceback.walk_stack(frame))
         lines += [f'  File "{code.co_filename}", line {line} in {code.co_name}' for code, line in calls]
     return "\n".join(lines)
+
+
+def _print(text: str) -> None:
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _within(limit_s: float, *acts: Callable[[], object]) -> None:

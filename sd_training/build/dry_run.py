@@ -153,7 +153,8 @@ def _summary(
         "optimizer": f"{config.optimizer.name}, learning rate {first:.3g} at the first step, {peak:.3g} at step "
         f"{top + 1:,}, {end:.3g} at the last",
         "runs on": plan.device_sentence(),
-        "memory": f"at most {size_text(memory[AT_MOST])} of the device per process (an estimate)",
+        "memory": f"at most {size_text(memory[AT_MOST])} of the device per process (an estimate)"
+        + ("" if family else ", without activations"),
         "run folder": plan.run_dir,
         "begins": start.sentence(),
     }

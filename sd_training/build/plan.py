@@ -10,7 +10,14 @@ from pathlib import Path
 
 import sd_training.models  # noqa: F401 - it must be what imports diffusers first
 from sd_training.callbacks.run_record import CONFIG, RunRecord
-from sd_training.checkpoint.folder import folder_name, last_saved_step, newest_verified, remove_leftovers, step_of
+from sd_training.checkpoint.folder import (
+    folder_name,
+    last_saved_step,
+    newest_verified,
+    remove_leftovers,
+    step_of,
+    verify_checkpoint,
+)
 from sd_training.checkpoint.mirror import Mirror
 from sd_training.checkpoint.run_lock import NO_LOCK, RunLock, acquire_run_lock
 from sd_training.checkpoint.save import open_checkpoint
@@ -201,8 +208,9 @@ def _state_problems(plan: Plan, folder: Path, is_refused: bool) -> list[str]:
     """
     try:
         state = open_checkpoint(folder).state
-    except CheckpointError:
-        return []  # an older one is looked for when it is loaded
+    except CheckpointError as error:
+        # A damaged one is set aside when it is loaded, and an older one is used; an intact one is of another version.
+        return [] if verify_checkpoint(folder) else [str(error)]
     trained, config = state.get("trained_as", {}), plan.config
     given = {key: value_of(config, key) for key in trained if key in options()}
     trained_problem = changed_requirements(trained, {key: value for key, value in given.items() if value is not None})

@@ -117,6 +117,8 @@ def wandb_mode(config: WandbConfig) -> tuple[str, str | None]:
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE") or mode
         asked = f"WANDB_MODE={mode} in the environment, but "
+        if mode not in ("auto", "online", "offline", "disabled"):
+            raise ConfigError(f"WANDB_MODE: {mode!r} is none of online, offline and disabled; unset it")
     if mode == "disabled":
         return mode, None
     is_installed, key = find_spec("wandb") is not None, config.api_key or os.environ.get("WANDB_API_KEY")

@@ -292,8 +292,11 @@ def _pictures(plan: Plan, trained: Trained, ema: Ema | None, timer: TrainingTime
         prompts = [(f"{i:03d}", prompt) for i, prompt in enumerate(config.sampling.prompts)]
         jobs.append(PictureJob("previews", config.sampling.every, prompts, at_start=True))
     path, count = config.experiment.eval_caption_file, config.experiment.num_eval_images
-    if path is not None and (captions := read_captions(Path(path))[:count]):
-        jobs.append(PictureJob("eval", config.experiment.save_every, captions))
+    if path is not None:
+        if captions := read_captions(Path(path))[:count]:
+            jobs.append(PictureJob("eval", config.experiment.save_every, captions))
+        else:
+            log.warning(f"experiment.eval_caption_file: {path} has no caption to draw")
     resolution, samples_dir = config.dataset.params.resolution, plan.run_dir / "samples"
     return [
         Pictures(job, samples_dir, resolution, config.sampling, trained.family.pipeline, plan.precision, ema, timer)

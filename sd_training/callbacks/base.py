@@ -98,7 +98,7 @@ class RunState:
     last_save_end_s: float = field(default_factory=time.monotonic)
     """`Save`: when that returned to training [s of `time.monotonic`]; before the first save, the start."""
     sealed_step: int = -1
-    """`Save`: the newest checkpoint that is whole on disk."""
+    """`Save`: the newest checkpoint that is whole on disk, also one of an earlier start; -1: none yet."""
     longest_save_s: float = 0.0
     """`Save`: the longest save so far, from its beginning until it was sealed and exported; 0: none yet."""
     metrics: dict[str, float] = field(default_factory=dict)

@@ -256,7 +256,7 @@ class Ema(OptimizerStepCallback):
         finally:
             sharding.reshard()
             for parameter, backup in zip(parameters.values(), backups, strict=True):
-                sharding.swap_in(parameter, backup)
+                sharding.restore(parameter, backup)
 
 
 def averaged_parameters(module: TrainedModule) -> dict[str, nn.Parameter]:

@@ -45,7 +45,8 @@ MIN_KEPT = 2
 _FORMAT = 1
 _CHUNK_BYTES = 4 * 2**20
 _THREADS = 4
-_PARTIAL = ".partial"
+_PARTIAL, DOWNLOAD = ".partial", ".download"
+"""Kinds of folders that are being written: a save, or the copy of one. A `DOWNLOAD` says nothing about saves."""
 _SAVED_STEP_FILE = "saved_step"
 """File in the run folder: optimizer steps of the last checkpoint, whether or not it still exists."""
 _SEALED_NAME = re.compile(r"step=(\d+)", re.ASCII)
@@ -53,7 +54,7 @@ _DAMAGED_NAME = re.compile(r"step=\d+\.damaged(-\d+)?", re.ASCII)
 """Also the numbered ones of earlier versions."""
 _FILE_NAME = re.compile(r"\w[\w=.-]*", re.ASCII)
 """Of a file in a checkpoint, which has no folders in it."""
-_LEFTOVER_NAME = re.compile(r"step=\d+\.(partial|deleting)(-\d+)?", re.ASCII)
+_LEFTOVER_NAME = re.compile(r"step=\d+\.(partial|download|deleting)(-\d+)?", re.ASCII)
 _LOSS_KEYS = {"training_loss": "mean_loss", "validation_loss": "validation_loss"}
 """`checkpoint.best_by` → name in a manifest."""
 _Name = TypeVar("_Name")
@@ -80,7 +81,7 @@ def step_of(folder: Path) -> int:
     return int(match[1])
 
 
-def begin_partial(root: Path, step: int, run_lock: RunLock = NO_LOCK) -> Path | None:
+def begin_partial(root: Path, step: int, run_lock: RunLock = NO_LOCK, kind: str = _PARTIAL) -> Path | None:
     """An empty folder to write a checkpoint into, for `seal_partial`; None when `step=N` exists and verifies: replacing
     it would put it at risk. One that does not verify is set aside.
 
@@ -88,6 +89,7 @@ def begin_partial(root: Path, step: int, run_lock: RunLock = NO_LOCK) -> Path | 
         root: the run's folder of checkpoints; made when missing.
         step: optimizer steps completed.
         run_lock: of this start of the run.
+        kind: of the folder.
 
     Raises:
         OSError: it cannot be made.
@@ -100,7 +102,7 @@ def begin_partial(root: Path, step: int, run_lock: RunLock = NO_LOCK) -> Path | 
         if not problems:
             return None
         _set_aside(final, problems)
-    partial = root / f"{folder_name(step)}{_PARTIAL}{run_lock.suffix}"
+    partial = root / f"{folder_name(step)}{kind}{run_lock.suffix}"
     make_empty_folder(partial)
     return partial
 
@@ -117,7 +119,7 @@ def seal_partial(partial: Path, info: Mapping[str, Any] | None, run_lock: RunLoc
         ReadBackError: the files are not what the manifest describes.
         TakenOverError: another start has taken the run over.
     """
-    final = partial.with_name(partial.name.partition(_PARTIAL)[0])
+    final = partial.with_name(partial.name.partition(".")[0])
     if info is not None:
         paths = sorted(partial.iterdir())
         with ThreadPoolExecutor(_THREADS) as pool:  # hashing releases the interpreter lock
@@ -131,9 +133,18 @@ def seal_partial(partial: Path, info: Mapping[str, Any] | None, run_lock: RunLoc
     if problems := verify_checkpoint(partial):
         raise ReadBackError(errno.EIO, f"not read back as it was written: {'; '.join(problems)}")
     run_lock.check()
-    if run_lock.run_dir is not None:
-        replace_text(run_lock.run_dir / _SAVED_STEP_FILE, f"{step_of(final)}\n")
-    os.rename(partial, final)
+    record = None if run_lock.run_dir is None else run_lock.run_dir / _SAVED_STEP_FILE
+    before = record.read_text(encoding="utf-8", errors="replace") if record is not None and record.exists() else None
+    if record is not None:
+        replace_text(record, f"{step_of(final)}\n")
+    try:
+        os.rename(partial, final)
+    except OSError:
+        if record is not None and before is not None:
+            replace_text(record, before)
+        elif record is not None:
+            record.unlink()
+        raise
     flush_folder(final.parent)
     return final
 

@@ -31,6 +31,7 @@ _NUM_RETRIES, _TIMEOUT_S = 5, 60.0
 _MAX_MANIFEST_BYTES = 16 * 2**20
 """A larger one is not read."""
 _STEP = re.compile(r"step=(0|[1-9][0-9]{0,14})")
+AT_START = "; a start with checkpoint.mirror=null goes on from what this machine has"
 
 
 class _BadCopy(Exception):
@@ -61,7 +62,7 @@ class Mirror:
 
     def steps(self) -> list[int]:
         """Optimizer steps of the complete copies, oldest first."""
-        with self._errors_named():
+        with self._errors_named(AT_START):
             return [step for step, names in self._copies().items() if sealed.MANIFEST_NAME in names]
 
     def send(self, folder: Path, run_lock: RunLock) -> None:
@@ -131,13 +132,13 @@ class Mirror:
         return None
 
     def _download(self, step: int, root: Path, run_lock: RunLock) -> Path:
-        with self._errors_named():
+        with self._errors_named(AT_START):
             manifest = self._manifest(step)
-        partial = sealed.begin_partial(root, step, run_lock)
+        partial = sealed.begin_partial(root, step, run_lock, sealed.DOWNLOAD)
         assert partial is not None, "an intact checkpoint of this step is there"
         try:
             for name, file in manifest.files.items():
-                with self._errors_named(), (partial / name).open("wb") as target:
+                with self._errors_named(AT_START), (partial / name).open("wb") as target:
                     for chunk in self._read(step, name, file.size):
                         target.write(chunk)
             (partial / sealed.MANIFEST_NAME).write_text(sealed.manifest_text(manifest), encoding="utf-8")
@@ -190,7 +191,7 @@ class Mirror:
         return f"{self._prefix}/{sealed.folder_name(step)}/{name}"
 
     @contextmanager
-    def _errors_named(self) -> Iterator[None]:
+    def _errors_named(self, remedy: str = "") -> Iterator[None]:
         """Whatever obstore and the disk raise, as one error that names the mirror."""
         try:
             yield
@@ -198,5 +199,4 @@ class Mirror:
             raise
         except Exception as error:
             kind = OutageError if is_outage(error) else ConfigError
-            hint = "a start with checkpoint.mirror=null goes on from what this machine has"
-            raise kind(f"checkpoint.mirror: {self.root}: {reason_of(error)}; {hint}") from error
+            raise kind(f"checkpoint.mirror: {self.root}: {reason_of(error)}{remedy}") from error

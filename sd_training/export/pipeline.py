@@ -276,6 +276,8 @@ def folder_problems(folder: Path) -> list[str]:
             )
         elif not (folder / part).is_dir():
             problems.append(f"{folder / part}: is missing although model_index.json lists it")
+        elif not any((folder / part).glob("*.json")):
+            problems.append(f"{folder / part}: has no configuration (*.json)")
     return problems
 
 

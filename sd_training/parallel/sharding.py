@@ -51,12 +51,16 @@ class ParameterSharding(ABC):
         return parameter.shape
 
     def backup(self, parameter: nn.Parameter) -> Tensor:
-        """What `swap_in` needs to give the network its own weights again, bit for bit."""
+        """What `restore` needs."""
         return self.local_shard(parameter).to("cpu", copy=True)
 
     def swap_in(self, parameter: nn.Parameter, shard: Tensor) -> None:
         """Collective: the network computes with the weights that these shards make up."""
         self._update_network(parameter, self.gather(parameter, shard))
+
+    def restore(self, parameter: nn.Parameter, backup: Tensor) -> None:
+        """Collective: the network computes with its own weights again, bit for bit."""
+        self.swap_in(parameter, backup)
 
     def reshard(self) -> None:
         """Frees weights that forward passes without a backward pass left gathered; the next step would use them."""
@@ -82,6 +86,8 @@ class ParameterSharding(ABC):
         """Collective: the optimizer continues from states as `full_state` returns them, and from stored `groups`;
         through its own `load_state_dict`, because some keep more than tensors."""
         packed = self.optimizer.state_dict()
+        packed["state"] = {}
+        self.optimizer.state.clear()  # at a rollback, the old state and the new one would not fit beside each other
         ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
         states = ((index, p, state_of(p)) for index, p in enumerate(ordered))
         packed["state"] = {
@@ -139,6 +145,15 @@ class ReplicatedSharding(ParameterSharding):
     def full_tensor(self, parameter: nn.Parameter) -> Tensor:
         """Already here."""
         return parameter.detach()
+
+    def backup(self, parameter: nn.Parameter) -> Tensor:
+        """The whole tensor on every rank: replicas that differ have to be found to differ (`NumericGuard`), and not to
+        get the owner's weights."""
+        return parameter.detach().to("cpu", copy=True)
+
+    def restore(self, parameter: nn.Parameter, backup: Tensor) -> None:
+        """Without communication, so that a rank may fail alone while it draws or measures."""
+        self._update_network(parameter, backup)
 
 
 class DTensorSharding(ParameterSharding):

@@ -9,6 +9,9 @@ from diffusers import DiffusionPipeline
 
 import sd_training.models.families.mmdit  # noqa: F401 - makes its class known to diffusers
 from sd_training.build import models as network
+from sd_training.build.dry_run import describe
+from sd_training.build.plan import make_plan
+from sd_training.build.run import build_run
 from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
 from tests.family_makers import save_pipeline
@@ -34,6 +37,13 @@ def quick_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiles without generating C++, which takes minutes."""
     torch._dynamo.reset()
     monkeypatch.setattr(network, "compile_blocks", functools.partial(network.compile_blocks, backend="aot_eager"))
+
+
+def test_xformers_is_refused_where_it_cannot_run(mmdit_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
+    argv = options(tmp_path / "run", mmdit_dir, shards_dir, model__xformers=True)
+    for start in (build_run, describe):
+        with pytest.raises(ConfigError, match=r"model.xformers: true, but MMDiTRope has no attention"):
+            start(make_plan(load_config(argv)))
 
 
 @pytest.mark.usefixtures("quick_backend")

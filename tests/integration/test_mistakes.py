@@ -76,6 +76,7 @@ def test_captions_without_a_row_do_not_cost_the_save(pipeline_dir: Path, shards_
     argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=16)
     status, printed = started(argv, f"experiment.eval_caption_file={tmp_path / 'captions.csv'}")
     assert status == 0, printed
+    assert "has no caption to draw" in printed
     assert (tmp_path / "run" / "checkpoints" / "step=2").is_dir()
 
 

@@ -1,5 +1,6 @@
 """What a resumed run says of changed options, and which of them it does not change."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 
 from sd_training.build.plan import check_data, find_start, make_plan
 from sd_training.build.run import make_data
+from sd_training.checkpoint.folder import MANIFEST_NAME, seal_partial
 from sd_training.config.load import load_config
 from sd_training.errors import CheckpointError, ConfigError
 from sd_training.types import LatentGrid
@@ -152,3 +154,13 @@ def test_an_average_ends_and_begins_where_asked(
         train(longer)
     train([*longer, allowed])
     assert agrees(run_dir, "ema", 6) and not agrees(run_dir, "weights", 6)
+
+
+def test_a_checkpoint_of_another_version_is_refused_before_model_and_data(again: list[str], tmp_path: Path) -> None:
+    partial = (tmp_path / "run/checkpoints/step=2").rename(tmp_path / "run/checkpoints/step=2.partial")
+    state = json.loads((partial / "state.json").read_text())
+    (partial / "state.json").write_text(json.dumps(state | {"format": 2}))
+    (partial / MANIFEST_NAME).unlink()
+    seal_partial(partial, {})
+    with pytest.raises(ConfigError, match=r"step=2.* format 2; this version reads format"):
+        find_start(make_plan(load_config(again)), None)

@@ -122,3 +122,12 @@ def test_a_stderr_that_takes_nothing_costs_the_line(
         monkeypatch.setattr(rank_log._console, "stream", full)
         log.info("lost")
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_without_a_stderr_lines_are_lost_and_nothing_else(is_closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO() if is_closed else None  # `2>&-` gives none
+    if stream is not None:
+        stream.close()
+    monkeypatch.setattr(rank_log._console, "stream", stream)
+    rank_log.log.error("lost")

@@ -277,6 +277,9 @@ def test_the_environment_chooses_the_mode_that_the_options_leave_open(monkeypatc
         monkeypatch.setenv("WANDB_MODE", said)
         assert wandb_mode(WandbConfig()) == (said, reason)
         assert refused(WandbConfig(mode="online")).startswith("wandb.mode: online, but there is no key")
+    monkeypatch.setenv("WANDB_MODE", "sometimes")
+    assert refused(WandbConfig()) == "WANDB_MODE: 'sometimes' is none of online, offline and disabled; unset it"
+    assert refused(WandbConfig(api_key=KEY)).startswith("WANDB_MODE: 'sometimes'")
     monkeypatch.setenv("WANDB_MODE", "online")
     said = "WANDB_MODE=online in the environment, but there is no key; set WANDB_API_KEY"
     assert refused(WandbConfig()).startswith(said)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sd_training.checkpoint.folder import (
+    DOWNLOAD,
     MANIFEST_NAME,
     begin_partial,
     discard_checkpoint,
@@ -20,6 +21,7 @@ from sd_training.checkpoint.folder import (
     newest_verified,
     read_manifest,
     remove_leftovers,
+    seal_partial,
     sealed_checkpoints,
     step_of,
     verify_checkpoint,
@@ -224,8 +226,27 @@ def test_no_checkpoint_is_ever_without_the_record_of_a_save(root: Path, monkeypa
     for step in (2, 4):
         write_sealed(root, step, fill, {}, run_lock)
     begin_partial(root, 6, run_lock)
+    begin_partial(root, 4, kind=DOWNLOAD)  # of the mirror's copy: the run has saved this step all the same
+    shutil.rmtree(root / "step=4")
+    begin_partial(root, 4, kind=DOWNLOAD)
+    assert last_saved_step(root.parent) == "4"
     shutil.rmtree(root)
     remove_leftovers(root)
     assert last_saved_step(root.parent) == "4"
     (root.parent / "saved_step").write_bytes(b"\xff")  # damaged, but there
     assert last_saved_step(root.parent) is not None
+
+
+def test_a_save_that_cannot_get_its_name_is_no_save(root: Path) -> None:
+    root.mkdir(parents=True)
+    run_lock = acquire_run_lock(root.parent)
+    for before, step in ((None, 2), ("4", 6)):
+        partial = begin_partial(root, step, run_lock)
+        assert partial is not None
+        fill(partial)
+        (root / f"step={step}" / "in the way").mkdir(parents=True)
+        with pytest.raises(OSError, match="not empty"):
+            seal_partial(partial, {}, run_lock)
+        shutil.rmtree(partial)
+        assert last_saved_step(root.parent) == before
+        write_sealed(root, 4, fill, {}, run_lock)
