@@ -8,12 +8,13 @@ from typing import Any
 
 import yaml
 
-from sd_training.config.fields import is_below, option_of, options, place_of, shown
+from sd_training.config.fields import is_below, option_of, options, place_of, shown, value_of
 from sd_training.config.schema import Config
 from sd_training.log import note_secret, redacted_values
 
 PERMISSION = "allow_pipe"
 """Name of the option that a file cannot set to true, and that is not written to one."""
+_PERMISSION_KEY = f"dataset.params.{PERMISSION}"
 
 
 def to_plain(config: Config) -> dict[str, Any]:
@@ -32,8 +33,8 @@ def resolved_yaml(config: Config) -> str:
 def chosen_options(config: Config) -> dict[str, Any]:
     """Dotted option → value of every option that is not at its default, without secrets."""
     plain = to_plain(config)
-    values = {key: (_value(plain, key), option.default) for key, option in options().items()}
-    return {key: value for key, (value, default) in values.items() if value != default}
+    values = {key: _value(plain, key) for key in options()} | {_PERMISSION_KEY: value_of(config, _PERMISSION_KEY)}
+    return {key: value for key, value in values.items() if value != options()[key].default}
 
 
 _PARTS = (

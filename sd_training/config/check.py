@@ -221,7 +221,7 @@ def model_path_problems(config: Config, key: str, text: str) -> Iterator[str]:
     path = Path(text).absolute()
     if not path.exists():
         if text.startswith(("/", "./", "../", "~")):
-            yield f"{key}: {text!r} does not exist"
+            yield f"{key}: {text!r} does not exist{' (~ is not expanded)' if text.startswith('~') else ''}"
         return
     is_pipeline = key == "model.pretrained" and config.model.train == "denoiser"
     wanted = _MODEL_FILES[:1] if is_pipeline else _MODEL_FILES

@@ -74,7 +74,9 @@ class BucketConfig(OptionGroup):
     """Ladder: longest side [pixels]; null: twice `resolution`."""
     max_aspect: Annotated[Number, Field(ge=1), _LADDER] = 2.0
     """Ladder: largest ratio of the longer to the shorter side; images beyond it are cropped."""
-    sizes: Annotated[list[_Size] | None, read_with("mode", "table")] = None
+    sizes: Annotated[list[_Size] | None, read_with("mode", "table")] = Field(
+        default=None, json_schema_extra={"allowed": "a list of [height, width] pairs or null"}
+    )
     """Table: `[height, width]` pairs [pixels]."""
     upscale: Annotated[bool, _LADDER] = True
     """Ladder: whether images may be enlarged; if not, smaller ones go to smaller sizes."""
@@ -147,7 +149,9 @@ class SourceParams(OptionGroup):
     """Parquet, Table, HuggingFace: column of the caption; null looks for usual names."""
     tags: Annotated[TagConfig, read_with("type", "TagFolder")] = TagConfig()
     """TagFolder."""
-    idx_to_prompt: Annotated[dict[str | int, str | list[str]] | str | None, _CLASSES] = None
+    idx_to_prompt: Annotated[dict[str | int, str | list[str]] | str | None, _CLASSES] = Field(
+        default=None, json_schema_extra={"allowed": "a text, a mapping of classes to texts or lists of texts, or null"}
+    )
     """ClassificationWebDataset: class index → prompt or list of prompts (one drawn per visit), inline or as a JSON
     file."""
     allow_pipe: Annotated[bool, read_with("type", *_TAR)] = Field(default=False, exclude=True)
@@ -245,8 +249,10 @@ def read_class_prompts(params: SourceParams) -> tuple[dict[str, list[str]], list
         else:
             classes = _CLASS_PROMPTS.validate_python({str(key): value for key, value in (written or {}).items()})
     except ValidationError as error:
-        place = ".".join([option, *map(str, error.errors()[0]["loc"][:1])])
-        return {}, [f"{place}: must be a mapping (a file: JSON) of class to prompt or list of at least one prompt"]
+        first, where = error.errors()[0], f" in {written!r}" if isinstance(written, str) else ""
+        place = ".".join([option, *map(str, first["loc"][:1])])
+        wanted = "must be a mapping (a file: JSON) of class to prompt or list of at least one prompt"
+        return {}, [f"{place}: {wanted}{where}: {first['msg']}"]
     except (OSError, RuntimeError) as error:  # RuntimeError: `~nobody`
         return {}, [f"{option}: cannot read {written!r}: {getattr(error, 'strerror', None) or error}"]
     if not classes:

@@ -27,7 +27,11 @@ OLD_NAMES: Mapping[str, str] = {
 """Name of an option in sd-training, perhaps its second one → its name here."""
 OLD_WORDS: Mapping[str, Mapping[str, str]] = {"dataset.type": {"ParquetDataset": "Parquet"}}
 """Option → word of sd-training → the word here."""
-RETIRED: Mapping[str, Any] = {"dataset.params.remote.mode": "cache", "experiment.eval_tar": False}
+RETIRED: Mapping[str, Any] = {
+    "dataset.params.remote.mode": "cache",
+    "experiment.eval_tar": False,
+    "model.gradient_checkpointing_every": 1,
+}
 """Name of an option that is gone → its value that is the only behaviour now; `config.yaml` of older runs names it."""
 
 _SHOWN_CHARACTERS = 80
@@ -161,6 +165,13 @@ def rename_old(values: Any, origins: dict[str, str]) -> dict[str, str]:
         group[name] = value
         if old in origins:
             origins.setdefault(new, origins[old])
+    for entry in _entries(values, "dataset.mix"):
+        params, name = place_of(entry, "params.class_mapping")
+        if (value := params.pop(name, None)) is not None:
+            params.setdefault("idx_to_prompt", value)
+    for entry in _entries(values, "model.text_encoders"):
+        if entry.get("apply_final_norm") is True:  # what is always done now
+            del entry["apply_final_norm"]
     model, ema = place_of(values, "model.ema")
     if not model.get(ema):  # a group of sd-training, which is empty now
         model.pop(ema, None)
@@ -173,6 +184,13 @@ def rename_old(values: Any, origins: dict[str, str]) -> dict[str, str]:
         if isinstance(group.get(name), str):
             group[name] = words.get(group[name], group[name])
     return problems
+
+
+def _entries(values: Any, key: str) -> list[dict[str, Any]]:
+    """The mappings in a list of the options."""
+    group, name = place_of(values, key)
+    found = group.get(name)
+    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
 
 
 def place_of(values: Any, key: str) -> tuple[dict[str, Any], str]:

@@ -100,12 +100,13 @@ SPELLINGS: Mapping[str, Sequence[str]] = {
 def suggest_option(key: str) -> str | None:
     """The option or group that an unknown dotted key probably means: by its name in another trainer, or the nearest."""
     here = ELSEWHERE.get(key) or ELSEWHERE.get(key.rpartition(".")[2].lstrip("-"))
-    return here or suggest(key, [*options(), *groups()])
+    namesakes = [known for known in options() if known.rpartition(".")[2] == key.rpartition(".")[2]]
+    return here or suggest(key, namesakes, cutoff=0) or suggest(key, [*options(), *groups()])
 
 
-def suggest(key: str, known: Iterable[str]) -> str | None:
-    """The nearest known name."""
-    return next(iter(difflib.get_close_matches(key, list(known), n=1, cutoff=_CLOSE)), None)
+def suggest(key: str, known: Iterable[str], cutoff: float = _CLOSE) -> str | None:
+    """The nearest known name, at least as similar as `cutoff`."""
+    return next(iter(difflib.get_close_matches(key, list(known), n=1, cutoff=cutoff)), None)
 
 
 def suggest_value(value: str, option: Option) -> str | None:

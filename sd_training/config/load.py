@@ -17,7 +17,17 @@ from pydantic import ValidationError
 
 from sd_training.config.changes import PERMISSION
 from sd_training.config.check import check, warnings
-from sd_training.config.fields import SECRETS, groups, is_below, option_of, options, place_of, rename_old, shown
+from sd_training.config.fields import (
+    OLD_NAMES,
+    SECRETS,
+    groups,
+    is_below,
+    option_of,
+    options,
+    place_of,
+    rename_old,
+    shown,
+)
 from sd_training.config.help import suggest_option, suggest_value
 from sd_training.config.schema import Config
 from sd_training.errors import ConfigError
@@ -118,7 +128,10 @@ def _gather(argv: Sequence[str], origins: Origins, problems: Problems) -> DictCo
             if key == PERMISSION and holder[key] not in (False, None):
                 remedy = f"this permission is given on the command line only ({place}=true)"
                 unreadable.append(f"{place}: is {shown(holder[key])} in {name}; {remedy}")
-        tree.merge_with(OmegaConf.create(values))
+        try:
+            tree.merge_with(OmegaConf.create(values))
+        except OmegaConfBaseException as error:  # a list where a group is, for instance
+            unreadable.append(f"config={name}: {_first_line(error)}")
         origins |= lines
     if unreadable:
         raise ConfigError(unreadable)
@@ -215,7 +228,11 @@ def _resolve(node: Any, path: str, problems: Problems) -> Any:
         place = f"{path}.{key}" if path else str(key)
         try:
             value = node[key]
-        except (MissingMandatoryValue, InterpolationToMissingValueError):
+        except MissingMandatoryValue:
+            if place not in options() and place not in OLD_NAMES:  # in a free mapping or a list, without a default
+                problems.setdefault(place, "is required (it is ???)")
+            continue
+        except InterpolationToMissingValueError:
             continue  # reported where it has to be filled in, or where it is required
         except OmegaConfBaseException as error:
             written, hint = _plain(node)[key], "only ${another.option} is read, nothing from outside the files"
@@ -238,7 +255,7 @@ def _wrong_values(error: ValidationError, values: Any, origins: Origins) -> Prob
             key = ".".join(filter(None, (key, str(item["loc"][-1]))))
             option = options().get(key)
             found[key] = f"is required ({option.allowed}): {option.doc}" if option else "is required"
-        elif item["type"] == "extra_forbidden":
+        elif item["type"] in ("extra_forbidden", "invalid_key"):
             near = suggest_option(key)
             found[key] = f"unknown option{where}; {f'did you mean {near}?' if near else 'see docs/config.md'}"
         elif key in groups():

@@ -120,7 +120,7 @@ class ModelConfig(OptionGroup):
     tokenizer_3: _DenoiserPart = PartConfig()
     """Its tokenizer."""
     text_encoders: Annotated[list[TextEncoderEntry], read_with("family", None, "mmdit_rope"), DENOISER] = Field(
-        default=[]
+        default=[], json_schema_extra={"allowed": "a list of up to three text encoders"}
     )
     """mmdit_rope: the text encoders, each with `pretrained` or `target` and `params`, and `tokenizer`, `layer`,
     `pooling`, `max_tokens`, `use_mask`."""
@@ -222,7 +222,7 @@ class TimestepDensityConfig(OptionGroup):
     bias_portion: Annotated[Probability, read_with("bias", "later", "earlier")] = 0.25
     """See `bias`."""
     bias_range: Annotated[list[Probability], Field(min_length=2, max_length=2), read_with("bias", "range")] = Field(
-        default=[0.0, 1.0]
+        default=[0.0, 1.0], json_schema_extra={"allowed": "[from, to] with numbers from 0 to 1"}
     )
     """See `bias`."""
     stratified: bool = False
@@ -415,7 +415,7 @@ class TrainerConfig(OptionGroup):
     """Lay out convolutional denoisers and the autoencoder with channels last; `auto`: on CUDA."""
 
 
-_BUCKET = text(r"^((s3|gs)://[^/@]+(/.*)?|file:///.*)$", "s3://…, gs://… or file:///…, without user or key")
+_BUCKET = text(r"^((s3|gs)://[^/@]+(/.*)?|file:///.*)$", "a URL of s3://, gs:// or file:/// without user or key")
 
 
 class CheckpointConfig(OptionGroup):

@@ -166,7 +166,7 @@ class BadSampleLog:
     """
 
     def __init__(self, run_dir: Path | None, max_fraction: float) -> None:
-        self.path = run_dir / "bad_samples.jsonl" if run_dir is not None else None
+        self.path = run_dir / BAD_SAMPLES_FILE if run_dir is not None else None
         self.max_fraction = max_fraction
         self.allowed = int(max_fraction * WINDOW + 1e-6)  # 0.00007 * 100,000 is 6.999999999999999
         self.problems = Problems()

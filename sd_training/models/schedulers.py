@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from sd_training.config.check import objective_problems
 from sd_training.config.schema import (
@@ -132,7 +132,12 @@ def _resolved(objective: ObjectiveConfig, training: Any) -> ObjectiveConfig:
     """What options and preset leave open, as the training noise scheduler has it."""
     prediction, config = objective.prediction_type or _stored_prediction(training), training.config
     shift, zero_snr = objective.shift, objective.rescale_betas_zero_snr
+    place = "model.noise_scheduler_training"
+    if prediction not in (known := get_args(PredictionType)):
+        raise ConfigError(f"{place}: its prediction_type {prediction!r} is none of {', '.join(known)}")
     if shift.mode == "scheduler" and config.get("use_dynamic_shifting") and prediction == "flow_prediction":
+        if (kind := config.get("time_shift_type", "exponential")) != "exponential":
+            raise ConfigError(f"{place}: time_shift_type {kind!r} is not known; set objective.shift.mode to static")
         shift = shift.replace(mode="tokens", **{ours: config[theirs] for ours, theirs in _SHIFT_KEYS.items()})
     if zero_snr is None:
         is_discrete = prediction not in ("flow_prediction", "edm")

@@ -125,6 +125,11 @@ class ArrowSource(base.Source):
         with (_opened_stream if self.saved else _opened_parquet)(shard, self.access) as table:
             image, caption = self.wanted.pick(location, table.schema.names, IMAGE_COLUMNS + PATH_COLUMNS)
             kinds = {field.name: _plain_type(field.type) for field in table.schema if field.name != image}
+            if not (_is_text(kinds[caption]) or pa.types.is_null(table.schema.field(caption).type)):
+                raise ConfigError(
+                    f"dataset.params.caption_column: column '{caption}' of {location} is {kinds[caption]}; it must "
+                    "hold texts or lists of texts"
+                )
             names = [name for name, kind in kinds.items() if _is_metadata(kind) or name == caption]
             for group, batch in table.batches([*names, image]):
                 if group != last_group:
@@ -231,12 +236,14 @@ def _offset(image: pa.Buffer, file: pa.Buffer, location: str) -> int:
 # --- Cells ---
 
 
-def _is_metadata(kind: pa.DataType) -> bool:
+def _is_text(kind: pa.DataType) -> bool:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         kind = kind.value_type
-        return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    return bool(is_number or pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _is_metadata(kind: pa.DataType) -> bool:
+    return _is_text(kind) or any(t(kind) for t in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean))
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:

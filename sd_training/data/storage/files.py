@@ -6,7 +6,7 @@ random like any other shard. The cache is a folder of bounded size that all proc
 file per key, made as `<name>.partial` and then renamed, while `<name>.lock` is locked: only one process makes it. The
 empty lock files stay. The least recently used files are deleted to make room; processes that have such a file open can
 go on reading it. Files that are being made count, and are not deleted: together they may take the folder over its
-limit. A partial file that a crash left is removed after a day.
+limit. A partial file that a crash left is removed: nobody has it locked.
 
 Commands run only where `dataset.params.allow_pipe` permits them (`data/sources/choose.py`): they are code, with the
 rights of the user who trains.
@@ -16,7 +16,6 @@ import fcntl
 import hashlib
 import os
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -158,7 +157,6 @@ def expand(pattern: str, access: Access) -> tuple[list[str], list[str]]:
 # --- The shard cache ---
 
 GIB = 1 << 30
-_PARTIAL_KEPT_S = 24 * 3600
 _REOPENED = 20
 """How often a file may be deleted between being made and being opened."""
 _DATA, _PARTIAL = ".data", ".partial"
@@ -231,16 +229,31 @@ class ShardCache:
 
     def _make_room(self) -> None:
         """Deletes what crashed processes left, and files, least recently used first, until the rest fits."""
-        entries, now = list[tuple[float, int, str]](), time.time()
+        complete, total = list[tuple[float, int, str]](), 0
         for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):
-                entries.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
-        total = sum(size for _, size, _ in entries)
-        for used, size, path in sorted(entries):
-            is_left = path.endswith(_PARTIAL) and now - used > _PARTIAL_KEPT_S
-            if is_left or (path.endswith(_DATA) and total > self.max_bytes):
+                if entry.name.endswith(_DATA):
+                    complete.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
+                if entry.name.endswith(_DATA) or (entry.name.endswith(_PARTIAL) and not _was_left(entry.path)):
+                    total += entry.stat().st_size
+        for _, size, path in sorted(complete):
+            if total > self.max_bytes:
                 Path(path).unlink(missing_ok=True)
                 total -= size
+
+
+def _was_left(partial: str) -> bool:
+    """Deletes a partial file that no process is making. Returns whether it did."""
+    with open(f"{partial.removesuffix(_PARTIAL)}.lock", "wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        try:
+            Path(partial).unlink(missing_ok=True)
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+    return True
 
 
 def _found(path: Path, size: int | None) -> bool:

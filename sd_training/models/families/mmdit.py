@@ -6,6 +6,7 @@ loads by `MMDiTRopePipeline.from_pretrained(folder)`, and once this module has b
 `diffusers.DiffusionPipeline.from_pretrained(folder)`. The folder names classes of this package; it holds no code.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, TypeAlias
@@ -18,6 +19,7 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline, ImagePipelineOutput
 from diffusers.utils.torch_utils import randn_tensor
+from pydantic import ValidationError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -93,6 +95,26 @@ def encode_tokens(
     return states, output.text_embeds if option.pooling == "projection" else None
 
 
+def read_text_options(stored: Mapping[str, Any], encoders: Sequence[str]) -> dict[str, TextOptions]:
+    """Text encoder → its options, as a pipeline stores them; what is left out has the defaults.
+
+    Raises:
+        ConfigError: an option is unknown or has a wrong value.
+    """
+    problems, found = list[str](), dict[str, TextOptions]()
+    for name in encoders:
+        own = dict(stored.get(name, {}))
+        if own.get("apply_final_norm") is True:  # an option of earlier versions, which there is no choice about now
+            del own["apply_final_norm"]
+        try:
+            found[name] = TextOptions(**own)
+        except ValidationError as error:
+            problems += [f"text_options.{name}.{e['loc'][0]}: is {e['input']!r}; {e['msg']}" for e in error.errors()]
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
 class MMDiTRopePipeline(DiffusionPipeline):
     """Text to image with a rectified flow.
 
@@ -105,7 +127,7 @@ class MMDiTRopePipeline(DiffusionPipeline):
         text_options: for each text encoder that there is, the fields of `TextOptions` that differ from its defaults.
 
     Raises:
-        ValueError: an option is unknown or has a wrong value.
+        ConfigError: an option is unknown or has a wrong value.
     """
 
     model_cpu_offload_seq = "text_encoder->text_encoder_2->text_encoder_3->transformer->vae"
@@ -129,8 +151,7 @@ class MMDiTRopePipeline(DiffusionPipeline):
         parts |= {"text_encoder": text_encoder, "text_encoder_2": text_encoder_2, "text_encoder_3": text_encoder_3}
         parts |= {"tokenizer": tokenizer, "tokenizer_2": tokenizer_2, "tokenizer_3": tokenizer_3}
         self.register_modules(**parts)
-        given, encoders = text_options or {}, (name for name in TEXT_PARTS if parts[name] is not None)
-        self.options = {name: TextOptions(**given.get(name, {})) for name in encoders}
+        self.options = read_text_options(text_options or {}, [name for name in TEXT_PARTS if parts[name] is not None])
         # A mapping, as diffusers takes every list in model_index.json for a part of the pipeline.
         self.register_to_config(text_options={name: option.model_dump() for name, option in self.options.items()})
         self.image_processor = VaeImageProcessor(vae_scale_factor=2 ** (len(vae.config.block_out_channels) - 1))
@@ -185,6 +206,8 @@ class MMDiTRopePipeline(DiffusionPipeline):
             ends = (config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift)
             shift = {"mu": calculate_shift(latents[0, 0].numel() // own.patch_size**2, *ends)}
         self.scheduler.set_timesteps(num_inference_steps, device=device, **shift)
+        is_random = "generator" in inspect.signature(self.scheduler.step).parameters
+        chance: dict[str, Any] = {"generator": generator} if is_random else {}
         for timestep in self.progress_bar(self.scheduler.timesteps):
             inputs = torch.cat([latents, latents]) if guided else latents
             times = timestep.expand(len(inputs))
@@ -192,7 +215,7 @@ class MMDiTRopePipeline(DiffusionPipeline):
             if guided:
                 null, conditioned = velocity.chunk(2)
                 velocity = null + guidance_scale * (conditioned - null)
-            latents = self.scheduler.step(velocity, timestep, latents, return_dict=False)[0]
+            latents = self.scheduler.step(velocity, timestep, latents, return_dict=False, **chance)[0]
         images: Any = latents
         if output_type != "latent":
             unscaled = latents / self.vae.config.scaling_factor + (self.vae.config.shift_factor or 0.0)
@@ -259,7 +282,7 @@ class MMDiT(Family):
     @cached_property
     def options(self) -> dict[str, TextOptions]:
         """Text encoder → what is taken from it."""
-        return {name: TextOptions(**self.settings["text_options"].get(name, {})) for name in self.text_encoders()}
+        return read_text_options(self.settings["text_options"], list(self.text_encoders()))
 
     def tokenizers(self) -> dict[str, Tokenizer]:
         return {name: Tokenizer(self.parts[TEXT_PARTS[name]], own.max_tokens) for name, own in self.options.items()}

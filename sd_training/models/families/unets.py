@@ -27,6 +27,8 @@ class StableDiffusion(Family):
     predictions = ("epsilon", "v_prediction", "sample", "flow_prediction", "edm")
     block_classes = ("BasicTransformerBlock", "ResnetBlock2D")
     text_width = "cross_attention_dim"
+    absent_settings: ClassVar[tuple[str, ...]] = ("addition_embed_type", "class_embed_type", "num_class_embeds")
+    """Settings for conditioning that the family has not."""
     classes: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIPTextModel"}
 
     def encode(self, batch: PixelBatch) -> Conditioning:
@@ -38,6 +40,14 @@ class StableDiffusion(Family):
         config = self.parts["text_encoder"].config
         return [(config.max_position_embeddings, config.hidden_size)], 0
 
+    def fit_problems(self) -> list[str]:
+        """As `Family.fit_problems`."""
+        problems = super().fit_problems()
+        for key in self.absent_settings:
+            if (given := self.denoiser.config.get(key)) is not None:
+                problems.append(f"model.unet.params.{key}: {given!r}, but {self.name} has none")
+        return problems
+
 
 class StableDiffusionXL(StableDiffusion):
     """Penultimate states of both encoders side by side; pooled text of the second."""
@@ -46,6 +56,7 @@ class StableDiffusionXL(StableDiffusion):
     pipeline_class = StableDiffusionXLPipeline
     pipeline_options: ClassVar[Mapping[str, Any]] = {"add_watermarker": False}
     has_size_numbers = True
+    absent_settings = StableDiffusion.absent_settings[1:]
     classes: ClassVar[Mapping[str, str]] = {**StableDiffusion.classes, "text_encoder_2": "CLIPTextModelWithProjection"}
 
     def __init__(self, *args: Any) -> None:

@@ -84,7 +84,7 @@ def test_good_configurations_pass_without_a_word(base: dict[str, str]) -> None:
         ({"dataset__params__index_dir": "s3://b/index"}, "dataset.params.index_dir: 's3://b/index' is a URL"),
         ({"dataset__params__remote__cache_dir": "s3://b/c"}, "dataset.params.remote.cache_dir: 's3://b/c' is a URL"),
         ({"model__pretrained": "./nowhere"}, "model.pretrained: './nowhere' does not exist"),
-        ({"model__pretrained": "~/nowhere"}, "model.pretrained: '~/nowhere' does not exist"),
+        ({"model__pretrained": "~/nowhere"}, "model.pretrained: '~/nowhere' does not exist (~ is not expanded)"),
         ({"checkpoint__mirror": "s3://key:word@bucket/x"}, "checkpoint.mirror: is "),
         (
             {"checkpoint__mirror": "https://bucket/x"},

@@ -55,6 +55,7 @@ def test_help_needs_no_torch() -> None:
         ("dataset.batch_size", "system.batch_size"),
         ("dataset.param.path", "dataset.params.path"),
         ("modle", "model"),
+        ("model.use_em", "model.use_ema"),
         ("zzzzzzzz", None),
         ("", None),
     ],

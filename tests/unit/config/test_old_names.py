@@ -9,6 +9,7 @@ import yaml
 from sd_training.config.changes import resolved_yaml
 from sd_training.config.fields import OLD_NAMES, OLD_WORDS, RETIRED, options, place_of, shown, value_of
 from sd_training.config.load import load_config
+from sd_training.errors import ConfigError
 from tests.unit.config.loading import BASE, only, write
 
 EXAMPLES = {
@@ -94,3 +95,13 @@ def test_an_option_that_is_gone_is_accepted_with_what_is_done_now(option: str, t
 def nested(option: str, value: Any) -> dict[str, Any]:
     first, _, rest = option.partition(".")
     return {first: nested(rest, value) if rest else value}
+
+
+def test_old_names_in_lists(tmp_path: Path) -> None:
+    entry = {"type": "ClassificationWebDataset", "params": {"path": "b", "class_mapping": {"0": "a cat"}}}
+    encoder = {"pretrained": "google/gemma-2-2b", "target": "Gemma2Model", "apply_final_norm": True}
+    config = {"dataset": {"mix": [entry]}, "model": {"pretrained": None, "text_encoders": [encoder]}}
+    file = write(tmp_path / "a.yaml", yaml.safe_dump(config))
+    with pytest.raises(ConfigError) as error:  # of parts that are missing
+        load_config([*BASE, "model.pretrained=null", f"config={file}"])
+    assert "unknown option" not in str(error.value)

@@ -117,6 +117,21 @@ def test_params_override_single_settings_of_a_stored_flow_scheduler(folders: dic
         load(model)
 
 
+@pytest.mark.parametrize(
+    ("name", "params", "said"),
+    [
+        ("sd3", {"use_dynamic_shifting": True, "time_shift_type": "linear"}, "time_shift_type 'linear' is not known"),
+        ("sdxl", {"prediction_type": "other"}, "prediction_type 'other' is none of epsilon, v_prediction"),
+    ],
+)
+def test_what_is_not_known_of_a_stored_scheduler_is_refused(
+    name: str, params: dict[str, Any], said: str, folders: dict[str, Path]
+) -> None:
+    model = ModelConfig(pretrained=str(folders[name]), noise_scheduler_training=PartConfig(params=params))
+    with pytest.raises(ConfigError, match=said):
+        load(model)
+
+
 def test_pictures_have_the_trained_size_by_default(pipeline_dir: Path) -> None:
     family = load(ModelConfig(pretrained=str(pipeline_dir)))
     family.set_default_size(48)

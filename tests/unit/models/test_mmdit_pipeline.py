@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from sd_training.config.schema import TextOptions
+from sd_training.errors import ConfigError
 from sd_training.export.draw import draw_images
 from sd_training.export.pipeline import differences
 from sd_training.models.families.mmdit import MMDiTRopePipeline, encode_tokens, tokenize
@@ -221,7 +222,7 @@ def test_one_encoder_alone() -> None:
 
 
 def test_an_unknown_option_is_refused() -> None:
-    with pytest.raises(ValueError, match="layers"):
+    with pytest.raises(ConfigError, match=r"text_options\.text_encoder\.layers"):
         tiny_mmdit_pipeline(text_options={"text_encoder": {"layers": -1}})
 
 

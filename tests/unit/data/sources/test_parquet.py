@@ -257,3 +257,8 @@ def test_a_run_on_parquet_is_a_run_on_shards(tmp_path: Path) -> None:
     table = training_data(tmp_path / "parquet", plan, kind="Parquet", workers=1, remote=remote, **options)
     assert equal_bits(joined(stream(table)), tar)
     assert io.BytesIO(columns["jpg"][0]).read(2) == b"\xff\xd8"
+
+
+def test_a_caption_column_of_numbers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"column .caption. of .*a\.parquet is int64; it must hold texts"):
+        opened(tmp_path, write(tmp_path / "a.parquet", {"jpg": rows(2)["jpg"], "caption": [1, 2]}))

@@ -283,3 +283,9 @@ def test_splits_are_named(tmp_path: Path) -> None:
         index_of(tmp_path / "set")
     (tmp_path / "set" / "train" / "a.jpg").write_bytes(IMAGES[0])
     assert image_and_caption(index_of(tmp_path / "set" / "train"), 0) == (IMAGES[0], ["x"])
+
+
+def test_a_caption_column_of_numbers_is_refused(tmp_path: Path) -> None:
+    folder = write_arrow(tmp_path / "a", pa.table({"image": [b"x"], "text": [1]}))
+    with pytest.raises(ConfigError, match=r"column .text. of .*data\.arrow is int64; it must hold texts"):
+        index_of(folder)
