@@ -48,7 +48,8 @@ class StopSignals:
         """
         for number in _WARNINGS:
             self._handle(number)
-            self._before[number] = signal.SIG_IGN
+            if number in self._before:
+                self._before[number] = signal.SIG_IGN
 
     def listen(self) -> None:
         """From the first optimizer step on, every signal is recorded."""

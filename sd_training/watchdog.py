@@ -349,8 +349,9 @@ def _stacks() -> str:
 
 
 def _print(text: str) -> None:
-    with suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError, AttributeError):  # AttributeError: there is no stderr
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def _within(limit_s: float, *acts: Callable[[], object]) -> None:

@@ -2,9 +2,9 @@
 torch.
 
 A folder `step=N` exists only after every file in it was flushed to disk and read back equal to `MANIFEST.json` (sizes,
-SHA-256 sums, and a sum of the manifest itself). A process killed at any moment leaves at most a `step=N.partial-…` or
-`step=N.deleting` behind, which `remove_leftovers` removes. One process of a run calls these functions; the run lock is
-checked before anything is published or deleted.
+SHA-256 sums, and a sum of the manifest itself). A process killed at any moment leaves at most a `step=N.partial-…`,
+`step=N.download-…` or `step=N.deleting` behind, which `remove_leftovers` removes. One process of a run calls these
+functions; the run lock is checked before anything is published or deleted.
 
 A `step=N` may be a link to a folder, as after a move to another disk. It is read like a folder; a rename or removal
 affects the link. A dangling link is a damaged checkpoint: its disk may be mounted again later.
@@ -140,6 +140,7 @@ def seal_partial(partial: Path, info: Mapping[str, Any] | None, run_lock: RunLoc
     try:
         os.rename(partial, final)
     except OSError:
+        run_lock.check()
         if record is not None and before is not None:
             replace_text(record, before)
         elif record is not None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from sd_training.config.schema import Config
+from sd_training.config.schema import Config, drop_final_norm
 from sd_training.config.value_types import OptionGroup, ReadWith
 
 SECRETS = frozenset({"wandb.api_key"})
@@ -165,13 +165,14 @@ def rename_old(values: Any, origins: dict[str, str]) -> dict[str, str]:
         group[name] = value
         if old in origins:
             origins.setdefault(new, origins[old])
-    for entry in _entries(values, "dataset.mix"):
+    for number, entry in enumerate(_entries(values, "dataset.mix")):
         params, name = place_of(entry, "params.class_mapping")
         if (value := params.pop(name, None)) is not None:
-            params.setdefault("idx_to_prompt", value)
+            if params.get("idx_to_prompt") not in (None, value):
+                problems[f"dataset.mix.{number}.params.class_mapping"] = "is a second name of idx_to_prompt; remove it"
+            params["idx_to_prompt"] = value
     for entry in _entries(values, "model.text_encoders"):
-        if entry.get("apply_final_norm") is True:  # what is always done now
-            del entry["apply_final_norm"]
+        drop_final_norm(entry)
     model, ema = place_of(values, "model.ema")
     if not model.get(ema):  # a group of sd-training, which is empty now
         model.pop(ema, None)

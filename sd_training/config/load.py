@@ -18,7 +18,6 @@ from pydantic import ValidationError
 from sd_training.config.changes import PERMISSION
 from sd_training.config.check import check, warnings
 from sd_training.config.fields import (
-    OLD_NAMES,
     SECRETS,
     groups,
     is_below,
@@ -229,9 +228,11 @@ def _resolve(node: Any, path: str, problems: Problems) -> Any:
         try:
             value = node[key]
         except MissingMandatoryValue:
-            if place not in options() and place not in OLD_NAMES:  # in a free mapping or a list, without a default
-                problems.setdefault(place, "is required (it is ???)")
-            continue
+            if is_below(place, options()):
+                if place not in options():  # in a free mapping or a list, without a default
+                    problems.setdefault(place, "is required (it is ???)")
+                continue
+            value = None  # of an old name, or an unknown one
         except InterpolationToMissingValueError:
             continue  # reported where it has to be filled in, or where it is required
         except OmegaConfBaseException as error:

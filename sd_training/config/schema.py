@@ -83,6 +83,14 @@ class TextOptions(OptionGroup):
     """Whether encoder and denoiser get a mask of the padding. Stable Diffusion's CLIP does not."""
 
 
+def drop_final_norm(options: dict[str, Any]) -> None:
+    """Removes `apply_final_norm`, an option of earlier versions, where its value is what is done now: the encoder's
+    final norm for the last layer, and none for the others. With another value it stays, as an unknown option."""
+    layer = options.get("layer", -1)
+    if layer is None or options.get("apply_final_norm") is (layer == -1):
+        options.pop("apply_final_norm", None)
+
+
 class TextEncoderEntry(TextOptions, PartConfig):
     """One text encoder of `mmdit_rope`: any encoder or decoder of transformers, with its tokenizer."""
 

@@ -349,3 +349,4 @@ class MuonWithAdamW(SkippingOptimizer):
         for weight, matrix in zip(weights, matrices, strict=True):
             if matrix.data_ptr() != weight.data_ptr():  # channels-last kernels cannot be viewed as matrices
                 weight.copy_(matrix.view(weight.shape))
+        self._muon.state.clear()  # it is ours: where it is replaced, the old one must not stay in memory

@@ -125,7 +125,7 @@ class ArrowSource(base.Source):
         with (_opened_stream if self.saved else _opened_parquet)(shard, self.access) as table:
             image, caption = self.wanted.pick(location, table.schema.names, IMAGE_COLUMNS + PATH_COLUMNS)
             kinds = {field.name: _plain_type(field.type) for field in table.schema if field.name != image}
-            if not (_is_text(kinds[caption]) or pa.types.is_null(table.schema.field(caption).type)):
+            if not _holds_texts(table.schema.field(caption).type):
                 raise ConfigError(
                     f"dataset.params.caption_column: column '{caption}' of {location} is {kinds[caption]}; it must "
                     "hold texts or lists of texts"
@@ -240,6 +240,13 @@ def _is_text(kind: pa.DataType) -> bool:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         kind = kind.value_type
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _holds_texts(kind: pa.DataType) -> bool:
+    """Whether a column can be that of the captions."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    return pa.types.is_null(kind) or _is_text(_plain_type(kind))
 
 
 def _is_metadata(kind: pa.DataType) -> bool:

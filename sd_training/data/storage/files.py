@@ -244,16 +244,16 @@ class ShardCache:
 
 def _was_left(partial: str) -> bool:
     """Deletes a partial file that no process is making. Returns whether it did."""
-    with open(f"{partial.removesuffix(_PARTIAL)}.lock", "wb") as lock:
-        try:
+    try:
+        with open(f"{partial.removesuffix(_PARTIAL)}.lock", "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        try:
-            Path(partial).unlink(missing_ok=True)
-        finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)
-    return True
+            try:
+                Path(partial).unlink(missing_ok=True)
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+        return True
+    except OSError:  # it is locked, or of another user
+        return False
 
 
 def _found(path: Path, size: int | None) -> bool:

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sd_training.config.schema import ConditioningConfig, ModelConfig, PartConfig, TextOptions
+from sd_training.config.schema import ConditioningConfig, ModelConfig, PartConfig, TextOptions, drop_final_norm
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError
 from sd_training.models.family import TEXT_PARTS, Family, Index, is_stored
@@ -103,9 +103,8 @@ def read_text_options(stored: Mapping[str, Any], encoders: Sequence[str]) -> dic
     """
     problems, found = list[str](), dict[str, TextOptions]()
     for name in encoders:
-        own = dict(stored.get(name, {}))
-        if own.get("apply_final_norm") is True:  # an option of earlier versions, which there is no choice about now
-            del own["apply_final_norm"]
+        own = dict(stored.get(name) or {})
+        drop_final_norm(own)
         try:
             found[name] = TextOptions(**own)
         except ValidationError as error:

@@ -93,6 +93,7 @@ def test_missing_marker_on_optional_keys_is_the_default(tmp_path: Path) -> None:
 def test_missing_marker_inside_free_parameters_is_an_error() -> None:
     assert only(*BASE, "model.noise_scheduler_training.params.beta_end=???").endswith("is required (it is ???)")
     assert only(*BASE, "dataset.params.filters.width=???").endswith("is required (it is ???)")
+    assert only(*BASE, "model.pretraind=???").startswith("model.pretraind: unknown option")
 
 
 @pytest.mark.parametrize(

@@ -104,4 +104,8 @@ def test_old_names_in_lists(tmp_path: Path) -> None:
     file = write(tmp_path / "a.yaml", yaml.safe_dump(config))
     with pytest.raises(ConfigError) as error:  # of parts that are missing
         load_config([*BASE, "model.pretrained=null", f"config={file}"])
-    assert "unknown option" not in str(error.value)
+    assert "unknown option" not in str(error.value) and "idx_to_prompt" not in str(error.value)
+    encoder["layer"] = -2  # which is not normed any more
+    file = write(tmp_path / "b.yaml", yaml.safe_dump(config))
+    with pytest.raises(ConfigError, match=r"text_encoders\.0\.apply_final_norm: unknown option"):
+        load_config([*BASE, "model.pretrained=null", f"config={file}"])

@@ -262,3 +262,11 @@ def test_a_run_on_parquet_is_a_run_on_shards(tmp_path: Path) -> None:
 def test_a_caption_column_of_numbers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"column .caption. of .*a\.parquet is int64; it must hold texts"):
         opened(tmp_path, write(tmp_path / "a.parquet", {"jpg": rows(2)["jpg"], "caption": [1, 2]}))
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.string(), 2), pa.list_(pa.dictionary(pa.int8(), pa.string()))])
+def test_lists_of_texts_of_any_kind_are_captions(kind: pa.DataType, tmp_path: Path) -> None:
+    texts = pa.array([["a", "b"], ["c", "d"]], pa.list_(pa.string())).cast(kind)
+    pq.write_table(pa.table({"jpg": rows(2)["jpg"], "caption": texts}), tmp_path / "a.parquet")
+    _, reader = opened(tmp_path, tmp_path / "a.parquet")
+    assert [reader.caption(sample) for sample in range(2)] == ['["a", "b"]', '["c", "d"]']
