@@ -161,7 +161,7 @@ def test_a_former_start_publishes_and_deletes_nothing(tmp_path: Path) -> None:
 
 
 def test_one_that_has_looked_already_finds_nothing_to_publish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped between its look at the run_lock and the rename: the start after it swept the folder."""
+    """Stopped between its check of the lock and the rename: the start after it has removed the folder."""
     root = tmp_path / "checkpoints"
     old = acquire_run_lock(tmp_path)
     half = begin_partial(root, 4, run_lock=old)
@@ -177,7 +177,7 @@ def test_one_that_has_looked_already_finds_nothing_to_publish(tmp_path: Path, mo
             remove_leftovers(root)
 
     monkeypatch.setattr(RunLock, "check", stopped_after_it)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(TakenOverError):
         seal_partial(half, {}, old)
     assert list(root.iterdir()) == []
 
