@@ -45,12 +45,11 @@ from sd_training.config.schema import (
     NumericsConfig,
     OptimizerConfig,
 )
-from sd_training.diffusion.objective import Objective
-from sd_training.models.execution import autocast
-from sd_training.optim.lr_schedules import lr_schedule
-from sd_training.optim.optimizers import Optimization
+from sd_training.diffusion import Objective
+from sd_training.models.family import autocast
+from sd_training.optim import Optimization, lr_schedule
 from sd_training.parallel.strategies import SingleProcessStrategy
-from sd_training.training.diffusion_module import DiffusionModule
+from sd_training.training import DiffusionModule
 from sd_training.types import PixelBatch
 
 LEARNING_RATE = 1e-4

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from sd_training.config.schema import ModelConfig, ObjectiveConfig, PartConfig
-from sd_training.diffusion.objective import Objective, make_objective
+from sd_training.diffusion import Objective
 from sd_training.models.execution import compile_blocks, recompute_activations, use_channels_last
 from sd_training.models.families.unets import StableDiffusion
 from sd_training.models.schedulers import load_schedulers
@@ -36,7 +36,7 @@ class Subject:
 def plain_objective(subject: Subject) -> Objective:
     """ε, every timestep alike."""
     schedulers = subject.family.schedulers
-    objective = make_objective(schedulers.objective, schedulers.schedule)
+    objective = Objective(schedulers.objective, schedulers.schedule)
     return objective.to(subject.device)
 
 

@@ -9,12 +9,14 @@ again draws only what is missing, and refuses to mix in pictures that were made 
 """
 
 import argparse
+import hashlib
 import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,16 +32,191 @@ quiet_libraries()
 import diffusers
 import torch
 import transformers
+from PIL import Image
 from tqdm import tqdm
 
+from scripts.download_diffusers import DTYPES, folder_problems, load_pipeline, part_names, read_index
+from sd_training.checkpoint.atomic_io import replace_text
 from sd_training.cli import run_cli
 from sd_training.config.paths import path_argument
 from sd_training.errors import ConfigError, DataError
-from sd_training.export.draw import SAMPLERS, draw_images, make_sampler
-from sd_training.export.pictures import Picture, begin_folder, is_drawn, read_captions, save_picture, write_grid
-from sd_training.export.pipeline import fingerprint, folder_problems, load_pipeline, read_index
+from sd_training.export.draw import draw_images, picture_grid, read_captions
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_FLOW_SIGMAS = ("DPMSolverMultistepScheduler", "UniPCMultistepScheduler")
+"""Samplers of discrete schedules that can sample flow models as well."""
+_NAMES = "DDIM DDPM EulerAncestralDiscrete EulerDiscrete HeunDiscrete LMSDiscrete PNDM"
+_DISCRETE = (*(f"{name}Scheduler" for name in _NAMES.split()), *_FLOW_SIGMAS)
+_FLOW = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler", *_FLOW_SIGMAS)
+_EDM = ("EDMDPMSolverMultistepScheduler", "EDMEulerScheduler")
+_SCALING = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "PixArtSigmaPipeline")
+"""Pipelines that call `scale_model_input`, which the samplers of flow models alone do not have."""
+SAMPLERS = tuple(sorted({*_DISCRETE, *_FLOW, *_EDM}))
+"""The allow-list; names are diffusers' class names."""
+
+_MUST_FOLLOW = {"prediction_type": "epsilon", "rescale_betas_zero_snr": False, "trained_betas": None}
+"""Settings of the model (with the value that every sampler knows) that a sampler may not drop."""
+
+
+def samplers_for(config: Mapping[str, Any], pipeline: str = "") -> tuple[str, ...]:
+    """The samplers that can follow a model whose own scheduler has this configuration, in a pipeline of this class."""
+    if not _is_flow(config):
+        return _EDM if "sigma_data" in config else _DISCRETE
+    if config.get("use_dynamic_shifting"):  # a shift by tokens
+        return _FLOW[:1]
+    if pipeline == "FluxPipeline":  # it chooses the noise levels itself
+        return (_FLOW[0], "UniPCMultistepScheduler")
+    return _FLOW_SIGMAS if pipeline in _SCALING else _FLOW
+
+
+def _is_flow(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("use_flow_sigmas")) or "shift" in config
+
+
+def make_sampler(config: Mapping[str, Any], name: str, pipeline: str = "") -> Any:
+    """A sampler of class `name` for the noise schedule and prediction type in `config`.
+
+    Args:
+        config: configuration of the pipeline's own scheduler.
+        name: one of `SAMPLERS`.
+        pipeline: class of the pipeline that it is for.
+
+    Raises:
+        ConfigError: unknown name, or that sampler cannot follow this model, so that it would silently draw wrong
+            pictures.
+    """
+    if name not in (known := samplers_for(config, pipeline)):
+        raise ConfigError(f"scheduler {name}: is none of those that can follow this model: {', '.join(known)}")
+    kind = getattr(diffusers, name)
+    options = inspect.signature(kind.__init__).parameters
+    settings = _as_flow(config, name) if _is_flow(config) else dict(config)
+    dropped = [key for key, usual in _MUST_FOLLOW.items() if settings.get(key, usual) != usual and key not in options]
+    if dropped:
+        raise ConfigError(f"scheduler {name}: cannot follow this model's {', '.join(dropped)}; choose another one")
+    try:
+        return kind.from_config(settings)
+    except (ImportError, NotImplementedError, ValueError) as error:
+        raise ConfigError(f"scheduler {name}: {' '.join(str(error).split())}") from error
+
+
+def _as_flow(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The settings of a flow model under the names of the chosen class: diffusers has two names for each."""
+    factor = config["shift"] if "shift" in config else config.get("flow_shift")
+    if name in _FLOW_SIGMAS:
+        count = {"num_train_timesteps": config.get("num_train_timesteps", 1000)}
+        return {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": factor or 1.0, **count}
+    plain = {key: value for key, value in config.items() if key != "prediction_type"}
+    return {**plain, "shift": factor or 1.0}
+
+
+_GRID_PICTURES = 100
+_GRID_CELL = 256
+_PROBE_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One line of `metadata.jsonl`: everything that decides how a picture looks."""
+
+    file: str
+    """Name in the folder."""
+    prompt: str
+    """Text it is drawn from."""
+    seed: int
+    """Seed of its noise."""
+    scheduler: str
+    """Class name of the sampler."""
+    guidance: float
+    """Classifier-free guidance scale, 1 is off."""
+    steps: int
+    """Denoising steps."""
+    height: int | None
+    """[pixels]; None is the pipeline's own."""
+    width: int | None
+    """[pixels]; None is the pipeline's own."""
+    dtype: str
+    """Type of the weights."""
+    weights: str
+    """Fingerprint of the pipeline."""
+
+
+def begin_folder(folder: Path, pictures: Sequence[Picture]) -> None:
+    """Writes `metadata.jsonl`: a line for each of these pictures, whether it is drawn already or not, and then those of
+    earlier calls.
+
+    Raises:
+        DataError: the folder has one of them, made in another way; nothing is written then.
+    """
+    path, lines = folder / "metadata.jsonl", {picture.file: asdict(picture) for picture in pictures}
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        before: dict[str, dict[str, Any]] = {record["file"]: record for record in map(json.loads, text.splitlines())}
+    except (ValueError, TypeError, LookupError) as error:
+        raise DataError(f"{path}: is not what this command writes ({error}); choose another --out") from error
+    for file, wanted in lines.items():
+        record = before.get(file, {})
+        if record != wanted and is_drawn(folder, file):
+            changed = [key for key in wanted if record.get(key) != wanted[key]]
+            differs = "; ".join(f"{key} {record.get(key)!r} instead of {wanted[key]!r}" for key in changed)
+            raise DataError(
+                f"{folder / file}: is there already, made with {differs}; choose another --out, or remove it"
+            )
+    lines |= {file: record for file, record in before.items() if file not in lines}
+    replace_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines.values()))
+
+
+def is_drawn(folder: Path, file: str) -> bool:
+    """Whether the folder has this picture. A damaged file counts as missing."""
+    try:
+        with Image.open(folder / file) as image:
+            image.verify()
+    except (OSError, SyntaxError, ValueError):
+        return False
+    return True
+
+
+def save_picture(folder: Path, picture: Picture, image: Image.Image) -> None:
+    """Writes a PNG; under its name there is a whole file or none."""
+    partial = folder / f".{picture.file}.partial"  # a fixed name: an interrupted one is overwritten next time
+    image.save(partial, format="PNG")
+    os.replace(partial, folder / picture.file)
+
+
+def write_grid(folder: Path, pictures: Sequence[Picture], columns: int | None = None) -> int:
+    """Writes `grid.png` of the first 100 pictures that are there, each at most 256 pixels large.
+
+    Args:
+        folder: where the pictures are.
+        pictures: of this call, in order.
+        columns: of the grid; None makes it square.
+
+    Returns:
+        How many of `pictures` exist.
+    """
+    there = [folder / picture.file for picture in pictures if is_drawn(folder, picture.file)]
+    shown = [Image.open(path) for path in there[:_GRID_PICTURES]]
+    for image in shown:
+        image.thumbnail((_GRID_CELL, _GRID_CELL))  # reads the file and closes it
+    if shown:
+        grid = picture_grid(shown, columns or max(1, round(len(shown) ** 0.5)))
+        grid.save(folder / ".grid.png.partial", format="PNG")
+        os.replace(folder / ".grid.png.partial", folder / "grid.png")
+    return len(there)
+
+
+def fingerprint(folder: Path) -> str:
+    """16 hex digits that change when a pipeline's weights or settings change.
+
+    Large files count by their size and their last MiB: training moves every weight.
+    """
+    digest = hashlib.sha256((folder / "model_index.json").read_bytes())
+    parts = part_names(read_index(folder))
+    for path in sorted(p for part in parts for p in (folder / part).iterdir() if p.suffix in {".json", ".safetensors"}):
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(folder).as_posix()} {size}\n".encode())
+        with path.open("rb") as stream:
+            stream.seek(max(0, size - _PROBE_BYTES))
+            digest.update(stream.read())
+    return digest.hexdigest()[:16]
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

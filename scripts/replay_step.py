@@ -44,7 +44,7 @@ from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.problems import printable
 from sd_training.errors import DataError, UserError
-from sd_training.models.execution import autocast
+from sd_training.models.family import autocast
 from sd_training.types import PixelBatch
 
 ON_ONE_DEVICE = (

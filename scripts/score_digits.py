@@ -102,7 +102,7 @@ def load_on_device(folder: Path) -> Any:
     """The pipeline from its folder alone, on a GPU where there is one."""
     import torch
 
-    from sd_training.export.pipeline import load_pipeline
+    from scripts.download_diffusers import load_pipeline
 
     pipeline = load_pipeline(folder)
     return pipeline.to("cuda") if torch.cuda.is_available() else pipeline
@@ -128,7 +128,7 @@ def draw(pipeline: Any, guidance_scale: float, options: argparse.Namespace) -> t
 
 def write_picture(images: Sequence[Image.Image], asked: Labels, path: Path, columns: int = 10, zoom: int = 4) -> None:
     """The first `columns` pictures of each digit, one digit per row, `zoom` times as large."""
-    from sd_training.export.pictures import picture_grid
+    from sd_training.export.draw import picture_grid
 
     columns = min(columns, len(images) // CLASSES)
     rows = [np.flatnonzero(asked == digit)[:columns] for digit in range(CLASSES)]

@@ -19,7 +19,7 @@ WITHOUT_RIGHTS = {
 }
 """Files that may call torch.load, always with `weights_only=True`, and what they read."""
 IMPORTERS = {
-    "sd_training/optim/optimizers.py": "module names of its own table of optional packages",
+    "sd_training/optim.py": "module names of its own table of optional packages",
 }
 """Files that import modules whose names are no literals, and where the names come from."""
 

@@ -11,7 +11,7 @@ from sd_training.build.plan import Plan
 from sd_training.config.check import is_deepspeed, is_fsdp
 from sd_training.config.schema import Config, ModelConfig
 from sd_training.data.order.buckets import size_problems, training_sizes
-from sd_training.diffusion.objective import Objective, make_objective
+from sd_training.diffusion import Objective
 from sd_training.errors import ConfigError
 from sd_training.log import get_logger
 from sd_training.models.execution import (
@@ -27,12 +27,9 @@ from sd_training.models.families.table import load_family
 from sd_training.models.family import Family, latent_grid
 from sd_training.models.load import effective_part, load_part
 from sd_training.models.schedulers import prediction_warning
-from sd_training.optim.lr_schedules import lr_schedule
-from sd_training.optim.optimizers import Optimization
+from sd_training.optim import Optimization, lr_schedule
 from sd_training.parallel.strategies import ShardingSpec
-from sd_training.training.autoencoder_module import AutoencoderModule
-from sd_training.training.base_module import PART, TrainedModule
-from sd_training.training.diffusion_module import DiffusionModule
+from sd_training.training import PART, AutoencoderModule, DiffusionModule, TrainedModule
 from sd_training.types import LatentGrid
 
 log = get_logger(__name__)
@@ -95,7 +92,6 @@ def _diffusion(plan: Plan) -> Trained:
         return family.pipeline() if weights is None else _with_weights(family, module, weights).pipeline()
 
     roots = list(family.trained_networks(model.train_text_encoder).values())
-    roots += [module.uncertainty] if module.uncertainty is not None else []
     sharding = ShardingSpec(roots, family.blocks(), family.tensor_plan)
     return Trained(module, latent_grid(family.vae), family, exported, sharding)
 
@@ -155,9 +151,7 @@ def vae_precision(model: ModelConfig, precision: str) -> str:
 def objective_of(family: Family) -> Objective:
     """The objective that the family's schedulers and options describe."""
     own = family.schedulers
-    return make_objective(
-        own.objective, own.schedule, static_shift=own.static_shift, latents_per_token=family.patch_size**2
-    )
+    return Objective(own.objective, own.schedule, static_shift=own.static_shift, latents_per_token=family.patch_size**2)
 
 
 def _with_weights(family: Family, module: DiffusionModule, weights: Mapping[str, Tensor]) -> Family:

@@ -31,7 +31,7 @@ from sd_training.errors import CheckpointError, ConfigError, SaveError
 from sd_training.export.pipeline import CURRENT, KEPT, recover_exports
 from sd_training.log import get_logger, is_main_process
 from sd_training.parallel.launch import Launch, find_launch
-from sd_training.training.base_module import changed_requirements
+from sd_training.training import changed_requirements
 from sd_training.watchdog import FirstFailure
 
 log = get_logger(__name__)

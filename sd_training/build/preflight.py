@@ -15,7 +15,7 @@ from sd_training.config.schema import Config, WandbConfig
 from sd_training.data.order.buckets import size_problems, training_sizes
 from sd_training.data.sources.choose import access_of, path_problems
 from sd_training.errors import ConfigError, DataError
-from sd_training.export.pictures import read_captions
+from sd_training.export.draw import read_captions
 from sd_training.log import is_main_process, redacted
 
 _PATH = ("/", "./", "../", "~")

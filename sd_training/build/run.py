@@ -45,15 +45,14 @@ from sd_training.config.schema import SECTIONS, PartConfig
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.samples.sample import DrawSettings, Dropout
 from sd_training.errors import EXIT_HANG, Checks
-from sd_training.export.pictures import read_captions
+from sd_training.export.draw import read_captions
 from sd_training.log import RunLog, get_logger, global_rank, is_main_process, redacted
-from sd_training.models.execution import AUTOCAST_DTYPE
-from sd_training.models.family import Family
+from sd_training.models.family import AUTOCAST_DTYPE, Family
 from sd_training.models.load import load_part
 from sd_training.parallel.launch import process_group_backend, set_rendezvous, use_one_worker_per_gloo_group
 from sd_training.parallel.strategies import FSDP2Strategy, ReplicatedStrategy, ShardingSpec, SingleProcessStrategy
 from sd_training.signals import StopSignals
-from sd_training.training.base_module import TrainedModule
+from sd_training.training import TrainedModule
 from sd_training.types import LatentGrid
 from sd_training.watchdog import HangWatch
 

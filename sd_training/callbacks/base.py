@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, distributed
 
-from sd_training.training.base_module import TrainedModule
+from sd_training.training import TrainedModule
 from sd_training.watchdog import HangWatch
 
 

@@ -13,6 +13,7 @@ schedule-free optimizers others than those that are trained. Averages of other w
 from snapshots of the tracks (docs/ema.md).
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,18 +22,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sd_training.callbacks.base import OptimizerStepCallback
+from sd_training.checkpoint.atomic_io import flush_file, flush_folder, remove_quietly, write_failure
 from sd_training.config.schema import EmaConfig
 from sd_training.errors import CheckpointError
-from sd_training.export.ema_snapshots import width_name, write_snapshot
 from sd_training.log import get_logger
-from sd_training.optim.power_function_ema import decay, gamma_of
 from sd_training.parallel.strategies import strategy_of
-from sd_training.training.base_module import TrainedModule
+from sd_training.training import TrainedModule
 
 log = get_logger(__name__)
 
@@ -218,7 +221,7 @@ class Ema(OptimizerStepCallback):
         new = [weights[name].to("cpu", torch.float32) for name in names]
         decays = {EMA_PART: decay_at(step, self.config)}
         for part, sigma_rel in self._tracks.items():
-            decays[part] = decay(step, gamma_of(sigma_rel), self.config.update_every)
+            decays[part] = track_decay(step, gamma_of(sigma_rel), self.config.update_every)
         for part, part_decay in decays.items():
             torch._foreach_lerp_([self.averages[part][name] for name in names], new, 1.0 - part_decay)
 
@@ -298,3 +301,113 @@ def full_export_weights(module: TrainedModule, ema: Ema | None) -> dict[str, Ten
 def _copies(full_tensors: Iterator[tuple[str, Tensor]], *, is_kept: bool) -> dict[str, Tensor]:
     """Collective where the tensors are: copies of all in CPU memory, or none."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in full_tensors if is_kept}
+
+
+# Tracks: power-function averages of weights (Karras et al. 2024 (EDM2), "Analyzing and Improving the Training Dynamics
+# of Diffusion Models", arXiv:2312.02696, section 3 and appendix C). After t optimizer steps the average is the integral
+# of the weights θ(τ) over the profile
+#
+#     p(τ) = (γ + 1) τ^γ / t^(γ + 1),   0 ≤ τ ≤ t.
+#
+# Its width is a constant share of the training, `sigma_rel` = standard deviation of p / t; the larger the exponent γ,
+# the shorter the average. The profile is 0 at τ = 0, so the initial weights are forgotten without a warm-up.
+# Snapshots are the material of a later reconstruction (scripts/posthoc_ema.py):
+#
+#     RUN/ema_snapshots/step=5000/sigma_rel=0.050.safetensors
+#
+# holds the average of every parameter of the trained network under its name in the network's state_dict. A file is
+# written beside its place, flushed and renamed: one that has its name is whole.
+
+MAX_SIGMA_REL = 12**-0.5
+"""0.2887: γ = 0, the plain mean of the whole training. Wider would mean more weight on the beginning."""
+SNAPSHOTS = "ema_snapshots"
+"""Folder of the snapshots in a run folder."""
+STEP, WIDTH = "step=", "sigma_rel="
+"""Begin the names of its folders, and of the files in them."""
+
+
+def is_sigma_rel(value: float) -> bool:
+    """Whether an average of this width exists: above 0, at most `MAX_SIGMA_REL`."""
+    return 0.0 < value <= MAX_SIGMA_REL
+
+
+def gamma_of(sigma_rel: float) -> float:
+    """Exponent of the average with this width (algorithm 2): the largest root of
+    γ³ + 7 γ² + (16 - σ⁻²) γ + 12 - σ⁻² = 0.
+
+    Raises:
+        ValueError: there is no such average.
+    """
+    if not is_sigma_rel(sigma_rel):
+        raise ValueError(f"sigma_rel is {sigma_rel}; it must be above 0 and at most {MAX_SIGMA_REL:.4f}")
+    inverse_square = float(sigma_rel) ** -2
+    roots = np.roots([1.0, 7.0, 16.0 - inverse_square, 12.0 - inverse_square])
+    return max(0.0, float(roots.real.max()))
+
+
+def track_decay(step: int, gamma: float, update_every: int = 1) -> float:
+    """Decay β of the update after `step` optimizer steps; average ← β · average + (1 - β) · weights.
+
+    A snapshot of the weights stands for the k = `update_every` steps up to it, hence it gets the profile's integral
+    over them, 1 - ((t - k) / t)^(γ + 1), and what is left of the older ones is
+
+        β = (1 - k / t)^(γ + 1),
+
+    the paper's β(t) for k = 1. The products telescope: whatever k is, the weights of step j have the profile's
+    integral from j - k to j in the average at t, to the last bit of the arithmetic.
+
+    Args:
+        step: optimizer steps completed, t; a multiple of `update_every`.
+        gamma: exponent.
+        update_every: optimizer steps between updates, k.
+
+    Returns:
+        In [0, 1); 0 at the first update, where the average starts as the weights.
+    """
+    if step <= update_every:
+        return 0.0
+    return math.exp((gamma + 1) * math.log1p(-update_every / step))
+
+
+def width_name(sigma_rel: float) -> str:
+    """`sigma_rel=0.050`: three digits, or all of them where three would not distinguish two widths."""
+    text = f"{sigma_rel:.3f}"
+    return f"{WIDTH}{text if float(text) == sigma_rel else repr(float(sigma_rel))}"
+
+
+def snapshot_path(run_dir: Path, step: int, sigma_rel: float) -> Path:
+    """Where the snapshot of a track lies."""
+    return run_dir / SNAPSHOTS / f"{STEP}{step}" / f"{width_name(sigma_rel)}.safetensors"
+
+
+def write_snapshot(
+    run_dir: Path, step: int, sigma_rel: float, tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
+) -> Path:
+    """Writes one track; a snapshot of the same step and width is replaced.
+
+    Args:
+        run_dir: the run folder.
+        step: optimizer steps completed, at an update of the average.
+        sigma_rel: width of the track.
+        tensors: average by parameter name, on any device.
+        dtype: of the file. bf16 rounds by up to 1/256 of every value, fp16 by 1/2048.
+
+    Returns:
+        The file.
+
+    Raises:
+        OSError: it could not be written; names the file and free space. An older file is as it was.
+    """
+    path = snapshot_path(run_dir, step, sigma_rel)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({n: t.detach().to("cpu", dtype).contiguous() for n, t in tensors.items()}, partial)
+        flush_file(partial)
+        os.replace(partial, path)
+        for folder in (path.parent, path.parent.parent, run_dir):
+            flush_folder(folder)
+    except (OSError, SafetensorError) as error:
+        remove_quietly(partial)
+        raise write_failure("EMA snapshot", path, error) from error
+    return path

@@ -21,7 +21,7 @@ from sd_training.checkpoint.atomic_io import replace_text
 from sd_training.checkpoint.run_lock import NO_LOCK, RunLock
 from sd_training.errors import TakenOverError
 from sd_training.log import get_logger
-from sd_training.training.base_module import TrainedModule
+from sd_training.training import TrainedModule
 
 log = get_logger(__name__)
 

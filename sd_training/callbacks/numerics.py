@@ -34,7 +34,7 @@ from sd_training.config.schema import NumericsConfig
 from sd_training.errors import IntegrityError, NumericError
 from sd_training.log import get_logger, incident_path, write_incident
 from sd_training.parallel.strategies import strategy_of
-from sd_training.training.base_module import MicroBatchRecord, TrainedModule
+from sd_training.training import MicroBatchRecord, TrainedModule
 
 log = get_logger(__name__)
 

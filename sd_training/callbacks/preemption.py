@@ -20,7 +20,7 @@ from sd_training.checkpoint.atomic_io import replace_text
 from sd_training.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from sd_training.log import FOR_FILE, get_logger
 from sd_training.signals import StopSignals
-from sd_training.training.base_module import TrainedModule
+from sd_training.training import TrainedModule
 from sd_training.watchdog import write_status
 
 log = get_logger(__name__)

@@ -17,12 +17,12 @@ from PIL import Image
 from sd_training.callbacks.base import OptimizerStepCallback, TrainingTimer
 from sd_training.callbacks.ema import Ema, export_weights
 from sd_training.config.schema import SamplingConfig
-from sd_training.export.draw import draw_images
-from sd_training.export.pictures import picture_grid
+from sd_training.export.draw import draw_images, picture_grid
 from sd_training.log import get_logger
-from sd_training.models.execution import autocast, without_compiling
+from sd_training.models.execution import without_compiling
+from sd_training.models.family import autocast
 from sd_training.parallel.strategies import strategy_of
-from sd_training.training.base_module import TrainedModule
+from sd_training.training import TrainedModule
 
 log = get_logger(__name__)
 

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from sd_training.callbacks.base import OptimizerStepCallback, RunState
 from sd_training.config.plan import counted
 from sd_training.log import FOR_FILE, get_logger, write_lines_by
-from sd_training.training.base_module import TrainedModule
+from sd_training.training import TrainedModule
 
 log = get_logger(__name__)
 

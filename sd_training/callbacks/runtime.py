@@ -15,7 +15,7 @@ import pytorch_lightning as pl
 import torch
 
 from sd_training.callbacks.base import OptimizerStepCallback, gather_ranks
-from sd_training.training.base_module import TrainedModule
+from sd_training.training import TrainedModule
 from sd_training.watchdog import HangWatch
 
 FULL_COLLECTION_EVERY = 1000

@@ -33,7 +33,7 @@ from sd_training.errors import CheckpointError, ConfigError, OutageError, SaveEr
 from sd_training.export.pipeline import CURRENT, export_pipeline, keep_export
 from sd_training.log import get_logger, is_main_process, write_incident
 from sd_training.parallel.strategies import strategy_of
-from sd_training.training.base_module import TrainedModule
+from sd_training.training import TrainedModule
 from sd_training.watchdog import is_network_error
 
 log = get_logger(__name__)

@@ -21,9 +21,10 @@ from sd_training.callbacks.preemption import Preemption
 from sd_training.config.plan import counted
 from sd_training.data.datamodule import HeldOutData
 from sd_training.log import get_logger
-from sd_training.models.execution import autocast, without_compiling
+from sd_training.models.execution import without_compiling
+from sd_training.models.family import autocast
 from sd_training.parallel.strategies import CpuGroup, strategy_of
-from sd_training.training.base_module import TrainedModule
+from sd_training.training import TrainedModule
 
 log = get_logger(__name__)
 

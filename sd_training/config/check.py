@@ -136,8 +136,6 @@ def _objective_rules(objective: ObjectiveConfig) -> Iterator[str]:
     density, weighting, loss = objective.timestep_density, objective.loss_weighting, objective.loss
     if density.low >= density.high:
         yield f"timestep_density.low: {density.low:g} must be below timestep_density.high, {density.high:g}"
-    if density.bias_range[0] >= density.bias_range[1]:
-        yield f"timestep_density.bias_range: is {density.bias_range}; must be [from, to] with from below to"
     if objective.shift.base_tokens >= objective.shift.max_tokens:
         yield (
             f"shift.base_tokens: {objective.shift.base_tokens} must be below shift.max_tokens, "

@@ -31,6 +31,12 @@ RETIRED: Mapping[str, Any] = {
     "dataset.params.remote.mode": "cache",
     "experiment.eval_tar": False,
     "model.gradient_checkpointing_every": 1,
+    "objective.timestep_density.alpha": 1.0,
+    "objective.timestep_density.beta": 1.0,
+    "objective.timestep_density.bias": "none",
+    "objective.timestep_density.bias_multiplier": 1.0,
+    "objective.timestep_density.bias_portion": 0.25,
+    "objective.timestep_density.bias_range": [0.0, 1.0],
 }
 """Name of an option that is gone → its value that is the only behaviour now; `config.yaml` of older runs names it."""
 

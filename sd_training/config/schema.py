@@ -188,14 +188,11 @@ def family_of_parts(model: ModelConfig) -> FamilyName:
 
 
 PredictionType = Literal["epsilon", "v_prediction", "sample", "flow_prediction", "edm"]
-DensityName = Literal["uniform", "logit_normal", "mode", "cosmap", "beta", "log_normal"]
-WeightingName = Literal[
-    "constant", "min_snr", "soft_min_snr", "p2", "debiased", "sigma_sqrt", "cosmap", "edm", "learned_uncertainty"
-]
+DensityName = Literal["uniform", "logit_normal", "mode", "cosmap", "log_normal"]
+WeightingName = Literal["constant", "min_snr", "soft_min_snr", "p2", "debiased", "sigma_sqrt", "cosmap", "edm"]
 PresetName = Literal["sd", "sd_v", "sdxl", "sd3", "edm"]
 _NORMAL = read_with("name", "logit_normal", "log_normal")
-_LEVELS = read_with("name", None, "uniform", "logit_normal", "mode", "cosmap", "beta")
-_BETA = read_with("name", "beta")
+_LEVELS = read_with("name", None, "uniform", "logit_normal", "mode", "cosmap")
 _TOKENS = read_with("mode", "tokens")
 _HUBER = read_with("name", "huber")
 _DISCRETE = read_with("prediction_type", None, "epsilon", "v_prediction", "sample")
@@ -205,7 +202,7 @@ class TimestepDensityConfig(OptionGroup):
     """How often each noise level is trained. Noise levels run from 0 (clean) to 1 (pure noise)."""
 
     name: DensityName | None = None
-    """`uniform`; of Esser et al. 2024 (arXiv:2403.03206, section 3.1) `logit_normal`, `mode`, `cosmap`; `beta`; and
+    """`uniform`; of Esser et al. 2024 (arXiv:2403.03206, section 3.1) `logit_normal`, `mode`, `cosmap`; and
     for EDM `log_normal` (Karras et al. 2022, arXiv:2206.00364, table 1). null: the preset's, or uniform."""
     mean: Annotated[Number | None, _NORMAL] = None
     """`logit_normal`: m; `log_normal`: mean of ln σ. null: 0; of `log_normal` −1.2 + ln(2 σ_data),
@@ -214,25 +211,10 @@ class TimestepDensityConfig(OptionGroup):
     """`logit_normal`: s; `log_normal`: standard deviation of ln σ. null: the preset's, or 1."""
     mode_scale: Annotated[Number, Field(ge=-1, le=2 / (math.pi - 2)), read_with("name", "mode")] = 1.29
     """`mode`: s; flat at 0, peaked in the middle above. Beyond 2 / (π − 2) levels would run backwards."""
-    alpha: Annotated[Positive, _BETA] = 1.0
-    """`beta`: α."""
-    beta: Annotated[Positive, _BETA] = 1.0
-    """`beta`: β."""
     low: Annotated[Probability, _LEVELS] = 0.0
     """The density is squeezed into low..high."""
     high: Annotated[Probability, _LEVELS] = 1.0
     """See `low`."""
-    bias: Annotated[Literal["none", "later", "earlier", "range"], read_with("name", None, "uniform")] = "none"
-    """`uniform`: train a part of the noise levels `bias_multiplier` times as often: the noisiest `bias_portion`, the
-    cleanest, or `bias_range`."""
-    bias_multiplier: Annotated[Positive, read_with("bias", "later", "earlier", "range")] = 1.0
-    """See `bias`."""
-    bias_portion: Annotated[Probability, read_with("bias", "later", "earlier")] = 0.25
-    """See `bias`."""
-    bias_range: Annotated[list[Probability], Field(min_length=2, max_length=2), read_with("bias", "range")] = Field(
-        default=[0.0, 1.0], json_schema_extra={"allowed": "[from, to] with numbers from 0 to 1"}
-    )
-    """See `bias`."""
     stratified: bool = False
     """Draw one noise level from each of G equal parts of the density at every optimizer step of G samples, instead of
     independently: the same density, less variance."""
@@ -263,8 +245,8 @@ class LossWeightingConfig(OptionGroup):
 
     name: WeightingName | None = None
     """`min_snr` (arXiv:2303.09556), `soft_min_snr` (arXiv:2401.11605), `p2` (arXiv:2204.00227), `debiased`
-    (arXiv:2310.08442); for flow models `sigma_sqrt` and `cosmap` (arXiv:2403.03206); for EDM `edm` (arXiv:2206.00364);
-    `learned_uncertainty` (arXiv:2312.02696, eq. 21). null: the preset's, or constant."""
+    (arXiv:2310.08442); for flow models `sigma_sqrt` and `cosmap` (arXiv:2403.03206); for EDM `edm` (arXiv:2206.00364).
+    null: the preset's, or constant."""
     gamma: Annotated[Positive, read_with("name", "min_snr", "soft_min_snr")] = 5.0
     """`min_snr`, `soft_min_snr`: γ."""
     p2_gamma: Annotated[NonNegative, read_with("name", "p2")] = 1.0

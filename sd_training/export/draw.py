@@ -1,14 +1,19 @@
-"""Pictures from a pipeline, each a function of its prompt and seed alone; and samplers by name for a given model."""
+"""Pictures from a pipeline, each a function of its prompt and seed alone; caption tables, and grids of pictures."""
 
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import csv
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-import diffusers
 import torch
 from PIL import Image
 
-from sd_training.errors import ConfigError
+from sd_training.errors import DataError
+
+_SAFE_IN_NAMES = " !#$&'()+,;=@[]^{}"
+_MAX_NAME_BYTES = 200
 
 
 def draw_images(
@@ -65,67 +70,61 @@ def _guidance(pipeline: Any, scale: float) -> dict[str, Any]:
             return {"guidance_scale": scale}
 
 
-_FLOW_SIGMAS = ("DPMSolverMultistepScheduler", "UniPCMultistepScheduler")
-"""Samplers of discrete schedules that can sample flow models as well."""
-_NAMES = "DDIM DDPM EulerAncestralDiscrete EulerDiscrete HeunDiscrete LMSDiscrete PNDM"
-_DISCRETE = (*(f"{name}Scheduler" for name in _NAMES.split()), *_FLOW_SIGMAS)
-_FLOW = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler", *_FLOW_SIGMAS)
-_EDM = ("EDMDPMSolverMultistepScheduler", "EDMEulerScheduler")
-_SCALING = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "PixArtSigmaPipeline")
-"""Pipelines that call `scale_model_input`, which the samplers of flow models alone do not have."""
-SAMPLERS = tuple(sorted({*_DISCRETE, *_FLOW, *_EDM}))
-"""The allow-list; names are diffusers' class names."""
-
-_MUST_FOLLOW = {"prediction_type": "epsilon", "rescale_betas_zero_snr": False, "trained_betas": None}
-"""Settings of the model (with the value that every sampler knows) that a sampler may not drop."""
-
-
-def samplers_for(config: Mapping[str, Any], pipeline: str = "") -> tuple[str, ...]:
-    """The samplers that can follow a model whose own scheduler has this configuration, in a pipeline of this class."""
-    if not _is_flow(config):
-        return _EDM if "sigma_data" in config else _DISCRETE
-    if config.get("use_dynamic_shifting"):  # a shift by tokens
-        return _FLOW[:1]
-    if pipeline == "FluxPipeline":  # it chooses the noise levels itself
-        return (_FLOW[0], "UniPCMultistepScheduler")
-    return _FLOW_SIGMAS if pipeline in _SCALING else _FLOW
-
-
-def _is_flow(config: Mapping[str, Any]) -> bool:
-    return bool(config.get("use_flow_sigmas")) or "shift" in config
-
-
-def make_sampler(config: Mapping[str, Any], name: str, pipeline: str = "") -> Any:
-    """A sampler of class `name` for the noise schedule and prediction type in `config`.
+def picture_grid(images: Sequence[Image.Image], columns: int) -> Image.Image:
+    """Pastes pictures row by row into one RGB picture.
 
     Args:
-        config: configuration of the pipeline's own scheduler.
-        name: one of `SAMPLERS`.
-        pipeline: class of the pipeline that it is for.
+        images: at least one; a cell is as large as the largest of them, smaller ones sit in its top left corner.
+        columns: cells per row; the last row may stay partly black.
+    """
+    columns = min(columns, len(images))
+    width, height = max(i.width for i in images), max(i.height for i in images)
+    rows = -(-len(images) // columns)
+    grid = Image.new("RGB", (columns * width, rows * height))
+    for cell, image in enumerate(images):
+        grid.paste(image.convert("RGB"), (cell % columns * width, cell // columns * height))
+    return grid
+
+
+def read_captions(
+    path: Path, *, caption_columns: Sequence[str] = ("caption",), needs_uid: bool = True
+) -> list[tuple[str, str]]:
+    """Reads a CSV file with a header into (file stem, caption) pairs, in the order of the file.
+
+    Args:
+        path: UTF-8, comma-separated; column names in any case, further columns are ignored. The column `uid` names the
+            files: "a/b" becomes "a%2Fb", and different uids stay different.
+        caption_columns: names of the caption column, the first one present is used.
+        needs_uid: False numbers the rows 000000, 000001, ... where there is no column `uid`.
 
     Raises:
-        ConfigError: unknown name, or that sampler cannot follow this model, so that it would silently draw wrong
-            pictures.
+        DataError: unreadable file, a missing column, a row of another length, a uid twice or unusable as a name.
     """
-    if name not in (known := samplers_for(config, pipeline)):
-        raise ConfigError(f"scheduler {name}: is none of those that can follow this model: {', '.join(known)}")
-    kind = getattr(diffusers, name)
-    options = inspect.signature(kind.__init__).parameters
-    settings = _as_flow(config, name) if _is_flow(config) else dict(config)
-    dropped = [key for key, usual in _MUST_FOLLOW.items() if settings.get(key, usual) != usual and key not in options]
-    if dropped:
-        raise ConfigError(f"scheduler {name}: cannot follow this model's {', '.join(dropped)}; choose another one")
     try:
-        return kind.from_config(settings)
-    except (ImportError, NotImplementedError, ValueError) as error:
-        raise ConfigError(f"scheduler {name}: {' '.join(str(error).split())}") from error
-
-
-def _as_flow(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The settings of a flow model under the names of the chosen class: diffusers has two names for each."""
-    factor = config["shift"] if "shift" in config else config.get("flow_shift")
-    if name in _FLOW_SIGMAS:
-        count = {"num_train_timesteps": config.get("num_train_timesteps", 1000)}
-        return {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": factor or 1.0, **count}
-    plain = {key: value for key, value in config.items() if key != "prediction_type"}
-    return {**plain, "shift": factor or 1.0}
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            reader = csv.reader(stream, strict=True)
+            header = [name.strip().lower() for name in next(reader, [])]
+            rows = [(f"{path}, line {reader.line_num}", cells) for cells in reader if cells]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: cannot be read as a CSV file in UTF-8 ({error})") from error
+    caption = next((name for name in caption_columns if name in header), None)
+    if caption is None or (needs_uid and "uid" not in header):
+        wanted = " and ".join((["uid"] if needs_uid else []) + [" or ".join(caption_columns)])
+        raise DataError(f"{path}: the first line must name the columns {wanted}; it has {', '.join(header) or 'none'}")
+    pairs: dict[str, str] = {}
+    for where, cells in rows:
+        if len(cells) != len(header):
+            raise DataError(
+                f"{where}: {len(cells)} cells where the header has {len(header)}; put text with commas in double quotes"
+            )
+        row = dict(zip(header, cells, strict=True))
+        uid = row.get("uid", f"{len(pairs):06d}")
+        stem = re.sub(r"^\.", "%2E", quote(uid, safe=_SAFE_IN_NAMES))
+        if not stem.strip() or len(stem) > _MAX_NAME_BYTES:
+            raise DataError(
+                f"{where}: uid {uid[:60]!r} cannot be a file name: use 1 to {_MAX_NAME_BYTES} letters or digits"
+            )
+        if stem in pairs:
+            raise DataError(f"{where}: uid {uid!r} appears twice; uids name files")
+        pairs[stem] = row[caption]
+    return list(pairs.items())

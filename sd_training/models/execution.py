@@ -1,4 +1,4 @@
-"""How a denoiser is executed: autocast, torch.compile, attention kernels, memory format, recomputed activations.
+"""How a denoiser is executed: torch.compile, attention kernels, memory format, recomputed activations.
 
 Everything changes the network in place and keeps the names of modules, weights and exports. Blocks of the same class
 and shapes share compiled graphs, so block by block starts sooner than the whole network; shapes are static: one set of
@@ -28,19 +28,12 @@ from sd_training.models.load import first_line
 
 log = get_logger(__name__)
 
-AUTOCAST_DTYPE = {"fp32": None, "no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COMPILERS = {"cpu": ("CXX", "g++", "clang++", "c++"), "cuda": ("CC", "gcc", "clang", "cc")}
 """Environment variable that names the compiler, then the names that are tried."""
 _SPARE_GRAPHS = 16
 _HOOK = "set_use_memory_efficient_attention_xformers"
 """Method of the attention modules that diffusers can switch to xformers; networks have one of this name, too, which
 calls those of their modules and does nothing where there is none."""
-
-
-def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """Autocast to `precision` on `device`; fp32 also switches an outer autocast off."""
-    dtype = AUTOCAST_DTYPE[precision]
-    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
 def compile_blocks(blocks: list[nn.Module], *, num_sizes: int, backend: str = "inductor") -> None:

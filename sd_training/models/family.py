@@ -27,7 +27,6 @@ from sd_training.config.schema import (
 from sd_training.data.order.buckets import size_problems
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError
-from sd_training.models.execution import autocast
 from sd_training.models.load import effective_part
 from sd_training.models.schedulers import Schedulers
 from sd_training.types import Conditioning, LatentGrid, NoisedBatch, PixelBatch
@@ -39,8 +38,15 @@ SIZE_NUMBERS = 6
 _ATTENTION_IN = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
 _ATTENTION_OUT = ("to_out.0", "to_add_out")
 _NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+AUTOCAST_DTYPE = {"fp32": None, "no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 Index: TypeAlias = Mapping[str, Any]
 """`model_index.json` of `model.pretrained`; empty without one."""
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """Autocast to `precision` on `device`; fp32 also switches an outer autocast off."""
+    dtype = AUTOCAST_DTYPE[precision]
+    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
 class Family(ABC):

@@ -20,7 +20,7 @@ from sd_training.config.schema import (
     is_set,
     with_preset,
 )
-from sd_training.diffusion.noise_schedule import FlowSchedule, NoiseSchedule, SigmaSchedule, discrete_schedule_of
+from sd_training.diffusion import FlowSchedule, NoiseSchedule, SigmaSchedule, discrete_schedule_of
 from sd_training.errors import ConfigError
 from sd_training.models.load import class_of, effective_part, load_noise_scheduler
 

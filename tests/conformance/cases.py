@@ -19,7 +19,7 @@ from sd_training.config.schema import (
     TimestepDensityConfig,
     with_preset,
 )
-from sd_training.diffusion.objective import Objective
+from sd_training.diffusion import Objective
 from sd_training.models.schedulers import Schedulers, load_schedulers
 from tests.conformance.reference import BETAS, DISCRETE, PREDICTIONS, SCHEDULES, WEIGHTINGS, Array, Setting
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-from scipy.stats import beta as beta_distribution
 from scipy.stats import norm
 
 from tests.conformance.reference import Array
@@ -38,20 +37,9 @@ def cosmap(t: Array) -> Array:
     return 0.5 + 2 / np.pi * np.arctan(2 * t - 1)
 
 
-def beta(alpha: float, beta: float, t: Array) -> Array:
-    """Beta(α, β)."""
-    return np.asarray(beta_distribution.cdf(t, alpha, beta))
-
-
 def log_normal(mean: float, std: float, log_sigma: Array) -> Array:
     """ln σ ~ N(P_mean, P_std²) (Karras et al. 2022, table 1)."""
     return np.asarray(norm.cdf((log_sigma - mean) / std))
-
-
-def biased(low: float, high: float, multiplier: float, t: Array) -> Array:
-    """Density 1 outside of [low, high] and `multiplier` inside, normalised."""
-    inside = np.clip(t - low, 0, high - low)
-    return (t - inside + multiplier * inside) / (1 - (high - low) + multiplier * (high - low))
 
 
 def squeezed(low: float, high: float, cdf: Cdf, t: Array) -> Array:
@@ -88,19 +76,4 @@ DENSITIES: dict[str, tuple[dict[str, object], Cdf, float]] = {
     "mode_tails": ({"name": "mode", "mode_scale": -0.8}, partial(mode, -0.8), 2e-5),
     "mode_largest": ({"name": "mode", "mode_scale": 1.75}, partial(mode, 1.75), 1e-4),
     "cosmap": ({"name": "cosmap"}, cosmap, 1e-5),
-    # Beta quantiles are a table of 8193, so within its first and last cells the density is flat.
-    "beta": ({"name": "beta", "alpha": 2.0, "beta": 5.0}, partial(beta, 2.0, 5.0), 1e-4),
-    "beta_tails": ({"name": "beta", "alpha": 0.6, "beta": 0.6}, partial(beta, 0.6, 0.6), 1e-4),
-    "later": ({"bias": "later", "bias_multiplier": 3.0}, partial(biased, 0.75, 1.0, 3.0), 1e-5),
-    "earlier": ({"bias": "earlier", "bias_multiplier": 4.0, "bias_portion": 0.4}, partial(biased, 0, 0.4, 4.0), 1e-5),
-    "range": (
-        {"bias": "range", "bias_multiplier": 5.0, "bias_range": [0.3, 0.5]},
-        partial(biased, 0.3, 0.5, 5.0),
-        1e-5,
-    ),
-    "range_rarer": (
-        {"bias": "range", "bias_multiplier": 0.25, "bias_range": [0.3, 0.5]},
-        partial(biased, 0.3, 0.5, 0.25),
-        1e-5,
-    ),
 }

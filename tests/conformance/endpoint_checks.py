@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sd_training.diffusion.loss_weighting import LevelUncertainty
-from sd_training.diffusion.noise_schedule import DiscreteSchedule
-from sd_training.diffusion.objective import Objective
+from sd_training.diffusion import DiscreteSchedule, Objective
 from tests.conformance import reference
 from tests.conformance.cases import draws_of, numbers, objective_for, settings, tensor, varied
 from tests.conformance.reference import DISCRETE, Array, Setting
@@ -50,8 +48,7 @@ def check_finite(prediction: str, weighting: str, extreme: str) -> None:
         made = objective.draw(tensor(_X0), draws_of(u, _EPS, _ETA, _XI), step=setting.step)
         _expect_extreme(setting, made.signal, made.sigma, extreme)
         answer = tensor(_ANSWER).requires_grad_()
-        uncertainty = torch.tensor([-3.0, 3.0]) if weighting == "learned_uncertainty" else None
-        loss = objective.loss(answer, made, uncertainty)
+        loss = objective.loss(answer, made)
         (gradient,) = torch.autograd.grad(loss.sum(), answer)
         values = {name: value for name, value in vars(made).items() if value is not None}
         for name, value in {**values, "loss": loss, "gradient": gradient}.items():
@@ -129,23 +126,3 @@ def check_small_huber_errors() -> None:
         given = (answer - made.target).double().numpy().reshape(2, -1)
         wanted = 2 * delta * given**2 / (np.sqrt(given**2 + delta**2) + delta)
         np.testing.assert_allclose(objective.loss(answer, made), wanted.mean(axis=1), rtol=1e-3)
-
-
-def check_uncertainty_network() -> None:
-    """u is finite where σ or α is 0, and its loss e / exp(u) + u is least at u = ln e (Karras et al. 2024, eq. 22)."""
-    network = LevelUncertainty(seed=0)
-    torch.nn.init.normal_(network.weight, generator=torch.Generator().manual_seed(1))
-    alpha, sigma = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.7]), torch.tensor([0.0, 1.0, 1e-6, 1e6, 0.7])
-    u = network(alpha, sigma)
-    assert u.isfinite().all() and u.std() > 0.1
-    torch.testing.assert_close(network(alpha[3:] / 3, sigma[3:] / 3), u[3:])  # the ratio alone is the level
-
-    setting = settings("epsilon", "scaled_linear", "learned_uncertainty")[0]
-    objective = objective_for(setting)
-    made = objective.draw(tensor(_X0), draws_of(np.full(2, 0.5), _EPS))
-    plain = objective.loss(tensor(_ANSWER), made)
-    best = plain.log().requires_grad_()
-    loss = objective.loss(tensor(_ANSWER), made, best)
-    torch.testing.assert_close(loss, 1 + plain.log())
-    (slope,) = torch.autograd.grad(loss.sum(), best)
-    assert slope.abs().max() < 1e-6

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
+from sd_training import diffusion
 from sd_training.data.samples import sample as dataset
-from sd_training.diffusion import loss_weighting, noise_schedule, objective, timestep_density
-from sd_training.diffusion.noise_schedule import DiscreteSchedule, FlowSchedule, SigmaSchedule
-from sd_training.diffusion.objective import Objective
+from sd_training.diffusion import DiscreteSchedule, FlowSchedule, Objective, SigmaSchedule
 from sd_training.models import schedulers
 from tests.conformance import density_checks, diffusers_checks, endpoint_checks, product_checks, sampler_checks
 from tests.conformance.mutations import (
@@ -63,7 +62,7 @@ def _target(kind: str, broken: Callable[..., Any]) -> Apply:
     def target(original: Any, given: str, *rest: Any) -> Any:
         return broken(partial(original, given), *rest) if given == kind else original(given, *rest)
 
-    return swap(objective, "target_of", target)
+    return swap(diffusion, "target_of", target)
 
 
 EPSILON = _product("epsilon", "scaled_linear", "constant")
@@ -100,27 +99,27 @@ _NOISING: list[Mutation] = [
     ),
     Mutation(
         "scaled_linear_without_root",
-        swap(noise_schedule, "betas_of", lambda f, c: f({**c, "beta_schedule": "linear"})),
+        swap(diffusion, "betas_of", lambda f, c: f({**c, "beta_schedule": "linear"})),
         (EPSILON, _one_step("epsilon-scaled_linear-EulerDiscreteScheduler"), _second_opinion("scaled_linear")),
     ),
     Mutation(
         "cosine_without_offset",
-        swap(noise_schedule, "_cosine_betas", cosine_betas_from_zero),
+        swap(diffusion, "_cosine_betas", cosine_betas_from_zero),
         (_product("epsilon", "cosine", "constant"), _second_opinion("cosine"), ALPHA_BAR),
     ),
     Mutation(
         "zero_snr_on_alpha_bar_instead_of_its_root",
-        swap(noise_schedule, "rescale_zero_terminal_snr", rescaled_alpha_bar),
+        swap(diffusion, "rescale_zero_terminal_snr", rescaled_alpha_bar),
         (_product("v_prediction", "zero_snr_scaled_linear", "constant"), _second_opinion("zero_snr_scaled_linear")),
     ),
     Mutation(
         "zero_snr_without_scaling_back",
-        swap(noise_schedule, "rescale_zero_terminal_snr", unscaled_root),
+        swap(diffusion, "rescale_zero_terminal_snr", unscaled_root),
         (_product("v_prediction", "zero_snr_linear", "constant"), _second_opinion("zero_snr_linear")),
     ),
     Mutation(
         "zero_snr_forgotten",
-        swap(noise_schedule, "rescale_zero_terminal_snr", lambda _, alphas: alphas),
+        swap(diffusion, "rescale_zero_terminal_snr", lambda _, alphas: alphas),
         (partial(endpoint_checks.check_zero_snr_targets),),
     ),
     Mutation(
@@ -138,10 +137,10 @@ _NOISING: list[Mutation] = [
         swap(SigmaSchedule, "levels", changed_levels(lambda at: at._replace(model_time=at.model_time * 4))),
         (EDM, PRECONDITIONING),
     ),
-    Mutation("edm_without_c_in", swap(objective, "input_scale", lambda *_: 1.0), (EDM, X0, PRECONDITIONING)),
+    Mutation("edm_without_c_in", swap(diffusion, "input_scale", lambda *_: 1.0), (EDM, X0, PRECONDITIONING)),
     Mutation(
         "signal_and_sigma_swapped",
-        swap(objective, "noised", lambda f, x0, eps, a, s: f(x0, eps, s, a)),
+        swap(diffusion, "noised", lambda f, x0, eps, a, s: f(x0, eps, s, a)),
         (EPSILON, FLOW, X0),
     ),
 ]
@@ -149,10 +148,10 @@ _TARGETS: list[Mutation] = [
     Mutation("v_sign", _target("v_prediction", lambda f, *a: -f(*a)), (V, X0)),
     Mutation("v_swapped", _target("v_prediction", lambda f, x, e, a, s, d: f(x, e, s, a, d)), (V, X0)),
     Mutation("flow_sign", _target("flow_prediction", lambda f, *a: -f(*a)), (FLOW, X0)),
-    Mutation("c_skip_and_c_out_swapped", swap(objective, "target_of", edm_target_swapped), (EDM, X0, PRECONDITIONING)),
+    Mutation("c_skip_and_c_out_swapped", swap(diffusion, "target_of", edm_target_swapped), (EDM, X0, PRECONDITIONING)),
     Mutation(
         "sigma_data_ignored",
-        swap(objective, "target_of", lambda f, *a: f(*a[:-1], 1.0)),
+        swap(diffusion, "target_of", lambda f, *a: f(*a[:-1], 1.0)),
         (EDM, PRECONDITIONING),
     ),
     Mutation("offset_noise_not_in_the_target", swap(Objective, "draw", target_without_offset), (EPSILON,)),
@@ -176,7 +175,7 @@ _TARGETS: list[Mutation] = [
 _WEIGHTS: list[Mutation] = [
     Mutation(
         "snr_of_before_zero_snr",
-        swap(objective, "loss_weights", weights_of_unrescaled),
+        swap(diffusion, "loss_weights", weights_of_unrescaled),
         (
             _product("v_prediction", "zero_snr_scaled_linear", "min_snr"),
             _product("sample", "zero_snr_scaled_linear", "debiased"),
@@ -184,12 +183,12 @@ _WEIGHTS: list[Mutation] = [
     ),
     Mutation(
         "gamma_and_snr_swapped",
-        swap(loss_weighting, "min_snr", lambda _, a, s, gamma: torch.maximum(a, gamma * s)),
+        swap(diffusion, "min_snr", lambda _, a, s, gamma: torch.maximum(a, gamma * s)),
         (V_MIN_SNR, PUBLISHED),
     ),
     Mutation(
         "epsilon_weight_for_v",
-        swap(loss_weighting, "_per_target", per_target_of_epsilon),
+        swap(diffusion, "_per_target", per_target_of_epsilon),
         (
             V_MIN_SNR,
             partial(diffusers_checks.check_min_snr_weights),
@@ -197,25 +196,25 @@ _WEIGHTS: list[Mutation] = [
     ),
     Mutation(
         "weight_of_sigma_and_alpha_swapped",
-        swap(objective, "loss_weights", lambda f, c, p, a, s, d: f(c, p, s, a, d)),
+        swap(diffusion, "loss_weights", lambda f, c, p, a, s, d: f(c, p, s, a, d)),
         (V_MIN_SNR, PUBLISHED),
     ),
     Mutation(
         "soft_min_snr_is_min_snr",
-        swap(loss_weighting, "soft_min_snr", lambda _, a, s, g: loss_weighting.min_snr(a, s, g)),
+        swap(diffusion, "soft_min_snr", lambda _, a, s, g: diffusion.min_snr(a, s, g)),
         (_product("epsilon", "linear", "soft_min_snr"), PUBLISHED),
     ),
     Mutation(
         "p2_without_k",
-        swap(loss_weighting, "p2", lambda f, a, s, gamma, k: f(a, s, gamma, 1.0)),
+        swap(diffusion, "p2", lambda f, a, s, gamma, k: f(a, s, gamma, 1.0)),
         (_product("epsilon", "scaled_linear", "p2"), PUBLISHED),
     ),
     Mutation(
         "debiased_without_root",
-        swap(loss_weighting, "debiased", lambda _, a, s: a * s),
+        swap(diffusion, "debiased", lambda _, a, s: a * s),
         (_product("sample", "scaled_linear", "debiased"), PUBLISHED),
     ),
-    Mutation("edm_weight_missing_c_out", swap(loss_weighting, "_per_target", lambda f, k, a, s, d: 1.0 / s), (EDM,)),
+    Mutation("edm_weight_missing_c_out", swap(diffusion, "_per_target", lambda f, k, a, s, d: 1.0 / s), (EDM,)),
 ]
 _LOSSES: list[Mutation] = [
     Mutation(
@@ -223,60 +222,44 @@ _LOSSES: list[Mutation] = [
         swap(Objective, "loss", lambda f, *a, **o: f(*a, **o).mean().expand(len(a[1]))),
         (EPSILON,),
     ),
-    Mutation("mask_ignored", swap(objective, "latent_mask", lambda f, *a: torch.ones_like(f(*a))), (MASKED,)),
-    Mutation("huber_without_factor", swap(objective, "pseudo_huber", lambda f, e, d: f(e, d) / 2), (EPSILON,)),
+    Mutation("mask_ignored", swap(diffusion, "latent_mask", lambda f, *a: torch.ones_like(f(*a))), (MASKED,)),
+    Mutation("huber_without_factor", swap(diffusion, "pseudo_huber", lambda f, e, d: f(e, d) / 2), (EPSILON,)),
     Mutation(
         "huber_sigma_and_alpha_swapped",
-        swap(objective, "huber_delta", lambda f, c, a, s, t: f(c, s, a, t)),
+        swap(diffusion, "huber_delta", lambda f, c, a, s, t: f(c, s, a, t)),
         (
             EPSILON,
             FLOW,
         ),
     ),
-    Mutation("huber_time_reversed", swap(objective, "huber_delta", lambda f, c, a, s, t: f(c, a, s, 1 - t)), (V, FLOW)),
-    Mutation(
-        "uncertainty_without_penalty",
-        swap(Objective, "loss", lambda f, s, p, b, u=None: f(s, p, b, u) - (0 if u is None else u)),
-        (_product("edm", "edm", "learned_uncertainty"),),
-    ),
-    Mutation(
-        "uncertainty_sign",
-        swap(Objective, "loss", lambda f, s, p, b, u=None: f(s, p, b, None if u is None else -u)),
-        (_product("edm", "edm", "learned_uncertainty"),),
-    ),
+    Mutation("huber_time_reversed", swap(diffusion, "huber_delta", lambda f, c, a, s, t: f(c, a, s, 1 - t)), (V, FLOW)),
 ]
 _DENSITIES: list[Mutation] = [
     Mutation(
         "logit_normal_without_sigmoid",
-        swap(timestep_density, "logit_normal", lambda f, *a: torch.logit(f(*a))),
+        swap(diffusion, "logit_normal", lambda f, *a: torch.logit(f(*a))),
         (_density("logit_normal"),),
     ),
     Mutation(
         "logit_normal_mean_sign",
-        swap(timestep_density, "logit_normal", lambda f, u, mean, std: f(u, -mean, std)),
+        swap(diffusion, "logit_normal", lambda f, u, mean, std: f(u, -mean, std)),
         (_density("logit_normal_moved"),),
     ),
-    Mutation("mode_sign", swap(timestep_density, "mode", lambda f, u, scale: f(u, -scale)), (_density("mode"),)),
-    Mutation("cosmap_over_half", swap(timestep_density, "cosmap", lambda f, u: f(u / 2)), (_density("cosmap"),)),
-    Mutation("beta_swapped", swap(timestep_density, "beta_quantiles", lambda f, a, b: f(b, a)), (_density("beta"),)),
+    Mutation("mode_sign", swap(diffusion, "mode", lambda f, u, scale: f(u, -scale)), (_density("mode"),)),
+    Mutation("cosmap_over_half", swap(diffusion, "cosmap", lambda f, u: f(u / 2)), (_density("cosmap"),)),
     Mutation(
         "p_mean_ignored",
-        swap(timestep_density, "log_normal", lambda f, u, mean, std: f(u, 0.0, std)),
+        swap(diffusion, "log_normal", lambda f, u, mean, std: f(u, 0.0, std)),
         (partial(density_checks.check_log_normal), EDM),
     ),
     Mutation(
-        "later_is_earlier",
-        swap(objective, "bias_range", lambda f, c: (1 - f(c)[1], 1 - f(c)[0])),
-        (_density("later"), _density("earlier")),
-    ),
-    Mutation(
         "shift_inverted",
-        swap(timestep_density, "shifted", lambda f, t, factor: f(t, 1 / factor)),
+        swap(diffusion, "shifted", lambda f, t, factor: f(t, 1 / factor)),
         (STATIC_SHIFT, TOKEN_SHIFT, partial(diffusers_checks.check_shifts)),
     ),
     Mutation(
         "shift_is_mu_instead_of_its_exponential",
-        swap(timestep_density, "shift_for_tokens", lambda f, *a: float(torch.tensor(f(*a)).log())),
+        swap(diffusion, "shift_for_tokens", lambda f, *a: float(torch.tensor(f(*a)).log())),
         (TOKEN_SHIFT,),
     ),
     Mutation(

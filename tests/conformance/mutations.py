@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from sd_training.diffusion import noise_schedule
-from sd_training.diffusion.noise_schedule import DiscreteSchedule, Levels
-from sd_training.diffusion.objective import Objective
+from sd_training import diffusion
+from sd_training.diffusion import DiscreteSchedule, Levels, Objective
 
 Apply = Callable[[pytest.MonkeyPatch], None]
 
@@ -37,9 +36,7 @@ def swap(owner: Any, name: str, broken: Callable[..., Any]) -> Apply:
 
 def weights_of_unrescaled(original: Any, config: Any, kind: Any, signal: Any, sigma: Any, sigma_data: Any) -> Any:
     """Weights from the SNR of before the zero-SNR rescaling."""
-    plain = noise_schedule.discrete_schedule_of(
-        {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
-    )
+    plain = diffusion.discrete_schedule_of({"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012})
     root = plain.alphas_cumprod.sqrt()
     before = signal * (root[0] - root[-1]) / root[0] + root[-1]
     return original(config, kind, before, (1 - before.square()).sqrt(), sigma_data)

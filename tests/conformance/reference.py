@@ -22,7 +22,6 @@ WEIGHTINGS = (
     "sigma_sqrt",
     "cosmap",
     "edm",
-    "learned_uncertainty",
 )
 TRAINED_BETAS = [0.002 * 1.25**i for i in range(20)]
 BETAS: dict[str, dict[str, Any]] = {
@@ -188,7 +187,7 @@ def per_answer(setting: Setting, alpha: Array, sigma: Array) -> Array:
 def weight(setting: Setting, alpha: Array, sigma: Array) -> Array:
     """Weight of the squared error of the answer, at 0 < SNR < ∞ or where the formula has its limit by itself."""
     match setting.weighting:
-        case "constant" | "learned_uncertainty":
+        case "constant":
             return np.ones_like(sigma)
         case "sigma_sqrt":  # diffusers' word for σ⁻²
             return sigma**-2.0
@@ -228,7 +227,6 @@ def cell_losses(setting: Setting, made: Example, answer: Array) -> Array:
     return _wide(made.weight) * size
 
 
-def loss(setting: Setting, made: Example, answer: Array, uncertainty: Array | None) -> Array:
-    """[B] weighted mean error of each row; with u: e / exp(u) + u (Karras et al. 2024, arXiv:2312.02696, eq. 21)."""
-    each = cell_losses(setting, made, answer).mean(axis=(1, 2, 3))
-    return each if uncertainty is None else each / np.exp(uncertainty) + uncertainty
+def loss(setting: Setting, made: Example, answer: Array) -> Array:
+    """[B] weighted mean error of each row."""
+    return cell_losses(setting, made, answer).mean(axis=(1, 2, 3))

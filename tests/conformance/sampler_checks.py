@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
+from scripts.generate_examples import make_sampler, samplers_for
 from sd_training.build.models import objective_of
 from sd_training.config.schema import ObjectiveConfig, ShiftConfig
-from sd_training.diffusion.objective import Objective
-from sd_training.export.draw import make_sampler, samplers_for
+from sd_training.diffusion import Objective
 from tests.conformance.cases import Parts, draws_of, numbers, options_of, schedulers_for, tensor
 from tests.conformance.gaussian import MEAN, STD, exact, levels_at, sample, scaled
 from tests.conformance.reference import DISCRETE, Array, Setting

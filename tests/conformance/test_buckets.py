@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sd_training.data.order.buckets import BucketTable
 from sd_training.data.order.order import OrderSettings, SampleOrder
-from sd_training.diffusion.objective import Objective
+from sd_training.diffusion import Objective
 from tests.conformance.cases import draws_of, numbers, objective_for, settings, tensor
 
 GLOBAL_BATCH, CHANNELS = 4, 3

@@ -11,7 +11,7 @@ def test_density_has_its_distribution(name: str) -> None:
     density_checks.check_density(name)
 
 
-@pytest.mark.parametrize("name", ["uniform", "logit_normal", "mode", "cosmap", "beta", "later"])
+@pytest.mark.parametrize("name", ["uniform", "logit_normal", "mode", "cosmap"])
 def test_timesteps_of_discrete_schedules(name: str) -> None:
     density_checks.check_timestep_histogram(name)
 

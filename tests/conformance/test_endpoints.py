@@ -34,7 +34,3 @@ def test_edm_target_is_exact_at_extreme_sigma() -> None:
 
 def test_huber_of_small_errors_is_their_square() -> None:
     endpoint_checks.check_small_huber_errors()
-
-
-def test_learned_uncertainty_ends_at_the_logarithm_of_the_loss() -> None:
-    endpoint_checks.check_uncertainty_network()

@@ -51,14 +51,10 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     ("epsilon", {**weighting("min_snr", p2_k=2.0)}, "loss_weighting.p2_k"),
     ("epsilon", {"loss": LossConfig(huber_delta=0.3)}, "loss.huber_delta"),
     ("epsilon", {**density("mode", mean=1.0)}, "timestep_density.mean"),
-    ("epsilon", {**density("logit_normal", bias="later")}, "timestep_density.bias"),
-    ("epsilon", {**density("uniform", bias_multiplier=2.0)}, "timestep_density.bias_multiplier"),
-    ("epsilon", {**density("uniform", alpha=2.0)}, "timestep_density.alpha"),
     ("flow_prediction", {"shift": ShiftConfig(mode="tokens", value=3.0)}, "shift.value"),
     ("flow_prediction", {"shift": ShiftConfig(mode="static", base_shift=0.7)}, "shift.base_shift"),
     # Values out of range.
     ("epsilon", density("uniform", low=0.7, high=0.3), "timestep_density.low"),
-    ("epsilon", density("uniform", bias="range", bias_range=[0.6, 0.2]), "timestep_density.bias_range"),
     (
         "epsilon",
         {"loss": LossConfig(name="huber", huber_delta=2.0, huber_schedule="exponential")},

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from scripts.generate_examples import SAMPLERS
 from sd_training.build.models import objective_of
 from sd_training.config.schema import ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.errors import ConfigError
-from sd_training.export.draw import SAMPLERS
 from sd_training.models.schedulers import load_schedulers
 from tests.conformance import sampler_checks
 from tests.conformance.cases import Parts, schedulers_for

@@ -11,7 +11,7 @@ from sd_training.config.plan import Mesh
 from sd_training.config.schema import ConditioningConfig, ModelConfig, ObjectiveConfig
 from sd_training.models.families.table import load_family
 from sd_training.models.family import Family, latent_grid
-from sd_training.optim.optimizers import clip_gradients
+from sd_training.optim import clip_gradients
 from sd_training.parallel.strategies import FSDP2Strategy, ShardingSpec
 from sd_training.types import NoisedBatch
 

@@ -8,7 +8,7 @@ import pytorch_lightning as pl
 
 from sd_training.callbacks.base import OptimizerStepCallback
 from sd_training.cli import run_cli
-from sd_training.training.base_module import TrainedModule
+from sd_training.training import TrainedModule
 from tests.integration.training import prepare
 
 

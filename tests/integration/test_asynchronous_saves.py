@@ -17,7 +17,7 @@ from sd_training.checkpoint import save as saving
 from sd_training.checkpoint.folder import sealed_checkpoints, verify_checkpoint
 from sd_training.checkpoint.save import WEIGHTS
 from sd_training.errors import SaveError
-from sd_training.training.base_module import TrainedModule
+from sd_training.training import TrainedModule
 from tests.integration.failing_saves import FullDisk
 from tests.integration.test_failed_saves import incidents, no_limit_afterwards, train_with  # noqa: F401 - a fixture
 from tests.integration.training import checkpoint_tensors, options, train

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sd_training.training.diffusion_module import DiffusionModule
+from sd_training.training import DiffusionModule
 from sd_training.types import NoisedBatch
 from tests.family_makers import PIPELINES, save_pipeline
 from tests.faults.fork_server import shared_server

@@ -11,7 +11,7 @@ from diffusers import EDMEulerScheduler, FlowMatchEulerDiscreteScheduler, UniPCM
 from PIL import Image
 
 from scripts import generate_examples
-from sd_training.export.draw import samplers_for
+from scripts.generate_examples import samplers_for
 from tests import makers
 from tests.family_makers import save_pipeline
 from tests.integration.commands import ROOT, fails, run

@@ -15,7 +15,7 @@ from sd_training.checkpoint import save as saving
 from sd_training.checkpoint.folder import read_manifest, sealed_checkpoints
 from sd_training.config.load import load_config
 from sd_training.errors import DataError
-from sd_training.training.base_module import TrainedModule
+from sd_training.training import TrainedModule
 from sd_training.watchdog import HangWatch
 from tests.integration.training import checkpoint_tensors, losses, options, prepare, torchrun, train, train_in_processes
 

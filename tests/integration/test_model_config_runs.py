@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from sd_training.config.load import load_config
 from sd_training.config.schema import PRESETS, Config
 from sd_training.models.family import Family
-from sd_training.training.diffusion_module import DiffusionModule
+from sd_training.training import DiffusionModule
 from tests.family_makers import save_pipeline
 from tests.integration.shipped_models import (
     CONTINUED,

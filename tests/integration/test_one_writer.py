@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 from sd_training.callbacks import save
 from sd_training.callbacks.base import OptimizerStepCallback
 from sd_training.errors import TakenOverError
-from sd_training.training.base_module import TrainedModule
+from sd_training.training import TrainedModule
 from tests.integration.training import metrics, options, train
 from tests.unit.checkpoint.test_run_lock import elsewhere
 

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from scripts import posthoc_ema
+from scripts.download_diffusers import load_pipeline
+from sd_training.callbacks.ema import gamma_of, snapshot_path, track_decay, write_snapshot
 from sd_training.errors import UserError
-from sd_training.export.ema_snapshots import snapshot_path, write_snapshot
-from sd_training.export.pipeline import export_pipeline, load_pipeline
-from sd_training.optim.power_function_ema import decay, gamma_of
+from sd_training.export.pipeline import export_pipeline
 from tests import makers
 from tests.family_makers import save_pipeline
 
@@ -34,7 +34,7 @@ def random_walk(network: torch.nn.Module, run_dir: Path) -> dict[float, dict[str
         for weight in weights.values():
             weight += 0.003 * torch.randn_like(weight)
         for width, average in averages.items():
-            share = 1.0 - decay(step, gamma_of(width))
+            share = 1.0 - track_decay(step, gamma_of(width))
             torch._foreach_lerp_(list(average.values()), list(weights.values()), share)
         for width in TRACKS if step % SNAPSHOT_EVERY == 0 else ():
             write_snapshot(run_dir, step, width, averages[width])

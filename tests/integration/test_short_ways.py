@@ -21,7 +21,7 @@ PACKAGE = ROOT / "sd_training"
 ROOTS = {
     ("data/loader.py", "__next__"): "sample",
     ("data/loader.py", "__iter__"): "sample",
-    ("training/base_module.py", "training_step"): "sample",
+    ("training.py", "training_step"): "sample",
     ("callbacks/save.py", "_begin_checkpoint"): "save",
 }
 """Where the ways begin: (file, function) → way."""

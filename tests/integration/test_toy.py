@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sd_training.build.models import objective_of
 from sd_training.config.schema import ModelConfig, ObjectiveConfig, PartConfig
-from sd_training.diffusion.objective import Objective
+from sd_training.diffusion import Objective
 from sd_training.models.schedulers import Schedulers, load_schedulers
 
 STEPS, BATCH, DRAWN, INFERENCE_STEPS = 2000, 512, 2000, 100

@@ -1,4 +1,4 @@
-"""What may be trained beside the denoiser: text encoders, and the uncertainty of noise levels."""
+"""What may be trained beside the denoiser: text encoders; and weights that are bf16 themselves."""
 
 from pathlib import Path
 
@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sd_training.errors import ConfigError
-from sd_training.training.diffusion_module import DiffusionModule
 from tests.family_makers import save_pipeline
 from tests.integration.training import CrashAfter, Interrupted, options, prepare, train, train_in_processes
 
@@ -54,25 +53,6 @@ def test_other_families_refuse_to_train_text(shards_dir: Path, tmp_path: Path) -
     folder = save_pipeline("pixart", tmp_path / "pipeline")
     with pytest.raises(ConfigError, match=r"model\.train_text_encoder: is only known for stable_diffusion and sdxl"):
         prepare(options(tmp_path / "run", folder, shards_dir, **TEXT))
-
-
-def test_uncertainty_follows_the_loss_and_resumes(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
-    changes = {
-        "objective__loss_weighting__name": "learned_uncertainty",
-        "experiment__num_examples_to_see": 64,
-        "optimizer__rates_by_part": "{uncertainty: 0.1}",
-    }
-    whole, cut = (options(tmp_path / run, pipeline_dir, shards_dir, **changes) for run in ("whole", "cut"))
-    modules = [train(whole).module]
-    with pytest.raises(Interrupted):
-        train(cut, CrashAfter(5))
-    modules.append(train(cut).module)
-    values = []
-    for module in modules:
-        assert isinstance(module, DiffusionModule) and module.uncertainty is not None
-        values.append(module.uncertainty.weight.detach())
-        assert float(values[-1].abs().max()) > 0
-    assert torch.equal(*values)
 
 
 def test_bf16_weights_learn_by_stochastic_rounding_and_resume(

@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from sd_training.callbacks.ema import Ema, WeightStaging, decay_at, export_weights
+from sd_training.callbacks.ema import Ema, WeightStaging, decay_at, export_weights, gamma_of
 from sd_training.config.schema import EmaConfig, OptimizerConfig
 from sd_training.errors import CheckpointError
-from sd_training.optim.optimizers import Optimization
-from sd_training.optim.power_function_ema import gamma_of
+from sd_training.optim import Optimization
 from sd_training.parallel.sharding import ReplicatedSharding
 from sd_training.parallel.strategies import TrainingStrategy
-from sd_training.training.base_module import TrainedModule
+from sd_training.training import TrainedModule
 
 
 class StrategyFacts(TrainingStrategy):

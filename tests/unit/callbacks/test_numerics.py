@@ -17,8 +17,8 @@ from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.numerics import NumericGuard, Rollback, bit_digest, newest_before
 from sd_training.config.schema import OptimizerConfig
 from sd_training.errors import NumericError
-from sd_training.optim.optimizers import Optimization
-from sd_training.training.base_module import TrainedModule
+from sd_training.optim import Optimization
+from sd_training.training import TrainedModule
 from tests.checkpoints import write_sealed
 from tests.integration.training import CrashAfter, Interrupted, checkpoint_tensors, options, train
 

@@ -8,8 +8,7 @@ import torch
 from diffusers import DDPMScheduler
 
 from sd_training.config.schema import ObjectiveConfig, with_preset
-from sd_training.diffusion.noise_schedule import discrete_schedule_of
-from sd_training.diffusion.objective import make_objective
+from sd_training.diffusion import Objective, discrete_schedule_of
 from sd_training.errors import ConfigError
 
 SD = {"num_train_timesteps": 1000, "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
@@ -64,7 +63,7 @@ def test_zero_terminal_snr_keeps_the_first_step_and_ends_in_pure_noise() -> None
 def test_loss_agrees_with_float64(prediction_type: str, zero_snr: bool, gamma: float | None) -> None:
     config = {**SD, "rescale_betas_zero_snr": zero_snr}
     options = with_preset(ObjectiveConfig(snr_gamma=gamma, prediction_type=prediction_type))  # type: ignore[arg-type]
-    objective = make_objective(options, discrete_schedule_of(config))
+    objective = Objective(options, discrete_schedule_of(config))
     rng = np.random.default_rng(0)
     x0, noise, answer = (rng.standard_normal((6, 2, 3, 3)) for _ in range(3))
     draw = np.array([0.0, 0.1, 0.5, 0.9, 0.9985, 0.9995])
@@ -98,7 +97,7 @@ def test_loss_agrees_with_float64(prediction_type: str, zero_snr: bool, gamma: f
 
 
 def test_a_masked_loss_counts_what_the_mask_shows() -> None:
-    objective = make_objective(ObjectiveConfig(masked_loss="alpha"), discrete_schedule_of(SD))
+    objective = Objective(ObjectiveConfig(masked_loss="alpha"), discrete_schedule_of(SD))
     latents, noise = torch.randn(2, 4, 3, 2), torch.randn(2, 4, 3, 2)
     mask = torch.zeros(2, 1, 6, 4, dtype=torch.uint8)
     mask[0, 0, :2] = 255  # the first row of cells

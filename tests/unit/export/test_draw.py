@@ -11,8 +11,9 @@ import torch
 from diffusers import StableDiffusionPipeline
 from numpy.typing import NDArray
 
+from scripts.generate_examples import SAMPLERS, make_sampler, samplers_for
 from sd_training.errors import ConfigError
-from sd_training.export.draw import SAMPLERS, draw_images, make_sampler, samplers_for
+from sd_training.export.draw import draw_images
 from tests import makers
 
 PROMPTS = ["a red square", "a blue circle", "a big digit"]

@@ -9,19 +9,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sd_training.errors import DataError
-from sd_training.export.ema_snapshots import (
+from scripts.posthoc_ema import (
     Snapshot,
     WeightedSnapshots,
     averaged_parameters,
     find_snapshots,
     load_sum,
     plan_sum,
-    snapshot_path,
-    width_name,
-    write_snapshot,
 )
-from sd_training.optim.power_function_ema import gamma_of
+from sd_training.callbacks.ema import gamma_of, snapshot_path, width_name, write_snapshot
+from sd_training.errors import DataError
 from tests import makers
 
 

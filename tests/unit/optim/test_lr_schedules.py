@@ -7,7 +7,7 @@ import pytest
 
 from sd_training.config.schema import LRScheduleConfig, LRScheduleParams, ScheduleName
 from sd_training.errors import ConfigError
-from sd_training.optim.lr_schedules import LRSchedule, lr_schedule
+from sd_training.optim import LRSchedule, lr_schedule
 
 
 def schedule(name: Any, num_steps: int = 110, global_batch: int = 4, **params: Any) -> LRSchedule:

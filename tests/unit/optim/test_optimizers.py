@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sd_training.callbacks.ema import evaluation_weights
 from sd_training.errors import ConfigError
-from sd_training.optim.optimizers import (
+from sd_training.optim import (
     is_hidden_matrix,
     parameter_groups,
     round_stochastically,
@@ -628,6 +628,6 @@ def test_a_marked_step_is_skipped_and_draws_nothing() -> None:
 def test_chunks_change_nothing_but_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, cut = toy(torch.bfloat16), toy(torch.bfloat16)
     train(build("adamw", whole, stochastic_rounding=True), whole, 0, 2)
-    monkeypatch.setattr("sd_training.optim.optimizers._COPIED_AT_ONCE", 1)
+    monkeypatch.setattr("sd_training.optim._COPIED_AT_ONCE", 1)
     train(build("adamw", cut, stochastic_rounding=True), cut, 0, 2)
     assert all(torch.equal(a, b) for a, b in zip(values(whole), values(cut), strict=True))

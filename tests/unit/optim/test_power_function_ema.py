@@ -10,15 +10,8 @@ import pytest
 from numpy.typing import NDArray
 from scipy.integrate import quad
 
-from sd_training.optim.power_function_ema import (
-    LARGE_RESIDUAL,
-    MAX_SIGMA_REL,
-    Profile,
-    decay,
-    gamma_of,
-    inner_products,
-    reconstruct,
-)
+from scripts.posthoc_ema import LARGE_RESIDUAL, Profile, inner_products, reconstruct
+from sd_training.callbacks.ema import MAX_SIGMA_REL, gamma_of, track_decay
 
 WIDTHS = [0.001, 0.01, 0.05, 0.1, 0.15, 0.25, MAX_SIGMA_REL]
 
@@ -63,7 +56,7 @@ def weights_of_steps(num_steps: int, gamma: float, every: int) -> NDArray[np.flo
     """[updates] weight of the network's weights at every update in the average, by the recursion."""
     weights = np.zeros(num_steps // every)
     for update in range(num_steps // every):
-        beta = decay((update + 1) * every, gamma, every)
+        beta = track_decay((update + 1) * every, gamma, every)
         weights *= beta
         weights[update] += 1 - beta
     return weights
@@ -79,11 +72,13 @@ def test_the_recursion_gives_the_integral_of_the_profile(width: float, every: in
 
 
 def test_the_decay_is_that_of_the_paper() -> None:
-    assert [decay(step, 2.0) for step in (1, 2, 10)] == pytest.approx([0, 1 / 8, 0.9**3], rel=1e-14)
-    assert [decay(step, 2.0, 4) for step in (4, 8, 40)] == pytest.approx([0, 1 / 8, 0.9**3], rel=1e-14)
+    assert [track_decay(step, 2.0) for step in (1, 2, 10)] == pytest.approx([0, 1 / 8, 0.9**3], rel=1e-14)
+    assert [track_decay(step, 2.0, 4) for step in (4, 8, 40)] == pytest.approx([0, 1 / 8, 0.9**3], rel=1e-14)
     # Rare updates forget as much as frequent ones.
-    assert decay(40, 5.0, 4) == pytest.approx(math.prod(decay(step, 5.0) for step in (37, 38, 39, 40)), rel=1e-14)
-    assert 1 - decay(10**9, gamma_of(0.05)) == pytest.approx((gamma_of(0.05) + 1) / 1e9, rel=1e-6)
+    assert track_decay(40, 5.0, 4) == pytest.approx(
+        math.prod(track_decay(step, 5.0) for step in (37, 38, 39, 40)), rel=1e-14
+    )
+    assert 1 - track_decay(10**9, gamma_of(0.05)) == pytest.approx((gamma_of(0.05) + 1) / 1e9, rel=1e-6)
 
 
 @pytest.mark.parametrize("steps", [(100, 100), (100, 70), (70, 100), (1_000_000, 999_000), (3, 1000)])
@@ -167,7 +162,7 @@ def walk(known: tuple[float, ...], wanted: tuple[float, ...], *, snapshot_every:
         weights = weights + 0.01 * chance.normal(size=200)
         for width, average in kept.items():
             if step % every == 0:
-                beta = decay(step, gamma_of(width), every)
+                beta = track_decay(step, gamma_of(width), every)
                 kept[width] = beta * average + (1 - beta) * weights
         if step % snapshot_every == 0:
             snapshots += [(Profile(step, gamma_of(width)), kept[width]) for width in known]

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from sd_training.config.schema import OptimizerConfig, OptimizerParams
-from sd_training.optim.optimizers import Optimization, make_optimizer
+from sd_training.optim import Optimization, make_optimizer
 
 NAMES = ("adamw", "adafactor", "adamw_8bit", "lion", "prodigy", "schedule_free_adamw", "muon")
 PARAMS = {"learning_rate", "beta1", "beta2", "weight_decay", "epsilon", "momentum", "d0", "d_coef"}

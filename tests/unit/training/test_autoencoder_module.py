@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from sd_training.config.schema import LRScheduleConfig, OptimizerConfig
-from sd_training.optim.lr_schedules import lr_schedule
-from sd_training.optim.optimizers import Optimization
-from sd_training.training.autoencoder_module import AutoencoderModule
+from sd_training.optim import Optimization, lr_schedule
+from sd_training.training import AutoencoderModule
 from tests.tiny_parts import tiny_vae
 
 

@@ -4,7 +4,7 @@ import pytest
 from PIL import Image
 
 from sd_training.errors import DataError
-from sd_training.export.pictures import picture_grid, read_captions
+from sd_training.export.draw import picture_grid, read_captions
 
 
 def write(folder: Path, text: str | bytes) -> Path:

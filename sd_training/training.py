@@ -1,0 +1,319 @@
+"""The training steps: what every trained module shares, latent diffusion, and autoencoders.
+
+Nothing here waits for the device: losses, norms, flags and the record of a micro-batch stay tensors until a callback
+reads them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytorch_lightning as pl
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor, nn
+
+from sd_training.config.changes import Change
+from sd_training.diffusion import Objective
+from sd_training.errors import CheckpointError
+from sd_training.models.family import Family, autocast
+from sd_training.optim import Optimization, clip_gradients, make_optimizer
+from sd_training.parallel.strategies import strategy_of
+from sd_training.types import Conditioning, PixelBatch
+
+
+class MicroBatchRecord(NamedTuple):
+    """One forward pass of this process. Nothing here holds a graph."""
+
+    sample_losses: Tensor
+    """[B]."""
+    positions: Tensor
+    """[B] int64, as in the batch."""
+    sample_ids: Tensor
+    """[B] int64, as in the batch."""
+    timesteps: Tensor | None
+    """[B] the denoiser's timestep input; None for autoencoders."""
+
+
+PART = "denoiser"
+"""The trained network's name in `optimizer.rates_by_part`."""
+
+
+def changed_requirements(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The error of a checkpoint that was trained with other options; empty where none has changed."""
+    changed = [Change(key, before[key], value) for key, value in now.items() if before.get(key, value) != value]
+    if not changed:
+        return ""
+    return (
+        f"the checkpoint belongs to a run with other options: {'; '.join(change.sentence() for change in changed)}. "
+        "Restore them, or take another experiment.name and start from the exported pipeline (model.pretrained)"
+    )
+
+
+class TrainedModule(pl.LightningModule):
+    """A LightningModule that trains exactly one network, `self.network`; everything else it uses is no child of it.
+
+    Args:
+        network: the trained network; the only thing wrapped, averaged and checkpointed.
+        optimization: optimizer, peak learning rate and schedule.
+    """
+
+    def __init__(self, network: nn.Module, optimization: Optimization) -> None:
+        super().__init__()
+        # Loaded networks come in evaluation mode.
+        self.network = network.train()
+        self.optimization = optimization
+        self.reset_logged()
+        self.was_step_skipped: Tensor | None = None
+        self.last_micro_batch: MicroBatchRecord | None = None
+        """The latest micro-batch."""
+        self._has_dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in network.modules())
+
+    def reset_logged(self) -> None:
+        """Start a new logging window."""
+        self.logged_sums: dict[str, Tensor] = {}
+        self.logged_micro_batches = 0
+        self.grad_norm: Tensor | None = None
+
+    def training_step(self, batch: PixelBatch, batch_index: int) -> Tensor:
+        """[] what is minimised: the mean loss of a micro-batch. Keeps, on the device, what is logged and what an
+        incident's report needs.
+
+        Where the loss is not finite, its gradient is NaN, which the average over processes carries to all of them: an
+        infinite loss may have a finite gradient, and the gradient alone decides whether a step is skipped. No bit of a
+        finite loss or of its gradient changes: both are multiplied by 1.
+        """
+        losses, timesteps, logged = self.sample_losses(batch, self.trainer.global_step)
+        loss = losses.mean()
+        for name, value in {"loss": loss, **logged}.items():
+            value = value.detach().float()
+            self.logged_sums[name] = self.logged_sums[name] + value if name in self.logged_sums else value
+        self.logged_micro_batches += 1
+        self.last_micro_batch = MicroBatchRecord(losses.detach(), batch.positions, batch.sample_ids, timesteps)
+        return loss * (loss.detach() * 0.0 + 1.0)
+
+    def on_train_batch_start(self, batch: PixelBatch, batch_index: int) -> None:
+        """Dropout layers alone use torch's global generator: key it by rank and step, so that resume is exact."""
+        if self._has_dropout:
+            strategy = strategy_of(self.trainer)
+            torch.manual_seed(batch_index * strategy.data_ranks + strategy.data_rank)
+
+    def move_frozen_to(self, device: torch.device) -> None:
+        """Move what the training step uses, but is no child module, to `device`."""
+
+    def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """[B] loss of each sample after `step` optimizer steps, with gradients; [B] the denoiser's timestep input, None
+        without a denoiser; and [] further scalars to log."""
+        raise NotImplementedError
+
+    def held_out_losses(self, batch: PixelBatch, quantiles: Sequence[float]) -> tuple[Tensor, Tensor | None]:
+        """[K, B] loss of each sample at K quantiles of the timestep density, and [K, B] the denoiser's timestep input;
+        None without a denoiser. Nothing is logged or recorded, and nothing depends on the step."""
+        raise NotImplementedError
+
+    def configure_model(self) -> None:
+        """Strategies that shard weights do so here, before the optimizer is made."""
+        strategy_of(self.trainer).shard_network()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The optimizer over the network's trainable parameters; the learning rate is set before each step."""
+        return make_optimizer(self.optimization, [(name, p) for name, p in self.named_trained() if p.requires_grad])
+
+    def named_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Everything that the optimizer updates; names begin with the part."""
+        for name, parameter in self.network.named_parameters():
+            yield f"{PART}.{name}", parameter
+
+    def resume_requirements(self) -> dict[str, Any]:
+        """Option → value that a run resumed from a checkpoint must have."""
+        names, config = ("name", "no_decay_on_norms_and_biases"), self.optimization.config
+        return {f"optimizer.{name}": getattr(config, name) for name in names}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Records what a resumed run must have in common."""
+        checkpoint["trained_as"] = self.resume_requirements()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuses to go on with another optimizer or objective, whose state and weights mean something else.
+
+        Raises:
+            CheckpointError: naming every option that has changed.
+        """
+        if changed := changed_requirements(checkpoint["trained_as"], self.resume_requirements()):
+            raise CheckpointError(changed)
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next optimizer step."""
+        return self.optimization.learning_rate * self.optimization.schedule(self.trainer.global_step)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Set the learning rate: a pure function of the optimizer step, hence nothing to restore on resume."""
+        for group in optimizer.param_groups:
+            group["lr"] = self.learning_rate * group["lr_factor"]
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        """Clip once per optimizer step, and mark a non-finite gradient so that the optimizer skips the step.
+
+        The gradient is already averaged over ranks, so every rank sees the same norm and decides alike; a loss that is
+        not finite has made its gradient so (`training_step`). Fused AdamW reads `found_inf` on the device; the
+        host does not wait. With other optimizers it does (see `make_optimizer`). DeepSpeed does all of this itself.
+        """
+        if strategy_of(self.trainer).clips_gradients:
+            return
+        self.grad_norm = clip_gradients((p for _, p in self.named_trained()), self.optimization.config.max_grad_norm)
+        if not self.optimization.has_gradient_scaler:
+            self.was_step_skipped = (~torch.isfinite(self.grad_norm)).float()
+            optimizer.found_inf = self.was_step_skipped
+
+    def _pixels(self, batch: PixelBatch) -> Tensor:
+        """[B, 3, H, W] float32 in [-1, 1] from the loader's bytes."""
+        return batch.pixels.float().div_(127.5).sub_(1.0)
+
+
+class DiffusionModule(TrainedModule):
+    """Trains the denoiser of a family, and its text encoders where asked, on latents of a frozen autoencoder.
+
+    Weights stay fp32, so that exports are exact; precisions are autocast's.
+
+    Args:
+        family: networks and tokenizers; the frozen ones are deliberately no child modules, so they are never wrapped,
+            averaged or checkpointed.
+        objective: the prediction target, noise schedule, timestep density, weighting and loss.
+        vae_precision, text_precision: of autoencoder and text encoders.
+        is_text_trained: whether the text encoders are trained; the autoencoder is always frozen here.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        objective: Objective,
+        optimization: Optimization,
+        *,
+        vae_precision: str = "fp32",
+        text_precision: str = "fp32",
+        is_text_trained: bool = False,
+    ) -> None:
+        text_encoders = family.text_encoders()
+        for network in [family.vae, *([] if is_text_trained else text_encoders.values())]:
+            network.requires_grad_(False).eval()
+        if is_text_trained:
+            family.freeze_unread_text()
+        network = family.denoiser
+        super().__init__(nn.ModuleDict({PART: network, **text_encoders}) if is_text_trained else network, optimization)
+        self.family, self.objective, self.is_text_trained = family, objective, is_text_trained
+        self.vae_precision, self.text_precision = vae_precision, text_precision
+
+    def named_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `TrainedModule.named_trained`; a trained text encoder is a part of its own."""
+        return self.network.named_parameters() if self.is_text_trained else super().named_trained()
+
+    def resume_requirements(self) -> dict[str, Any]:
+        """As `TrainedModule.resume_requirements`, with the prediction type and what is trained beside the denoiser."""
+        return super().resume_requirements() | {
+            "objective.prediction_type": self.objective.prediction_type,
+            "objective.rescale_betas_zero_snr": bool(self.objective.config.rescale_betas_zero_snr),
+            # Of earlier versions: the optimizer state of such a checkpoint has a part more.
+            "objective.loss_weighting.name=learned_uncertainty": False,
+            "model.train_text_encoder": self.is_text_trained,
+        }
+
+    def on_fit_start(self) -> None:
+        """The module's own device is the CPU where FSDP2 offloads weights."""
+        self.move_frozen_to(self.trainer.strategy.root_device)
+
+    def move_frozen_to(self, device: torch.device) -> None:
+        """Encoders, and the tables of the objective."""
+        for network in (self.family.vae, *self.family.text_encoders().values()):
+            network.to(device)
+        self.objective = self.objective.to(device)
+
+    def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """As `TrainedModule.sample_losses` (Rombach et al. 2022, arXiv:2112.10752, eq. 3)."""
+        latents, conditioning = self._encoded(batch)
+        noised = self.objective.draw(latents, batch, step=step)
+        prediction = self.family.predict(self.family.denoiser, noised, conditioning)
+        return self.objective.loss(prediction, noised), noised.timesteps, {}
+
+    def held_out_losses(self, batch: PixelBatch, quantiles: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """As `TrainedModule.held_out_losses`. Images and captions are encoded once, and the noise of a sample is the
+        same at all levels. Input perturbation belongs to training and is disabled."""
+        latents, conditioning = self._encoded(batch)
+        objective = replace(self.objective, config=self.objective.config.replace(input_perturbation=0.0))
+        losses, timesteps = [], []
+        for quantile in quantiles:
+            draws = replace(batch, timestep_draw=torch.full_like(batch.timestep_draw, quantile))
+            noised = objective.draw(latents, draws)
+            prediction = self.family.predict(self.family.denoiser, noised, conditioning)
+            losses.append(objective.loss(prediction, noised))
+            timesteps.append(noised.timesteps.float())
+        return torch.stack(losses), torch.stack(timesteps)
+
+    def _encoded(self, batch: PixelBatch) -> tuple[Tensor, Conditioning]:
+        latents = self.family.encode_pixels(self._pixels(batch), batch.posterior_noise, self.vae_precision)
+        gradients = torch.set_grad_enabled(self.is_text_trained and torch.is_grad_enabled())
+        with gradients, autocast(batch.pixels.device, self.text_precision):
+            return latents, self.family.encode(batch)
+
+
+_STATISTICS_DECAY = 0.99
+
+
+class AutoencoderModule(TrainedModule):
+    """Trains an AutoencoderKL and measures the spread of its latents.
+
+    Args:
+        vae: the autoencoder.
+        kl_weight: weight of the KL term; both terms are means per pixel value.
+    """
+
+    latent_moments: Tensor
+    """[3] running mean, running mean square and weight of the latents."""
+
+    def __init__(self, vae: AutoencoderKL, kl_weight: float, optimization: Optimization) -> None:
+        super().__init__(vae, optimization)
+        self.network: AutoencoderKL = self.network
+        self.kl_weight = kl_weight
+        self.register_buffer("latent_moments", torch.zeros(3))
+
+    def _measure(self, latents: Tensor) -> None:
+        """Mean and mean square of the latents, as they change with the weights. A batch whose latents are not finite is
+        left out: its step is skipped, and the average would never recover."""
+        now = torch.stack((latents.mean(), latents.square().mean(), latents.new_ones(())))
+        self.latent_moments.lerp_(torch.where(now.isfinite().all(), now, self.latent_moments), 1.0 - _STATISTICS_DECAY)
+
+    def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, None, dict[str, Tensor]]:
+        """As `TrainedModule.sample_losses`; nothing depends on the step."""
+        l1, kl, latents = self._errors(batch)
+        self._measure(latents.detach().float())
+        return l1 + self.kl_weight * kl, None, {"l1": l1.mean(), "kl": kl.mean()}
+
+    def held_out_losses(self, batch: PixelBatch, quantiles: Sequence[float]) -> tuple[Tensor, None]:
+        """As `TrainedModule.held_out_losses`; without noise levels, all of them are one."""
+        l1, kl, _ = self._errors(batch)
+        return (l1 + self.kl_weight * kl).expand(len(quantiles), -1), None
+
+    def _errors(self, batch: PixelBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """[B] L1, [B] KL per pixel value, and the latents."""
+        pixels = self._pixels(batch)
+        posterior = self.network.encode(pixels).latent_dist
+        latents = posterior.mean + posterior.std * batch.posterior_noise
+        reconstruction = self.network.decode(latents).sample
+        l1 = (reconstruction.float() - pixels).abs().mean(dim=(1, 2, 3))
+        # kl() sums over a sample's latents; per pixel value it keeps its meaning at any resolution.
+        return l1, posterior.kl().float() / pixels[0].numel(), latents
+
+    @torch.no_grad()
+    def latent_statistics(self) -> tuple[float, float] | None:
+        """Mean and standard deviation of the latents; None before the first batch whose latents are finite.
+
+        Collective: averages the moments of all ranks.
+        """
+        moments = self.latent_moments.clone()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(moments)
+        total, total_square, weight = moments.tolist()
+        if weight == 0:
+            return None
+        mean = total / weight
+        return mean, max(total_square / weight - mean**2, 1e-12) ** 0.5
