@@ -35,9 +35,7 @@ class Subject:
 
 def plain_objective(subject: Subject) -> Objective:
     """ε, every timestep alike."""
-    schedulers = subject.family.schedulers
-    objective = Objective(schedulers.objective, schedulers.schedule)
-    return objective.to(subject.device)
+    return subject.family.schedulers.objective.to(subject.device)
 
 
 def make_subject(model: str, batch: int, resolution: int, precision: str) -> Subject:

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from scripts.download_diffusers import load_pipeline
-from sd_training.callbacks.ema import MAX_SIGMA_REL, SNAPSHOTS, STEP, WIDTH, gamma_of, is_sigma_rel, width_name
+from sd_training.callbacks.ema import MAX_SIGMA_REL, SNAPSHOTS, STEP, WIDTH, gamma_of, width_name
 from sd_training.cli import run_cli
 from sd_training.config.paths import path_argument
 from sd_training.config.schema import PartConfig
@@ -97,7 +97,7 @@ def find_snapshots(run_dir: Path) -> list[Snapshot]:
             raise DataError(
                 f"{path}: is damaged or no EMA snapshot ({error}); remove it, reconstructions can do without it"
             ) from error
-        if step < 1 or not is_sigma_rel(sigma_rel):
+        if step < 1 or not 0.0 < sigma_rel <= MAX_SIGMA_REL:
             raise DataError(f"{path}: step {step} and sigma_rel {sigma_rel} in its name cannot be; remove it")
         found.append(Snapshot(path, step, sigma_rel))
     if not found:
@@ -227,7 +227,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     problems = [
         f"--sigma-rel: {width} is no width; give numbers above 0 and at most {low_max}"
         for width in arguments.sigma_rel
-        if not is_sigma_rel(width)
+        if not 0.0 < width <= MAX_SIGMA_REL
     ]
     if arguments.step is not None and arguments.step < 1:
         problems.append(f"--step: is {arguments.step}; give a number of optimizer steps, 1 or more")

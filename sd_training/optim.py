@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -248,29 +248,29 @@ def lr_schedule(config: LRScheduleConfig, *, num_steps: int, global_batch: int) 
             sizes = f"{length:,} steps after {warmup_steps:,} of warm-up do not fit into a run of {num_steps:,} steps"
             raise ConfigError(f"lr_scheduler.params.decay_length: {sizes}; shorten it, or leave it out")
         start = num_steps - length
-    return partial(_factor, config=config, warmup_steps=warmup_steps, start=start, end=num_steps)
 
+    def factor(step: int) -> float:
+        """A linear warm-up, (step + 1) / warmup_steps as in sd-training, then what the schedule makes of x, which runs
+        from 0 at `start` to 1 at the end, falling to `end_factor` instead of 0."""
+        is_rising = step < warmup_steps
+        rise = (step + 1) / warmup_steps if is_rising else 1.0
+        x = min(1.0, max(0.0, (step - start) / max(1, num_steps - start)))
+        match config.scheduler:
+            case "constant" | "ConstantWithWarmup":
+                return rise
+            case "inverse_sqrt":  # 1 / √max(t / t_ref, 1) (EDM2: Karras et al. 2024, arXiv:2312.02696), from the start
+                return rise / math.sqrt(max(step / params.reference_length, 1.0))
+            case "cosine" | "CosineWithWarmup":  # Loshchilov & Hutter 2017 (arXiv:1608.03983, eq. 5)
+                fall = 0.5 * (1.0 + math.cos(math.pi * x))
+            case "linear":
+                fall = 1.0 - x
+            case "polynomial":
+                fall = (1.0 - x) ** params.power
+            case "wsd":  # Hu et al. 2024 (arXiv:2404.06395); 1 - √x: Hägele et al. 2024 (arXiv:2405.18392)
+                fall = 1.0 - (x if params.decay_shape == "linear" else math.sqrt(x))
+        return rise if is_rising else params.end_factor + (1.0 - params.end_factor) * fall
 
-def _factor(step: int, *, config: LRScheduleConfig, warmup_steps: int, start: int, end: int) -> float:
-    """A linear warm-up, (step + 1) / warmup_steps as in sd-training, then what the schedule makes of x, which runs from
-    0 at `start` to 1 at `end`, falling to `end_factor` instead of 0."""
-    params, is_rising = config.params, step < warmup_steps
-    rise = (step + 1) / warmup_steps if is_rising else 1.0
-    x = min(1.0, max(0.0, (step - start) / max(1, end - start)))
-    match config.scheduler:
-        case "constant" | "ConstantWithWarmup":
-            return rise
-        case "inverse_sqrt":  # 1 / √max(t / t_ref, 1) (EDM2: Karras et al. 2024, arXiv:2312.02696), t from the start
-            return rise / math.sqrt(max(step / params.reference_length, 1.0))
-        case "cosine" | "CosineWithWarmup":  # Loshchilov & Hutter 2017 (arXiv:1608.03983, eq. 5)
-            fall = 0.5 * (1.0 + math.cos(math.pi * x))
-        case "linear":
-            fall = 1.0 - x
-        case "polynomial":
-            fall = (1.0 - x) ** params.power
-        case "wsd":  # Hu et al. 2024 (arXiv:2404.06395); 1 - √x: Hägele et al. 2024 (arXiv:2405.18392)
-            fall = 1.0 - (x if params.decay_shape == "linear" else math.sqrt(x))
-    return rise if is_rising else params.end_factor + (1.0 - params.end_factor) * fall
+    return factor
 
 
 _COPIED_AT_ONCE = 16

@@ -31,7 +31,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from sd_training.cli import run_cli
 from sd_training.config.load import load_config
 from sd_training.errors import UserError
-from sd_training.models.families.table import load_family
+from sd_training.models.families import load_family
 from tests.published_models import forward_flops
 from tests.tiny_parts import tiny_text_encoder, tiny_tokenizer, tiny_vae
 

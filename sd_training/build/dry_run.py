@@ -31,7 +31,7 @@ from sd_training.config.schema import Config, DistributedConfig, ModelConfig, wa
 from sd_training.data.index.report import DataReport, cut_captions
 from sd_training.data.order.buckets import size_problems, training_sizes
 from sd_training.errors import Checks, ConfigError
-from sd_training.models.families.table import load_family
+from sd_training.models.families import load_family
 from sd_training.models.family import Family, latent_grid
 from sd_training.models.load import effective_part, load_part
 from sd_training.models.schedulers import prediction_warning
@@ -77,7 +77,8 @@ def describe(plan: Plan) -> str:
         warnings = [warning for dataset in report.datasets for warning in dataset.warnings()]
         warnings += [f"captions: {cut.sentence}" for cut in cuts if cut.is_much]
         if family is not None:
-            warning = prediction_warning(config.model, family.denoiser_part, family.schedulers.prediction_type)
+            predicts = family.schedulers.objective.prediction_type
+            warning = prediction_warning(config.model, family.denoiser_part, predicts)
             warnings += [warning] if warning is not None else []
         chosen = {
             key: yaml.safe_dump(v, default_flow_style=True, allow_unicode=True, width=10**6)
@@ -143,7 +144,7 @@ def _summary(
         + (f"from {part.pretrained}" if part.pretrained else "random weights"),
         "trains": ", ".join(text for name, text in texts.items() if name in trained),
         "keeps frozen": ", ".join(text for name, text in texts.items() if name not in trained),
-        "predicts": family and family.schedulers.prediction_type,
+        "predicts": family and family.schedulers.objective.prediction_type,
         "data": "; ".join(f"{d.num_selected:,} of {d.place} ({d.location})" for d in report.datasets),
         "at": (f"{len(sizes):,} sizes from " if len(sizes) > 1 else "")
         + " to ".join(dict.fromkeys(map(_size, (min(sizes), max(sizes)))))

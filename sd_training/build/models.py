@@ -1,7 +1,7 @@
 """The trained module of a run, with what the callbacks and the data need to know of its model family."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from sd_training.models.execution import (
     wants_channels_last,
     xformers_problems,
 )
-from sd_training.models.families.table import load_family
+from sd_training.models.families import load_family
 from sd_training.models.family import Family, latent_grid
 from sd_training.models.load import effective_part, load_part
 from sd_training.models.schedulers import prediction_warning
@@ -65,7 +65,7 @@ def _diffusion(plan: Plan) -> Trained:
     family = load_family(model, config.objective, config.conditioning, seed=config.experiment.seed)
     if problems := fit_problems(config, family):
         raise ConfigError(problems)
-    if warning := prediction_warning(model, family.denoiser_part, family.schedulers.prediction_type):
+    if warning := prediction_warning(model, family.denoiser_part, family.schedulers.objective.prediction_type):
         log.warning(warning)
     family.set_default_size(config.dataset.params.resolution)
     if model.bf16_weights:
@@ -137,7 +137,7 @@ def fit_problems(config: Config, family: Family) -> list[str]:
     """What this model cannot do: sizes, xformers, more preview steps than its noise schedule has."""
     problems = family.size_problems(training_sizes(config.dataset.params).sizes)
     problems += xformers_problems(family.denoiser) if config.model.xformers else []
-    wanted, most = config.sampling.num_inference_steps, family.schedulers.schedule.num_timesteps
+    wanted, most = config.sampling.num_inference_steps, family.schedulers.objective.schedule.num_timesteps
     if wanted > most:
         problems.append(f"sampling.num_inference_steps: {wanted}, but the noise schedule has {most} steps")
     return problems
@@ -150,8 +150,7 @@ def vae_precision(model: ModelConfig, precision: str) -> str:
 
 def objective_of(family: Family) -> Objective:
     """The objective that the family's schedulers and options describe."""
-    own = family.schedulers
-    return Objective(own.objective, own.schedule, static_shift=own.static_shift, latents_per_token=family.patch_size**2)
+    return replace(family.schedulers.objective, latents_per_token=family.patch_size**2)
 
 
 def _with_weights(family: Family, module: DiffusionModule, weights: Mapping[str, Tensor]) -> Family:

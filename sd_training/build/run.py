@@ -150,7 +150,7 @@ def make_data(plan: Plan, family: Family | None, grid: LatentGrid) -> TrainingDa
     if family is None:
         draws = DrawSettings(seed, grid, has_noise=False)
     else:
-        own, objective = config.conditioning, family.schedulers.objective
+        own, objective = config.conditioning, family.schedulers.objective.config
         draws = DrawSettings(
             seed,
             grid,

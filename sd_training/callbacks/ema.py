@@ -326,11 +326,6 @@ STEP, WIDTH = "step=", "sigma_rel="
 """Begin the names of its folders, and of the files in them."""
 
 
-def is_sigma_rel(value: float) -> bool:
-    """Whether an average of this width exists: above 0, at most `MAX_SIGMA_REL`."""
-    return 0.0 < value <= MAX_SIGMA_REL
-
-
 def gamma_of(sigma_rel: float) -> float:
     """Exponent of the average with this width (algorithm 2): the largest root of
     γ³ + 7 γ² + (16 - σ⁻²) γ + 12 - σ⁻² = 0.
@@ -338,7 +333,7 @@ def gamma_of(sigma_rel: float) -> float:
     Raises:
         ValueError: there is no such average.
     """
-    if not is_sigma_rel(sigma_rel):
+    if not 0.0 < sigma_rel <= MAX_SIGMA_REL:
         raise ValueError(f"sigma_rel is {sigma_rel}; it must be above 0 and at most {MAX_SIGMA_REL:.4f}")
     inverse_square = float(sigma_rel) ** -2
     roots = np.roots([1.0, 7.0, 16.0 - inverse_square, 12.0 - inverse_square])

@@ -1,6 +1,6 @@
 """What a model family is: its parts, how captions become conditioning, and how the denoiser predicts from it.
 
-A new family is one file with one subclass, listed in `families/table.py` and `config/schema.py`. It says how
+A new family is one file with one subclass, listed in `families/__init__.py` and `config/schema.py`. It says how
 captions are encoded, and what else the denoiser is given; the rest are class attributes.
 """
 

@@ -49,13 +49,7 @@ _CLASSES: Mapping[str, str] = {
     ),
 }
 """Kind of part → its classes, the usual one first."""
-_USUAL_CLASS: Mapping[str, str] = {
-    "text_encoder_2": "CLIPTextModelWithProjection",
-    "text_encoder_3": "T5EncoderModel",
-    "tokenizer_3": "T5TokenizerFast",
-    "noise_scheduler_inference": "DDIMScheduler",
-}
-"""Part → its usual class, where it is not that of its kind."""
+_USUAL_SAMPLER = "DDIMScheduler"
 ALLOWED: Mapping[str, Sequence[str]] = {
     part: next(names.split() for kind, names in _CLASSES.items() if part.startswith(kind)) for part in PARTS
 }
@@ -78,7 +72,7 @@ def class_of(part: str, target: str | None, option: str | None = None) -> Any:
         ConfigError: for a class that is not on the list.
     """
     allowed = ALLOWED[part]
-    name = target or _USUAL_CLASS.get(part, allowed[0])
+    name = target or (_USUAL_SAMPLER if part == "noise_scheduler_inference" else allowed[0])
     bare = name.removeprefix("diffusers.").removeprefix("transformers.")
     if bare not in allowed:
         option = _beside(option or f"model.{part}.pretrained", "target")

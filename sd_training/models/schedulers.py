@@ -16,11 +16,10 @@ from sd_training.config.schema import (
     ObjectiveConfig,
     PartConfig,
     PredictionType,
-    ShiftConfig,
     is_set,
     with_preset,
 )
-from sd_training.diffusion import FlowSchedule, NoiseSchedule, SigmaSchedule, discrete_schedule_of
+from sd_training.diffusion import FlowSchedule, NoiseSchedule, Objective, SigmaSchedule, discrete_schedule_of
 from sd_training.errors import ConfigError
 from sd_training.models.load import class_of, effective_part, load_noise_scheduler
 
@@ -45,13 +44,8 @@ UNET_FLOW_SAMPLER = "UniPCMultistepScheduler"
 class Schedulers:
     """What training and sampling agree on."""
 
-    objective: ObjectiveConfig
-    """The options with nothing left to a preset or to a scheduler."""
-    prediction_type: PredictionType
-    """What the denoiser predicts."""
-    schedule: NoiseSchedule
-    static_shift: float
-    """a of the timestep shift where the options leave it to the scheduler; 1 is none."""
+    objective: Objective
+    """Its options have nothing left to a preset or to a scheduler."""
     sampler: Any
     """The diffusers scheduler of previews and of the exported pipeline."""
 
@@ -89,7 +83,8 @@ def load_schedulers(
             schedule = SigmaSchedule(count)
         case _:
             schedule = discrete_schedule_of({**config, "rescale_betas_zero_snr": resolved.rescale_betas_zero_snr})
-    return Schedulers(resolved, prediction, schedule, static, _sampler(model, resolved, config, static, has_unet))
+    made = Objective(resolved, schedule, static)
+    return Schedulers(made, _sampler(model, made, config, has_unet))
 
 
 def prediction_warning(model: ModelConfig, denoiser: str, prediction: PredictionType) -> str | None:
@@ -154,9 +149,7 @@ def _resolved(objective: ObjectiveConfig, training: Any) -> ObjectiveConfig:
     return filled.replace(preset=objective.preset, timestep_density=density)
 
 
-def _sampler(
-    model: ModelConfig, objective: ObjectiveConfig, config: Mapping[str, Any], static: float, has_unet: bool
-) -> Any:
+def _sampler(model: ModelConfig, objective: Objective, config: Mapping[str, Any], has_unet: bool) -> Any:
     """The sampler of the options, or else of the training noise scheduler, set to what is trained.
 
     Raises:
@@ -180,9 +173,9 @@ def _sampler(
     elif prediction == "flow_prediction":
         if "use_flow_sigmas" not in sampler.config and (has_unet or name != FLOW_SAMPLER):
             sampler = usual(UNET_FLOW_SAMPLER if has_unet else FLOW_SAMPLER)
-        settings = _flow_settings(sampler, objective.shift, config, static)
+        settings = _flow_settings(sampler, objective, config)
     else:
-        settings = _discrete_settings(sampler, objective, config)
+        settings = _discrete_settings(sampler, objective.config, config)
         if "clip_sample" in chosen.params:
             settings.pop("clip_sample", None)
     return type(sampler).from_config(sampler.config, **settings)
@@ -204,8 +197,9 @@ def _discrete_settings(sampler: Any, objective: ObjectiveConfig, config: Mapping
     return {key: value for key, value in shared.items() if key in sampler.config}
 
 
-def _flow_settings(sampler: Any, shift: ShiftConfig, config: Mapping[str, Any], static: float) -> dict[str, Any]:
-    factor, by_tokens = shift.value if shift.mode == "static" else static, shift.mode == "tokens"
+def _flow_settings(sampler: Any, objective: Objective, config: Mapping[str, Any]) -> dict[str, Any]:
+    shift = objective.config.shift
+    factor, by_tokens = shift.value if shift.mode == "static" else objective.static_shift, shift.mode == "tokens"
     settings: dict[str, Any] = {"num_train_timesteps": int(config.get("num_train_timesteps", 1000))}
     if type(sampler).__name__ == FLOW_SAMPLER:
         settings |= {"shift": factor, "use_dynamic_shifting": by_tokens}

@@ -144,7 +144,7 @@ class Parts:
     @property
     def objective(self) -> ObjectiveConfig:
         """The resolved options."""
-        return self.schedulers.objective
+        return self.schedulers.objective.config
 
 
 def objective_for(setting: Setting, options: ObjectiveConfig | None = None, patch_size: int = 1) -> Objective:

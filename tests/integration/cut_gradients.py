@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from sd_training.config.plan import Mesh
 from sd_training.config.schema import ConditioningConfig, ModelConfig, ObjectiveConfig
-from sd_training.models.families.table import load_family
+from sd_training.models.families import load_family
 from sd_training.models.family import Family, latent_grid
 from sd_training.optim import clip_gradients
 from sd_training.parallel.strategies import FSDP2Strategy, ShardingSpec

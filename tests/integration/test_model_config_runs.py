@@ -107,7 +107,8 @@ def check_exported(stored: Mapping[str, Any], config: Config, family: Family) ->
     chosen = config.model.noise_scheduler_inference.target
     if prediction != "flow_prediction":
         assert stored["prediction_type"] == prediction
-        assert stored.get("rescale_betas_zero_snr", False) is bool(family.schedulers.objective.rescale_betas_zero_snr)
+        options = family.schedulers.objective.config
+        assert stored.get("rescale_betas_zero_snr", False) is bool(options.rescale_betas_zero_snr)
         assert stored["_class_name"] == (chosen or "DDIMScheduler")
         noise = config.model.noise_scheduler_training.params
         assert {key: stored[key] for key in noise} == noise

@@ -15,7 +15,7 @@ from sd_training.config.check import warnings
 from sd_training.config.load import load_config
 from sd_training.config.schema import Config
 from sd_training.errors import ConfigError
-from sd_training.models.families.table import load_family
+from sd_training.models.families import load_family
 from sd_training.models.family import Family
 from tests import makers
 from tests.family_makers import t5_tokenizer
@@ -133,7 +133,7 @@ def test_what_no_count_shows_is_as_published(whole: tuple[str, Family]) -> None:
     settings, prediction, noise = UNSEEN[name]
     assert {key: family.denoiser.config[key] for key in settings} == settings
     assert family.schedulers.objective.prediction_type == prediction
-    assert not family.schedulers.objective.rescale_betas_zero_snr
+    assert not family.schedulers.objective.config.rescale_betas_zero_snr
     sampler = family.schedulers.sampler.config
     if isinstance(noise, tuple):
         assert (sampler["beta_schedule"], sampler["beta_start"], sampler["beta_end"]) == noise

@@ -1,0 +1,85 @@
+"""Which family a config means, and that family with its parts loaded or made."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from diffusers import DiffusionPipeline
+
+from sd_training.config.schema import ConditioningConfig, FamilyName, ModelConfig, ObjectiveConfig, family_of_parts
+from sd_training.errors import Checks, ConfigError
+from sd_training.hub import hub_problem
+from sd_training.models.families.dits import Flux, PixArtSigma, StableDiffusion3
+from sd_training.models.families.mmdit import MMDiT
+from sd_training.models.families.unets import StableDiffusion, StableDiffusionXL
+from sd_training.models.family import Family
+from sd_training.models.load import first_line, load_part
+from sd_training.models.schedulers import load_schedulers
+
+FAMILIES: Mapping[FamilyName, type[Family]] = {
+    family.name: family for family in (StableDiffusion, StableDiffusionXL, StableDiffusion3, PixArtSigma, Flux, MMDiT)
+}
+_BY_PIPELINE: Mapping[str, FamilyName] = {family.pipeline_class.__name__: name for name, family in FAMILIES.items()}
+"""Class in `model_index.json` → family."""
+
+
+def load_family(
+    model: ModelConfig, objective: ObjectiveConfig, conditioning: ConditioningConfig, *, seed: int, meta: bool = False
+) -> Family:
+    """A family with all parts loaded or made, checked to fit together.
+
+    Args:
+        seed: of random weights.
+        meta: make networks without weights, for counting.
+
+    Raises:
+        ConfigError: naming every option that is wrong.
+    """
+    index = _model_index(model)
+    cls, checks = FAMILIES[_family_name(model, index)], Checks()
+    is_unet = cls.denoiser_part == "unet"
+    schedulers = checks.run(lambda: load_schedulers(model, objective, has_unet=is_unet, allowed=cls.predictions))
+    problems = []
+    if model.train_text_encoder and not is_unet:
+        problems.append(f"model.train_text_encoder: is only known for stable_diffusion and sdxl, not for {cls.name}")
+    for name, unread in (("null_text", (None, "empty")), ("size_dropout_prob", (0,)), ("crop_dropout_prob", (0,))):
+        if not cls.has_size_numbers and (value := getattr(conditioning, name)) not in unread:
+            problems.append(f"conditioning.{name}: {value} is only read by sdxl, not by {cls.name}; remove it")
+    if problems:
+        checks.errors.append(ConfigError(problems))
+    parts = {}
+    for part, (option, config) in (checks.run(lambda: cls.part_configs(model, index)) or {}).items():
+        # Once a check has failed, networks are made without weights, which takes no time.
+        load = partial(load_part, part, config, seed=seed, meta=meta or bool(checks.errors), option=option)
+        parts[part] = checks.run(load)
+    checks.finish()
+    assert schedulers is not None, "no check has failed"
+    family = cls(parts, schedulers, cls.settings_of(model, conditioning, index))
+    if problems := family.fit_problems():
+        raise ConfigError(problems)
+    return family
+
+
+def _model_index(model: ModelConfig) -> Mapping[str, Any]:
+    """`model_index.json` of `model.pretrained`; empty without one."""
+    if model.pretrained is None:
+        return {}
+    if problem := hub_problem(model.pretrained, model.revision, "model.pretrained"):
+        raise ConfigError(problem)
+    try:
+        return DiffusionPipeline.load_config(model.pretrained, revision=model.revision)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.pretrained: {model.pretrained!r} is no pipeline: {first_line(error)}") from error
+
+
+def _family_name(model: ModelConfig, index: Mapping[str, Any]) -> FamilyName:
+    pipeline = index.get("_class_name")
+    if pipeline is None:
+        return family_of_parts(model)
+    stored = _BY_PIPELINE.get(str(pipeline))
+    if stored is None:
+        known = ", ".join(_BY_PIPELINE)
+        raise ConfigError(f"model.pretrained: {model.pretrained!r} is a {pipeline}; one of {known} is needed")
+    if model.family not in (None, stored):
+        raise ConfigError(f"model.family: is {model.family}, but model.pretrained {model.pretrained!r} is {stored}")
+    return stored

@@ -32,7 +32,7 @@ from sd_training.build.dry_run import (
 from sd_training.config.load import load_config
 from sd_training.config.plan import find_layout
 from sd_training.config.schema import ConditioningConfig, DistributedConfig, MeshConfig, ModelConfig, ObjectiveConfig
-from sd_training.models.families.table import load_family
+from sd_training.models.families import load_family
 from sd_training.models.family import Family
 from tests import makers
 from tests.family_makers import PIPELINES, save_pipeline

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sd_training.config.schema import ConditioningConfig, ModelConfig, ObjectiveConfig
-from sd_training.models.families.table import load_family
+from sd_training.models.families import load_family
 from sd_training.models.family import Family, latent_grid
 from sd_training.types import NoisedBatch
 from tests.family_makers import save_pipeline

@@ -9,7 +9,7 @@ import pytest
 
 from sd_training.config.schema import ConditioningConfig, ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.errors import ConfigError
-from sd_training.models.families.table import FAMILIES, load_family
+from sd_training.models.families import FAMILIES, load_family
 from sd_training.models.family import Family
 from tests.family_makers import PIPELINES, save_pipeline
 
@@ -111,7 +111,7 @@ def test_options_of_other_families_are_refused(folders: dict[str, Path]) -> None
 def test_params_override_single_settings_of_a_stored_flow_scheduler(folders: dict[str, Path]) -> None:
     own = PartConfig(params={"shift": 2.0})
     model = ModelConfig(pretrained=str(folders["sd3"]), noise_scheduler_training=own)
-    assert load(model).schedulers.sampler.config.shift == load(model).schedulers.static_shift == 2.0
+    assert load(model).schedulers.sampler.config.shift == load(model).schedulers.objective.static_shift == 2.0
     model = ModelConfig(pretrained=str(folders["sd3"]), noise_scheduler_training=PartConfig(params={"shif": 2.0}))
     with pytest.raises(ConfigError, match="has no such parameter; did you mean 'shift'"):
         load(model)
@@ -183,7 +183,8 @@ def test_an_exported_shift_is_taken_up_again(tmp_path: Path, folders: dict[str, 
     )
     first.pipeline().save_pretrained(tmp_path / "flow")
     second = load(ModelConfig(pretrained=str(tmp_path / "flow")))
-    assert second.schedulers.prediction_type == "flow_prediction" and second.schedulers.static_shift == 3.0
+    objective = second.schedulers.objective
+    assert objective.prediction_type == "flow_prediction" and objective.static_shift == 3.0
     assert second.schedulers.sampler.config.flow_shift == 3.0
 
 
@@ -193,15 +194,15 @@ def test_edm_follows_the_deviation_of_the_latents(folders: dict[str, Path]) -> N
         parts = parts_of(folders["stable_diffusion"], "stable_diffusion", noise_scheduler_training=own)
         for objective in ({}, {"preset": "edm"}):
             family = load(parts, **objective)
-            density = family.schedulers.objective.timestep_density
-            assert (density.name, family.schedulers.objective.loss_weighting.name) == ("log_normal", "edm")
+            density = family.schedulers.objective.config.timestep_density
+            assert (density.name, family.schedulers.objective.config.loss_weighting.name) == ("log_normal", "edm")
             assert density.mean == pytest.approx(mean, abs=1e-3)
             assert family.schedulers.sampler.config.sigma_data == family.schedulers.objective.sigma_data == deviation
 
 
 def test_a_named_density_beside_a_preset_takes_nothing_of_the_presets(folders: dict[str, Path]) -> None:
     family = load(ModelConfig(pretrained=str(folders["sd3"])), preset="sd3", timestep_density={"name": "mode"})
-    assert family.schedulers.objective.timestep_density.name == "mode"
+    assert family.schedulers.objective.config.timestep_density.name == "mode"
 
 
 LISTED = [

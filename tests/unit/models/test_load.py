@@ -14,7 +14,7 @@ from scripts.download_diffusers import load_pipeline
 from sd_training.config.schema import ConditioningConfig, ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.data.order.buckets import size_problems
 from sd_training.errors import ConfigError, DataError
-from sd_training.models.families.table import load_family
+from sd_training.models.families import load_family
 from sd_training.models.family import Family, latent_grid
 from sd_training.models.load import (
     effective_part,
