@@ -12,7 +12,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from sd_training.config.schema import ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.diffusion import Objective
-from sd_training.models.execution import compile_blocks, recompute_activations, use_channels_last
+from sd_training.models.execution import compile_blocks, recompute_activations
 from sd_training.models.families.unets import StableDiffusion
 from sd_training.models.schedulers import load_schedulers
 from sd_training.types import PixelBatch
@@ -103,8 +103,8 @@ def variant_of(subject: Subject, variant: str) -> StableDiffusion:
     own = StableDiffusion({**family.parts, "unet": copy.deepcopy(subject.unet), "vae": vae}, family.schedulers)
     wanted = variant.split("+")
     if "channels_last" in wanted:
-        use_channels_last(own.denoiser)
-        use_channels_last(vae)
+        own.denoiser.to(memory_format=torch.channels_last)
+        vae.to(memory_format=torch.channels_last)
     if "recompute" in wanted:
         recompute_activations(own.blocks())
     if "compiled" in wanted:

@@ -1,14 +1,14 @@
 """The training objective, written once: noise schedule × prediction type × timestep density × loss weighting × loss.
 
 Every random number comes with the batch, drawn per sample by the loader, so all of this is a pure function: a density
-never touches a generator. x_t = α x_0 + σ ε; time is what `NoiseSchedule.levels` takes, in [0, 1] from clean to pure
-noise, or ln σ.
+never touches a generator. x_t = α x_0 + σ ε; time is what `levels` of a noise schedule takes, in [0, 1] from clean to
+pure noise, or ln σ.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -44,25 +44,8 @@ class Levels(NamedTuple):
     """[B] time input of the denoiser: int64 timestep, 1000 σ of flow models, or ¼ ln σ of EDM."""
 
 
-class NoiseSchedule(Protocol):
-    """Which noise levels there are."""
-
-    @property
-    def num_timesteps(self) -> int:
-        """T: `model_time` of the noisiest level is T - 1 or T; the sampler's `num_train_timesteps`."""
-        ...
-
-    def levels(self, time: Tensor) -> Levels:
-        """Levels at `time` [B] as the timestep density gives it."""
-        ...
-
-    def to(self, device: torch.device) -> "NoiseSchedule":
-        """The same schedule on `device`."""
-        return self
-
-
 @dataclass(frozen=True)
-class DiscreteSchedule(NoiseSchedule):
+class DiscreteSchedule:
     """Variance-preserving: α = √ᾱ_t, σ = √(1 - ᾱ_t) at T timesteps; time in [0, 1) is t / T."""
 
     alphas_cumprod: Tensor
@@ -70,40 +53,40 @@ class DiscreteSchedule(NoiseSchedule):
 
     @property
     def num_timesteps(self) -> int:
-        """T."""
+        """T: the timestep of the noisiest level is T - 1; of other schedules T. The sampler's `num_train_timesteps`."""
         return self.alphas_cumprod.shape[0]
 
     def levels(self, time: Tensor) -> Levels:
-        """As `NoiseSchedule.levels`."""
+        """Levels at `time` [B] as the timestep density gives it."""
         timesteps = (time * self.num_timesteps).long().clamp_(max=self.num_timesteps - 1)
         alpha_bar = self.alphas_cumprod[timesteps]
         return Levels(alpha_bar.sqrt(), (1.0 - alpha_bar).sqrt(), timesteps)
 
-    def to(self, device: torch.device) -> "DiscreteSchedule":
-        """As `NoiseSchedule.to`."""
-        return DiscreteSchedule(self.alphas_cumprod.to(device))
-
 
 @dataclass(frozen=True)
-class FlowSchedule(NoiseSchedule):
+class FlowSchedule:
     """Rectified flow: α = 1 - σ, time = σ in [0, 1] (Liu et al. 2022, arXiv:2209.03003, eq. 1)."""
 
     num_timesteps: int = 1000
 
     def levels(self, time: Tensor) -> Levels:
-        """As `NoiseSchedule.levels`."""
+        """As `DiscreteSchedule.levels`."""
         return Levels(1.0 - time, time, time * self.num_timesteps)
 
 
 @dataclass(frozen=True)
-class SigmaSchedule(NoiseSchedule):
+class SigmaSchedule:
     """Variance-exploding: α = 1; time is ln σ (Karras et al. 2022, arXiv:2206.00364, section 5)."""
 
     num_timesteps: int = 1000
 
     def levels(self, time: Tensor) -> Levels:
-        """As `NoiseSchedule.levels`."""
+        """As `DiscreteSchedule.levels`."""
         return Levels(torch.ones_like(time), time.exp(), time / 4)
+
+
+NoiseSchedule: TypeAlias = DiscreteSchedule | FlowSchedule | SigmaSchedule
+"""Which noise levels there are."""
 
 
 def _cosine_betas(num_timesteps: int) -> Tensor:
@@ -379,7 +362,10 @@ class Objective:
 
     def to(self, device: torch.device) -> "Objective":
         """The same objective with its tables on `device`."""
-        return replace(self, schedule=self.schedule.to(device))
+        schedule = self.schedule
+        if isinstance(schedule, DiscreteSchedule):
+            schedule = DiscreteSchedule(schedule.alphas_cumprod.to(device))
+        return replace(self, schedule=schedule)
 
     def draw(self, latents: Tensor, draws: Draws, step: int = 0) -> NoisedBatch:
         """One training example per sample.

@@ -28,25 +28,20 @@ LRSchedule = Callable[[int], float]
 """Optimizer steps completed → factor of the peak learning rate for the next step, in [0, 1]."""
 
 
-def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """Euclidean norm over all gradients, the same on every process; nothing is read on the host.
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
+    """Scales gradients in place so that their norm is at most `max_norm`; returns the norm before.
 
-    Args:
-        gradients: averaged over processes; DTensors may have different meshes.
+    The Euclidean norm over all gradients, the same on every process; nothing is read on the host. Gradients are already
+    averaged over processes; DTensors may have different meshes.
     """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     groups: dict[object, list[Tensor]] = {}
     for gradient in gradients:
         key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else gradient.device
         groups.setdefault(key, []).append(gradient)
     norms = [torch.nn.utils.get_total_norm(group) for group in groups.values()]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
-    """Scales gradients in place so that their norm is at most `max_norm`; returns the norm before."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = gradient_norm(gradients)
+    norm = whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
     if max_norm is not None:
         # DTensors of different meshes cannot be scaled in one call, their local tensors can.
         local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]

@@ -18,7 +18,6 @@ from sd_training.models.execution import (
     compile_blocks,
     recompute_activations,
     require_compiler,
-    use_channels_last,
     use_fast_attention,
     wants_channels_last,
     xformers_problems,
@@ -104,11 +103,11 @@ def _prepare_denoiser(family: Family, plan: Plan) -> None:
     """
     config, blocks, accelerator = plan.config, family.blocks(), plan.launch.accelerator
     if wants_channels_last(config.trainer.channels_last, accelerator):
-        use_channels_last(family.vae)
+        family.vae.to(memory_format=torch.channels_last)
         # Transformers have few convolutions; FSDP2 and DeepSpeed take contiguous weights only.
         is_sharded = is_fsdp(config.distributed) or is_deepspeed(config.distributed)
         if family.denoiser_part == "unet" and not is_sharded:
-            use_channels_last(family.denoiser)
+            family.denoiser.to(memory_format=torch.channels_last)
     if config.model.gradient_checkpointing:
         recompute_activations(blocks)
     if not config.trainer.compile:
@@ -204,7 +203,7 @@ def _autoencoder(plan: Plan) -> Trained:
     if config.model.gradient_checkpointing:
         vae.enable_gradient_checkpointing()
     if wants_channels_last(config.trainer.channels_last, plan.launch.accelerator):
-        use_channels_last(vae)
+        vae.to(memory_format=torch.channels_last)
     module = AutoencoderModule(vae, config.objective.kl_weight, optimization(plan))
 
     def exported(weights: Mapping[str, Tensor] | None) -> Any:

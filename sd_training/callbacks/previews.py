@@ -19,7 +19,6 @@ from sd_training.callbacks.ema import Ema, export_weights
 from sd_training.config.schema import SamplingConfig
 from sd_training.export.draw import draw_images, picture_grid
 from sd_training.log import get_logger
-from sd_training.models.execution import without_compiling
 from sd_training.models.family import autocast
 from sd_training.parallel.strategies import strategy_of
 from sd_training.training import TrainedModule
@@ -120,7 +119,9 @@ class Pictures(OptimizerStepCallback):
             numbers += [strategy.data_rank % count] * missing
         if not numbers:
             return {}
-        with torch.no_grad(), autocast(trainer.strategy.root_device, self.precision), without_compiling():
+        device = trainer.strategy.root_device
+        # Compiled modules run as they were written: other batch sizes and shapes make no graphs.
+        with torch.no_grad(), autocast(device, self.precision), torch.compiler.set_stance("force_eager"):
             images = draw_images(
                 self.pipeline(),
                 [self.job.prompts[i][1] for i in numbers],

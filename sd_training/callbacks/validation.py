@@ -21,7 +21,6 @@ from sd_training.callbacks.preemption import Preemption
 from sd_training.config.plan import counted
 from sd_training.data.datamodule import HeldOutData
 from sd_training.log import get_logger
-from sd_training.models.execution import without_compiling
 from sd_training.models.family import autocast
 from sd_training.parallel.strategies import CpuGroup, strategy_of
 from sd_training.training import TrainedModule
@@ -134,7 +133,8 @@ class Validation(OptimizerStepCallback):
         numbers, missing = strategy.split_over_ranks(len(self.data))
         batches = self.data.batches(numbers + [0] * missing if strategy.has_collective_forward else numbers)
         sums = torch.zeros(len(self.quantiles), 3, dtype=torch.float64)
-        with export_weights(module, ema), autocast(device, self.precision), without_compiling():
+        # Compiled modules run as they were written: other batch sizes and shapes make no graphs.
+        with export_weights(module, ema), autocast(device, self.precision), torch.compiler.set_stance("force_eager"):
             for round_ in range(len(numbers) + missing):
                 if status := max(self._group.all_gather(self.preemption.requested_status(trainer))):
                     return status

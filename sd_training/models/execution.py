@@ -10,7 +10,6 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
@@ -52,11 +51,6 @@ def compile_blocks(blocks: list[nn.Module], *, num_sizes: int, backend: str = "i
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, count)
     for block in blocks:
         block.compile(dynamic=False, backend=backend)
-
-
-def without_compiling() -> AbstractContextManager[None]:
-    """Inside this scope compiled modules run as they were written: other batch sizes and shapes make no graphs."""
-    return torch.compiler.set_stance("force_eager")
 
 
 def require_compiler(accelerator: str) -> None:
@@ -104,14 +98,12 @@ def use_fast_attention(denoiser: Any, device: torch.device) -> None:
 
 
 def wants_channels_last(option: Literal["auto"] | bool, accelerator: str) -> bool:
-    """Value of `trainer.channels_last` on this kind of device; `auto` is CUDA only."""
+    """Value of `trainer.channels_last` on this kind of device; `auto` is CUDA only.
+
+    A convolution whose kernel has its channels last returns the same layout for any input, so inputs need no
+    conversion. Values, shapes and exports stay the same.
+    """
     return accelerator == "cuda" if option == "auto" else option
-
-
-def use_channels_last(network: Any) -> None:
-    """Lays convolution kernels out with channels last. A convolution with such a kernel returns the same layout
-    for any input, so inputs need no conversion. Values, shapes and exports stay the same."""
-    network.to(memory_format=torch.channels_last)
 
 
 def recompute_activations(blocks: Sequence[nn.Module]) -> None:

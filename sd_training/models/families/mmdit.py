@@ -95,6 +95,15 @@ def encode_tokens(
     return states, output.text_embeds if option.pooling == "projection" else None
 
 
+def denoiser_inputs(conditioning: Conditioning, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """Arguments of `MMDiTRope` beside latents and timestep; `dtype` None leaves the type as it is."""
+    return {
+        "encoder_hidden_states": [states.to(dtype) for states in conditioning.states],
+        "encoder_attention_mask": conditioning.masks,
+        "pooled_projections": None if conditioning.pooled is None else conditioning.pooled.to(dtype),
+    }
+
+
 def read_text_options(stored: Mapping[str, Any], encoders: Sequence[str]) -> dict[str, TextOptions]:
     """Text encoder → its options, as a pipeline stores them; what is left out has the defaults.
 
@@ -195,11 +204,7 @@ class MMDiTRopePipeline(DiffusionPipeline):
             latents = randn_tensor(shape, generator=generator, device=device, dtype=torch.float32)
         latents = latents.to(device, torch.float32)
         text = self.encode_prompts([negative_prompt] * len(prompts) + prompts if guided else prompts)
-        conditioning = {
-            "encoder_hidden_states": [states.to(dtype) for states in text.states],
-            "encoder_attention_mask": text.masks,
-            "pooled_projections": None if text.pooled is None else text.pooled.to(dtype),
-        }
+        conditioning = denoiser_inputs(text, dtype)
         config, shift = self.scheduler.config, {}
         if config.use_dynamic_shifting:
             ends = (config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift)
@@ -292,11 +297,7 @@ class MMDiT(Family):
 
     def inputs(self, conditioning: Conditioning) -> dict[str, Any]:
         """As `Family.inputs`, and the states of all text encoders."""
-        return {
-            "encoder_hidden_states": conditioning.states,
-            "encoder_attention_mask": conditioning.masks,
-            "pooled_projections": conditioning.pooled,
-        }
+        return denoiser_inputs(conditioning)
 
     def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
         """As `Family.text_shapes`."""

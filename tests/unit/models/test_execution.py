@@ -22,10 +22,8 @@ from sd_training.models.execution import (
     log,
     recompute_activations,
     require_compiler,
-    use_channels_last,
     use_fast_attention,
     wants_channels_last,
-    without_compiling,
     xformers_problems,
 )
 from sd_training.models.family import Family
@@ -143,7 +141,7 @@ def test_pictures_make_no_graphs(root: Path) -> None:
     loss_and_gradients(family)
     compiled = graphs_compiled()
     family.denoiser.eval()
-    with torch.no_grad(), without_compiling():
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         loss_of(family, batch=3, height=24)
     family.denoiser.train()
     loss_and_gradients(family)
@@ -263,7 +261,7 @@ def test_auto_is_cuda_only() -> None:
 
 def test_convolutions_of_a_unet_work_in_channels_last(tmp_path: Path) -> None:
     plain, family = (load_tiny("stable_diffusion", tmp_path / "pipeline") for _ in range(2))
-    use_channels_last(family.denoiser)
+    family.denoiser.to(memory_format=torch.channels_last)
     inner, layouts = [m for m in family.denoiser.modules() if type(m).__name__ == "ResnetBlock2D"], []
     for block in inner:
         for conv in (block.conv1, block.conv2):
@@ -280,7 +278,7 @@ def test_convolutions_of_a_unet_work_in_channels_last(tmp_path: Path) -> None:
 def test_convolutions_of_the_autoencoder_work_in_channels_last() -> None:
     vae, pixels, layouts = makers.tiny_vae().eval(), torch.randn(2, 3, 16, 16), []
     expected = vae.encode(pixels).latent_dist.mean
-    use_channels_last(vae)
+    vae.to(memory_format=torch.channels_last)
     for block in vae.encoder.modules():
         if type(block).__name__ == "ResnetBlock2D":
             block.conv2.register_forward_hook(lambda _, given, out: layouts.append(is_channels_last(given[0])))
@@ -292,7 +290,7 @@ def test_convolutions_of_the_autoencoder_work_in_channels_last() -> None:
 def test_exports_are_the_same_files(part: str, tmp_path: Path) -> None:
     network = getattr(makers.tiny_pipeline(), part)
     network.save_pretrained(tmp_path / "plain")
-    use_channels_last(network)
+    network.to(memory_format=torch.channels_last)
     assert any(is_channels_last(p) and not p.is_contiguous() for p in nn.Module.parameters(network))
     network.save_pretrained(tmp_path / "channels_last")
     names = [path.name for path in (tmp_path / "plain").iterdir()]
