@@ -20,6 +20,10 @@ from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from sd_training.log import quiet_libraries
+
+quiet_libraries()
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -33,7 +37,6 @@ from sd_training.config.paths import path_argument
 from sd_training.config.schema import PartConfig
 from sd_training.errors import ConfigError, DataError
 from sd_training.export.pipeline import CURRENT, export_pipeline
-from sd_training.log import quiet_libraries
 from sd_training.models.load import load_part
 
 LARGE_RESIDUAL = 0.02
@@ -286,7 +289,6 @@ def make_pipelines(run: Path, out: Path, widths: Sequence[float], step: int | No
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command."""
     arguments = parse_arguments(argv)
-    quiet_libraries()
     make_pipelines(arguments.run, arguments.out, arguments.sigma_rel, arguments.step)
 
 

@@ -34,9 +34,8 @@ def draw_images(
     pipeline's progress bar is disabled.
 
     Args:
-        pipeline: any text-to-image pipeline of diffusers, on its device and in evaluation mode, as `load_pipeline`
-            gives it: dropout would draw from the global generator. (Typed as Any: the names that diffusers exports are
-            placeholders to a type checker.)
+        pipeline: any text-to-image pipeline of diffusers, on its device and in evaluation mode: dropout would draw from
+            the global generator. (Typed as Any: the names that diffusers exports are placeholders to a type checker.)
         prompts: one per picture.
         seeds: one per picture.
         height: [pixels]; None is the pipeline's own size.
