@@ -25,11 +25,11 @@ from sd_training.data.index.report import DataReport, DatasetReport
 from sd_training.data.loader import BadSampleLog, TrainingLoader
 from sd_training.data.order.buckets import training_sizes
 from sd_training.data.order.order import OrderSettings, RunOrder, SampleOrder
-from sd_training.data.problems import printable
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.data.samples.sample import DrawSettings, Dropout, SampleRequest, TrainingSamples
+from sd_training.data.sources.base import printable
 from sd_training.data.sources.choose import SHARD_NOUNS
-from sd_training.data.storage.locations import shown as shown_location
+from sd_training.data.storage.files import shown as shown_location
 from sd_training.errors import CheckpointError, Checks, ConfigError, DataError
 from sd_training.log import get_logger, redacted_values
 from sd_training.types import PixelBatch

@@ -10,15 +10,14 @@ from sd_training.config.data_schema import DatasetParams, SourceParams, read_cla
 from sd_training.config.filters import parse_filters
 from sd_training.config.paths import output_path
 from sd_training.config.plan import counted
-from sd_training.data.index.dataset_index import DatasetIndex
 from sd_training.data.index.selection import Selection, exclusion_lines, select
 from sd_training.data.index.store import load_index
 from sd_training.data.order.buckets import NO_BUCKET, BucketTable, Merge, merge_small
 from sd_training.data.samples import captions
-from sd_training.data.sources.base import IndexedReader
-from sd_training.data.sources.choose import access_of, make_source
+from sd_training.data.sources.base import DatasetIndex, IndexedReader
+from sd_training.data.sources.choose import make_source
 from sd_training.data.sources.files import limited
-from sd_training.data.storage.locations import shown
+from sd_training.data.storage.files import shown
 from sd_training.errors import ConfigError, DataError
 
 
@@ -72,14 +71,15 @@ def open_dataset(
     if kind == "ClassificationWebDataset":
         prompts, wrong = read_class_prompts(source_params)
         problems = problems + wrong
+    caption_rules = source_params.captions
+    caption_fields = set(captions.caption_weights(caption_rules))
+    if not caption_fields:
+        problems = [*problems, f"{captions.OPTION}.fields: every weight is 0; give one field a weight above 0"]
     if problems:
         raise ConfigError(problems)
-    caption_rules = source_params.captions
-    captions.check_rules(caption_rules)
-    caption_fields = captions.fields_needed(caption_rules) if captions_needed else set[str]()
-    fields = caption_fields.union(*(rule.fields() for rule in rules))
+    fields = (caption_fields if captions_needed else set[str]()).union(*(rule.fields() for rule in rules))
     folder = None if params.index_dir is None else output_path(params.index_dir)
-    source = make_source(kind, source_params, access_of(params.remote))
+    source = make_source(kind, source_params, params.remote)
     index = load_index(source, folder, fields - {captions.CAPTION})
     reader = source.reader(index)
     captioner: captions.Captioner = partial(captions.field_caption, index, reader, caption_rules)

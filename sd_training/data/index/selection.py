@@ -18,11 +18,9 @@ from numpy.typing import NDArray
 from sd_training.config.data_schema import CaptionConfig, class_name
 from sd_training.config.filters import Filter, Value, long_integer
 from sd_training.config.plan import counted
-from sd_training.data.index.columns import NUMBER, TEXT
-from sd_training.data.index.dataset_index import DatasetIndex
-from sd_training.data.problems import EXAMPLES_KEPT, Problems, SkippedSample
-from sd_training.data.samples.captions import CAPTION, Prompts, caption_weights, template_fields
-from sd_training.data.storage.locations import shown
+from sd_training.data.samples.captions import CAPTION, Prompts, caption_weights
+from sd_training.data.sources.base import EXAMPLES_KEPT, NUMBER, TEXT, DatasetIndex, Problems, SkippedSample
+from sd_training.data.storage.files import shown
 from sd_training.errors import DataError
 
 Mask = NDArray[np.bool_]
@@ -133,7 +131,7 @@ def select(
 
     Args:
         prompts: class id → prompts for classification data; None for captioned data.
-        captions: where captions come from; a sample with none of them, or without a field of the template, is left out.
+        captions: where captions come from; a sample with none of them is left out.
         captions_needed: False where captions are never read: samples without one or without a class are usable.
         max_pixels: larger images are left out, because reading would refuse them, count them as damage and perhaps end
             the run; None: no limit.
@@ -146,10 +144,6 @@ def select(
     usable: Mask = np.ones(len(index), dtype=np.bool_)
     if captions_needed:
         usable = _captioned(index, captions, problems) if prompts is None else _classified(index, prompts, problems)
-        for field in sorted(template_fields(captions) - {CAPTION}):
-            has_text = _has_text(index, field)
-            _name(index, np.flatnonzero(usable & ~has_text), f"caption template has no text: {field}", problems)
-            usable &= has_text
     passed = [usable & evaluate(rule, index.columns, len(index)) for rule in filters]
     selected = np.flatnonzero(np.logical_and.reduce([usable, *passed]))
     if max_pixels is not None:
@@ -175,7 +169,7 @@ def select(
 def _captioned(index: DatasetIndex, captions: CaptionConfig, problems: Problems) -> Mask:
     """Where `choose_caption` finds a caption."""
     weights = caption_weights(captions)
-    usable: Mask = np.full(len(index), CAPTION not in template_fields(captions))
+    usable: Mask = np.zeros(len(index), dtype=np.bool_)
     for field in weights:
         # An own caption that is empty is one, unless there are others to draw.
         shortest = 0 if len(weights) == 1 else 1

@@ -25,13 +25,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sd_training.data.index.columns import read_scalars
-from sd_training.data.problems import BadSample
+from sd_training.config.data_schema import RemoteConfig
 from sd_training.data.sources import base
-from sd_training.data.sources.base import Report, Row, Shard
-from sd_training.data.storage.files import ShardCache, file_states, open_bytes
-from sd_training.data.storage.locations import HUB, Access, ByteFile, FileMissing, shown
-from sd_training.errors import ConfigError, DataError
+from sd_training.data.sources.base import Report, Row, Shard, read_scalars
+from sd_training.data.storage.files import HUB, ByteFile, FileMissing, ShardCache, file_states, open_bytes, shown
+from sd_training.errors import BadSample, ConfigError, DataError
 
 IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp", "img", "image_bytes", "bytes")
 PATH_COLUMNS = ("image_path", "img_path", "path", "file_name", "filename", "filepath", "image_file", "file")
@@ -96,7 +94,7 @@ class ArrowSource(base.Source):
     def __init__(
         self,
         paths: Sequence[str],
-        access: Access,
+        access: RemoteConfig,
         image_column: str | None = None,
         caption_column: str | None = None,
         saved: bool = False,
@@ -191,7 +189,7 @@ class _Table(NamedTuple):
 
 
 @contextmanager
-def _opened_parquet(shard: Shard, access: Access, only_group: int | None = None) -> Iterator[_Table]:
+def _opened_parquet(shard: Shard, access: RemoteConfig, only_group: int | None = None) -> Iterator[_Table]:
     try:
         with closing(open_bytes(shard, access)) as file, pq.ParquetFile(file.stream) as table:
 
@@ -212,7 +210,7 @@ def _opened_parquet(shard: Shard, access: Access, only_group: int | None = None)
 
 
 @contextmanager
-def _opened_stream(shard: Shard, access: Access) -> Iterator[_Table]:
+def _opened_stream(shard: Shard, access: RemoteConfig) -> Iterator[_Table]:
     try:
         with closing(open_bytes(shard, access)) as file:
             if file.size < len(_END) or file.pread(len(_END), file.size - len(_END)) != _END:
@@ -305,7 +303,7 @@ def _views(column: pa.Array) -> list[Any]:
 # --- Saved data sets ---
 
 
-def saved_files(path: str, access: Access) -> list[str]:
+def saved_files(path: str, access: RemoteConfig) -> list[str]:
     """The Arrow files of a data set, in order.
 
     Args:

@@ -7,7 +7,7 @@ import pytest
 from sd_training.config.data_schema import CaptionConfig
 from sd_training.config.filters import parse_filters
 from sd_training.data.index.selection import Selection, select
-from sd_training.data.samples.captions import CAPTION, Prompts, fields_needed
+from sd_training.data.samples.captions import CAPTION, Prompts, caption_weights
 from sd_training.errors import DataError
 from tests import makers
 from tests.unit.data.making import tar_index
@@ -26,7 +26,7 @@ def selected(
 ) -> Selection:
     rules, problems = parse_filters(filters)
     assert not problems
-    fields = set().union(fields_needed(captions), *(rule.fields() for rule in rules)) - {CAPTION}
+    fields = set().union(caption_weights(captions), *(rule.fields() for rule in rules)) - {CAPTION}
     index = tar_index(sorted(path.glob("*.tar")), sorted(fields))
     return select(index, rules, prompts, captions, **options)
 
@@ -57,24 +57,6 @@ def test_an_empty_own_caption_counts_only_where_it_is_the_only_one(tmp_path: Pat
     folder = described(tmp_path, {"long": "a"}, {}, caption="")
     assert selected(folder).selected.tolist() == [0, 1]
     assert selected(folder, captions=CaptionConfig(fields={"long": 1, CAPTION: 1})).selected.tolist() == [0]
-
-
-def test_every_field_of_the_template_is_needed(tmp_path: Path) -> None:
-    folder = described(tmp_path, {"style": "oil"}, {"style": ""}, {}, {"style": 3})
-    selection = selected(folder, captions=CaptionConfig(template="{caption}, {style}"))
-    assert selection.selected.tolist() == [0, 3]
-    assert selection.problems.text() == f"caption template has no text 2 (first: {folder}/a.tar 1, style)"
-    del_caption = makers.caption_samples(1)[0] | {"json": b'{"style": "ink"}'}
-    del_caption.pop("txt")
-    makers.write_shard(folder / "b.tar", [del_caption])
-    assert selected(folder, captions=CaptionConfig(template="{style}")).selected.tolist() == [0, 3, 4]
-
-
-def test_class_prompts_in_a_template_too(tmp_path: Path) -> None:
-    samples = [{"__key__": f"{i}", "jpg": b"x", "cls": b"0", "json": b'{"style": "%s"}' % (b"a" * i)} for i in range(3)]
-    makers.write_shard(tmp_path / "a.tar", samples)
-    rules = CaptionConfig(template="{caption}, {style}")
-    assert selected(tmp_path, prompts={"0": ["zero"]}, captions=rules).selected.tolist() == [1, 2]
 
 
 def test_nobody_misses_captions_that_are_not_read(tmp_path: Path) -> None:
