@@ -17,6 +17,7 @@ import mmap
 import posixpath
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
@@ -38,6 +39,7 @@ ROWS_AT_ONCE = 64
 """Rows of Parquet that are Python objects at the same time."""
 MAX_GROUP_BYTES = 4 << 30
 """Larger row groups are refused [bytes, unpacked, as the file says]."""
+_TEXTS = (pa.string(), pa.large_string())
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 """Of every Arrow stream."""
 
@@ -120,7 +122,7 @@ class ArrowSource(base.Source):
         """As `Source.rows`: all that have an image."""
         location, folder = shown(shard.location), self.image_root(shard)
         number, unpacked, last_group = 0, 0, None
-        with (_opened_stream if self.saved else _opened_parquet)(shard, self.access) as table:
+        with _opened(shard, self.access, self.saved) as table:
             image, caption = self.wanted.pick(location, table.schema.names, IMAGE_COLUMNS + PATH_COLUMNS)
             kinds = {field.name: _plain_type(field.type) for field in table.schema if field.name != image}
             if not _holds_texts(table.schema.field(caption).type):
@@ -140,7 +142,7 @@ class ArrowSource(base.Source):
                         except BadSample as error:
                             report(f"row {number + row}", str(error))
                 files = {row: columns for _, row, columns in self.measured(shard, paths, report)}
-                texts = pa.table({name: _plain(batch[name]) for name in names}).to_pylist()
+                texts = batch.select(names).to_pylist()
                 for row, ((content, _), values) in enumerate(zip(cells, texts, strict=True)):
                     if content is not None:
                         columns = base.image_columns(pa.BufferReader(content), content.size)
@@ -164,7 +166,7 @@ class ArrowSource(base.Source):
         def contents() -> Iterator[pa.Buffer]:
             """In the order in which the index counted their bytes. A generator, so that a full disk where they are
             written is not reported as damage of the table."""
-            with _opened_parquet(shard, self.access, group) as table:
+            with _opened(shard, self.access, self.saved, group) as table:
                 image, _ = self.wanted.pick(name, table.schema.names, IMAGE_COLUMNS + PATH_COLUMNS)
                 for _, batch in table.batches([image]):
                     cells = _image_cells(name, image, batch[image])
@@ -189,38 +191,36 @@ class _Table(NamedTuple):
 
 
 @contextmanager
-def _opened_parquet(shard: Shard, access: RemoteConfig, only_group: int | None = None) -> Iterator[_Table]:
-    try:
-        with closing(open_bytes(shard, access)) as file, pq.ParquetFile(file.stream) as table:
-
-            def batches(columns: Sequence[str]) -> Iterator[tuple[int | None, pa.RecordBatch]]:
-                for group in range(table.num_row_groups) if only_group is None else [only_group]:
-                    if (size := table.metadata.row_group(group).total_byte_size) > MAX_GROUP_BYTES:
-                        raise DataError(
-                            f"row group {group} of '{shown(shard.location)}' unpacks to {size:,} bytes, at most "
-                            f"{MAX_GROUP_BYTES:,} are read at once; write the table with smaller row groups (pyarrow: "
-                            "row_group_size=1000)"
-                        )
-                    for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=list(columns)):
-                        yield group, batch
-
-            yield _Table(table.schema_arrow, batches)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"'{shown(shard.location)}' is not a readable Parquet file: {error}") from error
-
-
-@contextmanager
-def _opened_stream(shard: Shard, access: RemoteConfig) -> Iterator[_Table]:
+def _opened(shard: Shard, access: RemoteConfig, saved: bool, only_group: int | None = None) -> Iterator[_Table]:
+    name = shown(shard.location)
     try:
         with closing(open_bytes(shard, access)) as file:
-            if file.size < len(_END) or file.pread(len(_END), file.size - len(_END)) != _END:
-                # pyarrow takes a cut between parts for the end
-                raise pa.ArrowInvalid("truncated, or not an Arrow stream")
-            content = pa.py_buffer(mmap.mmap(file.stream.fileno(), 0, access=mmap.ACCESS_READ))
-        with pa.ipc.open_stream(content) as stream:
-            yield _Table(stream.schema, lambda columns: ((None, batch.select(columns)) for batch in stream), content)
+            if saved:
+                if file.size < len(_END) or file.pread(len(_END), file.size - len(_END)) != _END:
+                    # pyarrow takes a cut between parts for the end
+                    raise pa.ArrowInvalid("truncated, or not an Arrow stream")
+                content = pa.py_buffer(mmap.mmap(file.stream.fileno(), 0, access=mmap.ACCESS_READ))
+                with pa.ipc.open_stream(content) as stream:
+                    yield _Table(stream.schema, lambda names: ((None, part.select(names)) for part in stream), content)
+            else:
+                with pq.ParquetFile(file.stream) as table:
+                    yield _Table(table.schema_arrow, partial(_row_groups, name, table, only_group))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"'{shown(shard.location)}' is not a readable Arrow file: {error}") from error
+        kind = "Arrow" if saved else "Parquet"
+        raise DataError(f"'{name}' is not a readable {kind} file: {error}") from error
+
+
+def _row_groups(
+    name: str, table: pq.ParquetFile, only: int | None, columns: Sequence[str]
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    for group in range(table.num_row_groups) if only is None else [only]:
+        if (size := table.metadata.row_group(group).total_byte_size) > MAX_GROUP_BYTES:
+            raise DataError(
+                f"row group {group} of '{name}' unpacks to {size:,} bytes, at most {MAX_GROUP_BYTES:,} are read at "
+                "once; write the table with smaller row groups (pyarrow: row_group_size=1000)"
+            )
+        for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=list(columns)):
+            yield group, batch
 
 
 def _offset(image: pa.Buffer, file: pa.Buffer, location: str) -> int:
@@ -234,21 +234,16 @@ def _offset(image: pa.Buffer, file: pa.Buffer, location: str) -> int:
 # --- Cells ---
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        kind = kind.value_type
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
 def _holds_texts(kind: pa.DataType) -> bool:
-    """Whether a column can be that of the captions."""
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        kind = kind.value_type
-    return pa.types.is_null(kind) or _is_text(_plain_type(kind))
+    """Whether a column can be that of the captions: texts, lists of texts, or nothing."""
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    kind = kind.value_type if any(is_kind(kind) for is_kind in lists) else kind
+    return pa.types.is_null(kind) or _plain_type(kind) in _TEXTS
 
 
 def _is_metadata(kind: pa.DataType) -> bool:
-    return _is_text(kind) or any(t(kind) for t in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean))
+    numbers = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+    return _holds_texts(kind) or any(is_kind(kind) for is_kind in numbers)
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
@@ -260,11 +255,6 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
     return pa.float64() if pa.types.is_decimal(kind) else plain_types.get(kind, kind)
 
 
-def _plain(column: pa.Array) -> pa.Array:
-    kind = _plain_type(column.type)
-    return column if kind == column.type else column.cast(kind)
-
-
 def _image_cells(table: str, name: str, column: pa.Array) -> list[tuple[pa.Buffer | None, str | None]]:
     """Content, as a view of the file, and path of each cell."""
     if isinstance(column, pa.ExtensionArray):
@@ -272,21 +262,17 @@ def _image_cells(table: str, name: str, column: pa.Array) -> list[tuple[pa.Buffe
     parts = {"bytes": column, "path": column}
     if pa.types.is_struct(column.type):
         parts = dict(zip((field.name for field in column.type), column.flatten(), strict=True))
-    parts = {part: _plain(values) for part, values in parts.items()}
-    kinds = {part: values.type for part, values in parts.items()}
-    contents: list[Any] | None = None
-    paths: list[Any] | None = None
-    if "bytes" in parts and (pa.types.is_binary(kinds["bytes"]) or pa.types.is_large_binary(kinds["bytes"])):
-        contents = _views(parts["bytes"])
-    if "path" in parts and (pa.types.is_string(kinds["path"]) or pa.types.is_large_string(kinds["path"])):
-        paths = parts["path"].to_pylist()
-    if contents is None and paths is None:
+    parts = {part: parts[part].cast(_plain_type(parts[part].type)) for part in ("bytes", "path") if part in parts}
+    nothing: list[Any] = [None] * len(column)
+    has_bytes = "bytes" in parts and parts["bytes"].type in (pa.binary(), pa.large_binary())
+    has_paths = "path" in parts and parts["path"].type in _TEXTS
+    if not has_bytes and not has_paths:
         raise DataError(
             f"dataset.params.image_column: column '{name}' of {table} is {column.type}; it must hold image files "
             "(Image or binary) or paths"
         )
-    nothing = [None] * len(column)
-    return list(zip(contents or nothing, paths or nothing, strict=True))
+    contents = _views(parts["bytes"]) if has_bytes else nothing
+    return list(zip(contents, parts["path"].to_pylist() if has_paths else nothing, strict=True))
 
 
 def _views(column: pa.Array) -> list[Any]:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from decimal import Decimal
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -220,7 +221,7 @@ def _scalar(value: object) -> Scalar | None:
         return storable(value)
     if isinstance(value, list) and value and all(isinstance(entry, str) for entry in value):
         return storable(json.dumps(value, ensure_ascii=False))
-    if not isinstance(value, (int, float)):
+    if not isinstance(value, (int, float, Decimal)):
         return None
     try:
         number = float(value)
