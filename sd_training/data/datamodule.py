@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
@@ -160,11 +160,6 @@ class HeldOutData:
         return result.batch
 
 
-class _Opened(NamedTuple):
-    datasets: list[OpenDataset]
-    order: RunOrder
-
-
 class TrainingData(pl.LightningDataModule):
     """Delivers PixelBatches in the order of the run.
 
@@ -207,7 +202,7 @@ class TrainingData(pl.LightningDataModule):
     def prepare_data(self) -> None:
         """Builds the index; Lightning calls this on one process of each machine while the others wait."""
         checks = Checks()
-        checks.run(self.datasets)
+        checks.run(lambda: self.order)
         if self.held_out is not None:
             checks.run(self.held_out.sentence)
         checks.finish()
@@ -236,8 +231,7 @@ class TrainingData(pl.LightningDataModule):
         """
         # Loader processes are forked; the tokenizers package would warn about its threads in every one of them.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        order = self._opened.order
-        return TrainingLoader(self.samples(), order, self.plan, rank, self.workers, first_step, self.bad_samples)
+        return TrainingLoader(self.samples(), self.order, self.plan, rank, self.workers, first_step, self.bad_samples)
 
     def samples(self) -> TrainingSamples:
         """Request → example."""
@@ -246,7 +240,7 @@ class TrainingData(pl.LightningDataModule):
 
     def datasets(self) -> list[OpenDataset]:
         """The data sets of the run, opened; the first is the main one."""
-        return self._opened.datasets
+        return self._datasets
 
     def name_of(self, sample_id: int) -> tuple[str, str]:
         """Location of the shard and key of a batch's sample; hostile text."""
@@ -266,11 +260,10 @@ class TrainingData(pl.LightningDataModule):
         Raises:
             DataError: it cannot be used.
         """
-        datasets, order = self._opened
         return DataReport(
             [
-                DatasetReport(dataset, order, number, self.table, of_run, is_size_known)
-                for number, dataset in enumerate(datasets)
+                DatasetReport(dataset, self.order, number, self.table, of_run, is_size_known)
+                for number, dataset in enumerate(self._datasets)
             ]
         )
 
@@ -289,14 +282,13 @@ class TrainingData(pl.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """The data's part of a checkpoint. The position is the optimizer step, which the trainer keeps."""
-        datasets, order = self._opened
         return {
             "options": _options(self.dataset),
             "fingerprint": self.fingerprint(),
-            "num_samples": sum(len(dataset.selected) for dataset in datasets),
+            "num_samples": sum(len(dataset.selected) for dataset in self._datasets),
             **_order(self.dataset, self.plan, self.draws.seed),
-            "lanes": [own.num_streams for own in order.orders],
-            "window": [own.window for own in order.orders],
+            "lanes": [own.num_streams for own in self.order.orders],
+            "window": [own.window for own in self.order.orders],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -312,25 +304,30 @@ class TrainingData(pl.LightningDataModule):
             raise CheckpointError(_other_data(changed))
 
     @cached_property
-    def _opened(self) -> _Opened:
-        params, plan, checks = self.dataset.params, self.plan, Checks()
+    def _datasets(self) -> list[OpenDataset]:
+        checks = Checks()
         open_one = partial(
             open_dataset,
-            params=params,
+            params=self.dataset.params,
             table=self.table,
-            batch_size=plan.global_batch,
+            batch_size=self.plan.global_batch,
             captions_needed=self.captions_needed,
         )
         made = [checks.run(partial(open_one, entry.type, entry.params)) for entry in self.entries]
         checks.finish()
-        datasets, orders = [dataset for dataset in made if dataset is not None], []
-        for number, dataset in enumerate(datasets):
+        return [dataset for dataset in made if dataset is not None]
+
+    @cached_property
+    def order(self) -> RunOrder:
+        """Which samples each optimizer step draws."""
+        params, plan, orders = self.dataset.params, self.plan, []
+        for number, dataset in enumerate(self._datasets):
             seed = self.draws.seed + (number << 32)  # data sets of equal length must not be shuffled alike
             settings = OrderSettings(seed, plan.global_batch, params.lanes, params.window, params.resampled)
             block_of = dataset.index.numbers("block")[dataset.selected]
             orders.append(SampleOrder(settings, block_of, dataset.bucket_of))
-        selected = [dataset.selected for dataset in datasets]
-        return _Opened(datasets, RunOrder(self.entries, self.draws.seed, plan.num_steps, orders, selected))
+        selected = [dataset.selected for dataset in self._datasets]
+        return RunOrder(self.entries, self.draws.seed, plan.num_steps, orders, selected)
 
 
 def order_problem(

@@ -64,7 +64,7 @@ def open_dataset(
 
     Raises:
         ConfigError: an option is wrong.
-        DataError: the data cannot be used.
+        DataError: the data cannot be used, or fewer samples are left than one optimizer step takes.
     """
     rules, problems = parse_filters(source_params.filters)
     prompts = None
@@ -82,11 +82,7 @@ def open_dataset(
     source = make_source(kind, source_params, params.remote)
     index = load_index(source, folder, fields - {captions.CAPTION})
     reader = source.reader(index)
-    captioner: captions.Captioner = partial(captions.field_caption, index, reader, caption_rules)
-    if prompts is not None:
-        captioner = partial(captions.class_caption, index, prompts, caption_rules)
-    elif kind == "TagFolder":
-        captioner = partial(captions.tag_folder_caption, index, source_params.tags)
+    own_rules = source_params.tags if kind == "TagFolder" else caption_rules
     if prompts is None and captions_needed:
         captions.check_fields(caption_rules, index.fields | {captions.CAPTION})
     selection = select(
@@ -95,35 +91,17 @@ def open_dataset(
     chosen = selection.selected
     if kind == "TagFolder" and source_params.tags.limit_images is not None:
         chosen = chosen[limited([index.name(int(sample))[1] for sample in chosen], source_params.tags.limit_images)]
-    # Where a step may repeat samples, one sample is enough for the last bucket that is left.
-    needed = 1 if params.resampled else batch_size
-    selected, bucket_of, merges = _assign_buckets(index, selection, chosen, table, batch_size, needed)
-    without, over_limit = len(chosen) - len(selected), len(selection.selected) - len(chosen)
-    return OpenDataset(kind, index, selection, selected, bucket_of, merges, without, over_limit, reader, captioner)
-
-
-def _assign_buckets(
-    index: DatasetIndex,
-    selection: Selection,
-    chosen: NDArray[np.int64],
-    table: BucketTable,
-    batch_size: int,
-    needed: int,
-) -> tuple[NDArray[np.int64], NDArray[np.int32], list[Merge]]:
-    """The samples that fit a bucket in use, the bucket of each, and buckets that were merged.
-
-    Raises:
-        DataError: fewer are left than one optimizer step takes.
-    """
     assigned = table.assign(index.numbers("width")[chosen], index.numbers("height")[chosen])
     fits = assigned != NO_BUCKET
     bucket_of, merges = merge_small(assigned[fits], table, batch_size)
     is_kept = bucket_of != NO_BUCKET
     selected, bucket_of = chosen[fits][is_kept], bucket_of[is_kept]
-    if (num_left := len(selected)) < needed:
+    num_left, without = len(selected), len(chosen) - len(selected)
+    # Where a step may repeat samples, one sample is enough for the last bucket that is left.
+    needed = 1 if params.resampled else batch_size
+    if num_left < needed:
         first = shown(index.shards[0].location) + (" and further" if len(index.shards) > 1 else "")
-        unfit = len(chosen) - num_left
-        more = f" ({unfit:,} more fit no bucket or have no readable size)" if unfit else ""
+        more = f" ({without:,} more fit no bucket or have no readable size)" if without else ""
         repeat = ", or set dataset.params.resampled=true, which repeats samples" if num_left else ""
         few = (
             f"dataset.params.path: {counted(num_left, 'sample')} of {first} {'is' if num_left == 1 else 'are'} left"
@@ -131,4 +109,6 @@ def _assign_buckets(
             f"dataset.params.filters, or lower system.batch_size × system.gradient_accumulation × processes{repeat}"
         )
         raise DataError("\n".join([few, *exclusion_lines(index, selection)]))
-    return selected, bucket_of, merges
+    captioner = partial(captions.draw_caption, index, reader, own_rules, prompts)
+    over_limit = len(selection.selected) - len(chosen)
+    return OpenDataset(kind, index, selection, selected, bucket_of, merges, without, over_limit, reader, captioner)

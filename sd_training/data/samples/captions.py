@@ -26,7 +26,7 @@ Texts = Callable[[str], str | None]
 Generators = Callable[[str], np.random.Generator]
 """Purpose → the generator of one request for it."""
 Captioner = Callable[[int, Generators], str]
-"""Sample → caption; a partial of one of the three functions below, pickled into loader processes."""
+"""Sample → caption; a partial of `draw_caption`, pickled into loader processes."""
 Prompts = dict[str, list[str]]
 """Class → at least one prompt; classes are spelled as `class_name` does."""
 _TAG_JOINT = "||"
@@ -36,10 +36,26 @@ _TOKENS_CACHED = 8192
 _MAX_TOKENS = 100_000
 
 
-def field_caption(
-    index: DatasetIndex, reader: IndexedReader, rules: CaptionConfig, sample: int, rng: Generators
+def draw_caption(
+    index: DatasetIndex,
+    reader: IndexedReader,
+    rules: CaptionConfig | TagConfig,
+    prompts: Prompts | None,
+    sample: int,
+    rng: Generators,
 ) -> str:
-    """The sample's own caption or a metadata field, by `dataset.params.captions`. Raises BadSample or DataError."""
+    """The caption of one request: assembled from the tags of a tag folder, whose index holds them (`write_tags` in
+    `sources/files.py`); one of the prompts of the sample's class; or its own caption or a metadata field.
+
+    Raises:
+        BadSample, DataError: there is none, or it cannot be read.
+    """
+    if isinstance(rules, TagConfig):
+        score, *tags = json.loads(index.text("caption", sample) or "[0]")
+        return tag_caption(score, tags, rules, rng)
+    if prompts is not None:
+        prompt = _entry(prompts[class_name(index.text("cls", sample) or "")], "caption", rng)
+        return finish_caption(prompt, rules, rng)
 
     def text(field: str) -> str | None:
         if field != CAPTION:
@@ -47,18 +63,6 @@ def field_caption(
         return reader.caption(sample) if index.numbers("caption_length")[sample] >= 0 else None
 
     return choose_caption(text, rules, rng)
-
-
-def class_caption(index: DatasetIndex, prompts: Prompts, rules: CaptionConfig, sample: int, rng: Generators) -> str:
-    """One of the prompts of the sample's class in the place of a caption."""
-    prompt = _entry(prompts[class_name(index.text("cls", sample) or "")], "caption", rng)
-    return finish_caption(prompt, rules, rng)
-
-
-def tag_folder_caption(index: DatasetIndex, rules: TagConfig, sample: int, rng: Generators) -> str:
-    """The caption of a sample of a tag folder, whose index holds the tags (`write_tags` in `sources/files.py`)."""
-    score, *tags = json.loads(index.text("caption", sample) or "[0]")
-    return tag_caption(score, tags, rules, rng)
 
 
 def caption_weights(rules: CaptionConfig) -> dict[str, float]:

@@ -41,6 +41,8 @@ _MARGIN = 1.2
 """A JPEG is decoded at least so much larger than needed; with less, aliasing of the reduced picture is seen (34 dB
 instead of 40 dB against decoding in full, on a photograph of 640 × 427 for 256)."""
 LeastScale = Callable[[int, int], float]
+Box = tuple[float, float, float, float]
+"""Left, top, right, bottom of a cut [pixels]."""
 _LONGEST_SIDE = 2**31 - 1
 """The index holds 32 bits; only a damaged header says more."""
 MAX_SCANS = 100
@@ -206,18 +208,9 @@ class CroppedImage(NamedTuple):
     original_size: tuple[int, int]
     """Of the upright file [pixels]."""
     crop_top_left: tuple[int, int]
-    """As `CropPlacement` has it."""
+    """Of the cut in the image resized to cover it, as the mirrored picture shows it [pixels]."""
     alpha: NDArray[np.uint8] | None = None
     """[1, H, W] where it was asked for; 255 everywhere of an image without alpha."""
-
-
-class CropPlacement(NamedTuple):
-    """A cut of height × width out of an image that was resized to cover it."""
-
-    box: tuple[float, float, float, float]
-    """Left, top, right, bottom of the cut in the image as it is [pixels]."""
-    crop_top_left: tuple[int, int]
-    """Of the cut in the resized image, as the mirrored picture shows it [pixels]."""
 
 
 def cover_scale(image_height: int, image_width: int, wanted: CropRequest) -> float:
@@ -225,8 +218,8 @@ def cover_scale(image_height: int, image_width: int, wanted: CropRequest) -> flo
     return max(wanted.height / image_height, wanted.width / image_width)
 
 
-def place(image_height: int, image_width: int, wanted: CropRequest) -> CropPlacement:
-    """Where the cut lies.
+def place(image_height: int, image_width: int, wanted: CropRequest) -> tuple[Box, tuple[int, int]]:
+    """Where the cut lies: in the image as it is, and `crop_top_left` of `CroppedImage`.
 
     The sizes are those of the upright file, so that a JPEG decoded at reduced scale is cut at the very same place.
     """
@@ -236,7 +229,7 @@ def place(image_height: int, image_width: int, wanted: CropRequest) -> CropPlace
     top, left = (room // 2 if fraction is None else int(fraction * (room + 1)) for fraction, room in rooms)
     y, x = image_height / resized[0], image_width / resized[1]
     box = (left * x, top * y, min((left + wanted.width) * x, image_width), min((top + wanted.height) * y, image_height))
-    return CropPlacement(box, (top, resized[1] - wanted.width - left if wanted.flip else left))
+    return box, (top, resized[1] - wanted.width - left if wanted.flip else left)
 
 
 def read_image(data: bytes, wanted: CropRequest, max_pixels: int, *, keeps_alpha: bool = False) -> CroppedImage:
@@ -248,14 +241,14 @@ def read_image(data: bytes, wanted: CropRequest, max_pixels: int, *, keeps_alpha
         BadSample: the image cannot be used.
     """
     decoded = decode(data, max_pixels, partial(cover_scale, wanted=wanted), keeps_alpha=keeps_alpha)
-    placement = place(*decoded.original_size, wanted)
-    pixels, alpha = _cut(decoded, placement.box, wanted), None
+    box, crop_top_left = place(*decoded.original_size, wanted)
+    pixels, alpha = _cut(decoded, box, wanted), None
     if keeps_alpha:
         alpha = pixels[3:] if len(pixels) == 4 else np.full_like(pixels[:1], 255)
-    return CroppedImage(pixels[:3], decoded.original_size, placement.crop_top_left, alpha)
+    return CroppedImage(pixels[:3], decoded.original_size, crop_top_left, alpha)
 
 
-def _cut(decoded: DecodedImage, box: tuple[float, float, float, float], wanted: CropRequest) -> NDArray[np.uint8]:
+def _cut(decoded: DecodedImage, box: Box, wanted: CropRequest) -> NDArray[np.uint8]:
     """[3 or 4, H, W]. The edges of the cut are rounded to whole pixels of the decoded image.
 
     torch's antialiased bicubic resize of uint8 is Pillow's, to one unit of rounding, at a third of its time.

@@ -44,38 +44,33 @@ _END = b"\xff\xff\xff\xff\0\0\0\0"
 """Of every Arrow stream."""
 
 
-class Columns(NamedTuple):
-    """Column names that the user gave; None looks for the usual ones."""
+def pick_columns(
+    table: str, names: Sequence[str], image_names: Sequence[str], image: str | None, caption: str | None
+) -> tuple[str, str]:
+    """The image column and the caption column.
 
-    image: str | None = None
-    caption: str | None = None
+    Args:
+        table: what a message calls the table.
+        names: its columns.
+        image_names: usual names of the image column, the most likely one first; case does not matter.
+        image, caption: the columns that the user named; None looks for the usual names.
 
-    def pick(self, table: str, names: Sequence[str], image_names: Sequence[str]) -> tuple[str, str]:
-        """The image column and the caption column.
+    Raises:
+        ConfigError: a column is missing, the table's columns are named; or both are the same.
+    """
+    known = {name.strip().lower(): name for name in reversed(names)}
 
-        Args:
-            table: what a message calls the table.
-            names: its columns.
-            image_names: usual names of the image column, the most likely one first; case does not matter.
+    def one(option: str, given: str | None, usual: Sequence[str]) -> str:
+        found = next((known[name] for name in usual if name in known), None) if given is None else given
+        if found is None or found not in names:
+            missing = f"no column {given!r}" if given else f"none of the columns {', '.join(usual)}"
+            raise ConfigError(f"dataset.params.{option}: {table} has {missing}; it has {', '.join(names) or 'none'}")
+        return found
 
-        Raises:
-            ConfigError: a column is missing, the table's columns are named; or both are the same.
-        """
-        known = {name.strip().lower(): name for name in reversed(names)}
-
-        def one(option: str, given: str | None, usual: Sequence[str]) -> str:
-            found = next((known[name] for name in usual if name in known), None) if given is None else given
-            if found is None or found not in names:
-                missing = f"no column {given!r}" if given else f"none of the columns {', '.join(usual)}"
-                raise ConfigError(
-                    f"dataset.params.{option}: {table} has {missing}; it has {', '.join(names) or 'none'}"
-                )
-            return found
-
-        image = one("image_column", self.image, image_names)
-        if image == (caption := one("caption_column", self.caption, _CAPTION_COLUMNS)):
-            raise ConfigError(f"dataset.params.caption_column: {image!r} is the image column of {table} already")
-        return image, caption
+    picked = one("image_column", image, image_names), one("caption_column", caption, _CAPTION_COLUMNS)
+    if picked[0] == picked[1]:
+        raise ConfigError(f"dataset.params.caption_column: {picked[0]!r} is the image column of {table} already")
+    return picked
 
 
 class ArrowSource(base.Source):
@@ -102,12 +97,9 @@ class ArrowSource(base.Source):
         saved: bool = False,
     ) -> None:
         super().__init__(paths, access)
-        self.saved, self.wanted = saved, Columns(image_column, caption_column)
+        self.saved, self.wanted = saved, (image_column, caption_column)
+        self.identity = json.dumps(["huggingface" if saved else "parquet", *self.wanted])
         self.columns = ("at:image_offset",) if saved else ("at:image_offset", "at:group", "block")
-
-    @property
-    def identity(self) -> str:
-        return json.dumps(["huggingface" if self.saved else "parquet", *self.wanted])
 
     def shards(self) -> list[Shard]:
         """As `Source.shards`."""
@@ -123,7 +115,7 @@ class ArrowSource(base.Source):
         location, folder = shown(shard.location), self.image_root(shard)
         number, unpacked, last_group = 0, 0, None
         with _opened(shard, self.access, self.saved) as table:
-            image, caption = self.wanted.pick(location, table.schema.names, IMAGE_COLUMNS + PATH_COLUMNS)
+            image, caption = pick_columns(location, table.schema.names, IMAGE_COLUMNS + PATH_COLUMNS, *self.wanted)
             kinds = {field.name: _plain_type(field.type) for field in table.schema if field.name != image}
             if not _holds_texts(table.schema.field(caption).type):
                 raise ConfigError(
@@ -167,7 +159,7 @@ class ArrowSource(base.Source):
             """In the order in which the index counted their bytes. A generator, so that a full disk where they are
             written is not reported as damage of the table."""
             with _opened(shard, self.access, self.saved, group) as table:
-                image, _ = self.wanted.pick(name, table.schema.names, IMAGE_COLUMNS + PATH_COLUMNS)
+                image, _ = pick_columns(name, table.schema.names, IMAGE_COLUMNS + PATH_COLUMNS, *self.wanted)
                 for _, batch in table.batches([image]):
                     cells = _image_cells(name, image, batch[image])
                     yield from (content for content, _ in cells if content is not None)

@@ -335,14 +335,11 @@ class Source:
 
     columns: Sequence[str] = ()
     """Optional columns that also exist where no row has a value."""
+    identity: str
+    """Everything besides the shard that decides what `scan` returns; a change of it indexes anew."""
 
     def __init__(self, paths: Sequence[str], access: RemoteConfig) -> None:
         self.paths, self.access = list(paths), access
-
-    @property
-    def identity(self) -> str:
-        """Everything besides the shard that decides what `scan` returns; a change of it indexes anew."""
-        raise NotImplementedError
 
     def shards(self) -> list[Shard]:
         """All shards in a fixed order. Raises DataError when there are none, or one cannot be found."""

@@ -26,7 +26,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from sd_training.config.data_schema import RemoteConfig, TagConfig
 from sd_training.data.samples.captions import with_score_tag
 from sd_training.data.sources import base
-from sd_training.data.sources.arrow import IMAGE_COLUMNS, PATH_COLUMNS, Columns
+from sd_training.data.sources.arrow import IMAGE_COLUMNS, PATH_COLUMNS, pick_columns
 from sd_training.data.sources.base import Report, Row, Shard, read_scalars
 from sd_training.data.storage.files import entries_of, folders_below, open_bytes, shown
 from sd_training.errors import BadSample, ConfigError, DataError
@@ -162,18 +162,15 @@ class TableSource(base.Source):
         caption_column: str | None = None,
     ) -> None:
         super().__init__(paths, access)
-        self.wanted = Columns(image_column, caption_column)
-
-    @property
-    def identity(self) -> str:
-        return json.dumps(["table with paths by ..", *self.wanted])
+        self.wanted = (image_column, caption_column)
+        self.identity = json.dumps(["table with paths by ..", *self.wanted])
 
     def rows(self, shard: Shard, report: Report) -> Iterator[Row]:
         """As `Source.rows`."""
         name, root, seen = shown(shard.location), self.image_root(shard), set[str]()
         with closing(open_bytes(shard.location, self.access)) as file:
             names, rows = _read_table(name, file.stream)
-            image, caption = self.wanted.pick(name, names, PATH_COLUMNS + IMAGE_COLUMNS)
+            image, caption = pick_columns(name, names, PATH_COLUMNS + IMAGE_COLUMNS, *self.wanted)
 
             def with_image() -> Iterator[tuple[str, Mapping[str, Any], str]]:
                 number = 0
@@ -336,10 +333,7 @@ class TagSource(base.Source):
                 "[0.71, 1.42]"
             )
         self.rules = rules
-
-    @property
-    def identity(self) -> str:
-        return json.dumps(["tags", self.paths, rules_identity(self.rules)])
+        self.identity = json.dumps(["tags", self.paths, rules_identity(rules)])
 
     def image_root(self, shard: Shard) -> str:
         """As `Source.image_root`."""

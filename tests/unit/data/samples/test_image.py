@@ -53,9 +53,7 @@ def test_cuts_reach_both_ends(size: tuple[int, int]) -> None:
 
 
 def test_every_offset_is_as_likely() -> None:
-    offsets = [
-        place(16, 19, CropRequest(16, 16, 0.5, f)).crop_top_left[1] for f in np.linspace(0, 1, 400, endpoint=False)
-    ]
+    offsets = [place(16, 19, CropRequest(16, 16, 0.5, f))[1][1] for f in np.linspace(0, 1, 400, endpoint=False)]
     assert np.bincount(offsets).tolist() == [100] * 4
 
 
@@ -96,7 +94,7 @@ def test_reduced_decoding_is_a_matter_of_resampling(size: tuple[int, int], fract
     wanted = CropRequest(160, 256, fraction, fraction)
     picture = read_image(data, wanted, MAX_PIXELS).pixels.astype(float)
     with Image.open(io.BytesIO(data)) as whole:
-        left, top, right, bottom = place(*whole.size[::-1], wanted).box
+        left, top, right, bottom = place(*whole.size[::-1], wanted)[0]
         scale = decode(data, MAX_PIXELS, lambda height, width: cover_scale(height, width, wanted)).scale
         box = [round(edge * scale) / scale for edge in (left, top, right, bottom)]
         box = [min(box[0], size[0]), min(box[1], size[1]), min(box[2], size[0]), min(box[3], size[1])]
