@@ -18,13 +18,7 @@ from sd_training.config.value_types import (
 )
 
 SourceType = Literal[
-    "WebDataset",
-    "ClassificationWebDataset",
-    "Parquet",
-    "Table",
-    "ImageFolder",
-    "TagFolder",
-    "HuggingFace",
+    "WebDataset", "ClassificationWebDataset", "Parquet", "Table", "ImageFolder", "TagFolder", "HuggingFace"
 ]
 _TAR = ("WebDataset", "ClassificationWebDataset")
 _TABLES = ("Parquet", "Table", "HuggingFace")

@@ -100,15 +100,17 @@ def open_dataset(
     # Where a step may repeat samples, one sample is enough for the last bucket that is left.
     needed = 1 if params.resampled else batch_size
     if num_left < needed:
-        first = shown(index.shards[0].location) + (" and further" if len(index.shards) > 1 else "")
+        first, others = shown(index.shards[0].location), len(index.shards) - 1
         more = f" ({without:,} more fit no bucket or have no readable size)" if without else ""
-        repeat = ", or set dataset.params.resampled=true, which repeats samples" if num_left else ""
         few = (
-            f"dataset.params.path: {counted(num_left, 'sample')} of {first} {'is' if num_left == 1 else 'are'} left"
-            f"{more}, fewer than one optimizer step of {needed:,} takes; give more data, loosen "
-            f"dataset.params.filters, or lower system.batch_size × system.gradient_accumulation × processes{repeat}"
+            f"{counted(num_left, 'sample')} of {first}{' and further' if others else ''} "
+            f"{'is' if num_left == 1 else 'are'} left{more}, fewer than one optimizer step of {needed:,} takes; give "
+            "more data, loosen dataset.params.filters, or lower system.batch_size × system.gradient_accumulation × "
+            "processes" + (", or set dataset.params.resampled=true, which repeats samples" if num_left else "")
         )
-        raise DataError("\n".join([few, *exclusion_lines(index, selection)]))
-    captioner = partial(captions.draw_caption, index, reader, own_rules, prompts)
+        if not len(selection.selected):
+            few = f"no sample is left of the {len(index):,} in {first}{f' and {others:,} more' if others else ''}"
+        raise DataError("\n".join([f"dataset.params.path: {few}", *exclusion_lines(index, selection)]))
+    captioner = partial(captions.draw_caption, reader, own_rules, prompts)
     over_limit = len(selection.selected) - len(chosen)
     return OpenDataset(kind, index, selection, selected, bucket_of, merges, without, over_limit, reader, captioner)

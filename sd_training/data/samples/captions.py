@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sd_training.config.data_schema import CaptionConfig, TagConfig, class_name
-from sd_training.data.sources.base import DatasetIndex, IndexedReader, captions_in, printable
+from sd_training.data.sources.base import IndexedReader, captions_in, printable
 from sd_training.errors import BadSample, ConfigError, DataError
 
 CAPTION = "caption"
@@ -37,12 +37,7 @@ _MAX_TOKENS = 100_000
 
 
 def draw_caption(
-    index: DatasetIndex,
-    reader: IndexedReader,
-    rules: CaptionConfig | TagConfig,
-    prompts: Prompts | None,
-    sample: int,
-    rng: Generators,
+    reader: IndexedReader, rules: CaptionConfig | TagConfig, prompts: Prompts | None, sample: int, rng: Generators
 ) -> str:
     """The caption of one request: assembled from the tags of a tag folder, whose index holds them (`write_tags` in
     `sources/files.py`); one of the prompts of the sample's class; or its own caption or a metadata field.
@@ -50,6 +45,7 @@ def draw_caption(
     Raises:
         BadSample, DataError: there is none, or it cannot be read.
     """
+    index = reader.index
     if isinstance(rules, TagConfig):
         score, *tags = json.loads(index.text("caption", sample) or "[0]")
         return tag_caption(score, tags, rules, rng)

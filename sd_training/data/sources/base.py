@@ -35,15 +35,7 @@ from numpy.typing import NDArray
 from sd_training.config.data_schema import RemoteConfig
 from sd_training.config.filters import EXACT_INTEGERS
 from sd_training.data.samples.image import image_size
-from sd_training.data.storage.files import (
-    ByteFile,
-    FileMissing,
-    FileState,
-    file_states,
-    is_remote,
-    open_bytes,
-    shown,
-)
+from sd_training.data.storage.files import ByteFile, FileMissing, FileState, file_states, is_remote, open_bytes, shown
 from sd_training.errors import BadSample, DataError
 from sd_training.log import redacted_values
 
@@ -71,22 +63,10 @@ Row = dict[str, Any]
 Report = Callable[[str, str], None]
 """Names a problem of a shard: (key of the sample or empty, reason)."""
 COLUMNS = pa.schema(
-    {
-        "key": pa.large_string(),
-        "at:image": pa.large_string(),
-        "at:image_offset": pa.int64(),
-        "at:image_length": pa.int64(),
-        "width": pa.int32(),
-        "height": pa.int32(),
-        "at:group": pa.int32(),
-        "block": pa.int32(),
-        "caption": pa.large_string(),
-        "at:caption": pa.large_string(),
-        "at:caption_offset": pa.int64(),
-        "caption_length": pa.int64(),
-        "check:caption": pa.int64(),
-        "cls": pa.large_string(),
-    }
+    dict.fromkeys(("key", "at:image", "caption", "at:caption", "cls"), pa.large_string())
+    | dict.fromkeys(("width", "height", "at:group", "block"), pa.int32())
+    | dict.fromkeys(("at:image_offset", "at:image_length", "at:caption_offset", "caption_length"), pa.int64())
+    | {"check:caption": pa.int64()}
 )
 """`width` and `height` are those of the upright image [pixels], 0 when unknown. `at:…` hold where the reader finds a
 sample: `at:image` and `at:caption` are files, as `join` takes them, `at:image_offset` and `at:caption_offset` count in
@@ -281,14 +261,6 @@ def length_of(caption: str | None) -> int:
     return max((len(entry.encode()) for entry in captions_in(caption)), default=-1)
 
 
-def folder_of(location: str) -> str:
-    """The folder, or its URL, of a table; without links, so that `..` has the meaning of the file system."""
-    if location.startswith(("http://", "https://")):
-        location = location.partition("?")[0]
-    folder = location.rpartition("/")[0]
-    return folder if is_remote(location) else os.path.realpath(folder)
-
-
 def join(base: str, path: str) -> str:
     """Location of a file of the index. `base` is a folder; `path` is relative to it, or absolute."""
     if path.startswith("/"):
@@ -346,8 +318,13 @@ class Source:
         return file_states(self.paths, self.access)
 
     def image_root(self, shard: Shard) -> str:
-        """The folder that paths of a shard's rows start from."""
-        return folder_of(shard.location)
+        """The folder, or its URL, that paths of a shard's rows start from; without links, so that `..` has the meaning
+        of the file system."""
+        location = shard.location
+        if location.startswith(("http://", "https://")):
+            location = location.partition("?")[0]
+        folder = location.rpartition("/")[0]
+        return folder if is_remote(location) else os.path.realpath(folder)
 
     def rows(self, shard: Shard, report: Report) -> Iterator[Row]:
         """The samples of a shard. Damage and what is left out is reported; OSError and DataError are passed on."""

@@ -295,8 +295,14 @@ def list_folder(folder: str, access: RemoteConfig) -> tuple[list[str], list[str]
         DataError: a local folder cannot be read, or as `file_state`: a failed listing is never taken for an empty one.
     """
     if is_remote(folder):
-        files, folders = list_bucket(folder, access)
-        return sorted(file for file in files if not file.rpartition("/")[2].startswith(".")), sorted(folders)
+        scheme, _, rest = folder.partition("://")
+        bucket, _, path = rest.partition("/")
+        store, _ = open_store(folder, 0, access.timeout_s)
+        found = _retrying(folder, access, lambda: obstore.list_with_delimiter(store, path.strip("/") or None))
+        files, folders = [meta["path"] for meta in found["objects"]], found["common_prefixes"]
+        files = [file for file in files if not file.rpartition("/")[2].startswith(".")]
+        root = f"{scheme}://{bucket}/"
+        return sorted(root + file for file in files), sorted(root + inner.rstrip("/") for inner in folders)
     entries = entries_of(folder)
     return [e.path for e in entries if not is_folder(e)], [e.path for e in entries if is_folder(e)]
 
@@ -353,17 +359,6 @@ def remote_state(location: str, access: RemoteConfig) -> FileState:
         return FileState(location, meta["size"], _version(meta))
 
     return _retrying(location, access, look)
-
-
-def list_bucket(folder: str, access: RemoteConfig) -> tuple[list[str], list[str]]:
-    """URLs of the files and of the folders directly in a folder of a bucket; none where there is no such folder. Raises
-    as `remote_state` does: a failed listing is never taken for an empty one."""
-    scheme, _, rest = folder.partition("://")
-    bucket, _, path = rest.partition("/")
-    store, _ = open_store(folder, 0, access.timeout_s)
-    found = _retrying(folder, access, lambda: obstore.list_with_delimiter(store, path.strip("/") or None))
-    files = [f"{scheme}://{bucket}/{meta['path']}" for meta in found["objects"]]
-    return files, [f"{scheme}://{bucket}/{prefix.rstrip('/')}" for prefix in found["common_prefixes"]]
 
 
 def _version(meta: Any) -> str:
