@@ -7,7 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -54,31 +54,21 @@ _HELD_OUT_SEED = 2**40
 """Of the noise; not the run's, so that runs with other seeds are measured alike."""
 
 
-@dataclass(eq=False)
 class HeldOutData:
-    """Delivers PixelBatches by their number."""
+    """Delivers PixelBatches by their number. Type and processing are those of the run's first data set, without
+    regularisation.
 
-    dataset: DatasetConfig
-    """Of the run; type and processing are those of the first data set."""
-    config: ValidationConfig
-    """Where the samples are, and how many."""
-    batch_size: int
-    """Samples per forward pass."""
-    tokenizers: Mapping[str, Tokenizer]
-    """Text encoder → tokenizer."""
-    draws: DrawSettings
-    """As in training; regularisation is disabled."""
-    bad_samples: BadSampleLog
-    """Names what cannot be used."""
-    captions_needed: bool = True
-    """Whether samples without a caption are left out."""
-    _warned: set[tuple[str, str]] = field(default_factory=set, init=False)
+    Args:
+        run: what is trained on.
+        config: where the samples are, and how many.
+    """
 
-    def __post_init__(self) -> None:
-        assert self.config.path is not None, "without a path there is nothing to measure on"
-        self.params = self.dataset.params.replace(path=self.config.path, crop="center", flip_prob=0.0)
+    def __init__(self, run: "TrainingData", config: ValidationConfig) -> None:
+        assert config.path is not None, "without a path there is nothing to measure on"
+        self.run, self.config, self._warned = run, config, set[tuple[str, str]]()
+        self.params = run.dataset.params.replace(path=config.path, crop="center", flip_prob=0.0)
         self.draws = replace(
-            self.draws, seed=_HELD_OUT_SEED, dropout=Dropout(), has_input_noise=False, is_stratified=False
+            run.draws, seed=_HELD_OUT_SEED, dropout=Dropout(), has_input_noise=False, is_stratified=False
         )
 
     @cached_property
@@ -88,12 +78,12 @@ class HeldOutData:
         Raises:
             ConfigError, DataError: it cannot be used.
         """
-        table, params, kind = training_sizes(self.params), self.params, self.dataset.type
+        table, params, kind = training_sizes(self.params), self.params, self.run.dataset.type
         try:
-            dataset = open_dataset(kind, params, params, table, 1, captions_needed=self.captions_needed)
+            dataset = open_dataset(kind, params, params, table, 1, captions_needed=self.run.captions_needed)
         except (ConfigError, DataError) as error:
             raise type(error)(str(error).replace("dataset.params.path", "validation.path")) from error
-        return TrainingSamples([dataset], table, params, self.tokenizers, self.draws, global_batch=1)
+        return TrainingSamples([dataset], table, params, self.run.tokenizers, self.draws, global_batch=1)
 
     @cached_property
     def requests(self) -> list[list[SampleRequest]]:
@@ -102,11 +92,11 @@ class HeldOutData:
         total = len(dataset.selected)
         count = min(self.config.num_samples, total)
         chosen = np.arange(count) * total // count
-        buckets, batches = dataset.bucket_of[chosen], []
+        buckets, batches, size = dataset.bucket_of[chosen], [], self.run.plan.micro_batch
         for bucket in np.unique(buckets).tolist():
             positions = np.flatnonzero(buckets == bucket).tolist()
             requests = [SampleRequest(p, 0, int(dataset.selected[chosen[p]]), bucket) for p in positions]
-            batches += [requests[start : start + self.batch_size] for start in range(0, len(requests), self.batch_size)]
+            batches += [requests[start : start + size] for start in range(0, len(requests), size)]
         return batches
 
     def sentence(self) -> str:
@@ -122,11 +112,11 @@ class HeldOutData:
         """Logs what is measured when, what is wrong with the shards, and which of them are trained on as well."""
         log.info(self.sentence())
         (own,) = self.samples.datasets
-        self.bad_samples.report(own.selection.problems, "the held-out data")
+        self.run.bad_samples.report(own.selection.problems, "the held-out data")
         locations = {shard.location for dataset in trained for shard in dataset.index.shards}
         shared = [shown_location(shard.location) for shard in own.index.shards if shard.location in locations]
         if shared:
-            shards = counted(len(shared), SHARD_NOUNS.get(self.dataset.type, "shard"))
+            shards = counted(len(shared), SHARD_NOUNS.get(self.run.dataset.type, "shard"))
             log.warning(f"validation.path: trained on as well: {shards}, such as {shared[0]}")
 
     def __len__(self) -> int:
@@ -151,7 +141,7 @@ class HeldOutData:
         for skipped in result.skipped:
             if (skipped.shard, skipped.key) not in self._warned:  # all of them are named in the file
                 self._warned.add((skipped.shard, skipped.key))
-                self.bad_samples.name(skipped)
+                self.run.bad_samples.name(skipped)
                 shard, key, reason = (printable(part) for part in skipped[:3])
                 log.warning(f"validation.path: {shard} {key} cannot be used, another sample replaces it: {reason}")
         if result.error is not None:
@@ -192,12 +182,8 @@ class TrainingData(pl.LightningDataModule):
         self.entries: list[DatasetConfig | MixEntry] = [dataset, *dataset.mix]
         self.table = training_sizes(dataset.params)
         self.bad_samples = BadSampleLog(run_dir, dataset.params.max_bad_fraction)
-        self.held_out: HeldOutData | None = None
+        self.held_out = HeldOutData(self, validation) if validation and validation.path is not None else None
         """What the run is measured on."""
-        if validation is not None and validation.path is not None:
-            self.held_out = HeldOutData(
-                dataset, validation, plan.micro_batch, tokenizers, draws, self.bad_samples, captions_needed
-            )
 
     def prepare_data(self) -> None:
         """Builds the index; Lightning calls this on one process of each machine while the others wait."""
