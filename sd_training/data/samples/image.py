@@ -113,7 +113,8 @@ def decode(
                 return reduced
         image.load()
         upright = image.transpose(_TURNS[orientation]) if orientation in _TURNS else image
-        rgb = _to_rgb(ImageCms.applyTransform(upright, to_srgb) if to_srgb else upright, keeps_alpha)
+        in_srgb = ImageCms.applyTransform(upright, to_srgb) if to_srgb else None
+        rgb = _to_rgb(in_srgb or upright, keeps_alpha)
         return DecodedImage(np.array(rgb), (height, width))  # torch wants to own what it reads
     except Exception as error:  # Pillow's decoders raise many kinds on damaged files
         raise BadSample(f"image cannot be decoded: {type(error).__name__}: {error}") from error
