@@ -74,9 +74,9 @@ class CaptionReader(Tokenizer):
     def __init__(self) -> None:
         self.length = 0
 
-    def encode_counted(self, caption: str) -> Encoded:
+    def encode(self, caption: str) -> Encoded:
         """No tokens."""
-        return Encoded(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.bool_), 0)
+        return Encoded(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.bool_))
 
 
 def make_data(dataset: DatasetConfig, batch: int, workers: int) -> TrainingData:

@@ -30,19 +30,15 @@ from tqdm import tqdm
 from webdataset import TarWriter
 
 from sd_training.cli import run_cli
-from sd_training.config.data_schema import SourceParams
+from sd_training.config.data_schema import RemoteConfig, SourceParams
 from sd_training.config.paths import path_argument
 from sd_training.config.plan import counted
-from sd_training.data.index.columns import NUMBER, TEXT
-from sd_training.data.index.dataset_index import DatasetIndex
 from sd_training.data.index.store import load_index
-from sd_training.data.problems import BadSample, Problems, SkippedSample
-from sd_training.data.samples.image import FORMATS, ImageRules, decode
-from sd_training.data.sources.base import IndexedReader, Source
+from sd_training.data.samples.image import FORMATS, decode
+from sd_training.data.sources.base import NUMBER, TEXT, DatasetIndex, IndexedReader, Problems, SkippedSample, Source
 from sd_training.data.sources.choose import make_source
 from sd_training.data.sources.files import TABLE_EXTENSIONS, FolderSource, partner_folders
-from sd_training.data.storage.locations import Access
-from sd_training.errors import ConfigError, DataError
+from sd_training.errors import BadSample, ConfigError, DataError
 
 _EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 _MAX_PIXELS = 178_956_970
@@ -70,7 +66,7 @@ def open_input(path: Path, image_column: str | None, caption_column: str | None,
     elif not path.is_dir():
         raise DataError(f"{path}: is not a folder, {', '.join(TABLE_EXTENSIONS)} or .parquet file")
     params = SourceParams(path=str(path), image_column=image_column, caption_column=caption_column)
-    return kind, make_source(kind, params, Access(cache_dir=scratch / "cache", cache_gib=_CACHE_GIB))
+    return kind, make_source(kind, params, RemoteConfig(cache_dir=str(scratch / "cache"), cache_gib=_CACHE_GIB))
 
 
 def sample_order(index: DatasetIndex, by_block: bool, shuffle_seed: int | None) -> list[int]:
@@ -102,7 +98,7 @@ def encode_sample(
     if index.numbers("caption_length")[sample] < 0:
         raise BadSample("caption is missing")
     data, caption = reader.image(sample), reader.caption(sample)
-    image = Image.fromarray(decode(data, ImageRules(_MAX_PIXELS)).pixels)
+    image = Image.fromarray(decode(data, _MAX_PIXELS).pixels)
     kind = str(Image.open(io.BytesIO(data), formats=FORMATS).format)
     metadata: dict[str, Any] = {"original_width": image.width, "original_height": image.height}
     for field in sorted(index.fields):
@@ -203,7 +199,8 @@ def write_shards(args: argparse.Namespace, scratch: Path) -> tuple[int, int, Pro
     if any(args.out.glob("*.tar")):
         raise ConfigError(f"--out: {args.out} has shards already; choose another folder or remove them")
     for reason in _FOUND_LATER:
-        index.problems.forget(reason)
+        index.problems.counts.pop(reason, None)
+        index.problems.examples.pop(reason, None)
     skipped, samples, shards = list(index.problems.named()), 0, 0
     order = list(enumerate(sample_order(index, kind == "Parquet", args.shuffle)))
     parts = [order[start : start + args.samples_per_shard] for start in range(0, len(order), args.samples_per_shard)]

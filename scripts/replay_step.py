@@ -42,7 +42,7 @@ from sd_training.cli import run_cli
 from sd_training.config.load import load_config
 from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
-from sd_training.data.problems import printable
+from sd_training.data.sources.base import printable
 from sd_training.errors import DataError, UserError
 from sd_training.models.family import autocast
 from sd_training.types import PixelBatch

@@ -59,6 +59,10 @@ class DataError(UserError):
     """The data set cannot be used: a missing or damaged shard, nothing left after filters, too many bad samples."""
 
 
+class BadSample(Exception):
+    """Raised while one sample is read; the sample is skipped, counted and named. The message is its reason."""
+
+
 class BadSamplesError(DataError):
     """More samples could not be used than the options allow."""
 

@@ -75,7 +75,7 @@ def describe(plan: Plan) -> str:
     if not checks.errors and start is not None and report is not None:
         cuts = cut_captions(data.datasets(), data.tokenizers, config.experiment.seed)
         warnings = [warning for dataset in report.datasets for warning in dataset.warnings()]
-        warnings += [f"captions: {cut.sentence}" for cut in cuts if cut.is_much]
+        warnings += [f"captions: {sentence}" for sentence, is_much in cuts if is_much]
         if family is not None:
             predicts = family.schedulers.objective.prediction_type
             warning = prediction_warning(config.model, family.denoiser_part, predicts)
@@ -98,7 +98,7 @@ def describe(plan: Plan) -> str:
                 f"{_size(largest_picture(config))} pixels on a GPU; an estimate, see docs/memory.md",
                 [f"{name:<26}{size_text(count):>12}" for name, count in memory.items() if count],
             ),
-            "\n".join([report.text(), *(f"  {cut.sentence}" for cut in cuts)]),
+            "\n".join([report.text(), *(f"  {sentence}" for sentence, _ in cuts)]),
             held_out,
         ]
         text = "\n\n".join(section for section in sections if section)

@@ -13,7 +13,7 @@ from sd_training.config.data_schema import SourceParams
 from sd_training.config.fields import options, value_of
 from sd_training.config.schema import Config, WandbConfig
 from sd_training.data.order.buckets import size_problems, training_sizes
-from sd_training.data.sources.choose import access_of, path_problems
+from sd_training.data.sources.choose import path_problems
 from sd_training.errors import ConfigError, DataError
 from sd_training.export.draw import read_captions
 from sd_training.log import is_main_process, redacted
@@ -62,7 +62,7 @@ def _data_problems(config: Config) -> list[str]:
     if config.validation.path:
         held_out = dataset.params.replace(path=config.validation.path)
         named.append(("validation.path", dataset.type, held_out))
-    access = access_of(dataset.params.remote)
+    access = dataset.params.remote
     return [
         problem.replace(option, key) for key, kind, params in named for problem in path_problems(kind, params, access)
     ]

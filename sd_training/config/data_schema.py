@@ -18,13 +18,7 @@ from sd_training.config.value_types import (
 )
 
 SourceType = Literal[
-    "WebDataset",
-    "ClassificationWebDataset",
-    "Parquet",
-    "Table",
-    "ImageFolder",
-    "TagFolder",
-    "HuggingFace",
+    "WebDataset", "ClassificationWebDataset", "Parquet", "Table", "ImageFolder", "TagFolder", "HuggingFace"
 ]
 _TAR = ("WebDataset", "ClassificationWebDataset")
 _TABLES = ("Parquet", "Table", "HuggingFace")
@@ -47,8 +41,6 @@ class CaptionConfig(OptionGroup):
     """Put before every caption."""
     suffix: str = ""
     """Put after every caption."""
-    template: str | None = None
-    """Text with fields in braces, such as `a photo of {caption}, {style}`."""
     tag_separator: str | None = None
     """What separates tags, such as `, `; null: captions are sentences, not tags."""
     shuffle_tags_prob: Annotated[Probability, _TAGS] = 0.0
@@ -170,8 +162,6 @@ class DatasetParams(SourceParams):
     """Where the image is cut after it was resized to cover its target."""
     flip_prob: Probability = 0.0
     """Probability of a horizontal mirror image, decided per visit."""
-    icc_to_srgb: bool = False
-    """Convert images with a colour profile to sRGB."""
     resampled: bool = False
     """Draw samples with replacement; there may then be fewer of them than an optimizer step takes. Otherwise every
     sample comes once per epoch."""

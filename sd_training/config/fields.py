@@ -28,6 +28,8 @@ OLD_NAMES: Mapping[str, str] = {
 OLD_WORDS: Mapping[str, Mapping[str, str]] = {"dataset.type": {"ParquetDataset": "Parquet"}}
 """Option → word of sd-training → the word here."""
 RETIRED: Mapping[str, Any] = {
+    "dataset.params.captions.template": None,
+    "dataset.params.icc_to_srgb": True,
     "dataset.params.remote.mode": "cache",
     "experiment.eval_tar": False,
     "model.gradient_checkpointing_every": 1,
@@ -171,12 +173,10 @@ def rename_old(values: Any, origins: dict[str, str]) -> dict[str, str]:
         group[name] = value
         if old in origins:
             origins.setdefault(new, origins[old])
-    for number, entry in enumerate(_entries(values, "dataset.mix")):
-        params, name = place_of(entry, "params.class_mapping")
-        if (value := params.pop(name, None)) is not None:
-            if params.get("idx_to_prompt") not in (None, value):
-                problems[f"dataset.mix.{number}.params.class_mapping"] = "is a second name of idx_to_prompt; remove it"
-            params["idx_to_prompt"] = value
+    for entry in _entries(values, "dataset.mix"):
+        captions, name = place_of(entry, "params.captions.template")
+        if captions.get(name) is None:  # as in `RETIRED`
+            captions.pop(name, None)
     for entry in _entries(values, "model.text_encoders"):
         drop_final_norm(entry)
     model, ema = place_of(values, "model.ema")

@@ -7,10 +7,10 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
@@ -25,11 +25,11 @@ from sd_training.data.index.report import DataReport, DatasetReport
 from sd_training.data.loader import BadSampleLog, TrainingLoader
 from sd_training.data.order.buckets import training_sizes
 from sd_training.data.order.order import OrderSettings, RunOrder, SampleOrder
-from sd_training.data.problems import printable
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.data.samples.sample import DrawSettings, Dropout, SampleRequest, TrainingSamples
+from sd_training.data.sources.base import printable
 from sd_training.data.sources.choose import SHARD_NOUNS
-from sd_training.data.storage.locations import shown as shown_location
+from sd_training.data.storage.files import shown as shown_location
 from sd_training.errors import CheckpointError, Checks, ConfigError, DataError
 from sd_training.log import get_logger, redacted_values
 from sd_training.types import PixelBatch
@@ -54,31 +54,21 @@ _HELD_OUT_SEED = 2**40
 """Of the noise; not the run's, so that runs with other seeds are measured alike."""
 
 
-@dataclass(eq=False)
 class HeldOutData:
-    """Delivers PixelBatches by their number."""
+    """Delivers PixelBatches by their number. Type and processing are those of the run's first data set, without
+    regularisation.
 
-    dataset: DatasetConfig
-    """Of the run; type and processing are those of the first data set."""
-    config: ValidationConfig
-    """Where the samples are, and how many."""
-    batch_size: int
-    """Samples per forward pass."""
-    tokenizers: Mapping[str, Tokenizer]
-    """Text encoder → tokenizer."""
-    draws: DrawSettings
-    """As in training; regularisation is disabled."""
-    bad_samples: BadSampleLog
-    """Names what cannot be used."""
-    captions_needed: bool = True
-    """Whether samples without a caption are left out."""
-    _warned: set[tuple[str, str]] = field(default_factory=set, init=False)
+    Args:
+        run: what is trained on.
+        config: where the samples are, and how many.
+    """
 
-    def __post_init__(self) -> None:
-        assert self.config.path is not None, "without a path there is nothing to measure on"
-        self.params = self.dataset.params.replace(path=self.config.path, crop="center", flip_prob=0.0)
+    def __init__(self, run: "TrainingData", config: ValidationConfig) -> None:
+        assert config.path is not None, "without a path there is nothing to measure on"
+        self.run, self.config, self._warned = run, config, set[tuple[str, str]]()
+        self.params = run.dataset.params.replace(path=config.path, crop="center", flip_prob=0.0)
         self.draws = replace(
-            self.draws, seed=_HELD_OUT_SEED, dropout=Dropout(), has_input_noise=False, is_stratified=False
+            run.draws, seed=_HELD_OUT_SEED, dropout=Dropout(), has_input_noise=False, is_stratified=False
         )
 
     @cached_property
@@ -88,12 +78,12 @@ class HeldOutData:
         Raises:
             ConfigError, DataError: it cannot be used.
         """
-        table, params, kind = training_sizes(self.params), self.params, self.dataset.type
+        table, params, kind = training_sizes(self.params), self.params, self.run.dataset.type
         try:
-            dataset = open_dataset(kind, params, params, table, 1, captions_needed=self.captions_needed)
+            dataset = open_dataset(kind, params, params, table, 1, captions_needed=self.run.captions_needed)
         except (ConfigError, DataError) as error:
             raise type(error)(str(error).replace("dataset.params.path", "validation.path")) from error
-        return TrainingSamples([dataset], table, params, self.tokenizers, self.draws, global_batch=1)
+        return TrainingSamples([dataset], table, params, self.run.tokenizers, self.draws, global_batch=1)
 
     @cached_property
     def requests(self) -> list[list[SampleRequest]]:
@@ -102,11 +92,11 @@ class HeldOutData:
         total = len(dataset.selected)
         count = min(self.config.num_samples, total)
         chosen = np.arange(count) * total // count
-        buckets, batches = dataset.bucket_of[chosen], []
+        buckets, batches, size = dataset.bucket_of[chosen], [], self.run.plan.micro_batch
         for bucket in np.unique(buckets).tolist():
             positions = np.flatnonzero(buckets == bucket).tolist()
             requests = [SampleRequest(p, 0, int(dataset.selected[chosen[p]]), bucket) for p in positions]
-            batches += [requests[start : start + self.batch_size] for start in range(0, len(requests), self.batch_size)]
+            batches += [requests[start : start + size] for start in range(0, len(requests), size)]
         return batches
 
     def sentence(self) -> str:
@@ -122,11 +112,11 @@ class HeldOutData:
         """Logs what is measured when, what is wrong with the shards, and which of them are trained on as well."""
         log.info(self.sentence())
         (own,) = self.samples.datasets
-        self.bad_samples.report(own.selection.problems, "the held-out data")
+        self.run.bad_samples.report(own.selection.problems, "the held-out data")
         locations = {shard.location for dataset in trained for shard in dataset.index.shards}
         shared = [shown_location(shard.location) for shard in own.index.shards if shard.location in locations]
         if shared:
-            shards = counted(len(shared), SHARD_NOUNS.get(self.dataset.type, "shard"))
+            shards = counted(len(shared), SHARD_NOUNS.get(self.run.dataset.type, "shard"))
             log.warning(f"validation.path: trained on as well: {shards}, such as {shared[0]}")
 
     def __len__(self) -> int:
@@ -151,18 +141,13 @@ class HeldOutData:
         for skipped in result.skipped:
             if (skipped.shard, skipped.key) not in self._warned:  # all of them are named in the file
                 self._warned.add((skipped.shard, skipped.key))
-                self.bad_samples.name(skipped)
+                self.run.bad_samples.name(skipped)
                 shard, key, reason = (printable(part) for part in skipped[:3])
                 log.warning(f"validation.path: {shard} {key} cannot be used, another sample replaces it: {reason}")
         if result.error is not None:
             raise type(result.error)(f"validation.path: {result.error}")
         assert result.batch is not None, "a result has a batch or an error"
         return result.batch
-
-
-class _Opened(NamedTuple):
-    datasets: list[OpenDataset]
-    order: RunOrder
 
 
 class TrainingData(pl.LightningDataModule):
@@ -197,17 +182,13 @@ class TrainingData(pl.LightningDataModule):
         self.entries: list[DatasetConfig | MixEntry] = [dataset, *dataset.mix]
         self.table = training_sizes(dataset.params)
         self.bad_samples = BadSampleLog(run_dir, dataset.params.max_bad_fraction)
-        self.held_out: HeldOutData | None = None
+        self.held_out = HeldOutData(self, validation) if validation and validation.path is not None else None
         """What the run is measured on."""
-        if validation is not None and validation.path is not None:
-            self.held_out = HeldOutData(
-                dataset, validation, plan.micro_batch, tokenizers, draws, self.bad_samples, captions_needed
-            )
 
     def prepare_data(self) -> None:
         """Builds the index; Lightning calls this on one process of each machine while the others wait."""
         checks = Checks()
-        checks.run(self.datasets)
+        checks.run(lambda: self.order)
         if self.held_out is not None:
             checks.run(self.held_out.sentence)
         checks.finish()
@@ -236,8 +217,7 @@ class TrainingData(pl.LightningDataModule):
         """
         # Loader processes are forked; the tokenizers package would warn about its threads in every one of them.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        order = self._opened.order
-        return TrainingLoader(self.samples(), order, self.plan, rank, self.workers, first_step, self.bad_samples)
+        return TrainingLoader(self.samples(), self.order, self.plan, rank, self.workers, first_step, self.bad_samples)
 
     def samples(self) -> TrainingSamples:
         """Request → example."""
@@ -246,7 +226,7 @@ class TrainingData(pl.LightningDataModule):
 
     def datasets(self) -> list[OpenDataset]:
         """The data sets of the run, opened; the first is the main one."""
-        return self._opened.datasets
+        return self._datasets
 
     def name_of(self, sample_id: int) -> tuple[str, str]:
         """Location of the shard and key of a batch's sample; hostile text."""
@@ -266,11 +246,10 @@ class TrainingData(pl.LightningDataModule):
         Raises:
             DataError: it cannot be used.
         """
-        datasets, order = self._opened
         return DataReport(
             [
-                DatasetReport(dataset, order, number, self.table, of_run, is_size_known)
-                for number, dataset in enumerate(datasets)
+                DatasetReport(dataset, self.order, number, self.table, of_run, is_size_known)
+                for number, dataset in enumerate(self._datasets)
             ]
         )
 
@@ -289,14 +268,13 @@ class TrainingData(pl.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """The data's part of a checkpoint. The position is the optimizer step, which the trainer keeps."""
-        datasets, order = self._opened
         return {
             "options": _options(self.dataset),
             "fingerprint": self.fingerprint(),
-            "num_samples": sum(len(dataset.selected) for dataset in datasets),
+            "num_samples": sum(len(dataset.selected) for dataset in self._datasets),
             **_order(self.dataset, self.plan, self.draws.seed),
-            "lanes": [own.num_streams for own in order.orders],
-            "window": [own.window for own in order.orders],
+            "lanes": [own.num_streams for own in self.order.orders],
+            "window": [own.window for own in self.order.orders],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -312,25 +290,30 @@ class TrainingData(pl.LightningDataModule):
             raise CheckpointError(_other_data(changed))
 
     @cached_property
-    def _opened(self) -> _Opened:
-        params, plan, checks = self.dataset.params, self.plan, Checks()
+    def _datasets(self) -> list[OpenDataset]:
+        checks = Checks()
         open_one = partial(
             open_dataset,
-            params=params,
+            params=self.dataset.params,
             table=self.table,
-            batch_size=plan.global_batch,
+            batch_size=self.plan.global_batch,
             captions_needed=self.captions_needed,
         )
         made = [checks.run(partial(open_one, entry.type, entry.params)) for entry in self.entries]
         checks.finish()
-        datasets, orders = [dataset for dataset in made if dataset is not None], []
-        for number, dataset in enumerate(datasets):
+        return [dataset for dataset in made if dataset is not None]
+
+    @cached_property
+    def order(self) -> RunOrder:
+        """Which samples each optimizer step draws."""
+        params, plan, orders = self.dataset.params, self.plan, []
+        for number, dataset in enumerate(self._datasets):
             seed = self.draws.seed + (number << 32)  # data sets of equal length must not be shuffled alike
             settings = OrderSettings(seed, plan.global_batch, params.lanes, params.window, params.resampled)
             block_of = dataset.index.numbers("block")[dataset.selected]
             orders.append(SampleOrder(settings, block_of, dataset.bucket_of))
-        selected = [dataset.selected for dataset in datasets]
-        return _Opened(datasets, RunOrder(self.entries, self.draws.seed, plan.num_steps, orders, selected))
+        selected = [dataset.selected for dataset in self._datasets]
+        return RunOrder(self.entries, self.draws.seed, plan.num_steps, orders, selected)
 
 
 def order_problem(

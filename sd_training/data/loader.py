@@ -34,8 +34,8 @@ from torch.utils.data import DataLoader
 
 from sd_training.config.plan import BatchPlan
 from sd_training.data.order.order import RunOrder
-from sd_training.data.problems import Problems, SkippedSample, printable
 from sd_training.data.samples.sample import SampleRequest, TrainingSamples, WorkerResult
+from sd_training.data.sources.base import Problems, SkippedSample, printable
 from sd_training.errors import BadSamplesError, ConfigError, DataError
 from sd_training.log import get_logger, redacted_values
 from sd_training.signals import FOR_THE_TRAINING_PROCESS

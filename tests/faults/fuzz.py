@@ -23,15 +23,14 @@ import torch
 from sd_training.checkpoint.folder import folder_name, verify_checkpoint
 from sd_training.checkpoint.save import open_checkpoint, write_state, write_tensors
 from sd_training.cli import run_cli
+from sd_training.config.data_schema import RemoteConfig
 from sd_training.config.filters import parse_filters
 from sd_training.config.load import load_config
-from sd_training.data.problems import BadSample
-from sd_training.data.samples.image import ImageRules, decode, image_size
+from sd_training.data.samples.image import decode, image_size
 from sd_training.data.sources.arrow import ArrowSource
 from sd_training.data.sources.tar import scan_tar
 from sd_training.data.storage.files import open_bytes
-from sd_training.data.storage.locations import Access
-from sd_training.errors import ConfigError, UserError
+from sd_training.errors import BadSample, ConfigError, UserError
 from tests.checkpoints import write_sealed
 from tests.faults.fuzz_inputs import Inputs
 from tests.faults.hostile_files import TAR_END, tar_member
@@ -42,10 +41,10 @@ QUICK, FULL = 600, 10_000
 """Inputs in all [count]."""
 PER_CHILD = 250
 MEMORY_MIB = 512
-"""Most that a child may grow by over its inputs [MiB]; images are limited to `RULES` [pixels]."""
+"""Most that a child may grow by over its inputs [MiB]; images are limited to `MAX_PIXELS` [pixels]."""
 LONGEST_S = 30
 """Longest time for one input [s]."""
-RULES = ImageRules(max_pixels=4_000_000)
+MAX_PIXELS = 4_000_000
 _BASE = ("experiment.log_dir=runs", "experiment.num_examples_to_see=100", "model.pretrained=a/b")
 
 
@@ -57,7 +56,7 @@ def read_tar(data: bytes, folder: Path, inputs: Inputs) -> bool:
     """Indexes a shard and decodes its images; False where something was wrong with it."""
     path = folder / "input.tar"
     path.write_bytes(data)
-    file = open_bytes(str(path), Access())
+    file = open_bytes(str(path), RemoteConfig())
     try:
         problems: list[str] = []
         samples = scan_tar(file, lambda key, reason: problems.append(reason))
@@ -65,7 +64,7 @@ def read_tar(data: bytes, folder: Path, inputs: Inputs) -> bool:
         for sample in samples:
             offset, length = sample.spans["image"]
             try:
-                decode(file.pread(min(length, len(data)), offset), RULES)
+                decode(file.pread(min(length, len(data)), offset), MAX_PIXELS)
             except (BadSample, UserError):
                 is_whole = False
         return is_whole
@@ -84,7 +83,7 @@ def read_image(data: bytes, folder: Path, inputs: Inputs) -> bool:
 
     image_size(io.BytesIO(data))
     try:
-        decode(data, RULES)
+        decode(data, MAX_PIXELS)
     except BadSample:
         return False
     return True
@@ -116,7 +115,7 @@ def read_saved_dataset(data: bytes, folder: Path, inputs: Inputs) -> bool:
     saved.mkdir()
     (saved / "x.arrow").touch()
     (saved / name.decode()).write_bytes(content)
-    return bool(ArrowSource([str(saved)], Access(), saved=True).shards())
+    return bool(ArrowSource([str(saved)], RemoteConfig(), saved=True).shards())
 
 
 def read_checkpoint(data: bytes, folder: Path, inputs: Inputs) -> bool:

@@ -126,7 +126,7 @@ def test_every_survivor_comes_once_per_epoch(folder: Path, reference: dict[int, 
     planned = {
         step * GLOBAL_BATCH + slot: sample
         for step in range(STEPS)
-        for slot, sample in enumerate(data._opened.order.at(step).samples.tolist())
+        for slot, sample in enumerate(data.order.at(step).samples.tolist())
     }
     counts = np.bincount(list(planned.values()), minlength=SHARDS * PER_SHARD)
     survivors = [n for n in range(SHARDS * PER_SHARD) if (n // PER_SHARD) % 9 and n % 5]

@@ -12,16 +12,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from sd_training.config.data_schema import CaptionConfig
+from sd_training.config.data_schema import CaptionConfig, RemoteConfig
 from sd_training.config.filters import parse_filters
 from sd_training.config.plan import BatchPlan
 from sd_training.data.index.selection import select
 from sd_training.data.index.store import load_index
 from sd_training.data.order.buckets import BucketTable, ladder, merge_small
 from sd_training.data.order.order import OrderSettings, SampleOrder
-from sd_training.data.problems import Problems
-from sd_training.data.sources.base import Shard, ShardScan, Source
-from sd_training.data.storage.locations import Access
+from sd_training.data.sources.base import Problems, Shard, Source
 from tests import makers
 from tests.integration.training import ROOT
 from tests.unit.data.making import training_data
@@ -37,7 +35,7 @@ class MadeUp(Source):
     def shards(self) -> list[Shard]:
         return [Shard(f"{number:05d}.tar", 1, "1") for number in range(UNITS)]
 
-    def scan(self, unit: Shard) -> ShardScan:
+    def scan(self, unit: Shard) -> tuple[dict[str, pa.Array], Problems]:
         chance = np.random.default_rng(int(unit.location[:5]))
         sizes = chance.integers(256, 2049, (2, PER_UNIT))
         words = np.array(["en", "de", "fr"])[chance.integers(0, 3, PER_UNIT)]
@@ -53,14 +51,14 @@ class MadeUp(Source):
             "number:language": pa.nulls(PER_UNIT, pa.float64()),
             "text:language": pa.array(words),
         }
-        return ShardScan(columns, Problems())
+        return columns, Problems()
 
 
 def open_million(index_dir: Path) -> tuple[SampleOrder, float]:
     """The order over what two filters keep, in buckets; and the seconds that it took from the index on disk."""
     start = time.perf_counter()
     rules, _ = parse_filters({"aesthetic": ">=2", "where": "language in [en, de] and aspect_ratio < 3"})
-    index = load_index(MadeUp([], Access()), index_dir, ["aesthetic", "language"])
+    index = load_index(MadeUp([], RemoteConfig()), index_dir, ["aesthetic", "language"])
     selected = select(index, rules, None, CaptionConfig()).selected
     table = BucketTable(tuple(ladder(1 << 20, 64, 512, 2048, 3.0)))
     bucket_of = table.assign(index.numbers("width")[selected], index.numbers("height")[selected])
@@ -78,7 +76,7 @@ def memory_mb(process: int, kind: str = "Pss") -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
 def test_a_million_samples(tmp_path: Path) -> None:
-    load_index(MadeUp([], Access()), tmp_path, ["aesthetic", "language"])
+    load_index(MadeUp([], RemoteConfig()), tmp_path, ["aesthetic", "language"])
     script = (
         "import os, gc; from pathlib import Path;"
         "from tests.integration.test_data_scale import open_million, memory_mb;"

@@ -52,12 +52,11 @@ def test_the_facts_of_a_run_on_a_small_folder(pipeline_dir: Path, folder: Path, 
     assert row(text, "begins").startswith("a new run: ")
 
     tokenizer = AutoTokenizer.from_pretrained(pipeline_dir / "tokenizer")
-    longest = len(tokenizer("a red picture " * 20)["input_ids"])
     cut = f"text_encoder: 3 of 12 captions looked at (25.0%) have more than its {tokenizer.model_max_length} tokens"
     # Height decides up to 155 of the 160 pixels, and the sixth picture is the last that is too small.
-    enlarged = "6 images (50.0%), 1.37 times (median), at most 2.00"
+    enlarged = "6 images (50.0%)"
     assert f"  enlarged to the size they are trained at: {enlarged}\n" in text
-    assert f"{cut} and are cut off; the longest has {longest}" in text
+    assert f"{cut} and are cut off" in text
     doubts = text.partition("probably not meant:\n")[2].partition("\n\n")[0].splitlines()
     assert [line.split(":")[0] for line in doubts] == [
         "  - dataset.params.resolution",

@@ -90,7 +90,7 @@ def test_training_gives_the_denoiser_what_the_pipeline_gives_it(
     batch = next(iter(run.data.loader(0, lambda: 0)))
     pipe = family.pipeline()
     caption = "a red picture"
-    tokens = {n: t.encode_counted(caption) for n, t in family.tokenizers().items()}
+    tokens = {n: t.encode(caption) for n, t in family.tokenizers().items()}
     batch.tokens = {n: torch.from_numpy(t.tokens)[None] for n, t in tokens.items()}
     batch.token_masks = {n: torch.from_numpy(t.mask)[None] for n, t in tokens.items()}
     batch.dropped = {n: torch.zeros(1, dtype=torch.bool) for n in (*tokens, "size", "crop")}

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from sd_training.config.data_schema import RemoteConfig
 from sd_training.data.sources.choose import expand_shards
-from sd_training.data.storage import object_store
-from sd_training.data.storage.files import file_state, open_bytes
-from sd_training.data.storage.locations import Access, FileMissing
+from sd_training.data.storage import files
+from sd_training.data.storage.files import FileMissing, file_state, open_bytes
 from sd_training.errors import DataError
 from tests.integration.fault_proxy import FAULTS, FaultProxy, running
 from tests.integration.s3_server import BUCKET, S3Server, s3_environment, s3_server
@@ -30,23 +30,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 @pytest.fixture
 def proxy(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    monkeypatch.setattr(object_store, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(files, "FIRST_WAIT_S", 0.01)
     with running(FaultProxy(server.url, seed=5, delay_s=5.0)) as proxy:
         for name, value in s3_environment(proxy.url).items():
             monkeypatch.setenv(name, value)
         yield proxy
 
 
-def access(tmp_path: Path, num_retries: int = 15, timeout_s: float = 0.5) -> Access:
+def access(tmp_path: Path, num_retries: int = 15, timeout_s: float = 0.5) -> RemoteConfig:
     """On a busy machine an answer that nobody has spoilt may be late as well."""
-    return Access(tmp_path / "cache", 1.0, num_retries, timeout_s)
+    return RemoteConfig(cache_dir=str(tmp_path / "cache"), cache_gib=1.0, num_retries=num_retries, timeout_s=timeout_s)
 
 
 def url(name: str) -> str:
     return f"s3://{BUCKET}/set/{name}"
 
 
-def is_right(name: str, options: Access) -> bool:
+def is_right(name: str, options: RemoteConfig) -> bool:
     return open_bytes(url(name), options).pread(len(CONTENT[name]), 0) == CONTENT[name]
 
 
@@ -61,7 +61,7 @@ def test_downloads_through_faults(proxy: FaultProxy, tmp_path: Path) -> None:
 
 def read_all(folder: Path, results: "multiprocessing.SimpleQueue[list[bool]]") -> None:
     """In another process."""
-    object_store.FIRST_WAIT_S = 0.01
+    files.FIRST_WAIT_S = 0.01
     results.put([is_right(name, access(folder)) for name in CONTENT])
 
 

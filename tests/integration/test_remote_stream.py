@@ -10,8 +10,7 @@ from sd_training.config.data_schema import RemoteConfig
 from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.sources.choose import expand_shards
-from sd_training.data.storage import object_store
-from sd_training.data.storage.locations import Access
+from sd_training.data.storage import files
 from sd_training.errors import EXIT_STOPPED, OutageError
 from tests import makers
 from tests.integration.fault_proxy import FaultProxy, running
@@ -38,7 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, local: Path) -> Iterator[S3
 
 @pytest.fixture
 def proxy(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    monkeypatch.setattr(object_store, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(files, "FIRST_WAIT_S", 0.01)
     with running(FaultProxy(server.url, seed=3, rate=0.35, delay_s=5)) as proxy:
         for name, value in s3_environment(proxy.url).items():
             monkeypatch.setenv(name, value)
@@ -106,7 +105,7 @@ def test_a_server_that_goes_away_asks_for_another_start(
 def test_a_listing_that_fails_is_never_an_empty_one(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket that is busy for a moment must not make the data set smaller."""
     proxy.rate = 0.5
-    access = Access(cache_dir=None, cache_gib=1.0, num_retries=20, timeout_s=0.2)
+    access = RemoteConfig(cache_gib=1.0, num_retries=20, timeout_s=0.2)
     for seed in range(20):
         proxy.seed = seed
         assert len(expand_shards(f"s3://{BUCKET}/s*t/*.tar", access)) == 4

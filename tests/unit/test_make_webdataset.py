@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from scripts.make_webdataset import main, open_input
+from sd_training.config.data_schema import RemoteConfig
 from sd_training.data.sources.arrow import ArrowSource
-from sd_training.data.storage.locations import Access
 from tests import makers
 from tests.unit.data.making import scanned
 
@@ -169,4 +169,4 @@ def test_all_of_many_unusable_rows_are_counted(tmp_path: Path) -> None:
 def test_unpacked_row_groups_leave_room_for_other_files(tmp_path: Path) -> None:
     pq.write_table(pa.table({"image": [b"x"], "caption": ["x"]}), tmp_path / "t.parquet")
     source = open_input(tmp_path / "t.parquet", None, None, tmp_path)[1]
-    assert isinstance(source, ArrowSource) and source.access.cache_gib < Access().cache_gib
+    assert isinstance(source, ArrowSource) and source.access.cache_gib < RemoteConfig().cache_gib

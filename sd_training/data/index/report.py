@@ -2,21 +2,21 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sd_training.config.plan import counted
 from sd_training.data.dataset import OpenDataset
 from sd_training.data.index.selection import filter_lines
 from sd_training.data.order.buckets import NO_BUCKET, BucketTable, histogram
 from sd_training.data.order.order import RunOrder, generator
-from sd_training.data.problems import BadSample
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.data.sources.choose import SHARD_NOUNS
-from sd_training.data.storage.locations import shown
+from sd_training.data.storage.files import shown
+from sd_training.errors import BadSample
 
 _MANY_ENLARGED, _MANY_CUT = 0.05, 0.01
 """From which share of enlarged images, and of truncated captions, on a warning is due."""
@@ -41,7 +41,7 @@ class DatasetReport:
     def __init__(
         self, dataset: OpenDataset, order: RunOrder, number: int, table: BucketTable, of_run: bool, is_size_known: bool
     ) -> None:
-        self.dataset, self.table, self.of_run, self.is_size_known = dataset, table, of_run, is_size_known
+        self.dataset, self.table, self.of_run = dataset, table, of_run
         index, noun = dataset.index, SHARD_NOUNS.get(dataset.kind, "shard")
         self.location = shown(index.shards[0].location)
         """Of the first shard."""
@@ -53,26 +53,20 @@ class DatasetReport:
         """Optimizer steps that draw from it."""
         self.epochs = self.num_steps * order.orders[number].settings.global_batch / self.num_selected
         """How often the run sees each sample."""
-
-    def enlargement(self) -> NDArray[np.float64]:
-        """Factors, above 1, by which images are enlarged to cover their bucket; those of unknown size are left out."""
-        if not self.is_size_known:
-            return np.empty(0)
-        target = np.array(self.table.sizes, dtype=np.float64)[self.dataset.bucket_of]
-        sides = [self.dataset.index.numbers(side)[self.dataset.selected] for side in ("height", "width")]
-        is_known = (sides[0] > 0) & (sides[1] > 0)
-        factors = np.maximum(*(target[is_known, i] / side[is_known] for i, side in enumerate(sides)))
-        return np.asarray(factors[factors > 1])
+        height, width = (index.numbers(side)[dataset.selected] for side in ("height", "width"))
+        target = np.array(table.sizes)[dataset.bucket_of]
+        is_smaller = (height > 0) & (width > 0) & ((height < target[:, 0]) | (width < target[:, 1]))
+        self.num_enlarged = int(is_smaller.sum()) if is_size_known else 0
+        """Images that are enlarged to cover their bucket; those of unknown size are not counted."""
 
     def warnings(self) -> list[str]:
         """What is allowed but probably not intended."""
-        found, factors = [], self.enlargement()
-        if (share := len(factors) / self.num_selected) >= _MANY_ENLARGED:
+        found, share = [], self.num_enlarged / self.num_selected
+        if share >= _MANY_ENLARGED:
             found.append(
                 f"dataset.params.resolution: {share:.0%} of the images are smaller than the size they are trained at; "
-                f"they are enlarged {np.median(factors):.1f} times (median), at most {factors.max():.1f} times, "
-                "and blurred by it. Lower the resolution, leave them out (dataset.params.filters.width='>=…'), or use "
-                "dataset.params.buckets.mode=ladder with upscale=false"
+                "they are enlarged, and blurred by it. Lower the resolution, leave them out "
+                "(dataset.params.filters.width='>=…'), or use dataset.params.buckets.mode=ladder with upscale=false"
             )
         if self.of_run and self.epochs > _MANY_EPOCHS and self.num_selected < _SMALL_SET:
             found.append(
@@ -105,12 +99,9 @@ class DatasetReport:
             yield "  bucket {}×{} {}; {}".format(*table.sizes[source], few, fate)
         if problems := selection.problems.text():
             yield f"  problems: {problems}"
-        if len(factors := self.enlargement()):
-            yield (
-                f"  enlarged to the size they are trained at: {counted(len(factors), 'image')} "
-                f"({len(factors) / self.num_selected:.1%}), {np.median(factors):.2f} times (median), at most "
-                f"{factors.max():.2f}"
-            )
+        if self.num_enlarged:
+            share = self.num_enlarged / self.num_selected
+            yield f"  enlarged to the size they are trained at: {counted(self.num_enlarged, 'image')} ({share:.1%})"
         if self.of_run:
             yield f"  the run sees {samples} {self.epochs:,.2f} times each, in {counted(self.num_steps, 'step')}"
 
@@ -130,46 +121,34 @@ class DataReport(NamedTuple):
         return "\n".join(lines)
 
 
-class CutCaptions(NamedTuple):
-    """How many captions are longer than a text encoder reads, by a look at some."""
-
-    sentence: str
-    """For a terminal."""
-    is_much: bool
-    """Whether a warning is due."""
-
-
-def cut_captions(datasets: Sequence[OpenDataset], tokenizers: Mapping[str, Tokenizer], seed: int) -> list[CutCaptions]:
-    """Counts, for each text encoder, the tokens of captions at equal distances in the data, as training would draw
-    them.
+def cut_captions(
+    datasets: Sequence[OpenDataset], tokenizers: Mapping[str, Tokenizer], seed: int
+) -> list[tuple[str, bool]]:
+    """Looks at captions at equal distances in the data, as training would draw them.
 
     Args:
         datasets: opened data sets.
         tokenizers: text encoder → tokenizer.
         seed: of the run.
+
+    Returns:
+        For each text encoder, how many of them are longer than it reads, and whether a warning is due.
     """
-    end_s, lengths = time.monotonic() + _CAPTIONS_S, {name: list[int]() for name in tokenizers}
+    end_s, captions = time.monotonic() + _CAPTIONS_S, list[str]()
     for dataset in datasets if tokenizers else ():
         count = min(len(dataset.selected), max(1, _CAPTIONS_READ // len(datasets)))
         for number, place in enumerate(np.arange(count) * len(dataset.selected) // count):
-            if time.monotonic() > end_s:
-                break
-            try:
-                caption = dataset.captioner(int(dataset.selected[place]), partial(generator, seed, position=number))
-            except BadSample:
-                continue
-            for name, tokenizer in tokenizers.items():
-                _, mask, num_cut = tokenizer.encode_counted(caption)
-                lengths[name].append(int(mask.sum()) + num_cut)
+            if time.monotonic() < end_s:
+                with suppress(BadSample):
+                    rng = partial(generator, seed, position=number)
+                    captions.append(dataset.captioner(int(dataset.selected[place]), rng))
     cuts = []
-    for name, found in lengths.items():
-        if found:
-            limit, looked_at = tokenizers[name].length, counted(len(found), "caption")
-            num_cut = sum(length > limit for length in found)
-            have, are = ("has", "is") if num_cut == 1 else ("have", "are")
-            sentence = (
-                f"{name}: {num_cut:,} of {looked_at} looked at ({num_cut / len(found):.1%}) {have} more than its "
-                f"{limit} tokens and {are} cut off; the longest has {max(found):,}"
-            )
-            cuts.append(CutCaptions(sentence, num_cut >= _MANY_CUT * len(found)))
+    for name, tokenizer in tokenizers.items() if captions else ():
+        num_cut = sum(map(tokenizer.is_cut, captions))
+        have, are = ("has", "is") if num_cut == 1 else ("have", "are")
+        sentence = (
+            f"{name}: {num_cut:,} of {counted(len(captions), 'caption')} looked at ({num_cut / len(captions):.1%}) "
+            f"{have} more than its {tokenizer.length} tokens and {are} cut off"
+        )
+        cuts.append((sentence, num_cut >= _MANY_CUT * len(captions)))
     return cuts

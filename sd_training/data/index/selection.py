@@ -18,12 +18,8 @@ from numpy.typing import NDArray
 from sd_training.config.data_schema import CaptionConfig, class_name
 from sd_training.config.filters import Filter, Value, long_integer
 from sd_training.config.plan import counted
-from sd_training.data.index.columns import NUMBER, TEXT
-from sd_training.data.index.dataset_index import DatasetIndex
-from sd_training.data.problems import EXAMPLES_KEPT, Problems, SkippedSample
-from sd_training.data.samples.captions import CAPTION, Prompts, caption_weights, template_fields
-from sd_training.data.storage.locations import shown
-from sd_training.errors import DataError
+from sd_training.data.samples.captions import CAPTION, Prompts, caption_weights
+from sd_training.data.sources.base import EXAMPLES_KEPT, NUMBER, TEXT, DatasetIndex, Problems, SkippedSample
 
 Mask = NDArray[np.bool_]
 BUILT_IN = frozenset({"width", "height", "aspect_ratio", "caption_length"})
@@ -133,54 +129,41 @@ def select(
 
     Args:
         prompts: class id → prompts for classification data; None for captioned data.
-        captions: where captions come from; a sample with none of them, or without a field of the template, is left out.
+        captions: where captions come from; a sample with none of them is left out.
         captions_needed: False where captions are never read: samples without one or without a class are usable.
         max_pixels: larger images are left out, because reading would refuse them, count them as damage and perhaps end
             the run; None: no limit.
-
-    Raises:
-        DataError: nothing is left; the message gives the samples that each filter alone keeps.
     """
     problems = Problems()
     problems.merge(index.problems)
     usable: Mask = np.ones(len(index), dtype=np.bool_)
     if captions_needed:
         usable = _captioned(index, captions, problems) if prompts is None else _classified(index, prompts, problems)
-        for field in sorted(template_fields(captions) - {CAPTION}):
-            has_text = _has_text(index, field)
-            _name(index, np.flatnonzero(usable & ~has_text), f"caption template has no text: {field}", problems)
-            usable &= has_text
     passed = [usable & evaluate(rule, index.columns, len(index)) for rule in filters]
     selected = np.flatnonzero(np.logical_and.reduce([usable, *passed]))
     if max_pixels is not None:
         widths, heights = index.numbers("width"), index.numbers("height")
         is_large = widths[selected].astype(np.int64) * heights[selected] > max_pixels
 
-        def size_of(sample: int) -> str:
-            return f": {widths[sample]} × {heights[sample]}, at most {max_pixels} are allowed"
+        def too_large(sample: int) -> str:
+            size = f"{widths[sample]} × {heights[sample]}"
+            return f"image has too many pixels: {size}, at most {max_pixels} are allowed"
 
-        _name(index, selected[is_large], "image has too many pixels", problems, size_of)
+        _name(index, selected[is_large], too_large, problems)
         selected = selected[~is_large]
     rules = [(rule, int(mask.sum())) for rule, mask in zip(filters, passed, strict=True)]
-    selection = Selection(selected, int(usable.sum()), rules, problems)
-    if not len(selected):
-        others = f" and {len(index.shards) - 1:,} more" if len(index.shards) > 1 else ""
-        none = (
-            f"dataset.params.path: no sample is left of the {len(index):,} in {shown(index.shards[0].location)}{others}"
-        )
-        raise DataError("\n".join([none, *exclusion_lines(index, selection)]))
-    return selection
+    return Selection(selected, int(usable.sum()), rules, problems)
 
 
 def _captioned(index: DatasetIndex, captions: CaptionConfig, problems: Problems) -> Mask:
     """Where `choose_caption` finds a caption."""
     weights = caption_weights(captions)
-    usable: Mask = np.full(len(index), CAPTION not in template_fields(captions))
+    usable: Mask = np.zeros(len(index), dtype=np.bool_)
     for field in weights:
         # An own caption that is empty is one, unless there are others to draw.
         shortest = 0 if len(weights) == 1 else 1
         usable |= index.numbers("caption_length") >= shortest if field == CAPTION else _has_text(index, field)
-    _name(index, np.flatnonzero(~usable), "caption missing", problems)
+    _name(index, np.flatnonzero(~usable), lambda _: "caption missing", problems)
     return usable
 
 
@@ -204,27 +187,21 @@ def _classified(index: DatasetIndex, prompts: Prompts, problems: Problems) -> Ma
     codes = pc.fill_null(encoded.indices, len(known) - 1).to_numpy(zero_copy_only=False)
     usable: Mask = known[codes]
     has_class = pc.is_valid(encoded).to_numpy(zero_copy_only=False)
-    _name(index, np.flatnonzero(~has_class), "class missing", problems)
+    _name(index, np.flatnonzero(~has_class), lambda _: "class missing", problems)
 
-    def class_of(sample: int) -> str:
-        return f": class {index.text('cls', sample)!r}"
+    def unknown(sample: int) -> str:
+        return f"class without a prompt: class {index.text('cls', sample)!r}"
 
-    _name(index, np.flatnonzero(has_class & ~usable), "class without a prompt", problems, class_of)
+    _name(index, np.flatnonzero(has_class & ~usable), unknown, problems)
     return usable
 
 
-def _name(
-    index: DatasetIndex,
-    samples: NDArray[np.int64],
-    reason: str,
-    problems: Problems,
-    detail: Callable[[int], str] = lambda sample: "",
-) -> None:
+def _name(index: DatasetIndex, samples: NDArray[np.int64], reason_of: Callable[[int], str], problems: Problems) -> None:
     """Counts all `samples` and names the first ones."""
     for sample in samples[:EXAMPLES_KEPT].tolist():
-        problems.add(SkippedSample(*index.name(sample), reason + detail(sample)))
+        problems.add(SkippedSample(*index.name(sample), reason_of(sample)))
     if len(samples) > EXAMPLES_KEPT:
-        problems.add(SkippedSample("", "", reason), count=len(samples) - EXAMPLES_KEPT)
+        problems.add(SkippedSample("", "", reason_of(samples[-1])), count=len(samples) - EXAMPLES_KEPT)
 
 
 def filter_lines(index: DatasetIndex, selection: Selection) -> list[str]:

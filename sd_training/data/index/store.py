@@ -24,11 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from sd_training.data.index.columns import field_names
-from sd_training.data.index.dataset_index import INFO, DatasetIndex
-from sd_training.data.problems import Problems
-from sd_training.data.sources.base import Shard, Source
-from sd_training.data.storage.locations import cache_folder
+from sd_training.data.sources.base import INFO, DatasetIndex, Problems, Shard, Source, field_names
+from sd_training.data.storage.files import cache_folder
 from sd_training.errors import DataError
 from sd_training.log import get_logger, is_main_process
 
@@ -110,11 +107,11 @@ def _name_of(identity: object) -> str:
 
 def _build(source: Source, shard: Shard, path: Path) -> None:
     """Scans the shard and writes its index."""
-    scan = source.scan(shard)
-    rows = len(scan.columns["key"])
+    columns, problems = source.scan(shard)
+    rows = len(columns["key"])
     every = {"block": pa.array(np.zeros(rows, dtype=np.int32)), "cls": pa.nulls(rows, pa.large_string())}
-    table = pa.table(every | scan.columns)
-    info = {"content_sha256": _content_hash(table), "problems": scan.problems.to_json()}
+    table = pa.table(every | columns)
+    info = {"content_sha256": _content_hash(table), "problems": problems.to_json()}
     table = table.drop_columns([name for name in table.column_names if name.startswith(CHECK)])
     table = table.replace_schema_metadata({INFO: json.dumps(info).encode()})
     with _replaced_whole(path) as temporary:

@@ -201,12 +201,8 @@ def training_sizes(params: DatasetParams) -> BucketTable:
     if buckets.mode == "table":
         return BucketTable(tuple(dict.fromkeys((height, width) for height, width in buckets.sizes or ())))
     make = ladder if buckets.upscale else ladders
-    area, shortest, longest = (
-        buckets.max_area or side * side,
-        buckets.min_side or side // 2,
-        buckets.max_side or side * 2,
-    )
-    sizes = make(area, buckets.step, shortest, longest, buckets.max_aspect)
+    shortest, longest = buckets.min_side or side // 2, buckets.max_side or side * 2
+    sizes = make(buckets.max_area or side * side, buckets.step, shortest, longest, buckets.max_aspect)
     return BucketTable(tuple(sizes), buckets.upscale)
 
 

@@ -1,14 +1,12 @@
 """The caption of a sample and its tokens.
 
-A caption is one of several texts of the sample, with its tags shuffled and dropped, put into a template; or a prompt of
-the sample's class; or, for tag folders, assembled from tags. Every random decision has a generator of its own
-(`rng(purpose)`), so enabling one option does not change what another one draws. Purposes: `caption` (which field),
-`caption_entry` (which of several captions in it), `tag_shuffle`, `tag_drop`, `tag_order` (tag folders) and
-`template:<field>` (which of several texts of a template's field).
+A caption is one of several texts of the sample, with its tags shuffled and dropped; or a prompt of the sample's class;
+or, for tag folders, assembled from tags. Every random decision has a generator of its own (`rng(purpose)`), so enabling
+one option does not change what another one draws. Purposes: `caption` (which field), `caption_entry` (which of several
+captions in it), `tag_shuffle`, `tag_drop` and `tag_order` (tag folders).
 """
 
 import json
-import re
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,24 +15,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sd_training.config.data_schema import CaptionConfig, TagConfig, class_name
-from sd_training.data.index.columns import captions_in
-from sd_training.data.index.dataset_index import DatasetIndex
-from sd_training.data.problems import BadSample, printable
-from sd_training.data.sources.base import IndexedReader
-from sd_training.errors import ConfigError, DataError
+from sd_training.data.sources.base import IndexedReader, captions_in, printable
+from sd_training.errors import BadSample, ConfigError, DataError
 
 CAPTION = "caption"
-"""As a field: the sample's own caption (`txt` member, caption column). In a template: the caption that was drawn."""
+"""As a field: the sample's own caption (`txt` member, caption column)."""
 OPTION = "dataset.params.captions"
 Texts = Callable[[str], str | None]
 """Field → its text for one sample; None when the sample does not have it."""
 Generators = Callable[[str], np.random.Generator]
 """Purpose → the generator of one request for it."""
 Captioner = Callable[[int, Generators], str]
-"""Sample → caption; a partial of one of the three functions below, pickled into loader processes."""
+"""Sample → caption; a partial of `draw_caption`, pickled into loader processes."""
 Prompts = dict[str, list[str]]
 """Class → at least one prompt; classes are spelled as `class_name` does."""
-_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{(?P<field>[^{}]+)\}|(?P<text>[^{}]+)|(?P<stray>[{}])")
 _TAG_JOINT = "||"
 """Stands between tags while replacements are made, so that they cannot touch the separators."""
 _TOKENS_CACHED = 8192
@@ -42,10 +36,22 @@ _TOKENS_CACHED = 8192
 _MAX_TOKENS = 100_000
 
 
-def field_caption(
-    index: DatasetIndex, reader: IndexedReader, rules: CaptionConfig, sample: int, rng: Generators
+def draw_caption(
+    reader: IndexedReader, rules: CaptionConfig | TagConfig, prompts: Prompts | None, sample: int, rng: Generators
 ) -> str:
-    """The sample's own caption or a metadata field, by `dataset.params.captions`. Raises BadSample or DataError."""
+    """The caption of one request: assembled from the tags of a tag folder, whose index holds them (`write_tags` in
+    `sources/files.py`); one of the prompts of the sample's class; or its own caption or a metadata field.
+
+    Raises:
+        BadSample, DataError: there is none, or it cannot be read.
+    """
+    index = reader.index
+    if isinstance(rules, TagConfig):
+        score, *tags = json.loads(index.text("caption", sample) or "[0]")
+        return tag_caption(score, tags, rules, rng)
+    if prompts is not None:
+        prompt = _entry(prompts[class_name(index.text("cls", sample) or "")], "caption", rng)
+        return finish_caption(prompt, rules, rng)
 
     def text(field: str) -> str | None:
         if field != CAPTION:
@@ -55,48 +61,9 @@ def field_caption(
     return choose_caption(text, rules, rng)
 
 
-def class_caption(index: DatasetIndex, prompts: Prompts, rules: CaptionConfig, sample: int, rng: Generators) -> str:
-    """One of the prompts of the sample's class in the place of a caption."""
-    prompt = _entry(prompts[class_name(index.text("cls", sample) or "")], "caption", rng)
-    return finish_caption(prompt, lambda field: index.metadata_text(field, sample), rules, rng)
-
-
-def tag_folder_caption(index: DatasetIndex, rules: TagConfig, sample: int, rng: Generators) -> str:
-    """The caption of a sample of a tag folder, whose index holds the tags (`write_tags` in `sources/files.py`)."""
-    score, *tags = json.loads(index.text("caption", sample) or "[0]")
-    return tag_caption(score, tags, rules, rng)
-
-
 def caption_weights(rules: CaptionConfig) -> dict[str, float]:
     """Caption field → weight above 0, by name: the order in the configuration file changes nothing."""
     return {name: weight for name, weight in sorted((rules.fields or {CAPTION: 1.0}).items()) if weight > 0}
-
-
-def template_fields(rules: CaptionConfig) -> set[str]:
-    """The fields of the template, all of them required of every sample; `caption` alone without a template."""
-    return set(_template_parts(rules.template)[1::2]) if rules.template is not None else {CAPTION}
-
-
-def fields_needed(rules: CaptionConfig) -> set[str]:
-    """The fields that `choose_caption` may ask for; `caption` is the sample's own."""
-    fields = template_fields(rules)
-    return (fields - {CAPTION}) | (caption_weights(rules).keys() if CAPTION in fields else set())
-
-
-def check_rules(rules: CaptionConfig) -> None:
-    """Raises ConfigError with every option that cannot be read, or that would do nothing beside the others."""
-    problems = []
-    if rules.fields and not caption_weights(rules):
-        problems.append(f"{OPTION}.fields: every weight is 0; give one field a weight above 0")
-    try:
-        if CAPTION not in template_fields(rules) and (rules.fields or rules.tag_separator):
-            problems.append(
-                f"{OPTION}.template: has no {{{CAPTION}}}, which fields and tag_separator are about; add it"
-            )
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError(problems)
 
 
 def check_fields(rules: CaptionConfig, known: Collection[str]) -> None:
@@ -105,30 +72,10 @@ def check_fields(rules: CaptionConfig, known: Collection[str]) -> None:
     Args:
         known: metadata fields, and `caption` where samples have one of their own.
     """
-    if unknown := sorted(fields_needed(rules) - set(known)):
+    if unknown := sorted(caption_weights(rules).keys() - set(known)):
         fields = printable(", ".join(sorted(known)) or "none")
         missing = ", ".join(f"'{printable(name)}'" for name in unknown)
         raise DataError(f"{OPTION}: no sample has {missing}; the fields of this data are: {fields}")
-
-
-@lru_cache(maxsize=64)
-def _template_parts(template: str) -> list[str]:
-    """Text, field, text, field, …, text. `{name}` is a field, `{{` and `}}` are braces; there is nothing else.
-
-    Raises:
-        ConfigError: a brace belongs to no field.
-    """
-    parts = [""]
-    for match in _PLACEHOLDER.finditer(template):
-        name = (match["field"] or "").strip()
-        if match["stray"] or (match["field"] and not name):
-            remedy = "write {field} for a field, {{ or }} for a brace"
-            raise ConfigError(f"{OPTION}.template: {template!r} has a brace without a field; {remedy}")
-        if name:
-            parts += [name, ""]
-        else:
-            parts[-1] += match["text"] or match[0][0]
-    return parts
 
 
 def choose_caption(texts: Texts, rules: CaptionConfig, rng: Generators) -> str:
@@ -144,45 +91,29 @@ def choose_caption(texts: Texts, rules: CaptionConfig, rng: Generators) -> str:
         rng: of the request.
 
     Raises:
-        BadSample: there is no caption, or no text for a field of the template.
+        BadSample: there is no caption.
     """
-    caption = _draw_caption(texts, caption_weights(rules), rng) if CAPTION in template_fields(rules) else ""
-    return finish_caption(caption, texts, rules, rng)
-
-
-def finish_caption(caption: str, texts: Texts, rules: CaptionConfig, rng: Generators) -> str:
-    """Tags, template, prefix and suffix for a caption that is drawn already. Raises as `choose_caption` does."""
-    if rules.tag_separator:
-        caption = _arrange_tags(caption, rules.tag_separator, rules, rng)
-    if rules.template is not None:
-        found, parts = {CAPTION: caption}, list(_template_parts(rules.template))
-        for number, field in enumerate(parts[1::2]):
-            if field not in found:
-                entries = captions_in(texts(field))
-                if not entries:
-                    raise BadSample(f"caption template has no text: {field}")
-                found[field] = _entry(entries, f"template:{field}", rng)
-            parts[2 * number + 1] = found[field]
-        caption = "".join(parts)
-    return f"{rules.prefix}{caption}{rules.suffix}"
-
-
-def _draw_caption(texts: Texts, weights: dict[str, float], rng: Generators) -> str:
-    """Drawing again without the missing field gives the others the same odds as drawing among those that are there."""
-    left = dict(weights)
-    generator = rng("caption") if len(left) > 1 else None
-    while left:
+    weights = caption_weights(rules)
+    left, generator = dict(weights), rng("caption") if len(weights) > 1 else None
+    while left:  # drawing again without a missing field gives the others the odds of a draw among those that are there
         names, limits = list(left), np.cumsum(list(left.values()))
         place = 0
         if generator is not None and len(names) > 1:
             place = int(np.searchsorted(limits, generator.random() * limits[-1], side="right"))
         name = names[min(place, len(names) - 1)]
         if entries := captions_in(texts(name)):
-            return _entry(entries, "caption_entry", rng)
+            return finish_caption(_entry(entries, "caption_entry", rng), rules, rng)
         del left[name]
     if weights.keys() == {CAPTION} and texts(CAPTION) is not None:
-        return ""  # an empty caption file says that the picture has none: it trains the null conditioning
+        return finish_caption("", rules, rng)  # an empty file says that the picture has none: the null conditioning
     raise BadSample("caption missing")
+
+
+def finish_caption(caption: str, rules: CaptionConfig, rng: Generators) -> str:
+    """Tags, prefix and suffix for a caption that is drawn already."""
+    if rules.tag_separator:
+        caption = _arrange_tags(caption, rules.tag_separator, rules, rng)
+    return f"{rules.prefix}{caption}{rules.suffix}"
 
 
 def _entry(entries: Sequence[str], purpose: str, rng: Generators) -> str:
@@ -241,8 +172,6 @@ class Encoded(NamedTuple):
     """[L]."""
     mask: NDArray[np.bool_]
     """[L] false where a token is padding."""
-    num_cut: int
-    """Tokens of the caption that did not fit."""
 
 
 class Tokenizer:
@@ -263,28 +192,29 @@ class Tokenizer:
 
     def __call__(self, caption: str) -> NDArray[np.int64]:
         """[L] tokens."""
-        return self.encode_counted(caption).tokens
+        return self.encode(caption).tokens
 
-    def encode_counted(self, caption: str) -> Encoded:
-        """Tokens, their mask, and how many did not fit."""
+    def encode(self, caption: str) -> Encoded:
+        """Tokens and their mask."""
         if self._cached is None:
             self._cached = lru_cache(maxsize=_TOKENS_CACHED)(self._encode)
         return self._cached(caption)
 
     def _encode(self, caption: str) -> Encoded:
-        if self.is_lowercase:
-            caption = caption.lower().strip()
-        row = self.tokenizer(caption, truncation=True, max_length=self.length)["input_ids"]
+        row = self._ids(caption, truncation=True, max_length=self.length)
         # Padded on the right, whatever side the tokenizer prefers, so that a decoder's states do not depend on it.
         padding = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         tokens = np.full(self.length, next(token for token in padding if token is not None), dtype=np.int64)
         tokens[: len(row)] = row
-        # Only a caption that fills its place can have been cut; it is tokenized a second time to count, because fast
-        # and slow tokenizers report the overflow of one call in different shapes.
-        num_cut = 0
-        if len(row) == self.length:
-            num_cut = len(self.tokenizer(caption, truncation=False, verbose=False)["input_ids"]) - self.length
-        return Encoded(tokens, np.arange(self.length) < len(row), num_cut)
+        return Encoded(tokens, np.arange(self.length) < len(row))
+
+    def is_cut(self, caption: str) -> bool:
+        """Whether a caption has more tokens than are read."""
+        return len(self._ids(caption, truncation=False, verbose=False)) > self.length
+
+    def _ids(self, caption: str, **options: Any) -> list[int]:
+        text = caption.lower().strip() if self.is_lowercase else caption
+        return list(self.tokenizer(text, **options)["input_ids"])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cached": None}

@@ -1,4 +1,4 @@
-"""Image file bytes → the upright RGB crop of one request, resized and perhaps mirrored.
+"""Image file bytes → the upright sRGB crop of one request, resized and perhaps mirrored.
 
 JPEGs are decoded no larger than needed.
 """
@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image, ImageCms
 
-from sd_training.data.problems import BadSample
+from sd_training.errors import BadSample
 
 FORMATS = ["JPEG", "PNG", "WEBP"]
 _ORIENTATION_SOURCES = ("exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp")
@@ -32,11 +32,17 @@ _TURNS = {
 """EXIF orientation → what makes the image upright."""
 _SIDEWAYS = (5, 6, 7, 8)
 """EXIF orientations whose stored width is the upright height."""
+_CONVERTED = {"RGB": "RGB", "RGBA": "RGBA", "L": "RGB", "CMYK": "RGB"}
+"""Pillow's mode of images whose colour profile is read → mode after the conversion to sRGB."""
+_PROBE = np.indices((17, 17, 17), dtype=np.uint8).reshape(3, 17, -1).transpose(1, 2, 0) * 15
+"""Colours of all parts of RGB."""
 _WHITE = (255, 255, 255, 255)
 _MARGIN = 1.2
 """A JPEG is decoded at least so much larger than needed; with less, aliasing of the reduced picture is seen (34 dB
 instead of 40 dB against decoding in full, on a photograph of 640 × 427 for 256)."""
 LeastScale = Callable[[int, int], float]
+Box = tuple[float, float, float, float]
+"""Left, top, right, bottom of a cut [pixels]."""
 _LONGEST_SIDE = 2**31 - 1
 """The index holds 32 bits; only a damaged header says more."""
 MAX_SCANS = 100
@@ -48,20 +54,7 @@ _EIGHTHS = 8
 """libjpeg-turbo scales by n / 8 while it decodes."""
 
 
-@dataclass(frozen=True)
-class ImageRules:
-    """What is done to every image."""
-
-    max_pixels: int
-    """Larger images are refused before they are decoded."""
-    icc_to_srgb: bool = False
-    """Convert images with a colour profile to sRGB."""
-    keeps_alpha: bool = False
-    """Give alpha as a fourth channel, besides laying the image on white."""
-
-
-@dataclass(frozen=True)
-class DecodedImage:
+class DecodedImage(NamedTuple):
     """An upright RGB image, perhaps decoded at reduced scale."""
 
     pixels: NDArray[np.uint8]
@@ -89,31 +82,39 @@ def _opened(file: BinaryIO) -> Image.Image:
     return Image.open(file, formats=FORMATS)
 
 
-def decode(data: bytes, rules: ImageRules, least_scale: LeastScale | None = None) -> DecodedImage:
-    """Decodes a JPEG, PNG or WebP file; alpha is laid on white.
+def decode(
+    data: bytes, max_pixels: int, least_scale: LeastScale | None = None, *, keeps_alpha: bool = False
+) -> DecodedImage:
+    """Decodes a JPEG, PNG or WebP file to sRGB; alpha is laid on white.
 
     Args:
         data: the file.
-        rules: limits and colour.
+        max_pixels: larger images are refused before they are decoded.
         least_scale: (height, width) of the upright file → the scale that the picture is needed at. JPEGs are then
             decoded at the next larger scale of n / 8, which their cosine transform gives almost for free.
+        keeps_alpha: give alpha as a fourth channel, besides laying the image on white.
 
     Raises:
         BadSample: it is none of these formats, is larger than `max_pixels` (known before decoding), or is damaged.
     """
-    image = _open(data, rules.max_pixels)
+    image = _open(data, max_pixels)
     try:
         orientation = _orientation(image)
         width, height = image.size[::-1] if orientation in _SIDEWAYS else image.size
-        profile = image.info.get("icc_profile") if rules.icc_to_srgb else None
-        is_plain_jpeg = image.format == "JPEG" and image.mode in ("RGB", "L") and orientation == 1
-        if least_scale is not None and is_plain_jpeg and profile is None:  # Pillow decodes the others
+        profile = image.info.get("icc_profile")
+        to_srgb = _srgb_transform(profile, image.mode) if profile and image.mode in _CONVERTED else None
+        is_plain_jpeg = image.format == "JPEG" and orientation == 1 and image.mode in ("RGB", "L")
+        if least_scale is not None and is_plain_jpeg and (to_srgb is None or image.mode == "RGB"):
             reduced = _decode_reduced(data, (height, width), least_scale(height, width))
+            if reduced is not None and to_srgb is not None:
+                converted = ImageCms.applyTransform(Image.fromarray(reduced.pixels), to_srgb)
+                return reduced._replace(pixels=np.array(converted))
             if reduced is not None:
                 return reduced
         image.load()
         upright = image.transpose(_TURNS[orientation]) if orientation in _TURNS else image
-        rgb = _to_rgb(_to_srgb(upright, profile) if profile else upright, rules.keeps_alpha)
+        in_srgb = ImageCms.applyTransform(upright, to_srgb) if to_srgb else None
+        rgb = _to_rgb(in_srgb or upright, keeps_alpha)
         return DecodedImage(np.array(rgb), (height, width))  # torch wants to own what it reads
     except Exception as error:  # Pillow's decoders raise many kinds on damaged files
         raise BadSample(f"image cannot be decoded: {type(error).__name__}: {error}") from error
@@ -157,16 +158,20 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
-def _to_srgb(image: Image.Image, profile: bytes) -> Image.Image:
-    """The image in sRGB; unchanged where the profile is damaged or of another colour space than the image."""
-    if image.mode not in ("RGB", "L", "CMYK"):
-        return image
+@lru_cache(maxsize=16)
+def _srgb_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
+    """From the colours of a profile to sRGB. None where the profile is damaged, or of another colour space than the
+    image; and where it changes nothing: most photographs name sRGB itself, and converting takes longer than decoding.
+    """
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        converted = ImageCms.profileToProfile(image, source, ImageCms.createProfile("sRGB"), outputMode="RGB")
+        transform = ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), mode, _CONVERTED[mode])
+        if mode == "RGB":
+            converted = np.asarray(ImageCms.applyTransform(Image.fromarray(_PROBE), transform), dtype=np.int16)
+            return None if np.abs(converted - _PROBE).max() <= 1 else transform
+        return transform
     except (ImageCms.PyCMSError, OSError, ValueError):
-        return image
-    return image if converted is None else converted
+        return None
 
 
 def _to_rgb(image: Image.Image, keeps_alpha: bool) -> Image.Image:
@@ -204,20 +209,9 @@ class CroppedImage(NamedTuple):
     original_size: tuple[int, int]
     """Of the upright file [pixels]."""
     crop_top_left: tuple[int, int]
-    """Of the cut in the resized image, as the mirrored picture shows it [pixels]."""
+    """Of the cut in the image resized to cover it, as the mirrored picture shows it [pixels]."""
     alpha: NDArray[np.uint8] | None = None
     """[1, H, W] where it was asked for; 255 everywhere of an image without alpha."""
-
-
-class CropPlacement(NamedTuple):
-    """A cut of height × width out of an image that was resized to cover it."""
-
-    box: tuple[float, float, float, float]
-    """Left, top, right, bottom of the cut in the image as it is [pixels]."""
-    crop_top_left: tuple[int, int]
-    """[pixels of the resized image], before mirroring."""
-    resized: tuple[int, int]
-    """Height and width of the resized image [pixels]."""
 
 
 def cover_scale(image_height: int, image_width: int, wanted: CropRequest) -> float:
@@ -225,8 +219,8 @@ def cover_scale(image_height: int, image_width: int, wanted: CropRequest) -> flo
     return max(wanted.height / image_height, wanted.width / image_width)
 
 
-def place(image_height: int, image_width: int, wanted: CropRequest) -> CropPlacement:
-    """Where the cut lies.
+def place(image_height: int, image_width: int, wanted: CropRequest) -> tuple[Box, tuple[int, int]]:
+    """Where the cut lies: in the image as it is, and `crop_top_left` of `CroppedImage`.
 
     The sizes are those of the upright file, so that a JPEG decoded at reduced scale is cut at the very same place.
     """
@@ -236,10 +230,10 @@ def place(image_height: int, image_width: int, wanted: CropRequest) -> CropPlace
     top, left = (room // 2 if fraction is None else int(fraction * (room + 1)) for fraction, room in rooms)
     y, x = image_height / resized[0], image_width / resized[1]
     box = (left * x, top * y, min((left + wanted.width) * x, image_width), min((top + wanted.height) * y, image_height))
-    return CropPlacement(box, (top, left), resized)
+    return box, (top, resized[1] - wanted.width - left if wanted.flip else left)
 
 
-def read_image(data: bytes, wanted: CropRequest, rules: ImageRules) -> CroppedImage:
+def read_image(data: bytes, wanted: CropRequest, max_pixels: int, *, keeps_alpha: bool = False) -> CroppedImage:
     """Decodes, cuts, resizes and mirrors; only the pixels of the cut are resized.
 
     The image is never resized as a whole, so that a picture of 1 × 100,000 pixels needs no memory.
@@ -247,18 +241,15 @@ def read_image(data: bytes, wanted: CropRequest, rules: ImageRules) -> CroppedIm
     Raises:
         BadSample: the image cannot be used.
     """
-    decoded = decode(data, rules, partial(cover_scale, wanted=wanted))
-    placement = place(*decoded.original_size, wanted)
-    top, left = placement.crop_top_left
-    if wanted.flip:
-        left = placement.resized[1] - wanted.width - left
-    pixels, alpha = _cut(decoded, placement, wanted), None
-    if rules.keeps_alpha:
+    decoded = decode(data, max_pixels, partial(cover_scale, wanted=wanted), keeps_alpha=keeps_alpha)
+    box, crop_top_left = place(*decoded.original_size, wanted)
+    pixels, alpha = _cut(decoded, box, wanted), None
+    if keeps_alpha:
         alpha = pixels[3:] if len(pixels) == 4 else np.full_like(pixels[:1], 255)
-    return CroppedImage(pixels[:3], decoded.original_size, (top, left), alpha)
+    return CroppedImage(pixels[:3], decoded.original_size, crop_top_left, alpha)
 
 
-def _cut(decoded: DecodedImage, placement: CropPlacement, wanted: CropRequest) -> NDArray[np.uint8]:
+def _cut(decoded: DecodedImage, box: Box, wanted: CropRequest) -> NDArray[np.uint8]:
     """[3 or 4, H, W]. The edges of the cut are rounded to whole pixels of the decoded image.
 
     torch's antialiased bicubic resize of uint8 is Pillow's, to one unit of rounding, at a third of its time.
@@ -267,8 +258,8 @@ def _cut(decoded: DecodedImage, placement: CropPlacement, wanted: CropRequest) -
     import torch.nn.functional as F
 
     height, width = decoded.pixels.shape[:2]
-    left, right = _edges(placement.box[0] * decoded.scale, placement.box[2] * decoded.scale, width)
-    top, bottom = _edges(placement.box[1] * decoded.scale, placement.box[3] * decoded.scale, height)
+    left, right = _edges(box[0] * decoded.scale, box[2] * decoded.scale, width)
+    top, bottom = _edges(box[1] * decoded.scale, box[3] * decoded.scale, height)
     cut = torch.from_numpy(decoded.pixels[top:bottom, left:right]).permute(2, 0, 1)[None]
     size = (wanted.height, wanted.width)
     if cut.shape[2:] != size:

@@ -17,10 +17,10 @@ from sd_training.config.data_schema import DatasetParams
 from sd_training.data.dataset import OpenDataset
 from sd_training.data.order.buckets import BucketTable
 from sd_training.data.order.order import generator
-from sd_training.data.problems import BadSample, SkippedSample, printable
 from sd_training.data.samples.captions import Tokenizer
-from sd_training.data.samples.image import CropRequest, ImageRules, read_image
-from sd_training.errors import BadSamplesError, DataError
+from sd_training.data.samples.image import CropRequest, read_image
+from sd_training.data.sources.base import SkippedSample, printable
+from sd_training.errors import BadSample, BadSamplesError, DataError
 from sd_training.types import LatentGrid, PixelBatch
 
 MAX_BAD_IN_ROW = 50
@@ -121,8 +121,6 @@ class TrainingSamples(Dataset[WorkerResult]):
     """Samples per optimizer step, over which timesteps are stratified."""
 
     def __post_init__(self) -> None:
-        params = self.params
-        self.rules = ImageRules(params.max_image_pixels, params.icc_to_srgb, keeps_alpha=self.draws.has_mask)
         self.first_ids = np.cumsum([0, *(len(dataset.index) for dataset in self.datasets)]).tolist()
 
     def __getitem__(self, requests: Sequence[SampleRequest]) -> WorkerResult:
@@ -166,11 +164,12 @@ class TrainingSamples(Dataset[WorkerResult]):
         top, left = rng("crop").random(2).tolist() if params.crop == "random" else (None, None)
         flip = params.flip_prob > 0 and bool(rng("flip").random() < params.flip_prob)
         wanted = CropRequest(height, width, top, left, flip)
-        image = read_image(dataset.reader.image(request.sample), wanted, self.rules)
+        file = dataset.reader.image(request.sample)
+        image = read_image(file, wanted, params.max_image_pixels, keeps_alpha=draws.has_mask)
         dropped = draws.dropout.draw(draws.seed, position, list(self.tokenizers))
         is_read = any(not dropped[name] for name in self.tokenizers)
         caption = dataset.captioner(request.sample, rng) if is_read else ""
-        texts = {name: t.encode_counted("" if dropped[name] else caption) for name, t in self.tokenizers.items()}
+        texts = {name: t.encode("" if dropped[name] else caption) for name, t in self.tokenizers.items()}
         latents = draws.grid.shape(height, width)
         return {
             "pixels": image.pixels,

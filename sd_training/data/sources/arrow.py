@@ -17,6 +17,7 @@ import mmap
 import posixpath
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
@@ -25,13 +26,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sd_training.data.index.columns import read_scalars
-from sd_training.data.problems import BadSample
+from sd_training.config.data_schema import RemoteConfig
 from sd_training.data.sources import base
-from sd_training.data.sources.base import Report, Row, Shard
-from sd_training.data.storage.files import ShardCache, file_states, open_bytes
-from sd_training.data.storage.locations import HUB, Access, ByteFile, FileMissing, shown
-from sd_training.errors import ConfigError, DataError
+from sd_training.data.sources.base import Report, Row, Shard, read_scalars
+from sd_training.data.storage.files import HUB, ByteFile, FileMissing, ShardCache, file_states, open_bytes, shown
+from sd_training.errors import BadSample, ConfigError, DataError
 
 IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp", "img", "image_bytes", "bytes")
 PATH_COLUMNS = ("image_path", "img_path", "path", "file_name", "filename", "filepath", "image_file", "file")
@@ -40,42 +39,38 @@ ROWS_AT_ONCE = 64
 """Rows of Parquet that are Python objects at the same time."""
 MAX_GROUP_BYTES = 4 << 30
 """Larger row groups are refused [bytes, unpacked, as the file says]."""
+_TEXTS = (pa.string(), pa.large_string())
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 """Of every Arrow stream."""
 
 
-class Columns(NamedTuple):
-    """Column names that the user gave; None looks for the usual ones."""
+def pick_columns(
+    table: str, names: Sequence[str], image_names: Sequence[str], image: str | None, caption: str | None
+) -> tuple[str, str]:
+    """The image column and the caption column.
 
-    image: str | None = None
-    caption: str | None = None
+    Args:
+        table: what a message calls the table.
+        names: its columns.
+        image_names: usual names of the image column, the most likely one first; case does not matter.
+        image, caption: the columns that the user named; None looks for the usual names.
 
-    def pick(self, table: str, names: Sequence[str], image_names: Sequence[str]) -> tuple[str, str]:
-        """The image column and the caption column.
+    Raises:
+        ConfigError: a column is missing, the table's columns are named; or both are the same.
+    """
+    known = {name.strip().lower(): name for name in reversed(names)}
 
-        Args:
-            table: what a message calls the table.
-            names: its columns.
-            image_names: usual names of the image column, the most likely one first; case does not matter.
+    def one(option: str, given: str | None, usual: Sequence[str]) -> str:
+        found = next((known[name] for name in usual if name in known), None) if given is None else given
+        if found is None or found not in names:
+            missing = f"no column {given!r}" if given else f"none of the columns {', '.join(usual)}"
+            raise ConfigError(f"dataset.params.{option}: {table} has {missing}; it has {', '.join(names) or 'none'}")
+        return found
 
-        Raises:
-            ConfigError: a column is missing, the table's columns are named; or both are the same.
-        """
-        known = {name.strip().lower(): name for name in reversed(names)}
-
-        def one(option: str, given: str | None, usual: Sequence[str]) -> str:
-            found = next((known[name] for name in usual if name in known), None) if given is None else given
-            if found is None or found not in names:
-                missing = f"no column {given!r}" if given else f"none of the columns {', '.join(usual)}"
-                raise ConfigError(
-                    f"dataset.params.{option}: {table} has {missing}; it has {', '.join(names) or 'none'}"
-                )
-            return found
-
-        image = one("image_column", self.image, image_names)
-        if image == (caption := one("caption_column", self.caption, _CAPTION_COLUMNS)):
-            raise ConfigError(f"dataset.params.caption_column: {image!r} is the image column of {table} already")
-        return image, caption
+    picked = one("image_column", image, image_names), one("caption_column", caption, _CAPTION_COLUMNS)
+    if picked[0] == picked[1]:
+        raise ConfigError(f"dataset.params.caption_column: {picked[0]!r} is the image column of {table} already")
+    return picked
 
 
 class ArrowSource(base.Source):
@@ -96,18 +91,15 @@ class ArrowSource(base.Source):
     def __init__(
         self,
         paths: Sequence[str],
-        access: Access,
+        access: RemoteConfig,
         image_column: str | None = None,
         caption_column: str | None = None,
         saved: bool = False,
     ) -> None:
         super().__init__(paths, access)
-        self.saved, self.wanted = saved, Columns(image_column, caption_column)
+        self.saved, self.wanted = saved, (image_column, caption_column)
+        self.identity = json.dumps(["huggingface" if saved else "parquet", *self.wanted])
         self.columns = ("at:image_offset",) if saved else ("at:image_offset", "at:group", "block")
-
-    @property
-    def identity(self) -> str:
-        return json.dumps(["huggingface" if self.saved else "parquet", *self.wanted])
 
     def shards(self) -> list[Shard]:
         """As `Source.shards`."""
@@ -122,8 +114,8 @@ class ArrowSource(base.Source):
         """As `Source.rows`: all that have an image."""
         location, folder = shown(shard.location), self.image_root(shard)
         number, unpacked, last_group = 0, 0, None
-        with (_opened_stream if self.saved else _opened_parquet)(shard, self.access) as table:
-            image, caption = self.wanted.pick(location, table.schema.names, IMAGE_COLUMNS + PATH_COLUMNS)
+        with _opened(shard, self.access, self.saved) as table:
+            image, caption = pick_columns(location, table.schema.names, IMAGE_COLUMNS + PATH_COLUMNS, *self.wanted)
             kinds = {field.name: _plain_type(field.type) for field in table.schema if field.name != image}
             if not _holds_texts(table.schema.field(caption).type):
                 raise ConfigError(
@@ -142,7 +134,7 @@ class ArrowSource(base.Source):
                         except BadSample as error:
                             report(f"row {number + row}", str(error))
                 files = {row: columns for _, row, columns in self.measured(shard, paths, report)}
-                texts = pa.table({name: _plain(batch[name]) for name in names}).to_pylist()
+                texts = batch.select(names).to_pylist()
                 for row, ((content, _), values) in enumerate(zip(cells, texts, strict=True)):
                     if content is not None:
                         columns = base.image_columns(pa.BufferReader(content), content.size)
@@ -166,8 +158,8 @@ class ArrowSource(base.Source):
         def contents() -> Iterator[pa.Buffer]:
             """In the order in which the index counted their bytes. A generator, so that a full disk where they are
             written is not reported as damage of the table."""
-            with _opened_parquet(shard, self.access, group) as table:
-                image, _ = self.wanted.pick(name, table.schema.names, IMAGE_COLUMNS + PATH_COLUMNS)
+            with _opened(shard, self.access, self.saved, group) as table:
+                image, _ = pick_columns(name, table.schema.names, IMAGE_COLUMNS + PATH_COLUMNS, *self.wanted)
                 for _, batch in table.batches([image]):
                     cells = _image_cells(name, image, batch[image])
                     yield from (content for content, _ in cells if content is not None)
@@ -191,38 +183,36 @@ class _Table(NamedTuple):
 
 
 @contextmanager
-def _opened_parquet(shard: Shard, access: Access, only_group: int | None = None) -> Iterator[_Table]:
-    try:
-        with closing(open_bytes(shard, access)) as file, pq.ParquetFile(file.stream) as table:
-
-            def batches(columns: Sequence[str]) -> Iterator[tuple[int | None, pa.RecordBatch]]:
-                for group in range(table.num_row_groups) if only_group is None else [only_group]:
-                    if (size := table.metadata.row_group(group).total_byte_size) > MAX_GROUP_BYTES:
-                        raise DataError(
-                            f"row group {group} of '{shown(shard.location)}' unpacks to {size:,} bytes, at most "
-                            f"{MAX_GROUP_BYTES:,} are read at once; write the table with smaller row groups (pyarrow: "
-                            "row_group_size=1000)"
-                        )
-                    for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=list(columns)):
-                        yield group, batch
-
-            yield _Table(table.schema_arrow, batches)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"'{shown(shard.location)}' is not a readable Parquet file: {error}") from error
-
-
-@contextmanager
-def _opened_stream(shard: Shard, access: Access) -> Iterator[_Table]:
+def _opened(shard: Shard, access: RemoteConfig, saved: bool, only_group: int | None = None) -> Iterator[_Table]:
+    name = shown(shard.location)
     try:
         with closing(open_bytes(shard, access)) as file:
-            if file.size < len(_END) or file.pread(len(_END), file.size - len(_END)) != _END:
-                # pyarrow takes a cut between parts for the end
-                raise pa.ArrowInvalid("truncated, or not an Arrow stream")
-            content = pa.py_buffer(mmap.mmap(file.stream.fileno(), 0, access=mmap.ACCESS_READ))
-        with pa.ipc.open_stream(content) as stream:
-            yield _Table(stream.schema, lambda columns: ((None, batch.select(columns)) for batch in stream), content)
+            if saved:
+                if file.size < len(_END) or file.pread(len(_END), file.size - len(_END)) != _END:
+                    # pyarrow takes a cut between parts for the end
+                    raise pa.ArrowInvalid("truncated, or not an Arrow stream")
+                content = pa.py_buffer(mmap.mmap(file.stream.fileno(), 0, access=mmap.ACCESS_READ))
+                with pa.ipc.open_stream(content) as stream:
+                    yield _Table(stream.schema, lambda names: ((None, part.select(names)) for part in stream), content)
+            else:
+                with pq.ParquetFile(file.stream) as table:
+                    yield _Table(table.schema_arrow, partial(_row_groups, name, table, only_group))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"'{shown(shard.location)}' is not a readable Arrow file: {error}") from error
+        kind = "Arrow" if saved else "Parquet"
+        raise DataError(f"'{name}' is not a readable {kind} file: {error}") from error
+
+
+def _row_groups(
+    name: str, table: pq.ParquetFile, only: int | None, columns: Sequence[str]
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    for group in range(table.num_row_groups) if only is None else [only]:
+        if (size := table.metadata.row_group(group).total_byte_size) > MAX_GROUP_BYTES:
+            raise DataError(
+                f"row group {group} of '{name}' unpacks to {size:,} bytes, at most {MAX_GROUP_BYTES:,} are read at "
+                "once; write the table with smaller row groups (pyarrow: row_group_size=1000)"
+            )
+        for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=list(columns)):
+            yield group, batch
 
 
 def _offset(image: pa.Buffer, file: pa.Buffer, location: str) -> int:
@@ -236,21 +226,16 @@ def _offset(image: pa.Buffer, file: pa.Buffer, location: str) -> int:
 # --- Cells ---
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        kind = kind.value_type
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
 def _holds_texts(kind: pa.DataType) -> bool:
-    """Whether a column can be that of the captions."""
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        kind = kind.value_type
-    return pa.types.is_null(kind) or _is_text(_plain_type(kind))
+    """Whether a column can be that of the captions: texts, lists of texts, or nothing."""
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    kind = kind.value_type if any(is_kind(kind) for is_kind in lists) else kind
+    return pa.types.is_null(kind) or _plain_type(kind) in _TEXTS
 
 
 def _is_metadata(kind: pa.DataType) -> bool:
-    return _is_text(kind) or any(t(kind) for t in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean))
+    numbers = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+    return _holds_texts(kind) or any(is_kind(kind) for is_kind in numbers)
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
@@ -262,11 +247,6 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
     return pa.float64() if pa.types.is_decimal(kind) else plain_types.get(kind, kind)
 
 
-def _plain(column: pa.Array) -> pa.Array:
-    kind = _plain_type(column.type)
-    return column if kind == column.type else column.cast(kind)
-
-
 def _image_cells(table: str, name: str, column: pa.Array) -> list[tuple[pa.Buffer | None, str | None]]:
     """Content, as a view of the file, and path of each cell."""
     if isinstance(column, pa.ExtensionArray):
@@ -274,21 +254,17 @@ def _image_cells(table: str, name: str, column: pa.Array) -> list[tuple[pa.Buffe
     parts = {"bytes": column, "path": column}
     if pa.types.is_struct(column.type):
         parts = dict(zip((field.name for field in column.type), column.flatten(), strict=True))
-    parts = {part: _plain(values) for part, values in parts.items()}
-    kinds = {part: values.type for part, values in parts.items()}
-    contents: list[Any] | None = None
-    paths: list[Any] | None = None
-    if "bytes" in parts and (pa.types.is_binary(kinds["bytes"]) or pa.types.is_large_binary(kinds["bytes"])):
-        contents = _views(parts["bytes"])
-    if "path" in parts and (pa.types.is_string(kinds["path"]) or pa.types.is_large_string(kinds["path"])):
-        paths = parts["path"].to_pylist()
-    if contents is None and paths is None:
+    parts = {part: parts[part].cast(_plain_type(parts[part].type)) for part in ("bytes", "path") if part in parts}
+    nothing: list[Any] = [None] * len(column)
+    has_bytes = "bytes" in parts and parts["bytes"].type in (pa.binary(), pa.large_binary())
+    has_paths = "path" in parts and parts["path"].type in _TEXTS
+    if not has_bytes and not has_paths:
         raise DataError(
             f"dataset.params.image_column: column '{name}' of {table} is {column.type}; it must hold image files "
             "(Image or binary) or paths"
         )
-    nothing = [None] * len(column)
-    return list(zip(contents or nothing, paths or nothing, strict=True))
+    contents = _views(parts["bytes"]) if has_bytes else nothing
+    return list(zip(contents, parts["path"].to_pylist() if has_paths else nothing, strict=True))
 
 
 def _views(column: pa.Array) -> list[Any]:
@@ -305,7 +281,7 @@ def _views(column: pa.Array) -> list[Any]:
 # --- Saved data sets ---
 
 
-def saved_files(path: str, access: Access) -> list[str]:
+def saved_files(path: str, access: RemoteConfig) -> list[str]:
     """The Arrow files of a data set, in order.
 
     Args:

@@ -1,32 +1,43 @@
-"""The contract of every kind of data set: shards to index, rows of a shard, and the reader of single samples.
+"""The contract of every kind of data set: shards to index, the rows of a shard as columns, and the reader of samples.
 
 A source lists its shards (files or folders), gives the rows of one, and the samples of the finished index are read:
 images and captions inside shards, or in files of their own. The order, filters, buckets and captions never know which
 kind of source they work on. Which paths of a table are followed is decided when the data is indexed (`checked_path`);
 an index from a folder names only files that were found in it.
+
+A metadata field `f` becomes a column `number:f` (float64, null where it is no number) and, where some value was written
+as text, `text:f`. Numbers stored as text compare as numbers; true and false are the words, and 1 and 0.
 """
 
+from __future__ import annotations
+
+import hashlib
 import json
+import math
 import os
 import posixpath
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from itertools import islice
+from dataclasses import dataclass, field
+from decimal import Decimal
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
-from sd_training.data.index.columns import Scalar, captions_in, metadata_columns, read_metadata, storable
-from sd_training.data.index.dataset_index import DatasetIndex
-from sd_training.data.problems import BadSample, Problems, SkippedSample
+from sd_training.config.data_schema import RemoteConfig
+from sd_training.config.filters import EXACT_INTEGERS
 from sd_training.data.samples.image import image_size
-from sd_training.data.storage.files import file_states, open_bytes
-from sd_training.data.storage.locations import Access, ByteFile, FileMissing, FileState, is_remote, shown
-from sd_training.errors import DataError
+from sd_training.data.storage.files import ByteFile, FileMissing, FileState, file_states, is_remote, open_bytes, shown
+from sd_training.errors import BadSample, DataError
+from sd_training.log import redacted_values
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 MAX_IMAGE_BYTES = 1 << 28
@@ -52,22 +63,10 @@ Row = dict[str, Any]
 Report = Callable[[str, str], None]
 """Names a problem of a shard: (key of the sample or empty, reason)."""
 COLUMNS = pa.schema(
-    {
-        "key": pa.large_string(),
-        "at:image": pa.large_string(),
-        "at:image_offset": pa.int64(),
-        "at:image_length": pa.int64(),
-        "width": pa.int32(),
-        "height": pa.int32(),
-        "at:group": pa.int32(),
-        "block": pa.int32(),
-        "caption": pa.large_string(),
-        "at:caption": pa.large_string(),
-        "at:caption_offset": pa.int64(),
-        "caption_length": pa.int64(),
-        "check:caption": pa.int64(),
-        "cls": pa.large_string(),
-    }
+    dict.fromkeys(("key", "at:image", "caption", "at:caption", "cls"), pa.large_string())
+    | dict.fromkeys(("width", "height", "at:group", "block"), pa.int32())
+    | dict.fromkeys(("at:image_offset", "at:image_length", "at:caption_offset", "caption_length"), pa.int64())
+    | {"check:caption": pa.int64()}
 )
 """`width` and `height` are those of the upright image [pixels], 0 when unknown. `at:…` hold where the reader finds a
 sample: `at:image` and `at:caption` are files, as `join` takes them, `at:image_offset` and `at:caption_offset` count in
@@ -78,97 +77,158 @@ kept; the length of a caption in the shard alone does not distinguish it from an
 _REQUIRED = {"key", "at:image_length", "width", "height", "caption_length"}
 
 
-class ShardScan(NamedTuple):
-    """The samples of one shard as columns of equal length, in a fixed order."""
-
-    columns: dict[str, pa.Array]
-    problems: Problems
+# --- Problems ---
 
 
-class Source:
-    """One kind of data set at one place. Small and picklable: it is sent to index processes.
+EXAMPLES_KEPT = 100
+"""Named examples per reason; the count goes on."""
 
-    Args:
-        paths: of files or folders, local or remote.
-        access: how remote ones are read.
-    """
 
-    columns: Sequence[str] = ()
-    """Optional columns that also exist where no row has a value."""
+class SkippedSample(NamedTuple):
+    """One sample, member or shard that could not be used. `key` is empty when the whole shard is meant."""
 
-    def __init__(self, paths: Sequence[str], access: Access) -> None:
-        self.paths, self.access = list(paths), access
+    shard: str
+    key: str
+    reason: str
+    """`what is wrong` or `what is wrong: details`; problems are counted by the part before the colon."""
+    position: int | None = None
+    """In the global order of the run, when it was found while training."""
 
-    @property
-    def identity(self) -> str:
-        """Everything besides the shard that decides what `scan` returns; a change of it indexes anew."""
-        raise NotImplementedError
 
-    def shards(self) -> list[Shard]:
-        """All shards in a fixed order. Raises DataError when there are none, or one cannot be found."""
-        return file_states(self.paths, self.access)
+@dataclass
+class Problems:
+    """Counts by reason, and the first `EXAMPLES_KEPT` of each."""
 
-    def image_root(self, shard: Shard) -> str:
-        """The folder that paths of a shard's rows start from."""
-        return folder_of(shard.location)
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[SkippedSample]] = field(default_factory=dict)
 
-    def rows(self, shard: Shard, report: Report) -> Iterator[Row]:
-        """The samples of a shard. Damage and what is left out is reported; OSError and DataError are passed on."""
-        raise NotImplementedError
+    def add(self, problem: SkippedSample, count: int = 1) -> None:
+        """Counts `problem` as `count` cases and keeps it as an example while there is room."""
+        kind = problem.reason.partition(":")[0]
+        self.merge(Problems({kind: count}, {kind: [problem]}))
 
-    def open_group(self, shard: Shard, group: int) -> ByteFile:
-        """What `at:image_offset` of the samples of a row group counts in: the shard."""
-        return open_bytes(shard, self.access)
+    def merge(self, other: Problems) -> None:
+        """Adds the counts and examples of `other`."""
+        for kind, count in other.counts.items():
+            self.counts[kind] = self.counts.get(kind, 0) + count
+            named = self.examples.setdefault(kind, [])
+            named.extend(other.examples.get(kind, [])[: EXAMPLES_KEPT - len(named)])
 
-    def scan(self, shard: Shard) -> ShardScan:
-        """Indexes one shard, part by part: few rows are Python objects at the same time."""
-        problems, parts = Problems(), [COLUMNS.empty_table()]
+    def total(self) -> int:
+        """Cases of all reasons."""
+        return sum(self.counts.values())
 
-        def report(key: str, reason: str) -> None:
-            problems.add(SkippedSample(shown(shard.location), storable(key), storable(reason)))
+    def named(self) -> Iterator[SkippedSample]:
+        """All kept examples."""
+        return chain.from_iterable(self.examples.values())
 
-        rows = self.rows(shard, report)
-        while part := list(islice(rows, ROWS_AT_ONCE)):
-            for row in part:
-                row.setdefault("caption_length", length_of(row.get("caption")))
-                if not row["width"]:
-                    report(row["key"], "image size cannot be told")
-            table = pa.Table.from_pylist(part, COLUMNS)
-            for name, values in metadata_columns([row.get("metadata", {}) for row in part]).items():
-                table = table.append_column(name, values)
-            parts.append(table)
-        table = pa.concat_tables(parts, promote_options="default")
-        empty = {name for name in COLUMNS.names if table[name].null_count == table.num_rows}
-        unused = empty.difference(_REQUIRED, self.columns)
-        return ShardScan({n: table[n].combine_chunks() for n in table.column_names if n not in unused}, problems)
+    def text(self) -> str:
+        """One line: `caption missing 32 (first: a.tar 000001), …`, most frequent first; empty without problems."""
+        lines = []
+        for kind, count in sorted(self.counts.items(), key=lambda item: -item[1]):
+            shard, key, reason, _ = self.examples[kind][0]
+            details = reason.partition(":")[2]
+            first = printable(" ".join(filter(None, (shard, key))) + (f",{details}" if details else ""))
+            lines.append(f"{kind} {count:,} (first: {first})")
+        return "; ".join(lines)
 
-    def reader(self, index: DatasetIndex) -> "IndexedReader":
-        """The reader of the samples of `index`, which was made from this source."""
-        return IndexedReader(index, self)
+    def to_json(self) -> dict[str, Any]:
+        """Plain values without secrets, to be written; `from_json` is the way back."""
+        return {"counts": self.counts, "examples": redacted_values(self.examples)}
 
-    def measured(
-        self, shard: Shard, found: Iterable[tuple[str, T, str]], report: Report
-    ) -> Iterator[tuple[str, T, Row]]:
-        """Yields (name for reports, anything, image columns) for (name, anything, image path); reports missing files.
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Problems:
+        """The inverse of `to_json`."""
+        examples = {kind: [SkippedSample(*p) for p in named] for kind, named in value["examples"].items()}
+        return cls(dict(value["counts"]), examples)
 
-        Several headers are read at once.
-        """
-        root, rows = self.image_root(shard), iter(found)
 
-        def one(path: str) -> Row | None:
-            try:
-                with closing(open_bytes(join(root, path), self.access)) as file:
-                    return {"at:image": path, **image_columns(file.stream, file.size)}
-            except FileMissing:
-                return None
+def printable(text: str, limit: int = 300) -> str:
+    """`text` from outside made safe for a terminal: control characters escaped, length capped."""
+    escaped = json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', '"')
+    escaped = "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped)
+    return escaped if len(escaped) <= limit else f"{escaped[: limit - 1]}…"
 
-        with ThreadPoolExecutor(_THREADS) as pool:
-            while part := list(islice(rows, _MEASURED_AT_ONCE)):
-                for (name, item, path), columns in zip(part, pool.map(one, [p for _, _, p in part]), strict=True):
-                    if columns is None:
-                        report(name, f"image file missing: {shown(path)}")
-                    else:
-                        yield name, item, columns
+
+# --- Metadata and captions as columns ---
+
+
+NUMBER, TEXT = "number:", "text:"
+_NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)
+
+Scalar = str | float
+
+
+def field_names(column_names: Sequence[str]) -> frozenset[str]:
+    """The metadata fields among index columns."""
+    return frozenset(name.partition(":")[2] for name in column_names if name.startswith((NUMBER, TEXT)))
+
+
+def metadata_columns(rows: Sequence[Mapping[str, Scalar]]) -> dict[str, pa.Array]:
+    """The columns of per-sample metadata."""
+    columns: dict[str, pa.Array] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row.get(name) for row in rows]
+        texts = [value if isinstance(value, str) else None for value in values]
+        columns[NUMBER + name] = pa.array([_number(value) for value in values], pa.float64())
+        if any(text is not None for text in texts):
+            columns[TEXT + name] = pa.array(texts, pa.large_string())
+    return columns
+
+
+def _number(value: Scalar | None) -> float | None:
+    if not isinstance(value, str):
+        return value
+    if len(value) <= 5 and value.lower() in ("true", "false"):  # pandas writes True
+        return float(value.lower() == "true")
+    if not _NUMBER.fullmatch(value):
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def read_scalars(value: Mapping[str, object]) -> dict[str, Scalar]:
+    """Numbers, texts, true and false of a mapping; a list of texts stays a JSON text, for captions. Null, NaN, other
+    lists and objects are left out, as a missing value is."""
+    scalars = ((storable(str(name)), _scalar(entry)) for name, entry in value.items())
+    return {name: scalar for name, scalar in scalars if scalar is not None}
+
+
+def _scalar(value: object) -> Scalar | None:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return storable(value)
+    if isinstance(value, list) and value and all(isinstance(entry, str) for entry in value):
+        return storable(json.dumps(value, ensure_ascii=False))
+    if not isinstance(value, (int, float, Decimal)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    if isinstance(value, int) and abs(value) >= EXACT_INTEGERS:  # identifiers stay apart
+        return str(value)
+    return number if math.isfinite(number) else None
+
+
+def storable(name: str) -> str:
+    """Text that is not UTF-8 comes with surrogates, which parquet and JSON cannot store."""
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def captions_in(text: str | None) -> list[str]:
+    """The captions of a stored text: the entries of a JSON list of texts, else the text; without the empty ones."""
+    text = (text or "").strip()
+    entries = [text]
+    if text.startswith("[") and text.endswith("]"):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+            entries = [entry.strip() for entry in value]
+    return [entry for entry in entries if entry]
 
 
 def image_columns(file: Any, length: int) -> Row:
@@ -180,10 +240,13 @@ def image_columns(file: Any, length: int) -> Row:
 def metadata_of(key: str, content: bytes, report: Report) -> dict[str, Scalar]:
     """The metadata that a JSON file holds; none, and a report, where it is no object."""
     try:
-        return read_metadata(content.decode("utf-8-sig", "replace"))
+        value = json.loads(content.decode("utf-8-sig", "replace"))
     except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
         report(key, "metadata is not a JSON object")
         return {}
+    return read_scalars(value)
 
 
 def caption_of(value: object) -> str | None:
@@ -196,14 +259,6 @@ def caption_of(value: object) -> str | None:
 def length_of(caption: str | None) -> int:
     """As `caption_length` [bytes]: of the longest, where there are several."""
     return max((len(entry.encode()) for entry in captions_in(caption)), default=-1)
-
-
-def folder_of(location: str) -> str:
-    """The folder, or its URL, of a table; without links, so that `..` has the meaning of the file system."""
-    if location.startswith(("http://", "https://")):
-        location = location.partition("?")[0]
-    folder = location.rpartition("/")[0]
-    return folder if is_remote(location) else os.path.realpath(folder)
 
 
 def join(base: str, path: str) -> str:
@@ -237,6 +292,165 @@ def checked_path(base: str, path: str) -> str:
     if is_remote(base) and (plain.startswith("/") or plain.split("/")[0] == ".."):
         raise BadSample(f"image path leads out of the folder of its remote table: {path}")
     return plain
+
+
+# --- Sources ---
+
+
+class Source:
+    """One kind of data set at one place. Small and picklable: it is sent to index processes.
+
+    Args:
+        paths: of files or folders, local or remote.
+        access: how remote ones are read.
+    """
+
+    columns: Sequence[str] = ()
+    """Optional columns that also exist where no row has a value."""
+    identity: str
+    """Everything besides the shard that decides what `scan` returns; a change of it indexes anew."""
+
+    def __init__(self, paths: Sequence[str], access: RemoteConfig) -> None:
+        self.paths, self.access = list(paths), access
+
+    def shards(self) -> list[Shard]:
+        """All shards in a fixed order. Raises DataError when there are none, or one cannot be found."""
+        return file_states(self.paths, self.access)
+
+    def image_root(self, shard: Shard) -> str:
+        """The folder, or its URL, that paths of a shard's rows start from; without links, so that `..` has the meaning
+        of the file system."""
+        location = shard.location
+        if location.startswith(("http://", "https://")):
+            location = location.partition("?")[0]
+        folder = location.rpartition("/")[0]
+        return folder if is_remote(location) else os.path.realpath(folder)
+
+    def rows(self, shard: Shard, report: Report) -> Iterator[Row]:
+        """The samples of a shard. Damage and what is left out is reported; OSError and DataError are passed on."""
+        raise NotImplementedError
+
+    def open_group(self, shard: Shard, group: int) -> ByteFile:
+        """What `at:image_offset` of the samples of a row group counts in: the shard."""
+        return open_bytes(shard, self.access)
+
+    def scan(self, shard: Shard) -> tuple[dict[str, pa.Array], Problems]:
+        """The samples of one shard as columns of equal length, in a fixed order, and what is wrong with it. It is read
+        part by part: few rows are Python objects at the same time."""
+        problems, parts = Problems(), [COLUMNS.empty_table()]
+
+        def report(key: str, reason: str) -> None:
+            problems.add(SkippedSample(shown(shard.location), storable(key), storable(reason)))
+
+        rows = self.rows(shard, report)
+        while part := list(islice(rows, ROWS_AT_ONCE)):
+            for row in part:
+                row.setdefault("caption_length", length_of(row.get("caption")))
+                if not row["width"]:
+                    report(row["key"], "image size cannot be told")
+            table = pa.Table.from_pylist(part, COLUMNS)
+            for name, values in metadata_columns([row.get("metadata", {}) for row in part]).items():
+                table = table.append_column(name, values)
+            parts.append(table)
+        table = pa.concat_tables(parts, promote_options="default")
+        empty = {name for name in COLUMNS.names if table[name].null_count == table.num_rows}
+        unused = empty.difference(_REQUIRED, self.columns)
+        return {n: table[n].combine_chunks() for n in table.column_names if n not in unused}, problems
+
+    def reader(self, index: DatasetIndex) -> IndexedReader:
+        """The reader of the samples of `index`, which was made from this source."""
+        return IndexedReader(index, self)
+
+    def measured(
+        self, shard: Shard, found: Iterable[tuple[str, T, str]], report: Report
+    ) -> Iterator[tuple[str, T, Row]]:
+        """Yields (name for reports, anything, image columns) for (name, anything, image path); reports missing files.
+
+        Several headers are read at once.
+        """
+        root, rows = self.image_root(shard), iter(found)
+
+        def one(path: str) -> Row | None:
+            try:
+                with closing(open_bytes(join(root, path), self.access)) as file:
+                    return {"at:image": path, **image_columns(file.stream, file.size)}
+            except FileMissing:
+                return None
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            while part := list(islice(rows, _MEASURED_AT_ONCE)):
+                for (name, item, path), columns in zip(part, pool.map(one, [p for _, _, p in part]), strict=True):
+                    if columns is None:
+                        report(name, f"image file missing: {shown(path)}")
+                    else:
+                        yield name, item, columns
+
+
+# --- The index, and the reader of its samples ---
+
+INFO = b"sd_training"
+"""Key of what an index file says about itself, besides its columns."""
+
+
+class DatasetIndex:
+    """Columns over all samples of all shards, in the order of the shards; mapped from a file, not held in memory.
+
+    Attributes:
+        path: the joined index.
+        shards: the shards it was made from.
+        columns: arrow table: `key`, `unit` (number of the shard), `block`, `width`, `height`, `caption_length`, `cls`,
+            `at:…`, perhaps `caption`, and the metadata columns of the fields that were asked for.
+        fields: every metadata field that some shard has.
+        problems: what was wrong with the shards.
+        fingerprint: sha256 over names, sizes and contents of the shards, without their folders.
+    """
+
+    def __init__(self, path: Path, shards: Sequence[FileState]) -> None:
+        """Raises OSError, ValueError or KeyError where the file is missing, damaged or of another program."""
+        self.path, self.shards = path, list(shards)
+        self._numbers: dict[str, NDArray[Any]] = {}
+        os.utime(path)  # joined indexes that were not opened for long are removed
+        self.columns = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        info = json.loads(self.columns.schema.metadata[INFO])
+        self.fields, self.problems = frozenset[str](info["fields"]), Problems.from_json(info["problems"])
+        digest = hashlib.sha256()
+        for shard, content in zip(shards, info["contents"], strict=True):
+            line = f"{shard.location.rstrip('/').rpartition('/')[2]}/{shard.size}/{content}\n"  # names hold no slash
+            digest.update(line.encode("utf-8", "backslashreplace"))
+        self.fingerprint = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return int(self.columns.num_rows)
+
+    def numbers(self, column: str) -> NDArray[Any]:
+        """[N] an integer column without nulls, such as `width` [pixels], as a view of the mapped file."""
+        if column not in self._numbers:
+            # Not by `to_numpy`, which imports pandas where it is installed: a second and 60 MB in every loader process.
+            values = self.columns[column]
+            chunk = values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()
+            dtype = np.dtype(str(chunk.type))
+            offset = chunk.offset * dtype.itemsize
+            self._numbers[column] = np.frombuffer(chunk.buffers()[1], dtype, len(chunk), offset)
+        return self._numbers[column]
+
+    def text(self, column: str, sample: int) -> str | None:
+        """A value of a text column; None where it is null or there is no such column."""
+        return self.columns[column][sample].as_py() if column in self.columns.column_names else None
+
+    def metadata_text(self, field: str, sample: int) -> str | None:
+        """A metadata field as text; a number is written as short as it can be."""
+        text = self.text(TEXT + field, sample)
+        if text is None and NUMBER + field in self.columns.column_names:
+            number = self.columns[NUMBER + field][sample].as_py()
+            return None if number is None else f"{number:.15g}"
+        return text
+
+    def name(self, sample: int) -> tuple[str, str]:
+        """Location of the shard as it may be shown, without secrets, and key, of a sample."""
+        return shown(self.shards[self.numbers("unit")[sample]].location), str(self.columns["key"][sample].as_py())
+
+    def __reduce__(self) -> tuple[type[DatasetIndex], tuple[Path, list[FileState]]]:
+        return DatasetIndex, (self.path, self.shards)
 
 
 class IndexedReader:

@@ -9,13 +9,11 @@ from itertools import islice
 import braceexpand
 
 from sd_training.config.data_schema import RemoteConfig, SourceParams
-from sd_training.config.paths import output_path
 from sd_training.data.sources.arrow import ArrowSource
 from sd_training.data.sources.base import Source
 from sd_training.data.sources.files import IMAGE_SUFFIXES, TABLE_EXTENSIONS, FolderSource, TableSource, TagSource
 from sd_training.data.sources.tar import TarSource
-from sd_training.data.storage.files import expand, list_folder
-from sd_training.data.storage.locations import HUB, PIPE, Access, is_remote, local_path, protocol_of, shown
+from sd_training.data.storage.files import HUB, PIPE, expand, is_remote, list_folder, local_path, protocol_of, shown
 from sd_training.errors import ConfigError, DataError, UserError
 
 SHARD_NOUNS = {
@@ -40,13 +38,7 @@ _TELLING = {
 """`dataset.type` → ends of file names that show it, the most telling first (images beside a table are its own)."""
 
 
-def access_of(remote: RemoteConfig) -> Access:
-    """How remote files are read."""
-    folder = None if remote.cache_dir is None else output_path(remote.cache_dir)
-    return Access(folder, remote.cache_gib, remote.num_retries, remote.timeout_s)
-
-
-def make_source(kind: str, params: SourceParams, access: Access) -> Source:
+def make_source(kind: str, params: SourceParams, access: RemoteConfig) -> Source:
     """The source that `dataset.type` names.
 
     Raises:
@@ -74,7 +66,7 @@ def make_source(kind: str, params: SourceParams, access: Access) -> Source:
             raise ValueError(f"dataset.type {kind!r} has no source")
 
 
-def path_problems(kind: str, params: SourceParams, access: Access) -> list[str]:
+def path_problems(kind: str, params: SourceParams, access: RemoteConfig) -> list[str]:
     """Local paths that do not exist or hold nothing of their kind, one sentence each; no file is opened. Remote paths
     and commands are left to the index."""
     problems = []
@@ -122,7 +114,7 @@ def _folder(kind: str, path: str) -> str:
 
 
 def expand_shards(
-    path: str | Sequence[str], access: Access, allow_pipe: bool = False, extensions: Sequence[str] = (".tar",)
+    path: str | Sequence[str], access: RemoteConfig, allow_pipe: bool = False, extensions: Sequence[str] = (".tar",)
 ) -> list[str]:
     """Expands a file, folder, glob, brace pattern such as `{000..999}`, or a list of these, local or remote.
 
@@ -162,7 +154,7 @@ def expand_shards(
     return list(dict.fromkeys(found))
 
 
-def _shards_of(entry: str, name: str, access: Access, extensions: tuple[str, ...]) -> list[str]:
+def _shards_of(entry: str, name: str, access: RemoteConfig, extensions: tuple[str, ...]) -> list[str]:
     """What a name that `entry` stands for means: a file, the files directly in a folder but hidden ones (macOS writes
     `._0.tar`), or those that match a pattern."""
     pattern = f"'{shown(entry)}': " if "{" in entry else ""
@@ -189,7 +181,7 @@ def _shards_of(entry: str, name: str, access: Access, extensions: tuple[str, ...
     return shards
 
 
-def _shards_in(folder: str, access: Access, extensions: tuple[str, ...]) -> list[str]:
+def _shards_in(folder: str, access: RemoteConfig, extensions: tuple[str, ...]) -> list[str]:
     """The shards directly in a folder. DataError where there are none, or some in folders below it, which would be left
     out."""
     files, folders = list_folder(folder.rstrip("/"), access)
@@ -206,7 +198,7 @@ def _shards_in(folder: str, access: Access, extensions: tuple[str, ...]) -> list
     return shards
 
 
-def _readable(folder: str, access: Access) -> list[str]:
+def _readable(folder: str, access: RemoteConfig) -> list[str]:
     """The files of a folder; none of one that may not be read, such as `lost+found`, if it is local."""
     if not is_remote(folder) and not os.access(folder, os.R_OK | os.X_OK):
         return []

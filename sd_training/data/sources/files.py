@@ -23,16 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
-from sd_training.config.data_schema import TagConfig
-from sd_training.data.index.columns import read_scalars
-from sd_training.data.problems import BadSample
+from sd_training.config.data_schema import RemoteConfig, TagConfig
 from sd_training.data.samples.captions import with_score_tag
 from sd_training.data.sources import base
-from sd_training.data.sources.arrow import IMAGE_COLUMNS, PATH_COLUMNS, Columns
-from sd_training.data.sources.base import Report, Row, Shard
-from sd_training.data.storage.files import open_bytes
-from sd_training.data.storage.locations import Access, entries_of, folders_below, shown
-from sd_training.errors import ConfigError, DataError
+from sd_training.data.sources.arrow import IMAGE_COLUMNS, PATH_COLUMNS, pick_columns
+from sd_training.data.sources.base import Report, Row, Shard, read_scalars
+from sd_training.data.storage.files import entries_of, folders_below, open_bytes, shown
+from sd_training.errors import BadSample, ConfigError, DataError
 
 IMAGE_SUFFIXES = tuple(f".{extension}" for extension in base.IMAGE_EXTENSIONS)
 _OTHER_IMAGE_SUFFIXES = (".bmp", ".gif", ".tif", ".tiff", ".avif", ".heic", ".jxl")
@@ -64,7 +61,7 @@ class FolderSource(base.Source):
     identity = "folder"
 
     def __init__(self, paths: Sequence[str]) -> None:
-        super().__init__(list(map(os.path.normpath, paths)), Access())
+        super().__init__(list(map(os.path.normpath, paths)), RemoteConfig())
 
     def image_root(self, shard: Shard) -> str:
         """As `Source.image_root`."""
@@ -158,21 +155,22 @@ class TableSource(base.Source):
     """
 
     def __init__(
-        self, paths: Sequence[str], access: Access, image_column: str | None = None, caption_column: str | None = None
+        self,
+        paths: Sequence[str],
+        access: RemoteConfig,
+        image_column: str | None = None,
+        caption_column: str | None = None,
     ) -> None:
         super().__init__(paths, access)
-        self.wanted = Columns(image_column, caption_column)
-
-    @property
-    def identity(self) -> str:
-        return json.dumps(["table with paths by ..", *self.wanted])
+        self.wanted = (image_column, caption_column)
+        self.identity = json.dumps(["table with paths by ..", *self.wanted])
 
     def rows(self, shard: Shard, report: Report) -> Iterator[Row]:
         """As `Source.rows`."""
         name, root, seen = shown(shard.location), self.image_root(shard), set[str]()
         with closing(open_bytes(shard.location, self.access)) as file:
             names, rows = _read_table(name, file.stream)
-            image, caption = self.wanted.pick(name, names, PATH_COLUMNS + IMAGE_COLUMNS)
+            image, caption = pick_columns(name, names, PATH_COLUMNS + IMAGE_COLUMNS, *self.wanted)
 
             def with_image() -> Iterator[tuple[str, Mapping[str, Any], str]]:
                 number = 0
@@ -327,7 +325,7 @@ class TagSource(base.Source):
     """
 
     def __init__(self, folders: Sequence[str], rules: TagConfig) -> None:
-        super().__init__(list(dict.fromkeys(map(os.path.normpath, folders))), Access())
+        super().__init__(list(dict.fromkeys(map(os.path.normpath, folders))), RemoteConfig())
         sides = rules.aspect_range
         if len(sides) != 2 or not 0 < sides[0] <= sides[1] < math.inf:
             raise ConfigError(
@@ -335,10 +333,7 @@ class TagSource(base.Source):
                 "[0.71, 1.42]"
             )
         self.rules = rules
-
-    @property
-    def identity(self) -> str:
-        return json.dumps(["tags", self.paths, rules_identity(self.rules)])
+        self.identity = json.dumps(["tags", self.paths, rules_identity(rules)])
 
     def image_root(self, shard: Shard) -> str:
         """As `Source.image_root`."""

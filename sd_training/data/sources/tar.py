@@ -11,11 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from sd_training.data.index.columns import storable
 from sd_training.data.sources import base
-from sd_training.data.sources.base import Report, Row, Shard
-from sd_training.data.storage.files import open_bytes
-from sd_training.data.storage.locations import ByteFile
+from sd_training.data.sources.base import Report, Row, Shard, storable
+from sd_training.data.storage.files import ByteFile, open_bytes
 from sd_training.errors import DataError
 
 _BLOCK = 512

@@ -2,42 +2,28 @@
 
 obstore pages through listings, and takes keys, endpoints and proxies from the environment. Its threads do not survive a
 fork, so processes that use it are started by spawn or by a fork server that has not used it (`data/loader.py`).
-
-Length and version of every file are compared with the indexed file. A transient failure is retried
-`dataset.params.remote.num_retries` times. The retries are written here and obstore's are off, because its own do not
-cover answers of a wrong length and would multiply with these.
 """
 
 import os
-import random
 import re
-import time
-from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import obstore
 from obstore import exceptions
 from obstore.store import GCSStore, HTTPStore, LocalStore, ObjectStore, S3Store
 
-from sd_training.data.storage.locations import Access, FileMissing, FileState, has_changed, shown
-from sd_training.errors import ConfigError, DataError, OutageError
+from sd_training.errors import ConfigError
 from sd_training.log import redacted
 
-FIRST_WAIT_S = 0.2
-"""Wait after the first failure of a request; every further one is twice as long."""
-LONGEST_WAIT_S = 20.0
-_CHUNK_BYTES = 1 << 20
 _TRANSIENT_STATUS = frozenset({408, 425, 429, *range(500, 600)} - {501, 505})
 _STATUS = re.compile(r"status code: (\d{3})")
 _METADATA_SERVICES = ("/latest/api/token", "metadata.google.internal")
 """Where a cloud's machines get the keys of their role; asked last, when there are no others."""
 _KEYS_KEPT = timedelta(minutes=10)
 """A role's keys are asked for again after this; botocore renews them 15 to 10 minutes before they expire."""
-T = TypeVar("T")
 
 
 def open_store(url: str, num_retries: int, timeout_s: float) -> tuple[ObjectStore, str]:
@@ -104,101 +90,6 @@ def _profile() -> dict[str, Any]:
     if os.environ.get("AWS_REGION"):
         provider.config.pop("region", None)  # the file's region would win over the environment's
     return {"credential_provider": provider}
-
-
-# --- Files of the training data ---
-
-
-def download(state: FileState, access: Access, path: Path) -> None:
-    """Writes a whole remote file to `path`. Raises as `remote_state` does."""
-
-    def write() -> None:
-        store, key = open_store(state.location, 0, access.timeout_s)
-        answer = obstore.get(store, key)
-        size, version = answer.meta["size"], _version(answer.meta)
-        if version != state.version or (size != state.size and not version):
-            raise has_changed(state.location)
-        with path.open("wb") as target:
-            written = sum(target.write(bytes(chunk)) for chunk in answer.stream(min_chunk_size=_CHUNK_BYTES))
-        if written != state.size:
-            raise _WrongLength(f"the answer has {written} bytes instead of {state.size}")
-
-    _retrying(state.location, access, write)
-
-
-def remote_state(location: str, access: Access) -> FileState:
-    """Size and version of a remote file. One byte is requested: many web servers and all signed links refuse HEAD.
-
-    Raises:
-        FileMissing: it does not exist or may not be read.
-        OutageError: its server cannot be reached or fails, after all retries.
-        DataError: another failure.
-    """
-
-    def look() -> FileState:
-        store, path = open_store(location, 0, access.timeout_s)
-        try:
-            meta = obstore.get(store, path, options={"range": (0, 1)}).meta
-        except exceptions.NotSupportedError:  # no ranges: the answer is the whole file, and its beginning is enough
-            meta = obstore.get(store, path).meta
-        return FileState(location, meta["size"], _version(meta))
-
-    return _retrying(location, access, look)
-
-
-def list_bucket(folder: str, access: Access) -> tuple[list[str], list[str]]:
-    """URLs of the files and of the folders directly in a folder of a bucket; none where there is no such folder. Raises
-    as `remote_state` does: a failed listing is never taken for an empty one."""
-    scheme, _, rest = folder.partition("://")
-    bucket, _, path = rest.partition("/")
-    store, _ = open_store(folder, 0, access.timeout_s)
-    found = _retrying(folder, access, lambda: obstore.list_with_delimiter(store, path.strip("/") or None))
-    files = [f"{scheme}://{bucket}/{meta['path']}" for meta in found["objects"]]
-    return files, [f"{scheme}://{bucket}/{prefix.rstrip('/')}" for prefix in found["common_prefixes"]]
-
-
-def _version(meta: Any) -> str:
-    """ETag or modification time; empty where the server sends neither (obstore then gives the epoch)."""
-    modified = meta["last_modified"]
-    return meta.get("e_tag") or (str(modified) if modified.timestamp() else "")
-
-
-# --- Failures ---
-
-
-class _WrongLength(Exception):
-    """A server sent fewer or more bytes than the file has."""
-
-
-def _retrying(location: str, access: Access, attempt: Callable[[], T]) -> T:
-    """The result of `attempt`, called again after growing waits while its failures may be transient.
-
-    Raises:
-        FileMissing, OutageError, DataError: as `remote_state`. Without their cause, which holds URLs with secrets.
-        OSError: of the local disk.
-    """
-    failures = 0
-    while True:
-        try:
-            return attempt()
-        except (OSError, exceptions.BaseError, _WrongLength) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise  # of the disk; obstore's errors have no number
-            failures += 1
-            transient = is_outage(error) or isinstance(error, _WrongLength) or "invalid list response" in str(error)
-            if not transient or failures > access.num_retries:
-                raise _explained(location, error, failures) from None
-        time.sleep(random.uniform(0.5, 1.0) * min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** (failures - 1)))
-
-
-def _explained(location: str, error: Exception, failures: int) -> DataError:
-    name, reason = shown(location), reason_of(error)
-    if isinstance(error, FileNotFoundError):
-        return FileMissing(f"'{name}' cannot be read: does not exist")
-    if isinstance(error, (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
-        return FileMissing(f"'{name}' cannot be read: not allowed: {reason}; are the credentials right?")
-    attempts = f" after {failures} attempts" if failures > 1 else ""
-    return (OutageError if is_outage(error) else DataError)(f"'{name}' cannot be read{attempts}: {reason}")
 
 
 def reason_of(error: BaseException) -> str:

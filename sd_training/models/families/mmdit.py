@@ -40,7 +40,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, captions: Sequence[str], max_to
     Returns:
         [B, L] int64 ids and [B, L] bool, True for tokens of the caption.
     """
-    encode = Tokenizer(tokenizer, max_tokens).encode_counted
+    encode = Tokenizer(tokenizer, max_tokens).encode
     rows = [encode(caption)[:2] for caption in captions]
     tokens, masks = (torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))
     return tokens, masks

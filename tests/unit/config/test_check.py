@@ -165,7 +165,7 @@ def test_autoencoder_training_needs_the_autoencoder_only() -> None:
     base = {key: value for key, value in BASE.items() if key != "model.pretrained"} | {"model.train": "vae"}
     load(base, model__vae__target="AutoencoderKL", objective__kl_weight="0.1")
     for key, value in {
-        "dataset.params.captions.template": "a photo of {caption}",
+        "dataset.params.captions.prefix": "a photo of ",
         "experiment.num_eval_images": "5",
         "model.bf16_weights": "true",
         "model.family": "sdxl",

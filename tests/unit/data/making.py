@@ -8,17 +8,15 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import torch
 
-from sd_training.config.data_schema import DatasetConfig, DatasetParams
+from sd_training.config.data_schema import DatasetConfig, DatasetParams, RemoteConfig
 from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
-from sd_training.data.index.dataset_index import DatasetIndex
 from sd_training.data.index.store import load_index
-from sd_training.data.problems import Problems
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.data.samples.sample import DrawSettings, Dropout
+from sd_training.data.sources.base import DatasetIndex, Problems
 from sd_training.data.sources.tar import TarSample, TarSource, scan_tar
 from sd_training.data.storage.files import open_bytes
-from sd_training.data.storage.locations import Access
 from sd_training.types import LatentGrid, PixelBatch
 from tests import makers
 
@@ -48,7 +46,7 @@ def training_data(path: Path | str | list[str], plan: BatchPlan | None = None, *
     return TrainingData(**{**settings, **options})
 
 
-ACCESS = Access(cache_dir=None, cache_gib=1.0, num_retries=0, timeout_s=5.0)
+ACCESS = RemoteConfig(cache_gib=1.0, num_retries=0, timeout_s=5.0)
 
 
 def tar_index(shards: Sequence[Path], fields: Sequence[str] = (), index_dir: Path | None = None) -> DatasetIndex:
@@ -67,10 +65,10 @@ class Scanned(NamedTuple):
 def scanned(path: Path) -> Scanned:
     """One shard's samples."""
     source = TarSource([str(path)], ACCESS)
-    scan = source.scan(source.shards()[0])
+    columns, problems = source.scan(source.shards()[0])
     file = open_bytes(str(path), ACCESS)
     try:
-        return Scanned(scan_tar(file, lambda key, reason: None), scan.columns, scan.problems)
+        return Scanned(scan_tar(file, lambda key, reason: None), columns, problems)
     finally:
         file.close()
 

@@ -5,7 +5,7 @@ import io
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +146,7 @@ def write_parquet(folder: Path, unit: str, samples: Sequence[Sample]) -> None:
 
 
 def open_parquet(folder: Path) -> Source:
-    access = replace(ACCESS, cache_dir=folder.parent / "cache")
+    access = ACCESS.replace(cache_dir=str(folder.parent / "cache"))
     return ArrowSource(expand_shards(str(folder), access, extensions=(".parquet",)), access)
 
 

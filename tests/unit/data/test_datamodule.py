@@ -256,4 +256,4 @@ def test_masks_follow_crops_and_flips(tmp_path: Path) -> None:
     red = (batch.pixels[~whole, 1].float() < 128) & (batch.pixels[~whole, 0].float() > 128)
     assert (red == (batch.mask[~whole, 0] > 127)).float().mean() > 0.99  # but for rounding where they meet
     assert 0.2 < red.float().mean() < 0.7 and len({float(r.float().mean()) for r in red}) > 5
-    assert training_data(tmp_path, BatchPlan(8, 1, 1, 64)).samples().rules.keeps_alpha is False
+    assert stream(training_data(tmp_path, BatchPlan(8, 1, 1, 64)))[0].mask.numel() == 0

@@ -50,8 +50,6 @@ def test_too_few_samples_say_what_became_of_the_others(tmp_path: Path) -> None:
     ("captions", "said"),
     [
         (CaptionConfig(fields={"a": 0}), "fields: every weight is 0"),
-        (CaptionConfig(template="{"), "template: '{' has a brace without a field"),
-        (CaptionConfig(template="a {style}", tag_separator=", "), "template: has no {caption}"),
     ],
 )
 def test_captions_that_cannot_be_made_are_told_before_anything_is_indexed(

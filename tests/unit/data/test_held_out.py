@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from sd_training.config.data_schema import BucketConfig, DatasetConfig, DatasetParams
+from sd_training.config.plan import BatchPlan
 from sd_training.config.schema import ValidationConfig
-from sd_training.data.datamodule import HeldOutData
-from sd_training.data.loader import BadSampleLog
+from sd_training.data.datamodule import HeldOutData, TrainingData
 from sd_training.data.samples.sample import DrawSettings, Dropout
 from sd_training.errors import ConfigError, DataError
 from sd_training.types import LatentGrid, PixelBatch
@@ -24,11 +24,21 @@ GRID = LatentGrid(channels=4, downscale=2)
 def held_out(
     shards: Path | str, seed: int = 0, batch_size: int = 5, run_dir: Path | None = None, **options: int
 ) -> HeldOutData:
-    params = DatasetParams(path="trained.tar", resolution=16, crop="random", flip_prob=1.0)
+    params = DatasetParams(path="trained.tar", resolution=16, crop="random", flip_prob=1.0, max_bad_fraction=1.0)
     draws = DrawSettings(seed, GRID, Dropout(size_prob=1.0), has_input_noise=True, is_stratified=True)
     config = ValidationConfig(path=str(shards), **options)
-    names = BadSampleLog(run_dir, 1.0)
-    return HeldOutData(DatasetConfig(params=params), config, batch_size, {}, draws, names)
+    plan = BatchPlan(batch_size, accumulation=1, processes=1, num_examples=batch_size)
+    run = TrainingData(
+        dataset=DatasetConfig(params=params),
+        plan=plan,
+        workers=0,
+        tokenizers={},
+        draws=draws,
+        run_dir=run_dir,
+        validation=config,
+    )
+    assert run.held_out is not None
+    return run.held_out
 
 
 def all_batches(data: HeldOutData) -> list[PixelBatch]:

@@ -14,13 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from sd_training.data.problems import BadSample
 from sd_training.data.samples import image as image_decode
-from sd_training.data.samples.image import FORMATS, ImageRules, decode, image_size
+from sd_training.data.samples.image import FORMATS, decode, image_size
 from sd_training.data.sources import arrow as arrow_source
 from sd_training.data.sources import base
 from sd_training.data.sources.arrow import ArrowSource
-from sd_training.errors import DataError
+from sd_training.errors import BadSample, DataError
 from tests import makers
 from tests.faults.hostile_files import (
     TAR_END,
@@ -36,7 +35,7 @@ from tests.unit.data.making import ACCESS, Scanned, scanned
 
 GOOD = png(8, 8)
 GIB = 1 << 30
-RULES = ImageRules(max_pixels=1_000_000)
+MAX_PIXELS = 1_000_000
 
 
 def scan(folder: Path, *parts: bytes, size: int | None = None) -> Scanned:
@@ -146,12 +145,12 @@ def test_only_three_formats_reach_a_parser(tmp_path: Path) -> None:
         tried += 1
         assert image_size(io.BytesIO(stream.getvalue())) == (0, 0), name
         with pytest.raises(BadSample, match="not a readable JPEG, PNG or WebP"):
-            decode(stream.getvalue(), RULES)
+            decode(stream.getvalue(), MAX_PIXELS)
     assert tried > 15 and FORMATS == ["JPEG", "PNG", "WEBP"]
     canary = tmp_path / "canary"
     eps = f"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n(%pipe%mkdir {canary}) (w) file\n"
     with pytest.raises(BadSample, match="not a readable"):
-        decode(eps.encode(), RULES)
+        decode(eps.encode(), MAX_PIXELS)
     assert not canary.exists()
 
 
@@ -169,7 +168,7 @@ def test_image_bombs_take_no_memory(data: bytes) -> None:
     def act() -> None:
         image_size(io.BytesIO(data))
         with contextlib.suppress(BadSample):  # what stands beside the pixels may be left out
-            decode(data, RULES)
+            decode(data, MAX_PIXELS)
 
     assert added_mib(act) < 100
 
@@ -184,9 +183,9 @@ def test_a_jpeg_of_a_thousand_scans_is_refused(image_format: str) -> None:
     assert Image.open(io.BytesIO(data)).format == image_format
     end = data.index(b"\xff\xd9")
     last = data.rindex(b"\xff\xda", 0, end)
-    decode(data, RULES)
+    decode(data, MAX_PIXELS)
     with pytest.raises(BadSample, match=r"too many scans: 1,0\d\d, at most 100"):
-        decode(data[:last] + data[last:end] * 1000 + data[end:], RULES)
+        decode(data[:last] + data[last:end] * 1000 + data[end:], MAX_PIXELS)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +196,7 @@ def test_decoding_stays_within_the_stated_bytes_per_pixel(image_format: str, mod
     stream = io.BytesIO()
     Image.new(mode, (side, side)).save(stream, image_format, lossless=True)
     data = stream.getvalue()
-    used = added_mib(lambda: decode(data, ImageRules(side * side, keeps_alpha=True)))
+    used = added_mib(lambda: decode(data, side * side, keeps_alpha=True))
     assert used < image_decode.BYTES_PER_PIXEL * side * side / 2**20 + 16
 
 
@@ -222,7 +221,7 @@ def test_types_of_other_programs_run_nothing(tmp_path: Path) -> None:
     table = pa.table([pa.array([GOOD]), pa.array(["a"])], schema=schema.with_metadata({"pandas": "{"}))
     pq.write_table(table, tmp_path / "x.parquet")
     source = ArrowSource([str(tmp_path / "x.parquet")], ACCESS)
-    assert source.scan(source.shards()[0]).columns["key"].to_pylist() == ["row 0"]
+    assert source.scan(source.shards()[0])[0]["key"].to_pylist() == ["row 0"]
     assert not canary.exists()
 
 

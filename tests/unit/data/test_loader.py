@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sd_training.data.loader import BadSampleLog
-from sd_training.data.problems import SkippedSample
+from sd_training.data.sources.base import SkippedSample
 from sd_training.errors import DataError
 
 

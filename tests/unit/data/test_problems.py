@@ -1,6 +1,6 @@
 import json
 
-from sd_training.data.problems import EXAMPLES_KEPT, Problems, SkippedSample, printable
+from sd_training.data.sources.base import EXAMPLES_KEPT, Problems, SkippedSample, printable
 
 
 def test_counts_go_on_after_the_examples() -> None:

@@ -23,7 +23,7 @@ def family(*, null_is_zeros: bool = False) -> StableDiffusionXL:
 
 def batch_of(own: StableDiffusionXL, **dropped: bool) -> PixelBatch:
     """A wide picture of a tall file, and whether text, size or crop are dropped."""
-    texts = {name: tokenizer.encode_counted("a red picture") for name, tokenizer in own.tokenizers().items()}
+    texts = {name: tokenizer.encode("a red picture") for name, tokenizer in own.tokenizers().items()}
     empty: dict[str, Any] = dict.fromkeys(("posterior_noise", "noise", "timestep_draw"), torch.zeros(1))
     empty |= dict.fromkeys(("offset_noise", "input_noise", "mask", "positions", "sample_ids"), torch.zeros(1))
     return PixelBatch(

@@ -191,7 +191,7 @@ def test_sampling_cuts_captions_as_the_loader_does() -> None:
     captions = ["a red", "a a red blue a", "", "green ?"]
     for tokenizer in (word_tokenizer(pad_token="<p>"), word_tokenizer(eos_token="<e>"), makers.tiny_tokenizer()):
         ids, mask = tokenize(tokenizer, captions, 4)
-        loader = [Tokenizer(tokenizer, 4).encode_counted(caption) for caption in captions]
+        loader = [Tokenizer(tokenizer, 4).encode(caption) for caption in captions]
         assert ids.tolist() == [encoded.tokens.tolist() for encoded in loader]
         assert mask.tolist() == [encoded.mask.tolist() for encoded in loader]
 

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 
 from sd_training.config.filters import Filter, parse_filters
-from sd_training.data.index.columns import metadata_columns
 from sd_training.data.index.selection import evaluate
+from sd_training.data.sources.base import metadata_columns
 from tests import makers
 from tests.unit.data.making import tar_index
 

@@ -7,10 +7,10 @@ import pytest
 from sd_training.config.data_schema import CaptionConfig
 from sd_training.config.filters import parse_filters
 from sd_training.data.index.selection import Selection, select
-from sd_training.data.samples.captions import CAPTION, Prompts, fields_needed
+from sd_training.data.samples.captions import CAPTION, Prompts, caption_weights
 from sd_training.errors import DataError
 from tests import makers
-from tests.unit.data.making import tar_index
+from tests.unit.data.making import tar_index, training_data
 
 IMAGE = makers.encode(makers.picture(0))
 
@@ -26,7 +26,7 @@ def selected(
 ) -> Selection:
     rules, problems = parse_filters(filters)
     assert not problems
-    fields = set().union(fields_needed(captions), *(rule.fields() for rule in rules)) - {CAPTION}
+    fields = set().union(caption_weights(captions), *(rule.fields() for rule in rules)) - {CAPTION}
     index = tar_index(sorted(path.glob("*.tar")), sorted(fields))
     return select(index, rules, prompts, captions, **options)
 
@@ -59,24 +59,6 @@ def test_an_empty_own_caption_counts_only_where_it_is_the_only_one(tmp_path: Pat
     assert selected(folder, captions=CaptionConfig(fields={"long": 1, CAPTION: 1})).selected.tolist() == [0]
 
 
-def test_every_field_of_the_template_is_needed(tmp_path: Path) -> None:
-    folder = described(tmp_path, {"style": "oil"}, {"style": ""}, {}, {"style": 3})
-    selection = selected(folder, captions=CaptionConfig(template="{caption}, {style}"))
-    assert selection.selected.tolist() == [0, 3]
-    assert selection.problems.text() == f"caption template has no text 2 (first: {folder}/a.tar 1, style)"
-    del_caption = makers.caption_samples(1)[0] | {"json": b'{"style": "ink"}'}
-    del_caption.pop("txt")
-    makers.write_shard(folder / "b.tar", [del_caption])
-    assert selected(folder, captions=CaptionConfig(template="{style}")).selected.tolist() == [0, 3, 4]
-
-
-def test_class_prompts_in_a_template_too(tmp_path: Path) -> None:
-    samples = [{"__key__": f"{i}", "jpg": b"x", "cls": b"0", "json": b'{"style": "%s"}' % (b"a" * i)} for i in range(3)]
-    makers.write_shard(tmp_path / "a.tar", samples)
-    rules = CaptionConfig(template="{caption}, {style}")
-    assert selected(tmp_path, prompts={"0": ["zero"]}, captions=rules).selected.tolist() == [1, 2]
-
-
 def test_nobody_misses_captions_that_are_not_read(tmp_path: Path) -> None:
     samples = makers.caption_samples(4)
     del samples[2]["txt"]
@@ -95,8 +77,7 @@ def test_images_of_too_many_pixels_are_left_out_and_named(tmp_path: Path) -> Non
     first = f"first: {tmp_path}/a.tar 000003, 80 × 32, at most 1280 are allowed"
     assert selection.problems.text() == f"image has too many pixels 2 ({first})"
     assert not selected(tmp_path, {"width": "<=40"}, max_pixels=40 * 32).problems.total()
-    with pytest.raises(DataError, match="too many pixels 5"):
-        selected(tmp_path, max_pixels=100)
+    assert "image has too many pixels 5" in selected(tmp_path, max_pixels=100).problems.text()
 
 
 def test_filters_alone_and_together(shards_dir: Path) -> None:
@@ -106,8 +87,9 @@ def test_filters_alone_and_together(shards_dir: Path) -> None:
 
 
 def test_nothing_left_says_what_each_filter_keeps(shards_dir: Path) -> None:
+    filters = {"original_width": ">=60", "pwatermark": "<=0.4", "missing": ">1", "uid": "u3"}
     with pytest.raises(DataError) as error:
-        selected(shards_dir, {"original_width": ">=60", "pwatermark": "<=0.4", "missing": ">1", "uid": "u3"})
+        training_data(shards_dir, filters=filters).report()
     message = str(error.value)
     assert "original_width >= 60: 12 samples" in message
     assert "pwatermark <= 0.4: 17 samples" in message
@@ -141,4 +123,4 @@ def test_unknown_and_missing_classes_are_named(tmp_path: Path) -> None:
 def test_no_classes_at_all(tmp_path: Path) -> None:
     makers.caption_shards(tmp_path)
     with pytest.raises(DataError, match="class missing 32"):
-        selected(tmp_path, prompts={"0": ["zero"]})
+        training_data(tmp_path, kind="ClassificationWebDataset", idx_to_prompt={"0": "zero"}).report()

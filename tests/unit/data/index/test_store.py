@@ -12,7 +12,7 @@ import pytest
 from sd_training.config.plan import BatchPlan
 from sd_training.data.index import store as index_module
 from sd_training.data.loader import worker_context
-from sd_training.data.storage.locations import cache_folder
+from sd_training.data.storage.files import cache_folder
 from sd_training.errors import DataError
 from tests import makers
 from tests.integration.training import ROOT

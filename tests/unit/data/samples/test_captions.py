@@ -8,18 +8,14 @@ import pytest
 
 from sd_training.config.data_schema import CaptionConfig, TagConfig
 from sd_training.data.order.order import generator
-from sd_training.data.problems import BadSample
 from sd_training.data.samples.captions import (
     check_fields,
-    check_rules,
     choose_caption,
-    fields_needed,
     finish_caption,
     tag_caption,
-    template_fields,
     with_score_tag,
 )
-from sd_training.errors import ConfigError, DataError
+from sd_training.errors import BadSample, DataError
 
 SCORE_TAGS = [3200, 1600, 800, 600, 400, 300, 200, 150, 100, 50, 25, 5]
 TAGS = "one, two, three, four, five, six, seven, eight"
@@ -96,43 +92,8 @@ def test_the_order_of_fields_in_the_file_changes_nothing() -> None:
     assert [chosen(texts, one, i) for i in range(100)] == [chosen(texts, other, i) for i in range(100)]
 
 
-def test_prefix_and_suffix_stand_outside_the_template() -> None:
-    rules = CaptionConfig(prefix="photo: ", suffix=" .", template="<{caption}>")
-    assert chosen({"caption": "cat"}, rules) == "photo: <cat> ."
-
-
-def test_a_template_takes_fields_and_the_chosen_caption() -> None:
-    rules = CaptionConfig(fields={"long": 1}, template="{{{caption}}} by {artist} ({ artist })")
-    assert chosen({"long": "{artist}", "artist": "Ann", "caption": "unused"}, rules) == "{{artist}} by Ann (Ann)"
-    assert fields_needed(rules) == {"long", "artist"}
-
-
-def test_a_list_in_a_template_is_drawn_once_per_visit() -> None:
-    rules = CaptionConfig(template="{style}/{style}")
-    texts = {"style": '["oil", "ink"]'}
-    assert set(shares(texts, rules, 100)) == {"oil/oil", "ink/ink"}
-    assert fields_needed(rules) == {"style"}
-
-
-def test_a_field_of_the_template_without_text_is_a_bad_sample() -> None:
-    with pytest.raises(BadSample, match=r"^caption template has no text: style$"):
-        chosen({"caption": "cat", "style": ""}, CaptionConfig(template="{caption}, {style}"))
-
-
-def test_templates_are_no_format_strings() -> None:
-    assert template_fields(CaptionConfig(template="{caption.__class__} {a!r:>9}")) == {"caption.__class__", "a!r:>9"}
-    with pytest.raises(DataError, match=r"no sample has 'caption\.__class__'"):
-        check_fields(CaptionConfig(template="{caption.__class__}"), {"caption"})
-
-
-@pytest.mark.parametrize("template", ["{", "}", "{}", "{ }", "{a", "a}", "{a{b}}", "{{{a}}"])
-def test_a_stray_brace_is_a_config_error(template: str) -> None:
-    with pytest.raises(ConfigError, match=r"captions\.template: .* has a brace without a field"):
-        check_rules(CaptionConfig(template=template))
-
-
 def test_unknown_fields_are_named_with_those_there_are() -> None:
-    rules = CaptionConfig(fields={"lnog": 1, "caption": 1, "unused": 0}, template="{caption} {style}")
+    rules = CaptionConfig(fields={"lnog": 1, "caption": 1, "style": 1, "unused": 0})
     check_fields(rules, {"caption", "lnog", "style"})
     with pytest.raises(DataError, match=r"no sample has 'lnog', 'style'; the fields of this data are: caption, long$"):
         check_fields(rules, {"long", "caption"})
@@ -189,16 +150,15 @@ def test_every_decision_has_a_generator_of_its_own() -> None:
         asked.append(purpose)
         return generator(7, purpose, 0)
 
-    texts = {"a": json.dumps([TAGS, TAGS]), "b": json.dumps([TAGS, TAGS]), "style": '["oil", "ink"]'}
+    texts = {"a": json.dumps([TAGS, TAGS]), "b": json.dumps([TAGS, TAGS])}
     rules = CaptionConfig(
         fields={"a": 1, "b": 1},
-        template="{caption} {style}",
         tag_separator=", ",
         shuffle_tags_prob=0.5,
         drop_tag_prob=0.5,
     )
     choose_caption(texts.get, rules, rng)
-    assert sorted(asked) == ["caption", "caption_entry", "tag_drop", "tag_shuffle", "template:style"]
+    assert sorted(asked) == ["caption", "caption_entry", "tag_drop", "tag_shuffle"]
 
 
 def test_captions_depend_on_the_position_alone() -> None:
@@ -210,31 +170,7 @@ def test_captions_depend_on_the_position_alone() -> None:
 
 
 def test_a_caption_made_elsewhere_is_finished_alike() -> None:
-    rules = CaptionConfig(template="{caption} in {style}", prefix="p ")
-    assert finish_caption("cat", {"style": "oil"}.get, rules, no_draws) == "p cat in oil"
-
-
-def test_all_problems_of_a_config_at_once() -> None:
-    config = CaptionConfig(fields={"a": 0}, template="{")
-    with pytest.raises(ConfigError) as error:
-        check_rules(config)
-    assert [problem.partition(": ")[0] for problem in error.value.problems] == [
-        "dataset.params.captions.fields",
-        "dataset.params.captions.template",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (CaptionConfig(template="a {style}", fields={"a": 1}), "template: has no {caption}"),
-        (CaptionConfig(template="a {style}", tag_separator=","), "template: has no {caption}"),
-        (CaptionConfig(fields={"a": 0}), "fields: every weight is 0"),
-    ],
-)
-def test_an_option_that_would_do_nothing_is_a_config_error(config: CaptionConfig, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_rules(config)
+    assert finish_caption("cat", CaptionConfig(prefix="a photo of a ", suffix="."), no_draws) == "a photo of a cat."
 
 
 @pytest.mark.parametrize(("score", "expected"), [(101, ["a", "scr100"]), (100, ["a", "scr100"]), (99, ["a", "scr50"])])

@@ -9,8 +9,8 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageCms
 
-from sd_training.data.problems import BadSample
-from sd_training.data.samples.image import ImageRules, decode, image_size
+from sd_training.data.samples.image import decode, image_size
+from sd_training.errors import BadSample
 from tests import makers
 
 MANY = 10**8
@@ -24,7 +24,7 @@ def encode(image: Image.Image, image_format: str = "PNG", **options: Any) -> byt
 
 
 def decoded(data: bytes) -> NDArray[np.uint8]:
-    pixels = decode(data, ImageRules(MANY)).pixels
+    pixels = decode(data, MANY).pixels
     assert (pixels.dtype, pixels.shape[2:]) == (np.uint8, (3,))
     return pixels
 
@@ -104,7 +104,7 @@ def test_orientation(orientation: int, image_format: str) -> None:
     exif[0x0112] = orientation
     data = encode(stored, image_format, exif=exif)
     assert image_size(io.BytesIO(data)) == (40, 24)
-    assert decode(data, ImageRules(MANY)).original_size == (24, 40)
+    assert decode(data, MANY).original_size == (24, 40)
     pixels = decoded(data).astype(int)
     assert pixels.shape == (24, 40, 3)
     assert np.abs(pixels - np.asarray(upright)).mean() < 8
@@ -131,7 +131,7 @@ def test_damaged_exif_does_not_lose_the_picture() -> None:
 )
 def test_damaged_files_are_bad_samples(data: bytes, reason: str) -> None:
     with pytest.raises(BadSample, match=reason):
-        decode(data, ImageRules(MANY))
+        decode(data, MANY)
 
 
 def test_any_damage_is_either_decoded_or_a_bad_sample() -> None:
@@ -142,7 +142,7 @@ def test_any_damage_is_either_decoded_or_a_bad_sample() -> None:
         for _ in range(int(rng.integers(1, 6))):
             data[int(rng.integers(len(data)))] = int(rng.integers(256))
         try:
-            assert decode(bytes(data), ImageRules(10**6)).pixels.shape[2:] == (3,)
+            assert decode(bytes(data), 10**6).pixels.shape[2:] == (3,)
         except BadSample:
             continue
 
@@ -152,7 +152,7 @@ def test_a_bomb_is_refused_before_memory_is_taken(width: int, height: int) -> No
     data = claimed_png(width, height)
     tracemalloc.start()
     with pytest.raises(BadSample, match="image has too many pixels"):
-        decode(data, ImageRules(200))
+        decode(data, 200)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**20
@@ -160,9 +160,9 @@ def test_a_bomb_is_refused_before_memory_is_taken(width: int, height: int) -> No
 
 def test_the_limit_of_the_run_counts_not_pillows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    assert decode(encode(makers.picture(1)), ImageRules(40 * 32)).pixels.shape == (32, 40, 3)
+    assert decode(encode(makers.picture(1)), 40 * 32).pixels.shape == (32, 40, 3)
     with pytest.raises(BadSample, match="40 × 32"):
-        decode(encode(makers.picture(1)), ImageRules(40 * 32 - 1))
+        decode(encode(makers.picture(1)), 40 * 32 - 1)
 
 
 def test_sizes_come_from_the_header() -> None:
@@ -177,17 +177,17 @@ def test_sizes_come_from_the_header() -> None:
 def test_a_jpeg_is_decoded_at_the_next_eighth_above_what_is_needed(mode: str) -> None:
     """Needed 0.2 with a margin of 1.2: 2/8."""
     data = encode(makers.picture(2, 640, 479).convert(mode), "JPEG", quality=95)
-    result = decode(data, ImageRules(MANY), lambda height, width: 0.2)
+    result = decode(data, MANY, lambda height, width: 0.2)
     assert result.pixels.shape == (120, 160, 3)  # 479 / 4 is rounded up
     assert (result.original_size, result.scale) == ((479, 640), 0.25)
-    assert decode(data, ImageRules(MANY), lambda height, width: 0.55).scale == 0.75
+    assert decode(data, MANY, lambda height, width: 0.55).scale == 0.75
     for scale in (0.9, 1.0, 7.0):
-        assert decode(data, ImageRules(MANY), lambda height, width, s=scale: s).pixels.shape == (479, 640, 3)
+        assert decode(data, MANY, lambda height, width, s=scale: s).pixels.shape == (479, 640, 3)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 2), (9, 700)])
 def test_tiny_jpegs(size: tuple[int, int]) -> None:
-    result = decode(encode(makers.picture(2, *size), "JPEG"), ImageRules(MANY), lambda height, width: 0.1)
+    result = decode(encode(makers.picture(2, *size), "JPEG"), MANY, lambda height, width: 0.1)
     assert result.pixels.size > 0
     assert result.original_size == size[::-1]
 
@@ -199,17 +199,17 @@ def test_what_libjpeg_turbo_is_not_trusted_with_goes_pillows_way(options: dict[s
     data = encode(makers.picture(2, 64, 48).convert(options.get("mode", "RGB")), "JPEG", exif=exif)
     if "cut" in options:
         with pytest.raises(BadSample, match="truncated"):
-            decode(data[: -options["cut"]], ImageRules(MANY), lambda height, width: 0.2)
+            decode(data[: -options["cut"]], MANY, lambda height, width: 0.2)
         return
-    result = decode(data, ImageRules(MANY), lambda height, width: 0.2)
+    result = decode(data, MANY, lambda height, width: 0.2)
     assert result.scale == 1.0
     assert result.pixels.shape[:2] == result.original_size
 
 
 def test_both_ways_give_the_same_picture() -> None:
     data = encode(makers.photograph(320, 200), "JPEG", quality=90)
-    pillow = decode(data, ImageRules(MANY)).pixels.astype(int)
-    turbo = decode(data, ImageRules(MANY), lambda height, width: 1.0).pixels
+    pillow = decode(data, MANY).pixels.astype(int)
+    turbo = decode(data, MANY, lambda height, width: 1.0).pixels
     assert np.abs(turbo - pillow).max() <= 3
 
 
@@ -223,13 +223,22 @@ def swapped_profile() -> bytes:
     return bytes(profile)
 
 
-def test_colour_profiles_are_converted_when_asked() -> None:
-    linear = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
-    data = encode(Image.new("RGB", (16, 16), RED), "PNG", icc_profile=swapped_profile())
-    plain = decode(data, ImageRules(MANY)).pixels[3, 3].tolist()
+def test_colour_profiles_are_converted() -> None:
+    lab = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
+    plain = decode(encode(Image.new("RGB", (16, 16), RED), "PNG"), MANY).pixels[3, 3].tolist()
     assert plain == list(RED)
-    converted = decode(data, ImageRules(MANY, icc_to_srgb=True)).pixels[3, 3].tolist()
-    assert np.abs(np.subtract(converted, RED[::-1])).max() <= 2
-    for profile in (b"no profile", linear):
+    for mode, color in (("RGB", RED), ("RGBA", (*RED, 255))):
+        data = encode(Image.new(mode, (16, 16), color), "PNG", icc_profile=swapped_profile())
+        assert np.abs(np.subtract(decode(data, MANY).pixels[3, 3], RED[::-1])).max() <= 2
+    for profile in (b"no profile", lab):
         odd = encode(Image.new("RGB", (16, 16), RED), "PNG", icc_profile=profile)
-        assert decode(odd, ImageRules(MANY, icc_to_srgb=True)).pixels[3, 3].tolist() == list(RED)
+        assert decode(odd, MANY).pixels[3, 3].tolist() == list(RED)
+
+
+def test_colour_profiles_of_jpegs_that_are_decoded_smaller() -> None:
+    image, scale = Image.new("RGB", (64, 64), RED), lambda height, width: 0.2
+    own = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    plain = decode(encode(image, "JPEG"), MANY, scale).pixels
+    assert np.array_equal(decode(encode(image, "JPEG", icc_profile=own), MANY, scale).pixels, plain)
+    swapped = decode(encode(image, "JPEG", icc_profile=swapped_profile()), MANY, scale)
+    assert swapped.scale == 0.25 and np.abs(swapped.pixels.astype(int) - plain[:, :, ::-1]).max() <= 3

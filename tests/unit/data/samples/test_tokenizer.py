@@ -46,16 +46,16 @@ def test_a_tokenizer_without_a_length_is_a_config_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("caption", "num_cut"), [("", 0), ("a" * 13, 0), ("a" * 14, 0), ("a" * 15, 1), ("ab c" * 9, 13)]
+    ("caption", "is_cut"), [("", False), ("a" * 13, False), ("a" * 14, False), ("a" * 15, True), ("ab c" * 9, True)]
 )
-def test_cut_tokens_are_counted(caption: str, num_cut: int) -> None:
+def test_captions_that_do_not_fit_are_noticed(caption: str, is_cut: bool) -> None:
     ours = Tokenizer(makers.tiny_tokenizer())
-    encoded = ours.encode_counted(caption)
-    assert encoded.num_cut == num_cut
+    encoded = ours.encode(caption)
+    assert ours.is_cut(caption) == is_cut
     whole = makers.tiny_tokenizer()(caption, verbose=False).input_ids
     # Begin and end marks stay, so the cut is in the caption's own tokens.
     assert encoded.tokens.tolist()[: min(len(whole), 16) - 1] == whole[: min(len(whole), 16) - 1]
-    assert encoded.tokens is ours(caption) is ours.encode_counted(caption).tokens
+    assert encoded.tokens is ours(caption) is ours.encode(caption).tokens
 
 
 def test_counting_prints_no_warning() -> None:
@@ -65,7 +65,7 @@ def test_counting_prints_no_warning() -> None:
     handler.emit = records.append  # type: ignore[method-assign]
     theirs.addHandler(handler)
     try:
-        assert Tokenizer(makers.tiny_tokenizer()).encode_counted("word " * 9).num_cut == 22
+        assert Tokenizer(makers.tiny_tokenizer()).is_cut("word " * 9)
         assert records == []
         makers.tiny_tokenizer()("word " * 9)
         assert len(records) == 1
@@ -75,7 +75,7 @@ def test_counting_prints_no_warning() -> None:
 
 def test_masks_say_which_tokens_fill_up() -> None:
     ours = Tokenizer(makers.tiny_tokenizer(), length=8)
-    encoded = ours.encode_counted("a")
+    encoded = ours.encode("a")
     assert encoded.tokens.shape == encoded.mask.shape == (8,)
     whole = makers.tiny_tokenizer()("a").input_ids
     assert encoded.mask.tolist() == [True] * len(whole) + [False] * (8 - len(whole))

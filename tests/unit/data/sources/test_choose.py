@@ -2,9 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.config.data_schema import SourceParams
+from sd_training.config.data_schema import RemoteConfig, SourceParams
 from sd_training.data.sources.choose import expand_shards, make_source
-from sd_training.data.storage.locations import Access
 from sd_training.errors import ConfigError, DataError
 from tests.unit.data.locked_folder import locked
 
@@ -16,7 +15,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-ACCESS = Access(num_retries=0, timeout_s=5)
+ACCESS = RemoteConfig(num_retries=0, timeout_s=5)
 
 
 def names(shards: list[str]) -> list[str]:

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 
 from sd_training.config.data_schema import SourceParams
-from sd_training.data.index.dataset_index import DatasetIndex
 from sd_training.data.index.store import load_index
-from sd_training.data.problems import BadSample
+from sd_training.data.sources.base import DatasetIndex
 from sd_training.data.sources.choose import make_source
 from sd_training.data.sources.files import FolderSource
-from sd_training.errors import ConfigError, DataError
+from sd_training.errors import BadSample, ConfigError, DataError
 from tests import makers
 from tests.unit.data.locked_folder import locked
 from tests.unit.data.making import ACCESS

@@ -14,13 +14,11 @@ import pytest
 
 from sd_training.config.data_schema import CaptionConfig, RemoteConfig
 from sd_training.config.plan import BatchPlan
-from sd_training.data.index.dataset_index import DatasetIndex
 from sd_training.data.index.store import load_index
 from sd_training.data.loader import worker_context
-from sd_training.data.problems import BadSample
 from sd_training.data.sources.arrow import ArrowSource
-from sd_training.data.storage.locations import Access
-from sd_training.errors import ConfigError, DataError
+from sd_training.data.sources.base import DatasetIndex
+from sd_training.errors import BadSample, ConfigError, DataError
 from tests import makers
 from tests.unit.data.making import equal_bits, joined, stream, training_data
 
@@ -49,8 +47,8 @@ def write(path: Path, columns: dict[str, Any], **options: Any) -> Path:
     return path
 
 
-def access(tmp_path: Path) -> Access:
-    return Access(tmp_path / "cache", 0.1, 0, 5.0)
+def access(tmp_path: Path) -> RemoteConfig:
+    return RemoteConfig(cache_dir=str(tmp_path / "cache"), cache_gib=0.1, num_retries=0, timeout_s=5.0)
 
 
 def opened(tmp_path: Path, *files: Path, fields: tuple[str, ...] = (), **columns: str) -> tuple[DatasetIndex, Any]:

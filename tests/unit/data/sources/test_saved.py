@@ -11,12 +11,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from sd_training.data.index.columns import captions_in
-from sd_training.data.index.dataset_index import DatasetIndex
 from sd_training.data.index.store import load_index
-from sd_training.data.problems import BadSample
 from sd_training.data.sources.arrow import ArrowSource, saved_files
-from sd_training.errors import ConfigError, DataError
+from sd_training.data.sources.base import DatasetIndex, captions_in
+from sd_training.errors import BadSample, ConfigError, DataError
 from tests import makers
 from tests.unit.data.locked_folder import locked
 from tests.unit.data.making import ACCESS

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.config.data_schema import CaptionConfig
+from sd_training.config.data_schema import CaptionConfig, DatasetParams
 from sd_training.config.filters import parse_filters
-from sd_training.data.index.dataset_index import DatasetIndex
+from sd_training.data import dataset
 from sd_training.data.index.selection import select
 from sd_training.data.index.store import load_index
 from sd_training.data.loader import worker_context
-from sd_training.data.problems import BadSample
-from sd_training.data.samples.image import ImageRules, decode
-from sd_training.data.sources.base import IndexedReader
-from sd_training.errors import DataError
+from sd_training.data.order.buckets import training_sizes
+from sd_training.data.samples.image import decode
+from sd_training.data.sources.base import DatasetIndex, IndexedReader
+from sd_training.errors import BadSample, DataError
 from tests.unit.data.source_cases import CASES, Case, Sample, make_sample
 
 every_source = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
@@ -138,7 +138,7 @@ def test_a_damaged_image_is_named_and_harms_no_other(case: Case, folder: Path) -
     reader = case.open(folder).reader(index)
     assert index.numbers("width").tolist() == [s.size[0] for s in [*UNITS["a"][:4], damaged, *UNITS["b"]]]
     with pytest.raises(BadSample, match="not a readable"):
-        decode(reader.image(4), ImageRules(10**6))
+        decode(reader.image(4), 10**6)
     shard, key = index.name(4)
     assert shard == index.shards[0].location and ("004" in key or key == "row 4")
     assert reader.image(3) == UNITS["a"][3].image and reader.image(5) == UNITS["b"][0].image
@@ -146,13 +146,17 @@ def test_a_damaged_image_is_named_and_harms_no_other(case: Case, folder: Path) -
 
 @every_source
 @pytest.mark.parametrize("units", [0, 1])
-def test_nothing_to_train_on_is_an_error(case: Case, tmp_path: Path, units: int) -> None:
+def test_nothing_to_train_on_is_an_error(
+    case: Case, tmp_path: Path, units: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     for _ in range(units):
         case.write(folder, "a", [])
+    params = DatasetParams(path=str(folder), index_dir=str(tmp_path / "index"))
+    monkeypatch.setattr(dataset, "make_source", lambda *_: case.open(folder))
     with pytest.raises(DataError, match=r"dataset\.params\.path"):
-        select(index_of(case, folder), [], None, CaptionConfig())
+        dataset.open_dataset("Parquet", params, params, training_sizes(params), 1)
 
 
 @every_source

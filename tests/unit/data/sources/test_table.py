@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 
 from sd_training.config.filters import parse_filters
-from sd_training.data.index.columns import captions_in
-from sd_training.data.index.dataset_index import DatasetIndex
 from sd_training.data.index.selection import evaluate
 from sd_training.data.index.store import load_index
-from sd_training.data.problems import BadSample
-from sd_training.data.sources.base import caption_of, checked_path, join, length_of
+from sd_training.data.sources.base import DatasetIndex, caption_of, captions_in, checked_path, join, length_of
 from sd_training.data.sources.files import TableSource
-from sd_training.errors import ConfigError, DataError
+from sd_training.errors import BadSample, ConfigError, DataError
 from tests import makers
 from tests.unit.data.making import ACCESS
 

@@ -6,10 +6,10 @@ import pytest
 
 from sd_training.config.data_schema import CaptionConfig
 from sd_training.config.filters import parse_filters
-from sd_training.data.index.columns import captions_in
 from sd_training.data.index.selection import select
-from sd_training.data.problems import BadSample
+from sd_training.data.sources.base import captions_in
 from sd_training.data.sources.tar import TarSource
+from sd_training.errors import BadSample
 from tests import makers
 from tests.unit.data.making import ACCESS, tar_index
 

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sd_training.data.index.columns import read_metadata
+from sd_training.data.sources.base import metadata_of
 from sd_training.data.sources.tar import TarSource
 from tests import makers
 from tests.unit.data.making import ACCESS, scanned
@@ -144,10 +144,15 @@ def test_a_sample_whose_last_member_is_cut_is_left_out_wherever_it_began(tmp_pat
 
 def test_metadata_scalars() -> None:
     text = '{"n": 1, "f": 0.5, "s": "512", "t": true, "z": null, "x": NaN, "l": [1], "o": {}, "big": 1%s}' % ("0" * 400)
-    assert read_metadata(text) == {"n": 1.0, "f": 0.5, "s": "512", "t": "true"}
+    reported: list[tuple[str, str]] = []
+
+    def report(key: str, reason: str) -> None:
+        reported.append((key, reason))
+
+    assert metadata_of("a", text.encode(), report) == {"n": 1.0, "f": 0.5, "s": "512", "t": "true"} and not reported
     for bad in ("", "[1]", "1", '"x"', "{", '{"a": 1}}'):
-        with pytest.raises(ValueError):
-            read_metadata(bad)
+        assert metadata_of(bad, bad.encode(), report) == {}
+        assert reported.pop() == (bad, "metadata is not a JSON object")
 
 
 @pytest.mark.parametrize("between", [b"", bytes(512), bytes(3 << 20)])

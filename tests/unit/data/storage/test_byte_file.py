@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.data.storage.files import file_state, open_bytes
-from sd_training.data.storage.locations import Access, FileMissing, FileState
+from sd_training.config.data_schema import RemoteConfig
+from sd_training.data.storage.files import FileMissing, FileState, file_state, open_bytes
 from sd_training.errors import ConfigError, DataError
 
-ACCESS = Access()
+ACCESS = RemoteConfig()
 CONTENT = bytes(range(256)) * 40
 
 
@@ -68,5 +68,5 @@ def test_other_protocols_are_refused_without_secrets(url: str) -> None:
 
 
 def test_access_travels() -> None:
-    access = Access(Path("/x"), 1.5, 3, 2.0)
+    access = RemoteConfig(cache_dir="/x", cache_gib=1.5, num_retries=3, timeout_s=2.0)
     assert pickle.loads(pickle.dumps(access)) == access

@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.data.storage import object_store
-from sd_training.data.storage.files import ShardCache, file_state, open_bytes
-from sd_training.data.storage.locations import Access, FileMissing, FileState
+from sd_training.config.data_schema import RemoteConfig
+from sd_training.data.storage import files
+from sd_training.data.storage.files import FileMissing, FileState, ShardCache, file_state, open_bytes
 from sd_training.errors import DataError, OutageError
 from tests.integration.fault_proxy import FaultProxy, running
 from tests.integration.http_files import WebFiles, web_files
 
 CONTENT = random.Random(1).randbytes(300_000)
-ACCESS = Access(num_retries=4, timeout_s=5)
+ACCESS = RemoteConfig(num_retries=4, timeout_s=5)
 
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "FIRST_WAIT_S", 0.005)
+    monkeypatch.setattr(files, "FIRST_WAIT_S", 0.005)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
@@ -31,11 +31,11 @@ def web() -> Iterator[WebFiles]:
 
 
 @pytest.fixture
-def cached(tmp_path: Path) -> Access:
-    return Access(tmp_path / "shards", 1, num_retries=4, timeout_s=5)
+def cached(tmp_path: Path) -> RemoteConfig:
+    return RemoteConfig(cache_dir=str(tmp_path / "shards"), cache_gib=1, num_retries=4, timeout_s=5)
 
 
-def test_cached_once(web: WebFiles, cached: Access) -> None:
+def test_cached_once(web: WebFiles, cached: RemoteConfig) -> None:
     state = file_state(f"{web.url}/a.tar", cached)
     for _ in range(2):
         file = open_bytes(state, cached)
@@ -47,16 +47,16 @@ def test_cached_once(web: WebFiles, cached: Access) -> None:
 
 def test_larger_than_the_cache(web: WebFiles, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"does not fit.*raise dataset\.params\.remote\.cache_gib"):
-        open_bytes(f"{web.url}/a.tar", Access(tmp_path, cache_gib=1e-4))
+        open_bytes(f"{web.url}/a.tar", RemoteConfig(cache_dir=str(tmp_path), cache_gib=1e-4))
     assert web.counts["/a.tar"] == 1  # nothing was downloaded in vain
 
 
 def test_default_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert ShardCache(Access()).folder == Path("/somewhere/sd_training/shards")
+    assert ShardCache(RemoteConfig()).folder == Path("/somewhere/sd_training/shards")
 
 
-def test_a_changed_file_is_noticed(web: WebFiles, cached: Access) -> None:
+def test_a_changed_file_is_noticed(web: WebFiles, cached: RemoteConfig) -> None:
     state = file_state(f"{web.url}/a.tar", cached)
     web.files["/a.tar"] = CONTENT[::-1]  # as long as before
     with pytest.raises(DataError, match=r"a\.tar' has changed since it was indexed"):
@@ -64,23 +64,24 @@ def test_a_changed_file_is_noticed(web: WebFiles, cached: Access) -> None:
     assert file_state(f"{web.url}/a.tar", cached).version != state.version
 
 
-def test_a_server_without_ranges(web: WebFiles, cached: Access) -> None:
+def test_a_server_without_ranges(web: WebFiles, cached: RemoteConfig) -> None:
     web.has_ranges = False
     state = file_state(f"{web.url}/a.tar", cached)
     assert state.size == len(CONTENT)
     assert open_bytes(state, cached).pread(10, 5) == CONTENT[5:15]
 
 
-def test_a_cached_file_of_a_wrong_size_is_loaded_again(web: WebFiles, cached: Access) -> None:
+def test_a_cached_file_of_a_wrong_size_is_loaded_again(web: WebFiles, cached: RemoteConfig) -> None:
     """As a full disk or a crash of the machine may leave one."""
     state = file_state(f"{web.url}/a.tar", cached)
     open_bytes(state, cached).close()
     assert cached.cache_dir is not None
-    (kept,) = cached.cache_dir.glob("*.data")
+    folder = Path(cached.cache_dir)
+    (kept,) = folder.glob("*.data")
     for damaged in (CONTENT[:-1], CONTENT + b"x"):
         kept.write_bytes(damaged)
         assert open_bytes(state, cached).pread(len(CONTENT), 0) == CONTENT
-    assert list(cached.cache_dir.glob("*.data")) == [kept]
+    assert list(folder.glob("*.data")) == [kept]
 
 
 def test_missing_and_forbidden_files_are_told_at_once(web: WebFiles) -> None:
@@ -96,7 +97,7 @@ def test_missing_and_forbidden_files_are_told_at_once(web: WebFiles) -> None:
 
 def test_nobody_answers() -> None:
     with pytest.raises(OutageError, match=r"after 2 attempts: .*error sending request") as error:
-        file_state("http://me:word@127.0.0.1:9/a.tar?key=secret", Access(num_retries=1, timeout_s=5))
+        file_state("http://me:word@127.0.0.1:9/a.tar?key=secret", RemoteConfig(num_retries=1, timeout_s=5))
     assert "word" not in str(error.value) and "secret" not in str(error.value)
 
 
@@ -111,7 +112,7 @@ def patience_s(fault: str) -> float:
 
 @pytest.mark.parametrize("fault", ["status", "reset", "truncated", "short", "delay"])
 def test_every_fault_is_overcome(web: WebFiles, tmp_path: Path, fault: str) -> None:
-    access = Access(tmp_path, num_retries=2, timeout_s=patience_s(fault))
+    access = RemoteConfig(cache_dir=str(tmp_path), num_retries=2, timeout_s=patience_s(fault))
     proxy = proxy_of(web, fault, longest_row=2)
     state = file_state(f"{web.url}/a.tar", access)
     with running(proxy):
@@ -125,7 +126,7 @@ def test_every_fault_is_overcome(web: WebFiles, tmp_path: Path, fault: str) -> N
     [("short", "bytes instead of 300000"), ("truncated", "body error"), ("status", "503"), ("delay", "HTTP error")],
 )
 def test_a_fault_that_stays_ends_in_an_error(web: WebFiles, fault: str, message: str) -> None:
-    access = Access(num_retries=1, timeout_s=patience_s(fault))
+    access = RemoteConfig(num_retries=1, timeout_s=patience_s(fault))
     state = file_state(f"{web.url}/a.tar", access)
     proxy = proxy_of(web, fault, longest_row=99)
     with running(proxy):
@@ -145,7 +146,7 @@ def test_threads_share_one_file(web: WebFiles) -> None:
 
 def read_all(location: str, folder: Path, results: "multiprocessing.SimpleQueue[bool]") -> None:
     """In another process."""
-    file = open_bytes(location, Access(folder, num_retries=4, timeout_s=5))
+    file = open_bytes(location, RemoteConfig(cache_dir=str(folder), num_retries=4, timeout_s=5))
     results.put(file.pread(len(CONTENT), 0) == CONTENT)
 
 

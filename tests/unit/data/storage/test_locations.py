@@ -1,6 +1,6 @@
 import pytest
 
-from sd_training.data.storage.locations import local_path, protocol_of, shown
+from sd_training.data.storage.files import local_path, protocol_of, shown
 from sd_training.errors import ConfigError
 
 

@@ -5,7 +5,6 @@ import pytest
 from sd_training.config.data_schema import RemoteConfig
 from sd_training.config.plan import BatchPlan
 from sd_training.data.storage.files import file_state, open_bytes
-from sd_training.data.storage.locations import Access
 from sd_training.errors import DataError
 from tests import makers
 from tests.unit.data.making import equal_bits, joined, stream, training_data
@@ -16,8 +15,8 @@ def shard(tmp_path: Path) -> Path:
     return makers.write_shard(tmp_path / "a.tar", makers.caption_samples(8))
 
 
-def access(tmp_path: Path, num_retries: int = 0) -> Access:
-    return Access(tmp_path / "cache", cache_gib=0.1, num_retries=num_retries, timeout_s=5.0)
+def access(tmp_path: Path, num_retries: int = 0) -> RemoteConfig:
+    return RemoteConfig(cache_dir=str(tmp_path / "cache"), cache_gib=0.1, num_retries=num_retries, timeout_s=5.0)
 
 
 def counted(tmp_path: Path, shard: Path) -> str:

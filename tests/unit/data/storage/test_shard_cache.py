@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.data.storage.files import GIB, ShardCache
-from sd_training.data.storage.locations import Access, FileMissing
+from sd_training.config.data_schema import RemoteConfig
+from sd_training.data.storage.files import GIB, FileMissing, ShardCache
 from sd_training.errors import DataError
 
 KIB = 1024 / GIB
@@ -48,7 +48,7 @@ def age(path: Path, seconds: int) -> None:
 
 
 def test_made_once_and_found_again(tmp_path: Path) -> None:
-    cache = ShardCache(Access(tmp_path / "new" / "folder", 1))
+    cache = ShardCache(RemoteConfig(cache_dir=str(tmp_path / "new" / "folder"), cache_gib=1))
     path = get(cache, "key", writing(100), 100)
     assert path.read_bytes() == b"x" * 100
     assert get(cache, "key", refusing) == path
@@ -57,7 +57,7 @@ def test_made_once_and_found_again(tmp_path: Path) -> None:
 
 
 def test_what_was_not_used_for_longest_goes(tmp_path: Path) -> None:
-    cache = ShardCache(Access(tmp_path, 10 * KIB))
+    cache = ShardCache(RemoteConfig(cache_dir=str(tmp_path), cache_gib=10 * KIB))
     paths = [get(cache, str(number), writing(3000), 3000) for number in range(3)]
     for path, seconds in zip(paths, (30, 20, 10), strict=True):
         age(path, seconds)
@@ -72,7 +72,7 @@ def test_what_was_not_used_for_longest_goes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [None, 20_000])
 def test_larger_than_the_whole_cache(tmp_path: Path, size: int | None) -> None:
-    cache = ShardCache(Access(tmp_path, 10 * KIB))
+    cache = ShardCache(RemoteConfig(cache_dir=str(tmp_path), cache_gib=10 * KIB))
     kept = get(cache, "kept", writing(3000))
     with pytest.raises(DataError, match=r"does not fit.*cache_gib"):
         get(cache, "key", writing(20_000), size)
@@ -81,7 +81,7 @@ def test_larger_than_the_whole_cache(tmp_path: Path, size: int | None) -> None:
 
 def test_another_size_than_announced_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="99 bytes instead of 100"):
-        get(ShardCache(Access(tmp_path, 1)), "key", writing(99), 100)
+        get(ShardCache(RemoteConfig(cache_dir=str(tmp_path), cache_gib=1)), "key", writing(99), 100)
     assert files(tmp_path) == []
 
 
@@ -91,7 +91,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
         raise DataError("the reason")
 
     with pytest.raises(DataError, match="the reason"):
-        get(ShardCache(Access(tmp_path, 1)), "key", fail)
+        get(ShardCache(RemoteConfig(cache_dir=str(tmp_path), cache_gib=1)), "key", fail)
     assert files(tmp_path) == []
 
 
@@ -103,18 +103,18 @@ def test_a_missing_source_is_named_at_once(tmp_path: Path) -> None:
         raise FileMissing("the shard is not allowed")
 
     with pytest.raises(FileMissing, match="not allowed"):
-        ShardCache(Access(tmp_path, 1)).open("key", fail, Path.read_bytes)
+        ShardCache(RemoteConfig(cache_dir=str(tmp_path), cache_gib=1)).open("key", fail, Path.read_bytes)
     assert len(tries) == 1
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(DataError, match=r"shard cache.*file/cache.*cannot be used"):
-        get(ShardCache(Access(tmp_path / "file" / "cache", 1)), "key", writing(1))
+        get(ShardCache(RemoteConfig(cache_dir=str(tmp_path / "file" / "cache"), cache_gib=1)), "key", writing(1))
 
 
 def test_a_crash_leaves_what_the_next_process_removes(tmp_path: Path) -> None:
-    cache = ShardCache(Access(tmp_path, 1))
+    cache = ShardCache(RemoteConfig(cache_dir=str(tmp_path), cache_gib=1))
 
     def crash(path: Path) -> None:
         path.write_bytes(b"half")
@@ -139,7 +139,7 @@ def test_many_processes_one_producer_per_key(tmp_path: Path) -> None:
         path.write_bytes(key.encode() * 10)
 
     def use() -> None:
-        cache = ShardCache(Access(tmp_path / "cache", 1))
+        cache = ShardCache(RemoteConfig(cache_dir=str(tmp_path / "cache"), cache_gib=1))
         got = [get(cache, key, lambda path, key=key: produce(key, path)).read_bytes() for key in "abc"]  # type: ignore[misc]
         with right.get_lock():
             right.value += got == [b"a" * 10, b"b" * 10, b"c" * 10]
@@ -154,7 +154,7 @@ def test_many_processes_one_producer_per_key(tmp_path: Path) -> None:
 
 
 def test_threads_of_one_process_too(tmp_path: Path) -> None:
-    cache, made = ShardCache(Access(tmp_path, 1)), []
+    cache, made = ShardCache(RemoteConfig(cache_dir=str(tmp_path), cache_gib=1)), []
 
     def produce(path: Path) -> None:
         made.append(path)
@@ -171,7 +171,7 @@ def test_threads_of_one_process_too(tmp_path: Path) -> None:
 
 def test_never_two_producers_of_one_key_at_a_time(tmp_path: Path) -> None:
     """Files are deleted while others wait for the lock."""
-    cache, inside, most = ShardCache(Access(tmp_path, 1)), [], [0]
+    cache, inside, most = ShardCache(RemoteConfig(cache_dir=str(tmp_path), cache_gib=1)), [], [0]
 
     def produce(path: Path) -> None:
         inside.append(path)
@@ -201,13 +201,21 @@ def test_what_the_next_one_has_begun_is_left_alone(tmp_path: Path, monkeypatch: 
         return made
 
     monkeypatch.setattr(Path, "rename", rename_and_begin)
-    path = get(ShardCache(Access(tmp_path, 1)), "key", lambda partial: partial.write_bytes(b"abc") and None)
+    path = get(
+        ShardCache(RemoteConfig(cache_dir=str(tmp_path), cache_gib=1)),
+        "key",
+        lambda partial: partial.write_bytes(b"abc") and None,
+    )
     assert path.read_bytes() == b"abc"
     assert b"of the next one" in [file.read_bytes() for file in path.parent.iterdir()]
 
 
 def test_files_being_made_count_and_are_left_alone(tmp_path: Path) -> None:
-    cache, half, go_on = ShardCache(Access(tmp_path, 10 * KIB)), threading.Event(), threading.Event()
+    cache, half, go_on = (
+        ShardCache(RemoteConfig(cache_dir=str(tmp_path), cache_gib=10 * KIB)),
+        threading.Event(),
+        threading.Event(),
+    )
 
     def slowly(path: Path) -> None:
         half.set()
@@ -227,7 +235,7 @@ def test_files_being_made_count_and_are_left_alone(tmp_path: Path) -> None:
 
 def test_the_folder_does_not_grow_far_beyond_its_limit(tmp_path: Path) -> None:
     def use(seed: int) -> None:
-        cache = ShardCache(Access(tmp_path, 20 * KIB))
+        cache = ShardCache(RemoteConfig(cache_dir=str(tmp_path), cache_gib=20 * KIB))
         for number in range(25):
             key = str((seed * 7 + number * number) % 12)
             opened = cache.open(key, writing(4000, key[-1].encode()), lambda path: path.open("rb"), 4000)
@@ -245,7 +253,7 @@ def test_the_folder_does_not_grow_far_beyond_its_limit(tmp_path: Path) -> None:
 
 
 def test_open_gets_a_deleted_file_again(tmp_path: Path) -> None:
-    cache, tries = ShardCache(Access(tmp_path, 1)), []
+    cache, tries = ShardCache(RemoteConfig(cache_dir=str(tmp_path), cache_gib=1)), []
 
     def opener(path: Path) -> bytes:
         tries.append(path)
@@ -263,4 +271,4 @@ def test_a_file_that_is_deleted_again_and_again(tmp_path: Path) -> None:
         return path.read_bytes()
 
     with pytest.raises(DataError, match=r"too small: raise dataset\.params\.remote\.cache_gib"):
-        ShardCache(Access(tmp_path, 1)).open("key", writing(4), opener)
+        ShardCache(RemoteConfig(cache_dir=str(tmp_path), cache_gib=1)).open("key", writing(4), opener)
