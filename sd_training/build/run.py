@@ -20,7 +20,6 @@ from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from pytorch_lightning.strategies import Strategy
 from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
 
 from sd_training.build.models import Trained, build_model
 from sd_training.build.plan import Plan, Start, find_start, make_mirror, own_run_dir
@@ -37,10 +36,9 @@ from sd_training.callbacks.run_record import RunRecord
 from sd_training.callbacks.runtime import GarbageCollection, Heartbeat
 from sd_training.callbacks.save import MIRROR_AFTER_STOP_S, ConsistencyMark, Save
 from sd_training.callbacks.validation import COLUMNS, Validation
-from sd_training.checkpoint.atomic_io import replace_text
+from sd_training.checkpoint.folder import RunLock, replace_text
 from sd_training.checkpoint.mirror import Mirror
-from sd_training.checkpoint.run_lock import RunLock
-from sd_training.config.changes import chosen_options, resolved_yaml, to_plain
+from sd_training.config.changes import resolved_yaml, to_plain
 from sd_training.config.schema import SECTIONS, PartConfig
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.samples.sample import DrawSettings, Dropout
@@ -461,12 +459,7 @@ class RunLogger(Logger):
 
 
 def _begin_tensorboard(plan: Plan) -> LogWriter:
-    """With the options that are not at their defaults, for the table that compares runs; it shows the last loss."""
     writer: Any = SummaryWriter(str(plan.run_dir / "tensorboard"))
-    options = chosen_options(plan.config)
-    chosen = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in options.items()}
-    for summary in hparams(chosen, {"loss": 0.0}):
-        writer._get_file_writer().add_summary(summary)
     return LogWriter(
         lambda metrics, step: [writer.add_scalar(name, value, step) for name, value in metrics.items()],
         lambda tag, picture, step: writer.add_image(tag, np.asarray(picture), step, dataformats="HWC"),

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from sd_training.callbacks.base import OptimizerStepCallback, RunState, TrainingTimer
 from sd_training.callbacks.ema import Ema, decay_at
-from sd_training.checkpoint.atomic_io import replace_text
-from sd_training.checkpoint.run_lock import NO_LOCK, RunLock
+from sd_training.checkpoint.folder import NO_LOCK, RunLock, replace_text
 from sd_training.errors import TakenOverError
 from sd_training.log import get_logger
 from sd_training.training.base_module import TrainedModule

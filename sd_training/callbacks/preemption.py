@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, distributed
 
 from sd_training.callbacks.base import OptimizerStepCallback, RunState
-from sd_training.checkpoint.atomic_io import replace_text
+from sd_training.checkpoint.folder import replace_text
 from sd_training.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from sd_training.log import FOR_FILE, get_logger
 from sd_training.signals import StopSignals

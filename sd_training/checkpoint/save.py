@@ -34,12 +34,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sd_training.checkpoint.atomic_io import remove_quietly, system_error, write_failure
-from sd_training.checkpoint.folder import begin_partial, read_manifest, seal_partial, step_of
-from sd_training.checkpoint.run_lock import RunLock
+from sd_training.checkpoint import folder as sealed
 from sd_training.errors import CheckpointError
-from sd_training.parallel.sharding import ParameterSharding
-from sd_training.parallel.strategies import CpuGroup, strategy_of
+from sd_training.parallel.strategies import CpuGroup, ParameterSharding, strategy_of
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 """Parts of every checkpoint; averages are further ones."""
@@ -54,7 +51,7 @@ def save_checkpoint(
     trainer: pl.Trainer,
     averages: Mapping[str, Mapping[str, Tensor]],
     info: Mapping[str, Any],
-    run_lock: RunLock,
+    run_lock: sealed.RunLock,
     *,
     asynchronous: bool = False,
 ) -> Callable[[], None]:
@@ -83,7 +80,7 @@ def save_checkpoint(
 
     def begin() -> str | None:
         with _failure_named(folder):
-            partial = begin_partial(folder.parent, step_of(folder), run_lock)
+            partial = sealed.begin_partial(folder.parent, sealed.step_of(folder), run_lock)
         return None if partial is None else str(partial)
 
     begun = group.on_rank0(begin)
@@ -102,7 +99,7 @@ def save_checkpoint(
     def seal() -> None:
         with _failure_named(folder):
             write_state(partial, state)
-            seal_partial(partial, info, run_lock)
+            sealed.seal_partial(partial, info, run_lock)
 
     def write() -> None:
         failure: OSError | None = None
@@ -118,7 +115,7 @@ def save_checkpoint(
             group.on_rank0(seal)
         except BaseException:
             if group.rank == 0:
-                remove_quietly(partial)
+                sealed.remove_quietly(partial)
             raise
 
     if asynchronous:
@@ -188,7 +185,7 @@ def open_checkpoint(folder: Path) -> StoredCheckpoint:
             remedy = "end the run with the version that began it, or begin another from its current_pipeline"
             raise ValueError(f"format {document['format']!r}; this version reads format {_FORMAT}: {remedy}")
         paths: dict[str, list[Path]] = {}
-        for name in read_manifest(folder).files:
+        for name in sealed.read_manifest(folder).files:
             if found := _TENSOR_FILE.fullmatch(name):
                 paths.setdefault(found[1], []).append(folder / name)
         parts = {part: StoredTensors(files) for part, files in paths.items()}
@@ -241,7 +238,7 @@ def _failure_named(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise write_failure(f"checkpoint {folder.name}", folder.parent, error) from error
+        raise sealed.write_failure(f"checkpoint {folder.name}", folder.parent, error) from error
 
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -306,7 +303,7 @@ def write_tensors(folder: Path, part: str, tensors: Mapping[str, Tensor], rank: 
     try:
         save_file(stored, folder / f"{part}{number}.safetensors")
     except SafetensorError as error:  # the library's I/O errors are no OSErrors
-        raise system_error(error) or OSError(errno.EIO, str(error)) from error
+        raise sealed.system_error(error) or OSError(errno.EIO, str(error)) from error
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:

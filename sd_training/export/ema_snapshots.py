@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sd_training.checkpoint.atomic_io import flush_file, flush_folder, remove_quietly, write_failure
+from sd_training.checkpoint.folder import flush, flush_file, remove_quietly, write_failure
 from sd_training.errors import DataError
 from sd_training.optim.power_function_ema import Profile, gamma_of, is_sigma_rel, reconstruct
 
@@ -81,7 +81,7 @@ def write_snapshot(
         flush_file(partial)
         os.replace(partial, path)
         for folder in (path.parent, path.parent.parent, run_dir):
-            flush_folder(folder)
+            flush(folder)
     except (OSError, SafetensorError) as error:
         remove_quietly(partial)
         raise write_failure("EMA snapshot", path, error) from error

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from PIL import Image
 
-from sd_training.checkpoint.atomic_io import replace_text
+from sd_training.checkpoint.folder import replace_text
 from sd_training.errors import DataError
 
 _SAFE_IN_NAMES = " !#$&'()+,;=@[]^{}"

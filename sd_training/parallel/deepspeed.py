@@ -25,8 +25,7 @@ from pytorch_lightning.strategies import DeepSpeedStrategy
 from torch import Tensor, distributed, nn
 
 from sd_training.config.schema import Config
-from sd_training.parallel.sharding import ParameterSharding, StateOf
-from sd_training.parallel.strategies import TrainingStrategy
+from sd_training.parallel.strategies import ParameterSharding, StateOf, TrainingStrategy
 
 _LOSS_SCALE_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 

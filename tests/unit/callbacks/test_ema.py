@@ -12,8 +12,7 @@ from sd_training.config.schema import EmaConfig, OptimizerConfig
 from sd_training.errors import CheckpointError
 from sd_training.optim.optimizers import Optimization
 from sd_training.optim.power_function_ema import gamma_of
-from sd_training.parallel.sharding import ReplicatedSharding
-from sd_training.parallel.strategies import TrainingStrategy
+from sd_training.parallel.strategies import ReplicatedSharding, TrainingStrategy
 from sd_training.training.base_module import TrainedModule
 
 
