@@ -55,7 +55,7 @@ def save_checkpoint(
     *,
     asynchronous: bool = False,
 ) -> Callable[[], None]:
-    """Collective: seals everything that training continues from as `folder`, unless an intact checkpoint is there.
+    """Collective: begins to save everything that training continues from as `folder`.
 
     Args:
         folder: `…/step=N`.
@@ -63,28 +63,23 @@ def save_checkpoint(
         averages: part of the checkpoint → trained parameter of the module → this rank's shard of its average.
         info: JSON for the manifest, that of rank 0.
         run_lock: of this start of the run; rank 0 checks it.
-        asynchronous: only copy to CPU memory, as much as this rank's part of the checkpoint takes on disk.
+        asynchronous: copy to CPU memory, as much as this rank's part of the checkpoint takes on disk.
 
     Returns:
-        What is left to do; nothing unless `asynchronous`. It is collective and raises as this function does. It uses
-        the CPU group only, so that a thread may do it while the device trains; nothing else may use the group
-        meanwhile.
+        What is left to do, unless an intact checkpoint is there; it is collective and seals the checkpoint. To be done
+        at once, unless `asynchronous`: then it uses the CPU group only, so that a thread may do it while the device
+        trains; nothing else may use the group meanwhile.
 
     Raises:
         OSError: some rank could not write; names folder and free space. No file gets its final name, older checkpoints
-            are intact.
+            are intact. What is left to do raises the same.
         TakenOverError: another start has taken the run over.
     """
     module, sharding, group = trainer.lightning_module, strategy_of(trainer).sharding, strategy_of(trainer).cpu_group
     state = training_state(trainer)
-
-    def begin() -> str | None:
-        with _failure_named(folder):
-            partial = sealed.begin_partial(folder.parent, sealed.step_of(folder), run_lock)
-        return None if partial is None else str(partial)
-
-    begun = group.on_rank0(begin)
-    if begun is None:
+    with _failure_named(folder):
+        begun = group.on_rank0(lambda: str(sealed.begin_partial(folder.parent, sealed.step_of(folder), run_lock) or ""))
+    if not begun:
         return lambda: None
     partial = Path(begun)
     if scale := sharding.loss_scale():
@@ -97,31 +92,27 @@ def save_checkpoint(
         state = deepcopy(state)
 
     def seal() -> None:
-        with _failure_named(folder):
-            write_state(partial, state)
-            sealed.seal_partial(partial, info, run_lock)
+        write_state(partial, state)
+        sealed.seal_partial(partial, info, run_lock)
 
     def write() -> None:
         failure: OSError | None = None
         try:
-            for part, tensors in parts:  # gathers may be collective: they continue after a failure
-                try:
-                    if failure is None:
-                        with _failure_named(folder):
+            with _failure_named(folder):
+                for part, tensors in parts:  # gathers may be collective: they continue after a failure
+                    try:
+                        if failure is None:
                             write_tensors(partial, part, tensors, group.rank, group.world_size)
-                except OSError as error:
-                    failure = error
-            group.raise_first(failure)
-            group.on_rank0(seal)
+                    except OSError as error:
+                        failure = error
+                group.raise_first(failure)
+                group.on_rank0(seal)
         except BaseException:
             if group.rank == 0:
                 sealed.remove_quietly(partial)
             raise
 
-    if asynchronous:
-        return write
-    write()
-    return lambda: None
+    return write
 
 
 def _full_tensors(

@@ -15,6 +15,7 @@ counters, so they cannot return a shard.
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import pytorch_lightning as pl
@@ -94,7 +95,8 @@ class DeepSpeedZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
             parent, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(parent), leaf, buffer.to(self.root_device))
 
-    def make_sharding(self) -> ParameterSharding:
+    @cached_property
+    def sharding(self) -> ParameterSharding:
         """By stage."""
         return (ZeroStage3Sharding if self.zero_stage_3 else ZeroStage12Sharding)(self.deepspeed_engine)
 

@@ -355,11 +355,8 @@ class TrainingStrategy:
 
     @cached_property
     def sharding(self) -> ParameterSharding:
-        """Where weights and optimizer state lie; known once the strategy is set up."""
-        return self.make_sharding()
-
-    def make_sharding(self) -> ParameterSharding:
-        """Called once, after the engine was set up; here for a network that every rank holds."""
+        """Where weights and optimizer state lie; known once the engine is set up. Here for a network that every rank
+        holds."""
         trained = [p for p in self.lightning_module.parameters() if p.requires_grad]
         return ReplicatedSharding(trained, self.optimizers[0], self.world_size)
 
@@ -486,6 +483,7 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
         if not self.offload:
             super().model_to_device()
 
-    def make_sharding(self) -> DTensorSharding:
+    @cached_property
+    def sharding(self) -> ParameterSharding:
         """Blocks of DTensors."""
         return DTensorSharding(self.optimizers[0], self.lightning_module.modules())

@@ -20,10 +20,7 @@ class StrategyFacts(TrainingStrategy):
     """Where the weights of one process lie."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        self._made = ReplicatedSharding(parameters, optimizer, 1)
-
-    def make_sharding(self) -> ReplicatedSharding:
-        return self._made
+        self.sharding = ReplicatedSharding(parameters, optimizer, 1)
 
 
 class TrainerFacts:

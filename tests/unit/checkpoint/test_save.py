@@ -89,7 +89,7 @@ class Resume(pl.Callback):
 
 
 def save(trainer: pl.Trainer, folder: Path) -> None:
-    save_checkpoint(folder, trainer, {}, {}, NO_LOCK)
+    save_checkpoint(folder, trainer, {}, {}, NO_LOCK)()
 
 
 def train(steps: int, fused: bool = True, resume: Path | None = None, precision: Any = "32-true") -> pl.Trainer:
