@@ -121,11 +121,9 @@ def plan_of(incident: Incident, device: str, changes: Sequence[str] = ()) -> Pla
         for start in read_starts(incident.run_dir / RECORD):  # oldest first
             if "config" in start and float(start["started_unix_s"]) <= incident.time_unix_s:
                 own = start["config"]  # a file, where an earlier version recorded the start
-                lines = (
-                    (incident.run_dir / own).read_text(encoding="utf-8").splitlines() if isinstance(own, str) else own
-                )
+                text = "\n".join(own) if isinstance(own, list) else (incident.run_dir / own).read_text(encoding="utf-8")
                 config = Path(folder) / CONFIG
-                config.write_text("\n".join(lines), encoding="utf-8")
+                config.write_text(text, encoding="utf-8")
         loaded = load_config([f"config={config}", *changes, *ON_ONE_DEVICE, f"trainer.accelerator={device}"])
     return replace(make_plan(loaded), batch=incident.batch, run_dir=incident.run_dir)
 
