@@ -36,7 +36,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from scripts.download_diffusers import DTYPES, folder_problems, load_pipeline, part_names, read_index
-from sd_training.checkpoint.atomic_io import replace_text
+from sd_training.checkpoint.folder import replace_text
 from sd_training.cli import run_cli
 from sd_training.config.paths import path_argument
 from sd_training.errors import ConfigError, DataError

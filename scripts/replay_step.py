@@ -6,8 +6,9 @@ Start it in the folder that the run was started in, so that paths mean the same.
 after N optimizer steps, or of the newest one before, and says which. It prints the loss of every sample, where the
 first value arises that is not finite, and the norm of the gradient by block. The run folder is only read.
 
-The options are those of `config.yaml` in the run folder. What it does not hold is given again, as for train.py: the
-permission to run commands (dataset.params.allow_pipe=true), and URLs with keys (dataset.params.path=…).
+The options are those of the start in which it happened (`run.json` in the run folder). What they do not hold is given
+again, as for train.py: the permission to run commands (dataset.params.allow_pipe=true), and URLs with keys
+(dataset.params.path=…).
 """
 
 import argparse
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -113,16 +115,17 @@ def plan_of(incident: Incident, device: str, changes: Sequence[str] = ()) -> Pla
     """The config of the run's start in which it happened, with changes, on one device, with the run's batch
     arithmetic."""
     config = incident.run_dir / CONFIG
-    starts = [start for start in read_starts(incident.run_dir / RECORD) if "config" in start]
-    for start in starts:  # oldest first
-        if float(start["started_unix_s"]) <= incident.time_unix_s:
-            config = incident.run_dir / str(start["config"])
-    if not config.is_file():  # only so many are kept
-        config = incident.run_dir / CONFIG
     if not config.is_file():
         raise UserError(f"{config}: is missing; the incident must lie in the incidents/ folder of its run")
-    words = [f"config={config}", *changes, *ON_ONE_DEVICE, f"trainer.accelerator={device}"]
-    return replace(make_plan(load_config(words)), batch=incident.batch, run_dir=incident.run_dir)
+    with TemporaryDirectory() as folder:
+        for start in read_starts(incident.run_dir / RECORD):  # oldest first
+            if "config" in start and float(start["started_unix_s"]) <= incident.time_unix_s:
+                own = start["config"]  # a file, where an earlier version recorded the start
+                text = "\n".join(own) if isinstance(own, list) else (incident.run_dir / own).read_text(encoding="utf-8")
+                config = Path(folder) / CONFIG
+                config.write_text(text, encoding="utf-8")
+        loaded = load_config([f"config={config}", *changes, *ON_ONE_DEVICE, f"trainer.accelerator={device}"])
+    return replace(make_plan(loaded), batch=incident.batch, run_dir=incident.run_dir)
 
 
 def checkpoint_before(incident: Incident) -> Path | None:

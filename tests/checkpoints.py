@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sd_training.checkpoint.folder import begin_partial, folder_name, seal_partial
-from sd_training.checkpoint.run_lock import NO_LOCK, RunLock
+from sd_training.checkpoint.folder import NO_LOCK, RunLock, begin_partial, folder_name, seal_partial
 
 
 def write_sealed(

@@ -11,6 +11,9 @@ from pathlib import Path
 import sd_training.models  # noqa: F401 - it must be what imports diffusers first
 from sd_training.callbacks.run_record import CONFIG, RunRecord
 from sd_training.checkpoint.folder import (
+    NO_LOCK,
+    RunLock,
+    acquire_run_lock,
     folder_name,
     last_saved_step,
     newest_verified,
@@ -19,7 +22,6 @@ from sd_training.checkpoint.folder import (
     verify_checkpoint,
 )
 from sd_training.checkpoint.mirror import Mirror
-from sd_training.checkpoint.run_lock import NO_LOCK, RunLock, acquire_run_lock
 from sd_training.checkpoint.save import open_checkpoint
 from sd_training.config.changes import Change, changed_options, refused_changes
 from sd_training.config.fields import options, value_of

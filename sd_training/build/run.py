@@ -20,7 +20,6 @@ from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from pytorch_lightning.strategies import Strategy
 from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
 
 from sd_training.build.models import Trained, build_model
 from sd_training.build.plan import Plan, Start, find_start, make_mirror, own_run_dir
@@ -28,19 +27,17 @@ from sd_training.build.preflight import wandb_mode
 from sd_training.callbacks.base import RunState, TrainingTimer
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.metrics import COLUMNS as METRICS
-from sd_training.callbacks.metrics import MetricRows, Metrics
+from sd_training.callbacks.metrics import MetricRows, Metrics, ProgressBar
 from sd_training.callbacks.numerics import NumericGuard
 from sd_training.callbacks.preemption import Preemption, deadline_s
-from sd_training.callbacks.previews import PictureJob, Pictures
-from sd_training.callbacks.progress import ProgressBar
+from sd_training.callbacks.previews import Pictures
 from sd_training.callbacks.run_record import RunRecord
-from sd_training.callbacks.runtime import GarbageCollection, Heartbeat
+from sd_training.callbacks.runtime import Runtime
 from sd_training.callbacks.save import MIRROR_AFTER_STOP_S, ConsistencyMark, Save
 from sd_training.callbacks.validation import COLUMNS, Validation
-from sd_training.checkpoint.atomic_io import replace_text
+from sd_training.checkpoint.folder import RunLock, replace_text
 from sd_training.checkpoint.mirror import Mirror
-from sd_training.checkpoint.run_lock import RunLock
-from sd_training.config.changes import chosen_options, resolved_yaml, to_plain
+from sd_training.config.changes import resolved_yaml, to_plain
 from sd_training.config.schema import SECTIONS, PartConfig
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.samples.sample import DrawSettings, Dropout
@@ -231,8 +228,7 @@ def _callbacks(
         *_pictures(plan, trained, ema, timer),
         saves,
         ProgressBar(run_state, batch.global_batch, batch.num_steps) if config.logging.progress_bar else None,
-        Heartbeat(watch),
-        GarbageCollection(),
+        Runtime(watch),
     ]
     return [callback for callback in callbacks if callback is not None]
 
@@ -284,23 +280,21 @@ def _ema(plan: Plan, trained: Trained) -> Ema:
 
 def _pictures(plan: Plan, trained: Trained, ema: Ema | None, timer: TrainingTimer) -> list[Pictures]:
     """Previews and evaluation images; there is nothing to draw while an autoencoder is trained."""
-    config, jobs = plan.config, []
+    config, pictures = plan.config, []
     if trained.family is None:
         return []
+    resolution, samples_dir = config.dataset.params.resolution, plan.run_dir / "samples"
+    own = (samples_dir, resolution, config.sampling, trained.family.pipeline, plan.precision, ema, timer)
     if config.sampling.every and config.sampling.prompts:
         prompts = [(f"{i:03d}", prompt) for i, prompt in enumerate(config.sampling.prompts)]
-        jobs.append(PictureJob("previews", config.sampling.every, prompts, at_start=True))
+        pictures.append(Pictures(*own, "previews", config.sampling.every, prompts, at_start=True))
     path, count = config.experiment.eval_caption_file, config.experiment.num_eval_images
     if path is not None:
         if captions := read_captions(Path(path))[:count]:
-            jobs.append(PictureJob("eval", config.experiment.save_every, captions))
+            pictures.append(Pictures(*own, "eval", config.experiment.save_every, captions))
         else:
             log.warning(f"experiment.eval_caption_file: {path} has no caption to draw")
-    resolution, samples_dir = config.dataset.params.resolution, plan.run_dir / "samples"
-    return [
-        Pictures(job, samples_dir, resolution, config.sampling, trained.family.pipeline, plan.precision, ema, timer)
-        for job in jobs
-    ]
+    return pictures
 
 
 def _strategy(plan: Plan, sharding: ShardingSpec) -> Strategy:
@@ -460,12 +454,7 @@ class RunLogger(Logger):
 
 
 def _begin_tensorboard(plan: Plan) -> LogWriter:
-    """With the options that are not at their defaults, for the table that compares runs; it shows the last loss."""
     writer: Any = SummaryWriter(str(plan.run_dir / "tensorboard"))
-    options = chosen_options(plan.config)
-    chosen = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in options.items()}
-    for summary in hparams(chosen, {"loss": 0.0}):
-        writer._get_file_writer().add_summary(summary)
     return LogWriter(
         lambda metrics, step: [writer.add_scalar(name, value, step) for name, value in metrics.items()],
         lambda tag, picture, step: writer.add_image(tag, np.asarray(picture), step, dataformats="HWC"),

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sd_training.callbacks.base import OptimizerStepCallback
-from sd_training.checkpoint.atomic_io import flush_file, flush_folder, remove_quietly, write_failure
+from sd_training.checkpoint.folder import flush_file, flush, remove_quietly, write_failure
 from sd_training.config.schema import EmaConfig
 from sd_training.errors import CheckpointError
 from sd_training.log import get_logger
@@ -401,7 +401,7 @@ def write_snapshot(
         flush_file(partial)
         os.replace(partial, path)
         for folder in (path.parent, path.parent.parent, run_dir):
-            flush_folder(folder)
+            flush(folder)
     except (OSError, SafetensorError) as error:
         remove_quietly(partial)
         raise write_failure("EMA snapshot", path, error) from error

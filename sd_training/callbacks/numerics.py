@@ -14,6 +14,7 @@ about symmetric around a slow trend. So the median of the last `RECENT` log loss
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -49,6 +50,7 @@ _MIN_SIGMA = 0.02
 """Of the log loss: where the loss hardly varies, 2 % count as one deviation."""
 _STATE = "numerics"
 """Key of a checkpoint."""
+_DETECTOR_STATE = ("skipped_in_a_row", "history", "recent", "is_in_spike")
 _WORDS = {SKIPPED: "a non-finite loss or gradient", SPIKE: "a loss spike"}
 
 
@@ -64,23 +66,18 @@ class Anomaly(NamedTuple):
     """Of a spike: median loss of the steps before."""
 
 
+@dataclass
 class AnomalyDetector:
-    """Takes every step of the run in order.
+    """Takes every step of the run in order."""
 
-    Args:
-        config: limits and thresholds.
-
-    Attributes:
-        rollback_reason: why the run should go back to an older checkpoint; set until `reset`.
-    """
-
-    def __init__(self, config: NumericsConfig) -> None:
-        self.config = config
-        self.rollback_reason: Anomaly | None = None
-        self._skipped_in_a_row = 0
-        self._history: list[float] = []
-        self._recent: list[tuple[int, float]] = []
-        self._is_in_spike = False
+    config: NumericsConfig
+    """Limits and thresholds."""
+    rollback_reason: Anomaly | None = None
+    """Why the run should go back to an older checkpoint; set until `reset`."""
+    skipped_in_a_row: int = 0
+    history: list[float] = field(default_factory=list)
+    recent: list[tuple[int, float]] = field(default_factory=list)
+    is_in_spike: bool = False
 
     def add(self, step: int, loss: float, *, was_skipped: bool = False) -> Anomaly | None:
         """What is wrong with the next step, if anything. A spike is reported once, at the step that completes it.
@@ -91,11 +88,11 @@ class AnomalyDetector:
             was_skipped: whether the optimizer skipped the step because the gradient was not finite.
         """
         if was_skipped or not math.isfinite(loss):
-            self._skipped_in_a_row += 1
-            found: Anomaly | None = Anomaly(SKIPPED, step - self._skipped_in_a_row + 1, step)
-            leads_back = self._skipped_in_a_row >= self.config.max_skipped_in_a_row
+            self.skipped_in_a_row += 1
+            found: Anomaly | None = Anomaly(SKIPPED, step - self.skipped_in_a_row + 1, step)
+            leads_back = self.skipped_in_a_row >= self.config.max_skipped_in_a_row
         else:
-            self._skipped_in_a_row = 0
+            self.skipped_in_a_row = 0
             found = self._spike(step, loss)
             leads_back = self.config.on_spike == "rollback"
         if leads_back:
@@ -105,44 +102,39 @@ class AnomalyDetector:
     def _spike(self, step: int, loss: float) -> Anomaly | None:
         if loss <= 0:  # has no logarithm
             return None
-        self._recent.append((step, math.log(loss)))
-        if len(self._recent) > RECENT:
-            _, oldest = self._recent.pop(0)
-            self._history = [*self._history, oldest][-HISTORY:]
-        if len(self._history) < MIN_HISTORY or len(self._recent) < RECENT:
+        self.recent.append((step, math.log(loss)))
+        if len(self.recent) > RECENT:
+            _, oldest = self.recent.pop(0)
+            self.history = [*self.history, oldest][-HISTORY:]
+        if len(self.history) < MIN_HISTORY or len(self.recent) < RECENT:
             return None
-        level = median(self._history)
-        sigma = max(_SIGMA_OF_MAD * median(abs(value - level) for value in self._history), _MIN_SIGMA)
+        level = median(self.history)
+        sigma = max(_SIGMA_OF_MAD * median(abs(value - level) for value in self.history), _MIN_SIGMA)
         threshold = self.config.spike_threshold
-        score = (median(value for _, value in self._recent) - level) / sigma
-        was_in_spike, self._is_in_spike = self._is_in_spike, score > threshold
-        if was_in_spike or not self._is_in_spike:
+        score = (median(value for _, value in self.recent) - level) / sigma
+        was_in_spike, self.is_in_spike = self.is_in_spike, score > threshold
+        if was_in_spike or not self.is_in_spike:
             return None
-        first = next(step for step, value in self._recent if value > level + threshold * sigma)
+        first = next(step for step, value in self.recent if value > level + threshold * sigma)
         return Anomaly(SPIKE, first, step, score, math.exp(level))
 
     def reset(self) -> None:
         """After a rollback: the last steps belong to weights that are gone."""
         self.rollback_reason = None
-        self._skipped_in_a_row = 0
-        self._recent = []
-        self._is_in_spike = False
+        self.skipped_in_a_row = 0
+        self.recent = []
+        self.is_in_spike = False
 
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint; `load` restores them."""
-        return {
-            "skipped_in_a_row": self._skipped_in_a_row,
-            "rollback_reason": None if self.rollback_reason is None else list(self.rollback_reason),
-            "history": list(self._history),
-            "recent": list(self._recent),
-            "is_in_spike": self._is_in_spike,
-        }
+        own = {name: copy(getattr(self, name)) for name in _DETECTOR_STATE}
+        return own | {"rollback_reason": self.rollback_reason and list(self.rollback_reason)}
 
     def load(self, state: dict[str, Any]) -> None:
         """Continues from a checkpoint."""
-        self._skipped_in_a_row, self._is_in_spike = state["skipped_in_a_row"], state["is_in_spike"]
-        self.rollback_reason = None if state["rollback_reason"] is None else Anomaly(*state["rollback_reason"])
-        self._history, self._recent = list(state["history"]), list(state["recent"])
+        for name in _DETECTOR_STATE:
+            setattr(self, name, state[name])
+        self.rollback_reason = state["rollback_reason"] and Anomaly(*state["rollback_reason"])
 
 
 class Rollback(NamedTuple):

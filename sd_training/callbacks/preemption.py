@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, distributed
 
 from sd_training.callbacks.base import OptimizerStepCallback, RunState
-from sd_training.checkpoint.atomic_io import replace_text
+from sd_training.checkpoint.folder import replace_text
 from sd_training.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from sd_training.log import FOR_FILE, get_logger
 from sd_training.signals import StopSignals
@@ -46,6 +47,7 @@ def deadline_s(max_hours: float | None, started_s: float, environment: Mapping[s
     return min(own_s, time.monotonic() + int(end) - time.time()) if end.isdigit() else own_s
 
 
+@dataclass(eq=False)
 class Preemption(OptimizerStepCallback):
     """Sets `trainer.should_stop`; whatever is due at the end of a run is then due at this step, saves included.
 
@@ -53,47 +55,39 @@ class Preemption(OptimizerStepCallback):
     later, and those after it see it). A signal to one rank stops all: after each optimizer step the ranks start a
     reduction of their requests over gloo, and read its result one step later, when it has long arrived. No device
     takes part, and one process alone communicates nothing. Clocks are read on rank 0.
-
-    Args:
-        signals: those that this process received.
-        end_s: when it must have ended [s of `time.monotonic`].
-        reserved_s: what the process may need after its last save until it has ended.
-        num_saves: how often the longest save so far must still fit before the end.
-        state: gets the request for a save, and has the duration of one.
-        save_every_minutes: longest time between two saves; null: steps alone decide.
-        timeout_s: how long the ranks wait for each other.
     """
 
-    def __init__(
-        self,
-        signals: StopSignals,
-        end_s: float,
-        reserved_s: float,
-        num_saves: int,
-        state: RunState,
-        save_every_minutes: float | None,
-        timeout_s: float,
-    ) -> None:
-        self.signals, self.end_s, self.reserved_s, self.num_saves = signals, end_s, reserved_s, num_saves
-        self.state, self.timeout = state, timedelta(seconds=timeout_s)
-        self.save_every_s = math.inf if save_every_minutes is None else 60 * save_every_minutes
-        self.status = 0
-        """0, or the exit status that all ranks agreed on."""
-        self._is_listening = False
-        self._num_saves_seen = 0
-        self._step_in_file = -1
-        self._last_end_s: float | None = None
-        self._longest_step_s = 0.0
-        self._group: distributed.ProcessGroup | None = None
-        self._reduction: tuple[int, Tensor, distributed.Work] | None = None
-        """Optimizer step after which it was started, its requests, and the operation."""
+    signals: StopSignals
+    """Those that this process received."""
+    end_s: float
+    """When it must have ended [s of `time.monotonic`]."""
+    reserved_s: float
+    """What the process may need after its last save until it has ended."""
+    num_saves: int
+    """How often the longest save so far must still fit before the end."""
+    state: RunState
+    """Gets the request for a save, and has the duration of one."""
+    save_every_minutes: float | None
+    """Longest time between two saves; null: steps alone decide."""
+    timeout_s: float
+    """How long the ranks wait for each other."""
+    status: int = field(default=0, init=False)
+    """0, or the exit status that all ranks agreed on."""
+    _is_listening: bool = field(default=False, init=False)
+    _num_saves_seen: int = field(default=0, init=False)
+    _step_in_file: int = field(default=-1, init=False)
+    _last_end_s: float | None = field(default=None, init=False)
+    _longest_step_s: float = field(default=0.0, init=False)
+    _group: distributed.ProcessGroup | None = field(default=None, init=False)
+    _reduction: tuple[int, Tensor, distributed.Work] | None = field(default=None, init=False)
+    """Optimizer step after which it was started, its requests, and the operation."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Collective: makes the group."""
         super().on_train_start(trainer, pl_module)
         self._is_listening, self._reduction = False, None
         if trainer.world_size > 1:
-            self._group = distributed.new_group(backend="gloo", timeout=self.timeout)
+            self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
 
     def on_train_batch_start(self, *_: Any) -> None:
         """Until the first step there is nothing to save, and what precedes it may take long."""
@@ -168,8 +162,8 @@ class Preemption(OptimizerStepCallback):
         """The exit status that this rank asks for, and whether it asks for a save, now; a signal asks once."""
         asked = self.signals.num_saves_asked
         is_save_due, self._num_saves_seen = asked > self._num_saves_seen, asked
-        if trainer.is_global_zero:
-            is_save_due |= time.monotonic() - self.state.last_save_end_s >= self.save_every_s
+        if trainer.is_global_zero and self.save_every_minutes is not None:
+            is_save_due |= time.monotonic() - self.state.last_save_end_s >= 60 * self.save_every_minutes
         return self.requested_status(trainer), is_save_due
 
     def _agreed_requests(self, trainer: pl.Trainer) -> tuple[int, bool]:

@@ -7,7 +7,7 @@ training is the same with and without them.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -29,33 +29,10 @@ _GRID_COLUMNS = 8
 _GRID_PICTURES = 64
 
 
-@runtime_checkable
-class PictureLogger(Protocol):
-    """A logger that shows pictures."""
-
-    def log_picture(self, tag: str, picture: Image.Image, step: int) -> None:
-        """A picture of an optimizer step."""
-
-
-@dataclass(frozen=True)
-class PictureJob:
-    """What is drawn, when, and where to."""
-
-    name: str
-    """Folder below `samples/step_N/`, and tag in the loggers."""
-    every: int
-    """Optimizer steps between drawings; also drawn at the end of the run."""
-    prompts: Sequence[tuple[str, str]]
-    """(file stem, caption) pairs."""
-    at_start: bool = False
-    """Draw also before the first step of a new run, with the untrained model."""
-
-
 @dataclass(eq=False)
 class Pictures(OptimizerStepCallback):
-    """Draws one job's pictures on all ranks."""
+    """Draws the pictures of one set of prompts on all ranks."""
 
-    job: PictureJob
     samples_dir: Path
     """The run's `samples/`."""
     resolution: int
@@ -70,21 +47,29 @@ class Pictures(OptimizerStepCallback):
     """The average to draw with, if there is one."""
     timer: TrainingTimer
     """Does not count the time of drawing."""
+    name: str
+    """Folder below `samples/step_N/`, and tag in the loggers."""
+    every: int
+    """Optimizer steps between drawings; also drawn at the end of the run."""
+    prompts: Sequence[tuple[str, str]]
+    """(file stem, caption) pairs."""
+    at_start: bool = False
+    """Draw also before the first step of a new run, with the untrained model."""
 
     @property
     def state_key(self) -> str:
-        """Two jobs of one run are two callbacks."""
-        return f"Pictures.{self.job.name}"
+        """Two sets of one run are two callbacks."""
+        return f"Pictures.{self.name}"
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Draw before the first step where the job asks for it; a resumed run has done so."""
+        """Draw before the first step where that is asked for; a resumed run has done so."""
         super().on_train_start(trainer, pl_module)
-        if self.job.at_start and trainer.global_step == 0:
+        if self.at_start and trainer.global_step == 0:
             self._draw(trainer, pl_module, 0)
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Draw when due."""
-        if self.is_due(trainer, step, self.job.every):
+        if self.is_due(trainer, step, self.every):
             self._draw(trainer, module, step)
 
     def _draw(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
@@ -92,28 +77,28 @@ class Pictures(OptimizerStepCallback):
         continues."""
         if trainer.should_stop:
             return
-        folder = self.samples_dir / f"step_{step}" / self.job.name
+        folder = self.samples_dir / f"step_{step}" / self.name
         with self.timer.excluded("validate"):
             with export_weights(module, self.ema):
                 images = self._local_images(trainer)
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 for i, image in images.items():
-                    image.save(folder / f"{self.job.prompts[i][0]}.png")
+                    image.save(folder / f"{self.prompts[i][0]}.png")
             except OSError as error:
-                log.error(f"pictures {self.job.name!r} of step {step:,} could not be written: {error}")
+                log.error(f"pictures {self.name!r} of step {step:,} could not be written: {error}")
             trainer.strategy.barrier("pictures drawn")
             if trainer.is_global_zero:
                 try:
                     self._publish(trainer, folder, step)
                 except OSError as error:
-                    log.error(f"pictures {self.job.name!r} of step {step:,} could not be published: {error}")
+                    log.error(f"pictures {self.name!r} of step {step:,} could not be published: {error}")
 
     def _local_images(self, trainer: pl.Trainer) -> dict[int, Image.Image]:
         """This rank's pictures by number of the prompt, which the seed depends on, not on the rank. Where a forward
         pass is collective, all ranks draw equally many: some draw again what another draws as well, which gives the
         same picture."""
-        strategy, count, sampling = strategy_of(trainer), len(self.job.prompts), self.sampling
+        strategy, count, sampling = strategy_of(trainer), len(self.prompts), self.sampling
         numbers, missing = strategy.split_over_ranks(count)
         if strategy.has_collective_forward:
             numbers += [strategy.data_rank % count] * missing
@@ -124,7 +109,7 @@ class Pictures(OptimizerStepCallback):
         with torch.no_grad(), autocast(device, self.precision), torch.compiler.set_stance("force_eager"):
             images = draw_images(
                 self.pipeline(),
-                [self.job.prompts[i][1] for i in numbers],
+                [self.prompts[i][1] for i in numbers],
                 [sampling.seed + i for i in numbers],
                 height=self.resolution,
                 width=self.resolution,
@@ -136,9 +121,9 @@ class Pictures(OptimizerStepCallback):
 
     def _publish(self, trainer: pl.Trainer, folder: Path, step: int) -> None:
         """Grid picture, loggers."""
-        shown = [folder / f"{stem}.png" for stem, _ in self.job.prompts[:_GRID_PICTURES]]
+        shown = [folder / f"{stem}.png" for stem, _ in self.prompts[:_GRID_PICTURES]]
         grid = picture_grid([Image.open(path) for path in shown], _GRID_COLUMNS)
         grid.save(folder.with_name(f"{folder.name}_grid.png"))
-        for logger in trainer.loggers:
-            if isinstance(logger, PictureLogger):
-                logger.log_picture(self.job.name, grid, step)
+        loggers: Any = trainer.loggers  # each a `RunLogger` (build/run.py)
+        for logger in loggers:
+            logger.log_picture(self.name, grid, step)

@@ -1,5 +1,5 @@
-"""The record of a run: a block of lines at each start; in the run folder `config.yaml` (resolved, without secrets),
-`run.json`, and `configs/` with the configuration of each start that had another one than the start before."""
+"""The record of a run: a block of lines at each start; in the run folder `config.yaml` (resolved, without secrets) and
+`run.json`."""
 
 import json
 import platform
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from sd_training.checkpoint.atomic_io import replace_text
+from sd_training.checkpoint.folder import replace_text
 from sd_training.log import get_logger, redacted
 
 log = get_logger(__name__)
@@ -22,10 +22,8 @@ log = get_logger(__name__)
 CONFIG = "config.yaml"
 """Resolved configuration of the last start that trained, in the run folder."""
 RECORD = "run.json"
-"""An entry for every start, in the run folder."""
-_CONFIGS = "configs"
-_MAX_CONFIGS = 100
-"""Configurations that are kept: the first one and the newest."""
+"""An entry for every start, in the run folder; with the lines of its configuration where the start before had another
+one."""
 _PACKAGES = (
     "torch", "pytorch-lightning", "diffusers", "transformers", "xformers", "webdataset", "omegaconf", "wandb",
     "deepspeed", "pydantic", "pyarrow", "pillow", "numpy", "safetensors", "tokenizers",
@@ -56,35 +54,26 @@ class RunRecord(pl.Callback):
             return
         log.info(self.banner(trainer.global_step))
         versions = {name: found for name in _PACKAGES if (found := _version(name)) is not None}
+        starts, config = read_starts(self.run_dir / RECORD), self.resolved_config.splitlines()
+        last = next((start["config"] for start in reversed(starts) if "config" in start), None)
         entry = {
             "started_unix_s": int(time.time()),
             "first_optimizer_step": trainer.global_step,
-            "config": self._store_config(),
             "command": [redacted(word) for word in sys.argv],
             "versions": {"python": platform.python_version(), **versions},
             "git_revision": _git_revision(Path(__file__).parent),
             **self.run_metadata(),
+            **({} if config == last else {"config": config}),
         }
-        starts = [*read_starts(self.run_dir / RECORD), entry]
-        _replace(self.run_dir / RECORD, json.dumps({"starts": starts}, indent=2) + "\n")
-
-    def _store_config(self) -> str:
-        """Writes `config.yaml`, and a numbered copy where it differs from the newest of those; returns that one's
-        name."""
-        folder, name = self.run_dir / _CONFIGS, CONFIG
-        try:
-            folder.mkdir(exist_ok=True)
-            copies = sorted(folder.glob("[0-9][0-9][0-9][0-9]*.yaml"), key=lambda path: int(path.stem))
-            if not copies or copies[-1].read_text(encoding="utf-8") != self.resolved_config:
-                copies.append(folder / f"{int(copies[-1].stem) + 1 if copies else 1:04d}.yaml")
-                replace_text(copies[-1], self.resolved_config)
-            for path in copies[1 : 1 - _MAX_CONFIGS]:
-                path.unlink(missing_ok=True)
-            name = f"{_CONFIGS}/{copies[-1].name}"
-        except (OSError, ValueError) as error:
-            log.error(f"{folder} cannot be written: {error}")
-        _replace(self.run_dir / CONFIG, self.resolved_config)
-        return name
+        for name, text in (
+            (CONFIG, self.resolved_config),
+            (RECORD, json.dumps({"starts": [*starts, entry]}, indent=2) + "\n"),
+        ):
+            try:
+                replace_text(self.run_dir / name, text)
+            except OSError as error:
+                path = self.run_dir / name
+                log.error(f"{path} cannot be written ({error.strerror}); what an earlier start wrote there stays")
 
 
 def _version(package: str) -> str | None:
@@ -103,17 +92,10 @@ def _git_revision(folder: Path) -> str | None:
         return None
 
 
-def _replace(path: Path, text: str) -> None:
-    try:
-        replace_text(path, text)
-    except OSError as error:
-        log.error(f"{path} cannot be written ({error.strerror}); what an earlier start wrote there stays")
-
-
 def read_starts(path: Path) -> list[dict[str, Any]]:
     """Entries of earlier starts; a file that a crash cut short counts as none."""
     try:
         starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    return starts if isinstance(starts, list) else []
+    return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []

@@ -24,66 +24,56 @@ _YOUNG = 1
 _EVERYTHING = 2
 
 
-class Heartbeat(pl.Callback):
-    """Marks the sections of the hang watch; saves and pictures mark theirs themselves. The last callback but the
-    garbage collection, so that what the others do after a step still belongs to the step.
+class Runtime(OptimizerStepCallback):
+    """Marks the sections of the hang watch; saves and pictures mark theirs themselves. The last callback: what the
+    others do after a step still belongs to the step, and when garbage is collected nothing of it is in progress.
 
     The first optimizer step belongs to the start: it compiles, and finds the fastest kernels.
     """
 
     def __init__(self, watch: HangWatch) -> None:
         self.watch = watch
-        self._first_step = 0
         self._is_warm = False
+        self._was_enabled = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Collective: the watch learns the process ids of the ranks on this machine."""
-        self._first_step = trainer.global_step
+        super().on_train_start(trainer, pl_module)
         if trainer.world_size > 1:
             own_node = zlib.crc32(platform.node().encode())
             ranks = gather_ranks(trainer, torch.tensor([own_node, os.getpid()])).tolist()
             self.watch.first_failure.local_peers = {
                 rank: pid for rank, (node, pid) in enumerate(ranks) if node == own_node and pid != os.getpid()
             }
+        self._was_enabled = gc.isenabled()
+        gc.collect()
+        gc.disable()
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """The micro-batch is there."""
         if self._is_warm:
             self.watch.enter("step", trainer.global_step)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """What follows is the wait for the next micro-batch."""
-        self._is_warm |= trainer.global_step > self._first_step
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._is_warm:
             self.watch.enter("data", trainer.global_step)
+
+    def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+        """Collects cycles of the step, and from time to time older ones."""
+        self._is_warm = True
+        gc.collect(_YOUNG if step % FULL_COLLECTION_EVERY else _EVERYTHING)
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """What follows is the end of pending saves and of the loggers."""
         self.watch.enter("save", trainer.global_step)
-
-
-class GarbageCollection(OptimizerStepCallback):
-    """Acts last, when nothing of the step is in progress any more."""
-
-    def __init__(self) -> None:
-        self._was_enabled = False
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Nothing is collected inside the steps."""
-        super().on_train_start(trainer, pl_module)
-        self._was_enabled = self._was_enabled or gc.isenabled()
-        gc.collect()
-        gc.disable()
-
-    def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        """Cycles of the step, and from time to time older ones."""
-        gc.collect(_YOUNG if step % FULL_COLLECTION_EVERY else _EVERYTHING)
-
-    def on_train_end(self, *_: Any) -> None:
-        """As before."""
-        if self._was_enabled:
-            gc.enable()
+        self._enable_collector()
 
     def on_exception(self, *_: Any) -> None:
-        """As before."""
-        self.on_train_end()
+        """The collector is as before."""
+        self._enable_collector()
+
+    def _enable_collector(self) -> None:
+        if self._was_enabled:
+            gc.enable()

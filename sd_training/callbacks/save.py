@@ -22,10 +22,16 @@ from torch import Tensor
 
 from sd_training.callbacks.base import OptimizerStepCallback, RunState, TrainingTimer
 from sd_training.callbacks.ema import EMA_PART, Ema, full_export_weights
-from sd_training.checkpoint.atomic_io import replace_text
-from sd_training.checkpoint.folder import folder_name, newest_verified, rotate, sealed_checkpoints, step_of
+from sd_training.checkpoint.folder import (
+    RunLock,
+    folder_name,
+    newest_verified,
+    replace_text,
+    rotate,
+    sealed_checkpoints,
+    step_of,
+)
 from sd_training.checkpoint.mirror import Mirror
-from sd_training.checkpoint.run_lock import RunLock
 from sd_training.checkpoint.save import load_checkpoint, open_checkpoint, restore_training_state, save_checkpoint
 from sd_training.config.plan import counted
 from sd_training.config.schema import CheckpointConfig

@@ -8,6 +8,7 @@ number except for rounding.
 import math
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import pytorch_lightning as pl
@@ -71,7 +72,7 @@ class Validation(OptimizerStepCallback):
 
     def _measure_missing(self, trainer: pl.Trainer, module: Any) -> None:
         step = trainer.global_step
-        self._group = CpuGroup(trainer.global_rank, trainer.world_size, self.preemption.timeout)
+        self._group = CpuGroup(trainer.global_rank, trainer.world_size, timedelta(seconds=self.preemption.timeout_s))
 
         def is_measured() -> bool:
             self.rows.keep_until(step or -1)  # a run that saved nothing is measured anew

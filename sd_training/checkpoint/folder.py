@@ -1,5 +1,5 @@
-"""Sealed checkpoint folders on a file system: write, verify, find the newest intact one, delete old ones. Needs no
-torch.
+"""Everything that must survive a crash: sealed checkpoint folders (write, verify, find the newest intact one, delete
+old ones), the lock of a run folder, durable files. Needs no torch.
 
 A folder `step=N` exists only after every file in it was flushed to disk and read back equal to `MANIFEST.json` (sizes,
 SHA-256 sums, and a sum of the manifest itself). A process killed at any moment leaves at most a `step=N.partial-…`,
@@ -11,30 +11,38 @@ affects the link. A dangling link is a damaged checkpoint: its disk may be mount
 
 Files are hashed after they were written, not while: the sums must be compared with what the disk holds in any case, so
 files are read again, and the first of the two readings comes from the page cache.
+
+One process writes in a run folder: a file lock for starts on one machine, a claim for those on several.
+
+RUN/writer.json          the newest start, which owns the folder; replaced by each start
+RUN/writer-BOOT.lock     locked by the process of one machine (its boot id) that writes, as long as it lives: a second
+                         start on the machine is refused. Other machines, some of which may be lost but still hold a
+                         lock on a network file system, have files of their own.
+
+A process that a scheduler gave up but that still lives (stopped, or cut off) finds another claim than its own before it
+publishes or deletes anything, and ends. Between that check and its rename there is a moment; so names of half-written
+folders carry the start's token, and a start removes those of others after it took the folder: then the rename finds
+nothing to rename. On network file systems a check may be as old as the client's cache of folders (NFS: up to 60 s by
+default); schedulers wait longer before they give a node up.
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
+import secrets
+import shutil
+import socket
+import stat
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sd_training.checkpoint.atomic_io import (
-    flush_folder,
-    flush_tree,
-    forget_cached,
-    make_empty_folder,
-    remove_durably,
-    remove_quietly,
-    replace_text,
-)
-from sd_training.checkpoint.run_lock import NO_LOCK, RunLock
-from sd_training.errors import DamagedCheckpointsError
+from sd_training.errors import ConfigError, DamagedCheckpointsError, TakenOverError
 from sd_training.log import get_logger
 
 log = get_logger(__name__)
@@ -58,6 +66,106 @@ _LEFTOVER_NAME = re.compile(r"step=\d+\.(partial|download|deleting)(-\d+)?", re.
 _LOSS_KEYS = {"training_loss": "mean_loss", "validation_loss": "validation_loss"}
 """`checkpoint.best_by` → name in a manifest."""
 _Name = TypeVar("_Name")
+_NOT_EXECUTABLE = 0o666
+_SYSTEM_ERROR = re.compile(r"\bos error (\d+)|\bcode: (\d+)")
+CLAIM = "writer.json"
+_held_locks: dict[str, int] = {}
+"""Descriptor of the lock by run folder, of this process: a later run in it takes over from an earlier one."""
+
+
+@dataclass(frozen=True)
+class RunLock:
+    """The right to write in a run folder, until another start takes it.
+
+    Attributes:
+        run_dir: the run folder; None for folders that no other process writes in.
+        token: distinguishes this start from any other one.
+    """
+
+    run_dir: Path | None = None
+    token: int = 0
+
+    @property
+    def suffix(self) -> str:
+        """Ends the names of what this start has half written."""
+        return f"-{self.token}" if self.token else ""
+
+    def check(self) -> None:
+        """To be called before anything is published or deleted.
+
+        Raises:
+            TakenOverError: naming the start that has the folder now.
+            OSError: the folder cannot be read.
+        """
+        if self.run_dir is None:
+            return
+        owner = _owner(self.run_dir)
+        if owner.get("token") != self.token:
+            raise TakenOverError(
+                f"{self.run_dir}: {_described(owner)} has taken this run over; this process ends without writing "
+                "anything more"
+            )
+
+    def release(self) -> None:
+        """Lets another start on this machine have the folder."""
+        if self.run_dir is not None and (handle := _held_locks.pop(os.path.realpath(self.run_dir), None)) is not None:
+            os.close(handle)
+
+
+NO_LOCK = RunLock()
+"""For folders that no other process writes in."""
+
+
+def acquire_run_lock(run_dir: Path) -> RunLock:
+    """Takes the folder over from whichever start had it before.
+
+    Args:
+        run_dir: exists.
+
+    Raises:
+        ConfigError: a process of this machine writes there; names it.
+        OSError: the folder cannot be written.
+    """
+    run_lock, boot = RunLock(run_dir, secrets.randbits(48) + 1), _boot_id()
+    run_lock.release()
+    handle = os.open(run_dir / f"writer-{boot}.lock", os.O_RDWR | os.O_CREAT, 0o644)  # closed in programs started here
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _held_locks[os.path.realpath(run_dir)] = handle
+    except OSError as error:
+        os.close(handle)
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise ConfigError(
+                f"experiment.name: {_described(_owner(run_dir))} writes in {run_dir} and still lives; end it first (it "
+                "may be stopped), or choose another experiment.name"
+            ) from error
+        log.info(f"{run_dir}: no locks there ({error.strerror}); a second start takes this run over")
+    claim = {"token": run_lock.token, "host": socket.gethostname(), "pid": os.getpid()}
+    replace_text(run_dir / CLAIM, json.dumps(claim | {"job_id": os.environ.get("SLURM_JOB_ID")}) + "\n")
+    return run_lock
+
+
+def _boot_id() -> str:
+    """Distinguishes machines, and the boots of one; containers of one machine share it. The name of the machine where
+    the system has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _owner(run_dir: Path) -> dict[str, Any]:
+    """What the newest start records of itself; nothing where there is none or it was damaged."""
+    try:
+        owner = json.loads((run_dir / CLAIM).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def _described(owner: dict[str, Any]) -> str:
+    job = f", SLURM job {owner['job_id']}" if owner.get("job_id") else ""
+    return f"another start (process {owner['pid']} on {owner['host']}{job})" if "pid" in owner else "another start"
 
 
 class ReadBackError(OSError):
@@ -128,8 +236,9 @@ def seal_partial(partial: Path, info: Mapping[str, Any] | None, run_lock: RunLoc
         manifest = Manifest(step_of(final), dict(info), files)
         (partial / MANIFEST_NAME).write_text(manifest_text(manifest), encoding="utf-8")
     flush_tree(partial)
-    for path in partial.iterdir():
-        forget_cached(path)
+    for path in partial.iterdir() if hasattr(os, "posix_fadvise") else ():
+        with path.open("rb") as stream:  # the system drops its copy, so that verifying reads the disk
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if problems := verify_checkpoint(partial):
         raise ReadBackError(errno.EIO, f"not read back as it was written: {'; '.join(problems)}")
     run_lock.check()
@@ -146,7 +255,7 @@ def seal_partial(partial: Path, info: Mapping[str, Any] | None, run_lock: RunLoc
         elif record is not None:
             record.unlink()
         raise
-    flush_folder(final.parent)
+    flush(final.parent)
     return final
 
 
@@ -405,3 +514,92 @@ def _sha256(path: Path) -> str:
         while count := stream.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
+
+
+def make_empty_folder(folder: Path) -> None:
+    """Makes an empty folder; whatever had the name before is removed."""
+    remove_durably(folder)
+    folder.mkdir(parents=True)
+
+
+def flush(path: Path) -> None:
+    """Makes the content of a file durable; of a folder renames, creations and removals in it."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def flush_file(path: Path) -> None:
+    """Makes a file durable, and as accessible as its folder is.
+
+    Writers disagree about permissions: safetensors makes files that only the owner can read, others follow the umask.
+    """
+    path.chmod(stat.S_IMODE(path.parent.stat().st_mode) & _NOT_EXECUTABLE)
+    flush(path)
+
+
+def flush_tree(folder: Path) -> None:
+    """Makes everything below `folder` durable, and files as accessible as their folders are."""
+    for path in [*sorted(folder.rglob("*"), reverse=True), folder]:  # a folder after what it holds
+        (flush if path.is_dir() else flush_file)(path)
+
+
+def remove_durably(path: Path) -> None:
+    """Removes a file, a link (not what it points to) or a folder; nothing happens when it does not exist.
+
+    Raises:
+        OSError: it could not be removed.
+    """
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def remove_quietly(path: Path) -> None:
+    """`remove_durably` while another error is on its way up: that one is the one to report."""
+    try:
+        remove_durably(path)
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a small file beside `path` and renames it, so that `path` is whole after a kill or on a full disk: the new
+    one or the one before. Links are followed; a device or a pipe is written to, as a rename would put an end to it.
+
+    Raises:
+        OSError: it could not be written; nothing is left beside.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    beside = path.with_name(f"{path.name}.partial")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        flush(beside)
+        os.replace(beside, path)
+    except OSError:
+        remove_quietly(beside)
+        raise
+
+
+def system_error(error: Exception) -> OSError | None:
+    """The system's error inside one of safetensors or tokenizers, which have it in their text only; None for others."""
+    found = _SYSTEM_ERROR.search(str(error))
+    return None if found is None else OSError(int(found[1] or found[2]), str(error))
+
+
+def write_failure(what: str, folder: Path, error: BaseException) -> OSError:
+    """The error to raise when `what` could not be written: names the folder, the cause and the free space [GiB]."""
+    number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+    cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+        free = f"{shutil.disk_usage(existing).free / 2**30:.2f} GiB are free there"
+    except OSError as unknown:
+        free = f"free space unknown ({unknown})"
+    return OSError(number, f"{what} could not be written to {folder}: {cause}; {free}")

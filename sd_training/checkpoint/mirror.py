@@ -19,8 +19,7 @@ import obstore
 from obstore.store import ObjectStore
 
 from sd_training.checkpoint import folder as sealed
-from sd_training.checkpoint.atomic_io import remove_quietly
-from sd_training.checkpoint.run_lock import RunLock
+from sd_training.checkpoint.folder import RunLock, remove_quietly
 from sd_training.data.storage.object_store import is_outage, open_store, reason_of
 from sd_training.errors import ConfigError, DamagedCheckpointsError, OutageError, UserError
 from sd_training.log import get_logger

@@ -34,12 +34,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sd_training.checkpoint.atomic_io import remove_quietly, system_error, write_failure
-from sd_training.checkpoint.folder import begin_partial, read_manifest, seal_partial, step_of
-from sd_training.checkpoint.run_lock import RunLock
+from sd_training.checkpoint import folder as sealed
 from sd_training.errors import CheckpointError
-from sd_training.parallel.sharding import ParameterSharding
-from sd_training.parallel.strategies import CpuGroup, strategy_of
+from sd_training.parallel.strategies import CpuGroup, ParameterSharding, strategy_of
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 """Parts of every checkpoint; averages are further ones."""
@@ -54,11 +51,11 @@ def save_checkpoint(
     trainer: pl.Trainer,
     averages: Mapping[str, Mapping[str, Tensor]],
     info: Mapping[str, Any],
-    run_lock: RunLock,
+    run_lock: sealed.RunLock,
     *,
     asynchronous: bool = False,
 ) -> Callable[[], None]:
-    """Collective: seals everything that training continues from as `folder`, unless an intact checkpoint is there.
+    """Collective: begins to save everything that training continues from as `folder`.
 
     Args:
         folder: `…/step=N`.
@@ -66,28 +63,23 @@ def save_checkpoint(
         averages: part of the checkpoint → trained parameter of the module → this rank's shard of its average.
         info: JSON for the manifest, that of rank 0.
         run_lock: of this start of the run; rank 0 checks it.
-        asynchronous: only copy to CPU memory, as much as this rank's part of the checkpoint takes on disk.
+        asynchronous: copy to CPU memory, as much as this rank's part of the checkpoint takes on disk.
 
     Returns:
-        What is left to do; nothing unless `asynchronous`. It is collective and raises as this function does. It uses
-        the CPU group only, so that a thread may do it while the device trains; nothing else may use the group
-        meanwhile.
+        What is left to do, unless an intact checkpoint is there; it is collective and seals the checkpoint. To be done
+        at once, unless `asynchronous`: then it uses the CPU group only, so that a thread may do it while the device
+        trains; nothing else may use the group meanwhile.
 
     Raises:
         OSError: some rank could not write; names folder and free space. No file gets its final name, older checkpoints
-            are intact.
+            are intact. What is left to do raises the same.
         TakenOverError: another start has taken the run over.
     """
     module, sharding, group = trainer.lightning_module, strategy_of(trainer).sharding, strategy_of(trainer).cpu_group
     state = training_state(trainer)
-
-    def begin() -> str | None:
-        with _failure_named(folder):
-            partial = begin_partial(folder.parent, step_of(folder), run_lock)
-        return None if partial is None else str(partial)
-
-    begun = group.on_rank0(begin)
-    if begun is None:
+    with _failure_named(folder):
+        begun = group.on_rank0(lambda: str(sealed.begin_partial(folder.parent, sealed.step_of(folder), run_lock) or ""))
+    if not begun:
         return lambda: None
     partial = Path(begun)
     if scale := sharding.loss_scale():
@@ -100,31 +92,27 @@ def save_checkpoint(
         state = deepcopy(state)
 
     def seal() -> None:
-        with _failure_named(folder):
-            write_state(partial, state)
-            seal_partial(partial, info, run_lock)
+        write_state(partial, state)
+        sealed.seal_partial(partial, info, run_lock)
 
     def write() -> None:
         failure: OSError | None = None
         try:
-            for part, tensors in parts:  # gathers may be collective: they continue after a failure
-                try:
-                    if failure is None:
-                        with _failure_named(folder):
+            with _failure_named(folder):
+                for part, tensors in parts:  # gathers may be collective: they continue after a failure
+                    try:
+                        if failure is None:
                             write_tensors(partial, part, tensors, group.rank, group.world_size)
-                except OSError as error:
-                    failure = error
-            group.raise_first(failure)
-            group.on_rank0(seal)
+                    except OSError as error:
+                        failure = error
+                group.raise_first(failure)
+                group.on_rank0(seal)
         except BaseException:
             if group.rank == 0:
-                remove_quietly(partial)
+                sealed.remove_quietly(partial)
             raise
 
-    if asynchronous:
-        return write
-    write()
-    return lambda: None
+    return write
 
 
 def _full_tensors(
@@ -188,7 +176,7 @@ def open_checkpoint(folder: Path) -> StoredCheckpoint:
             remedy = "end the run with the version that began it, or begin another from its current_pipeline"
             raise ValueError(f"format {document['format']!r}; this version reads format {_FORMAT}: {remedy}")
         paths: dict[str, list[Path]] = {}
-        for name in read_manifest(folder).files:
+        for name in sealed.read_manifest(folder).files:
             if found := _TENSOR_FILE.fullmatch(name):
                 paths.setdefault(found[1], []).append(folder / name)
         parts = {part: StoredTensors(files) for part, files in paths.items()}
@@ -241,7 +229,7 @@ def _failure_named(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise write_failure(f"checkpoint {folder.name}", folder.parent, error) from error
+        raise sealed.write_failure(f"checkpoint {folder.name}", folder.parent, error) from error
 
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -306,7 +294,7 @@ def write_tensors(folder: Path, part: str, tensors: Mapping[str, Tensor], rank: 
     try:
         save_file(stored, folder / f"{part}{number}.safetensors")
     except SafetensorError as error:  # the library's I/O errors are no OSErrors
-        raise system_error(error) or OSError(errno.EIO, str(error)) from error
+        raise sealed.system_error(error) or OSError(errno.EIO, str(error)) from error
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:

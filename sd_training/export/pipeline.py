@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 import sd_training.models.families.mmdit  # noqa: F401 - makes its class known to diffusers
-from sd_training.checkpoint import atomic_io
-from sd_training.checkpoint.run_lock import NO_LOCK, RunLock
+from sd_training.checkpoint import folder as sealed
+from sd_training.checkpoint.folder import NO_LOCK, RunLock
 from sd_training.log import get_logger
 from sd_training.models.load import loaded_as
 
@@ -64,20 +64,20 @@ def export_pipeline(pipeline: DiffusionPipeline | ModelMixin, destination: Path,
     try:
         run_lock.check()
         recover_export(destination)
-        atomic_io.make_empty_folder(partial)
+        sealed.make_empty_folder(partial)
         try:
             pipeline.save_pretrained(partial, safe_serialization=True)
         except Exception as error:  # I/O errors of safetensors and tokenizers are no OSErrors
-            raise (atomic_io.system_error(error) or error) from None
-        atomic_io.flush_tree(partial)
+            raise (sealed.system_error(error) or error) from None
+        sealed.flush_tree(partial)
         if problems := differences(pipeline, partial):
             raise ExportError(f"the pipeline written to {partial} is not the one in memory: {'; '.join(problems)}")
         run_lock.check()
         _replace(destination, partial)
     except BaseException as error:
-        atomic_io.remove_quietly(partial)
+        sealed.remove_quietly(partial)
         if isinstance(error, OSError) and not isinstance(error, ExportError):
-            raise atomic_io.write_failure("pipeline", destination, error) from error
+            raise sealed.write_failure("pipeline", destination, error) from error
         raise
 
 
@@ -94,11 +94,11 @@ def keep_export(
     current = run_dir / CURRENT
     recover_export(current)
     link = _beside(current, f"partial{run_lock.suffix}")
-    atomic_io.remove_durably(link)
+    sealed.remove_durably(link)
     link.symlink_to(Path(KEPT) / kept.name)  # relative, so that the run folder can be moved
     if current.is_symlink():
         os.replace(link, current)  # one step: there is no moment without a pipeline
-        atomic_io.flush_folder(run_dir)
+        sealed.flush(run_dir)
     else:
         _replace(current, link)
     return kept
@@ -110,8 +110,8 @@ def recover_export(destination: Path) -> None:
     if os.path.lexists(old) and not os.path.lexists(destination):
         log.info("putting %s back in place: a process was stopped while it was replaced", destination)
         os.rename(old, destination)
-        atomic_io.flush_folder(destination.parent)
-    atomic_io.remove_durably(old)
+        sealed.flush(destination.parent)
+    sealed.remove_durably(old)
 
 
 def recover_exports(run_dir: Path) -> None:
@@ -121,7 +121,7 @@ def recover_exports(run_dir: Path) -> None:
     """
     kept = run_dir / KEPT
     for partial in [*run_dir.glob(f"{CURRENT}.partial*"), *kept.glob("step_*.partial*")]:
-        atomic_io.remove_durably(partial)
+        sealed.remove_durably(partial)
     recover_export(run_dir / CURRENT)
     for name in sorted({path.name.removesuffix(".old") for path in kept.glob("step_*")}):
         recover_export(kept / name)
@@ -136,10 +136,10 @@ def _replace(destination: Path, new: Path) -> None:
     old = _beside(destination, "old")
     if os.path.lexists(destination):
         os.rename(destination, old)
-        atomic_io.flush_folder(destination.parent)
+        sealed.flush(destination.parent)
     try:
         os.rename(new, destination)
-        atomic_io.flush_folder(destination.parent)
+        sealed.flush(destination.parent)
     finally:
         recover_export(destination)
 

@@ -15,6 +15,7 @@ counters, so they cannot return a shard.
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import pytorch_lightning as pl
@@ -25,8 +26,7 @@ from pytorch_lightning.strategies import DeepSpeedStrategy
 from torch import Tensor, distributed, nn
 
 from sd_training.config.schema import Config
-from sd_training.parallel.sharding import ParameterSharding, StateOf
-from sd_training.parallel.strategies import TrainingStrategy
+from sd_training.parallel.strategies import ParameterSharding, StateOf, TrainingStrategy
 
 _LOSS_SCALE_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -95,7 +95,8 @@ class DeepSpeedZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
             parent, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(parent), leaf, buffer.to(self.root_device))
 
-    def make_sharding(self) -> ParameterSharding:
+    @cached_property
+    def sharding(self) -> ParameterSharding:
         """By stage."""
         return (ZeroStage3Sharding if self.zero_stage_3 else ZeroStage12Sharding)(self.deepspeed_engine)
 
@@ -137,16 +138,17 @@ class ZeroSharding(ParameterSharding):
         self.optimizer: torch.optim.Optimizer = self.zero.optimizer
 
     @abstractmethod
-    def _flat(self, parameter: nn.Parameter) -> Tensor:
-        """The flat master tensor of this rank that contains the parameter's shard."""
+    def _place(self, parameter: nn.Parameter) -> tuple[Tensor, int, int]:
+        """The flat master tensor of this rank that contains the parameter's shard; start and length of the shard."""
 
-    @abstractmethod
     def _slice(self, parameter: nn.Parameter, flat: Tensor) -> Tensor:
         """The parameter's shard of a flat tensor."""
+        _, start, length = self._place(parameter)
+        return flat.narrow(0, start, length)
 
     def local_shard(self, parameter: nn.Parameter) -> Tensor:
         """A range of the parameter's elements, as one row."""
-        return self._slice(parameter, self._flat(parameter)).detach()
+        return self._slice(parameter, self._place(parameter)[0]).detach()
 
     def backup(self, parameter: nn.Parameter) -> Tensor:
         """The masters, which `swap_in` leaves alone."""
@@ -154,7 +156,7 @@ class ZeroSharding(ParameterSharding):
 
     def full_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Per parameter, although DeepSpeed keeps it per flat tensor."""
-        flat = self._flat(parameter)
+        flat = self._place(parameter)[0]
         full: dict[str, Any] = {}
         for key, value in self.optimizer.state.get(flat, {}).items():
             if isinstance(value, Tensor) and value.shape == flat.shape:
@@ -171,7 +173,7 @@ class ZeroSharding(ParameterSharding):
         is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
         counter_device = self.zero.device if is_fused else "cpu"
         for parameter in parameters:
-            flat = self._flat(parameter)
+            flat = self._place(parameter)[0]
             own = self.optimizer.state[flat]
             for key, value in state_of(parameter).items():
                 if key == "step":
@@ -200,16 +202,12 @@ class ZeroStage12Sharding(ZeroSharding):
         super().__init__(engine)
         self._group = {id(p): group for group, parameters in enumerate(self.zero.bit16_groups) for p in parameters}
 
-    def _flat(self, parameter: nn.Parameter) -> Tensor:
-        flat: Tensor = self.zero.single_partition_of_fp32_groups[self._group[id(parameter)]]
-        return flat
-
-    def _slice(self, parameter: nn.Parameter, flat: Tensor) -> Tensor:
+    def _place(self, parameter: nn.Parameter) -> tuple[Tensor, int, int]:
+        flat = self.zero.single_partition_of_fp32_groups[self._group[id(parameter)]]
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is None:
-            return flat.narrow(0, 0, 0)
-        address = mapping.hp_fragment_address
-        return flat.narrow(0, address.start, address.numel)
+            return flat, 0, 0
+        return flat, mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
 
     def shard_of(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
         """The range of elements of this rank."""
@@ -235,22 +233,13 @@ class ZeroStage3Sharding(ZeroSharding):
         shape: torch.Size = parameter.ds_shape  # type: ignore[attr-defined]
         return shape
 
-    def _flat(self, parameter: nn.Parameter) -> Tensor:
-        flat: Tensor = self.zero.fp32_partitioned_groups_flat[self._position(parameter)[0]]
-        return flat
-
-    def _slice(self, parameter: nn.Parameter, flat: Tensor) -> Tensor:
-        _, start, length = self._position(parameter)
-        return flat.narrow(0, start, length)
-
-    def _position(self, parameter: nn.Parameter) -> tuple[int, int, int]:
-        """Flat tensor, start and length of the shard."""
-        position: tuple[int, int, int] = self.zero.grad_position[self.zero.get_param_id(parameter)]
-        return position
+    def _place(self, parameter: nn.Parameter) -> tuple[Tensor, int, int]:
+        group, start, length = self.zero.grad_position[self.zero.get_param_id(parameter)]
+        return self.zero.fp32_partitioned_groups_flat[group], start, length
 
     def shard_of(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
         """This rank's range, with zeros after the last element."""
-        length = self._position(parameter)[2]
+        length = self._place(parameter)[2]
         start = distributed.get_rank() * length
         own = full.flatten()[start : start + length]
         return torch.nn.functional.pad(own, (0, length - own.numel()))

@@ -14,7 +14,6 @@ import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from sd_training.errors import CheckpointError, ConfigError
 from tests import makers
@@ -252,7 +251,7 @@ def test_the_wandb_key_is_written_nowhere(
     assert json.loads((run_dir / "run.json").read_text())["starts"][0]["command"][-1] == "wandb.api_key=(hidden)"
 
 
-def test_the_environment_chooses_a_mode_and_the_options_are_hyper_parameters(
+def test_the_environment_chooses_a_mode_and_wandb_gets_the_options(
     tmp_path: Path,
     pipeline_dir: Path,
     shards_dir: Path,
@@ -271,13 +270,7 @@ def test_the_environment_chooses_a_mode_and_the_options_are_hyper_parameters(
         time.sleep(0.1)
     assert is_written
     shown = EventAccumulator(str(run_dir / "tensorboard")).Reload()
-    stored = HParamsPluginData.FromString(shown.summary_metadata["_hparams_/session_start_info"].plugin_data.content)
-    options_shown = stored.session_start_info.hparams
-    assert options_shown["optimizer.params.learning_rate"].number_value == 0.001
-    assert options_shown["model.pretrained"].string_value == str(pipeline_dir)
-    assert options_shown["model.use_ema"].number_value == 1 and "wandb.api_key" not in options_shown
     assert shown.Tags()["scalars"] and "hp_metric" not in shown.Tags()["scalars"]
-    assert options_shown["experiment.num_examples_to_see"].number_value == 16
 
 
 def test_a_taken_folder_is_refused_without_requeue(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from sd_training.build.plan import make_plan
 from sd_training.build.run import build_run
 from sd_training.callbacks.base import OptimizerStepCallback
-from sd_training.checkpoint import save as saving
+from sd_training.checkpoint import folder as sealed
 from sd_training.checkpoint.folder import read_manifest, sealed_checkpoints
 from sd_training.config.load import load_config
 from sd_training.errors import DataError
@@ -81,13 +81,13 @@ def test_what_an_exception_saves_has_the_time_of_a_save(
     watch = HangWatch({}, tmp_path / "run")
     run = build_run(make_plan(load_config(options(tmp_path / "run", pipeline_dir, shards_dir, **changes))), None, watch)
     run.trainer.callbacks.insert(0, FailsAt("on_train_batch_start", 5, RuntimeError("a defect")))  # type: ignore[attr-defined]
-    seal, sections = saving.seal_partial, list[str]()
+    seal, sections = sealed.seal_partial, list[str]()
 
     def noted(*arguments: Any) -> Path:
         sections.append(watch._current.section)
         return seal(*arguments)
 
-    monkeypatch.setattr(saving, "seal_partial", noted)
+    monkeypatch.setattr(sealed, "seal_partial", noted)
     with pytest.raises(RuntimeError, match="a defect"):
         run.trainer.fit(run.module, datamodule=run.data)
     assert names(tmp_path / "run") == ["step=5"] and sections == ["save"]

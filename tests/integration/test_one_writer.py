@@ -11,7 +11,7 @@ from sd_training.callbacks.base import OptimizerStepCallback
 from sd_training.errors import TakenOverError
 from sd_training.training import TrainedModule
 from tests.integration.training import metrics, options, train
-from tests.unit.checkpoint.test_run_lock import elsewhere
+from tests.unit.checkpoint.test_folder_lock import elsewhere
 
 
 class TakenOverAfter(OptimizerStepCallback):

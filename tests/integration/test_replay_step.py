@@ -19,15 +19,14 @@ from tests.unit.callbacks.test_numerics import Poison
 
 
 def test_options_are_those_of_the_start_of_the_incident(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
-    rates = (0.001, 0.002)
-    (tmp_path / "configs").mkdir()
-    for number, rate in enumerate(rates, start=1):
+    rates, starts = (0.001, 0.002), [{"started_unix_s": 200}]
+    for number, rate in ((1, rates[0]), (3, rates[1])):
         argv = options(tmp_path, pipeline_dir, shards_dir, optimizer__params__learning_rate=rate)
-        (tmp_path / "configs" / f"{number:04d}.yaml").write_text(resolved_yaml(load_config(argv)))
-    (tmp_path / "config.yaml").write_text((tmp_path / "configs" / "0002.yaml").read_text())
-    starts = [{"started_unix_s": 100 * number, "config": f"configs/{number:04d}.yaml"} for number in (1, 2)]
+        text = resolved_yaml(load_config(argv))
+        starts.insert(number - 1, {"started_unix_s": 100 * number, "config": text.splitlines()})
+    (tmp_path / "config.yaml").write_text(text)
     (tmp_path / "run.json").write_text(json.dumps({"starts": starts}))
-    for time_s, rate in ((150.0, rates[0]), (250.0, rates[1])):
+    for time_s, rate in ((150.0, rates[0]), (250.0, rates[0]), (350.0, rates[1])):
         incident = replay_step.Incident(tmp_path, 4, BatchPlan(8, 1, 1, 64), {}, time_s)
         assert replay_step.plan_of(incident, "cpu").config.optimizer.params.learning_rate == rate
 

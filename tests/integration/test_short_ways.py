@@ -23,6 +23,7 @@ ROOTS = {
     ("data/loader.py", "__iter__"): "sample",
     ("training.py", "training_step"): "sample",
     ("callbacks/save.py", "_begin_checkpoint"): "save",
+    ("callbacks/save.py", "seal"): "save",
 }
 """Where the ways begin: (file, function) → way."""
 OTHERS = {"state_dict", "on_save_checkpoint"}

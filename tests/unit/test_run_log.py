@@ -9,7 +9,7 @@ import pytest
 from tqdm import tqdm
 
 from sd_training import log as rank_log
-from sd_training.checkpoint.run_lock import acquire_run_lock
+from sd_training.checkpoint.folder import acquire_run_lock
 from sd_training.errors import DataError
 from sd_training.log import FOR_FILE, RunLog, get_logger, write_lines_by
 from tests.file_size_limit import file_size_limit

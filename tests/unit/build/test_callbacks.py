@@ -14,8 +14,7 @@ ORDER = [
     "Pictures",
     "Save",
     "ProgressBar",
-    "Heartbeat",  # what the others do after a step belongs to the step
-    "GarbageCollection",  # last: nothing of the step is left
+    "Runtime",  # last: what the others do after a step belongs to the step, and nothing of it is left
 ]
 
 

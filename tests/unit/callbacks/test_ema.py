@@ -11,8 +11,7 @@ from sd_training.callbacks.ema import Ema, WeightStaging, decay_at, export_weigh
 from sd_training.config.schema import EmaConfig, OptimizerConfig
 from sd_training.errors import CheckpointError
 from sd_training.optim import Optimization
-from sd_training.parallel.sharding import ReplicatedSharding
-from sd_training.parallel.strategies import TrainingStrategy
+from sd_training.parallel.strategies import ReplicatedSharding, TrainingStrategy
 from sd_training.training import TrainedModule
 
 
@@ -20,10 +19,7 @@ class StrategyFacts(TrainingStrategy):
     """Where the weights of one process lie."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        self._made = ReplicatedSharding(parameters, optimizer, 1)
-
-    def make_sharding(self) -> ReplicatedSharding:
-        return self._made
+        self.sharding = ReplicatedSharding(parameters, optimizer, 1)
 
 
 class TrainerFacts:

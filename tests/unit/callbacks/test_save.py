@@ -9,7 +9,7 @@ import pytest
 
 from sd_training.callbacks.base import RunState, TrainingTimer
 from sd_training.callbacks.save import Save
-from sd_training.checkpoint.run_lock import NO_LOCK
+from sd_training.checkpoint.folder import NO_LOCK
 from sd_training.config.schema import CheckpointConfig
 from sd_training.errors import SaveError
 

@@ -15,6 +15,7 @@ import pytest
 from sd_training.checkpoint.folder import (
     DOWNLOAD,
     MANIFEST_NAME,
+    acquire_run_lock,
     begin_partial,
     discard_checkpoint,
     last_saved_step,
@@ -26,7 +27,6 @@ from sd_training.checkpoint.folder import (
     step_of,
     verify_checkpoint,
 )
-from sd_training.checkpoint.run_lock import acquire_run_lock
 from sd_training.errors import CheckpointError
 from tests.checkpoints import write_sealed
 

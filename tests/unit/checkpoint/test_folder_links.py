@@ -7,6 +7,7 @@ import pytest
 
 from sd_training.checkpoint.folder import (
     MANIFEST_NAME,
+    NO_LOCK,
     newest_verified,
     read_manifest,
     remove_leftovers,
@@ -15,7 +16,6 @@ from sd_training.checkpoint.folder import (
     verify_checkpoint,
 )
 from sd_training.checkpoint.mirror import Mirror
-from sd_training.checkpoint.run_lock import NO_LOCK
 from sd_training.errors import DamagedCheckpointsError
 from tests.checkpoints import write_sealed
 from tests.unit.checkpoint.test_folder import fill, link, names, truncate, write_steps

@@ -8,9 +8,8 @@ from typing import Any
 import obstore
 import pytest
 
-from sd_training.checkpoint.folder import discard_checkpoint, verify_checkpoint
+from sd_training.checkpoint.folder import NO_LOCK, acquire_run_lock, discard_checkpoint, verify_checkpoint
 from sd_training.checkpoint.mirror import _MAX_MANIFEST_BYTES, Mirror
-from sd_training.checkpoint.run_lock import NO_LOCK, acquire_run_lock
 from sd_training.errors import ConfigError, DamagedCheckpointsError, TakenOverError
 from tests.checkpoints import write_sealed
 from tests.unit.checkpoint.test_folder import CONTENT, fill, listening_to_the_log

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from sd_training.checkpoint.folder import newest_verified, sealed_checkpoints
-from sd_training.checkpoint.run_lock import NO_LOCK
+from sd_training.checkpoint.folder import NO_LOCK, newest_verified, sealed_checkpoints
 from sd_training.checkpoint.save import (
     _local_share,
     load_checkpoint,
@@ -90,7 +89,7 @@ class Resume(pl.Callback):
 
 
 def save(trainer: pl.Trainer, folder: Path) -> None:
-    save_checkpoint(folder, trainer, {}, {}, NO_LOCK)
+    save_checkpoint(folder, trainer, {}, {}, NO_LOCK)()
 
 
 def train(steps: int, fused: bool = True, resume: Path | None = None, precision: Any = "32-true") -> pl.Trainer:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sd_training.checkpoint.save import join_tensors, split_tensors
-from sd_training.parallel.sharding import ReplicatedSharding
+from sd_training.parallel.strategies import ReplicatedSharding
 from tests.unit.optim.toy import NAMES, Toy, build, config, make, named, set_gradients, toy, train, values
 
 every_optimizer = pytest.mark.parametrize("name", NAMES)

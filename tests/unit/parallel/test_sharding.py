@@ -1,6 +1,6 @@
 """Assigning tensors to ranks by size."""
 
-from sd_training.parallel.sharding import assign_by_size
+from sd_training.parallel.strategies import assign_by_size
 from tests.integration.training import train_in_processes
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import distributed, nn
 
-from sd_training.parallel.sharding import ReplicatedSharding
+from sd_training.parallel.strategies import ReplicatedSharding
 
 
 def main() -> None:

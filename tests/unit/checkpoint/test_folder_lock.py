@@ -11,20 +11,22 @@ from pathlib import Path
 import pytest
 
 from sd_training.checkpoint.folder import (
+    RunLock,
+    _held_locks,
+    acquire_run_lock,
     begin_partial,
     remove_leftovers,
     rotate,
     seal_partial,
     sealed_checkpoints,
 )
-from sd_training.checkpoint.run_lock import RunLock, _held_locks, acquire_run_lock
 from sd_training.errors import ConfigError, TakenOverError
 from sd_training.export.pipeline import recover_exports
 from tests.checkpoints import write_sealed
 
 PROGRAM = (
-    "import sys, pathlib; from sd_training.checkpoint import run_lock; "
-    "run_lock.acquire_run_lock(pathlib.Path(sys.argv[1])); print('taken', flush=True); sys.stdin.read()"
+    "import sys, pathlib; from sd_training.checkpoint import folder; "
+    "folder.acquire_run_lock(pathlib.Path(sys.argv[1])); print('taken', flush=True); sys.stdin.read()"
 )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from sd_training.checkpoint.atomic_io import replace_text, system_error, write_failure
+from sd_training.checkpoint.folder import replace_text, system_error, write_failure
 from tests.file_size_limit import file_size_limit
 
 
