@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -210,9 +209,11 @@ def _serve() -> Callable[[], None] | None:
     return None
 
 
-def _end(status: int) -> NoReturn:
-    """As the interpreter ends a process: its threads, then what is registered for the end. Only the memory is not taken
-    apart object by object, which takes seconds because it is shared with the server until it is touched."""
+def end_process(todo: Callable[[], None]) -> NoReturn:
+    """Does it and ends the process as the interpreter would: its threads, then what is registered for the end. Only the
+    memory is not taken apart object by object, which takes seconds because it is shared with the server until it is
+    touched."""
+    status = _status_of(todo)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -226,7 +227,7 @@ def _status_of(todo: Callable[[], None]) -> int:
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # torch puts the rank before each line
         return 1
     return 0
 
@@ -234,4 +235,4 @@ def _status_of(todo: Callable[[], None]) -> int:
 if __name__ == "__main__":
     todo = _serve()
     if todo is not None:
-        _end(_status_of(todo))
+        end_process(todo)

@@ -8,6 +8,7 @@ import re
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.faults.fork_server import Child, ForkServer, shared_server
+from tests.faults.fork_server import Child, ForkServer, end_process, shared_server
 from tests.free_port import free_port
 from tests.tiny_options import tiny_run_options
 
@@ -176,6 +177,28 @@ def run_module(words: list[str]) -> None:
     torch.set_num_threads(1)
     sys.argv = list(words)
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
+class _ForkedCommand(subprocess.Popen[bytes]):
+    """A `python … -m module words` that torchrun starts, forked from torchrun's own process instead."""
+
+    def _execute_child(self, args: Any, *given: Any) -> None:
+        environment = given[5]  # after executable, preexec_fn, close_fds, pass_fds and cwd
+        self.pid, self._child_created = os.fork(), True
+        if self.pid == 0:
+            os.setsid()
+            os.environ.clear()
+            os.environ.update(environment)
+            end_process(lambda: run_module(args[args.index("-m") + 1 :]))
+
+
+def torchrun(words: list[str]) -> None:
+    """In a forked process: `torchrun words…`. Only the processes that it starts are forked as well."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import subprocess_handler
+
+    subprocess_handler.subprocess_handler.Popen = _ForkedCommand  # type: ignore[attr-defined]
+    run.main(words)
 
 
 def run_as_torchrun(words: list[str], log: Path, ranks: int, limit_s: float = 900) -> list[int | None]:

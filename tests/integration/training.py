@@ -2,8 +2,6 @@
 
 import csv
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +14,7 @@ from sd_training.build.plan import make_plan
 from sd_training.build.run import Run, build_run
 from sd_training.checkpoint.save import open_checkpoint
 from sd_training.config.load import load_config
+from tests.faults.fork_server import shared_server
 from tests.faults.tiny_run import run_as_torchrun
 
 ROOT = Path(__file__).parents[2]
@@ -105,14 +104,13 @@ def train_in_processes(argv: list[str], processes: int, module: str = "train", s
 
 def torchrun(argv: list[str], processes: int, module: str = "train", status: int = 0) -> str:
     """`torchrun -m train`, or another module, which has to end with this status; returns its output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", "0"]
-    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"] if processes > 1 else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, "-m", module, *argv], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    with tempfile.NamedTemporaryFile("r", suffix=".log", encoding="utf-8", errors="replace") as log:
+        words = ["--nproc_per_node", str(processes), "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+        words += ["-m", module, *argv]
+        ended = shared_server().start("tests.faults.tiny_run:torchrun", words, Path(log.name), os.environ).wait(900)
+        output = log.read()
+    assert ended == status, output
+    return output
 
 
 def metrics(run_dir: Path) -> list[dict[str, str]]:
