@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sd_training.callbacks.base import OptimizerStepCallback
-from sd_training.checkpoint.folder import flush_file, flush, remove_quietly, write_failure
+from sd_training.checkpoint.folder import flush, flush_file, remove_quietly, write_failure
 from sd_training.config.schema import EmaConfig
 from sd_training.errors import CheckpointError
 from sd_training.log import get_logger

@@ -197,7 +197,8 @@ def torchrun(words: list[str]) -> None:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import subprocess_handler
 
-    subprocess_handler.subprocess_handler.Popen = _ForkedCommand  # type: ignore[attr-defined]
+    starts: Any = subprocess_handler.subprocess_handler
+    starts.Popen = _ForkedCommand
     run.main(words)
 
 
