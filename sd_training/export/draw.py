@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import torch
 from PIL import Image
 
 from sd_training.errors import DataError
@@ -44,6 +43,8 @@ def draw_images(
         guidance_scale: classifier-free guidance, 1 is off.
         batch_size: pictures per call of the pipeline.
     """
+    import torch  # here: captions are checked without it (build/preflight.py)
+
     pipeline.set_progress_bar_config(disable=True)
     for start in range(0, len(prompts), batch_size):
         generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds[start : start + batch_size]]
