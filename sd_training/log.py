@@ -121,7 +121,9 @@ class _LogHandler(logging.Handler):
     def format(self, record: logging.LogRecord) -> str:
         rank = "" if is_main_process() else f"rank {global_rank()}: "
         level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        return for_terminal(f"{time.strftime(TIME_FORMAT, time.localtime(record.created))} {rank}{level}{record.getMessage()}")
+        return for_terminal(
+            f"{time.strftime(TIME_FORMAT, time.localtime(record.created))} {rank}{level}{record.getMessage()}"
+        )
 
 
 class _Console(_LogHandler):
