@@ -50,7 +50,7 @@ from sd_training.log import RunLog, get_logger, global_rank, is_main_process, re
 from sd_training.models.execution import AUTOCAST_DTYPE
 from sd_training.models.family import Family
 from sd_training.models.load import load_part
-from sd_training.parallel.launch import process_group_backend, set_rendezvous, use_one_worker_per_gloo_group
+from sd_training.parallel.launch import process_group_backend, use_one_worker_per_gloo_group
 from sd_training.parallel.strategies import FSDP2Strategy, ReplicatedStrategy, ShardingSpec, SingleProcessStrategy
 from sd_training.signals import StopSignals
 from sd_training.training.base_module import TrainedModule
@@ -311,7 +311,6 @@ def _strategy(plan: Plan, sharding: ShardingSpec) -> Strategy:
     if name == "single":
         device = torch.device("cuda", 0) if accelerator == "cuda" else torch.device(accelerator)
         return SingleProcessStrategy(device=device)
-    set_rendezvous(config.dist_url)
     use_one_worker_per_gloo_group()
     backend = process_group_backend(config, accelerator)
     timeout = timedelta(seconds=plan.config.watch.collective_timeout_s)

@@ -268,12 +268,11 @@ def _saves(config: Config) -> Iterator[str]:
     validation, checkpoint, watch = config.validation, config.checkpoint, config.watch
     if validation.path == config.dataset.params.path:
         yield "validation.path: is the data that is trained on; keep some shards out of dataset.params.path"
-    if checkpoint.best_by == "validation_loss" and checkpoint.keep_best:
-        if validation.path is None:
-            yield "checkpoint.best_by: validation_loss needs validation.path, which names the held-out data"
-        elif config.experiment.save_every % validation.every:
-            every = f"{validation.every:,} does not divide experiment.save_every={config.experiment.save_every:,}"
-            yield f"validation.every: {every}; best_by=validation_loss compares losses measured at each save"
+    if checkpoint.keep_best and validation.path is None:
+        yield f"checkpoint.keep_best: is {checkpoint.keep_best}, which needs validation.path, the held-out data"
+    elif checkpoint.keep_best and config.experiment.save_every % validation.every:
+        every = f"{validation.every:,} does not divide experiment.save_every={config.experiment.save_every:,}"
+        yield f"validation.every: {every}; checkpoint.keep_best compares losses measured at each save"
     for key in config.experiment.allow_changed:
         if not is_below(key, EXPORTED):
             needing = ", ".join(EXPORTED)

@@ -22,15 +22,17 @@ OLD_NAMES: Mapping[str, str] = {
     "model.ema.path": "ema.path",
     "model.max_grad_norm": "optimizer.max_grad_norm",
     "system.dist_backend": "distributed.dist_backend",
-    "system.dist_url": "distributed.dist_url",
 }
 """Name of an option in sd-training, perhaps its second one → its name here."""
 OLD_WORDS: Mapping[str, Mapping[str, str]] = {"dataset.type": {"ParquetDataset": "Parquet"}}
 """Option → word of sd-training → the word here."""
 RETIRED: Mapping[str, Any] = {
+    "checkpoint.best_by": "validation_loss",
     "dataset.params.remote.mode": "cache",
+    "distributed.dist_url": "env://",
     "experiment.eval_tar": False,
     "model.gradient_checkpointing_every": 1,
+    "system.dist_url": "env://",
 }
 """Name of an option that is gone → its value that is the only behaviour now; `config.yaml` of older runs names it."""
 
@@ -176,6 +178,9 @@ def rename_old(values: Any, origins: dict[str, str]) -> dict[str, str]:
     model, ema = place_of(values, "model.ema")
     if not model.get(ema):  # a group of sd-training, which is empty now
         model.pop(ema, None)
+    checkpoint, name = place_of(values, "checkpoint.best_by")
+    if checkpoint.get(name) == "training_loss" and not checkpoint.get("keep_best"):  # which alone read it
+        checkpoint.pop(name, None)
     for key, only in RETIRED.items():
         group, name = place_of(values, key)
         if (value := group.pop(name, None)) not in (None, only):

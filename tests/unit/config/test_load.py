@@ -189,7 +189,7 @@ def test_every_kind_of_problem_in_one_report(tmp_path: Path) -> None:
         "wandb.entity=${nothing.here}",
         "ema.path=${oc.env:HOME}",
         "model.vae.pretrained=./not/there",
-        "distributed.dist_url=http://x",
+        "checkpoint.mirror=http://x",
     )
     expected = (
         "nonsense",
@@ -204,7 +204,7 @@ def test_every_kind_of_problem_in_one_report(tmp_path: Path) -> None:
         "sampling.prompts: is empty",
         "model.unet: is required",
         "model.vae.pretrained: './not/there' does not exist",
-        'distributed.dist_url: is "http://x"',
+        'checkpoint.mirror: is "http://x"',
     )
     for start in expected:
         assert sum(line.startswith(start) for line in report) == 1, (start, report)
