@@ -21,7 +21,7 @@ import torch
 from huggingface_hub import HfApi, errors, hf_hub_download, snapshot_download
 
 from sd_training.cli import run_cli
-from sd_training.config.paths import path_argument
+from sd_training.config.value_types import path_argument
 from sd_training.errors import ConfigError, DataError
 from sd_training.export.pipeline import folder_problems, load_pipeline, part_names, read_index
 

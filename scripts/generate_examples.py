@@ -33,7 +33,7 @@ import transformers
 from tqdm import tqdm
 
 from sd_training.cli import run_cli
-from sd_training.config.paths import path_argument
+from sd_training.config.value_types import path_argument
 from sd_training.errors import ConfigError, DataError
 from sd_training.export.draw import SAMPLERS, draw_images, make_sampler
 from sd_training.export.pictures import Picture, begin_folder, is_drawn, read_captions, save_picture, write_grid

@@ -17,8 +17,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sd_training.cli import run_cli
-from sd_training.config.paths import path_argument
 from sd_training.config.schema import PartConfig
+from sd_training.config.value_types import path_argument
 from sd_training.errors import ConfigError
 from sd_training.log import quiet_libraries
 from sd_training.optim.power_function_ema import LARGE_RESIDUAL, MAX_SIGMA_REL, is_sigma_rel

@@ -11,7 +11,6 @@ from sd_training.config.changes import EXPORTED
 from sd_training.config.data_schema import DatasetConfig, MixEntry, read_class_prompts
 from sd_training.config.fields import either, is_below, options, shown, value_of
 from sd_training.config.filters import parse_filters
-from sd_training.config.paths import is_url, output_problem
 from sd_training.config.schema import (
     FAMILY_PARTS,
     OPTIONAL_PARTS,
@@ -26,6 +25,7 @@ from sd_training.config.schema import (
     warmup_length,
     with_preset,
 )
+from sd_training.config.value_types import is_url, output_problem
 
 SHARDED_OPTIMIZERS = ("adamw", "lion")
 """Optimizers that treat every number alone, so that a shard of a tensor is updated as the whole would be."""

@@ -9,7 +9,7 @@ from itertools import islice
 import braceexpand
 
 from sd_training.config.data_schema import RemoteConfig, SourceParams
-from sd_training.config.paths import output_path
+from sd_training.config.value_types import output_path
 from sd_training.data.sources.arrow import ArrowSource
 from sd_training.data.sources.base import Source
 from sd_training.data.sources.files import IMAGE_SUFFIXES, TABLE_EXTENSIONS, FolderSource, TableSource, TagSource

@@ -8,8 +8,8 @@ import pytest
 
 from sd_training.config.check import check, warnings
 from sd_training.config.load import load_config
-from sd_training.config.paths import output_path, path_argument
 from sd_training.config.schema import Config
+from sd_training.config.value_types import output_path, path_argument
 from sd_training.errors import ConfigError
 
 PARTS = ("vae", "text_encoder", "tokenizer", "noise_scheduler_training")
