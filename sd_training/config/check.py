@@ -16,7 +16,6 @@ from sd_training.config.schema import (
     OPTIONAL_PARTS,
     SECTIONS,
     Config,
-    DistributedConfig,
     ModelConfig,
     ObjectiveConfig,
     PartConfig,
@@ -216,11 +215,16 @@ def model_paths(config: Config) -> Iterator[tuple[str, str]]:
     yield from ((key, path) for key in keys if (path := value_of(config, key)) is not None)
 
 
+def is_path(text: str) -> bool:
+    """Whether a text cannot be a hub id, which has one slash at most and does not begin like a path."""
+    return text.startswith(("/", "./", "../", "~")) or text.count("/") > 1
+
+
 def model_path_problems(config: Config, key: str, text: str) -> Iterator[str]:
-    """A hub id cannot start like a path, so a path that does not exist is a mistake. Hub ids are not asked for here."""
+    """A path that does not exist, or is no model. Hub ids are not asked for here."""
     path = Path(text).absolute()
     if not path.exists():
-        if text.startswith(("/", "./", "../", "~")):
+        if is_path(text):
             yield f"{key}: {text!r} does not exist{' (~ is not expanded)' if text.startswith('~') else ''}"
         return
     is_pipeline = key == "model.pretrained" and config.model.train == "denoiser"
@@ -284,20 +288,11 @@ def _saves(config: Config) -> Iterator[str]:
             yield f"watch.collective_timeout_s: {limits}; a network error would hide the report of a hang"
 
 
-def is_deepspeed(config: DistributedConfig) -> bool:
-    """Whether DeepSpeed runs the step."""
-    return config.strategy.startswith("deepspeed")
-
-
-def is_fsdp(config: DistributedConfig) -> bool:
-    """Whether weights are sharded by FSDP2 or tensor parallelism."""
-    return config.strategy in ("fsdp", "hsdp") or config.mesh.fsdp != 1 or config.mesh.tensor != 1
-
-
 def _sharding(config: Config) -> Iterator[str]:
     """What the strategies cannot do."""
     distributed, mesh = config.distributed, config.distributed.mesh
-    fsdp, deepspeed = is_fsdp(distributed), is_deepspeed(distributed)
+    fsdp = distributed.strategy in ("fsdp", "hsdp") or mesh.fsdp != 1 or mesh.tensor != 1
+    deepspeed = distributed.strategy.startswith("deepspeed")
     if mesh.is_set and distributed.strategy != "auto":
         yield f"distributed.strategy: {distributed.strategy}, but distributed.mesh is set as well; give one of them"
     if distributed.offload_parameters and not (fsdp or distributed.strategy == "deepspeed_3"):

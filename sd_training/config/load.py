@@ -232,7 +232,8 @@ def _wrong_values(error: ValidationError, values: Any, origins: Origins) -> Prob
     found = Problems()
     for item in error.errors(include_url=False):
         key, value = _locate(item["loc"], values)
-        where = next((f" ({origins[at]})" for at in _upwards(key) if at in origins), "")
+        at = max((place for place in origins if is_below(key, [place])), key=len, default=None)
+        where = f" ({origins[at]})" if at is not None else ""
         if item["type"] == "missing":
             key = ".".join(filter(None, (key, str(item["loc"][-1]))))
             option = options().get(key)
@@ -263,13 +264,6 @@ def _locate(location: Iterable[int | str], values: Any) -> tuple[str, Any]:
             continue
         path.append(str(step))
     return ".".join(path), values
-
-
-def _upwards(key: str) -> Iterator[str]:
-    """A dotted name, and those of the groups around it."""
-    while key:
-        yield key
-        key = key.rpartition(".")[0]
 
 
 def _plain(tree: Any) -> Any:
