@@ -75,17 +75,13 @@ def describe(plan: Plan) -> str:
         warnings = [warning for dataset in report.datasets for warning in dataset.warnings()]
         warnings += [f"captions: {cut.sentence}" for cut in cuts if cut.is_much]
         warnings += prediction_warnings(config.model, family) if family else []
-        chosen = {
-            key: yaml.safe_dump(v, default_flow_style=True, allow_unicode=True, width=10**6)
-            for key, v in chosen_options(config).items()
-        }
         memory = run_memory(config, networks, family, plan.layout, plan.precision)
         sections = [
             _summary(plan, start, networks, family, report, memory),
             _list("probably not meant:", [f"- {warning}" for warning in warnings]),
             _list(
                 "options that are not at their defaults (docs/config.md has all of them):",
-                [f"{key}={text.strip().removesuffix('...').strip()}" for key, text in chosen.items()],
+                [f"{key}={_as_word(value)}" for key, value in chosen_options(config).items()],
             ),
             start.changes(),
             _list(
@@ -108,6 +104,11 @@ def describe(plan: Plan) -> str:
 
 def _list(title: str, lines: Sequence[str]) -> str:
     return "\n".join([title, *(f"  {line}" for line in lines)]) if lines else ""
+
+
+def _as_word(value: Any) -> str:
+    """A value as it is given on the command line."""
+    return yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=10**6)[1:-2]
 
 
 def _size(size: tuple[int, int]) -> str:

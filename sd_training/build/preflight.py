@@ -12,8 +12,7 @@ from netrc import NetrcParseError, netrc
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from sd_training.config.check import is_path, model_path_problems, model_paths
-from sd_training.config.data_schema import SourceParams
+from sd_training.config.check import data_sets, is_path, model_path_problems, model_paths
 from sd_training.config.fields import options, value_of
 from sd_training.config.schema import Config, WandbConfig
 from sd_training.data.order.buckets import size_problems, training_sizes
@@ -35,18 +34,18 @@ def local_problems(config: Config) -> list[str]:
     """
     if not is_main_process():
         return []
-    checks = (_model_problems, _data_problems, _caption_problems, _size_problems, _wandb_problems)
-    return [*(problem for check in checks for problem in check(config))]
-
-
-def _model_problems(config: Config) -> list[str]:
-    """Problems that the config's own check leaves to this one. Paths in `model.text_encoders` are checked when they are
-    loaded."""
-    return [problem for key, path in model_paths(config) for problem in _hub_problems(config, key, path)]
+    problems = [problem for at in model_paths(config) for problem in _hub_problems(config, *at)]
+    problems += _data_problems(config)
+    for check in (_check_captions, _check_sizes, lambda config: wandb_mode(config.wandb)):
+        try:
+            check(config)
+        except ConfigError as error:
+            problems += error.problems
+    return problems
 
 
 def _hub_problems(config: Config, key: str, path: str) -> Iterator[str]:
-    """A hub id without a model."""
+    """A hub id without a model. Those in `model.text_encoders` are checked when they are loaded."""
     if os.path.exists(path) or is_path(path) or key not in options():
         return
     from sd_training.hub import hub_problem  # its client takes a third of a second to import
@@ -58,8 +57,7 @@ def _hub_problems(config: Config, key: str, path: str) -> Iterator[str]:
 
 def _data_problems(config: Config) -> list[str]:
     dataset, option = config.dataset, "dataset.params.path"
-    named: list[tuple[str, str, SourceParams]] = [(option, dataset.type, dataset.params)]
-    named += [(f"dataset.mix.{i}.params.path", entry.type, entry.params) for i, entry in enumerate(dataset.mix)]
+    named = [(f"{prefix}.params.path", entry.type, entry.params) for prefix, entry in data_sets(dataset)]
     if config.validation.path:
         held_out = dataset.params.replace(path=config.validation.path)
         named.append(("validation.path", dataset.type, held_out))
@@ -69,42 +67,31 @@ def _data_problems(config: Config) -> list[str]:
     ]
 
 
-def _caption_problems(config: Config) -> list[str]:
+def _check_captions(config: Config) -> None:
     path = config.experiment.eval_caption_file
     try:
         if path is not None:
             read_captions(Path(path))
     except DataError as error:
-        return [f"experiment.eval_caption_file: {error}"]
-    return []
+        raise ConfigError(f"experiment.eval_caption_file: {error}") from error
 
 
-def _size_problems(config: Config) -> list[str]:
+def _check_sizes(config: Config) -> None:
     """Sizes that the autoencoder cannot take: the one in a local folder, or the usual one where the model is a mistake
     itself. A model on the hub is checked when it is made."""
-    try:
-        sizes = training_sizes(config.dataset.params).sizes
-    except ConfigError as error:
-        return error.problems
+    sizes, factor = training_sizes(config.dataset.params).sizes, None
     named = {"model.pretrained", "model.vae.pretrained"}
     autoencoder = [(key, path) for key, path in model_paths(config) if key in named]
     if any([*model_path_problems(config, *at), *_hub_problems(config, *at)] for at in autoencoder):
-        return size_problems(_USUAL_FACTOR, sizes)
+        factor = _USUAL_FACTOR
     own = config.model.vae.subfolder if config.model.pretrained is None else None
     parts = [own] if own else ["vae", "."]
     for file in (Path(path, part, "config.json") for _, path in autoencoder for part in parts):
         # What is wrong with the file is named when the model is made.
         with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-            return size_problems(2 ** (len(json.loads(file.read_bytes())["block_out_channels"]) - 1), sizes)
-    return []
-
-
-def _wandb_problems(config: Config) -> list[str]:
-    try:
-        wandb_mode(config.wandb)
-    except ConfigError as error:
-        return error.problems
-    return []
+            factor = factor or 2 ** (len(json.loads(file.read_bytes())["block_out_channels"]) - 1)
+    if factor is not None and (problems := size_problems(factor, sizes)):
+        raise ConfigError(problems)
 
 
 def wandb_mode(config: WandbConfig) -> tuple[str, str | None]:

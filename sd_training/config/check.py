@@ -39,10 +39,9 @@ def check(config: Config) -> list[str]:
     if config.model.train == "denoiser":
         config = config.replace(objective=with_preset(config.objective))
     found = list(unread(config))
-    for number, entry in enumerate(config.dataset.mix):
-        found += unread(entry, f"dataset.mix.{number}.")
-    for number, encoder in enumerate(config.model.text_encoders):
-        found += unread(encoder, f"model.text_encoders.{number}.")
+    for key in ("dataset.mix", "model.text_encoders"):
+        for number, entry in enumerate(value_of(config, key)):
+            found += unread(entry, f"{key}.{number}.")
     for rules in (_parts, _optimizer, _paths, _data, _model, _saves, _sharding):
         found += rules(config)
     if config.model.train == "denoiser":
@@ -242,11 +241,14 @@ def model_path_problems(config: Config, key: str, text: str) -> Iterator[str]:
         yield f"{key}: {text!r} is no {kind} that diffusers saved: it has no {' or '.join(wanted[:2])}; {remedy}"
 
 
+def data_sets(dataset: DatasetConfig) -> list[tuple[str, DatasetConfig | MixEntry]]:
+    """Dotted name and options of every data set that is trained on."""
+    return [("dataset", dataset), *((f"dataset.mix.{number}", entry) for number, entry in enumerate(dataset.mix))]
+
+
 def _data(config: Config) -> Iterator[str]:
-    dataset, buckets = config.dataset, config.dataset.params.buckets
-    sources: list[tuple[str, DatasetConfig | MixEntry]] = [("dataset", dataset)]
-    sources += [(f"dataset.mix.{number}", entry) for number, entry in enumerate(dataset.mix)]
-    for prefix, entry in sources:
+    buckets = config.dataset.params.buckets
+    for prefix, entry in data_sets(config.dataset):
         problems = parse_filters(entry.params.filters)[1]
         if entry.type == "ClassificationWebDataset":
             problems += read_class_prompts(entry.params)[1]
