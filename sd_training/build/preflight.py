@@ -12,7 +12,7 @@ from netrc import NetrcParseError, netrc
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from sd_training.config.check import data_sets, is_path, model_path_problems, model_paths
+from sd_training.config.check import data_sets, model_path_problems, model_paths
 from sd_training.config.fields import options, value_of
 from sd_training.config.schema import Config, WandbConfig
 from sd_training.data.order.buckets import size_problems, training_sizes
@@ -45,8 +45,13 @@ def local_problems(config: Config) -> list[str]:
 
 
 def _hub_problems(config: Config, key: str, path: str) -> Iterator[str]:
-    """A hub id without a model. Those in `model.text_encoders` are checked when they are loaded."""
-    if os.path.exists(path) or is_path(path) or key not in options():
+    """A relative path that does not exist (it has more than the one slash of a hub id), or a hub id without a model;
+    those in `model.text_encoders` are checked when they are loaded."""
+    if os.path.exists(path) or path.startswith(("/", "./", "../", "~")):
+        return
+    if path.count("/") > 1:
+        yield f"{key}: {path!r} does not exist"
+    if path.count("/") > 1 or key not in options():
         return
     from sd_training.hub import hub_problem  # its client takes a third of a second to import
 

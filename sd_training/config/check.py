@@ -214,16 +214,12 @@ def model_paths(config: Config) -> Iterator[tuple[str, str]]:
     yield from ((key, path) for key in keys if (path := value_of(config, key)) is not None)
 
 
-def is_path(text: str) -> bool:
-    """Whether a text cannot be a hub id, which has one slash at most and does not begin like a path."""
-    return text.startswith(("/", "./", "../", "~")) or text.count("/") > 1
-
-
 def model_path_problems(config: Config, key: str, text: str) -> Iterator[str]:
-    """A path that does not exist, or is no model. Hub ids are not asked for here."""
+    """A path that does not exist, or is no model. A relative one may be made before the run (`build/preflight.py` looks
+    then), and hub ids are not asked for here."""
     path = Path(text).absolute()
     if not path.exists():
-        if is_path(text):
+        if text.startswith(("/", "./", "../", "~")):
             yield f"{key}: {text!r} does not exist{' (~ is not expanded)' if text.startswith('~') else ''}"
         return
     is_pipeline = key == "model.pretrained" and config.model.train == "denoiser"
