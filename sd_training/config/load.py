@@ -42,6 +42,7 @@ _KEY = re.compile(r"[^\s<>!=.\[\]]+(\.[^\s<>!=.\[\]]+|\[\d+\])*")
 _NOT_YAML = (">", "|", "!", "&", "*")
 """A value that starts so is text: YAML would read `>5` as an empty block and `*a` as an alias."""
 _SHARDS = "dataset.params.path"
+
 Problems = dict[str, str]
 """Dotted option, file or argument → what is wrong with it."""
 Origins = dict[str, str]
