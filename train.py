@@ -9,14 +9,17 @@ The same command again resumes the run, also after SIGTERM or SIGUSR1: then it h
 """
 
 import gc
+import json
 import platform
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from sd_training import __version__
 from sd_training.cli import run_cli, set_passive_wait, share_cores
+from sd_training.config.fields import Option, groups, is_below, options, suggest_option
 from sd_training.config.plan import counted
 from sd_training.errors import ConfigError
 from sd_training.log import RunLog, get_logger, is_main_process, quiet_libraries
@@ -27,13 +30,14 @@ if TYPE_CHECKING:
 
 log = get_logger("sd_training.train")
 
+_WIDTH = 118
+"""Of a line of `--help` [characters]."""
+
 
 def main() -> None:
     """Parse, check, say what will happen, build, fit."""
     argv = sys.argv[1:]
     if not argv or "-h" in argv or "--help" in argv:
-        from sd_training.config.help import help_text
-
         print(help_text(__doc__.strip(), [word for word in argv if word not in ("-h", "--help")]))
         return
     signals = StopSignals()
@@ -74,6 +78,41 @@ def _start(argv: list[str], signals: StopSignals, run_log: RunLog) -> None:
     if config.system.workers:
         worker_context()  # the server imports its libraries while the model is loaded
     train(plan, signals, run_log)
+
+
+def help_text(usage: str, topics: Iterable[str]) -> str:
+    """The page that `--help` prints: every option in one line, or the options of each topic in full.
+
+    Args:
+        usage: first lines of the page without a topic.
+        topics: names of groups or options.
+
+    Raises:
+        ConfigError: a topic is neither a group nor an option; names the nearest one.
+    """
+    if pages := [_topic(topic.partition("=")[0]) for topic in topics]:
+        return "\n\n".join(pages)
+    lines = [f"{_head(option):44} {' '.join(option.doc.split())}" for option in options().values()]
+    lines = [line if len(line) <= _WIDTH else f"{line[: _WIDTH - 2]} …" for line in lines]
+    title = "\nOptions (option=default; * has to be given); `--help GROUP` and `--help OPTION` say more:"
+    return "\n".join([usage, title, *lines, "\nAll of this on one page: docs/config.md."])
+
+
+def _topic(name: str) -> str:
+    lines = [f"{name}: {groups()[name].description}"] if name in groups() else []
+    for option in (option for key, option in options().items() if is_below(key, [name])):
+        meaning = f"({option.allowed}) {' '.join(option.doc.split())}"
+        lines += [_head(option), textwrap.indent(textwrap.fill(meaning, _WIDTH - 6), " " * 6)]
+    if not lines:
+        near = suggest_option(name)
+        hint = f"did you mean {near}?" if near else f"groups are {', '.join(g for g in groups() if '.' not in g)}"
+        raise ConfigError(f"--help {name}: is neither a group of options nor an option; {hint}")
+    return "\n".join(lines)
+
+
+def _head(option: Option) -> str:
+    default = json.dumps(option.default, ensure_ascii=False)
+    return f"  *{option.key}=" if option.required else f"  {option.key}={default}"
 
 
 @contextmanager

@@ -30,9 +30,9 @@ import torch
 import webdataset
 from PIL import Image
 
+from scripts.index_dataset import load_data_config
 from sd_training.cli import run_cli
 from sd_training.config.data_schema import DatasetConfig, DatasetParams
-from sd_training.config.load import load_data_config
 from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.samples.captions import Encoded, Tokenizer

@@ -25,7 +25,7 @@ from huggingface_hub import HfApi, errors, hf_hub_download, snapshot_download
 
 import sd_training.models.families.mmdit  # noqa: F401 - makes its class known to diffusers
 from sd_training.cli import run_cli
-from sd_training.config.paths import path_argument
+from sd_training.config.value_types import path_argument
 from sd_training.errors import ConfigError, DataError
 from sd_training.models.load import folder_settings_problems
 

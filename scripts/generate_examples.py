@@ -38,7 +38,7 @@ from tqdm import tqdm
 from scripts.download_diffusers import DTYPES, folder_problems, load_pipeline, part_names, read_index
 from sd_training.checkpoint.folder import replace_text
 from sd_training.cli import run_cli
-from sd_training.config.paths import path_argument
+from sd_training.config.value_types import path_argument
 from sd_training.errors import ConfigError, DataError
 from sd_training.export.draw import draw_images, picture_grid, read_captions
 

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sd_training.cli import run_cli
-from sd_training.config.load import load_data_config
+from sd_training.config.load import load_config
 from sd_training.config.plan import BatchPlan
 from sd_training.config.schema import Config
 from sd_training.errors import ConfigError
@@ -68,6 +68,13 @@ def read_config(arguments: argparse.Namespace) -> Config:
     if paths:
         config.dataset.params.path = paths  # set here, because an override would read `${…}` in a path
     return config
+
+
+def load_data_config(argv: Sequence[str]) -> Config:
+    """As `load_config`, for tools that look at the data only: no model, folder or name need be given."""
+    given = {item.partition("=")[0] for item in argv}
+    stand_ins = {"experiment.log_dir": ".", "experiment.name": "data", "model.pretrained": "nobody/nothing"}
+    return load_config([*(f"{key}={value}" for key, value in stand_ins.items() if key not in given), *argv])
 
 
 def _flag(name: str, key: str, value: object, overrides: Sequence[str]) -> list[str]:

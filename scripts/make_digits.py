@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from sd_training.cli import run_cli
-from sd_training.config.paths import path_argument
+from sd_training.config.value_types import path_argument
 from sd_training.log import quiet_libraries
 
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

@@ -16,11 +16,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sd_training.cli import run_cli
-from sd_training.config.help import suggest
+from sd_training.config.fields import suggest
 from sd_training.config.load import load_config
-from sd_training.config.paths import output_path, output_problem
 from sd_training.config.plan import BatchPlan, find_layout
 from sd_training.config.schema import Config
+from sd_training.config.value_types import output_path, output_problem
 from sd_training.errors import ConfigError
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "batch_files"

@@ -31,8 +31,8 @@ from webdataset import TarWriter
 
 from sd_training.cli import run_cli
 from sd_training.config.data_schema import RemoteConfig, SourceParams
-from sd_training.config.paths import path_argument
 from sd_training.config.plan import counted
+from sd_training.config.value_types import path_argument
 from sd_training.data.index.store import load_index
 from sd_training.data.samples.image import FORMATS, decode
 from sd_training.data.sources.base import NUMBER, TEXT, DatasetIndex, IndexedReader, Problems, SkippedSample, Source

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from sd_training.cli import run_cli
-from sd_training.config.paths import path_argument
+from sd_training.config.value_types import path_argument
 from sd_training.errors import ConfigError
 from sd_training.log import quiet_libraries
 

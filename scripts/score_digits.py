@@ -24,7 +24,7 @@ from PIL import Image
 
 from scripts.make_digits import DIGIT_WORDS, PICTURE_SIZE, digit_picture, digit_prompt, real_digits
 from sd_training.cli import run_cli
-from sd_training.config.paths import path_argument
+from sd_training.config.value_types import path_argument
 from sd_training.errors import ConfigError
 from sd_training.log import quiet_libraries
 

@@ -22,19 +22,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sd_training.build.models import fit_problems, optimization, vae_precision
+from sd_training.build.models import fit_problems, optimization, prediction_warnings, vae_precision
 from sd_training.build.plan import Plan, Start, check_data, find_start, make_mirror
 from sd_training.build.run import ANY_GRID, make_data
 from sd_training.config.changes import chosen_options
 from sd_training.config.plan import Layout
 from sd_training.config.schema import Config, DistributedConfig, ModelConfig, warmup_length
 from sd_training.data.index.report import DataReport, cut_captions
-from sd_training.data.order.buckets import size_problems, training_sizes
+from sd_training.data.order.buckets import training_sizes
 from sd_training.errors import Checks, ConfigError
 from sd_training.models.families import load_family
 from sd_training.models.family import Family, latent_grid
 from sd_training.models.load import effective_part, load_part
-from sd_training.models.schedulers import prediction_warning
 from sd_training.parallel.launch import process_group_backend
 from sd_training.types import Conditioning, NoisedBatch
 
@@ -62,11 +61,10 @@ def describe(plan: Plan) -> str:
     config, checks = plan.config, Checks()
     start = checks.run(lambda: find_start(plan, make_mirror(plan)))
     networks, family = checks.run(lambda: meta_networks(config)) or ({}, None)
-    if networks:
-        sizes, factor = training_sizes(config.dataset.params).sizes, latent_grid(networks["vae"]).downscale
-        problems = fit_problems(config, family) if family else size_problems(factor, sizes)
-        checks.errors += [ConfigError(problems)] if problems else []
-    data = make_data(plan, family, latent_grid(networks["vae"]) if networks else ANY_GRID)
+    grid = latent_grid(networks["vae"]) if networks else ANY_GRID
+    if problems := fit_problems(config, family, grid) if networks else []:
+        checks.errors.append(ConfigError(problems))
+    data = make_data(plan, family, grid)
     report = checks.run(data.report)
     held_out = checks.run(data.held_out.sentence) if data.held_out is not None else None
     if start is not None and report is not None:
@@ -76,21 +74,14 @@ def describe(plan: Plan) -> str:
         cuts = cut_captions(data.datasets(), data.tokenizers, config.experiment.seed)
         warnings = [warning for dataset in report.datasets for warning in dataset.warnings()]
         warnings += [f"captions: {sentence}" for sentence, is_much in cuts if is_much]
-        if family is not None:
-            predicts = family.schedulers.objective.prediction_type
-            warning = prediction_warning(config.model, family.denoiser_part, predicts)
-            warnings += [warning] if warning is not None else []
-        chosen = {
-            key: yaml.safe_dump(v, default_flow_style=True, allow_unicode=True, width=10**6)
-            for key, v in chosen_options(config).items()
-        }
+        warnings += prediction_warnings(config.model, family) if family else []
         memory = run_memory(config, networks, family, plan.layout, plan.precision)
         sections = [
             _summary(plan, start, networks, family, report, memory),
             _list("probably not meant:", [f"- {warning}" for warning in warnings]),
             _list(
                 "options that are not at their defaults (docs/config.md has all of them):",
-                [f"{key}={text.strip().removesuffix('...').strip()}" for key, text in chosen.items()],
+                [f"{key}={_as_word(value)}" for key, value in chosen_options(config).items()],
             ),
             start.changes(),
             _list(
@@ -113,6 +104,11 @@ def describe(plan: Plan) -> str:
 
 def _list(title: str, lines: Sequence[str]) -> str:
     return "\n".join([title, *(f"  {line}" for line in lines)]) if lines else ""
+
+
+def _as_word(value: Any) -> str:
+    """A value as it is given on the command line."""
+    return yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=10**6)[1:-2]
 
 
 def _size(size: tuple[int, int]) -> str:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from sd_training.build.plan import Plan
-from sd_training.config.check import is_deepspeed, is_fsdp
 from sd_training.config.schema import Config, ModelConfig
 from sd_training.data.order.buckets import size_problems, training_sizes
 from sd_training.diffusion import Objective
@@ -62,9 +61,9 @@ def _diffusion(plan: Plan) -> Trained:
     """Denoiser training on frozen encoders."""
     config, model = plan.config, plan.config.model
     family = load_family(model, config.objective, config.conditioning, seed=config.experiment.seed)
-    if problems := fit_problems(config, family):
+    if problems := fit_problems(config, family, latent_grid(family.vae)):
         raise ConfigError(problems)
-    if warning := prediction_warning(model, family.denoiser_part, family.schedulers.objective.prediction_type):
+    for warning in prediction_warnings(model, family):
         log.warning(warning)
     family.set_default_size(config.dataset.params.resolution)
     if model.bf16_weights:
@@ -105,8 +104,7 @@ def _prepare_denoiser(family: Family, plan: Plan) -> None:
     if wants_channels_last(config.trainer.channels_last, accelerator):
         family.vae.to(memory_format=torch.channels_last)
         # Transformers have few convolutions; FSDP2 and DeepSpeed take contiguous weights only.
-        is_sharded = is_fsdp(config.distributed) or is_deepspeed(config.distributed)
-        if family.denoiser_part == "unet" and not is_sharded:
+        if family.denoiser_part == "unet" and plan.layout.strategy in ("single", "ddp"):
             family.denoiser.to(memory_format=torch.channels_last)
     if config.model.gradient_checkpointing:
         recompute_activations(blocks)
@@ -132,9 +130,23 @@ def optimization(plan: Plan) -> Optimization:
     )
 
 
-def fit_problems(config: Config, family: Family) -> list[str]:
-    """What this model cannot do: sizes, xformers, more preview steps than its noise schedule has."""
-    problems = family.size_problems(training_sizes(config.dataset.params).sizes)
+def prediction_warnings(model: ModelConfig, family: Family) -> list[str]:
+    """Where the pretrained weights predict something else than the run trains."""
+    warning = prediction_warning(model, family.denoiser_part, family.schedulers.objective.prediction_type)
+    return [warning] if warning else []
+
+
+def fit_problems(config: Config, family: Family | None, grid: LatentGrid) -> list[str]:
+    """What this model cannot do: sizes, xformers, more preview steps than its noise schedule has.
+
+    Args:
+        family: None for autoencoder training.
+        grid: latents of the autoencoder.
+    """
+    sizes = training_sizes(config.dataset.params).sizes
+    if family is None:
+        return size_problems(grid.downscale, sizes)
+    problems = family.size_problems(sizes)
     problems += xformers_problems(family.denoiser) if config.model.xformers else []
     wanted, most = config.sampling.num_inference_steps, family.schedulers.objective.schedule.num_timesteps
     if wanted > most:
@@ -198,7 +210,7 @@ def _autoencoder(plan: Plan) -> Trained:
     if config.model.vae_scaling_factor == "auto":
         is_measured = part.pretrained is None
     is_measured = is_measured and vae.config.latents_std is None  # else it has a scale per channel, not one number
-    if problems := size_problems(latent_grid(vae).downscale, training_sizes(config.dataset.params).sizes):
+    if problems := fit_problems(config, None, latent_grid(vae)):
         raise ConfigError(problems)
     if config.model.gradient_checkpointing:
         vae.enable_gradient_checkpointing()

@@ -25,9 +25,9 @@ from sd_training.checkpoint.mirror import Mirror
 from sd_training.checkpoint.save import open_checkpoint
 from sd_training.config.changes import Change, changed_options, refused_changes
 from sd_training.config.fields import options, value_of
-from sd_training.config.paths import output_path
 from sd_training.config.plan import BatchPlan, Layout, counted, find_layout
 from sd_training.config.schema import Config
+from sd_training.config.value_types import output_path
 from sd_training.data.datamodule import TrainingData, order_problem
 from sd_training.errors import CheckpointError, ConfigError, SaveError
 from sd_training.export.pipeline import CURRENT, KEPT, recover_exports

@@ -4,21 +4,25 @@ those of the config."""
 import json
 import os
 from collections.abc import Iterator
+from configparser import ConfigParser
+from configparser import Error as ConfigParserError
 from contextlib import suppress
 from importlib.util import find_spec
+from netrc import NetrcParseError, netrc
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from sd_training.config.check import model_path_problems, model_paths
-from sd_training.config.data_schema import SourceParams
+from sd_training.config.check import data_sets, model_path_problems, model_paths
 from sd_training.config.fields import options, value_of
 from sd_training.config.schema import Config, WandbConfig
 from sd_training.data.order.buckets import size_problems, training_sizes
 from sd_training.data.sources.choose import path_problems
 from sd_training.errors import ConfigError, DataError
 from sd_training.export.draw import read_captions
-from sd_training.log import is_main_process, redacted
+from sd_training.log import is_main_process
 
-_PATH = ("/", "./", "../", "~")
+_KEY_CHARACTERS = 40
+"""Of a key of W&B, at least."""
 _USUAL_FACTOR = 8
 """Downscale factor of every published autoencoder of the families."""
 
@@ -30,19 +34,20 @@ def local_problems(config: Config) -> list[str]:
     """
     if not is_main_process():
         return []
-    checks = (_model_problems, _data_problems, _caption_problems, _size_problems, _wandb_problems)
-    return [*(problem for check in checks for problem in check(config))]
-
-
-def _model_problems(config: Config) -> list[str]:
-    """Problems that the config's own check leaves to this one. Paths in `model.text_encoders` are checked when they are
-    loaded."""
-    return [problem for key, path in model_paths(config) for problem in _hub_problems(config, key, path)]
+    problems = [problem for at in model_paths(config) for problem in _hub_problems(config, *at)]
+    problems += _data_problems(config)
+    for check in (_check_captions, _check_sizes, lambda config: wandb_mode(config.wandb)):
+        try:
+            check(config)
+        except ConfigError as error:
+            problems += error.problems
+    return problems
 
 
 def _hub_problems(config: Config, key: str, path: str) -> Iterator[str]:
-    """A relative path that does not exist (it has more than the one slash of a hub id), or a hub id without a model."""
-    if os.path.exists(path) or path.startswith(_PATH):
+    """A relative path that does not exist (it has more than the one slash of a hub id), or a hub id without a model;
+    those in `model.text_encoders` are checked when they are loaded."""
+    if os.path.exists(path) or path.startswith(("/", "./", "../", "~")):
         return
     if path.count("/") > 1:
         yield f"{key}: {path!r} does not exist"
@@ -57,8 +62,7 @@ def _hub_problems(config: Config, key: str, path: str) -> Iterator[str]:
 
 def _data_problems(config: Config) -> list[str]:
     dataset, option = config.dataset, "dataset.params.path"
-    named: list[tuple[str, str, SourceParams]] = [(option, dataset.type, dataset.params)]
-    named += [(f"dataset.mix.{i}.params.path", entry.type, entry.params) for i, entry in enumerate(dataset.mix)]
+    named = [(f"{prefix}.params.path", entry.type, entry.params) for prefix, entry in data_sets(dataset)]
     if config.validation.path:
         held_out = dataset.params.replace(path=config.validation.path)
         named.append(("validation.path", dataset.type, held_out))
@@ -68,42 +72,31 @@ def _data_problems(config: Config) -> list[str]:
     ]
 
 
-def _caption_problems(config: Config) -> list[str]:
+def _check_captions(config: Config) -> None:
     path = config.experiment.eval_caption_file
     try:
         if path is not None:
             read_captions(Path(path))
     except DataError as error:
-        return [f"experiment.eval_caption_file: {error}"]
-    return []
+        raise ConfigError(f"experiment.eval_caption_file: {error}") from error
 
 
-def _size_problems(config: Config) -> list[str]:
+def _check_sizes(config: Config) -> None:
     """Sizes that the autoencoder cannot take: the one in a local folder, or the usual one where the model is a mistake
     itself. A model on the hub is checked when it is made."""
-    try:
-        sizes = training_sizes(config.dataset.params).sizes
-    except ConfigError as error:
-        return error.problems
+    sizes, factor = training_sizes(config.dataset.params).sizes, None
     named = {"model.pretrained", "model.vae.pretrained"}
     autoencoder = [(key, path) for key, path in model_paths(config) if key in named]
     if any([*model_path_problems(config, *at), *_hub_problems(config, *at)] for at in autoencoder):
-        return size_problems(_USUAL_FACTOR, sizes)
+        factor = _USUAL_FACTOR
     own = config.model.vae.subfolder if config.model.pretrained is None else None
     parts = [own] if own else ["vae", "."]
     for file in (Path(path, part, "config.json") for _, path in autoencoder for part in parts):
         # What is wrong with the file is named when the model is made.
         with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-            return size_problems(2 ** (len(json.loads(file.read_bytes())["block_out_channels"]) - 1), sizes)
-    return []
-
-
-def _wandb_problems(config: Config) -> list[str]:
-    try:
-        wandb_mode(config.wandb)
-    except ConfigError as error:
-        return error.problems
-    return []
+            factor = factor or 2 ** (len(json.loads(file.read_bytes())["block_out_channels"]) - 1)
+    if factor is not None and (problems := size_problems(factor, sizes)):
+        raise ConfigError(problems)
 
 
 def wandb_mode(config: WandbConfig) -> tuple[str, str | None]:
@@ -126,7 +119,7 @@ def wandb_mode(config: WandbConfig) -> tuple[str, str | None]:
     if not is_installed:
         reason = "the package wandb is not installed; pip install wandb"
     elif mode != "offline":
-        reason = _login_problem(config.api_key, key)
+        reason = _login_problem(key, "the key" if config.api_key else "WANDB_API_KEY")
     if mode == "auto" and not (key and is_installed):
         return "online" if reason is None else "disabled", reason
     if mode == "auto":
@@ -136,30 +129,24 @@ def wandb_mode(config: WandbConfig) -> tuple[str, str | None]:
     return mode, None
 
 
-def _login_problem(option: str | None, key: str | None) -> str | None:
-    """Why W&B cannot be reached with a key, or with what `wandb login` stored; null if it can. W&B checks the form of
-    the key; no server is contacted.
+def _login_problem(key: str | None, name: str) -> str | None:
+    """Why W&B cannot be reached with a key, or with what `wandb login` stored; null if it can. No server is contacted.
 
     Args:
-        option: `wandb.api_key`.
-        key: this, or the environment's.
+        key: `wandb.api_key`, or the environment's.
+        name: of these two, the one that holds it.
     """
     remedy = "set WANDB_API_KEY, run `wandb login`, or choose wandb.mode=offline"
-    settings = os.path.join(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb"), "settings")
-    stored = (os.environ.get("NETRC", "~/.netrc"), "~/_netrc", settings)
-    if not key and not any(os.path.exists(os.path.expanduser(file)) for file in stored):
-        return f"there is no key; {remedy}"
-    # W&B is optional, and takes a second to import.
-    from wandb.errors import Error
-    from wandb.sdk import wandb_setup
-    from wandb.sdk.lib import wbauth
-
-    try:
-        if option:
-            problem = wbauth.check_api_key(option)
-            return problem and f"{problem.rstrip('.')}; {remedy}"
-        host = wandb_setup.singleton().settings.base_url
-        found = wbauth.authenticate_session(host=host, source="sd_training", prompt=False, update_session=False)
-    except (Error, ValueError) as error:  # ValueError: a variable of the environment has a value that W&B refuses
-        return f"{redacted(' '.join(str(error).split())).rstrip('.')}; {remedy}"
-    return None if found else f"there is no key for {host}; {remedy}"
+    folder, stored = os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb"), ConfigParser(interpolation=None)
+    with suppress(OSError, ValueError, ConfigParserError):
+        stored.read(os.path.expanduser(f"{folder}/settings"))
+    server = stored.get("default", "base_url", fallback="https://api.wandb.ai")
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", server)).hostname or ""
+    if not key:
+        key, name = stored.get("default", "api_key", fallback=None), f"the key stored for {host}"
+    for file in (os.environ.get("NETRC", "~/.netrc"), "~/_netrc"):
+        with suppress(OSError, ValueError, NetrcParseError):
+            key = key or (netrc(os.path.expanduser(file)).authenticators(host) or [None])[-1]
+    if key and len(key) < _KEY_CHARACTERS:
+        return f"{name} must have {_KEY_CHARACTERS}+ characters, has {len(key)}; {remedy}"
+    return None if key or "WANDB_IDENTITY_TOKEN_FILE" in os.environ else f"there is no key; {remedy}"

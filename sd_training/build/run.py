@@ -46,7 +46,7 @@ from sd_training.export.draw import read_captions
 from sd_training.log import RunLog, get_logger, global_rank, is_main_process, redacted
 from sd_training.models.family import AUTOCAST_DTYPE, Family
 from sd_training.models.load import load_part
-from sd_training.parallel.launch import process_group_backend, set_rendezvous, use_one_worker_per_gloo_group
+from sd_training.parallel.launch import process_group_backend, use_one_worker_per_gloo_group
 from sd_training.parallel.strategies import FSDP2Strategy, ReplicatedStrategy, ShardingSpec, SingleProcessStrategy
 from sd_training.signals import StopSignals
 from sd_training.training import TrainedModule
@@ -304,7 +304,6 @@ def _strategy(plan: Plan, sharding: ShardingSpec) -> Strategy:
     if name == "single":
         device = torch.device("cuda", 0) if accelerator == "cuda" else torch.device(accelerator)
         return SingleProcessStrategy(device=device)
-    set_rendezvous(config.dist_url)
     use_one_worker_per_gloo_group()
     backend = process_group_backend(config, accelerator)
     timeout = timedelta(seconds=plan.config.watch.collective_timeout_s)
@@ -467,8 +466,7 @@ def _begin_wandb(plan: Plan, mode: str) -> LogWriter:
 
     # W&B writes the command line into its files.
     sys.argv = [redacted(word) for word in sys.argv]
-    # Only W&B's errors are printed; `setup` alone does not apply this where the search for a login has read settings.
-    wandb.termsetup(wandb.setup(wandb.Settings(show_info=False, show_warnings=False)).settings, None)
+    wandb.setup(wandb.Settings(show_info=False, show_warnings=False))  # only W&B's errors are printed
     settings: dict[str, Any] = {"mode": mode, "finish_timeout": 0.8 * FINISH_S}
     # A key of the configuration goes to W&B alone: the environment would pass it to every process started from here.
     if plan.config.wandb.api_key is not None:

@@ -103,8 +103,6 @@ class RunState:
     """`Save`: the longest save so far, from its beginning until it was sealed and exported; 0: none yet."""
     metrics: dict[str, float] = field(default_factory=dict)
     """`Metrics`: the newest row."""
-    window_losses: list[tuple[int, float]] = field(default_factory=list)
-    """`Metrics` appends (optimizer steps, mean loss) of each logging window; `Save` clears it with each checkpoint."""
     validation_loss: tuple[int, float] | None = None
     """`Validation`: step and loss of the newest one, of the weights that are exported; the same on all ranks."""
 

@@ -146,7 +146,6 @@ class Metrics(OptimizerStepCallback):
             metrics["grad_norm"] = float(module.grad_norm)
         elapsed_s, num_steps, plan = self.timer.lap_s(), step - self._window_start, module.optimization
         self._window_start = step
-        self.state.window_losses.append((num_steps, metrics["loss"]))
         metrics["learning_rate"] = plan.learning_rate * plan.schedule(step - 1)
         if self.ema is not None:
             metrics["ema_decay"] = decay_at(step, self.ema.config) ** (1 / self.ema.config.update_every)

@@ -235,14 +235,10 @@ class Save(OptimizerStepCallback):
 
     def _begin_checkpoint(self, trainer: pl.Trainer, step: int, *, asynchronous: bool = False) -> Callable[[], None]:
         """Collective: a checkpoint, which is sealed when what this returns, also collective, is done."""
-        steps = sum(count for count, _ in self.state.window_losses)
-        mean_loss = sum(count * loss for count, loss in self.state.window_losses) / steps if steps else math.nan
-        self.state.window_losses.clear()
         measured_step, validation_loss = self.state.validation_loss or (-1, math.nan)
         is_measured = measured_step == step and math.isfinite(validation_loss)
         info = {
             "is_milestone": self._is_milestone(step),
-            "mean_loss": mean_loss if math.isfinite(mean_loss) else None,
             "validation_loss": validation_loss if is_measured else None,
         }
         if self.ema is not None:
@@ -266,7 +262,7 @@ class Save(OptimizerStepCallback):
         def rotate_and_export() -> None:
             try:
                 kept = [self._last_upload] if self._last_upload else []
-                rotate(self._root, config.keep, config.keep_best, config.best_by, newest, kept, self.run_lock)
+                rotate(self._root, config.keep, config.keep_best, newest, kept, self.run_lock)
             except OSError as error:  # what cannot be deleted now is deleted after a later save
                 log.warning(f"older checkpoints could not be deleted: {error}")
             self._start_upload()
@@ -292,7 +288,7 @@ class Save(OptimizerStepCallback):
                 self._last_upload = newest[0]
                 mirror.send(newest[0], self.run_lock)
                 log.info(f"copied {newest[0].name} to {mirror.root}")
-                mirror.rotate(step_of(newest[0]), config.keep, config.keep_best, config.best_by, self.run_lock)
+                mirror.rotate(step_of(newest[0]), config.keep, config.keep_best, self.run_lock)
 
         self._upload = _in_thread(upload)
 

@@ -63,8 +63,6 @@ _DAMAGED_NAME = re.compile(r"step=\d+\.damaged(-\d+)?", re.ASCII)
 _FILE_NAME = re.compile(r"\w[\w=.-]*", re.ASCII)
 """Of a file in a checkpoint, which has no folders in it."""
 _LEFTOVER_NAME = re.compile(r"step=\d+\.(partial|download|deleting)(-\d+)?", re.ASCII)
-_LOSS_KEYS = {"training_loss": "mean_loss", "validation_loss": "validation_loss"}
-"""`checkpoint.best_by` → name in a manifest."""
 _Name = TypeVar("_Name")
 _NOT_EXECUTABLE = 0o666
 _SYSTEM_ERROR = re.compile(r"\bos error (\d+)|\bcode: (\d+)")
@@ -383,7 +381,6 @@ def rotate(
     root: Path,
     keep: int,
     num_best: int = 0,
-    best_by: str = "training_loss",
     newest: Path | None = None,
     also_kept: Collection[Path] = (),
     run_lock: RunLock = NO_LOCK,
@@ -394,8 +391,7 @@ def rotate(
     Args:
         root: the run's folder of checkpoints.
         keep: verified checkpoints to leave [count]; fewer than 2 count as 2. Damaged ones do not count.
-        num_best: how many with the lowest loss are left, the newest ones included.
-        best_by: as `checkpoint.best_by`.
+        num_best: how many with the lowest validation loss are left, the newest ones included.
         newest: was verified a moment ago and is not read again.
         also_kept: older ones that are left as well.
         run_lock: of this start of the run.
@@ -406,7 +402,7 @@ def rotate(
             infos[folder] = read_manifest(folder).info
         except (OSError, ValueError):
             infos[folder] = {}
-    protected = {*protected_checkpoints(infos, num_best, best_by), *also_kept}
+    protected = {*protected_checkpoints(infos, num_best), *also_kept}
     good = 0
     for folder in reversed(infos):
         if good < max(keep, MIN_KEPT):
@@ -416,11 +412,9 @@ def rotate(
             discard_checkpoint(folder)
 
 
-def protected_checkpoints(
-    infos: Mapping[_Name, Mapping[str, Any]], num_best: int, best_by: str = "training_loss"
-) -> list[_Name]:
+def protected_checkpoints(infos: Mapping[_Name, Mapping[str, Any]], num_best: int) -> list[_Name]:
     """Of checkpoints with the `info` of their manifests: milestones, and the `num_best` with the lowest loss."""
-    losses = {name: loss for name, info in infos.items() if isinstance(loss := info.get(_LOSS_KEYS[best_by]), float)}
+    losses = {name: loss for name, info in infos.items() if isinstance(loss := info.get("validation_loss"), float)}
     best = sorted(losses, key=losses.__getitem__)[:num_best]
     return [*best, *(name for name, info in infos.items() if info.get("is_milestone") is True)]
 
@@ -453,8 +447,8 @@ class Manifest:
     """Optimizer steps completed."""
     info: dict[str, Any]
     """JSON about the checkpoint, which outlives the run that wrote it and a change of its options. `rotate` reads
-    `is_milestone` (never to be deleted), `mean_loss` (of the training since the save before) and `validation_loss`
-    (after the checkpoint's step); a loss that is not known, or not finite, is null."""
+    `is_milestone` (never to be deleted) and `validation_loss` (after the checkpoint's step; null where it is not known
+    or not finite)."""
     files: dict[str, FileRecord]
     """By name."""
 

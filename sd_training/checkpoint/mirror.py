@@ -77,14 +77,14 @@ class Mirror:
                 run_lock.check()
                 obstore.put(self._store, self._path(step, name), folder / name)
 
-    def rotate(self, newest: int, keep: int, num_best: int, best_by: str, run_lock: RunLock) -> None:
+    def rotate(self, newest: int, keep: int, num_best: int, run_lock: RunLock) -> None:
         """Deletes what the run folder would: all but the newest `keep`, milestones and the best; also incomplete copies
         and copies above the newest, which a rollback has left behind. A copy whose manifest cannot be used, such as one
         of another version of this program, is left alone and named in the log, and does not count.
 
         Args:
             newest: optimizer steps of the checkpoint that was just sent; stays.
-            keep, num_best, best_by: as `checkpoint.keep`, `checkpoint.keep_best` and `checkpoint.best_by`.
+            keep, num_best: as `checkpoint.keep` and `checkpoint.keep_best`.
             run_lock: of this start of the run.
         """
         with self._errors_named():
@@ -96,7 +96,7 @@ class Mirror:
                     unusable.append(step)
                     log.warning(f"{self.root}/{sealed.folder_name(step)} is left as it is, for you to delete: {error}")
             infos = {step: info for step, info in infos.items() if step <= newest}
-            protected = sealed.protected_checkpoints(infos, num_best, best_by)
+            protected = sealed.protected_checkpoints(infos, num_best)
             kept = {newest, *unusable, *list(infos)[-max(keep, sealed.MIN_KEPT) :], *protected}
             for step in copies.keys() - kept:
                 run_lock.check()

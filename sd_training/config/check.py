@@ -11,13 +11,11 @@ from sd_training.config.changes import EXPORTED
 from sd_training.config.data_schema import DatasetConfig, MixEntry, read_class_prompts
 from sd_training.config.fields import either, is_below, options, shown, value_of
 from sd_training.config.filters import parse_filters
-from sd_training.config.paths import is_url, output_problem
 from sd_training.config.schema import (
     FAMILY_PARTS,
     OPTIONAL_PARTS,
     SECTIONS,
     Config,
-    DistributedConfig,
     ModelConfig,
     ObjectiveConfig,
     PartConfig,
@@ -26,6 +24,7 @@ from sd_training.config.schema import (
     warmup_length,
     with_preset,
 )
+from sd_training.config.value_types import is_url, output_problem
 
 SHARDED_OPTIMIZERS = ("adamw", "lion")
 """Optimizers that treat every number alone, so that a shard of a tensor is updated as the whole would be."""
@@ -40,10 +39,9 @@ def check(config: Config) -> list[str]:
     if config.model.train == "denoiser":
         config = config.replace(objective=with_preset(config.objective))
     found = list(unread(config))
-    for number, entry in enumerate(config.dataset.mix):
-        found += unread(entry, f"dataset.mix.{number}.")
-    for number, encoder in enumerate(config.model.text_encoders):
-        found += unread(encoder, f"model.text_encoders.{number}.")
+    for key in ("dataset.mix", "model.text_encoders"):
+        for number, entry in enumerate(value_of(config, key)):
+            found += unread(entry, f"{key}.{number}.")
     for rules in (_parts, _optimizer, _paths, _data, _model, _saves, _sharding):
         found += rules(config)
     if config.model.train == "denoiser":
@@ -215,7 +213,8 @@ def model_paths(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def model_path_problems(config: Config, key: str, text: str) -> Iterator[str]:
-    """A hub id cannot start like a path, so a path that does not exist is a mistake. Hub ids are not asked for here."""
+    """A path that does not exist, or is no model. A relative one may be made before the run (`build/preflight.py` looks
+    then), and hub ids are not asked for here."""
     path = Path(text).absolute()
     if not path.exists():
         if text.startswith(("/", "./", "../", "~")):
@@ -236,11 +235,14 @@ def model_path_problems(config: Config, key: str, text: str) -> Iterator[str]:
         yield f"{key}: {text!r} is no {kind} that diffusers saved: it has no {' or '.join(wanted[:2])}; {remedy}"
 
 
+def data_sets(dataset: DatasetConfig) -> list[tuple[str, DatasetConfig | MixEntry]]:
+    """Dotted name and options of every data set that is trained on."""
+    return [("dataset", dataset), *((f"dataset.mix.{number}", entry) for number, entry in enumerate(dataset.mix))]
+
+
 def _data(config: Config) -> Iterator[str]:
-    dataset, buckets = config.dataset, config.dataset.params.buckets
-    sources: list[tuple[str, DatasetConfig | MixEntry]] = [("dataset", dataset)]
-    sources += [(f"dataset.mix.{number}", entry) for number, entry in enumerate(dataset.mix)]
-    for prefix, entry in sources:
+    buckets = config.dataset.params.buckets
+    for prefix, entry in data_sets(config.dataset):
         problems = parse_filters(entry.params.filters)[1]
         if entry.type == "ClassificationWebDataset":
             problems += read_class_prompts(entry.params)[1]
@@ -266,12 +268,11 @@ def _saves(config: Config) -> Iterator[str]:
     validation, checkpoint, watch = config.validation, config.checkpoint, config.watch
     if validation.path == config.dataset.params.path:
         yield "validation.path: is the data that is trained on; keep some shards out of dataset.params.path"
-    if checkpoint.best_by == "validation_loss" and checkpoint.keep_best:
-        if validation.path is None:
-            yield "checkpoint.best_by: validation_loss needs validation.path, which names the held-out data"
-        elif config.experiment.save_every % validation.every:
-            every = f"{validation.every:,} does not divide experiment.save_every={config.experiment.save_every:,}"
-            yield f"validation.every: {every}; best_by=validation_loss compares losses measured at each save"
+    if checkpoint.keep_best and validation.path is None:
+        yield f"checkpoint.keep_best: is {checkpoint.keep_best}, which needs validation.path, the held-out data"
+    elif checkpoint.keep_best and config.experiment.save_every % validation.every:
+        every = f"{validation.every:,} does not divide experiment.save_every={config.experiment.save_every:,}"
+        yield f"validation.every: {every}; checkpoint.keep_best compares losses measured at each save"
     for key in config.experiment.allow_changed:
         if not is_below(key, EXPORTED):
             needing = ", ".join(EXPORTED)
@@ -283,20 +284,11 @@ def _saves(config: Config) -> Iterator[str]:
             yield f"watch.collective_timeout_s: {limits}; a network error would hide the report of a hang"
 
 
-def is_deepspeed(config: DistributedConfig) -> bool:
-    """Whether DeepSpeed runs the step."""
-    return config.strategy.startswith("deepspeed")
-
-
-def is_fsdp(config: DistributedConfig) -> bool:
-    """Whether weights are sharded by FSDP2 or tensor parallelism."""
-    return config.strategy in ("fsdp", "hsdp") or config.mesh.fsdp != 1 or config.mesh.tensor != 1
-
-
 def _sharding(config: Config) -> Iterator[str]:
     """What the strategies cannot do."""
     distributed, mesh = config.distributed, config.distributed.mesh
-    fsdp, deepspeed = is_fsdp(distributed), is_deepspeed(distributed)
+    fsdp = distributed.strategy in ("fsdp", "hsdp") or mesh.fsdp != 1 or mesh.tensor != 1
+    deepspeed = distributed.strategy.startswith("deepspeed")
     if mesh.is_set and distributed.strategy != "auto":
         yield f"distributed.strategy: {distributed.strategy}, but distributed.mesh is set as well; give one of them"
     if distributed.offload_parameters and not (fsdp or distributed.strategy == "deepspeed_3"):

@@ -1,5 +1,7 @@
-"""The schema as a flat table of dotted options: for messages, suggestions, the reference, and what reads which one."""
+"""The schema as a flat table of dotted options: for messages, the reference, what reads which one, and what an unknown
+option or a wrong value probably meant."""
 
+import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +24,16 @@ OLD_NAMES: Mapping[str, str] = {
     "model.ema.path": "ema.path",
     "model.max_grad_norm": "optimizer.max_grad_norm",
     "system.dist_backend": "distributed.dist_backend",
-    "system.dist_url": "distributed.dist_url",
 }
 """Name of an option in sd-training, perhaps its second one → its name here."""
 OLD_WORDS: Mapping[str, Mapping[str, str]] = {"dataset.type": {"ParquetDataset": "Parquet"}}
 """Option → word of sd-training → the word here."""
 RETIRED: Mapping[str, Any] = {
+    "checkpoint.best_by": "validation_loss",
     "dataset.params.captions.template": None,
     "dataset.params.icc_to_srgb": True,
     "dataset.params.remote.mode": "cache",
+    "distributed.dist_url": "env://",
     "experiment.eval_tar": False,
     "model.gradient_checkpointing_every": 1,
     "objective.timestep_density.alpha": 1.0,
@@ -39,6 +42,7 @@ RETIRED: Mapping[str, Any] = {
     "objective.timestep_density.bias_multiplier": 1.0,
     "objective.timestep_density.bias_portion": 0.25,
     "objective.timestep_density.bias_range": [0.0, 1.0],
+    "system.dist_url": "env://",
 }
 """Name of an option that is gone → its value that is the only behaviour now; `config.yaml` of older runs names it."""
 
@@ -182,6 +186,9 @@ def rename_old(values: Any, origins: dict[str, str]) -> dict[str, str]:
     model, ema = place_of(values, "model.ema")
     if not model.get(ema):  # a group of sd-training, which is empty now
         model.pop(ema, None)
+    checkpoint, name = place_of(values, "checkpoint.best_by")
+    if checkpoint.get(name) == "training_loss" and not checkpoint.get("keep_best"):  # which alone read it
+        checkpoint.pop(name, None)
     for key, only in RETIRED.items():
         group, name = place_of(values, key)
         if (value := group.pop(name, None)) not in (None, only):
@@ -258,3 +265,78 @@ def _describe(schema: Mapping[str, Any], *, many: bool = False) -> str:
 
 def _words(schema: Mapping[str, Any]) -> list[Any]:
     return list(schema.get("enum", [schema["const"]] if "const" in schema else []))
+
+
+# --- What a name or a value probably meant ---
+
+_CLOSE = 0.6
+"""Similarity (difflib ratio) from which two names count as close."""
+_LENGTH = "experiment.num_examples_to_see, which counts samples: "
+_NAMES: Mapping[str, str] = {
+    "optimizer.params.learning_rate": "lr",
+    "optimizer.params.beta1 and optimizer.params.beta2": "betas",
+    "optimizer.params.weight_decay": "adam_weight_decay",
+    "optimizer.max_grad_norm": "clip_grad_norm gradient_clip_val",
+    "lr_scheduler.params.warmup_length": "lr_warmup_steps warmup_steps warmup",
+    _LENGTH + "epochs × samples of the data": "epochs num_epochs num_train_epochs max_train_epochs",
+    _LENGTH + "steps × images per optimizer step": "steps num_steps max_steps max_train_steps",
+    "experiment.seed": "seed",
+    "experiment.log_dir": "output_dir logging_dir",
+    "wandb.mode": "report_to",
+    "experiment.save_every": "checkpointing_steps save_steps save_every_n_steps",
+    "experiment.requeue: the same command resumes its run": "resume resume_from_checkpoint",
+    "system.batch_size": "batch_size batch bs train_batch_size per_device_train_batch_size",
+    "system.gradient_accumulation": "gradient_accumulation_steps grad_accum accumulate_grad_batches",
+    "system.workers": "num_workers dataloader_num_workers",
+    "trainer.devices": "gpus num_gpus num_processes",
+    "model.pretrained": "pretrained_model_name_or_path pretrained_model model_path",
+    "model.use_ema and the group ema": "model.ema",
+    "dataset.params.path": "train_data_dir dataset_name data_dir data_path data",
+    "dataset.params.resolution": "image_size",
+    "dataset.params.buckets.mode=ladder": "enable_bucket",
+    "conditioning.dropout_prob": "caption_dropout_rate proportion_empty_prompts",
+    "objective.snr_gamma": "min_snr_gamma",
+    "objective.offset_noise": "noise_offset",
+    "sampling.num_inference_steps": "sampling.steps",
+    "sampling.prompts": "validation_prompt validation_prompts",
+}
+ELSEWHERE: Mapping[str, str] = {name: here for here, names in _NAMES.items() for name in names.split()}
+"""Name of an option in diffusers' scripts, kohya's sd-scripts or Lightning → the option here, perhaps with a value or a
+remark after it."""
+_WORDS: Mapping[str, str] = {
+    "bf16": "bfloat16",
+    "fp16": "float16 16 16mixed",
+    "fp32 no": "fp32 float32 32",
+    "adamw": "adam",
+    "denoiser": "unet",
+    "v_prediction": "v",
+    "WebDataset": "tar",
+    "Table": "csv jsonl",
+}
+SPELLINGS: Mapping[str, Sequence[str]] = {
+    name: here.split() for here, names in _WORDS.items() for name in names.split()
+}
+"""Value as others spell it, in small letters and digits → the words of an option that may mean it."""
+
+
+def suggest_option(key: str) -> str | None:
+    """The option or group that an unknown dotted key probably means: by its name in another trainer, or the nearest."""
+    here = ELSEWHERE.get(key) or ELSEWHERE.get(key.rpartition(".")[2].lstrip("-"))
+    namesakes = [known for known in options() if known.rpartition(".")[2] == key.rpartition(".")[2]]
+    return here or suggest(key, namesakes, cutoff=0) or suggest(key, [*options(), *groups()])
+
+
+def suggest(key: str, known: Iterable[str], cutoff: float = _CLOSE) -> str | None:
+    """The nearest known name, at least as similar as `cutoff`."""
+    return next(iter(difflib.get_close_matches(key, list(known), n=1, cutoff=cutoff)), None)
+
+
+def suggest_value(value: str, option: Option) -> str | None:
+    """The word, among those that an option allows, that a wrong text most probably meant."""
+    plain = {_plain(word): word for word in reversed(option.words)}
+    meant = [plain.get(_plain(value)), *(word for word in SPELLINGS.get(_plain(value), ()) if word in option.words)]
+    return next(filter(None, meant), plain.get(suggest(_plain(value), plain) or ""))
+
+
+def _plain(text: str) -> str:
+    return "".join(letter for letter in text.lower() if letter.isalnum())

@@ -23,11 +23,11 @@ from sd_training.config.fields import (
     is_below,
     option_of,
     options,
-    place_of,
     rename_old,
     shown,
+    suggest_option,
+    suggest_value,
 )
-from sd_training.config.help import suggest_option, suggest_value
 from sd_training.config.schema import Config
 from sd_training.errors import ConfigError
 from sd_training.log import get_logger, note_secret
@@ -42,14 +42,6 @@ _KEY = re.compile(r"[^\s<>!=.\[\]]+(\.[^\s<>!=.\[\]]+|\[\d+\])*")
 _NOT_YAML = (">", "|", "!", "&", "*")
 """A value that starts so is text: YAML would read `>5` as an empty block and `*a` as an alias."""
 _SHARDS = "dataset.params.path"
-_STAND_INS = {
-    "experiment.log_dir": ".",
-    "experiment.name": "data",
-    "model.pretrained": "nobody/nothing",
-    "experiment.num_examples_to_see": 10**12,
-    _SHARDS: "stand-in",
-}
-"""What a run needs; the length is large enough for every rule about it."""
 
 Problems = dict[str, str]
 """Dotted option, file or argument → what is wrong with it."""
@@ -69,12 +61,9 @@ def load_config(argv: Sequence[str], further: Rules | None = None) -> Config:
         further: checks of other layers whose problems belong to the same report; each starts with the option's name.
 
     Raises:
-        ConfigError: with every problem of files, overrides, options and the rules between them.
+        ConfigError: with every problem of files, overrides and options; where there is none, with every rule between
+            options that is broken.
     """
-
-    def broken_rules(config: Config) -> list[str]:
-        return list(dict.fromkeys(check(config) + (further(config) if further else [])))
-
     problems, origins = Problems(), Origins()
     try:
         values = _resolve(_gather(argv, origins, problems), "", problems)
@@ -86,20 +75,13 @@ def load_config(argv: Sequence[str], further: Rules | None = None) -> Config:
     except ValidationError as error:
         problems = _wrong_values(error, values, origins) | problems
     if problems:
-        others = _rules_that_hold_anyway(values, problems, broken_rules)
-        raise ConfigError([*(f"{key}: {text}" for key, text in problems.items()), *others])
-    if broken := broken_rules(config):
-        raise ConfigError(broken)
+        raise ConfigError([f"{key}: {text}" for key, text in problems.items()])
+    if broken := dict.fromkeys([*check(config), *(further(config) if further else [])]):
+        raise ConfigError([*broken])
     note_secret(config.wandb.api_key)
     for warning in warnings(config):
         log.warning(warning)
     return config
-
-
-def load_data_config(argv: Sequence[str]) -> Config:
-    """As `load_config`, for tools that look at the data only: no model, folder or name need be given."""
-    given = {item.partition("=")[0] for item in argv}
-    return load_config([*(f"{key}={_STAND_INS[key]}" for key in [*_STAND_INS][:3] if key not in given), *argv])
 
 
 def _gather(argv: Sequence[str], origins: Origins, problems: Problems) -> DictConfig:
@@ -251,7 +233,8 @@ def _wrong_values(error: ValidationError, values: Any, origins: Origins) -> Prob
     found = Problems()
     for item in error.errors(include_url=False):
         key, value = _locate(item["loc"], values)
-        where = next((f" ({origins[at]})" for at in _upwards(key) if at in origins), "")
+        at = max((place for place in origins if is_below(key, [place])), key=len, default=None)
+        where = f" ({origins[at]})" if at is not None else ""
         if item["type"] == "missing":
             key = ".".join(filter(None, (key, str(item["loc"][-1]))))
             option = options().get(key)
@@ -282,34 +265,6 @@ def _locate(location: Iterable[int | str], values: Any) -> tuple[str, Any]:
             continue
         path.append(str(step))
     return ".".join(path), values
-
-
-def _upwards(key: str) -> Iterator[str]:
-    """A dotted name, and those of the groups around it."""
-    while key:
-        yield key
-        key = key.rpartition(".")[0]
-
-
-def _rules_that_hold_anyway(values: Any, problems: Problems, rules: Rules) -> Iterator[str]:
-    """Rules about options without a problem, so that whoever corrects one report does not meet a second one."""
-    for key in problems:
-        # The value that is wrong: of an option's part the whole option.
-        group, name = place_of(values, option_of(key).key if is_below(key, options()) else key)
-        group.pop(name, None)
-    for key, option in options().items():
-        if option.required:
-            group, name = place_of(values, key)
-            group.setdefault(name, _STAND_INS[key])
-    try:
-        config = Config.model_validate(values)
-    except ValidationError:
-        return
-    for rule in rules(config):
-        # Not if it names an option with a problem, or is about a group above or below one of them.
-        about, words = rule.partition(":")[0], {word.strip(".,:;()'\"`") for word in rule.replace("=", " ").split()}
-        if not is_below(about, problems) and not any(key in words or is_below(key, [about]) for key in problems):
-            yield rule
 
 
 def _plain(tree: Any) -> Any:

@@ -383,9 +383,6 @@ class DistributedConfig(OptionGroup):
     """fsdp, hsdp: keep weights, gradients and optimizer state in CPU memory. deepspeed_3: the weights."""
     dist_backend: Literal["nccl", "gloo"] = "nccl"
     """Communication library; `nccl` becomes `gloo` on a machine without CUDA, with one line saying so."""
-    dist_url: Annotated[str, text(r"^(env://|tcp://[^\s/:]+:[0-9]{1,5})$", "env:// or tcp://host:port")] = "env://"
-    """Rendezvous: `env://` reads MASTER_ADDR and MASTER_PORT as torchrun and SLURM set them; `tcp://host:port` sets
-    them."""
 
 
 class TrainerConfig(OptionGroup):
@@ -418,11 +415,8 @@ class CheckpointConfig(OptionGroup):
     milestone_every: Count = 0
     """Save every so many optimizer steps as well, and never delete these checkpoints; 0: none."""
     keep_best: Count = 0
-    """Keep so many checkpoints with the lowest loss (`best_by`), beside the newest ones; 0: none. It is never a reason
-    to save [count]."""
-    best_by: Annotated[Literal["training_loss", "validation_loss"], read_with("keep_best")] = "training_loss"
-    """`training_loss`: the mean since the save before. `validation_loss`: of the weights that are exported, after the
-    step of the checkpoint; needs `validation.path`."""
+    """Keep so many checkpoints with the lowest validation loss of the exported weights, beside the newest ones; needs
+    `validation.path`. 0: none. It is never a reason to save [count]."""
     max_failed_saves: PositiveInt = 3
     """A save that fails (full disk, quota, read-only folder) is logged and retried when the next one is due; this many
     in a row end the run with status 74 [count]. The last save of a run must succeed."""

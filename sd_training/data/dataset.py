@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from sd_training.config.data_schema import DatasetParams, SourceParams, read_class_prompts
 from sd_training.config.filters import parse_filters
-from sd_training.config.paths import output_path
 from sd_training.config.plan import counted
+from sd_training.config.value_types import output_path
 from sd_training.data.index.selection import Selection, exclusion_lines, select
 from sd_training.data.index.store import load_index
 from sd_training.data.order.buckets import NO_BUCKET, BucketTable, Merge, merge_small

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from sd_training.config.check import PARTS
-from sd_training.config.help import suggest
+from sd_training.config.fields import suggest
 from sd_training.config.schema import ModelConfig, PartConfig
 from sd_training.errors import ConfigError
 from sd_training.hub import hub_problem

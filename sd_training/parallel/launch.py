@@ -114,16 +114,6 @@ def process_group_backend(config: DistributedConfig, accelerator: str) -> str:
     return config.dist_backend
 
 
-def set_rendezvous(dist_url: str) -> None:
-    """`tcp://host:port` names the first process's address; `env://` leaves it to the launcher."""
-    if dist_url == "env://":
-        return
-    host, _, port = dist_url.removeprefix("tcp://").rpartition(":")
-    if not 0 < int(port) < 2**16:
-        raise ConfigError(f"distributed.dist_url: {dist_url!r} has a port that is not between 1 and 65535")
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, port
-
-
 def use_one_worker_per_gloo_group() -> None:
     """Every gloo group that this process makes from now on has one worker thread; PyTorch starts two.
 

@@ -32,7 +32,6 @@ OF_OTHER_CHOICES = {
     "distributed.reshard_after_forward": "fsdp; an error without",
     "distributed.offload_parameters": "fsdp, deepspeed_3; an error without",
     "distributed.dist_backend": "several processes",
-    "distributed.dist_url": "several processes",
     "optimizer.params": "some optimizers; an error with others",
     "lr_scheduler.params": "some schedules; an error with others",
     "numerics.max_skipped_in_a_row": "a step that is not finite",

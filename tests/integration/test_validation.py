@@ -130,7 +130,7 @@ def test_held_out_data_that_goes_away_costs_no_step(
 
 
 def test_the_best_by_it_stay(pipeline_dir: Path, shards_dir: Path, held_out: Path, tmp_path: Path) -> None:
-    changes = {"experiment__save_every": 1, "checkpoint__keep_best": 1, "checkpoint__best_by": "validation_loss"}
+    changes = {"experiment__save_every": 1, "checkpoint__keep_best": 1}
     # So high a rate that the loss rises again.
     changes |= {"optimizer__params__learning_rate": 0.3, "model__use_ema": False}
     changes |= {"validation__every": 1, "validation__path": held_out}

@@ -39,7 +39,7 @@ import obstore
 from obstore import exceptions
 
 from sd_training.config.data_schema import RemoteConfig
-from sd_training.config.paths import output_path
+from sd_training.config.value_types import output_path
 from sd_training.data.storage.object_store import is_outage, open_store, reason_of
 from sd_training.errors import ConfigError, DataError, OutageError
 

@@ -7,8 +7,6 @@ import pytest
 
 from sd_training.checkpoint.folder import (
     discard_checkpoint,
-    protected_checkpoints,
-    read_manifest,
     rotate,
     sealed_checkpoints,
 )
@@ -16,8 +14,8 @@ from tests.checkpoints import write_sealed
 from tests.unit.checkpoint.test_folder import empty, flip_bit, names, write_steps
 
 
-def save(root: Path, step: int, mean_loss: float | None = None, *, is_milestone: bool = False) -> Path:
-    info = {"is_milestone": is_milestone, "mean_loss": mean_loss, "validation_loss": None}
+def save(root: Path, step: int, loss: float | None = None, *, is_milestone: bool = False) -> Path:
+    info = {"is_milestone": is_milestone, "validation_loss": loss}
     return write_sealed(root, step, lambda folder: (folder / "w").write_bytes(b"w") and None, info)
 
 
@@ -38,15 +36,6 @@ def test_what_is_left(tmp_path: Path, num_best: int, left: list[str]) -> None:
     for step, loss in enumerate([0.4, 0.9, 0.1, 0.8, None, 0.7, 0.3], start=1):
         save(tmp_path, step, loss, is_milestone=step == 2)
     assert rotated(tmp_path, num_best) == left
-
-
-def test_the_best_by_validation_are_others(tmp_path: Path) -> None:
-    for step, (training, held_out) in enumerate([(0.1, 0.9), (0.2, 0.3), (0.3, 0.5), (0.4, 0.8), (0.0, None)], start=1):
-        info = {"is_milestone": False, "mean_loss": training, "validation_loss": held_out}
-        write_sealed(tmp_path, step, lambda folder: (folder / "w").write_bytes(b"w") and None, info)
-    infos = {folder.name: read_manifest(folder).info for folder in sealed_checkpoints(tmp_path)}
-    chosen = {by: protected_checkpoints(infos, 2, by) for by in ("training_loss", "validation_loss")}
-    assert chosen == {"training_loss": ["step=5", "step=1"], "validation_loss": ["step=2", "step=3"]}
 
 
 def test_without_losses_nothing_is_protected(tmp_path: Path) -> None:

@@ -100,11 +100,11 @@ def test_folders_of_others_are_none_of_its_own(name: str, mirror: Mirror, root: 
 def test_it_is_rotated_like_the_run_folder(mirror: Mirror, root: Path) -> None:
     sent(mirror, root, 1, 2, 3, 4, 5, milestone=2)
     (copy_of(mirror, 3) / "MANIFEST.json").unlink()
-    mirror.rotate(5, 4, 0, "training_loss", NO_LOCK)
+    mirror.rotate(5, 4, 0, NO_LOCK)
     assert mirror.steps() == [1, 2, 4, 5] and not copy_of(mirror, 3).exists()  # a half sent one
-    mirror.rotate(5, 0, 0, "training_loss", NO_LOCK)
+    mirror.rotate(5, 0, 0, NO_LOCK)
     assert mirror.steps() == [2, 4, 5] and not copy_of(mirror, 1).exists()
-    mirror.rotate(4, 2, 0, "training_loss", NO_LOCK)  # the run went back to step 3 and has done step 4 again
+    mirror.rotate(4, 2, 0, NO_LOCK)  # the run went back to step 3 and has done step 4 again
     assert mirror.steps() == [2, 4]
 
 
@@ -150,7 +150,7 @@ def test_whoever_lost_the_run_publishes_and_deletes_nothing(mirror: Mirror, root
     old = acquire_run_lock(root.parent)
     acquire_run_lock(root.parent)
     folder = write_sealed(root, 4, fill, {})
-    for act in (lambda: mirror.send(folder, old), lambda: mirror.rotate(3, 2, 0, "training_loss", old)):
+    for act in (lambda: mirror.send(folder, old), lambda: mirror.rotate(3, 2, 0, old)):
         with pytest.raises(TakenOverError):
             act()
     assert mirror.steps() == [1, 2, 3]
@@ -210,7 +210,7 @@ def test_rotation_leaves_and_names_a_copy_that_it_cannot_read(
     }
     for step in (1, 6):  # older than the newest, and one that another program got further with
         damaged(mirror, step, made[damage])
-    mirror.rotate(5, 2, 0, "training_loss", NO_LOCK)
+    mirror.rotate(5, 2, 0, NO_LOCK)
     assert mirror.steps() == [1, 4, 5, 6] and (copy_of(mirror, 1) / "weights.bin").exists()
     assert sum(f"{mirror.root}/step=1 is left as it is" in message for message in caplog.messages) == 1
 
@@ -218,7 +218,7 @@ def test_rotation_leaves_and_names_a_copy_that_it_cannot_read(
 def test_rotation_never_deletes_the_newest(mirror: Mirror, root: Path) -> None:
     sent(mirror, root, 1, 2, 3)
     damaged(mirror, 3, b"")
-    mirror.rotate(3, 2, 0, "training_loss", NO_LOCK)
+    mirror.rotate(3, 2, 0, NO_LOCK)
     assert mirror.steps() == [1, 2, 3]
 
 
@@ -234,14 +234,14 @@ def test_a_manifest_that_vanishes_while_others_are_read_is_none(
         return found
 
     monkeypatch.setattr(mirror, "_copies", vanishing)
-    mirror.rotate(3, 2, 0, "training_loss", NO_LOCK)
+    mirror.rotate(3, 2, 0, NO_LOCK)
     assert mirror.steps() == [1, 3]
 
 
 def test_a_huge_manifest_is_not_used(mirror: Mirror, root: Path) -> None:
     sent(mirror, root, 1, 2, 3)
     os.truncate(copy_of(mirror, 2) / "MANIFEST.json", _MAX_MANIFEST_BYTES + 1)
-    mirror.rotate(3, 2, 0, "training_loss", NO_LOCK)
+    mirror.rotate(3, 2, 0, NO_LOCK)
     assert mirror.steps() == [1, 2, 3]
     shutil.rmtree(root)
     (copy_of(mirror, 3) / "weights.bin").unlink()

@@ -8,8 +8,8 @@ import pytest
 
 from sd_training.config.check import check, warnings
 from sd_training.config.load import load_config
-from sd_training.config.paths import output_path, path_argument
 from sd_training.config.schema import Config
+from sd_training.config.value_types import output_path, path_argument
 from sd_training.errors import ConfigError
 
 PARTS = ("vae", "text_encoder", "tokenizer", "noise_scheduler_training")
@@ -55,7 +55,10 @@ def test_good_configurations_pass_without_a_word(base: dict[str, str]) -> None:
         ({"dataset__params__num_examples_to_see": "7"}, "dataset.params.num_examples_to_see"),
         ({"dataset__params__filters__a": "open('x')"}, "dataset.params.filters.a"),
         ({"sampling__every": "10"}, "sampling.prompts: is empty"),
-        ({"distributed__dist_url": "tcp://host"}, "distributed.dist_url"),
+        (
+            {"distributed__dist_url": "tcp://host:80"},
+            'distributed.dist_url: is "tcp://host:80", but this option is gone',
+        ),
         (
             {"experiment__log_dir": "gs://b/runs"},
             "experiment.log_dir: 'gs://b/runs' is a URL, and files are written to local or mounted folders only; "

@@ -16,17 +16,25 @@ RUN = (
 )
 
 
+BEST = ["checkpoint.keep_best=1", "validation.path=b.tar"]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["validation.path=a.tar"], "validation.path: is the data that is trained on"),
-        (["checkpoint.best_by=validation_loss", "checkpoint.keep_best=1"], "checkpoint.best_by: validation_loss needs"),
+        (["checkpoint.keep_best=1"], "checkpoint.keep_best: is 1, which needs validation.path"),
         (
-            ["checkpoint.best_by=validation_loss", "validation.path=b.tar"],
-            'checkpoint.best_by: is "validation_loss", but is only read with checkpoint.keep_best, which is 0',
+            [
+                "checkpoint.best_by=training_loss",
+                "checkpoint.keep_best=1",
+                "validation.path=b.tar",
+                "validation.every=50",
+            ],
+            'checkpoint.best_by: is "training_loss", but this option is gone: there is only "validation_loss" now',
         ),
         (
-            ["checkpoint.best_by=validation_loss", "checkpoint.keep_best=1", "validation.path=b.tar"],
+            BEST,
             "validation.every: 1,000 does not divide experiment.save_every=100",
         ),
     ],
@@ -47,3 +55,7 @@ def test_allowed() -> None:
     words = ["checkpoint.best_by=validation_loss", "checkpoint.keep_best=1", "validation.path=[b.tar,c.tar]"]
     config = load_config([*RUN, *words, "validation.every=50"])
     assert config.validation.path == ["b.tar", "c.tar"]
+
+
+def test_files_of_older_runs_name_what_nothing_read() -> None:
+    assert load_config([*RUN, "checkpoint.best_by=training_loss"]).checkpoint.keep_best == 0

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.config.fields import groups, options
-from sd_training.config.help import ELSEWHERE, SPELLINGS, help_text, suggest
+from sd_training.config.fields import ELSEWHERE, SPELLINGS, groups, options, suggest
 from sd_training.errors import ConfigError
 from tests.unit.config.loading import BASE, only
+from train import help_text
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -10,10 +10,10 @@ from tests.unit.config.loading import BASE, only, problems, write
 
 def test_interpolation_reads_other_options_and_defaults() -> None:
     config = load_config(
-        [*BASE, "dataset.params.batch_size=${system.batch_size}", "system.dist_url=${distributed.dist_url}"]
+        [*BASE, "dataset.params.batch_size=${system.batch_size}", "system.dist_backend=${distributed.dist_backend}"]
     )
     assert config.system.batch_size == 32
-    assert config.distributed.dist_url == "env://"
+    assert config.distributed.dist_backend == "nccl"
 
 
 def test_interpolation_to_an_unknown_option() -> None:
@@ -66,7 +66,5 @@ def test_resolvers_are_refused_by_name(value: str, tmp_path: Path, monkeypatch: 
 
 
 def test_a_url_after_an_interpolation_is_no_resolver() -> None:
-    assert (
-        load_config([*BASE, "distributed.dist_url=tcp://${experiment.name}:80"]).distributed.dist_url
-        == "tcp://first:80"
-    )
+    config = load_config([*BASE, "checkpoint.mirror=s3://${experiment.name}:80"])
+    assert config.checkpoint.mirror == "s3://first:80"

@@ -18,7 +18,6 @@ EXAMPLES = {
     "dataset.params.num_examples_to_see": 70_000,
     "dataset.params.workers": 3,
     "system.dist_backend": "gloo",
-    "system.dist_url": "tcp://a:1",
     "model.ema.path": "someone/average",
     "model.max_grad_norm": 0.5,
 }

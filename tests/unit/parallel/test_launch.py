@@ -1,6 +1,5 @@
 """How many processes a launcher started, and what cannot be."""
 
-import os
 from datetime import timedelta
 
 import pytest
@@ -12,7 +11,6 @@ from sd_training.errors import ConfigError
 from sd_training.parallel.launch import (
     find_launch,
     process_group_backend,
-    set_rendezvous,
     use_one_worker_per_gloo_group,
 )
 
@@ -102,15 +100,3 @@ def test_a_gloo_group_has_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
             distributed.all_reduce(torch.ones(1), group=group)
     finally:
         distributed.destroy_process_group()
-
-
-def test_an_address_is_split_and_its_port_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "before")
-    set_rendezvous("env://")
-    assert os.environ["MASTER_ADDR"] == os.environ["MASTER_PORT"] == "before"
-    set_rendezvous("tcp://node-1.cluster:29500")
-    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("node-1.cluster", "29500")
-    for port in ("0", "70000"):
-        with pytest.raises(ConfigError, match=f"dist_url: 'tcp://node:{port}' has a port"):
-            set_rendezvous(f"tcp://node:{port}")
