@@ -8,80 +8,32 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import pytest
 
-from sd_training.config.data_schema import CaptionConfig, RemoteConfig
-from sd_training.config.filters import parse_filters
+from sd_training.config.data_schema import RemoteConfig
 from sd_training.config.plan import BatchPlan
-from sd_training.data.index.selection import select
 from sd_training.data.index.store import load_index
-from sd_training.data.order.buckets import BucketTable, ladder, merge_small
-from sd_training.data.order.order import OrderSettings, SampleOrder
-from sd_training.data.sources.base import Problems, Shard, Source
 from tests import makers
+from tests.integration.million_rows import MadeUp, memory_mb, open_million
 from tests.integration.training import ROOT
 from tests.unit.data.making import training_data
 
-UNITS, PER_UNIT = 100, 10_000
 
-
-class MadeUp(Source):
-    """A source of a million rows without files behind them."""
-
-    identity = "made up"
-
-    def shards(self) -> list[Shard]:
-        return [Shard(f"{number:05d}.tar", 1, "1") for number in range(UNITS)]
-
-    def scan(self, unit: Shard) -> tuple[dict[str, pa.Array], Problems]:
-        chance = np.random.default_rng(int(unit.location[:5]))
-        sizes = chance.integers(256, 2049, (2, PER_UNIT))
-        words = np.array(["en", "de", "fr"])[chance.integers(0, 3, PER_UNIT)]
-        columns = {
-            "key": pa.array([f"{unit.location[:5]}{number:04d}" for number in range(PER_UNIT)]),
-            "width": pa.array(sizes[0], pa.int32()),
-            "height": pa.array(sizes[1], pa.int32()),
-            "caption_length": pa.array(chance.integers(5, 200, PER_UNIT)),
-            "at:image_offset": pa.array(np.arange(PER_UNIT) * 100_000),
-            "at:image_length": pa.array(chance.integers(20_000, 90_000, PER_UNIT)),
-            "at:caption_offset": pa.array(np.arange(PER_UNIT) * 100_000 + 99_000),
-            "number:aesthetic": pa.array(chance.random(PER_UNIT) * 10),
-            "number:language": pa.nulls(PER_UNIT, pa.float64()),
-            "text:language": pa.array(words),
-        }
-        return columns, Problems()
-
-
-def open_million(index_dir: Path) -> tuple[SampleOrder, float]:
-    """The order over what two filters keep, in buckets; and the seconds that it took from the index on disk."""
-    start = time.perf_counter()
-    rules, _ = parse_filters({"aesthetic": ">=2", "where": "language in [en, de] and aspect_ratio < 3"})
-    index = load_index(MadeUp([], RemoteConfig()), index_dir, ["aesthetic", "language"])
-    selected = select(index, rules, None, CaptionConfig()).selected
-    table = BucketTable(tuple(ladder(1 << 20, 64, 512, 2048, 3.0)))
-    bucket_of = table.assign(index.numbers("width")[selected], index.numbers("height")[selected])
-    bucket_of, _ = merge_small(bucket_of, table, 256)
-    order = SampleOrder(OrderSettings(0, 256), index.numbers("block")[selected], bucket_of)
-    order.at(0)
-    return order, time.perf_counter() - start
-
-
-def memory_mb(process: int, kind: str = "Pss") -> float:
-    """Memory of a process, shared pages by their share."""
-    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:")) / 1e3
+@pytest.fixture(scope="module")
+def index_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a million samples."""
+    folder = tmp_path_factory.mktemp("million")
+    load_index(MadeUp([], RemoteConfig()), folder, ["aesthetic", "language"])
+    return folder
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux")
-def test_a_million_samples(tmp_path: Path) -> None:
-    load_index(MadeUp([], RemoteConfig()), tmp_path, ["aesthetic", "language"])
+def test_a_million_samples(index_dir: Path) -> None:
     script = (
-        "import os, gc; from pathlib import Path;"
-        "from tests.integration.test_data_scale import open_million, memory_mb;"
+        "import os, gc, pandas; from pathlib import Path;"
+        "from tests.integration.million_rows import open_million, memory_mb;"
         "before = memory_mb(os.getpid());"
-        f"order, seconds = open_million(Path({str(tmp_path)!r})); gc.collect();"
+        f"order, seconds = open_million(Path({str(index_dir)!r})); gc.collect();"
         "print(seconds, memory_mb(os.getpid()) - before, len(order.bucket_of))"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -92,7 +44,7 @@ def test_a_million_samples(tmp_path: Path) -> None:
     assert megabytes < 200
 
 
-def test_a_resume_at_position_a_million_starts_as_soon_as_a_fresh_run(tmp_path: Path) -> None:
+def test_a_resume_at_position_a_million_starts_as_soon_as_a_fresh_run(index_dir: Path, tmp_path: Path) -> None:
     makers.caption_shards(tmp_path / "data", shards=4, per_shard=64)
 
     def first_batch_s(first_step: int) -> float:
@@ -104,7 +56,7 @@ def test_a_resume_at_position_a_million_starts_as_soon_as_a_fresh_run(tmp_path: 
     first_batch_s(0)  # builds the index
     assert abs(first_batch_s(1_000_000 // 16) - first_batch_s(0)) < 1
 
-    order, _ = open_million(tmp_path / "index")
+    order, _ = open_million(index_dir)
     for step in (0, 1_000_000 // 256, 10**9):
         start = time.perf_counter()
         order.at(step)
