@@ -50,6 +50,7 @@ from sd_training.models.family import autocast
 from sd_training.types import PixelBatch
 
 ON_ONE_DEVICE = (
+    "checkpoint.keep_best=0",  # earlier versions kept the best by the training loss, which is refused today
     "distributed.strategy=single",
     "distributed.mesh={data: 1, fsdp: 1, tensor: 1}",
     "distributed.reshard_after_forward=true",
@@ -117,13 +118,14 @@ def plan_of(incident: Incident, device: str, changes: Sequence[str] = ()) -> Pla
     config = incident.run_dir / CONFIG
     if not config.is_file():
         raise UserError(f"{config}: is missing; the incident must lie in the incidents/ folder of its run")
+    starts = [start for start in read_starts(incident.run_dir / RECORD) if "config" in start]  # oldest first
+    begun = [start["config"] for start in starts if float(start["started_unix_s"]) <= incident.time_unix_s]
     with TemporaryDirectory() as folder:
-        for start in read_starts(incident.run_dir / RECORD):  # oldest first
-            if "config" in start and float(start["started_unix_s"]) <= incident.time_unix_s:
-                own = start["config"]  # a file, where an earlier version recorded the start
-                text = "\n".join(own) if isinstance(own, list) else (incident.run_dir / own).read_text(encoding="utf-8")
-                config = Path(folder) / CONFIG
-                config.write_text(text, encoding="utf-8")
+        if begun and isinstance(begun[-1], list):
+            config = Path(folder) / CONFIG
+            config.write_text("\n".join(begun[-1]), encoding="utf-8")
+        elif begun and (incident.run_dir / begun[-1]).is_file():  # of an earlier version, which kept a hundred of them
+            config = incident.run_dir / begun[-1]
         loaded = load_config([f"config={config}", *changes, *ON_ONE_DEVICE, f"trainer.accelerator={device}"])
     return replace(make_plan(loaded), batch=incident.batch, run_dir=incident.run_dir)
 

@@ -4,13 +4,9 @@ those of the config."""
 import json
 import os
 from collections.abc import Iterator
-from configparser import ConfigParser
-from configparser import Error as ConfigParserError
 from contextlib import suppress
 from importlib.util import find_spec
-from netrc import NetrcParseError, netrc
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from sd_training.config.check import data_sets, model_path_problems, model_paths
 from sd_training.config.fields import options, value_of
@@ -19,10 +15,8 @@ from sd_training.data.order.buckets import size_problems, training_sizes
 from sd_training.data.sources.choose import path_problems
 from sd_training.errors import ConfigError, DataError
 from sd_training.export.draw import read_captions
-from sd_training.log import is_main_process
+from sd_training.log import is_main_process, redacted
 
-_KEY_CHARACTERS = 40
-"""Of a key of W&B, at least."""
 _USUAL_FACTOR = 8
 """Downscale factor of every published autoencoder of the families."""
 
@@ -119,7 +113,7 @@ def wandb_mode(config: WandbConfig) -> tuple[str, str | None]:
     if not is_installed:
         reason = "the package wandb is not installed; pip install wandb"
     elif mode != "offline":
-        reason = _login_problem(key, "the key" if config.api_key else "WANDB_API_KEY")
+        reason = _login_problem(config.api_key, key)
     if mode == "auto" and not (key and is_installed):
         return "online" if reason is None else "disabled", reason
     if mode == "auto":
@@ -129,24 +123,30 @@ def wandb_mode(config: WandbConfig) -> tuple[str, str | None]:
     return mode, None
 
 
-def _login_problem(key: str | None, name: str) -> str | None:
-    """Why W&B cannot be reached with a key, or with what `wandb login` stored; null if it can. No server is contacted.
+def _login_problem(option: str | None, key: str | None) -> str | None:
+    """Why W&B cannot be reached with a key, or with what `wandb login` stored; null if it can. W&B checks the form of
+    the key; no server is contacted.
 
     Args:
-        key: `wandb.api_key`, or the environment's.
-        name: of these two, the one that holds it.
+        option: `wandb.api_key`.
+        key: this, or the environment's.
     """
     remedy = "set WANDB_API_KEY, run `wandb login`, or choose wandb.mode=offline"
-    folder, stored = os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb"), ConfigParser(interpolation=None)
-    with suppress(OSError, ValueError, ConfigParserError):
-        stored.read(os.path.expanduser(f"{folder}/settings"))
-    server = stored.get("default", "base_url", fallback="https://api.wandb.ai")
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", server)).hostname or ""
-    if not key:
-        key, name = stored.get("default", "api_key", fallback=None), f"the key stored for {host}"
-    for file in (os.environ.get("NETRC", "~/.netrc"), "~/_netrc"):
-        with suppress(OSError, ValueError, NetrcParseError):
-            key = key or (netrc(os.path.expanduser(file)).authenticators(host) or [None])[-1]
-    if key and len(key) < _KEY_CHARACTERS:
-        return f"{name} must have {_KEY_CHARACTERS}+ characters, has {len(key)}; {remedy}"
-    return None if key or "WANDB_IDENTITY_TOKEN_FILE" in os.environ else f"there is no key; {remedy}"
+    settings = os.path.join(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb"), "settings")
+    stored = (os.environ.get("NETRC", "~/.netrc"), "~/_netrc", settings)
+    if not key and not any(os.path.exists(os.path.expanduser(file)) for file in stored):
+        return f"there is no key; {remedy}"
+    # W&B is optional, and takes a second to import.
+    from wandb.errors import Error
+    from wandb.sdk import wandb_setup
+    from wandb.sdk.lib import wbauth
+
+    try:
+        if option:
+            problem = wbauth.check_api_key(option)
+            return problem and f"{problem.rstrip('.')}; {remedy}"
+        host = wandb_setup.singleton().settings.base_url
+        found = wbauth.authenticate_session(host=host, source="sd_training", prompt=False, update_session=False)
+    except (Error, ValueError) as error:  # ValueError: a variable of the environment has a value that W&B refuses
+        return f"{redacted(' '.join(str(error).split())).rstrip('.')}; {remedy}"
+    return None if found else f"there is no key for {host}; {remedy}"

@@ -45,7 +45,7 @@ class Runtime(OptimizerStepCallback):
             self.watch.first_failure.local_peers = {
                 rank: pid for rank, (node, pid) in enumerate(ranks) if node == own_node and pid != os.getpid()
             }
-        self._was_enabled = gc.isenabled()
+        self._was_enabled = self._was_enabled or gc.isenabled()
         gc.collect()
         gc.disable()
 

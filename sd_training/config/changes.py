@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from sd_training.config.fields import is_below, option_of, options, place_of, shown, value_of
+from sd_training.config.fields import RETIRED, drop_unread, is_below, option_of, options, place_of, shown, value_of
 from sd_training.config.schema import Config
 from sd_training.log import note_secret, redacted_values
 
@@ -96,9 +96,13 @@ def changed_options(previous: str, config: Config) -> list[Change]:
         return []
     if not isinstance(before, dict):
         return []
+    drop_unread(before)
     now = yaml.safe_load(resolved_yaml(config))
     keys = [key for key in options() if key != "experiment.allow_changed"]
-    return [change for key in keys for change in differences(key, _value(before, key), _value(now, key))]
+    gone = [
+        Change(key, found, only) for key, only in RETIRED.items() if (found := _given(before, key)) not in (None, only)
+    ]
+    return [*gone, *(change for key in keys for change in differences(key, _value(before, key), _value(now, key)))]
 
 
 def refused_changes(changes: Sequence[Change], allowed: Sequence[str], run_dir: Path) -> list[str]:
@@ -113,6 +117,10 @@ def refused_changes(changes: Sequence[Change], allowed: Sequence[str], run_dir: 
     ]
 
 
-def _value(holder: Any, key: str) -> Any:
+def _given(holder: Any, key: str, default: Any = None) -> Any:
     group, name = place_of(holder, key)
-    return group.get(name, options()[key].default)
+    return group.get(name, default)
+
+
+def _value(holder: Any, key: str) -> Any:
+    return _given(holder, key, options()[key].default)

@@ -152,6 +152,13 @@ def option_of(key: str) -> Option:
     return options()[key]
 
 
+def drop_unread(values: Any) -> None:
+    """Removes what is in the `config.yaml` of every older run, and nothing read it there."""
+    checkpoint, name = place_of(values, "checkpoint.best_by")
+    if checkpoint.get(name) == "training_loss" and not checkpoint.get("keep_best"):
+        checkpoint.pop(name)
+
+
 def rename_old(values: Any, origins: dict[str, str]) -> dict[str, str]:
     """Puts values under the names of `OLD_NAMES` where today's names are, in place, and likewise words; and removes
     options that are gone.
@@ -186,9 +193,10 @@ def rename_old(values: Any, origins: dict[str, str]) -> dict[str, str]:
     model, ema = place_of(values, "model.ema")
     if not model.get(ema):  # a group of sd-training, which is empty now
         model.pop(ema, None)
-    checkpoint, name = place_of(values, "checkpoint.best_by")
-    if checkpoint.get(name) == "training_loss" and not checkpoint.get("keep_best"):  # which alone read it
-        checkpoint.pop(name, None)
+    drop_unread(values)
+    params, name = place_of(values, "dataset.params.icc_to_srgb")
+    if params.get(name) is False:  # the default of earlier versions, so every `config.yaml` of theirs has it
+        params.pop(name)
     for key, only in RETIRED.items():
         group, name = place_of(values, key)
         if (value := group.pop(name, None)) not in (None, only):
@@ -273,6 +281,8 @@ _CLOSE = 0.6
 """Similarity (difflib ratio) from which two names count as close."""
 _LENGTH = "experiment.num_examples_to_see, which counts samples: "
 _NAMES: Mapping[str, str] = {
+    "dataset.params.captions.prefix and dataset.params.captions.suffix": "template",
+    "dataset.params.idx_to_prompt": "class_mapping",
     "optimizer.params.learning_rate": "lr",
     "optimizer.params.beta1 and optimizer.params.beta2": "betas",
     "optimizer.params.weight_decay": "adam_weight_decay",

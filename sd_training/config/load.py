@@ -23,6 +23,7 @@ from sd_training.config.fields import (
     is_below,
     option_of,
     options,
+    place_of,
     rename_old,
     shown,
     suggest_option,
@@ -42,6 +43,14 @@ _KEY = re.compile(r"[^\s<>!=.\[\]]+(\.[^\s<>!=.\[\]]+|\[\d+\])*")
 _NOT_YAML = (">", "|", "!", "&", "*")
 """A value that starts so is text: YAML would read `>5` as an empty block and `*a` as an alias."""
 _SHARDS = "dataset.params.path"
+_STAND_INS = {
+    "experiment.log_dir": ".",
+    "experiment.name": "data",
+    "model.pretrained": "nobody/nothing",
+    "experiment.num_examples_to_see": 10**12,
+    _SHARDS: "stand-in",
+}
+"""What a run needs; the length is large enough for every rule about it."""
 
 Problems = dict[str, str]
 """Dotted option, file or argument → what is wrong with it."""
@@ -61,9 +70,12 @@ def load_config(argv: Sequence[str], further: Rules | None = None) -> Config:
         further: checks of other layers whose problems belong to the same report; each starts with the option's name.
 
     Raises:
-        ConfigError: with every problem of files, overrides and options; where there is none, with every rule between
-            options that is broken.
+        ConfigError: with every problem of files, overrides, options and the rules between them.
     """
+
+    def broken_rules(config: Config) -> list[str]:
+        return list(dict.fromkeys(check(config) + (further(config) if further else [])))
+
     problems, origins = Problems(), Origins()
     try:
         values = _resolve(_gather(argv, origins, problems), "", problems)
@@ -75,9 +87,10 @@ def load_config(argv: Sequence[str], further: Rules | None = None) -> Config:
     except ValidationError as error:
         problems = _wrong_values(error, values, origins) | problems
     if problems:
-        raise ConfigError([f"{key}: {text}" for key, text in problems.items()])
-    if broken := dict.fromkeys([*check(config), *(further(config) if further else [])]):
-        raise ConfigError([*broken])
+        others = _rules_that_hold_anyway(values, problems, broken_rules)
+        raise ConfigError([*(f"{key}: {text}" for key, text in problems.items()), *others])
+    if broken := broken_rules(config):
+        raise ConfigError(broken)
     note_secret(config.wandb.api_key)
     for warning in warnings(config):
         log.warning(warning)
@@ -265,6 +278,27 @@ def _locate(location: Iterable[int | str], values: Any) -> tuple[str, Any]:
             continue
         path.append(str(step))
     return ".".join(path), values
+
+
+def _rules_that_hold_anyway(values: Any, problems: Problems, rules: Rules) -> Iterator[str]:
+    """Rules about options without a problem, so that whoever corrects one report does not meet a second one."""
+    for key in problems:
+        # The value that is wrong: of an option's part the whole option.
+        group, name = place_of(values, option_of(key).key if is_below(key, options()) else key)
+        group.pop(name, None)
+    for key, option in options().items():
+        if option.required:
+            group, name = place_of(values, key)
+            group.setdefault(name, _STAND_INS[key])
+    try:
+        config = Config.model_validate(values)
+    except ValidationError:
+        return
+    for rule in rules(config):
+        # Not if it names an option with a problem, or is about a group above or below one of them.
+        about, words = rule.partition(":")[0], {word.strip(".,:;()'\"`") for word in rule.replace("=", " ").split()}
+        if not is_below(about, problems) and not any(key in words or is_below(key, [about]) for key in problems):
+            yield rule
 
 
 def _plain(tree: Any) -> Any:

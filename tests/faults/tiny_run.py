@@ -187,6 +187,9 @@ class _ForkedCommand(subprocess.Popen[bytes]):
         self.pid, self._child_created = os.fork(), True
         if self.pid == 0:
             os.setsid()
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # for which torchrun has handlers
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             os.environ.clear()
             os.environ.update(environment)
             end_process(lambda: run_module(args[args.index("-m") + 1 :]))

@@ -45,8 +45,7 @@ class MadeUp(Source):
 
 
 def open_million(index_dir: Path) -> tuple[SampleOrder, float]:
-    """The order over what two filters keep, in buckets; and the seconds of this process, which other work on the machine
-    does not make longer, that it took from the index on disk."""
+    """The order over what two filters keep, in buckets; and the CPU time [s] that it took from the index on disk."""
     start = time.process_time()
     rules, _ = parse_filters({"aesthetic": ">=2", "where": "language in [en, de] and aspect_ratio < 3"})
     index = load_index(MadeUp([], RemoteConfig()), index_dir, ["aesthetic", "language"])

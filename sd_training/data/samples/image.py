@@ -102,30 +102,32 @@ def decode(
         orientation = _orientation(image)
         width, height = image.size[::-1] if orientation in _SIDEWAYS else image.size
         profile = image.info.get("icc_profile")
-        to_srgb = _srgb_transform(profile, image.mode) if profile and image.mode in _CONVERTED else None
-        is_plain_jpeg = image.format == "JPEG" and orientation == 1 and image.mode in ("RGB", "L")
-        if least_scale is not None and is_plain_jpeg and (to_srgb is None or image.mode == "RGB"):
-            reduced = _decode_reduced(data, (height, width), least_scale(height, width))
+        # Converting would lose a transparent colour, so that becomes alpha first.
+        mode = "RGBA" if image.mode in ("RGB", "L") and "transparency" in image.info else image.mode
+        to_srgb = _srgb_transform(profile, mode) if profile and mode in _CONVERTED else None
+        if least_scale is not None and image.format == "JPEG" and orientation == 1 and mode in ("RGB", "L"):
+            is_grey = mode == "L" and to_srgb is not None
+            reduced = _decode_reduced(data, (height, width), least_scale(height, width), "GRAY" if is_grey else "RGB")
             if reduced is not None and to_srgb is not None:
-                converted = ImageCms.applyTransform(Image.fromarray(reduced.pixels), to_srgb)
+                converted = ImageCms.applyTransform(Image.fromarray(reduced.pixels.squeeze()), to_srgb)
                 return reduced._replace(pixels=np.array(converted))
             if reduced is not None:
                 return reduced
         image.load()
         upright = image.transpose(_TURNS[orientation]) if orientation in _TURNS else image
-        in_srgb = ImageCms.applyTransform(upright, to_srgb) if to_srgb else None
+        in_srgb = ImageCms.applyTransform(upright.convert(mode), to_srgb) if to_srgb else None
         rgb = _to_rgb(in_srgb or upright, keeps_alpha)
         return DecodedImage(np.array(rgb), (height, width))  # torch wants to own what it reads
     except Exception as error:  # Pillow's decoders raise many kinds on damaged files
         raise BadSample(f"image cannot be decoded: {type(error).__name__}: {error}") from error
 
 
-def _decode_reduced(data: bytes, size: tuple[int, int], scale: float) -> DecodedImage | None:
+def _decode_reduced(data: bytes, size: tuple[int, int], scale: float, colours: str) -> DecodedImage | None:
     """None for a file that libjpeg-turbo refuses: Pillow decides whether it can be read."""
     eighths = min(_EIGHTHS, math.ceil(scale * _MARGIN * _EIGHTHS))
     height, width = (-(-side * eighths // _EIGHTHS) for side in size)
     try:
-        pixels = simplejpeg.decode_jpeg(data, "RGB", min_height=height, min_width=width, min_factor=1)
+        pixels = simplejpeg.decode_jpeg(data, colours, min_height=height, min_width=width, min_factor=1)
     except ValueError:
         return None
     # Of tiny pictures a smaller scale may have the same size.
@@ -163,6 +165,8 @@ def _srgb_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | N
     """From the colours of a profile to sRGB. None where the profile is damaged, or of another colour space than the
     image; and where it changes nothing: most photographs name sRGB itself, and converting takes longer than decoding.
     """
+    if mode == "RGBA" and _srgb_transform(profile, "RGB") is None:
+        return None
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         transform = ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), mode, _CONVERTED[mode])

@@ -134,7 +134,7 @@ class ArrowSource(base.Source):
                         except BadSample as error:
                             report(f"row {number + row}", str(error))
                 files = {row: columns for _, row, columns in self.measured(shard, paths, report)}
-                texts = batch.select(names).to_pylist()
+                texts = pa.table({name: batch[name].cast(kinds[name]) for name in names}).to_pylist()
                 for row, ((content, _), values) in enumerate(zip(cells, texts, strict=True)):
                     if content is not None:
                         columns = base.image_columns(pa.BufferReader(content), content.size)
@@ -226,16 +226,21 @@ def _offset(image: pa.Buffer, file: pa.Buffer, location: str) -> int:
 # --- Cells ---
 
 
+def _is_text(kind: pa.DataType) -> bool:
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
 def _holds_texts(kind: pa.DataType) -> bool:
-    """Whether a column can be that of the captions: texts, lists of texts, or nothing."""
-    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    kind = kind.value_type if any(is_kind(kind) for is_kind in lists) else kind
-    return pa.types.is_null(kind) or _plain_type(kind) in _TEXTS
+    """Whether a column can be that of the captions."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    return pa.types.is_null(kind) or _is_text(_plain_type(kind))
 
 
 def _is_metadata(kind: pa.DataType) -> bool:
-    numbers = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
-    return _holds_texts(kind) or any(is_kind(kind) for is_kind in numbers)
+    return _is_text(kind) or any(t(kind) for t in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean))
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:

@@ -57,12 +57,16 @@ def test_mistakes_of_every_kind_are_one_report_without_torch(tmp_path: Path) -> 
         f"validation.path={tmp_path}/held_out",
         f"experiment.eval_caption_file={tmp_path}/captions.csv",
         "dataset.params.resolution=30",
+        "system.batch_size=0",
+        "optimizer.lr=1",
     ]
     code = "import sys; import train; sys.modules['torch'] = None; train.run_cli(train.main)"
     done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
     said = done.stderr.replace(str(tmp_path), "")
     assert (done.returncode, "Traceback" in said) == (2, False), said
     assert [line.split(":")[1].strip() for line in said.splitlines() if line.startswith("error: ")] == [
+        "system.batch_size",
+        "optimizer.lr",
         "model.pretrained",
         "dataset.params.path",
         "dataset.params.path",
@@ -151,15 +155,15 @@ def test_what_a_model_path_should_have_been(tmp_path: Path, images: Path) -> Non
     assert said(Path("models/a/b")) == "model.pretrained: 'models/a/b' does not exist"
 
 
-def test_a_mistake_in_a_model_hides_none_of_the_size(tmp_path: Path, images: Path) -> None:
-    words = ["dataset.type=ImageFolder", f"dataset.params.path={images}", "dataset.params.resolution=30"]
+def test_a_misspelt_option_hides_no_mistake_in_a_model(tmp_path: Path, images: Path) -> None:
+    words = ["dataset.type=ImageFolder", f"dataset.params.path={images}", "dataset.params.resolution=30", "optim.x=1"]
     for model, said in (
         ("nobody/nothing", "'nobody/nothing' is no folder here, and it is not in the local cache"),
         (str(images), "is no pipeline that diffusers saved"),
     ):
-        name, size = report(*words, f"model.pretrained={model}")
+        option, name, size = report(*words, f"model.pretrained={model}")
         assert size.startswith("dataset.params.resolution: 30 is not a multiple")
-        assert said in name and name.startswith("model.pretrained: ")
+        assert option.startswith("optim: unknown option") and said in name and name.startswith("model.pretrained: ")
 
 
 def test_a_size_is_compared_with_the_autoencoder_in_the_folder(tmp_path: Path, images: Path) -> None:
@@ -263,7 +267,7 @@ def test_a_given_key_that_wandb_refuses_is_a_problem(mode: Any, monkeypatch: pyt
     assert problem.startswith("wandb.") and "must have 40+ characters, has 15; set WANDB_API_KEY" in problem
     monkeypatch.setenv("WANDB_API_KEY", "tooshortasecret")
     other = refused(WandbConfig(mode=mode))
-    assert "WANDB_API_KEY must have 40+ characters" in other and "tooshort" not in problem + other
+    assert "WANDB_API_KEY invalid: API key must have 40+ characters" in other and "tooshort" not in problem + other
     assert wandb_mode(WandbConfig(api_key="tooshortasecret", mode="disabled")) == ("disabled", None)
 
 

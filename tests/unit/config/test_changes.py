@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from sd_training.config.changes import EXPORTED, changed_options, refused_changes, resolved_yaml, to_plain
 from sd_training.config.fields import groups, options
@@ -30,6 +31,30 @@ def test_both_values_of_each_changed_option() -> None:
         "optimizer.params.weight_decay: 0.1 -> 0.01",
     ]
     assert changes(now, now) == []
+
+
+def test_an_option_that_is_gone_and_counted_is_named() -> None:
+    """Colours were left as they were by default; what only the best checkpoints read was written and had no effect."""
+    config = load_config(BASE)
+    before = yaml.safe_load(resolved_yaml(config))
+    before["dataset"]["params"]["icc_to_srgb"] = False
+    before["checkpoint"]["best_by"] = "training_loss"
+    assert list(map(str, changed_options(yaml.safe_dump(before), config))) == [
+        "dataset.params.icc_to_srgb: false -> true"
+    ]
+    before["checkpoint"]["keep_best"] = 2
+    assert any(change.key == "checkpoint.best_by" for change in changed_options(yaml.safe_dump(before), config))
+
+
+def test_a_configuration_that_an_earlier_version_wrote_loads(tmp_path: Path) -> None:
+    values = yaml.safe_load(resolved_yaml(load_config(BASE)))
+    values["dataset"]["params"] |= {"icc_to_srgb": False}
+    values["dataset"]["params"]["captions"] |= {"template": None}
+    values["checkpoint"] |= {"best_by": "training_loss"}
+    values["distributed"] |= {"dist_url": "env://"}
+    values["objective"]["timestep_density"] |= {"alpha": 1.0, "beta": 1.0, "bias": "none", "bias_range": [0.0, 1.0]}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    load_config([f"config={tmp_path}/config.yaml"])
 
 
 def test_no_secret_is_told() -> None:

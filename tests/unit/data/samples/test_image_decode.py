@@ -242,3 +242,28 @@ def test_colour_profiles_of_jpegs_that_are_decoded_smaller() -> None:
     assert np.array_equal(decode(encode(image, "JPEG", icc_profile=own), MANY, scale).pixels, plain)
     swapped = decode(encode(image, "JPEG", icc_profile=swapped_profile()), MANY, scale)
     assert swapped.scale == 0.25 and np.abs(swapped.pixels.astype(int) - plain[:, :, ::-1]).max() <= 3
+    grey, dark = Image.new("L", (64, 64), 100), grey_profile(gamma=1.0)
+    smaller = decode(encode(grey, "JPEG", icc_profile=dark), MANY, scale)
+    whole = decode(encode(grey, "JPEG", icc_profile=dark), MANY)
+    assert smaller.scale == 0.25 and smaller.pixels.shape == (16, 16, 3)
+    assert whole.pixels[0, 0, 0] > 140 and np.abs(smaller.pixels.astype(int) - whole.pixels[0, 0]).max() <= 1
+
+
+def grey_profile(gamma: float) -> bytes:
+    """Of one channel whose light is its value to the power of `gamma` (ICC.1:2010, sections 7, 10.6 and 10.31)."""
+    curve = b"curv" + bytes(4) + struct.pack(">IHH", 1, round(gamma * 256), 0)
+    white = b"XYZ " + bytes(4) + struct.pack(">iii", *(round(value * 65536) for value in (0.9642, 1.0, 0.8249)))
+    header = struct.pack(">I4sI4s4s4s", 0, b"none", 0x02100000, b"mntr", b"GRAY", b"XYZ ") + bytes(12) + b"acsp"
+    header += bytes(28) + struct.pack(">iii", *(round(value * 65536) for value in (0.9642, 1.0, 0.8249))) + bytes(48)
+    table = struct.pack(">I4sII4sII", 2, b"wtpt", 156, 20, b"kTRC", 176, len(curve))
+    data = header + table + white + curve
+    return struct.pack(">I", len(data)) + data[4:]
+
+
+def test_a_transparent_colour_stays_transparent_when_colours_are_converted() -> None:
+    image = Image.new("RGB", (16, 16), RED)
+    image.paste((255, 0, 255), (0, 0, 16, 8))
+    data = encode(image, "PNG", icc_profile=swapped_profile(), transparency=(255, 0, 255))
+    kept = decode(data, MANY, keeps_alpha=True).pixels
+    assert kept[0, 0].tolist() == [255, 255, 255, 0] and kept[12, 0, 3] == 255
+    assert np.abs(np.subtract(kept[12, 0, :3], RED[::-1])).max() <= 2
