@@ -86,7 +86,7 @@ def watch_saves(marks: Marks, owner: Any, step_of_call: Callable[[Any], int], sa
     """Marks around every save.
 
     Args:
-        owner: its `save_checkpoint` writes a checkpoint.
+        owner: its `save_checkpoint` writes a checkpoint, or returns what is left to do for it.
         step_of_call: the optimizer step, from that function's first argument.
         saves: its `method` saves when it is due, and exports and rotates afterwards.
     """
@@ -94,11 +94,17 @@ def watch_saves(marks: Marks, owner: Any, step_of_call: Callable[[Any], int], sa
     begun: list[int] = []
 
     def marked_save(first: Any, *arguments: Any, **named: Any) -> Any:
-        begun.append(step_of_call(first))
-        marks.write("save", begun[-1])
-        result = save(first, *arguments, **named)
-        marks.write("saved", begun[-1])
-        return result
+        step = step_of_call(first)
+        begun.append(step)
+        marks.write("save", step)
+        rest = save(first, *arguments, **named)
+
+        def marked_rest() -> None:
+            if rest is not None:
+                rest()
+            marks.write("saved", step)
+
+        return marked_rest if rest is not None else marked_rest()
 
     def marked_when_due(self: Any, *arguments: Any, **named: Any) -> None:
         when_due(self, *arguments, **named)

@@ -27,6 +27,7 @@ OF_OTHER_CHOICES = {
         "captions.tag_separator; an error without",
     ),
     "dataset.params.buckets.sizes": "buckets.mode=table; an error without",
+    "dataset.params.remote": "remote data",
     "dataset.params.allow_change": "a resumed run",
     "experiment.allow_changed": "a resumed run",
     "distributed.reshard_after_forward": "fsdp; an error without",
