@@ -38,8 +38,7 @@ from sd_training.parallel.launch import process_group_backend
 from sd_training.types import Conditioning, NoisedBatch
 
 FP32_BYTES = 4
-STATE_BYTES = {"adafactor": 1, "adamw_8bit": 2, "lion": 4, "prodigy": 16}
-STATE_BYTES |= dict.fromkeys(("adamw", "schedule_free_adamw", "muon"), 8)
+STATE_BYTES = {"adafactor": 1, "adamw_8bit": 2, "lion": 4, "adamw": 8, "muon": 8, "prodigy": 16}
 """Optimizer → bytes of state per parameter, at most; of adafactor, which keeps rows and columns, of large matrices."""
 DEEPSPEED_BUCKET = 200_000_000
 """Numbers in a bucket of gradients: `reduce_bucket_size` of Lightning's DeepSpeedStrategy."""

@@ -553,11 +553,11 @@ class ExperimentConfig(OptionGroup):
     """Seed of every random draw of the run: data order, crops, noise, timesteps, initial weights."""
 
 
-OptimizerName = Literal["adamw", "adafactor", "adamw_8bit", "lion", "prodigy", "schedule_free_adamw", "muon"]
+OptimizerName = Literal["adamw", "adafactor", "adamw_8bit", "lion", "prodigy", "muon"]
 ScheduleName = Literal[
     "ConstantWithWarmup", "CosineWithWarmup", "constant", "linear", "cosine", "polynomial", "inverse_sqrt", "wsd"
 ]
-_ADAM = ("adamw", "adamw_8bit", "prodigy", "schedule_free_adamw", "muon")
+_ADAM = ("adamw", "adamw_8bit", "prodigy", "muon")
 _MOMENTUM = read_with("name", *_ADAM, "lion")
 _FALLING = read_with("scheduler", "linear", "cosine", "CosineWithWarmup", "polynomial", "wsd")
 
@@ -569,8 +569,7 @@ class OptimizerParams(OptionGroup):
     """Peak learning rate [1/optimizer step]; not scaled by batch size or processes. `prodigy` finds the rate itself
     and multiplies it by this: 1 is usual. `lion` wants about a third to a tenth of AdamW's."""
     beta1: Annotated[BelowOne, _MOMENTUM] = 0.9
-    """Decay of the gradient average [per optimizer step]; `schedule_free_adamw`: interpolation towards the average of
-    the weights."""
+    """Decay of the gradient average [per optimizer step]."""
     beta2: Annotated[BelowOne, _MOMENTUM] = 0.98
     """Decay of the squared-gradient average, with `lion` of the momentum [per optimizer step]."""
     weight_decay: NonNegative = 0.01
@@ -590,7 +589,7 @@ class OptimizerConfig(OptionGroup):
 
     name: OptimizerName = "adamw"
     """Optimizer by name. `adamw_8bit` needs CUDA. `muon` orthogonalizes the updates of hidden matrices and kernels, at
-    AdamW's learning rate, and leaves the rest to AdamW. `schedule_free_adamw` wants a constant schedule and no EMA."""
+    AdamW's learning rate, and leaves the rest to AdamW."""
     params: OptimizerParams = OptimizerParams()
     """Its hyper-parameters."""
     max_grad_norm: Positive | None = None
