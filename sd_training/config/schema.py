@@ -290,12 +290,8 @@ class ObjectiveConfig(OptionGroup):
     """Loss."""
     offset_noise: NonNegative | None = None
     """s of ε + s·η with one η per channel, which is also what ε-models are asked for; null: the preset's, or 0."""
-    offset_noise_by_level: Annotated[bool, read_with("offset_noise")] = False
-    """Scale the offset with the noise level √(1 − ᾱ), so that almost clean latents get almost none."""
     input_perturbation: NonNegative = 0.0
     """γ of noising with ε + γξ while the target keeps ε (Ning et al. 2023, arXiv:2301.11706)."""
-    input_perturbation_steps: Annotated[PositiveInt | None, read_with("input_perturbation")] = None
-    """Let γ fall linearly to 0 over so many optimizer steps; null: it stays."""
     masked_loss: Literal["none", "alpha"] = "none"
     """`alpha`: multiply the error of each latent cell by how opaque the image is there (PNG and WebP with alpha; other
     images count fully). What is transparent is trained as white, with no weight."""
