@@ -149,7 +149,7 @@ def write_shard(
     The file appears under its name when it is complete; a shard without a usable sample is not written. The same
     samples give the same bytes.
     """
-    reader, skipped = source.reader(index), list[SkippedSample]()
+    reader, skipped = IndexedReader(index, source), list[SkippedSample]()
     partial_file = path.with_name(f"{path.name}.partial")
     with partial_file.open("wb") as stream:
         with TarWriter(stream, mtime=0) as sink:

@@ -16,14 +16,6 @@ from sd_training.data.sources.tar import TarSource
 from sd_training.data.storage.files import HUB, PIPE, expand, is_remote, list_folder, local_path, protocol_of, shown
 from sd_training.errors import ConfigError, DataError, UserError
 
-SHARD_NOUNS = {
-    "Parquet": "file",
-    "HuggingFace": "file",
-    "Table": "table",
-    "ImageFolder": "folder",
-    "TagFolder": "folder",
-}
-"""`dataset.type` → what its shards are called in reports, where that is not `shard`."""
 _NAMES_BELOW = 1000
 """Names searched in the folders of a folder."""
 _FOLDERS = ("ImageFolder", "TagFolder", "HuggingFace")

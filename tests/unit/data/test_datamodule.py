@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 from sd_training.config.plan import BatchPlan
+from sd_training.data.index.report import report_text
 from sd_training.errors import CheckpointError, ConfigError, DataError
 from sd_training.types import PixelBatch
 from tests import makers
@@ -150,10 +151,10 @@ def test_classes_become_prompts_drawn_per_visit(tmp_path: Path) -> None:
 def test_report(shards_dir: Path) -> None:
     data = training_data(shards_dir, filters={"original_width": ">=50", "pwatermark": "<0.25"})
     report = data.report()
-    (only,) = report.datasets
+    (only,) = report
     assert (only.place, only.num_selected) == ("32 samples in 2 shards", 8)
     assert (only.epochs, only.num_steps) == (4.0, 8)
-    text = report.text()
+    text = report_text(report)
     assert "32 samples in 2 shards" in text
     assert "filter original_width >= 50: 22 samples" in text
     assert "left: 8 samples" in text
