@@ -14,12 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from sd_training.config.schema import (
-    LossConfig,
-    LossWeightingConfig,
-    ObjectiveConfig,
-    PredictionType,
-)
+from sd_training.config.schema import LossConfig, LossWeightingConfig, ObjectiveConfig, PredictionType
 from sd_training.errors import ConfigError
 from sd_training.types import Draws, NoisedBatch
 

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from sd_training.config.data_schema import DatasetParams, SourceParams, read_class_prompts
+from sd_training.config.data_schema import DatasetParams, SourceParams, SourceType, read_class_prompts
 from sd_training.config.filters import parse_filters
 from sd_training.config.plan import counted
 from sd_training.config.value_types import output_path
@@ -42,7 +42,7 @@ class OpenDataset:
 
 
 def open_dataset(
-    kind: str,
+    kind: SourceType,
     source_params: SourceParams,
     params: DatasetParams,
     table: BucketTable,
