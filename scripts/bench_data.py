@@ -35,6 +35,7 @@ from sd_training.cli import run_cli
 from sd_training.config.data_schema import DatasetConfig, DatasetParams
 from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
+from sd_training.data.index.report import report_text
 from sd_training.data.samples.captions import Encoded, Tokenizer
 from sd_training.data.samples.sample import DrawSettings
 from sd_training.errors import ConfigError
@@ -186,7 +187,7 @@ def main() -> None:
     quiet_libraries()
     with tempfile.TemporaryDirectory() as folder:
         data = make_data(dataset_of(arguments, Path(folder)), arguments.batch, arguments.workers)
-        print(data.report().text())
+        print(report_text(data.report()))
         contestants = {"sd_training": own_batches(data)}
         shards = [unit.location for unit in data.samples().datasets[0].index.shards]
         if data.dataset.type == "WebDataset" and all(os.path.isfile(shard) for shard in shards):

@@ -91,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = read_config(arguments)
     quiet_libraries()
     from sd_training.data.datamodule import TrainingData
+    from sd_training.data.index.report import report_text
     from sd_training.data.samples.sample import DrawSettings
     from sd_training.types import LatentGrid
 
@@ -107,12 +108,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     words = [word for word in arguments.what if is_option(word)]
     is_size_known = any(word.startswith(("config=", "dataset.params.resolution=")) for word in words)
-    report = data.report(of_run=is_run, is_size_known=is_size_known)
+    reports = data.report(of_run=is_run, is_size_known=is_size_known)
     if is_run:
         is_assumed = not any(word.startswith(("config=", "system.batch_size=")) for word in words)
         remark = f"; batch_size {batch} is assumed, and config=… gives the run's own" if is_assumed else ""
         print(f"{plan.sentence()}{remark}")
-    print(report.text())
+    print(report_text(reports))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from webdataset import TarWriter
 
 from sd_training.cli import run_cli
-from sd_training.config.data_schema import RemoteConfig, SourceParams
+from sd_training.config.data_schema import RemoteConfig, SourceParams, SourceType
 from sd_training.config.plan import counted
 from sd_training.config.value_types import path_argument
 from sd_training.data.index.store import load_index
@@ -58,7 +58,7 @@ def open_input(path: Path, image_column: str | None, caption_column: str | None,
     """
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
-    kind = "ImageFolder"
+    kind: SourceType = "ImageFolder"
     if path.suffix.lower() == ".parquet" or (path.is_dir() and any(path.glob("*.parquet"))):
         kind = "Parquet"
     elif path.suffix.lower() in TABLE_EXTENSIONS:
@@ -149,7 +149,7 @@ def write_shard(
     The file appears under its name when it is complete; a shard without a usable sample is not written. The same
     samples give the same bytes.
     """
-    reader, skipped = source.reader(index), list[SkippedSample]()
+    reader, skipped = IndexedReader(index, source), list[SkippedSample]()
     partial_file = path.with_name(f"{path.name}.partial")
     with partial_file.open("wb") as stream:
         with TarWriter(stream, mtime=0) as sink:

@@ -198,7 +198,7 @@ def replay(incident: Incident, plan: Plan, trained: Trained, data: TrainingData)
         index = incident.step * batch_plan.accumulation + micro
         torch.manual_seed(index * batch_plan.processes + rank)
         with autocast(device, plan.precision):
-            losses, timesteps, _ = module.sample_losses(batch.to(device), incident.step)
+            losses, timesteps, _ = module.sample_losses(batch.to(device))
         (losses.mean() / (batch_plan.accumulation * batch_plan.processes)).backward()
         times = [None] * len(losses) if timesteps is None else timesteps.tolist()
         for position, sample, loss, time in zip(

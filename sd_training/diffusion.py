@@ -14,12 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from sd_training.config.schema import (
-    LossConfig,
-    LossWeightingConfig,
-    ObjectiveConfig,
-    PredictionType,
-)
+from sd_training.config.schema import LossConfig, LossWeightingConfig, ObjectiveConfig, PredictionType
 from sd_training.errors import ConfigError
 from sd_training.types import Draws, NoisedBatch
 
@@ -367,18 +362,18 @@ class Objective:
             schedule = DiscreteSchedule(schedule.alphas_cumprod.to(device))
         return replace(self, schedule=schedule)
 
-    def draw(self, latents: Tensor, draws: Draws, step: int = 0) -> NoisedBatch:
+    def draw(self, latents: Tensor, draws: Draws) -> NoisedBatch:
         """One training example per sample.
 
         Args:
             latents: [B, C, h, w] scaled latents x_0.
             draws: the batch's random numbers.
-            step: optimizer steps completed, for what decays.
         """
         levels = self.schedule.levels(self.times(draws.timestep_draw, latents[0, 0].numel()))
         signal, sigma = (_like(level, latents) for level in (levels.signal, levels.noise))
-        noise = self._offset(draws, signal, sigma)
-        noisy = noised(latents, self._perturbed(noise, draws, step), signal, sigma)
+        noise, gamma = self._offset(draws), self.config.input_perturbation
+        seen = noise + gamma * draws.input_noise if gamma else noise  # ε + γξ (Ning et al. 2023, arXiv:2301.11706)
+        noisy = noised(latents, seen, signal, sigma)
         return NoisedBatch(
             noised_latents=noisy * input_scale(self.prediction_type, sigma, self.sigma_data),
             timesteps=levels.model_time,
@@ -418,21 +413,10 @@ class Objective:
             return shift_for_tokens(num_tokens, own.base_tokens, own.max_tokens, own.base_shift, own.max_shift)
         return self.static_shift if own.mode == "scheduler" else own.value
 
-    def _offset(self, draws: Draws, signal: Tensor, sigma: Tensor) -> Tensor:
+    def _offset(self, draws: Draws) -> Tensor:
         """ε + s·η (Guttenberg 2023), η of one number per channel."""
-        strength = self.config.offset_noise or 0.0
-        if not strength:
-            return draws.noise
-        share = sigma / (signal.square() + sigma.square()).sqrt()
-        scale = strength * share if self.config.offset_noise_by_level else strength
-        return draws.noise + scale * draws.offset_noise[:, :, None, None]
-
-    def _perturbed(self, noise: Tensor, draws: Draws, step: int) -> Tensor:
-        """ε + γξ (Ning et al. 2023, arXiv:2301.11706)."""
-        gamma, last = self.config.input_perturbation, self.config.input_perturbation_steps
-        if last is not None:
-            gamma *= max(0.0, 1.0 - step / last)
-        return noise + gamma * draws.input_noise if gamma else noise
+        strength = self.config.offset_noise
+        return draws.noise + strength * draws.offset_noise[:, :, None, None] if strength else draws.noise
 
     def loss(self, prediction: Tensor, batch: NoisedBatch) -> Tensor:
         """[B] weighted mean error of each sample, in float32 (Ho et al. 2020, arXiv:2006.11239, eq. 14).

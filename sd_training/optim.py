@@ -149,10 +149,6 @@ def make_optimizer(plan: Optimization, named_parameters: Iterable[tuple[str, nn.
             prodigy = skipping(_module("prodigyopt", name, "prodigyopt").Prodigy)
             advice = {"use_bias_correction": True, "safeguard_warmup": True}
             return prodigy(groups, lr=1.0, d0=params.d0, d_coef=params.d_coef, **advice, **adam)
-        case "schedule_free_adamw":
-            optimizer = skipping(_module("schedulefree", name, "schedulefree").AdamWScheduleFree)(groups, **adam)
-            optimizer.train()
-            return optimizer
 
 
 def _module(module: str, name: str, package: str) -> Any:

@@ -83,7 +83,7 @@ class TrainedModule(pl.LightningModule):
         infinite loss may have a finite gradient, and the gradient alone decides whether a step is skipped. No bit of a
         finite loss or of its gradient changes: both are multiplied by 1.
         """
-        losses, timesteps, logged = self.sample_losses(batch, self.trainer.global_step)
+        losses, timesteps, logged = self.sample_losses(batch)
         loss = losses.mean()
         for name, value in {"loss": loss, **logged}.items():
             value = value.detach().float()
@@ -101,14 +101,14 @@ class TrainedModule(pl.LightningModule):
     def move_frozen_to(self, device: torch.device) -> None:
         """Move what the training step uses, but is no child module, to `device`."""
 
-    def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        """[B] loss of each sample after `step` optimizer steps, with gradients; [B] the denoiser's timestep input, None
-        without a denoiser; and [] further scalars to log."""
+    def sample_losses(self, batch: PixelBatch) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """[B] loss of each sample, with gradients; [B] the denoiser's timestep input, None without a denoiser; and []
+        further scalars to log."""
         raise NotImplementedError
 
     def held_out_losses(self, batch: PixelBatch, quantiles: Sequence[float]) -> tuple[Tensor, Tensor | None]:
         """[K, B] loss of each sample at K quantiles of the timestep density, and [K, B] the denoiser's timestep input;
-        None without a denoiser. Nothing is logged or recorded, and nothing depends on the step."""
+        None without a denoiser. Nothing is logged or recorded."""
         raise NotImplementedError
 
     def configure_model(self) -> None:
@@ -228,10 +228,10 @@ class DiffusionModule(TrainedModule):
             network.to(device)
         self.objective = self.objective.to(device)
 
-    def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def sample_losses(self, batch: PixelBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """As `TrainedModule.sample_losses` (Rombach et al. 2022, arXiv:2112.10752, eq. 3)."""
         latents, conditioning = self._encoded(batch)
-        noised = self.objective.draw(latents, batch, step=step)
+        noised = self.objective.draw(latents, batch)
         prediction = self.family.predict(self.family.denoiser, noised, conditioning)
         return self.objective.loss(prediction, noised), noised.timesteps, {}
 
@@ -282,8 +282,8 @@ class AutoencoderModule(TrainedModule):
         now = torch.stack((latents.mean(), latents.square().mean(), latents.new_ones(())))
         self.latent_moments.lerp_(torch.where(now.isfinite().all(), now, self.latent_moments), 1.0 - _STATISTICS_DECAY)
 
-    def sample_losses(self, batch: PixelBatch, step: int) -> tuple[Tensor, None, dict[str, Tensor]]:
-        """As `TrainedModule.sample_losses`; nothing depends on the step."""
+    def sample_losses(self, batch: PixelBatch) -> tuple[Tensor, None, dict[str, Tensor]]:
+        """As `TrainedModule.sample_losses`."""
         l1, kl, latents = self._errors(batch)
         self._measure(latents.detach().float())
         return l1 + self.kl_weight * kl, None, {"l1": l1.mean(), "kl": kl.mean()}

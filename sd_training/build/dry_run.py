@@ -28,7 +28,7 @@ from sd_training.build.run import ANY_GRID, make_data
 from sd_training.config.changes import chosen_options
 from sd_training.config.plan import Layout
 from sd_training.config.schema import Config, DistributedConfig, ModelConfig, warmup_length
-from sd_training.data.index.report import DataReport, cut_captions
+from sd_training.data.index.report import DatasetReport, cut_captions, report_text
 from sd_training.data.order.buckets import training_sizes
 from sd_training.errors import Checks, ConfigError
 from sd_training.models.families import load_family
@@ -38,8 +38,7 @@ from sd_training.parallel.launch import process_group_backend
 from sd_training.types import Conditioning, NoisedBatch
 
 FP32_BYTES = 4
-STATE_BYTES = {"adafactor": 1, "adamw_8bit": 2, "lion": 4, "prodigy": 16}
-STATE_BYTES |= dict.fromkeys(("adamw", "schedule_free_adamw", "muon"), 8)
+STATE_BYTES = {"adafactor": 1, "adamw_8bit": 2, "lion": 4, "adamw": 8, "muon": 8, "prodigy": 16}
 """Optimizer → bytes of state per parameter, at most; of adafactor, which keeps rows and columns, of large matrices."""
 DEEPSPEED_BUCKET = 200_000_000
 """Numbers in a bucket of gradients: `reduce_bucket_size` of Lightning's DeepSpeedStrategy."""
@@ -65,19 +64,19 @@ def describe(plan: Plan) -> str:
     if problems := fit_problems(config, family, grid) if networks else []:
         checks.errors.append(ConfigError(problems))
     data = make_data(plan, family, grid)
-    report = checks.run(data.report)
+    reports = checks.run(data.report)
     held_out = checks.run(data.held_out.sentence) if data.held_out is not None else None
-    if start is not None and report is not None:
+    if start is not None and reports is not None:
         checks.run(lambda: check_data(start, data))
     text = ""
-    if not checks.errors and start is not None and report is not None:
-        cuts = cut_captions(data.datasets(), data.tokenizers, config.experiment.seed)
-        warnings = [warning for dataset in report.datasets for warning in dataset.warnings()]
+    if not checks.errors and start is not None and reports is not None:
+        cuts = cut_captions(data.datasets, data.tokenizers, config.experiment.seed)
+        warnings = [warning for dataset in reports for warning in dataset.warnings()]
         warnings += [f"captions: {sentence}" for sentence, is_much in cuts if is_much]
         warnings += prediction_warnings(config.model, family) if family else []
         memory = run_memory(config, networks, family, plan.layout, plan.precision)
         sections = [
-            _summary(plan, start, networks, family, report, memory),
+            _summary(plan, start, networks, family, reports, memory),
             _list("probably not meant:", [f"- {warning}" for warning in warnings]),
             _list(
                 "options that are not at their defaults (docs/config.md has all of them):",
@@ -89,7 +88,7 @@ def describe(plan: Plan) -> str:
                 f"{_size(largest_picture(config))} pixels on a GPU; an estimate, see docs/memory.md",
                 [f"{name:<26}{size_text(count):>12}" for name, count in memory.items() if count],
             ),
-            "\n".join([report.text(), *(f"  {sentence}" for sentence, _ in cuts)]),
+            "\n".join([report_text(reports), *(f"  {sentence}" for sentence, _ in cuts)]),
             held_out,
         ]
         text = "\n\n".join(section for section in sections if section)
@@ -125,7 +124,7 @@ def _summary(
     start: Start,
     networks: Mapping[str, nn.Module],
     family: Family | None,
-    report: DataReport,
+    reports: Sequence[DatasetReport],
     memory: Mapping[str, int],
 ) -> str:
     config, counts, trained = plan.config, parameter_counts(networks), trained_names(plan.config, family)
@@ -141,12 +140,12 @@ def _summary(
         "trains": ", ".join(text for name, text in texts.items() if name in trained),
         "keeps frozen": ", ".join(text for name, text in texts.items() if name not in trained),
         "predicts": family and family.schedulers.objective.prediction_type,
-        "data": "; ".join(f"{d.num_selected:,} of {d.place} ({d.location})" for d in report.datasets),
+        "data": "; ".join(f"{d.num_selected:,} of {d.place} ({d.location})" for d in reports),
         "at": (f"{len(sizes):,} sizes from " if len(sizes) > 1 else "")
         + " to ".join(dict.fromkeys(map(_size, (min(sizes), max(sizes)))))
         + " pixels",
         "length": plan.batch.sentence(),
-        "": "; ".join(f"each sample {d.epochs:,.2f} times" for d in report.datasets),
+        "": "; ".join(f"each sample {d.epochs:,.2f} times" for d in reports),
         "optimizer": f"{config.optimizer.name}, learning rate {first:.3g} at the first step, {peak:.3g} at step "
         f"{top + 1:,}, {end:.3g} at the last",
         "runs on": plan.device_sentence(),

@@ -40,7 +40,7 @@ from sd_training.checkpoint.mirror import Mirror
 from sd_training.config.changes import resolved_yaml, to_plain
 from sd_training.config.schema import SECTIONS, PartConfig
 from sd_training.data.datamodule import TrainingData
-from sd_training.data.samples.sample import DrawSettings, Dropout
+from sd_training.data.samples.sample import DrawSettings
 from sd_training.errors import EXIT_HANG, Checks
 from sd_training.export.draw import read_captions
 from sd_training.log import RunLog, get_logger, global_rank, is_main_process, redacted
@@ -147,11 +147,11 @@ def make_data(plan: Plan, family: Family | None, grid: LatentGrid) -> TrainingDa
     if family is None:
         draws = DrawSettings(seed, grid, has_noise=False)
     else:
-        own, objective = config.conditioning, family.schedulers.objective.config
+        objective = family.schedulers.objective.config
         draws = DrawSettings(
             seed,
             grid,
-            Dropout(own.dropout_prob, own.encoder_dropout_prob, own.size_dropout_prob, own.crop_dropout_prob),
+            config.conditioning,
             has_offset_noise=bool(objective.offset_noise),
             has_input_noise=objective.input_perturbation > 0,
             has_mask=objective.masked_loss != "none",
@@ -247,7 +247,7 @@ def _banner(plan: Plan, start: Start, data: TrainingData, title: str, step: int)
         "run folder": f"{plan.run_dir}, {done}",
         "runs on": f"{plan.device_sentence()}{device}",
         "EMA": average,
-        "samples": f"{sum(len(dataset.selected) for dataset in data.datasets()):,}",
+        "samples": f"{sum(len(dataset.selected) for dataset in data.datasets):,}",
         "length": plan.batch.sentence(),
     }
     lines = [title, *(f"  {name:<12}{value}" for name, value in rows.items())]

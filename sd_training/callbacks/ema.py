@@ -8,9 +8,8 @@ waits for the copy, on the device. The averaging runs in threads (PyTorch's kern
 that the thread that feeds the device does none of it. torchrun gives a process one OpenMP thread, hence several Python
 threads.
 
-`export_weights` and `full_export_weights` give the weights to draw, save and compare with: the average, and for
-schedule-free optimizers others than those that are trained. Averages of other widths are rebuilt after the training
-from snapshots of the tracks (docs/ema.md).
+`export_weights` and `full_export_weights` give the weights to draw, save and compare with: the average where there is
+one. Averages of other widths are rebuilt after the training from snapshots of the tracks (docs/ema.md).
 """
 
 import math
@@ -95,32 +94,6 @@ class WeightStaging:
         again."""
         for future in self._running:
             future.result()
-
-
-@contextmanager
-def evaluation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside this scope the parameters of a schedule-free optimizer hold the average x (Defazio et al. 2024,
-    arXiv:2405.15682, eq. 5); afterwards they hold the trained point y again, to the bit. Others are left as they are.
-
-    To be opened around previews and exports, on all ranks. Not around checkpoints: these hold y, from which x follows.
-    A copy of the weights is kept on the CPU meanwhile. Not to be nested.
-    """
-    if any("train_mode" not in group for group in optimizer.param_groups):
-        yield
-        return
-    schedule_free: Any = optimizer
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    trained = [weight.detach().to("cpu", copy=True) for weight in weights]
-    schedule_free.eval()
-    try:
-        yield
-    finally:
-        # `train()` would compute y from x, and so lose the last bits.
-        with torch.no_grad():
-            for weight, value in zip(weights, trained, strict=True):
-                weight.copy_(value)
-        for group in optimizer.param_groups:
-            group["train_mode"] = True
 
 
 def decay_at(step: int, config: EmaConfig) -> float:
@@ -274,7 +247,7 @@ def export_weights(module: TrainedModule, ema: Ema | None) -> Iterator[None]:
     was_training, trainer = module.network.training, module.trainer
     module.network.eval()
     try:
-        with evaluation_weights(trainer.optimizers[0]) if ema is None else ema.averaged_weights(module):
+        with nullcontext() if ema is None else ema.averaged_weights(module):
             yield
     finally:
         strategy_of(trainer).sharding.reshard()
@@ -293,9 +266,8 @@ def full_export_weights(module: TrainedModule, ema: Ema | None) -> dict[str, Ten
             return sharding.full_tensor(parameter)
         return sharding.gather(parameter, shard).to(sharding.local_shard(parameter).dtype)
 
-    with evaluation_weights(module.trainer.optimizers[0]) if ema is None else nullcontext():
-        full_tensors = ((name, full(name, parameter)) for name, parameter in module.network.named_parameters())
-        return _copies(full_tensors, is_kept=module.trainer.is_global_zero)
+    full_tensors = ((name, full(name, parameter)) for name, parameter in module.network.named_parameters())
+    return _copies(full_tensors, is_kept=module.trainer.is_global_zero)
 
 
 def _copies(full_tensors: Iterator[tuple[str, Tensor]], *, is_kept: bool) -> dict[str, Tensor]:

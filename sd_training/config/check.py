@@ -168,12 +168,6 @@ def _optimizer(config: Config) -> Iterator[str]:
         yield f"{where}: is 0, but optimizer.rates_by_part follow the same schedule; give the peak a value above 0"
     if optimizer.name == "prodigy" and peak < 1e-2:
         yield f"{where}: is {peak:g}, but prodigy multiplies the rate that it finds by it; set it to 1"
-    if optimizer.name == "schedule_free_adamw":
-        if schedule.scheduler not in ("constant", "ConstantWithWarmup"):
-            remedy = "averages weights instead of lowering the learning rate; use constant"
-            yield f"lr_scheduler.scheduler: is {schedule.scheduler}, but schedule_free_adamw {remedy}"
-        if model.use_ema:
-            yield "model.use_ema: is true, but schedule_free_adamw averages the weights itself; set it to false"
     is_exact = model.mixed_precision == "bf16" and optimizer.stochastic_rounding
     if model.bf16_weights and model.train == "denoiser" and not is_exact:
         yield "model.bf16_weights: true needs model.mixed_precision=bf16 and optimizer.stochastic_rounding=true"

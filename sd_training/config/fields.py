@@ -36,6 +36,8 @@ RETIRED: Mapping[str, Any] = {
     "distributed.dist_url": "env://",
     "experiment.eval_tar": False,
     "model.gradient_checkpointing_every": 1,
+    "objective.input_perturbation_steps": None,
+    "objective.offset_noise_by_level": False,
     "objective.timestep_density.alpha": 1.0,
     "objective.timestep_density.beta": 1.0,
     "objective.timestep_density.bias": "none",

@@ -290,12 +290,8 @@ class ObjectiveConfig(OptionGroup):
     """Loss."""
     offset_noise: NonNegative | None = None
     """s of ε + s·η with one η per channel, which is also what ε-models are asked for; null: the preset's, or 0."""
-    offset_noise_by_level: Annotated[bool, read_with("offset_noise")] = False
-    """Scale the offset with the noise level √(1 − ᾱ), so that almost clean latents get almost none."""
     input_perturbation: NonNegative = 0.0
     """γ of noising with ε + γξ while the target keeps ε (Ning et al. 2023, arXiv:2301.11706)."""
-    input_perturbation_steps: Annotated[PositiveInt | None, read_with("input_perturbation")] = None
-    """Let γ fall linearly to 0 over so many optimizer steps; null: it stays."""
     masked_loss: Literal["none", "alpha"] = "none"
     """`alpha`: multiply the error of each latent cell by how opaque the image is there (PNG and WebP with alpha; other
     images count fully). What is transparent is trained as white, with no weight."""
@@ -553,11 +549,11 @@ class ExperimentConfig(OptionGroup):
     """Seed of every random draw of the run: data order, crops, noise, timesteps, initial weights."""
 
 
-OptimizerName = Literal["adamw", "adafactor", "adamw_8bit", "lion", "prodigy", "schedule_free_adamw", "muon"]
+OptimizerName = Literal["adamw", "adafactor", "adamw_8bit", "lion", "prodigy", "muon"]
 ScheduleName = Literal[
     "ConstantWithWarmup", "CosineWithWarmup", "constant", "linear", "cosine", "polynomial", "inverse_sqrt", "wsd"
 ]
-_ADAM = ("adamw", "adamw_8bit", "prodigy", "schedule_free_adamw", "muon")
+_ADAM = ("adamw", "adamw_8bit", "prodigy", "muon")
 _MOMENTUM = read_with("name", *_ADAM, "lion")
 _FALLING = read_with("scheduler", "linear", "cosine", "CosineWithWarmup", "polynomial", "wsd")
 
@@ -569,8 +565,7 @@ class OptimizerParams(OptionGroup):
     """Peak learning rate [1/optimizer step]; not scaled by batch size or processes. `prodigy` finds the rate itself
     and multiplies it by this: 1 is usual. `lion` wants about a third to a tenth of AdamW's."""
     beta1: Annotated[BelowOne, _MOMENTUM] = 0.9
-    """Decay of the gradient average [per optimizer step]; `schedule_free_adamw`: interpolation towards the average of
-    the weights."""
+    """Decay of the gradient average [per optimizer step]."""
     beta2: Annotated[BelowOne, _MOMENTUM] = 0.98
     """Decay of the squared-gradient average, with `lion` of the momentum [per optimizer step]."""
     weight_decay: NonNegative = 0.01
@@ -590,7 +585,7 @@ class OptimizerConfig(OptionGroup):
 
     name: OptimizerName = "adamw"
     """Optimizer by name. `adamw_8bit` needs CUDA. `muon` orthogonalizes the updates of hidden matrices and kernels, at
-    AdamW's learning rate, and leaves the rest to AdamW. `schedule_free_adamw` wants a constant schedule and no EMA."""
+    AdamW's learning rate, and leaves the rest to AdamW."""
     params: OptimizerParams = OptimizerParams()
     """Its hyper-parameters."""
     max_grad_norm: Positive | None = None

@@ -21,14 +21,13 @@ from sd_training.config.fields import shown
 from sd_training.config.plan import BatchPlan, counted
 from sd_training.config.schema import ValidationConfig
 from sd_training.data.dataset import OpenDataset, open_dataset
-from sd_training.data.index.report import DataReport, DatasetReport
+from sd_training.data.index.report import DatasetReport
 from sd_training.data.loader import BadSampleLog, TrainingLoader
 from sd_training.data.order.buckets import training_sizes
-from sd_training.data.order.order import OrderSettings, RunOrder, SampleOrder
+from sd_training.data.order.order import RunOrder, SampleOrder
 from sd_training.data.samples.captions import Tokenizer
-from sd_training.data.samples.sample import DrawSettings, Dropout, SampleRequest, TrainingSamples
+from sd_training.data.samples.sample import NO_DROPOUT, DrawSettings, SampleRequest, TrainingSamples
 from sd_training.data.sources.base import printable
-from sd_training.data.sources.choose import SHARD_NOUNS
 from sd_training.data.storage.files import shown as shown_location
 from sd_training.errors import CheckpointError, Checks, ConfigError, DataError
 from sd_training.log import get_logger, redacted_values
@@ -68,7 +67,7 @@ class HeldOutData:
         self.run, self.config, self._warned = run, config, set[tuple[str, str]]()
         self.params = run.dataset.params.replace(path=config.path, crop="center", flip_prob=0.0)
         self.draws = replace(
-            run.draws, seed=_HELD_OUT_SEED, dropout=Dropout(), has_input_noise=False, is_stratified=False
+            run.draws, seed=_HELD_OUT_SEED, dropout=NO_DROPOUT, has_input_noise=False, is_stratified=False
         )
 
     @cached_property
@@ -116,7 +115,7 @@ class HeldOutData:
         locations = {shard.location for dataset in trained for shard in dataset.index.shards}
         shared = [shown_location(shard.location) for shard in own.index.shards if shard.location in locations]
         if shared:
-            shards = counted(len(shared), SHARD_NOUNS.get(self.run.dataset.type, "shard"))
+            shards = counted(len(shared), own.reader.source.shard_noun)
             log.warning(f"validation.path: trained on as well: {shards}, such as {shared[0]}")
 
     def __len__(self) -> int:
@@ -195,7 +194,7 @@ class TrainingData(pl.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Opens the index; logs and writes to a file what is wrong with the shards."""
-        datasets = self.datasets()
+        datasets = self.datasets
         if self.trainer is None or self.trainer.global_rank > 0:
             return
         for dataset in datasets:
@@ -222,22 +221,18 @@ class TrainingData(pl.LightningDataModule):
     def samples(self) -> TrainingSamples:
         """Request → example."""
         params, global_batch = self.dataset.params, self.plan.global_batch
-        return TrainingSamples(self.datasets(), self.table, params, self.tokenizers, self.draws, global_batch)
-
-    def datasets(self) -> list[OpenDataset]:
-        """The data sets of the run, opened; the first is the main one."""
-        return self._datasets
+        return TrainingSamples(self.datasets, self.table, params, self.tokenizers, self.draws, global_batch)
 
     def name_of(self, sample_id: int) -> tuple[str, str]:
         """Location of the shard and key of a batch's sample; hostile text."""
-        for dataset in self.datasets():
+        for dataset in self.datasets:
             if sample_id < len(dataset.index):
                 return dataset.index.name(sample_id)
             sample_id -= len(dataset.index)
         raise ValueError(f"sample id {sample_id} beyond the end of all data sets")
 
-    def report(self, *, of_run: bool = True, is_size_known: bool = True) -> DataReport:
-        """What the data set is; usable without a trainer.
+    def report(self, *, of_run: bool = True, is_size_known: bool = True) -> list[DatasetReport]:
+        """What the data sets are; usable without a trainer.
 
         Args:
             of_run: whether to report what the run draws from it.
@@ -246,17 +241,15 @@ class TrainingData(pl.LightningDataModule):
         Raises:
             DataError: it cannot be used.
         """
-        return DataReport(
-            [
-                DatasetReport(dataset, self.order, number, self.table, of_run, is_size_known)
-                for number, dataset in enumerate(self._datasets)
-            ]
-        )
+        return [
+            DatasetReport(dataset, self.order, number, self.table, of_run, is_size_known)
+            for number, dataset in enumerate(self.datasets)
+        ]
 
     def fingerprint(self) -> str:
         """sha256 of the selected samples, their buckets and their order: equal means that the run sees the same."""
         digest = hashlib.sha256()
-        for dataset in self.datasets():
+        for dataset in self.datasets:
             digest.update(dataset.index.fingerprint.encode())
             digest.update(dataset.selected.astype("<i8").tobytes())
             digest.update(dataset.bucket_of.astype("<i4").tobytes())
@@ -271,7 +264,7 @@ class TrainingData(pl.LightningDataModule):
         return {
             "options": _options(self.dataset),
             "fingerprint": self.fingerprint(),
-            "num_samples": sum(len(dataset.selected) for dataset in self._datasets),
+            "num_samples": sum(len(dataset.selected) for dataset in self.datasets),
             **_order(self.dataset, self.plan, self.draws.seed),
             "lanes": [own.num_streams for own in self.order.orders],
             "window": [own.window for own in self.order.orders],
@@ -290,7 +283,8 @@ class TrainingData(pl.LightningDataModule):
             raise CheckpointError(_other_data(changed))
 
     @cached_property
-    def _datasets(self) -> list[OpenDataset]:
+    def datasets(self) -> list[OpenDataset]:
+        """The data sets of the run, opened; the first is the main one."""
         checks = Checks()
         open_one = partial(
             open_dataset,
@@ -307,12 +301,11 @@ class TrainingData(pl.LightningDataModule):
     def order(self) -> RunOrder:
         """Which samples each optimizer step draws."""
         params, plan, orders = self.dataset.params, self.plan, []
-        for number, dataset in enumerate(self._datasets):
+        for number, dataset in enumerate(self.datasets):
             seed = self.draws.seed + (number << 32)  # data sets of equal length must not be shuffled alike
-            settings = OrderSettings(seed, plan.global_batch, params.lanes, params.window, params.resampled)
             block_of = dataset.index.numbers("block")[dataset.selected]
-            orders.append(SampleOrder(settings, block_of, dataset.bucket_of))
-        selected = [dataset.selected for dataset in self._datasets]
+            orders.append(SampleOrder(params, seed, plan.global_batch, block_of, dataset.bucket_of))
+        selected = [dataset.selected for dataset in self.datasets]
         return RunOrder(self.entries, self.draws.seed, plan.num_steps, orders, selected)
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from sd_training.config.data_schema import DatasetParams, SourceParams, read_class_prompts
+from sd_training.config.data_schema import DatasetParams, SourceParams, SourceType, read_class_prompts
 from sd_training.config.filters import parse_filters
 from sd_training.config.plan import counted
 from sd_training.config.value_types import output_path
@@ -25,8 +25,6 @@ from sd_training.errors import ConfigError, DataError
 class OpenDataset:
     """What the order, the reader and the report need of one data set."""
 
-    kind: str
-    """`dataset.type`."""
     index: DatasetIndex
     selection: Selection
     selected: NDArray[np.int64]
@@ -44,7 +42,7 @@ class OpenDataset:
 
 
 def open_dataset(
-    kind: str,
+    kind: SourceType,
     source_params: SourceParams,
     params: DatasetParams,
     table: BucketTable,
@@ -81,7 +79,7 @@ def open_dataset(
     folder = None if params.index_dir is None else output_path(params.index_dir)
     source = make_source(kind, source_params, params.remote)
     index = load_index(source, folder, fields - {captions.CAPTION})
-    reader = source.reader(index)
+    reader = IndexedReader(index, source)
     own_rules = source_params.tags if kind == "TagFolder" else caption_rules
     if prompts is None and captions_needed:
         captions.check_fields(caption_rules, index.fields | {captions.CAPTION})
@@ -113,4 +111,4 @@ def open_dataset(
         raise DataError("\n".join([f"dataset.params.path: {few}", *exclusion_lines(index, selection)]))
     captioner = partial(captions.draw_caption, reader, own_rules, prompts)
     over_limit = len(selection.selected) - len(chosen)
-    return OpenDataset(kind, index, selection, selected, bucket_of, merges, without, over_limit, reader, captioner)
+    return OpenDataset(index, selection, selected, bucket_of, merges, without, over_limit, reader, captioner)

@@ -69,11 +69,8 @@ class TrainingLoader:
     _deaths: list[int] = field(default_factory=list, init=False)
     """Optimizer steps at which a loader process has died."""
 
-    def __post_init__(self) -> None:
-        self.num_steps, self.global_batch = self.plan.num_steps, self.plan.global_batch
-
     def __len__(self) -> int:
-        return self.num_steps * self.plan.accumulation
+        return self.plan.num_steps * self.plan.accumulation
 
     def __iter__(self) -> Iterator[PixelBatch]:
         for result in self._results(self.first_step() * self.plan.accumulation):
@@ -87,12 +84,12 @@ class TrainingLoader:
         """What the loader processes are asked for, a list per micro-batch of this rank, from step `first_step`
         to the last; of that step without the first `num_done` micro-batches."""
         size = self.plan.micro_batch
-        for step in range(first_step, self.num_steps):
+        for step in range(first_step, self.plan.num_steps):
             bucket, samples, dataset = self.order.at(step)
             for micro_index in range(num_done if step == first_step else 0, self.plan.accumulation):
                 # A rank reads neighbouring slots, those of its shard streams, whatever its accumulation is.
                 slot = (self.rank * self.plan.accumulation + micro_index) * size
-                position = step * self.global_batch + slot
+                position = step * self.plan.global_batch + slot
                 own = enumerate(samples[slot : slot + size].tolist(), start=position)
                 yield [SampleRequest(position, dataset, sample, bucket) for position, sample in own]
 

@@ -11,14 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from sd_training.config.check import objective_problems
-from sd_training.config.schema import (
-    ModelConfig,
-    ObjectiveConfig,
-    PartConfig,
-    PredictionType,
-    is_set,
-    with_preset,
-)
+from sd_training.config.schema import ModelConfig, ObjectiveConfig, PartConfig, PredictionType, is_set, with_preset
 from sd_training.diffusion import FlowSchedule, NoiseSchedule, Objective, SigmaSchedule, discrete_schedule_of
 from sd_training.errors import ConfigError
 from sd_training.models.load import class_of, effective_part, load_noise_scheduler

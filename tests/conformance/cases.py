@@ -27,12 +27,9 @@ LOSSES = ("l2", "huber_constant", "huber_snr", "huber_exponential")
 NOISES: dict[str, dict[str, Any]] = {
     "plain": {},
     "offset": {"offset_noise": 0.3},
-    "offset_by_level": {"offset_noise": 0.3, "offset_noise_by_level": True},
     "perturbed": {"input_perturbation": 0.2},
-    "decaying": {"input_perturbation": 0.2, "input_perturbation_steps": 100},
     "both": {"offset_noise": 0.3, "input_perturbation": 0.2},
 }
-STEP = 25
 SIGMA_DATA = 0.7
 
 
@@ -76,11 +73,10 @@ def settings(prediction: str, schedule: str, weighting: str) -> list[Setting]:
             sigma_data=SIGMA_DATA if is_edm else 1.0,
             log_mean=-0.6 if is_edm else 0.0,
             log_std=1.3 if is_edm else 1.0,
-            step=STEP,
         )
         for loss in LOSSES
         for noise in NOISES
-        if is_valid(prediction, weighting, noise) and not (is_edm and noise == "offset_by_level")
+        if is_valid(prediction, weighting, noise)
     ]
 
 

@@ -45,7 +45,7 @@ def check_finite(prediction: str, weighting: str, extreme: str) -> None:
     for setting in settings(prediction, _schedule(prediction, extreme), weighting):
         base = objective_for(setting) if base is None else base
         objective, u = _at_extreme(varied(base, setting), setting, extreme)
-        made = objective.draw(tensor(_X0), draws_of(u, _EPS, _ETA, _XI), step=setting.step)
+        made = objective.draw(tensor(_X0), draws_of(u, _EPS, _ETA, _XI))
         _expect_extreme(setting, made.signal, made.sigma, extreme)
         answer = tensor(_ANSWER).requires_grad_()
         loss = objective.loss(answer, made)

@@ -17,7 +17,6 @@ from tests.conformance.mutations import (
     Mutation,
     changed_levels,
     cosine_betas_from_zero,
-    draw_with,
     edm_sampler_with_default_data,
     edm_target_swapped,
     flow_sampler_unshifted,
@@ -155,7 +154,6 @@ _TARGETS: list[Mutation] = [
         (EDM, PRECONDITIONING),
     ),
     Mutation("offset_noise_not_in_the_target", swap(Objective, "draw", target_without_offset), (EPSILON,)),
-    Mutation("offset_by_level_ignored", swap(Objective, "draw", draw_with(offset_noise_by_level=False)), (EPSILON,)),
     Mutation(
         "offset_noise_per_cell",
         swap(Objective, "_offset", lambda f, self, draws, *a: draws.noise + 0.3 * draws.input_noise),
@@ -170,7 +168,6 @@ _TARGETS: list[Mutation] = [
         ),
         (partial(product_checks.check_target_ignores_perturbation), EPSILON),
     ),
-    Mutation("perturbation_without_decay", swap(Objective, "draw", draw_with(input_perturbation_steps=None)), (V,)),
 ]
 _WEIGHTS: list[Mutation] = [
     Mutation(

@@ -51,19 +51,10 @@ def edm_target_swapped(original: Any, kind: str, x0: Any, noise: Any, signal: An
     return (x0 - out * (x0 + sigma * noise)) / skip
 
 
-def target_without_offset(original: Any, self: Objective, latents: Any, draws: Any, step: int = 0) -> Any:
+def target_without_offset(original: Any, self: Objective, latents: Any, draws: Any) -> Any:
     """The denoiser sees the offset and is asked for the noise without."""
     plain = replace(self, config=self.config.replace(offset_noise=0.0))
-    return replace(original(self, latents, draws, step), target=original(plain, latents, draws, step).target)
-
-
-def draw_with(**options: Any) -> Callable[..., Any]:
-    """As if other options had been given."""
-
-    def draw(original: Any, self: Objective, latents: Any, draws: Any, step: int = 0) -> Any:
-        return original(replace(self, config=self.config.replace(**options)), latents, draws, step)
-
-    return draw
+    return replace(original(self, latents, draws), target=original(plain, latents, draws).target)
 
 
 def changed_levels(change: Callable[[Levels], Levels]) -> Callable[..., Levels]:

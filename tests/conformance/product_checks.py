@@ -34,7 +34,7 @@ def check_settings(cases: Iterable[Setting]) -> None:
         objective = varied(base, setting)
         x0 = _X0.astype(np.float32).astype(np.float64)
         draws = draws_of(np.array(_DRAWS), _EPS, _ETA, _XI)
-        made = objective.draw(tensor(x0), draws, step=setting.step)
+        made = objective.draw(tensor(x0), draws)
         u = draws.timestep_draw.double().numpy()
         expected = reference.example(setting, u, x0, _EPS, _ETA, _XI)
         _compare_example(made, expected)

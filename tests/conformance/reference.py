@@ -83,7 +83,6 @@ class Setting:
     sigma_data: float = 1.0
     log_mean: float = 0.0
     log_std: float = 1.0
-    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,20 +113,14 @@ def _wide(row: Array) -> Array:
     return row[:, None, None, None]
 
 
-def noises(setting: Setting, sigma: Array, eps: Array, eta: Array, xi: Array) -> tuple[Array, Array]:
+def noises(setting: Setting, eps: Array, eta: Array, xi: Array) -> tuple[Array, Array]:
     """The noise the denoiser is asked for, and the one it sees.
 
     Offset noise belongs to both; input perturbation (Ning et al. 2023) to what it sees alone.
     """
     options = setting.noise
-    strength = np.full_like(sigma, options.get("offset_noise", 0.0))
-    if options.get("offset_noise_by_level"):  # √(1 - ᾱ); of EDM, whose α is 1, the same share of noise
-        strength = strength * (sigma / np.hypot(1.0, sigma) if setting.prediction == "edm" else sigma)
-    asked = eps + (strength[:, None] * eta)[:, :, None, None]
-    gamma, last = options.get("input_perturbation", 0.0), options.get("input_perturbation_steps")
-    if last:
-        gamma *= max(0.0, 1 - setting.step / last)
-    return asked, asked + gamma * xi
+    asked = eps + (options.get("offset_noise", 0.0) * eta)[:, :, None, None]
+    return asked, asked + options.get("input_perturbation", 0.0) * xi
 
 
 def target(prediction: str, x0: Array, eps: Array, alpha: Array, sigma: Array, sigma_data: float) -> Array:
@@ -148,7 +141,7 @@ def target(prediction: str, x0: Array, eps: Array, alpha: Array, sigma: Array, s
 def example(setting: Setting, u: Array, x0: Array, eps: Array, eta: Array, xi: Array) -> Example:
     """One training example per row."""
     alpha, sigma, timesteps = levels(setting, u)
-    asked, seen = noises(setting, sigma, eps, eta, xi)
+    asked, seen = noises(setting, eps, eta, xi)
     a, s = _wide(alpha), _wide(sigma)
     noisy = a * x0 + s * seen
     c_in = 1 / np.sqrt(s**2 + setting.sigma_data**2) if setting.prediction == "edm" else 1.0

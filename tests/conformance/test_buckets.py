@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sd_training.config.data_schema import DatasetParams
 from sd_training.data.order.buckets import BucketTable
-from sd_training.data.order.order import OrderSettings, SampleOrder
+from sd_training.data.order.order import SampleOrder
 from sd_training.diffusion import Objective
 from tests.conformance.cases import draws_of, numbers, objective_for, settings, tensor
 
@@ -30,7 +31,7 @@ def order_of_whole_batches() -> tuple[SampleOrder, np.ndarray]:
     bucket_of = np.repeat(np.arange(len(BATCHES), dtype=np.int32), np.array(BATCHES) * GLOBAL_BATCH)
     bucket_of = np.random.default_rng(1).permutation(bucket_of)
     blocks = np.arange(len(bucket_of), dtype=np.int32) // 7
-    return SampleOrder(OrderSettings(seed=5, global_batch=GLOBAL_BATCH), blocks, bucket_of), bucket_of
+    return SampleOrder(DatasetParams(path="."), 5, GLOBAL_BATCH, blocks, bucket_of), bucket_of
 
 
 def gradient(objective: Objective, bucket_of: np.ndarray, samples: np.ndarray) -> Tensor:

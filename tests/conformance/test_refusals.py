@@ -45,8 +45,6 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
     ("edm", {"shift": ShiftConfig(mode="static", value=3.0), **density("log_normal")}, "shift.mode"),
     ("flow_prediction", {"offset_noise": 0.1}, "offset_noise"),
     # Options that nothing would read.
-    ("epsilon", {"offset_noise_by_level": True}, "offset_noise_by_level"),
-    ("epsilon", {"input_perturbation_steps": 10}, "input_perturbation_steps"),
     ("epsilon", {**weighting("constant", gamma=3.0)}, "loss_weighting.gamma"),
     ("epsilon", {**weighting("min_snr", p2_k=2.0)}, "loss_weighting.p2_k"),
     ("epsilon", {"loss": LossConfig(huber_delta=0.3)}, "loss.huber_delta"),

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from sd_training.config.data_schema import CaptionConfig, RemoteConfig
+from sd_training.config.data_schema import CaptionConfig, DatasetParams, RemoteConfig
 from sd_training.config.filters import parse_filters
 from sd_training.data.index.selection import select
 from sd_training.data.index.store import load_index
 from sd_training.data.order.buckets import BucketTable, ladder, merge_small
-from sd_training.data.order.order import OrderSettings, SampleOrder
+from sd_training.data.order.order import SampleOrder
 from sd_training.data.sources.base import Problems, Shard, Source
 
 UNITS, PER_UNIT = 100, 10_000
@@ -53,7 +53,7 @@ def open_million(index_dir: Path) -> tuple[SampleOrder, float]:
     table = BucketTable(tuple(ladder(1 << 20, 64, 512, 2048, 3.0)))
     bucket_of = table.assign(index.numbers("width")[selected], index.numbers("height")[selected])
     bucket_of, _ = merge_small(bucket_of, table, 256)
-    order = SampleOrder(OrderSettings(0, 256), index.numbers("block")[selected], bucket_of)
+    order = SampleOrder(DatasetParams(path="."), 0, 256, index.numbers("block")[selected], bucket_of)
     order.at(0)
     return order, time.process_time() - start
 

@@ -16,6 +16,7 @@ from PIL import Image
 
 from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
+from sd_training.data.index.report import report_text
 from sd_training.errors import ConfigError, DataError
 from sd_training.types import PixelBatch
 from tests import makers
@@ -87,7 +88,7 @@ def test_a_shard_without_captions_among_others_is_counted(tmp_path: Path) -> Non
     makers.write_shard(tmp_path / "bare.tar", samples)
     makers.write_shard(tmp_path / "good.tar", makers.caption_samples(GOOD))
     data, batch = run(tmp_path)
-    assert data.datasets()[0].selection.problems.counts == {"caption missing": 4}
+    assert data.datasets[0].selection.problems.counts == {"caption missing": 4}
     assert set(batch.sample_ids.tolist()) <= set(range(4, 4 + GOOD))
 
 
@@ -118,13 +119,13 @@ def test_a_caption_that_is_not_utf8_is_counted(tmp_path: Path) -> None:
     with_bad(tmp_path, txt=b"\xff\xfe broken utf-8")
     data, batch = run(tmp_path)
     assert 3 not in batch.sample_ids
-    assert data.datasets()[0].selection.problems.counts["caption is not UTF-8 text"] == 1
+    assert data.datasets[0].selection.problems.counts["caption is not UTF-8 text"] == 1
 
 
 def test_a_bomb_is_found_before_the_run(tmp_path: Path) -> None:
     data = training_data(with_bad(tmp_path, jpg=None, png=bomb()))
-    assert data.datasets()[0].selection.problems.counts == {"image has too many pixels": 1}
-    assert len(data.datasets()[0].selected) == GOOD
+    assert data.datasets[0].selection.problems.counts == {"image has too many pixels": 1}
+    assert len(data.datasets[0].selected) == GOOD
 
 
 def test_a_bomb_takes_no_memory(tmp_path: Path) -> None:
@@ -151,10 +152,10 @@ def test_a_truncated_tar_keeps_its_complete_samples(tmp_path: Path) -> None:
     shard = makers.write_shard(tmp_path / "000.tar", makers.caption_samples(GOOD))
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
     data, batch = run(tmp_path)
-    counts = data.datasets()[0].selection.problems.counts
+    counts = data.datasets[0].selection.problems.counts
     assert counts["shard is truncated or damaged"] == 1
-    assert 0 < len(data.datasets()[0].index) < GOOD
-    assert set(batch.sample_ids.tolist()) == set(range(len(data.datasets()[0].index)))
+    assert 0 < len(data.datasets[0].index) < GOOD
+    assert set(batch.sample_ids.tolist()) == set(range(len(data.datasets[0].index)))
 
 
 def alpha_picture() -> Image.Image:
@@ -195,9 +196,11 @@ def test_odd_captions_are_captions(tmp_path: Path, caption: str) -> None:
     makers.write_shard(tmp_path / "000.tar", [{**makers.caption_samples(1)[0], "txt": raw}])
     data, batch = run(tmp_path)
     expected = caption.strip()
-    assert torch.equal(batch.tokens["text_encoder"][0], torch.from_numpy(data.tokenizers["text_encoder"](expected)))
+    assert torch.equal(
+        batch.tokens["text_encoder"][0], torch.from_numpy(data.tokenizers["text_encoder"].encode(expected).tokens)
+    )
     assert batch.tokens["text_encoder"].shape == (16, 16)
-    assert data.datasets()[0].selection.problems.counts == {}
+    assert data.datasets[0].selection.problems.counts == {}
 
 
 def test_filter_on_a_field_that_nobody_has(shards_dir: Path) -> None:
@@ -219,10 +222,10 @@ def test_filter_text_with_code_in_it(shards_dir: Path, tmp_path: Path) -> None:
 def test_metadata_that_is_no_json_object(tmp_path: Path, metadata: bytes) -> None:
     with_bad(tmp_path, json=metadata)
     data = training_data(tmp_path, filters={"original_width": ">=0"})
-    assert len(data.datasets()[0].selected) == GOOD
+    assert len(data.datasets[0].selected) == GOOD
     if not metadata.startswith(b'{"a"'):
-        assert data.datasets()[0].selection.problems.counts == {"metadata is not a JSON object": 1}
-    assert len(training_data(tmp_path).datasets()[0].selected) == GOOD + 1  # without a filter it is not needed
+        assert data.datasets[0].selection.problems.counts == {"metadata is not a JSON object": 1}
+    assert len(training_data(tmp_path).datasets[0].selected) == GOOD + 1  # without a filter it is not needed
 
 
 def test_class_out_of_range(tmp_path: Path) -> None:
@@ -232,8 +235,8 @@ def test_class_out_of_range(tmp_path: Path) -> None:
     makers.write_shard(tmp_path / "000.tar", samples)
     prompts = {0: "zero", 1: "one"}
     data, batch = run(tmp_path, kind="ClassificationWebDataset", idx_to_prompt=prompts)
-    assert data.datasets()[0].selection.problems.counts == {"class without a prompt": 2}
-    assert "class '10'" in data.report().text()
+    assert data.datasets[0].selection.problems.counts == {"class without a prompt": 2}
+    assert "class '10'" in report_text(data.report())
     assert set(batch.sample_ids.tolist()) == {0, 1}
 
 

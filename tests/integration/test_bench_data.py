@@ -44,8 +44,8 @@ def test_captions_are_read(tmp_path: Path) -> None:
     arguments = bench_data.parse_arguments([f"dataset.params.path={tmp_path}", "dataset.params.resolution=16"])
     data = bench_data.make_data(bench_data.dataset_of(arguments, tmp_path), 4, 0)
     asked = []
-    read = data.datasets()[0].captioner
-    object.__setattr__(data.datasets()[0], "captioner", lambda *visit: asked.append(visit) or read(*visit))
+    read = data.datasets[0].captioner
+    object.__setattr__(data.datasets[0], "captioner", lambda *visit: asked.append(visit) or read(*visit))
     next(bench_data.own_batches(data))
     assert len(asked) >= 4
 

@@ -122,7 +122,7 @@ def test_the_stream_depends_on_nothing_but_the_data(
 
 def test_every_survivor_comes_once_per_epoch(folder: Path, reference: dict[int, Seen]) -> None:
     data = make_data(folder, 1, 1, 0)
-    (opened,) = data.datasets()
+    (opened,) = data.datasets
     planned = {
         step * GLOBAL_BATCH + slot: sample
         for step in range(STEPS)

@@ -133,7 +133,7 @@ def test_make_webdataset_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFix
     with tarfile.open(out / "00001.tar") as tar:
         assert tar.getnames() == ["000000002.jpg", "000000002.json", "000000002.txt"]
     for path, kind in ((photos, "ImageFolder"), (out, "WebDataset")):  # the same samples, whichever is trained on
-        dataset = training_data(path, kind=kind).datasets()[0]
+        dataset = training_data(path, kind=kind).datasets[0]
         captions = sorted(dataset.reader.caption(int(sample)) for sample in dataset.selected)
         assert captions == ["", "picture 0", "picture 1", "picture 2"]
     assert "has shards already" in fails(make_webdataset.main, photos, "--out", out)

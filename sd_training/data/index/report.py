@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +13,6 @@ from sd_training.data.index.selection import filter_lines
 from sd_training.data.order.buckets import NO_BUCKET, BucketTable, histogram
 from sd_training.data.order.order import RunOrder, generator
 from sd_training.data.samples.captions import Tokenizer
-from sd_training.data.sources.choose import SHARD_NOUNS
 from sd_training.data.storage.files import shown
 from sd_training.errors import BadSample
 
@@ -42,7 +40,8 @@ class DatasetReport:
         self, dataset: OpenDataset, order: RunOrder, number: int, table: BucketTable, of_run: bool, is_size_known: bool
     ) -> None:
         self.dataset, self.table, self.of_run = dataset, table, of_run
-        index, noun = dataset.index, SHARD_NOUNS.get(dataset.kind, "shard")
+        index, noun, count = dataset.index, dataset.reader.source.shard_noun, len(order.orders)
+        self.heading = f"data set {number + 1} of {count}" if count > 1 else ""
         self.location = shown(index.shards[0].location)
         """Of the first shard."""
         self.place = f"{counted(len(index), 'sample')} in {counted(len(index.shards), noun)}"
@@ -51,7 +50,7 @@ class DatasetReport:
         """Samples with caption or known class that pass all filters and have a bucket."""
         self.num_steps = order.steps_before(order.num_steps, number)
         """Optimizer steps that draw from it."""
-        self.epochs = self.num_steps * order.orders[number].settings.global_batch / self.num_selected
+        self.epochs = self.num_steps * order.orders[number].global_batch / self.num_selected
         """How often the run sees each sample."""
         height, width = (index.numbers(side)[dataset.selected] for side in ("height", "width"))
         target = np.array(table.sizes)[dataset.bucket_of]
@@ -79,6 +78,8 @@ class DatasetReport:
         """For a terminal."""
         dataset, selection, table = self.dataset, self.dataset.selection, self.table
         filters, samples = filter_lines(dataset.index, selection), counted(self.num_selected, "sample")
+        if self.heading:
+            yield f"{self.heading}: {self.location}"
         yield f"data: {self.place}; {selection.num_usable:,} have all members"
         yield from (f"  {line}" for line in filters)
         if dataset.num_without_bucket:
@@ -106,19 +107,9 @@ class DatasetReport:
             yield f"  the run sees {samples} {self.epochs:,.2f} times each, in {counted(self.num_steps, 'step')}"
 
 
-class DataReport(NamedTuple):
-    """All data sets of a run."""
-
-    datasets: list[DatasetReport]
-
-    def text(self) -> str:
-        """Several lines for a terminal."""
-        lines = []
-        for number, report in enumerate(self.datasets, start=1):
-            if len(self.datasets) > 1:
-                lines.append(f"data set {number} of {len(self.datasets)}: {report.location}")
-            lines += report.lines()
-        return "\n".join(lines)
+def report_text(reports: Sequence[DatasetReport]) -> str:
+    """All data sets of a run, for a terminal."""
+    return "\n".join(line for report in reports for line in report.lines())
 
 
 def cut_captions(

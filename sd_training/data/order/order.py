@@ -21,7 +21,6 @@ import hashlib
 import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
@@ -30,8 +29,9 @@ import numpy as np
 from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import DTypeLike, NDArray
 
-from sd_training.config.data_schema import DatasetConfig, MixEntry
+from sd_training.config.data_schema import DatasetConfig, DatasetParams, MixEntry
 from sd_training.config.plan import counted
+from sd_training.data.order.buckets import Buckets
 from sd_training.errors import ConfigError
 
 MAX_STREAMS = 64
@@ -108,21 +108,6 @@ class RunOrder:
         return step if self.dataset_of is None else int(np.searchsorted(self._steps_of[dataset], step))
 
 
-@dataclass(frozen=True)
-class OrderSettings:
-    """Everything besides the samples that decides the order of one data set."""
-
-    seed: int
-    global_batch: int
-    """G: samples per optimizer step."""
-    shard_streams: int | None = None
-    """C; None takes the largest divisor of G up to 64 that is a power of two."""
-    window: int | None = None
-    """Blocks per window; None takes as many as hold 262,144 samples, and at least one per shard stream."""
-    with_replacement: bool = False
-    """Draw the samples of a stream with replacement instead of shuffling them; a batch may then repeat samples."""
-
-
 class _Epoch(NamedTuple):
     blocks: NDArray[np.int64]
     """Blocks in the order of the epoch."""
@@ -134,7 +119,11 @@ class SampleOrder:
     """The samples of every step of one data set, as places 0..n-1 among its selected samples.
 
     Args:
-        settings: seed, batch and locality.
+        params: `lanes` is C, null the largest divisor of G up to 64 that is a power of two; `window` counts blocks,
+            null takes as many as hold 262,144 samples, and at least one per shard stream; with `resampled` the samples
+            of a stream are drawn with replacement instead of being shuffled, and a batch may repeat samples.
+        seed: of the data set.
+        global_batch: G, samples per optimizer step.
         block_of: [n] the block of each selected sample, ascending.
         bucket_of: [n] the bucket of each selected sample.
 
@@ -142,28 +131,29 @@ class SampleOrder:
         ValueError: a bucket in use has fewer samples than one global batch, and repeats were not asked for.
     """
 
-    def __init__(self, settings: OrderSettings, block_of: NDArray[np.int32], bucket_of: NDArray[np.int32]) -> None:
-        self.settings, self.bucket_of = settings, bucket_of
+    def __init__(
+        self, params: DatasetParams, seed: int, global_batch: int, block_of: NDArray[np.int32], bucket_of: Buckets
+    ) -> None:
+        self.seed, self.global_batch, self.bucket_of = seed, global_batch, bucket_of
+        self.with_replacement = params.resampled
         self.buckets, bucket_index = np.unique(bucket_of, return_inverse=True)
         blocks, block_index = np.unique(block_of, return_inverse=True)
         self._starts = np.searchsorted(block_index, np.arange(len(blocks) + 1))
         flat = block_index.astype(np.int64) * len(self.buckets) + bucket_index
         self._counts = np.bincount(flat, minlength=len(blocks) * len(self.buckets)).reshape(len(blocks), -1)
         self.sizes = self._counts.sum(axis=0)
-        if not settings.with_replacement and (fewest := int(self.sizes.min())) < settings.global_batch:
-            raise ValueError(
-                f"a bucket has {counted(fewest, 'sample')}, fewer than the {settings.global_batch} of a step"
-            )
+        if not self.with_replacement and (fewest := int(self.sizes.min())) < global_batch:
+            raise ValueError(f"a bucket has {counted(fewest, 'sample')}, fewer than the {global_batch} of a step")
         per_block = max(1, len(block_of) // len(self._counts))
-        self.num_streams = settings.shard_streams or gcd(settings.global_batch, MAX_STREAMS)
-        self.window = settings.window or max(self.num_streams, -(-WINDOW_SAMPLES // per_block))
+        self.num_streams = params.lanes or gcd(global_batch, MAX_STREAMS)
+        self.window = params.window or max(self.num_streams, -(-WINDOW_SAMPLES // per_block))
         self._epoch = lru_cache(_EPOCHS_KEPT)(self._make_epoch)
         self._batches = lru_cache(1)(self._shuffled_batches)
         self._window_samples = lru_cache(_WINDOWS_KEPT * len(self.buckets))(self._shuffled_samples)
 
     def at(self, step: int) -> StepSamples:
         """The samples of a step; its epoch and window are found by bisection over sums of floors."""
-        batch_size = self.settings.global_batch
+        batch_size = self.global_batch
         beyond = (step + len(self.buckets)) * batch_size // len(self.bucket_of) + 2
         epoch = bisect_right(range(beyond), step, key=lambda e: int((e * self.sizes // batch_size).sum())) - 1
         batches_before = ((epoch * self.sizes + self._epoch(epoch).before) // batch_size).sum(axis=1)
@@ -180,7 +170,7 @@ class SampleOrder:
         return StepSamples(int(self.buckets[bucket]), np.concatenate(parts))
 
     def _make_epoch(self, epoch: int) -> _Epoch:
-        blocks = generator(self.settings.seed, "order of blocks", epoch).permutation(len(self._counts))
+        blocks = generator(self.seed, "order of blocks", epoch).permutation(len(self._counts))
         ends = np.append(np.arange(self.window, len(blocks), self.window), len(blocks))
         sums = np.cumsum(self._counts[blocks], axis=0)[ends - 1]
         return _Epoch(blocks, np.concatenate([np.zeros_like(sums[:1]), sums]))
@@ -188,9 +178,9 @@ class SampleOrder:
     def _shuffled_batches(self, epoch: int, window: int) -> NDArray[np.int64]:
         """[k, 2] bucket and number of every batch that ends in the window: buckets mixed, numbers ascending."""
         before = self._epoch(epoch).before
-        done = (epoch * self.sizes + before[window : window + 2]) // self.settings.global_batch
+        done = (epoch * self.sizes + before[window : window + 2]) // self.global_batch
         buckets = np.repeat(np.arange(len(self.sizes)), done[1] - done[0])
-        buckets = generator(self.settings.seed, f"order of batches {window}", epoch).permutation(buckets)
+        buckets = generator(self.seed, f"order of batches {window}", epoch).permutation(buckets)
         numbers = np.empty_like(buckets)
         for bucket, (first, end) in enumerate(done.T):
             numbers[buckets == bucket] = np.arange(first, end)
@@ -198,15 +188,15 @@ class SampleOrder:
 
     def _shuffled_samples(self, epoch: int, window: int, bucket: int) -> Samples:
         """The bucket's samples of a window in the order of its stream."""
-        streams, batch_size = self.num_streams, self.settings.global_batch
+        streams, batch_size = self.num_streams, self.global_batch
         blocks = self._epoch(epoch).blocks[window * self.window : (window + 1) * self.window]
-        chance = generator(self.settings.seed, f"order of samples {window} {bucket}", epoch)
+        chance = generator(self.seed, f"order of samples {window} {bucket}", epoch)
         own = list[Samples]()
         for stream in range(min(streams, len(blocks))):
             ranges = [np.arange(self._starts[block], self._starts[block + 1]) for block in blocks[stream::streams]]
             samples = np.concatenate(ranges)
             samples = samples[self.bucket_of[samples] == self.buckets[bucket]]
-            if self.settings.with_replacement:
+            if self.with_replacement:
                 own.append(samples[chance.integers(max(1, len(samples)), size=len(samples))])
             else:
                 own.append(chance.permutation(samples))

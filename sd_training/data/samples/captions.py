@@ -190,10 +190,6 @@ class Tokenizer:
             raise ConfigError("model.tokenizer: the tokenizer does not say its model_max_length [tokens per caption]")
         self._cached: Callable[[str], Encoded] | None = None
 
-    def __call__(self, caption: str) -> NDArray[np.int64]:
-        """[L] tokens."""
-        return self.encode(caption).tokens
-
     def encode(self, caption: str) -> Encoded:
         """Tokens and their mask."""
         if self._cached is None:

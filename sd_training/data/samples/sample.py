@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, default_collate
 
 from sd_training.config.data_schema import DatasetParams
+from sd_training.config.schema import ConditioningConfig
 from sd_training.data.dataset import OpenDataset
 from sd_training.data.order.buckets import BucketTable
 from sd_training.data.order.order import generator
@@ -41,33 +42,23 @@ class SampleRequest(NamedTuple):
     """Which height and width the picture gets."""
 
 
-@dataclass(frozen=True)
-class Dropout:
-    """Which conditioners an example is trained without; every decision is drawn per sample."""
+NO_DROPOUT = ConditioningConfig(dropout_prob=0.0)
 
-    text_prob: float = 0.0
-    """Probability that all text encoders are dropped together: the null conditioning of guidance."""
-    encoder_prob: float = 0.0
-    """Probability of each text encoder to be dropped, independently of that and of each other."""
-    size_prob: float = 0.0
-    """Probability that the original size is dropped."""
-    crop_prob: float = 0.0
-    """Probability that the crop is dropped."""
 
-    def draw(self, seed: int, position: int, encoders: Sequence[str]) -> dict[str, bool]:
-        """Text encoder, `size` and `crop` → whether it is replaced by its null conditioning at a position of the run.
+def draw_dropout(rules: ConditioningConfig, seed: int, position: int, encoders: Sequence[str]) -> dict[str, bool]:
+    """Text encoder, `size` and `crop` → whether it is replaced by its null conditioning at a position of the run.
 
-        The answer for one encoder does not depend on which others there are.
-        """
+    The answer for one encoder does not depend on which others there are.
+    """
 
-        def is_dropped(prob: float, purpose: str) -> bool:
-            return prob > 0 and bool(generator(seed, purpose, position).random() < prob)
+    def is_dropped(prob: float, purpose: str) -> bool:
+        return prob > 0 and bool(generator(seed, purpose, position).random() < prob)
 
-        joint = is_dropped(self.text_prob, "conditioning_dropout")
-        dropped = {e: joint or is_dropped(self.encoder_prob, f"conditioning_dropout:{e}") for e in encoders}
-        dropped["size"] = is_dropped(self.size_prob, "conditioning_dropout:size")
-        dropped["crop"] = is_dropped(self.crop_prob, "conditioning_dropout:crop")
-        return dropped
+    joint = is_dropped(rules.dropout_prob, "conditioning_dropout")
+    dropped = {e: joint or is_dropped(rules.encoder_dropout_prob, f"conditioning_dropout:{e}") for e in encoders}
+    dropped["size"] = is_dropped(rules.size_dropout_prob, "conditioning_dropout:size")
+    dropped["crop"] = is_dropped(rules.crop_dropout_prob, "conditioning_dropout:crop")
+    return dropped
 
 
 @dataclass(frozen=True)
@@ -76,7 +67,8 @@ class DrawSettings:
 
     seed: int
     grid: LatentGrid
-    dropout: Dropout = field(default_factory=Dropout)
+    dropout: ConditioningConfig = field(default_factory=lambda: NO_DROPOUT)
+    """Which conditioners an example is trained without."""
     has_noise: bool = True
     """False for autoencoder training, which has no forward process."""
     has_offset_noise: bool = False
@@ -166,7 +158,7 @@ class TrainingSamples(Dataset[WorkerResult]):
         wanted = CropRequest(height, width, top, left, flip)
         file = dataset.reader.image(request.sample)
         image = read_image(file, wanted, params.max_image_pixels, keeps_alpha=draws.has_mask)
-        dropped = draws.dropout.draw(draws.seed, position, list(self.tokenizers))
+        dropped = draw_dropout(draws.dropout, draws.seed, position, list(self.tokenizers))
         is_read = any(not dropped[name] for name in self.tokenizers)
         caption = dataset.captioner(request.sample, rng) if is_read else ""
         texts = {name: t.encode("" if dropped[name] else caption) for name, t in self.tokenizers.items()}

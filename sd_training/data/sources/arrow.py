@@ -88,6 +88,8 @@ class ArrowSource(base.Source):
         saved: whether the paths are data sets of the `datasets` library.
     """
 
+    shard_noun = "file"
+
     def __init__(
         self,
         paths: Sequence[str],

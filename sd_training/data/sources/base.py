@@ -305,6 +305,8 @@ class Source:
         access: how remote ones are read.
     """
 
+    shard_noun = "shard"
+    """What reports call a shard."""
     columns: Sequence[str] = ()
     """Optional columns that also exist where no row has a value."""
     identity: str
@@ -356,10 +358,6 @@ class Source:
         empty = {name for name in COLUMNS.names if table[name].null_count == table.num_rows}
         unused = empty.difference(_REQUIRED, self.columns)
         return {n: table[n].combine_chunks() for n in table.column_names if n not in unused}, problems
-
-    def reader(self, index: DatasetIndex) -> IndexedReader:
-        """The reader of the samples of `index`, which was made from this source."""
-        return IndexedReader(index, self)
 
     def measured(
         self, shard: Shard, found: Iterable[tuple[str, T, str]], report: Report

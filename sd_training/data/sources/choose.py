@@ -8,7 +8,7 @@ from itertools import islice
 
 import braceexpand
 
-from sd_training.config.data_schema import RemoteConfig, SourceParams
+from sd_training.config.data_schema import RemoteConfig, SourceParams, SourceType
 from sd_training.data.sources.arrow import ArrowSource
 from sd_training.data.sources.base import Source
 from sd_training.data.sources.files import IMAGE_SUFFIXES, TABLE_EXTENSIONS, FolderSource, TableSource, TagSource
@@ -16,14 +16,6 @@ from sd_training.data.sources.tar import TarSource
 from sd_training.data.storage.files import HUB, PIPE, expand, is_remote, list_folder, local_path, protocol_of, shown
 from sd_training.errors import ConfigError, DataError, UserError
 
-SHARD_NOUNS = {
-    "Parquet": "file",
-    "HuggingFace": "file",
-    "Table": "table",
-    "ImageFolder": "folder",
-    "TagFolder": "folder",
-}
-"""`dataset.type` → what its shards are called in reports, where that is not `shard`."""
 _NAMES_BELOW = 1000
 """Names searched in the folders of a folder."""
 _FOLDERS = ("ImageFolder", "TagFolder", "HuggingFace")
@@ -38,7 +30,7 @@ _TELLING = {
 """`dataset.type` → ends of file names that show it, the most telling first (images beside a table are its own)."""
 
 
-def make_source(kind: str, params: SourceParams, access: RemoteConfig) -> Source:
+def make_source(kind: SourceType, params: SourceParams, access: RemoteConfig) -> Source:
     """The source that `dataset.type` names.
 
     Raises:
@@ -62,11 +54,9 @@ def make_source(kind: str, params: SourceParams, access: RemoteConfig) -> Source
             return TagSource(paths, params.tags)
         case "WebDataset" | "ClassificationWebDataset":
             return TarSource(expand_shards(paths, access, allow_pipe=params.allow_pipe), access)
-        case _:
-            raise ValueError(f"dataset.type {kind!r} has no source")
 
 
-def path_problems(kind: str, params: SourceParams, access: RemoteConfig) -> list[str]:
+def path_problems(kind: SourceType, params: SourceParams, access: RemoteConfig) -> list[str]:
     """Local paths that do not exist or hold nothing of their kind, one sentence each; no file is opened. Remote paths
     and commands are left to the index."""
     problems = []

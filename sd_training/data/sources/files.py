@@ -58,7 +58,7 @@ class FolderSource(base.Source):
         paths: absolute paths of folders.
     """
 
-    identity = "folder"
+    identity, shard_noun = "folder", "folder"
 
     def __init__(self, paths: Sequence[str]) -> None:
         super().__init__(list(map(os.path.normpath, paths)), RemoteConfig())
@@ -153,6 +153,8 @@ class TableSource(base.Source):
         image_column: the one with paths; None looks for usual names.
         caption_column: likewise.
     """
+
+    shard_noun = "table"
 
     def __init__(
         self,
@@ -275,7 +277,8 @@ _SALT = (1).to_bytes(8, "little")
 """Of the choice of `limit_images`."""
 _MAX_SCORE = 2**53
 _MAX_ASPECT = 1e9
-_FILTER_OPTIONS = ("score_tags", "abs_min_score", "min_score", "tag_bonus_scores", "blacklist_tags", "aspect_range")
+_FILTER_OPTIONS = {"score_tags", "abs_min_score", "min_score", "tag_bonus_scores", "blacklist_tags", "aspect_range"}
+"""What `rejection_reason` depends on: files are filtered anew when one of them changes."""
 
 
 def _inside(path: str) -> str:
@@ -324,6 +327,8 @@ class TagSource(base.Source):
         ConfigError: `aspect_range` is none.
     """
 
+    shard_noun = "folder"
+
     def __init__(self, folders: Sequence[str], rules: TagConfig) -> None:
         super().__init__(list(dict.fromkeys(map(os.path.normpath, folders))), RemoteConfig())
         sides = rules.aspect_range
@@ -333,7 +338,7 @@ class TagSource(base.Source):
                 "[0.71, 1.42]"
             )
         self.rules = rules
-        self.identity = json.dumps(["tags", self.paths, rules_identity(rules)])
+        self.identity = json.dumps(["tags", self.paths, json.dumps(rules.model_dump(include=_FILTER_OPTIONS))])
 
     def image_root(self, shard: Shard) -> str:
         """As `Source.image_root`."""
@@ -372,16 +377,12 @@ class TagSource(base.Source):
         for key, record, columns in self.measured(shard, candidates(), report):
             reason = None
             if record.aspect_ratio is None and columns["height"]:
-                reason = aspect_rejection(columns["width"] / columns["height"], self.rules)
+                record.aspect_ratio = columns["width"] / columns["height"]
+                reason = rejection_reason(record, self.rules)
             if reason is not None:
                 report(key, reason)
             else:
                 yield {**columns, "key": key, "metadata": {"score": float(record.score)}, "caption": write_tags(record)}
-
-
-def rules_identity(rules: TagConfig) -> str:
-    """The rules that `rejection_reason` depends on, as text: files are filtered anew when it changes."""
-    return json.dumps({name: value for name, value in rules.model_dump().items() if name in _FILTER_OPTIONS})
 
 
 def every_nth(names: Sequence[str], rules: TagConfig, num_before: int = 0) -> list[str]:
@@ -415,10 +416,11 @@ def read_tag_record(text: str) -> TagRecord:
 def rejection_reason(record: TagRecord, rules: TagConfig) -> str | None:
     """Why the picture is not used, or None when it is; reasons are counted by their part before the colon.
 
-    An `aspect_ratio` of None is not checked: call `aspect_rejection` when the picture's size is known.
+    An `aspect_ratio` of None is not checked; both ends of the range belong to it.
     """
-    if record.aspect_ratio is not None and (reason := aspect_rejection(record.aspect_ratio, rules)):
-        return reason
+    (low, high), aspect_ratio = rules.aspect_range, record.aspect_ratio
+    if aspect_ratio is not None and not low <= aspect_ratio <= high:
+        return f"aspect ratio outside aspect_range: {aspect_ratio:.3g}"
     if record.score < rules.abs_min_score:
         return f"score below abs_min_score: {record.score}"
     tags = with_score_tag(record.tags, int(record.score), rules.score_tags)
@@ -427,12 +429,6 @@ def rejection_reason(record: TagRecord, rules: TagConfig) -> str | None:
         return f"score with bonuses below min_score: {score:g}"
     blacklisted = next((tag for tag in tags if tag in (rules.blacklist_tags or ())), None)
     return None if blacklisted is None else f"blacklisted tag: {blacklisted}"
-
-
-def aspect_rejection(aspect_ratio: float, rules: TagConfig) -> str | None:
-    """As `rejection_reason`, for width / height alone; both ends of the range belong to it."""
-    low, high = rules.aspect_range
-    return None if low <= aspect_ratio <= high else f"aspect ratio outside aspect_range: {aspect_ratio:.3g}"
 
 
 def write_tags(record: TagRecord) -> str:

@@ -34,65 +34,36 @@ from sd_training.types import Conditioning, PixelBatch
 Tensors: TypeAlias = Mapping[str, Tensor]
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, captions: Sequence[str], max_tokens: int) -> tuple[Tensor, Tensor]:
-    """Token ids and mask, truncated and padded to `max_tokens` as training does.
-
-    Returns:
-        [B, L] int64 ids and [B, L] bool, True for tokens of the caption.
-    """
-    encode = Tokenizer(tokenizer, max_tokens).encode
-    rows = [encode(caption)[:2] for caption in captions]
-    tokens, masks = (torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))
-    return tokens, masks
-
-
 def encode_texts(
     encoders: Mapping[str, Any], tokens: Tensors, masks: Tensors, options: Mapping[str, TextOptions]
 ) -> Conditioning:
-    """States and pooled vectors of every encoder that has options; all by its name.
+    """Hidden states and pooled vectors of every encoder that has options, in the encoder's mode and precision.
 
     Args:
+        encoders: by name, any text encoder or decoder of transformers.
         tokens: [B, L_i] int64 each.
-        masks: [B, L_i] bool each, True for tokens of the caption.
+        masks: [B, L_i] bool each, True for tokens of the caption. Without `use_mask` only pooling reads it; with it
+            states of masked tokens are 0.
+        options: layer (-1 is the last one with its norm, -N-1 the embeddings of an encoder of N layers) and pooling of
+            the last layer.
     """
     result, pooled = Conditioning([]), []
     for name, option in options.items():
-        states, vector = encode_tokens(encoders[name], tokens[name], masks[name], option)
+        mask, is_last = masks[name], option.layer in (None, -1)
+        attention_mask = mask.long() if option.use_mask else None
+        output = encoders[name](input_ids=tokens[name], attention_mask=attention_mask, output_hidden_states=not is_last)
+        last = output.last_hidden_state
         if option.layer is not None:
-            result.states.append(states)
-            result.masks.append(masks[name] if option.use_mask else None)
-        if vector is not None:
-            pooled.append(vector)
+            states = last if is_last else output.hidden_states[option.layer]
+            result.states.append(states.masked_fill(~mask[..., None], 0.0) if option.use_mask else states)
+            result.masks.append(mask if option.use_mask else None)
+        if option.pooling == "mean":
+            total = last.masked_fill(~mask[..., None], 0.0).sum(dim=1)
+            pooled.append(total / mask.sum(dim=1, keepdim=True).clamp(min=1))
+        elif option.pooling == "projection":
+            pooled.append(output.text_embeds)
     result.pooled = torch.cat(pooled, dim=-1) if pooled else None
     return result
-
-
-def encode_tokens(
-    encoder: PreTrainedModel, tokens: Tensor, mask: Tensor, option: TextOptions
-) -> tuple[Tensor, Tensor | None]:
-    """Hidden states and pooled vector of one text encoder, in the encoder's mode and precision.
-
-    Args:
-        encoder: any text encoder or decoder of transformers.
-        tokens: [B, L] int64.
-        mask: [B, L] bool, True for tokens of the caption. Without `use_mask` only pooling reads it; with it states of
-            masked tokens are 0.
-        option: layer (-1 is the last one with its norm, -N-1 the embeddings of an encoder of N layers) and pooling.
-
-    Returns:
-        [B, L, D] states and [B, P] pooled vector of the last layer (None for pooling none).
-    """
-    is_last = option.layer in (None, -1)
-    attention_mask = mask.long() if option.use_mask else None
-    output = encoder(input_ids=tokens, attention_mask=attention_mask, output_hidden_states=not is_last)
-    last = output.last_hidden_state
-    states = last if is_last else output.hidden_states[option.layer]
-    if option.use_mask:
-        states = states.masked_fill(~mask[..., None], 0.0)
-    if option.pooling == "mean":
-        total = last.masked_fill(~mask[..., None], 0.0).sum(dim=1)
-        return states, total / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    return states, output.text_embeds if option.pooling == "projection" else None
 
 
 def denoiser_inputs(conditioning: Conditioning, dtype: torch.dtype | None = None) -> dict[str, Any]:
@@ -231,9 +202,10 @@ class MMDiTRopePipeline(DiffusionPipeline):
     def encode_prompts(self, prompts: Sequence[str]) -> Conditioning:
         """States and pooled vectors of the prompts, on the pipeline's device."""
         tokens, masks = {}, {}
-        for name, option in self.options.items():
-            pair = tokenize(getattr(self, TEXT_PARTS[name]), prompts, option.max_tokens)
-            tokens[name], masks[name] = (each.to(self._execution_device) for each in pair)
+        for name, option in self.options.items():  # truncated and padded as in training
+            encode = Tokenizer(getattr(self, TEXT_PARTS[name]), option.max_tokens).encode
+            columns = (torch.from_numpy(np.stack(column)) for column in zip(*map(encode, prompts), strict=True))
+            tokens[name], masks[name] = (column.to(self._execution_device) for column in columns)
         return encode_texts(self.components, tokens, masks, self.options)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from sd_training.config.load import load_config
 from sd_training.config.schema import OptimizerName
-from tests.unit.config.loading import BASE, only, problems
+from tests.unit.config.loading import BASE, only
 
 BF16 = ("model.bf16_weights=true", "optimizer.stochastic_rounding=true")
 
@@ -97,12 +97,6 @@ def test_a_schedule_that_does_not_read_an_option_is_named(name: str, params: dic
 )
 def test_a_schedule_with_its_own_options_passes(name: str, params: dict[str, object]) -> None:
     load_config(words("adamw", name, **{f"lr_scheduler__params__{key}": value for key, value in params.items()}))
-
-
-def test_schedule_free_wants_a_constant_schedule_and_no_ema() -> None:
-    report = problems(*words("schedule_free_adamw", "cosine", model__use_ema="true"))
-    assert [problem.partition(":")[0] for problem in report] == ["lr_scheduler.scheduler", "model.use_ema"]
-    load_config(words("adamw", "cosine", model__use_ema="true"))
 
 
 def test_prodigys_rate_is_looked_for_where_it_is_taken_from() -> None:

@@ -13,7 +13,7 @@ from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.index.store import load_index
 from sd_training.data.samples.captions import Tokenizer
-from sd_training.data.samples.sample import DrawSettings, Dropout
+from sd_training.data.samples.sample import NO_DROPOUT, DrawSettings
 from sd_training.data.sources.base import DatasetIndex, Problems
 from sd_training.data.sources.tar import TarSample, TarSource, scan_tar
 from sd_training.data.storage.files import open_bytes
@@ -34,7 +34,7 @@ def training_data(path: Path | str | list[str], plan: BatchPlan | None = None, *
         for name in ("has_noise", "has_offset_noise", "has_mask", "is_stratified")
         if name in options
     }
-    dropout = options.pop("dropout", Dropout(options.pop("dropout_prob", 0.0)))
+    dropout = options.pop("dropout", NO_DROPOUT.replace(dropout_prob=options.pop("dropout_prob", 0.0)))
     settings: dict[str, Any] = {
         "dataset": DatasetConfig(type=options.pop("kind", "WebDataset"), params=DatasetParams(path=where, **params)),
         "plan": plan or BatchPlan(micro_batch=4, accumulation=1, processes=1, num_examples=32),

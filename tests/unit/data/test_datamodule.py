@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 from sd_training.config.plan import BatchPlan
+from sd_training.data.index.report import report_text
 from sd_training.errors import CheckpointError, ConfigError, DataError
 from sd_training.types import PixelBatch
 from tests import makers
@@ -104,7 +105,7 @@ def test_conditioning_dropout_has_its_rate_and_the_empty_caption(tmp_path: Path)
     makers.caption_shards(tmp_path, shards=1)
     data = training_data(tmp_path, BatchPlan(10, 1, 1, 1000), dropout_prob=0.3)
     tokens = joined(stream(data)).tokens["text_encoder"]
-    dropped = (tokens == torch.from_numpy(data.tokenizers["text_encoder"](""))).all(dim=1)
+    dropped = (tokens == torch.from_numpy(data.tokenizers["text_encoder"].encode("").tokens)).all(dim=1)
     assert 250 < int(dropped.sum()) < 350
 
 
@@ -113,7 +114,7 @@ def test_without_dropout_tokens_are_the_captions(shards_dir: Path) -> None:
     batch = joined(stream(data))
     for sample, tokens in zip(batch.sample_ids.tolist(), batch.tokens["text_encoder"], strict=True):
         caption = f"a {makers.COLOURS[sample % 3]} picture"
-        assert torch.equal(tokens, torch.from_numpy(data.tokenizers["text_encoder"](caption)))
+        assert torch.equal(tokens, torch.from_numpy(data.tokenizers["text_encoder"].encode(caption).tokens))
 
 
 def test_flips_and_crops_are_drawn(tmp_path: Path) -> None:
@@ -141,7 +142,9 @@ def test_classes_become_prompts_drawn_per_visit(tmp_path: Path) -> None:
     batch = joined(stream(data))
     drawn = {"zero": 0, "one": 0, "a one": 0}
     for sample, tokens in zip(batch.sample_ids.tolist(), batch.tokens["text_encoder"], strict=True):
-        (prompt,) = [p for p in drawn if torch.equal(tokens, torch.from_numpy(data.tokenizers["text_encoder"](p)))]
+        (prompt,) = [
+            p for p in drawn if torch.equal(tokens, torch.from_numpy(data.tokenizers["text_encoder"].encode(p).tokens))
+        ]
         assert (prompt == "zero") == (sample == 0)
         drawn[prompt] += 1
     assert drawn["zero"] == 50 and 12 < drawn["one"] < 38
@@ -150,10 +153,10 @@ def test_classes_become_prompts_drawn_per_visit(tmp_path: Path) -> None:
 def test_report(shards_dir: Path) -> None:
     data = training_data(shards_dir, filters={"original_width": ">=50", "pwatermark": "<0.25"})
     report = data.report()
-    (only,) = report.datasets
+    (only,) = report
     assert (only.place, only.num_selected) == ("32 samples in 2 shards", 8)
     assert (only.epochs, only.num_steps) == (4.0, 8)
-    text = report.text()
+    text = report_text(report)
     assert "32 samples in 2 shards" in text
     assert "filter original_width >= 50: 22 samples" in text
     assert "left: 8 samples" in text

@@ -8,6 +8,7 @@ import pytest
 from sd_training.config.data_schema import BucketConfig, CaptionConfig, DatasetParams, TagConfig
 from sd_training.config.plan import BatchPlan
 from sd_training.data.dataset import OpenDataset, open_dataset
+from sd_training.data.index.report import report_text
 from sd_training.data.order.buckets import training_sizes
 from sd_training.errors import ConfigError, DataError
 from tests import makers
@@ -27,7 +28,7 @@ def test_nothing_is_enlarged_to_fill_a_bucket(tmp_path: Path) -> None:
     makers.write_shard(tmp_path / "a.tar", samples)
     buckets = BucketConfig(mode="ladder", step=8, upscale=False)
     data = training_data(tmp_path, resolution=64, buckets=buckets)
-    text = data.report().text()
+    text = report_text(data.report())
     assert "19 samples" in text and "40×40 has 1 sample," in text and "left out" in text
     assert "without a bucket" in text and ": 1 sample\n" in text
     assert min(int(batch.original_size.min()) for batch in stream(data)) == 64
@@ -67,7 +68,8 @@ def test_images_of_too_many_pixels_do_not_end_the_run(tmp_path: Path) -> None:
     makers.write_shard(tmp_path / "a.tar", samples)
     data = training_data(tmp_path, max_image_pixels=40 * 32)
     assert all(batch.sample_ids.max() < 16 for batch in stream(data))
-    assert "image has too many pixels 4" in data.report().text() and "left: 16 samples" in data.report().text()
+    text = report_text(data.report())
+    assert "image has too many pixels 4" in text and "left: 16 samples" in text
 
 
 def test_captions_that_nobody_reads_may_be_missing(tmp_path: Path) -> None:
@@ -87,9 +89,9 @@ def test_an_empty_cell_is_named_once(tmp_path: Path) -> None:
     rows = "".join(f"{number}.png,{'' if number == 3 else 'text'},x{number}\n" for number in range(6))
     (tmp_path / "t.csv").write_text(f"path,caption,long\n{rows}")
     data = training_data(tmp_path / "t.csv", kind="Table")
-    assert data.datasets()[0].selection.problems.counts == {"caption missing": 1}
+    assert data.datasets[0].selection.problems.counts == {"caption missing": 1}
     other = training_data(tmp_path / "t.csv", kind="Table", captions=CaptionConfig(fields={"long": 1}))
-    assert other.datasets()[0].selection.problems.counts == {} and len(other.datasets()[0].selected) == 6
+    assert other.datasets[0].selection.problems.counts == {} and len(other.datasets[0].selected) == 6
 
 
 def test_limited_tag_folders_say_so(tmp_path: Path) -> None:
@@ -98,6 +100,6 @@ def test_limited_tag_folders_say_so(tmp_path: Path) -> None:
         makers.picture(number).save(tmp_path / f"{number}.png")
         record = {"path": f"{number}.png", "score": 90, "tags": ["cat"]}
         (tmp_path / "metadata" / f"{number}.json").write_text(json.dumps(record))
-    text = training_data(tmp_path, kind="TagFolder", tags=TagConfig(limit_images=4)).report().text()
+    text = report_text(training_data(tmp_path, kind="TagFolder", tags=TagConfig(limit_images=4)).report())
     assert "left out by dataset.params.tags.limit_images: 4 samples" in text
     assert "left: 4 samples" in text

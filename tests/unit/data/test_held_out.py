@@ -13,7 +13,7 @@ from sd_training.config.data_schema import BucketConfig, DatasetConfig, DatasetP
 from sd_training.config.plan import BatchPlan
 from sd_training.config.schema import ValidationConfig
 from sd_training.data.datamodule import HeldOutData, TrainingData
-from sd_training.data.samples.sample import DrawSettings, Dropout
+from sd_training.data.samples.sample import NO_DROPOUT, DrawSettings
 from sd_training.errors import ConfigError, DataError
 from sd_training.types import LatentGrid, PixelBatch
 from tests.makers import caption_samples, caption_shards, write_shard
@@ -25,7 +25,9 @@ def held_out(
     shards: Path | str, seed: int = 0, batch_size: int = 5, run_dir: Path | None = None, **options: int
 ) -> HeldOutData:
     params = DatasetParams(path="trained.tar", resolution=16, crop="random", flip_prob=1.0, max_bad_fraction=1.0)
-    draws = DrawSettings(seed, GRID, Dropout(size_prob=1.0), has_input_noise=True, is_stratified=True)
+    draws = DrawSettings(
+        seed, GRID, NO_DROPOUT.replace(size_dropout_prob=1.0), has_input_noise=True, is_stratified=True
+    )
     config = ValidationConfig(path=str(shards), **options)
     plan = BatchPlan(batch_size, accumulation=1, processes=1, num_examples=batch_size)
     run = TrainingData(

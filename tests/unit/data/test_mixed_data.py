@@ -9,6 +9,7 @@ import pytest
 from sd_training.config.data_schema import DatasetConfig, DatasetParams, MixEntry, SourceParams
 from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData
+from sd_training.data.index.report import report_text
 from sd_training.errors import CheckpointError, DataError
 from tests import makers
 from tests.unit.data.making import equal_bits, joined, stream, training_data
@@ -40,8 +41,8 @@ def test_shares_ids_and_captions(folders: list[Path]) -> None:
     assert set(ids.tolist()) == set(range(20)) | set(range(21, 32))
     counts = np.bincount(ids, minlength=32)
     assert np.ptp(counts[:20]) <= 1 and np.ptp(counts[21:]) <= 1
-    assert [report.num_steps for report in data.report().datasets] == [400 - sum(second), sum(second)]
-    assert "data set 2 of 2" in data.report().text()
+    assert [report.num_steps for report in data.report()] == [400 - sum(second), sum(second)]
+    assert "data set 2 of 2" in report_text(data.report())
 
 
 def test_start_and_end_and_resume(folders: list[Path]) -> None:
@@ -78,7 +79,7 @@ def test_fewer_samples_than_a_step_takes_is_an_error_before_the_first_one(folder
 def test_with_replacement_a_step_may_take_more_samples_than_there_are(tmp_path: Path) -> None:
     makers.caption_shards(tmp_path / "few", shards=1, per_shard=3)
     data = training_data(tmp_path / "few", BatchPlan(4, 1, 1, 40), resampled=True)
-    assert "3 samples 13.33 times each, in 10 steps" in data.report().text()
+    assert "3 samples 13.33 times each, in 10 steps" in report_text(data.report())
     batches = stream(data)
     assert [len(batch.sample_ids) for batch in batches] == [4] * 10
     assert set(joined(batches).sample_ids.tolist()) == {0, 1, 2}

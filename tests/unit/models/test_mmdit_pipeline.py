@@ -15,11 +15,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from sd_training.config.schema import TextOptions
 from sd_training.errors import ConfigError
 from sd_training.export.draw import draw_images
 from sd_training.export.pipeline import differences
-from sd_training.models.families.mmdit import MMDiTRopePipeline, encode_tokens, tokenize
+from sd_training.models.families.mmdit import MMDiTRopePipeline
 from sd_training.models.mmdit_rope import MMDiTRope
 from tests import makers
 from tests.faults.fork_server import shared_server
@@ -107,15 +106,23 @@ def noise(count: int = 1, height: int = 8, width: int = 8) -> Tensor:
     return torch.randn(count, 4, height, width, generator=torch.Generator().manual_seed(3))
 
 
+def tokenize(tokenizer: Any, prompts: list[str], length: int) -> tuple[Tensor, Tensor]:
+    """Ids and mask, padded on the right."""
+    padding = {"padding": "max_length", "padding_side": "right", "truncation": True, "max_length": length}
+    found = tokenizer(prompts, return_tensors="pt", **padding)
+    return found.input_ids, found.attention_mask.bool()
+
+
 def conditioning(pipeline: Any, prompts: list[str]) -> dict[str, Any]:
-    """Text states by hand, from the shared function for one encoder."""
+    """Text states by hand, from the encoders themselves."""
     clip = tokenize(pipeline.tokenizer, prompts, 16)[0]
     t5, gemma = tokenize(pipeline.tokenizer_2, prompts, 6), tokenize(pipeline.tokenizer_3, prompts, 8)
-    first = encode_tokens(pipeline.text_encoder_2, *t5, TextOptions())[0]
-    second, mean = encode_tokens(pipeline.text_encoder_3, *gemma, TextOptions(layer=-2, pooling="mean"))
-    assert mean is not None
+    first = pipeline.text_encoder_2(t5[0], attention_mask=t5[1].long()).last_hidden_state
+    output = pipeline.text_encoder_3(gemma[0], attention_mask=gemma[1].long(), output_hidden_states=True)
+    kept = gemma[1][..., None]
+    mean = (output.last_hidden_state * kept).sum(dim=1) / kept.sum(dim=1).clamp(min=1)
     return {
-        "encoder_hidden_states": [first, second],
+        "encoder_hidden_states": [first * t5[1][..., None], output.hidden_states[-2] * kept],
         "encoder_attention_mask": [t5[1], gemma[1]],
         "pooled_projections": torch.cat([pipeline.text_encoder(clip).text_embeds, mean], dim=1),
     }

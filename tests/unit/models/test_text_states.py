@@ -1,7 +1,9 @@
 """States and pooled vectors of text encoders, against what transformers itself gives for each kind of encoder."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import tokenizers
@@ -13,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from sd_training.config.schema import TextOptions
 from sd_training.data.samples.captions import Tokenizer
-from sd_training.models.families.mmdit import encode_texts, tokenize
-from sd_training.models.families.mmdit import encode_tokens as encode_with
+from sd_training.models.families import mmdit
+from sd_training.models.families.mmdit import MMDiTRopePipeline, encode_texts
 from tests import makers
 
 SIZES: dict[str, Any] = {
@@ -74,7 +76,18 @@ def make(kind: str) -> Any:
 
 def encode_tokens(encoder: Any, ids: Tensor, mask: Tensor | None, layer: Any, pooling: Any) -> Any:
     option = TextOptions(layer=layer, pooling=pooling, use_mask=mask is not None)
-    return encode_with(encoder, ids, torch.ones_like(ids, dtype=torch.bool) if mask is None else mask, option)
+    read = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+    text = encode_texts({"a": encoder}, {"a": ids}, {"a": read}, {"a": option})
+    return text.states[0], text.pooled
+
+
+def tokenize(tokenizer: Any, captions: list[str], max_tokens: int) -> tuple[Tensor, Tensor]:
+    """What the pipeline gives to a text encoder."""
+    options, name = {"text_encoder": TextOptions(max_tokens=max_tokens)}, "text_encoder"
+    pipeline: Any = SimpleNamespace(options=options, tokenizer=tokenizer, components={}, _execution_device="cpu")
+    with mock.patch.object(mmdit, "encode_texts", lambda _, tokens, masks, __: (tokens[name], masks[name])):
+        read: Any = MMDiTRopePipeline.encode_prompts(pipeline, captions)
+    return read
 
 
 def tokens() -> Tensor:

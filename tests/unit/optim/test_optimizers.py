@@ -11,7 +11,6 @@ import torch
 from diffusers import AutoencoderKL, DiTTransformer2DModel, UNet2DConditionModel
 from torch import Tensor, nn
 
-from sd_training.callbacks.ema import evaluation_weights
 from sd_training.errors import ConfigError
 from sd_training.optim import (
     is_hidden_matrix,
@@ -149,34 +148,6 @@ def test_prodigy_finds_the_scale_of_the_problem() -> None:
     assert x.item() == pytest.approx(3, abs=0.05)
 
 
-def schedule_free(z: Tensor, gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Defazio et al. 2024 (arXiv:2405.15682), algorithm 1 with x written out; the average weighs a step by its largest
-    learning rate so far, squared, and the bias correction stands at v, as in the authors' code.
-
-    Returns:
-        y (trained) and x (evaluated).
-    """
-    x, v, total, highest = z.clone(), torch.zeros_like(z), 0.0, 0.0
-    for t, (rate, g) in enumerate(zip(RATES, gradients, strict=True), start=1):
-        y = (1 - BETA1) * z + BETA1 * x
-        v = BETA2 * v + (1 - BETA2) * g**2
-        z = z - rate * (g / ((v / (1 - BETA2**t)).sqrt() + EPS) + DECAY * y)
-        highest = max(highest, rate)
-        total += highest**2
-        x = (1 - highest**2 / total) * x + highest**2 / total * z
-    return (1 - BETA1) * z + BETA1 * x, x
-
-
-def test_schedule_free_agrees_with_the_paper() -> None:
-    weights, optimizer = run("schedule_free_adamw", ADAM)
-    wanted = [schedule_free(start, [g[i] for g in GRADIENTS]) for i, start in enumerate(draw(0))]
-    for got, (y, _) in zip(weights, wanted, strict=True):
-        torch.testing.assert_close(got, y, rtol=1e-9, atol=1e-12)
-    with evaluation_weights(optimizer):
-        for got, (_, x) in zip(weights, wanted, strict=True):
-            torch.testing.assert_close(got, x, rtol=1e-9, atol=1e-12)
-
-
 def test_fused_adamw_is_torchs_own_class() -> None:
     """The class is looked at elsewhere: it tells that a gradient scaler may stay on the device."""
     optimizer = make(config("adamw"), toy(), learning_rate=0.1, fused=True)
@@ -185,9 +156,9 @@ def test_fused_adamw_is_torchs_own_class() -> None:
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("name", ["lion", "prodigy", "schedule_free_adamw"])
+@pytest.mark.parametrize("name", ["lion", "prodigy"])
 def test_a_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = {"lion": "lion_pytorch", "prodigy": "prodigyopt", "schedule_free_adamw": "schedulefree"}[name]
+    package = {"lion": "lion_pytorch", "prodigy": "prodigyopt"}[name]
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"optimizer\.name: {name} needs the package .*pip install"):
         make(config(name), toy(), learning_rate=0.1, fused=True)
@@ -201,7 +172,7 @@ def test_bitsandbytes_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         make(config("adamw_8bit"), toy(), learning_rate=0.1, fused=True)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "prodigy", "schedule_free_adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "prodigy", "muon"])
 def test_a_peak_of_zero_is_allowed_and_trains_nothing(name: str) -> None:
     parameters = toy()
     optimizer = make(config(name), parameters, learning_rate=0.0, fused=True)
@@ -247,51 +218,6 @@ def test_a_restored_8_bit_state_continues_exactly() -> None:
     train(optimizer, straight, 3, 6)
     train(second, resumed, 3, 6)
     assert torch.equal(values(straight)[0], values(resumed)[0])
-
-
-def test_inside_are_other_weights_and_afterwards_the_same_to_the_bit() -> None:
-    parameters = toy()
-    optimizer = build("schedule_free_adamw", parameters)
-    train(optimizer, parameters, 0, 5)
-    before = values(parameters)
-    with evaluation_weights(optimizer):
-        inside = values(parameters)
-    assert all(not torch.equal(a, b) for a, b in zip(inside, before, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(values(parameters), before, strict=True))
-
-
-def test_a_preview_does_not_disturb_training() -> None:
-    watched, alone = toy(), toy()
-    first, second = build("schedule_free_adamw", watched), build("schedule_free_adamw", alone)
-    with evaluation_weights(first):
-        pass
-    for step in range(4):
-        train(first, watched, step, step + 1)
-        train(second, alone, step, step + 1)
-        with evaluation_weights(first):
-            pass
-    assert all(torch.equal(a, b) for a, b in zip(values(watched), values(alone), strict=True))
-
-
-def test_the_weights_come_back_after_an_error_inside() -> None:
-    parameters = toy()
-    optimizer = build("schedule_free_adamw", parameters)
-    train(optimizer, parameters, 0, 3)
-    before = values(parameters)
-    with pytest.raises(RuntimeError), evaluation_weights(optimizer):
-        raise RuntimeError
-    assert all(torch.equal(a, b) for a, b in zip(values(parameters), before, strict=True))
-    train(optimizer, parameters, 3, 4)
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon", "lion", "prodigy", "adafactor"])
-def test_others_keep_their_weights(name: str) -> None:
-    parameters = toy()
-    optimizer = build(name, parameters)
-    train(optimizer, parameters, 0, 2)
-    before = values(parameters)
-    with evaluation_weights(optimizer):
-        assert all(torch.equal(a, b) for a, b in zip(values(parameters), before, strict=True))
 
 
 RATE, MOMENTUM, MUON_DECAY = 0.1, 0.9, 0.05

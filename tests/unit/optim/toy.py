@@ -8,7 +8,7 @@ from torch import nn
 from sd_training.config.schema import OptimizerConfig, OptimizerParams
 from sd_training.optim import Optimization, make_optimizer
 
-NAMES = ("adamw", "adafactor", "adamw_8bit", "lion", "prodigy", "schedule_free_adamw", "muon")
+NAMES = ("adamw", "adafactor", "adamw_8bit", "lion", "prodigy", "muon")
 PARAMS = {"learning_rate", "beta1", "beta2", "weight_decay", "epsilon", "momentum", "d0", "d_coef"}
 
 

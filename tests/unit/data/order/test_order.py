@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sd_training.data.order.order import OrderSettings, SampleOrder, StepSamples
+from sd_training.config.data_schema import DatasetParams
+from sd_training.data.order.order import SampleOrder, StepSamples
 
 GLOBAL_BATCH = 8
 
@@ -20,7 +21,8 @@ def make_order(
 ) -> SampleOrder:
     """Blocks of equal size; sample i is in bucket i % buckets."""
     samples = np.arange(per_block * blocks, dtype=np.int32)
-    return SampleOrder(OrderSettings(seed, global_batch, **locality), samples // per_block, samples % buckets)
+    params = DatasetParams(path=".", **locality)
+    return SampleOrder(params, seed, global_batch, samples // per_block, samples % buckets)
 
 
 def sequence(order: SampleOrder, steps: int) -> list[StepSamples]:
@@ -35,9 +37,9 @@ def visits(batches: list[StepSamples], n: int) -> NDArray[np.int64]:
 CASES = [
     {},
     {"buckets": 3},
-    {"window": 2, "shard_streams": 2},
-    {"buckets": 2, "window": 4, "shard_streams": 4},
-    {"shard_streams": 8, "window": 3},
+    {"window": 2, "lanes": 2},
+    {"buckets": 2, "window": 4, "lanes": 4},
+    {"lanes": 8, "window": 3},
 ]
 
 
@@ -88,14 +90,14 @@ def test_buckets_are_mixed_over_time() -> None:
 def test_the_order_depends_on_seed_and_epoch() -> None:
     first, other = make_order(seed=1).at(0), make_order(seed=2).at(0)
     assert not np.array_equal(first.samples, other.samples)
-    order = make_order(global_batch=60, shard_streams=1)
+    order = make_order(global_batch=60, lanes=1)
     assert not np.array_equal(order.at(0).samples, order.at(1).samples)
     assert sorted(order.at(0).samples) == sorted(order.at(1).samples) == list(range(60))
 
 
 def test_the_order_of_this_version_is_kept() -> None:
     """A change here breaks the resuming of every run that exists."""
-    order = make_order(per_block=4, blocks=4, buckets=2, window=2, shard_streams=2, global_batch=4)
+    order = make_order(per_block=4, blocks=4, buckets=2, window=2, lanes=2, global_batch=4)
     assert [(b.bucket, b.samples.tolist()) for b in sequence(order, 4)] == [
         (0, [8, 10, 12, 14]),
         (1, [9, 11, 13, 15]),
@@ -106,7 +108,7 @@ def test_the_order_of_this_version_is_kept() -> None:
 
 def test_a_lane_reads_its_own_blocks() -> None:
     """Two ranks of four lanes: each needs about half of the blocks of a window."""
-    order = make_order(per_block=64, blocks=8, window=8, shard_streams=4)
+    order = make_order(per_block=64, blocks=8, window=8, lanes=4)
     halves = [np.concatenate([b.samples[part] for b in sequence(order, 64)]) for part in (slice(0, 4), slice(4, 8))]
     blocks = [set((half // 64).tolist()) for half in halves]
     assert [len(b) for b in blocks] == [4, 4]
@@ -115,14 +117,15 @@ def test_a_lane_reads_its_own_blocks() -> None:
 
 def test_a_lane_without_samples_is_fed_by_the_others() -> None:
     """One block and many lanes; and blocks that are nearly empty."""
-    assert set(visits(sequence(make_order(per_block=40, blocks=1, shard_streams=8), 5), 40)) == {1}
+    assert set(visits(sequence(make_order(per_block=40, blocks=1, lanes=8), 5), 40)) == {1}
     blocks = np.array([0] * 30 + [1] + [2] * 33, dtype=np.int32)
-    order = SampleOrder(OrderSettings(0, 8, shard_streams=4, window=3), blocks, np.zeros(64, dtype=np.int32))
+    params = DatasetParams(path=".", lanes=4, window=3)
+    order = SampleOrder(params, 0, 8, blocks, np.zeros(64, dtype=np.int32))
     assert set(visits(sequence(order, 8), 64)) == {1}
 
 
 def test_windows_keep_reads_together() -> None:
-    order = make_order(per_block=8, blocks=8, window=2, shard_streams=1)
+    order = make_order(per_block=8, blocks=8, window=2, lanes=1)
     blocks = [set((batch.samples // 8).tolist()) for batch in sequence(order, 8)]
     assert all(
         blocks[i] | blocks[i + 1] == blocks[i] | blocks[i + 1] and len(blocks[i] | blocks[i + 1]) == 2
@@ -130,21 +133,21 @@ def test_windows_keep_reads_together() -> None:
     )
 
 
-@pytest.mark.parametrize("case", [{}, {"blocks": 3, "per_block": 1, "shard_streams": 2, "window": 1}, {"buckets": 2}])
+@pytest.mark.parametrize("case", [{}, {"blocks": 3, "per_block": 1, "lanes": 2, "window": 1}, {"buckets": 2}])
 def test_a_batch_repeats_samples_where_there_are_fewer(case: dict[str, int]) -> None:
     few = {"blocks": 1, "per_block": 3, **case}
     with pytest.raises(ValueError, match="fewer than the 8 of a step"):
         make_order(**few)
-    batches = sequence(make_order(**few, with_replacement=True), 40)
+    batches = sequence(make_order(**few, resampled=True), 40)
     assert {len(batch.samples) for batch in batches} == {GLOBAL_BATCH}
     assert visits(batches, 3).min() > 40
     for step in (39, 7, 0):
-        again = make_order(**few, with_replacement=True).at(step)
+        again = make_order(**few, resampled=True).at(step)
         assert (again.bucket, again.samples.tolist()) == (batches[step].bucket, batches[step].samples.tolist())
 
 
 def test_with_replacement() -> None:
-    order = make_order(per_block=1000, blocks=4, with_replacement=True)
+    order = make_order(per_block=1000, blocks=4, resampled=True)
     seen = visits(sequence(order, 500), 4000)
     assert seen.max() > 3
     assert abs((seen == 0).mean() - np.exp(-1)) < 0.03  # as many as a Poisson draw of mean 1 leaves out
@@ -156,6 +159,6 @@ def test_a_bucket_smaller_than_a_batch_is_refused() -> None:
 
 
 def test_default_lanes_and_window() -> None:
-    orders = [make_order(global_batch=batch, with_replacement=True) for batch in (1, 12, 96, 2048)]
+    orders = [make_order(global_batch=batch, resampled=True) for batch in (1, 12, 96, 2048)]
     assert [order.num_streams for order in orders] == [1, 4, 32, 64]
     assert make_order(per_block=10, blocks=6).window >= 6

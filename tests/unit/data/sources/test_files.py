@@ -7,7 +7,7 @@ import pytest
 
 from sd_training.config.data_schema import SourceParams
 from sd_training.data.index.store import load_index
-from sd_training.data.sources.base import DatasetIndex
+from sd_training.data.sources.base import DatasetIndex, IndexedReader
 from sd_training.data.sources.choose import make_source
 from sd_training.data.sources.files import FolderSource
 from sd_training.errors import BadSample, ConfigError, DataError
@@ -34,7 +34,7 @@ def index_of(*roots: Path, fields: Sequence[str] = ()) -> DatasetIndex:
 def captions(*roots: Path) -> dict[str, str | None]:
     """Path of the image from the first root → caption."""
     index = index_of(*roots)
-    reader, found = FolderSource([]).reader(index), {}
+    reader, found = IndexedReader(index, FolderSource([])), {}
     for sample in range(len(index)):
         unit, key = index.name(sample)
         has_caption = index.numbers("caption_length")[sample] >= 0
@@ -155,7 +155,7 @@ def test_places_that_are_no_folders(root: Path) -> None:
 def test_files_that_change_later_make_bad_samples(root: Path) -> None:
     add(root, "1.jpg", "1.txt", "2.jpg", "2.txt")
     index = index_of(root)
-    reader = FolderSource([]).reader(index)
+    reader = IndexedReader(index, FolderSource([]))
     (root / "1.txt").write_text("another caption")
     (root / "2.jpg").unlink()
     with pytest.raises(BadSample, match=r"caption file has changed since it was indexed: 1\.txt"):

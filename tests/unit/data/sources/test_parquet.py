@@ -17,7 +17,7 @@ from sd_training.config.plan import BatchPlan
 from sd_training.data.index.store import load_index
 from sd_training.data.loader import worker_context
 from sd_training.data.sources.arrow import ArrowSource
-from sd_training.data.sources.base import DatasetIndex
+from sd_training.data.sources.base import DatasetIndex, IndexedReader
 from sd_training.errors import BadSample, ConfigError, DataError
 from tests import makers
 from tests.unit.data.making import equal_bits, joined, stream, training_data
@@ -55,7 +55,7 @@ def opened(tmp_path: Path, *files: Path, fields: tuple[str, ...] = (), **columns
     names = {"image_column": None, "caption_column": None, **columns}
     source = ArrowSource(list(map(str, files)), access(tmp_path), **names)  # type: ignore[arg-type]
     index = load_index(source, tmp_path / "index", fields)
-    return index, source.reader(index)
+    return index, IndexedReader(index, source)
 
 
 @pytest.mark.parametrize("options", [{}, {"compression": "zstd"}, {"use_dictionary": False}])

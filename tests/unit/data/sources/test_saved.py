@@ -13,7 +13,7 @@ import pytest
 
 from sd_training.data.index.store import load_index
 from sd_training.data.sources.arrow import ArrowSource, saved_files
-from sd_training.data.sources.base import DatasetIndex, captions_in
+from sd_training.data.sources.base import DatasetIndex, IndexedReader, captions_in
 from sd_training.errors import BadSample, ConfigError, DataError
 from tests import makers
 from tests.unit.data.locked_folder import locked
@@ -31,7 +31,7 @@ def index_of(folder: Path, fields: Sequence[str] = (), **columns: str) -> Datase
 
 
 def image_and_caption(index: DatasetIndex, sample: int) -> tuple[bytes, list[str]]:
-    reader = ArrowSource([], ACCESS, saved=True).reader(index)
+    reader = IndexedReader(index, ArrowSource([], ACCESS, saved=True))
     return reader.image(sample), captions_in(reader.caption(sample))
 
 

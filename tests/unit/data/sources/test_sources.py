@@ -61,7 +61,7 @@ def test_units_are_stable(case: Case, folder: Path) -> None:
 @every_source
 def test_what_is_written_is_read(case: Case, folder: Path) -> None:
     index = index_of(case, folder)
-    reader = case.open(folder).reader(index)
+    reader = IndexedReader(index, case.open(folder))
     assert len(index) == len(WRITTEN) and index.problems.total() == 0
     for i, sample in enumerate(WRITTEN):
         assert reader.image(i) == sample.image
@@ -94,7 +94,7 @@ def other_processes() -> Iterator[list[ProcessPoolExecutor]]:
 @every_source
 def test_readers_work_in_other_processes(case: Case, folder: Path, other_processes: list[ProcessPoolExecutor]) -> None:
     index = index_of(case, folder)
-    reader = case.open(folder).reader(index)
+    reader = IndexedReader(index, case.open(folder))
     here = read_all(reader, len(index))  # files are open now
     for pool in other_processes:
         assert pool.submit(read_all, reader, len(index)).result(timeout=900) == here
@@ -135,7 +135,7 @@ def test_a_damaged_image_is_named_and_harms_no_other(case: Case, folder: Path) -
     damaged = Sample("004", b"no image at all", (0, 0), "words", {"score": 4, "style": "ink"})
     rewrite(case, folder, "a", [*UNITS["a"][:4], damaged])
     index = index_of(case, folder)
-    reader = case.open(folder).reader(index)
+    reader = IndexedReader(index, case.open(folder))
     assert index.numbers("width").tolist() == [s.size[0] for s in [*UNITS["a"][:4], damaged, *UNITS["b"]]]
     with pytest.raises(BadSample, match="not a readable"):
         decode(reader.image(4), 10**6)
@@ -167,5 +167,5 @@ def test_data_may_move(case: Case, folder: Path, tmp_path: Path) -> None:
     shutil.move(folder, moved)
     after = index_of(case, moved)
     assert after.fingerprint == before.fingerprint
-    pairs = zip(read_all(case.open(moved).reader(after), len(after)), WRITTEN, strict=True)
+    pairs = zip(read_all(IndexedReader(after, case.open(moved)), len(after)), WRITTEN, strict=True)
     assert all(image == sample.image for (image, _), sample in pairs)

@@ -10,7 +10,15 @@ import pytest
 from sd_training.config.filters import parse_filters
 from sd_training.data.index.selection import evaluate
 from sd_training.data.index.store import load_index
-from sd_training.data.sources.base import DatasetIndex, caption_of, captions_in, checked_path, join, length_of
+from sd_training.data.sources.base import (
+    DatasetIndex,
+    IndexedReader,
+    caption_of,
+    captions_in,
+    checked_path,
+    join,
+    length_of,
+)
 from sd_training.data.sources.files import TableSource
 from sd_training.errors import BadSample, ConfigError, DataError
 from tests import makers
@@ -89,7 +97,7 @@ def test_json_lines(images: Path) -> None:
     assert index.fields == {"score", "tall", "new", "caption"}
     assert index.columns["number:score"].to_pylist() == [0.5, 7, None, None]
     assert index.metadata_text("tall", 0) == "true" and index.metadata_text("new", 2) == "field"
-    reader = TableSource([str(table)], ACCESS).reader(index)
+    reader = IndexedReader(index, TableSource([str(table)], ACCESS))
     assert captions_in(reader.caption(1)) == ["one", "two"] and reader.caption(3) == "é"
     with pytest.raises(BadSample, match="caption missing"):
         reader.caption(0)
@@ -185,7 +193,7 @@ def test_a_local_table_names_images_beside_its_folder(images: Path, tmp_path: Pa
     (tmp_path / "link").symlink_to(table.parent)
     for path in (table, tmp_path / "link" / "t.csv"):
         index = index_of(path)
-        reader = TableSource([], ACCESS).reader(index)
+        reader = IndexedReader(index, TableSource([], ACCESS))
         assert [reader.image(i) for i in range(len(index))] == [IMAGE, IMAGE]
         assert named(index) == [("line 4", "image file missing: ..")]
 
@@ -193,7 +201,7 @@ def test_a_local_table_names_images_beside_its_folder(images: Path, tmp_path: Pa
 def test_files_that_change_later_make_bad_samples(images: Path) -> None:
     table = write(images, "t.csv", "path,caption", "1.jpg,x", "2.jpg,x", "3.jpg,x")
     index = index_of(table)
-    reader = TableSource([str(table)], ACCESS).reader(index)
+    reader = IndexedReader(index, TableSource([str(table)], ACCESS))
     (images / "1.jpg").write_bytes(IMAGE + b"more")
     (images / "2.jpg").unlink()
     remedy = "touch the table or metadata file that names it, if one does, and start again"
@@ -203,7 +211,7 @@ def test_files_that_change_later_make_bad_samples(images: Path) -> None:
         reader.image(1)
     assert reader.image(2) == IMAGE
     os.utime(table, (1, 1))
-    assert TableSource([str(table)], ACCESS).reader(index_of(table)).image(0) == IMAGE + b"more"
+    assert IndexedReader(index_of(table), TableSource([str(table)], ACCESS)).image(0) == IMAGE + b"more"
 
 
 def test_rows_that_an_open_quote_takes_along_are_named(images: Path) -> None:
@@ -211,7 +219,7 @@ def test_rows_that_an_open_quote_takes_along_are_named(images: Path) -> None:
     table = write(images, "t.csv", "path,caption,n", *rows)
     index = index_of(table, ["n"])
     assert keys(index) == ["4.jpg"]
-    assert TableSource([], ACCESS).reader(index).caption(0) == 'two\nlines, "a"'
+    assert IndexedReader(index, TableSource([], ACCESS)).caption(0) == 'two\nlines, "a"'
     assert {key: reason.partition(":")[0] for key, reason in named(index)} == dict.fromkeys(
         ["line 2", "line 3", "line 4", "line 7"], "row is malformed"
     )
@@ -250,7 +258,7 @@ def test_more_rows_than_are_held_at_once(images: Path, monkeypatch: pytest.Monke
 def test_open_files_do_not_add_up(images: Path) -> None:
     table = write(images, "t.csv", "path,caption", *(f"{n}.jpg,x" for n in range(1, 6)))
     index = index_of(table)
-    reader = TableSource([str(table)], ACCESS).reader(index)
+    reader = IndexedReader(index, TableSource([str(table)], ACCESS))
     before = len(os.listdir("/proc/self/fd"))
     for sample in range(5):
         reader.image(sample)

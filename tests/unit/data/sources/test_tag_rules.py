@@ -9,12 +9,10 @@ from sd_training.data.samples.captions import tag_caption
 from sd_training.data.sources.files import (
     TagRecord,
     TagSource,
-    aspect_rejection,
     every_nth,
     limited,
     read_tag_record,
     rejection_reason,
-    rules_identity,
     write_tags,
 )
 from sd_training.errors import ConfigError
@@ -93,8 +91,8 @@ def test_judging(sample: TagRecord, options: dict[str, Any], reason: str | None)
 
 
 def test_the_aspect_range_counts_and_includes_its_ends() -> None:
-    assert aspect_rejection(0.71, TagConfig()) is aspect_rejection(1.42, TagConfig()) is None
-    assert aspect_rejection(0.70, TagConfig()) == "aspect ratio outside aspect_range: 0.7"
+    assert all(rejection_reason(record(aspect_ratio=end), TagConfig()) is None for end in (0.71, 1.42))
+    assert rejection_reason(record(aspect_ratio=0.70), TagConfig()) == "aspect ratio outside aspect_range: 0.7"
     wide = TagConfig(aspect_range=[1.5, 2.0])
     assert rejection_reason(record(aspect_ratio=1.7), wide) is None
     assert rejection_reason(record(aspect_ratio=1.0), wide) == "aspect ratio outside aspect_range: 1"
@@ -129,7 +127,7 @@ def test_a_limit_is_a_fixed_random_choice() -> None:
 
 
 def test_judged_by_names_exactly_what_judging_depends_on() -> None:
-    base = rules_identity(TagConfig())
+    base = TagSource(["/set"], TagConfig()).identity
     judging = {"score_tags", "abs_min_score", "min_score", "tag_bonus_scores", "blacklist_tags", "aspect_range"}
     changed: dict[str, Any] = {
         "consider_every_nth": 2,
@@ -150,7 +148,8 @@ def test_judged_by_names_exactly_what_judging_depends_on() -> None:
         "limit_images": 3,
     }
     assert set(changed) == set(TagConfig.model_fields)
-    moved = {name for name, value in changed.items() if rules_identity(TagConfig(**{name: value})) != base}
+    rules = {name: TagConfig(**{name: value}) for name, value in changed.items()}
+    moved = {name for name, own in rules.items() if TagSource(["/set"], own).identity != base}
     assert moved == judging
 
 

@@ -156,7 +156,7 @@ def test_a_fixed_choice_of_images(root: Path) -> None:
         add(root, f"more/{number:02d}", ["cat"])
     tags = TagConfig(**RULES, limit_images=10)
     chosen = training_data(root, BatchPlan(2, 1, 1, 20), kind="TagFolder", tags=tags)
-    assert len(chosen.datasets()[0].selected) == 10
+    assert len(chosen.datasets[0].selected) == 10
     assert len(set(joined(stream(chosen)).sample_ids.tolist())) == 10
     again = training_data(root, BatchPlan(2, 1, 1, 20), kind="TagFolder", tags=tags)
     assert again.fingerprint() == chosen.fingerprint()

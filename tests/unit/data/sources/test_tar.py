@@ -7,7 +7,7 @@ import pytest
 from sd_training.config.data_schema import CaptionConfig
 from sd_training.config.filters import parse_filters
 from sd_training.data.index.selection import select
-from sd_training.data.sources.base import captions_in
+from sd_training.data.sources.base import IndexedReader, captions_in
 from sd_training.data.sources.tar import TarSource
 from sd_training.errors import BadSample
 from tests import makers
@@ -19,7 +19,7 @@ KEYS = ["000000", "000001", "000002"]
 def captions(shard: Path) -> list[str]:
     index = tar_index([shard])
     selection = select(index, [], None, CaptionConfig())
-    reader = TarSource([str(shard)], ACCESS).reader(index)
+    reader = IndexedReader(index, TarSource([str(shard)], ACCESS))
     return [reader.caption(int(sample)) for sample in selection.selected]
 
 
@@ -41,7 +41,7 @@ def test_captions_that_are_not_utf8_are_none(tmp_path: Path) -> None:
     samples[0]["txt"] = "Kätzchen".encode("latin-1")
     shard = makers.write_shard(tmp_path / "0.tar", samples)
     index = tar_index([shard])
-    reader = TarSource([str(shard)], ACCESS).reader(index)
+    reader = IndexedReader(index, TarSource([str(shard)], ACCESS))
     assert index.problems.text() == f"caption is not UTF-8 text 1 (first: {shard} 000000)"
     with pytest.raises(BadSample, match="caption missing"):
         reader.caption(0)
