@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from textwrap import indent
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from pytorch_lightning.strategies import Strategy
 from torch.utils.tensorboard import SummaryWriter
 
 from sd_training.build.models import Trained, build_model
-from sd_training.build.plan import Plan, Start, find_start, make_mirror, own_run_dir
+from sd_training.build.plan import Plan, Start, find_start, make_mirror, own_run_dir, titled
 from sd_training.build.preflight import wandb_mode
 from sd_training.callbacks.base import RunState
 from sd_training.callbacks.ema import Ema
@@ -230,8 +229,7 @@ def _banner(plan: Plan, start: Start, data: TrainingData, title: str, step: int)
         "samples": f"{sum(len(dataset.selected) for dataset in data.datasets()):,}",
         "length": plan.batch.sentence(),
     }
-    lines = [title, *(f"  {name:<12}{value}" for name, value in rows.items())]
-    return "\n".join([*lines, *([indent(start.changes(), "  ")] if start.changed else [])])
+    return titled(title, [*(f"{name:<12}{value}" for name, value in rows.items()), *start.changes().splitlines()])
 
 
 def _ema(plan: Plan, trained: Trained) -> Ema:
@@ -278,24 +276,14 @@ def _strategy(plan: Plan, sharding: ShardingSpec) -> Strategy:
         case "ddp":
             # Gradients live in the communication buckets (no copy), and every parameter is used once in every step:
             # a static graph, which PyTorch cannot learn from a first micro-batch without communication.
+            is_static = plan.batch.accumulation == 1
             return ReplicatedStrategy(
-                gradient_as_bucket_view=True,
-                static_graph=plan.batch.accumulation == 1,
-                broadcast_buffers=False,
-                **options,
+                gradient_as_bucket_view=True, static_graph=is_static, broadcast_buffers=False, **options
             )
         case "fsdp" | "hsdp":
-            offload = config.offload_parameters
-            if offload and backend == "nccl":  # blocks in CPU memory are gathered by gloo
+            if config.offload_parameters and backend == "nccl":  # blocks in CPU memory are gathered by gloo
                 options["process_group_backend"] = "cpu:gloo,cuda:nccl"
-            return FSDP2Strategy(
-                plan.layout.mesh,
-                sharding,
-                AUTOCAST_DTYPE[plan.precision],
-                reshard_after_forward=config.reshard_after_forward,
-                offload=offload,
-                **options,
-            )
+            return FSDP2Strategy(plan.layout.mesh, sharding, config, AUTOCAST_DTYPE[plan.precision], **options)
         case _:
             from sd_training.parallel.deepspeed import DeepSpeedZeroStrategy  # takes seconds
 
