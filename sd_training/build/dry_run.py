@@ -34,7 +34,6 @@ from sd_training.errors import Checks, ConfigError
 from sd_training.models.families import load_family
 from sd_training.models.family import Family, latent_grid
 from sd_training.models.load import effective_part, load_part
-from sd_training.parallel.launch import process_group_backend
 from sd_training.types import Conditioning, NoisedBatch
 
 FP32_BYTES = 4
@@ -76,13 +75,11 @@ def describe(plan: Plan) -> str:
         warnings += [f"captions: {sentence}" for sentence, is_much in cuts if is_much]
         warnings += prediction_warnings(config.model, family) if family else []
         memory = run_memory(plan, networks, family)
+        chosen = [f"{key}={_as_word(value)}" for key, value in chosen_options(config).items()]
         sections = [
             _summary(plan, start, networks, family, report, memory),
             titled("probably not meant:", [f"- {warning}" for warning in warnings]),
-            titled(
-                "options that are not at their defaults (docs/config.md has all of them):",
-                [f"{key}={_as_word(value)}" for key, value in chosen_options(config).items()],
-            ),
+            titled("options that are not at their defaults (docs/config.md has all of them):", chosen),
             start.changes(),
             titled(
                 f"memory per process with {plan.layout.strategy}, batch_size {config.system.batch_size} at "
@@ -96,8 +93,6 @@ def describe(plan: Plan) -> str:
     if family is not None:  # last, because a tensor-parallel plan changes the number of heads in the blocks
         tensor = plan.layout.mesh.tensor
         checks.run(lambda: [family.tensor_plan(block, tensor) for block in family.blocks() if tensor > 1])
-    if plan.launch.processes > 1:
-        checks.run(lambda: process_group_backend(config.distributed, plan.launch.accelerator))
     checks.finish()
     return text
 

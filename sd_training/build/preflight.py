@@ -60,8 +60,7 @@ def _data_problems(config: Config) -> list[str]:
     dataset, option = config.dataset, "dataset.params.path"
     named = [(f"{prefix}.params.path", entry.type, entry.params) for prefix, entry in data_sets(dataset)]
     if config.validation.path:
-        held_out = dataset.params.replace(path=config.validation.path)
-        named.append(("validation.path", dataset.type, held_out))
+        named.append(("validation.path", dataset.type, dataset.params.replace(path=config.validation.path)))
     access = dataset.params.remote
     return [
         problem.replace(option, key) for key, kind, params in named for problem in path_problems(kind, params, access)
