@@ -33,16 +33,18 @@ from pytorch_lightning.strategies import Strategy
 from torch import nn
 
 from scripts.bench_subjects import VARIANTS, Subject, make_subject, plain_objective, variant_of
-from sd_training.callbacks.base import RunState, TrainingTimer
+from sd_training.callbacks.base import RunState
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.metrics import COLUMNS, MetricRows, Metrics
 from sd_training.callbacks.numerics import NumericGuard
+from sd_training.callbacks.save import Save
+from sd_training.checkpoint.folder import NO_LOCK
 from sd_training.cli import run_cli
 from sd_training.config.schema import (
+    Config,
     EmaConfig,
     LRScheduleConfig,
     LRScheduleParams,
-    NumericsConfig,
     OptimizerConfig,
 )
 from sd_training.diffusion import Objective
@@ -206,8 +208,11 @@ def this_trainer(subject: Subject, loader: TurnLoader, variant: str = "") -> Non
     with tempfile.TemporaryDirectory() as folder:
         ema = Ema(EmaConfig(decay=EMA_DECAY, warmup=False), Path())
         rows = MetricRows(Path(folder) / "metrics.csv", COLUMNS)
-        metrics = Metrics(rows, 10, batch, ema, TrainingTimer(), RunState())
-        guard = NumericGuard(NumericsConfig(), 10, Path(folder), lambda sample: ("", str(sample)), TrainingTimer())
+        state, experiment = RunState(), {"log_dir": folder, "name": "bench", "num_examples_to_see": batch * len(loader)}
+        config = Config.model_validate({"experiment": experiment, "dataset": {"params": {"path": "none"}}})
+        metrics = Metrics(rows, config.logging.every, batch, ema, state)
+        saves = Save(Path(folder), config, lambda _: None, ema, state, NO_LOCK)  # does not act
+        guard = NumericGuard(saves, lambda sample: ("", str(sample)), dict)
         trainer = lightning_trainer(
             subject, [ema, guard, metrics], len(loader), SingleProcessStrategy(device=subject.device)
         )

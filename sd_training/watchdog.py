@@ -257,7 +257,6 @@ class HangWatch:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Measures inside; the first section is `start`."""
-        self._current = _Section("start", 0)
         for act in (self._measure, self._watch_others):
             threading.Thread(target=act, daemon=True, name="hang watch").start()
         try:

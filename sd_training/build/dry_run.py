@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sd_training.build.models import fit_problems, optimization, prediction_warnings, vae_precision
-from sd_training.build.plan import Plan, Start, check_data, find_start, make_mirror
+from sd_training.build.plan import Plan, Start, check_data, find_start, make_mirror, titled
 from sd_training.build.run import ANY_GRID, make_data
 from sd_training.config.changes import chosen_options
 from sd_training.config.plan import Layout
@@ -34,7 +34,6 @@ from sd_training.errors import Checks, ConfigError
 from sd_training.models.families import load_family
 from sd_training.models.family import Family, latent_grid
 from sd_training.models.load import effective_part, load_part
-from sd_training.parallel.launch import process_group_backend
 from sd_training.types import Conditioning, NoisedBatch
 
 FP32_BYTES = 4
@@ -74,16 +73,14 @@ def describe(plan: Plan) -> str:
         warnings = [warning for dataset in reports for warning in dataset.warnings()]
         warnings += [f"captions: {sentence}" for sentence, is_much in cuts if is_much]
         warnings += prediction_warnings(config.model, family) if family else []
-        memory = run_memory(config, networks, family, plan.layout, plan.precision)
+        memory = run_memory(plan, networks, family)
+        chosen = [f"{key}={_as_word(value)}" for key, value in chosen_options(config).items()]
         sections = [
             _summary(plan, start, networks, family, reports, memory),
-            _list("probably not meant:", [f"- {warning}" for warning in warnings]),
-            _list(
-                "options that are not at their defaults (docs/config.md has all of them):",
-                [f"{key}={_as_word(value)}" for key, value in chosen_options(config).items()],
-            ),
+            titled("probably not meant:", [f"- {warning}" for warning in warnings]),
+            titled("options that are not at their defaults (docs/config.md has all of them):", chosen),
             start.changes(),
-            _list(
+            titled(
                 f"memory per process with {plan.layout.strategy}, batch_size {config.system.batch_size} at "
                 f"{_size(largest_picture(config))} pixels on a GPU; an estimate, see docs/memory.md",
                 [f"{name:<26}{size_text(count):>12}" for name, count in memory.items() if count],
@@ -95,14 +92,8 @@ def describe(plan: Plan) -> str:
     if family is not None:  # last, because a tensor-parallel plan changes the number of heads in the blocks
         tensor = plan.layout.mesh.tensor
         checks.run(lambda: [family.tensor_plan(block, tensor) for block in family.blocks() if tensor > 1])
-    if plan.launch.processes > 1:
-        checks.run(lambda: process_group_backend(config.distributed, plan.launch.accelerator))
     checks.finish()
     return text
-
-
-def _list(title: str, lines: Sequence[str]) -> str:
-    return "\n".join([title, *(f"  {line}" for line in lines)]) if lines else ""
 
 
 def _as_word(value: Any) -> str:
@@ -155,7 +146,7 @@ def _summary(
         "begins": start.sentence(),
     }
     width = max(map(len, rows))
-    return _list("this run", [f"{name:<{width}}  {text}" for name, text in rows.items() if text])
+    return titled("this run", [f"{name:<{width}}  {text}" for name, text in rows.items() if text])
 
 
 # --- Networks ---
@@ -193,15 +184,13 @@ def largest_picture(config: Config) -> tuple[int, int]:
 AT_MOST = "device, at most"
 
 
-def run_memory(
-    config: Config, networks: Mapping[str, Any], family: Family | None, layout: Layout, precision: str
-) -> dict[str, int]:
+def run_memory(plan: Plan, networks: Mapping[str, Any], family: Family | None) -> dict[str, int]:
     """Bytes of one process in a step at the largest picture, by purpose; takes seconds.
 
     Args:
         networks, family: as `meta_networks` gives them.
-        precision: no, bf16 or fp16.
     """
+    config, layout, precision = plan.config, plan.layout, plan.precision
     model, samples, picture = config.model, config.system.batch_size, largest_picture(config)
     memory = standing_memory(model_size(config, networks, family, precision), layout, config.distributed)
     standing = sum(count for name, count in memory.items() if not name.startswith("CPU"))
@@ -337,7 +326,8 @@ def activation_bytes(
         fake = family.with_parts(trained)
         forward = partial(run_family, fake, size, samples, model.train_text_encoder)
         copy_bytes = 0 if is_narrow or precision == "no" else 2
-        return peak_activations([*trained.values()], fake.blocks(), forward, model, copy_bytes)
+        recomputed = fake.blocks() if model.gradient_checkpointing else []
+        return peak_activations([*trained.values()], recomputed, forward, copy_bytes)
 
 
 def run_family(family: Family, size: tuple[int, int], samples: int, is_text_trained: bool = False) -> list[Any]:
@@ -363,11 +353,7 @@ def blank_batch(
 
 
 def peak_activations(
-    networks: Sequence[nn.Module],
-    blocks: Sequence[Any],
-    forward: Callable[[], object],
-    model: ModelConfig,
-    copy_bytes: int = 0,
+    networks: Sequence[nn.Module], recomputed: Sequence[Any], forward: Callable[[], object], copy_bytes: int = 0
 ) -> int:
     """Bytes of activations at the peak; the networks' own parameters do not count.
 
@@ -377,9 +363,8 @@ def peak_activations(
 
     Args:
         networks: whose forward pass is counted.
-        blocks: the repeated blocks; the forward method of those that are recomputed is replaced.
+        recomputed: blocks in them; their forward methods are replaced.
         forward: runs the forward pass.
-        model: `gradient_checkpointing`.
         copy_bytes: of autocast's copy of a weight.
     """
     own = {t.untyped_storage()._cdata for n in networks for t in (*n.parameters(), *n.buffers())}
@@ -399,7 +384,6 @@ def peak_activations(
         with torch.autograd.graph.saved_tensors_hooks(partial(keep, keys), lambda tensor: tensor):
             return forward(*args, **kwargs)
 
-    recomputed = blocks if model.gradient_checkpointing else []
     inside: list[set[int]] = [set() for _ in recomputed]
     for block, keys in zip(recomputed, inside, strict=True):
         block.forward = partial(run, block.forward, keys)

@@ -52,7 +52,8 @@ def build_model(plan: Plan) -> Trained:
     """The module that `model.train` asks for.
 
     Raises:
-        ConfigError: a part cannot be loaded, or parts do not fit together or to the resolution.
+        ConfigError: a part cannot be loaded, parts do not fit together or to the resolution, or there is no compiler
+            for `trainer.compile`.
     """
     return _autoencoder(plan) if plan.config.model.train == "vae" else _diffusion(plan)
 
@@ -65,14 +66,26 @@ def _diffusion(plan: Plan) -> Trained:
         raise ConfigError(problems)
     for warning in prediction_warnings(model, family):
         log.warning(warning)
+    blocks, accelerator = family.blocks(), plan.launch.accelerator
     family.set_default_size(config.dataset.params.resolution)
     if model.bf16_weights:
         for network in family.trained_networks(model.train_text_encoder).values():
             for parameter in network.parameters():  # tables of positions are buffers, and stay fp32
                 parameter.data = parameter.data.to(torch.bfloat16)
     if model.xformers:
-        use_fast_attention(family.denoiser, torch.device(plan.launch.accelerator))
-    _prepare_denoiser(family, plan)
+        use_fast_attention(family.denoiser, torch.device(accelerator))
+    # Memory format, recomputation and compilation, before anything wraps or shards the networks.
+    if wants_channels_last(config.trainer.channels_last, accelerator):
+        family.vae.to(memory_format=torch.channels_last)
+        # Transformers have few convolutions; FSDP2 and DeepSpeed take contiguous weights only.
+        if family.denoiser_part == "unet" and plan.layout.strategy in ("single", "ddp"):
+            family.denoiser.to(memory_format=torch.channels_last)
+    if model.gradient_checkpointing:
+        recompute_activations(blocks)
+    if config.trainer.compile:
+        require_compiler(accelerator)
+        num_sizes = len(training_sizes(config.dataset.params).sizes)
+        compile_blocks([family.denoiser] if config.trainer.compile == "full" else blocks, num_sizes=num_sizes)
     if model.vae_slicing:
         family.vae.enable_slicing()
     if model.vae_tiling:
@@ -90,29 +103,8 @@ def _diffusion(plan: Plan) -> Trained:
         return family.pipeline() if weights is None else _with_weights(family, module, weights).pipeline()
 
     roots = list(family.trained_networks(model.train_text_encoder).values())
-    sharding = ShardingSpec(roots, family.blocks(), family.tensor_plan)
+    sharding = ShardingSpec(roots, blocks, family.tensor_plan)
     return Trained(module, latent_grid(family.vae), family, exported, sharding)
-
-
-def _prepare_denoiser(family: Family, plan: Plan) -> None:
-    """Memory format, recomputation and compilation, in place, before anything wraps or shards the networks.
-
-    Raises:
-        ConfigError: `trainer.compile` without a compiler.
-    """
-    config, blocks, accelerator = plan.config, family.blocks(), plan.launch.accelerator
-    if wants_channels_last(config.trainer.channels_last, accelerator):
-        family.vae.to(memory_format=torch.channels_last)
-        # Transformers have few convolutions; FSDP2 and DeepSpeed take contiguous weights only.
-        if family.denoiser_part == "unet" and plan.layout.strategy in ("single", "ddp"):
-            family.denoiser.to(memory_format=torch.channels_last)
-    if config.model.gradient_checkpointing:
-        recompute_activations(blocks)
-    if not config.trainer.compile:
-        return
-    require_compiler(accelerator)
-    num_sizes = len(training_sizes(config.dataset.params).sizes)
-    compile_blocks([family.denoiser] if config.trainer.compile == "full" else blocks, num_sizes=num_sizes)
 
 
 def optimization(plan: Plan) -> Optimization:

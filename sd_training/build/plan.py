@@ -127,10 +127,12 @@ class Start:
 
     def changes(self) -> str:
         """The changed options, one per line; empty where none changed."""
-        if not self.changed:
-            return ""
-        title = f"options that differ from the last start ({self.run_dir / CONFIG}):"
-        return "\n".join([title, *(f"  {change}" for change in self.changed)])
+        return titled(f"options that differ from the last start ({self.run_dir / CONFIG}):", self.changed)
+
+
+def titled(title: str, lines: Sequence[object]) -> str:
+    """A title and the lines below it; empty where there is none."""
+    return "\n".join([title, *(f"  {line}" for line in lines)]) if lines else ""
 
 
 def find_start(plan: Plan, mirror: Mirror | None) -> Start:

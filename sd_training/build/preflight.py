@@ -39,13 +39,9 @@ def local_problems(config: Config) -> list[str]:
 
 
 def _hub_problems(config: Config, key: str, path: str) -> Iterator[str]:
-    """A relative path that does not exist (it has more than the one slash of a hub id), or a hub id without a model;
-    those in `model.text_encoders` are checked when they are loaded."""
-    if os.path.exists(path) or path.startswith(("/", "./", "../", "~")):
-        return
-    if path.count("/") > 1:
-        yield f"{key}: {path!r} does not exist"
-    if path.count("/") > 1 or key not in options():
+    """A path that does not exist and is no hub id of a model either. Others than relative ones were looked for by
+    `config/check.py`; those in `model.text_encoders` are checked when they are loaded."""
+    if path.startswith(("/", "./", "../", "~")) or key not in options():
         return
     from sd_training.hub import hub_problem  # its client takes a third of a second to import
 
@@ -58,8 +54,7 @@ def _data_problems(config: Config) -> list[str]:
     dataset, option = config.dataset, "dataset.params.path"
     named = [(f"{prefix}.params.path", entry.type, entry.params) for prefix, entry in data_sets(dataset)]
     if config.validation.path:
-        held_out = dataset.params.replace(path=config.validation.path)
-        named.append(("validation.path", dataset.type, held_out))
+        named.append(("validation.path", dataset.type, dataset.params.replace(path=config.validation.path)))
     access = dataset.params.remote
     return [
         problem.replace(option, key) for key, kind, params in named for problem in path_problems(kind, params, access)

@@ -1,6 +1,5 @@
 """Every object of a run, from its plan: folder, model, data, callbacks, strategy, trainer."""
 
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -9,7 +8,6 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from textwrap import indent
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +20,9 @@ from pytorch_lightning.strategies import Strategy
 from torch.utils.tensorboard import SummaryWriter
 
 from sd_training.build.models import Trained, build_model
-from sd_training.build.plan import Plan, Start, find_start, make_mirror, own_run_dir
+from sd_training.build.plan import Plan, Start, find_start, make_mirror, own_run_dir, titled
 from sd_training.build.preflight import wandb_mode
-from sd_training.callbacks.base import RunState, TrainingTimer
+from sd_training.callbacks.base import RunState
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.metrics import COLUMNS as METRICS
 from sd_training.callbacks.metrics import MetricRows, Metrics, ProgressBar
@@ -33,7 +31,7 @@ from sd_training.callbacks.preemption import Preemption, deadline_s
 from sd_training.callbacks.previews import Pictures
 from sd_training.callbacks.run_record import RunRecord
 from sd_training.callbacks.runtime import Runtime
-from sd_training.callbacks.save import MIRROR_AFTER_STOP_S, ConsistencyMark, Save
+from sd_training.callbacks.save import MIRROR_AFTER_STOP_S, Save
 from sd_training.callbacks.validation import COLUMNS, Validation
 from sd_training.checkpoint.folder import RunLock, replace_text
 from sd_training.checkpoint.mirror import Mirror
@@ -125,16 +123,10 @@ def build_run(
     assert trained is not None
     data = make_data(plan, trained.family, trained.latent_grid)
     config, signals = plan.config, signals or StopSignals()
-    preemption = Preemption(
-        signals,
-        deadline_s(config.experiment.max_hours, signals.started_s, os.environ),
-        END_S + (0.0 if mirror is None else MIRROR_AFTER_STOP_S),
-        3 if config.checkpoint.asynchronous else 2,
-        RunState(),
-        config.checkpoint.save_every_minutes,
-        config.watch.collective_timeout_s,
-    )
     watch = watch or HangWatch({}, plan.run_dir)
+    end_s = deadline_s(config.experiment.max_hours, signals.started_s, os.environ)
+    reserved_s = END_S + (0.0 if mirror is None else MIRROR_AFTER_STOP_S)
+    preemption = Preemption(signals, config, RunState(watch), end_s, reserved_s)
     callbacks = _callbacks(plan, start, trained, data, preemption, run_lock, watch, mirror)
     trainer = _trainer(plan, callbacks, _strategy(plan, trained.sharding))
     return Run(trainer, trained.module, data, preemption, plan.is_child)
@@ -181,10 +173,7 @@ def _callbacks(
 ) -> list[pl.Callback]:
     """In the order they act after an optimizer step: stop, average, guard, log, measure, draw, save, copy, show."""
     config, batch, run_dir, run_state = plan.config, plan.batch, plan.run_dir, preemption.state
-    timer = TrainingTimer(watch)
     ema = _ema(plan, trained) if config.model.use_ema else None
-    # Something beside the saves may take so long before the hang watch or another process gives up.
-    mirror_limit_s = 0.8 * min(config.watch.save_s or math.inf, config.watch.collective_timeout_s)
 
     def run_metadata() -> dict[str, Any]:
         """For run.json and for incidents, from which `scripts/replay_step.py` finds samples and draws of a step again;
@@ -203,29 +192,19 @@ def _callbacks(
     num_parameters = sum(parameter.numel() for network in networks for parameter in network.parameters())
     title = f"training {', '.join(type(network).__name__ for network in networks)} of {num_parameters:,} parameters"
     rows = MetricRows(run_dir / "metrics.csv", METRICS, run_lock)
-    saves = Save(
-        run_dir,
-        config.experiment.save_every,
-        config.checkpoint,
-        config.experiment.save_only_most_recent,
-        trained.exported,
-        ema,
-        timer,
-        run_state,
-        run_lock,
-        bool(start.source),
-        mirror,
-        mirror_limit_s,
-    )
+    validation = None
+    if data.held_out is not None:
+        validation_rows = MetricRows(run_dir / "validation.csv", COLUMNS, run_lock)
+        validation = Validation(data.held_out, config, validation_rows, plan.precision, ema, preemption)
+    saves = Save(run_dir, config, trained.exported, ema, run_state, run_lock, bool(start.source), mirror)
     callbacks: list[pl.Callback | None] = [
         preemption,
         RunRecord(run_dir, resolved_yaml(config), run_metadata, lambda step: _banner(plan, start, data, title, step)),
         ema,
-        NumericGuard(config.numerics, config.logging.every, run_dir, data.name_of, timer, run_metadata, ema, saves),
-        ConsistencyMark(run_state),
-        Metrics(rows, config.logging.every, batch.global_batch, ema, timer, run_state),
-        _validation(plan, data, ema, timer, preemption, run_lock),
-        *_pictures(plan, trained, ema, timer),
+        NumericGuard(saves, data.name_of, run_metadata),
+        Metrics(rows, config.logging.every, batch.global_batch, ema, run_state),
+        validation,
+        *_pictures(plan, trained, ema, run_state),
         saves,
         ProgressBar(run_state, batch.global_batch, batch.num_steps) if config.logging.progress_bar else None,
         Runtime(watch),
@@ -250,21 +229,7 @@ def _banner(plan: Plan, start: Start, data: TrainingData, title: str, step: int)
         "samples": f"{sum(len(dataset.selected) for dataset in data.datasets):,}",
         "length": plan.batch.sentence(),
     }
-    lines = [title, *(f"  {name:<12}{value}" for name, value in rows.items())]
-    return "\n".join([*lines, *([indent(start.changes(), "  ")] if start.changed else [])])
-
-
-def _validation(
-    plan: Plan, data: TrainingData, ema: Ema | None, timer: TrainingTimer, preemption: Preemption, run_lock: RunLock
-) -> Validation | None:
-    if data.held_out is None:
-        return None
-    config, rows = plan.config.validation, MetricRows(plan.run_dir / "validation.csv", COLUMNS, run_lock)
-    count = 1 if plan.config.model.train == "vae" else config.num_levels  # an autoencoder has no noise levels
-    quantiles = [(number + 0.5) / count for number in range(count)]
-    return Validation(
-        data.held_out, config.every, quantiles, rows, plan.precision, ema, timer, preemption, preemption.state
-    )
+    return titled(title, [*(f"{name:<12}{value}" for name, value in rows.items()), *start.changes().splitlines()])
 
 
 def _ema(plan: Plan, trained: Trained) -> Ema:
@@ -278,13 +243,12 @@ def _ema(plan: Plan, trained: Trained) -> Ema:
     return Ema(config, plan.run_dir, weights)
 
 
-def _pictures(plan: Plan, trained: Trained, ema: Ema | None, timer: TrainingTimer) -> list[Pictures]:
+def _pictures(plan: Plan, trained: Trained, ema: Ema | None, state: RunState) -> list[Pictures]:
     """Previews and evaluation images; there is nothing to draw while an autoencoder is trained."""
     config, pictures = plan.config, []
     if trained.family is None:
         return []
-    resolution, samples_dir = config.dataset.params.resolution, plan.run_dir / "samples"
-    own = (samples_dir, resolution, config.sampling, trained.family.pipeline, plan.precision, ema, timer)
+    own = (plan.run_dir, config, trained.family.pipeline, plan.precision, ema, state)
     if config.sampling.every and config.sampling.prompts:
         prompts = [(f"{i:03d}", prompt) for i, prompt in enumerate(config.sampling.prompts)]
         pictures.append(Pictures(*own, "previews", config.sampling.every, prompts, at_start=True))
@@ -312,24 +276,14 @@ def _strategy(plan: Plan, sharding: ShardingSpec) -> Strategy:
         case "ddp":
             # Gradients live in the communication buckets (no copy), and every parameter is used once in every step:
             # a static graph, which PyTorch cannot learn from a first micro-batch without communication.
+            is_static = plan.batch.accumulation == 1
             return ReplicatedStrategy(
-                gradient_as_bucket_view=True,
-                static_graph=plan.batch.accumulation == 1,
-                broadcast_buffers=False,
-                **options,
+                gradient_as_bucket_view=True, static_graph=is_static, broadcast_buffers=False, **options
             )
         case "fsdp" | "hsdp":
-            offload = config.offload_parameters
-            if offload and backend == "nccl":  # blocks in CPU memory are gathered by gloo
+            if config.offload_parameters and backend == "nccl":  # blocks in CPU memory are gathered by gloo
                 options["process_group_backend"] = "cpu:gloo,cuda:nccl"
-            return FSDP2Strategy(
-                plan.layout.mesh,
-                sharding,
-                AUTOCAST_DTYPE[plan.precision],
-                reshard_after_forward=config.reshard_after_forward,
-                offload=offload,
-                **options,
-            )
+            return FSDP2Strategy(plan.layout.mesh, sharding, config, AUTOCAST_DTYPE[plan.precision], **options)
         case _:
             from sd_training.parallel.deepspeed import DeepSpeedZeroStrategy  # takes seconds
 

@@ -48,17 +48,32 @@ class OptimizerStepCallback(pl.Callback):
         return every > 0 and (step % every == 0 or step == trainer.max_steps or trainer.should_stop)
 
 
-class TrainingTimer:
-    """Measures time spent training, without what is done inside `excluded`.
+@dataclass
+class RunState:
+    """The only mutable state that callbacks share. Each field has one writer, named in its description; the clock
+    measures time spent training, without what any of them does inside `excluded`.
 
-    Args:
-        watch: hang watch that measures the excluded sections.
+    Steps are optimizer steps completed in this start of the run; -1: none yet.
     """
 
-    def __init__(self, watch: HangWatch | None = None) -> None:
-        self.watch = watch
-        self._start_s = time.perf_counter()
-        self._excluded_s = 0.0
+    watch: HangWatch | None = None
+    """Measures the excluded sections."""
+    save_requested: bool = False
+    """`Preemption`: all ranks save after this step, beside the steps at which a save is due."""
+    is_consistent: bool = False
+    """`NumericGuard`, `Save`: whether weights, optimizer and averages all are as after the last optimizer step."""
+    last_save_step: int = -1
+    """`Save`: the last save that was begun, whether it failed or not; the same on all ranks."""
+    last_save_end_s: float = field(default_factory=time.monotonic)
+    """`Save`: when that returned to training [s of `time.monotonic`]; before the first save, the start."""
+    longest_save_s: float = 0.0
+    """`Save`: the longest save so far, from its beginning until it was sealed and exported; 0: none yet."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """`Metrics`: the newest row."""
+    validation_loss: tuple[int, float] | None = None
+    """`Validation`: step and loss of the newest one, of the weights that are exported; the same on all ranks."""
+    _start_s: float = field(default_factory=time.perf_counter, init=False)
+    _excluded_s: float = field(default=0.0, init=False)
 
     @contextmanager
     def excluded(self, section: str) -> Iterator[None]:
@@ -80,31 +95,6 @@ class TrainingTimer:
         elapsed_s = now_s - self._start_s - self._excluded_s
         self._start_s, self._excluded_s = now_s, 0.0
         return max(elapsed_s, 1e-9)
-
-
-@dataclass
-class RunState:
-    """The only mutable state that callbacks share. Each field has one writer, named in its description.
-
-    Steps are optimizer steps completed in this start of the run; -1: none yet.
-    """
-
-    save_requested: bool = False
-    """`Preemption`: all ranks save after this step, beside the steps at which a save is due."""
-    is_consistent: bool = False
-    """`ConsistencyMark`, `Save`: whether weights, optimizer and averages all are as after the last optimizer step."""
-    last_save_step: int = -1
-    """`Save`: the last save that was begun, whether it failed or not; the same on all ranks."""
-    last_save_end_s: float = field(default_factory=time.monotonic)
-    """`Save`: when that returned to training [s of `time.monotonic`]; before the first save, the start."""
-    sealed_step: int = -1
-    """`Save`: the newest checkpoint that is whole on disk, also one of an earlier start; -1: none yet."""
-    longest_save_s: float = 0.0
-    """`Save`: the longest save so far, from its beginning until it was sealed and exported; 0: none yet."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """`Metrics`: the newest row."""
-    validation_loss: tuple[int, float] | None = None
-    """`Validation`: step and loss of the newest one, of the weights that are exported; the same on all ranks."""
 
 
 def gather_ranks(trainer: pl.Trainer, tensor: Tensor) -> Tensor:

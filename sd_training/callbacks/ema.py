@@ -347,9 +347,7 @@ def snapshot_path(run_dir: Path, step: int, sigma_rel: float) -> Path:
     return run_dir / SNAPSHOTS / f"{STEP}{step}" / f"{width_name(sigma_rel)}.safetensors"
 
 
-def write_snapshot(
-    run_dir: Path, step: int, sigma_rel: float, tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
-) -> Path:
+def write_snapshot(run_dir: Path, step: int, sigma_rel: float, tensors: Mapping[str, Tensor]) -> Path:
     """Writes one track; a snapshot of the same step and width is replaced.
 
     Args:
@@ -357,7 +355,6 @@ def write_snapshot(
         step: optimizer steps completed, at an update of the average.
         sigma_rel: width of the track.
         tensors: average by parameter name, on any device.
-        dtype: of the file. bf16 rounds by up to 1/256 of every value, fp16 by 1/2048.
 
     Returns:
         The file.
@@ -369,7 +366,7 @@ def write_snapshot(
     partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({n: t.detach().to("cpu", dtype).contiguous() for n, t in tensors.items()}, partial)
+        save_file({n: t.detach().to("cpu", torch.float32).contiguous() for n, t in tensors.items()}, partial)
         flush_file(partial)
         os.replace(partial, path)
         for folder in (path.parent, path.parent.parent, run_dir):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sd_training.callbacks.base import OptimizerStepCallback, RunState, TrainingTimer
+from sd_training.callbacks.base import OptimizerStepCallback, RunState
 from sd_training.callbacks.ema import Ema, decay_at
 from sd_training.checkpoint.folder import NO_LOCK, RunLock, replace_text
 from sd_training.config.plan import counted
@@ -117,17 +117,16 @@ class Metrics(OptimizerStepCallback):
     """Images per optimizer step, over all processes."""
     ema: Ema | None
     """The average, if there is one."""
-    timer: TrainingTimer
-    """Shared with the callbacks that save and draw, so that images/s is the speed of training."""
     state: RunState
-    """Gets the newest metrics."""
+    """Gets the newest metrics; does not count the time of saves and pictures, so that images/s is the speed of
+    training."""
     _window_start: int = field(default=0, init=False)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Drop rows that a killed run wrote after the checkpoint it resumes from."""
         super().on_train_start(trainer, pl_module)
         self._window_start = trainer.global_step
-        self.timer.lap_s()
+        self.state.lap_s()
         if trainer.is_global_zero:
             self.rows.keep_until(trainer.global_step)
 
@@ -144,7 +143,7 @@ class Metrics(OptimizerStepCallback):
         metrics = dict(zip(names, sums.tolist(), strict=True))
         if isinstance(module.grad_norm, Tensor):
             metrics["grad_norm"] = float(module.grad_norm)
-        elapsed_s, num_steps, plan = self.timer.lap_s(), step - self._window_start, module.optimization
+        elapsed_s, num_steps, plan = self.state.lap_s(), step - self._window_start, module.optimization
         self._window_start = step
         metrics["learning_rate"] = plan.learning_rate * plan.schedule(step - 1)
         if self.ema is not None:

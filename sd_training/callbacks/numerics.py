@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sd_training.callbacks.base import OptimizerStepCallback, TrainingTimer, gather_ranks
-from sd_training.callbacks.ema import Ema
+from sd_training.callbacks.base import OptimizerStepCallback, gather_ranks
 from sd_training.callbacks.save import Save
 from sd_training.checkpoint.folder import folder_name, sealed_checkpoints, step_of, verify_checkpoint
 from sd_training.checkpoint.save import load_checkpoint, open_checkpoint
@@ -146,47 +145,47 @@ class Rollback(NamedTuple):
     """Optimizer steps of the checkpoint whose weights were loaded."""
 
 
-@dataclass(eq=False)
 class NumericGuard(OptimizerStepCallback):
-    """Reads losses every `every` optimizer steps, and before every save. Goes back only at a multiple of `every`, so
+    """Reads losses every `logging.every` optimizer steps, and before every save. Goes back only at a multiple of it, so
     that a save or a signal does not change when that happens. Compares replicas every `digest_every` optimizer steps,
-    and before every save.
+    and before every save. Keeps `RunState.is_consistent`: the callbacks before it belong to the step (averages), those
+    after it may fail without changing anything that is saved.
 
     The optimizer step counts on after a rollback, so the batches that did the damage, and those since the checkpoint,
     are used up; no order of the data, name of a checkpoint or row of the metrics gets two meanings.
+
+    Args:
+        saves: writes a checkpoint after a rollback; has the options and the average, which goes back as well.
+        name_of: sample id → location of its shard, and key.
+        run_metadata: further entries of an incident, asked when one is written.
     """
 
-    config: NumericsConfig
-    """Limits and thresholds."""
-    every: int
-    """Optimizer steps between reads."""
-    run_dir: Path
-    """With `checkpoints/` and `incidents/`."""
-    name_of: Callable[[int], tuple[str, str]]
-    """Sample id → location of its shard, and key."""
-    timer: TrainingTimer
-    """Does not count the time of a rollback."""
-    run_metadata: Callable[[], Mapping[str, Any]] = dict
-    """Further entries of an incident, asked when one is written."""
-    ema: Ema | None = None
-    """Goes back as well."""
-    saves: Save | None = None
-    """Writes a checkpoint after a rollback; None where nothing is saved."""
-    rollbacks: list[Rollback] = field(default_factory=list, init=False)
-    _micro_batches: list[MicroBatchRecord] = field(default_factory=list, init=False)
-    _unread: list[tuple[int, list[MicroBatchRecord], Tensor | None]] = field(default_factory=list, init=False)
-    """Steps whose losses and flag are still on the device: optimizer steps completed before, micro-batches, not 0 where
-    it was skipped (None where the engine does not report it)."""
-    _replicas_equal_at: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        saves: Save,
+        name_of: Callable[[int], tuple[str, str]],
+        run_metadata: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self.saves, self.name_of, self.run_metadata = saves, name_of, run_metadata
+        self.config, self.every, self.run_dir = saves.config.numerics, saves.config.logging.every, saves.run_dir
         self.detector = AnomalyDetector(self.config)
+        self.rollbacks: list[Rollback] = []
+        self._micro_batches: list[MicroBatchRecord] = []
+        self._unread: list[tuple[int, list[MicroBatchRecord], Tensor | None]] = []
+        """Steps whose losses and flag are still on the device: optimizer steps completed before, micro-batches, not 0
+        where it was skipped (None where the engine does not report it)."""
+        self._replicas_equal_at = 0
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        """From here on until the averages have seen the step, weights and averages do not fit together."""
+        self.saves.state.is_consistent = False
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Keeps what the module recorded of each micro-batch."""
         if pl_module.last_micro_batch is not None:
             self._micro_batches.append(pl_module.last_micro_batch)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self.saves.state.is_consistent = True
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Collective where it is due."""
@@ -195,7 +194,7 @@ class NumericGuard(OptimizerStepCallback):
         if self.is_due(trainer, step, self.every):
             self._read(trainer, module)
             if self.detector.rollback_reason is not None and step % self.every == 0:
-                with self.timer.excluded("save"):
+                with self.saves.state.excluded("save"):
                     self._roll_back(trainer, module, step, self.detector.rollback_reason)
         if self.config.digest_every and step % self.config.digest_every == 0:
             self._compare_replicas(trainer, module, step)
@@ -271,8 +270,7 @@ class NumericGuard(OptimizerStepCallback):
         Raises:
             NumericError: there is none, or it was done too often.
         """
-        if self.saves is not None:
-            self.saves.finish_pending()  # it may be the checkpoint to go back to
+        self.saves.finish_pending()  # it may be the checkpoint to go back to
         root, before, found = self.run_dir / "checkpoints", reason.first_step, None
         if len(self.rollbacks) >= self.config.max_rollbacks:
             problem = f"numerics.max_rollbacks={self.config.max_rollbacks} is reached"
@@ -288,8 +286,8 @@ class NumericGuard(OptimizerStepCallback):
             )
         stored = open_checkpoint(root / folder_name(found))
         load_checkpoint(stored, trainer)
-        if self.ema is not None:
-            self.ema.load_averages(trainer, module, stored.averages())
+        if self.saves.ema is not None:
+            self.saves.ema.load_averages(trainer, module, stored.averages())
         self.rollbacks.append(Rollback(step, found))
         self.detector.reset()
         if trainer.is_global_zero:
@@ -300,8 +298,7 @@ class NumericGuard(OptimizerStepCallback):
             f"training continues with optimizer step {step:,}"
         )
         try:  # a resume must continue from here, not from a checkpoint that was left behind
-            if self.saves is not None:
-                self.saves.write_checkpoint(trainer, step)
+            self.saves.write_checkpoint(trainer, step)
         except OSError as error:
             log.error(f"training continues, but a resume would go back once more: {error}")
 

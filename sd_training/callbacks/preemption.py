@@ -4,12 +4,10 @@ A run is asked by a signal (`signals.py`), or by a limit that comes near: `exper
 """
 
 import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor, distributed
 
 from sd_training.callbacks.base import OptimizerStepCallback, RunState
-from sd_training.checkpoint.folder import replace_text
+from sd_training.config.schema import Config
 from sd_training.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from sd_training.log import FOR_FILE, get_logger
 from sd_training.signals import StopSignals
@@ -28,8 +26,6 @@ log = get_logger(__name__)
 
 SLURM_END_VARIABLE = "SLURM_JOB_END_TIME"
 """Environment variable of the job's end [s since 1970], set by SLURM where the job has a time limit."""
-STEP_FILE_VARIABLE = "SD_TRAINING_STEP_FILE"
-"""Environment variable of a file that gets the newest sealed step, for a launcher that checks for progress."""
 UNMEASURED_SAVE_S = 10.0
 """Assumed duration of a save before the first one."""
 
@@ -59,23 +55,17 @@ class Preemption(OptimizerStepCallback):
 
     signals: StopSignals
     """Those that this process received."""
-    end_s: float
-    """When it must have ended [s of `time.monotonic`]."""
-    reserved_s: float
-    """What the process may need after its last save until it has ended."""
-    num_saves: int
-    """How often the longest save so far must still fit before the end."""
+    config: Config
     state: RunState
     """Gets the request for a save, and has the duration of one."""
-    save_every_minutes: float | None
-    """Longest time between two saves; null: steps alone decide."""
-    timeout_s: float
-    """How long the ranks wait for each other."""
+    end_s: float
+    """When this process must have ended [s of `time.monotonic`]."""
+    reserved_s: float
+    """What it may need after its last save until it has ended."""
     status: int = field(default=0, init=False)
     """0, or the exit status that all ranks agreed on."""
     _is_listening: bool = field(default=False, init=False)
     _num_saves_seen: int = field(default=0, init=False)
-    _step_in_file: int = field(default=-1, init=False)
     _last_end_s: float | None = field(default=None, init=False)
     _longest_step_s: float = field(default=0.0, init=False)
     _group: distributed.ProcessGroup | None = field(default=None, init=False)
@@ -87,7 +77,8 @@ class Preemption(OptimizerStepCallback):
         super().on_train_start(trainer, pl_module)
         self._is_listening, self._reduction = False, None
         if trainer.world_size > 1:
-            self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+            timeout = timedelta(seconds=self.config.watch.collective_timeout_s)
+            self._group = distributed.new_group(backend="gloo", timeout=timeout)
 
     def on_train_batch_start(self, *_: Any) -> None:
         """Until the first step there is nothing to save, and what precedes it may take long."""
@@ -101,7 +92,6 @@ class Preemption(OptimizerStepCallback):
         if self._last_end_s is not None:
             self._longest_step_s = max(self._longest_step_s, now_s - self._last_end_s)
         self._last_end_s = now_s
-        self._write_step_file(trainer)
         status, is_save_due = self._agreed_requests(trainer)
         self.state.save_requested = is_save_due
         if step == trainer.max_steps:
@@ -116,7 +106,6 @@ class Preemption(OptimizerStepCallback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Everything is saved. A launcher may kill what comes now, such as the shutdown of loggers."""
-        self._write_step_file(trainer)
         if trainer.is_global_zero:
             write_status(self.status)
 
@@ -139,7 +128,8 @@ class Preemption(OptimizerStepCallback):
         """0, or the exit status with which this process was asked to stop, or has to because what must still be done no
         longer fits before the end."""
         save_s = self.state.longest_save_s or UNMEASURED_SAVE_S
-        needed_s = self.num_saves * save_s + 2 * self._longest_step_s + self.reserved_s
+        num_saves = 3 if self.config.checkpoint.asynchronous else 2  # that must still fit: one may be in progress
+        needed_s = num_saves * save_s + 2 * self._longest_step_s + self.reserved_s
         is_time_up = trainer.is_global_zero and self.end_s - time.monotonic() < needed_s
         return self.signals.status or (EXIT_STOPPED if is_time_up else 0)
 
@@ -148,22 +138,13 @@ class Preemption(OptimizerStepCallback):
         if self._last_end_s is not None:
             self._last_end_s += duration_s
 
-    def _write_step_file(self, trainer: pl.Trainer) -> None:
-        """The newest sealed step, for the launcher; also for the start after one that was killed."""
-        path, sealed_step = os.environ.get(STEP_FILE_VARIABLE), self.state.sealed_step
-        if path and trainer.is_global_zero and sealed_step > self._step_in_file:
-            self._step_in_file = sealed_step
-            try:
-                replace_text(Path(path), f"{sealed_step}\n")
-            except OSError as error:
-                log.warning(f"{STEP_FILE_VARIABLE}: {path} cannot be written: {error.strerror}")
-
     def _own_requests(self, trainer: pl.Trainer) -> tuple[int, bool]:
         """The exit status that this rank asks for, and whether it asks for a save, now; a signal asks once."""
         asked = self.signals.num_saves_asked
         is_save_due, self._num_saves_seen = asked > self._num_saves_seen, asked
-        if trainer.is_global_zero and self.save_every_minutes is not None:
-            is_save_due |= time.monotonic() - self.state.last_save_end_s >= 60 * self.save_every_minutes
+        minutes = self.config.checkpoint.save_every_minutes
+        if trainer.is_global_zero and minutes is not None:
+            is_save_due |= time.monotonic() - self.state.last_save_end_s >= 60 * minutes
         return self.requested_status(trainer), is_save_due
 
     def _agreed_requests(self, trainer: pl.Trainer) -> tuple[int, bool]:

@@ -14,9 +14,9 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 
-from sd_training.callbacks.base import OptimizerStepCallback, TrainingTimer
+from sd_training.callbacks.base import OptimizerStepCallback, RunState
 from sd_training.callbacks.ema import Ema, export_weights
-from sd_training.config.schema import SamplingConfig
+from sd_training.config.schema import Config
 from sd_training.export.draw import draw_images, picture_grid
 from sd_training.log import get_logger
 from sd_training.models.family import autocast
@@ -33,19 +33,17 @@ _GRID_PICTURES = 64
 class Pictures(OptimizerStepCallback):
     """Draws the pictures of one set of prompts on all ranks."""
 
-    samples_dir: Path
-    """The run's `samples/`."""
-    resolution: int
-    """Height and width [pixels]."""
-    sampling: SamplingConfig
-    """Steps, guidance, first seed, batch size."""
+    run_dir: Path
+    """The run folder, with `samples/`."""
+    config: Config
+    """Its resolution, steps, guidance, first seed and batch size."""
     pipeline: Callable[[], DiffusionPipeline]
     """Makes the pipeline around the live modules."""
     precision: str
     """Autocast type, as in training."""
     ema: Ema | None
     """The average to draw with, if there is one."""
-    timer: TrainingTimer
+    state: RunState
     """Does not count the time of drawing."""
     name: str
     """Folder below `samples/step_N/`, and tag in the loggers."""
@@ -77,8 +75,8 @@ class Pictures(OptimizerStepCallback):
         continues."""
         if trainer.should_stop:
             return
-        folder = self.samples_dir / f"step_{step}" / self.name
-        with self.timer.excluded("validate"):
+        folder = self.run_dir / "samples" / f"step_{step}" / self.name
+        with self.state.excluded("validate"):
             with export_weights(module, self.ema):
                 images = self._local_images(trainer)
             try:
@@ -98,7 +96,7 @@ class Pictures(OptimizerStepCallback):
         """This rank's pictures by number of the prompt, which the seed depends on, not on the rank. Where a forward
         pass is collective, all ranks draw equally many: some draw again what another draws as well, which gives the
         same picture."""
-        strategy, count, sampling = strategy_of(trainer), len(self.prompts), self.sampling
+        strategy, count, sampling = strategy_of(trainer), len(self.prompts), self.config.sampling
         numbers, missing = strategy.split_over_ranks(count)
         if strategy.has_collective_forward:
             numbers += [strategy.data_rank % count] * missing
@@ -111,8 +109,8 @@ class Pictures(OptimizerStepCallback):
                 self.pipeline(),
                 [self.prompts[i][1] for i in numbers],
                 [sampling.seed + i for i in numbers],
-                height=self.resolution,
-                width=self.resolution,
+                height=self.config.dataset.params.resolution,
+                width=self.config.dataset.params.resolution,
                 num_inference_steps=sampling.num_inference_steps,
                 guidance_scale=sampling.guidance_scale,
                 batch_size=sampling.batch_size,

@@ -7,6 +7,7 @@ all ranks meet after the same step is saved as well.
 """
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from sd_training.callbacks.base import OptimizerStepCallback, RunState, TrainingTimer
+from sd_training.callbacks.base import OptimizerStepCallback, RunState
 from sd_training.callbacks.ema import EMA_PART, Ema, full_export_weights
 from sd_training.checkpoint.folder import (
     RunLock,
@@ -34,7 +35,7 @@ from sd_training.checkpoint.folder import (
 from sd_training.checkpoint.mirror import Mirror
 from sd_training.checkpoint.save import load_checkpoint, open_checkpoint, restore_training_state, save_checkpoint
 from sd_training.config.plan import counted
-from sd_training.config.schema import CheckpointConfig
+from sd_training.config.schema import Config
 from sd_training.errors import CheckpointError, ConfigError, OutageError, SaveError
 from sd_training.export.pipeline import CURRENT, export_pipeline, keep_export
 from sd_training.log import get_logger, is_main_process, write_incident
@@ -46,56 +47,33 @@ log = get_logger(__name__)
 
 MIRROR_AFTER_STOP_S = 60.0
 """A run that was asked to stop waits this long for its last copy to the mirror; everything is saved here."""
+STEP_FILE_VARIABLE = "SD_TRAINING_STEP_FILE"
+"""Environment variable of a file that gets the newest sealed step, for a launcher that checks for progress."""
 _PENDING_AT_EXCEPTION_S = 600.0
 """At an exception, the longest wait for a save in the background."""
 _EXPORTED_STEP_FILE = "exported_step"
 """File in the run folder: the optimizer step that `current_pipeline` is of."""
 
 
-class ConsistencyMark(pl.Callback):
-    """Keeps `RunState.is_consistent`. Acts after the callbacks that belong to the step (averages, guards), and before
-    those that may fail without changing anything that is saved."""
-
-    def __init__(self, state: RunState) -> None:
-        self.state = state
-
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        """From here on until the averages have seen the step, weights and averages do not fit together."""
-        self.state.is_consistent = False
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        """The averages have seen it."""
-        self.state.is_consistent = True
-
-
 @dataclass(eq=False)
 class Save(OptimizerStepCallback):
-    """Saves every `every` optimizer steps, at milestones, on request, and at the end of the run."""
+    """Saves every `experiment.save_every` optimizer steps, at milestones, on request, and at the end of the run."""
 
     run_dir: Path
-    every: int
-    """Optimizer steps between saves."""
-    config: CheckpointConfig
-    """What is kept, and how many saves may fail."""
-    only_most_recent: bool
-    """Replace `current_pipeline/`; else keep `pipelines/step_N/` and point at the newest."""
+    config: Config
     make_export: Callable[[Mapping[str, Tensor] | None], Any]
     """Makes the pipeline or the autoencoder to write; on rank 0 around a copy of the network with the full weights that
     it is given by name. Collective."""
     ema: Ema | None
     """The average to export, if there is one."""
-    timer: TrainingTimer
-    """Does not count the time of a save."""
     state: RunState
-    """Has the requests for saves, and records each save."""
+    """Has the requests for saves, records each save and does not count its time."""
     run_lock: RunLock
     """Of this start of the run; rank 0 checks it."""
-    is_resumed: bool
+    is_resumed: bool = False
     """Whether the run continues from its newest checkpoint."""
     mirror: Mirror | None = None
     """Gets a copy of the newest checkpoint; None: there is none."""
-    mirror_limit_s: float = 0.0
-    """The end of a finished run waits this long for the last copy."""
     pending: Future[None] | None = field(default=None, init=False)
     """The save that is written in the background."""
     _pending_step: int = field(default=0, init=False)
@@ -127,7 +105,7 @@ class Save(OptimizerStepCallback):
 
         stored = open_checkpoint(self._root / folder_name(group.on_rank0(newest_step)))
         averages, step = stored.averages(), int(stored.state["global_step"])
-        self.state.sealed_step = step
+        self._write_step_file(step)  # also for the start after one that was killed
         pl_module.on_load_checkpoint(stored.state)
         load_checkpoint(stored, trainer)
         restore_training_state(trainer, stored.state)
@@ -148,11 +126,12 @@ class Save(OptimizerStepCallback):
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Save when due; every rank takes part. One that fails counts as one as well: the next is due when it would be,
         not at once."""
-        if not (self.is_due(trainer, step, self.every) or self._is_milestone(step) or self.state.save_requested):
+        every = self.config.experiment.save_every
+        if not (self.is_due(trainer, step, every) or self._is_milestone(step) or self.state.save_requested):
             return
         is_last = step == trainer.max_steps or trainer.should_stop
         self.state.is_consistent = False  # what fails inside a save is not saved once more
-        with self.timer.excluded("save"):
+        with self.state.excluded("save"):
             try:
                 self.finish_pending()
                 with self._failures_counted(step, is_last=is_last):
@@ -164,7 +143,8 @@ class Save(OptimizerStepCallback):
         self.state.is_consistent = True
 
     def _is_milestone(self, step: int) -> bool:
-        return self.config.milestone_every > 0 and step % self.config.milestone_every == 0
+        every = self.config.checkpoint.milestone_every
+        return every > 0 and step % every == 0
 
     @contextmanager
     def _failures_counted(self, step: int, *, is_last: bool) -> Iterator[None]:
@@ -183,7 +163,7 @@ class Save(OptimizerStepCallback):
             kept = f"older checkpoints in {self._root} are intact; the same command continues from them"
             if is_last:
                 raise SaveError(f"the last save of this run, of step {step:,}, failed: {error}; {kept}") from error
-            if self._failed_in_a_row >= self.config.max_failed_saves:
+            if self._failed_in_a_row >= self.config.checkpoint.max_failed_saves:
                 raise SaveError(
                     f"{self._failed_in_a_row} saves in a row failed (checkpoint.max_failed_saves): {error}; {kept}"
                 ) from error
@@ -195,7 +175,7 @@ class Save(OptimizerStepCallback):
             OSError: something could not be written; what was there before is intact.
             TakenOverError: another start has the run.
         """
-        began_s, asynchronous = time.monotonic(), self.config.asynchronous
+        began_s, asynchronous = time.monotonic(), self.config.checkpoint.asynchronous
         seal = self._begin_checkpoint(trainer, step, asynchronous=asynchronous)
         if not asynchronous:
             seal()  # it is there even if the export fails
@@ -249,15 +229,24 @@ class Save(OptimizerStepCallback):
 
         def seal() -> None:
             write()
-            self.state.sealed_step = step
+            self._write_step_file(step)
 
         return seal
+
+    def _write_step_file(self, step: int) -> None:
+        """The newest sealed step, for the launcher."""
+        path = os.environ.get(STEP_FILE_VARIABLE)
+        if path and is_main_process():
+            try:
+                replace_text(Path(path), f"{step}\n")
+            except OSError as error:
+                log.warning(f"{STEP_FILE_VARIABLE}: {path} cannot be written: {error.strerror}")
 
     def _collect_export(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> Callable[[], None]:
         """Collective: collects what is exported. The result, also collective, rotates and publishes it."""
         group, weights = strategy_of(trainer).cpu_group, full_export_weights(module, self.ema)
         exported = self.make_export(weights if trainer.is_global_zero else None)
-        config, newest, current = self.config, self._root / folder_name(step), self.run_dir / CURRENT
+        config, newest, current = self.config.checkpoint, self._root / folder_name(step), self.run_dir / CURRENT
 
         def rotate_and_export() -> None:
             try:
@@ -266,7 +255,7 @@ class Save(OptimizerStepCallback):
             except OSError as error:  # what cannot be deleted now is deleted after a later save
                 log.warning(f"older checkpoints could not be deleted: {error}")
             self._start_upload()
-            if self.only_most_recent:
+            if self.config.experiment.save_only_most_recent:
                 export_pipeline(exported, current, self.run_lock)
             else:
                 keep_export(exported, self.run_dir, step, self.run_lock)
@@ -279,7 +268,7 @@ class Save(OptimizerStepCallback):
     def _start_upload(self) -> None:
         """Rank 0: copies the newest checkpoint to the mirror in a thread, unless one is still at it: that one goes on
         with the newest."""
-        mirror, config = self.mirror, self.config
+        mirror, config = self.mirror, self.config.checkpoint
         if mirror is None or not self._finish_upload(0):
             return
 
@@ -308,9 +297,10 @@ class Save(OptimizerStepCallback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Collective: all wait for the last copy to the mirror."""
-        end_s = time.monotonic() + (
-            MIRROR_AFTER_STOP_S if trainer.global_step < trainer.max_steps else self.mirror_limit_s
-        )
+        # Beside the saves it may take so long before the hang watch or another process gives up.
+        watch = self.config.watch
+        limit_s = 0.8 * min(watch.save_s or math.inf, watch.collective_timeout_s)
+        end_s = time.monotonic() + (MIRROR_AFTER_STOP_S if trainer.global_step < trainer.max_steps else limit_s)
 
         def finish_uploads() -> None:
             if self._finish_upload(max(0.0, end_s - time.monotonic())):
@@ -320,14 +310,14 @@ class Save(OptimizerStepCallback):
                 log.error("the copy in the mirror is behind: the end of the run does not wait longer for it")
 
         if self.mirror is not None:
-            with self.timer.excluded("save"):
+            with self.state.excluded("save"):
                 strategy_of(trainer).cpu_group.on_rank0(finish_uploads)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         """The run ends. A save in the background is waited for, unless another rank is missing in it. Then the steps
         since the last save are saved, without an export, where all ranks meet an exception after the same step."""
         step = trainer.global_step
-        with self.timer.excluded("save"):
+        with self.state.excluded("save"):
             try:
                 if self.pending is not None:
                     self.pending.result(_PENDING_AT_EXCEPTION_S)

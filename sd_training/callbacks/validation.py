@@ -15,11 +15,12 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, distributed
 
-from sd_training.callbacks.base import OptimizerStepCallback, RunState, TrainingTimer
+from sd_training.callbacks.base import OptimizerStepCallback
 from sd_training.callbacks.ema import Ema, export_weights
 from sd_training.callbacks.metrics import MetricRows
 from sd_training.callbacks.preemption import Preemption
 from sd_training.config.plan import counted
+from sd_training.config.schema import Config
 from sd_training.data.datamodule import HeldOutData
 from sd_training.log import get_logger
 from sd_training.models.family import autocast
@@ -39,24 +40,24 @@ class Validation(OptimizerStepCallback):
     """Measures the weights that are trained and, where there is one, their average."""
 
     data: HeldOutData
-    every: int
-    """Optimizer steps between measurements."""
-    quantiles: list[float]
-    """[K] of the timestep density."""
+    config: Config
     rows: MetricRows
     """Of the run's `validation.csv`."""
     precision: str
     """Autocast type, as in training."""
     ema: Ema | None
     """The average, if there is one."""
-    timer: TrainingTimer
-    """Does not count the time of a measurement."""
     preemption: Preemption
-    """Interrupts a measurement of a run that is to stop."""
-    state: RunState
-    """Gets the loss of the weights that are exported."""
+    """Interrupts a measurement of a run that is to stop. Its `RunState` gets the loss of the weights that are exported,
+    and does not count the time of a measurement."""
     _group: CpuGroup | None = field(default=None, init=False)
     """Of its own: a save in the background may be using the strategy's."""
+
+    def __post_init__(self) -> None:
+        self.every = self.config.validation.every
+        count = 1 if self.config.model.train == "vae" else self.config.validation.num_levels  # no noise levels
+        self.quantiles = [(number + 0.5) / count for number in range(count)]
+        """[K] of the timestep density."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Collective. Drop rows after the checkpoint that a run resumes from. A new run is measured before its first
@@ -72,7 +73,8 @@ class Validation(OptimizerStepCallback):
 
     def _measure_missing(self, trainer: pl.Trainer, module: Any) -> None:
         step = trainer.global_step
-        self._group = CpuGroup(trainer.global_rank, trainer.world_size, timedelta(seconds=self.preemption.timeout_s))
+        timeout = timedelta(seconds=self.config.watch.collective_timeout_s)
+        self._group = CpuGroup(trainer.global_rank, trainer.world_size, timeout)
 
         def is_measured() -> bool:
             self.rows.keep_until(step or -1)  # a run that saved nothing is measured anew
@@ -96,7 +98,7 @@ class Validation(OptimizerStepCallback):
         rows: list[dict[str, str]] = []
         losses: dict[str, float] = {}
         began_s, after = time.monotonic(), f"validation loss after {counted(step, 'optimizer step')}"
-        with self.timer.excluded("validate"):
+        with self.preemption.state.excluded("validate"):
             for weights, ema in ((TRAINED, None), *([(AVERAGE, self.ema)] if self.ema else [])):
                 measured = self._measure(trainer, module, ema)
                 if isinstance(measured, int):
@@ -111,7 +113,7 @@ class Validation(OptimizerStepCallback):
                     row["timestep"] = f"{timestep:.9g}" if math.isfinite(timestep) else ""
                     rows.append(row | {"loss": f"{loss:.9g}", "samples": str(round(float(count[0])))})
         self.preemption.exclude_from_step(time.monotonic() - began_s)
-        self.state.validation_loss = (step, losses[TRAINED if self.ema is None else AVERAGE])
+        self.preemption.state.validation_loss = (step, losses[TRAINED if self.ema is None else AVERAGE])
         if trainer.is_global_zero:
             self.rows.add(*rows)
             for logger in trainer.loggers:

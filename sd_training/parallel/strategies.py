@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from transformers.utils import output_capturing
 
 from sd_training.config.plan import Mesh
+from sd_training.config.schema import DistributedConfig
 from sd_training.errors import CheckpointError, DamagedCheckpointsError, DataError, OutageError, TakenOverError
 
 _Result = TypeVar("_Result")
@@ -423,34 +424,26 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
     Args:
         mesh: ranks by axis.
         spec: what is sharded.
-        low_precision: type in which weights are gathered and used; gradients are reduced in fp32.
-        reshard_after_forward: whether blocks are freed after the forward pass.
-        offload: whether blocks lie in CPU memory.
+        config: whether blocks are freed after the forward pass, and whether they lie in CPU memory.
+        dtype: type in which weights are gathered and used; gradients are reduced in fp32.
         options: backend and timeout.
     """
 
     has_collective_forward = True
 
     def __init__(
-        self,
-        mesh: Mesh,
-        spec: ShardingSpec,
-        low_precision: torch.dtype | None = None,
-        *,
-        reshard_after_forward: bool = True,
-        offload: bool = False,
-        **options: Any,
+        self, mesh: Mesh, spec: ShardingSpec, config: DistributedConfig, dtype: torch.dtype | None, **options: Any
     ) -> None:
         super().__init__(save_distributed_checkpoint=False, **options)
-        self.mesh, self.spec, self.offload = mesh, spec, offload
+        self.mesh, self.spec, self.offload = mesh, spec, config.offload_parameters
         self.tensor_parallel_size = mesh.tensor
         self.num_replicas = mesh.data
         self.fsdp_options: dict[str, Any] = {
             # Inputs keep their type: timesteps in bf16 would be rounded.
-            "mp_policy": MixedPrecisionPolicy(low_precision, torch.float32, cast_forward_inputs=False),
+            "mp_policy": MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
             # Only CUDA has pinned memory.
-            "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if offload else OffloadPolicy(),
-            "reshard_after_forward": reshard_after_forward,
+            "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if self.offload else OffloadPolicy(),
+            "reshard_after_forward": config.reshard_after_forward,
         }
 
     def setup_environment(self) -> None:

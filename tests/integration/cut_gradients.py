@@ -8,7 +8,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from sd_training.config.plan import Mesh
-from sd_training.config.schema import ConditioningConfig, ModelConfig, ObjectiveConfig
+from sd_training.config.schema import ConditioningConfig, DistributedConfig, ModelConfig, ObjectiveConfig
 from sd_training.models.families import load_family
 from sd_training.models.family import Family, latent_grid
 from sd_training.optim import clip_gradients
@@ -37,7 +37,7 @@ def backward(family: Family) -> tuple[float, dict[str, Tensor]]:
 def cut(family: Family, mesh: Mesh) -> None:
     """As the strategy cuts, without a trainer."""
     spec = ShardingSpec([family.denoiser], family.blocks(), family.tensor_plan)
-    strategy = FSDP2Strategy(mesh, spec, process_group_backend="gloo")
+    strategy = FSDP2Strategy(mesh, spec, DistributedConfig(), None, process_group_backend="gloo")
     sizes = (mesh.data, mesh.fsdp, mesh.tensor)
     strategy._device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "fsdp", "tensor"))
     strategy.shard_network()

@@ -10,7 +10,7 @@ import pytest
 
 from scripts.download_diffusers import load_pipeline
 from sd_training.build.run import Run
-from sd_training.callbacks.preemption import STEP_FILE_VARIABLE
+from sd_training.callbacks.save import STEP_FILE_VARIABLE
 from sd_training.checkpoint.folder import newest_verified, verify_checkpoint
 from sd_training.errors import SaveError
 from tests.integration.failing_saves import FullDisk
@@ -56,7 +56,7 @@ def test_a_full_disk_is_survived(
                 assert names(run_dir) == ["step=2"] and verify_checkpoint(run_dir / "checkpoints" / "step=2") == []
                 assert not list(run_dir.glob("*.partial*")) and load_pipeline(run_dir / "current_pipeline")
                 kept.append((run_dir / "exported_step").read_bytes())
-            if arguments[-1] == 6:  # step 5 was the first one that could tell the launcher of step 4
+            if arguments[-1] == 6:
                 kept.append(told.read_bytes())
 
     changes = {"checkpoint__max_failed_saves": 2, "sampling__every": 2, "sampling__prompts": "[a]"}

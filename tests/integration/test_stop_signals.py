@@ -16,7 +16,7 @@ import pytorch_lightning as pl
 import train as program
 from sd_training.build import run as building
 from sd_training.build.plan import make_plan
-from sd_training.callbacks.preemption import STEP_FILE_VARIABLE
+from sd_training.callbacks.save import STEP_FILE_VARIABLE
 from sd_training.cli import run_cli
 from sd_training.config.load import load_config
 from sd_training.errors import EXIT_INTERRUPTED, EXIT_STOPPED

@@ -8,8 +8,8 @@ ORDER = [
     "Preemption",  # first: the others of the step see that the run is to stop
     "RunRecord",
     "Ema",
-    "NumericGuard",  # goes back before anything of the step is logged, drawn or saved
-    "ConsistencyMark",  # what follows may fail, and the step can still be saved
+    "NumericGuard",  # goes back before anything of the step is logged, drawn or saved; what follows may fail, and the
+    # step can still be saved
     "Metrics",  # before Save, whose manifest holds the mean loss
     "Pictures",
     "Save",

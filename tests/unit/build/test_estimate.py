@@ -29,6 +29,7 @@ from sd_training.build.dry_run import (
     run_memory,
     standing_memory,
 )
+from sd_training.build.plan import make_plan
 from sd_training.config.load import load_config
 from sd_training.config.plan import find_layout
 from sd_training.config.schema import ConditioningConfig, DistributedConfig, MeshConfig, ModelConfig, ObjectiveConfig
@@ -63,7 +64,7 @@ def test_counts_of_a_model(tmp_path: Path) -> None:
     assert size.in_blocks == sum(p.numel() for block in blocks for p in block) < size.trained
     assert size.largest_block == max(sum(p.numel() for p in block) for block in blocks)
     assert size.block_matrices == 0  # UNets have no plan for the tensor axis
-    memory = run_memory(config, networks, family, find_layout(config.distributed, 1, 1), "bf16")
+    memory = run_memory(make_plan(config), networks, family)
     standing = sum(memory[name] for name in ("weights", "gradients", "optimizer", "frozen", "buffers"))
     assert memory["sum without activations"] == standing > memory["weights"]
     assert memory[AT_MOST] == standing + max(memory["activations"], memory["or, before them, encoding"])
@@ -246,7 +247,7 @@ def test_cuda_keeps_more_of_norms_than_the_cpu(unet_family: Family) -> None:
     def on_cpu(samples: int) -> int:
         with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
             fake = unet_family.with_parts({"unet": fake_copy(unet_family.denoiser).train()})
-            return peak_activations([fake.denoiser], [], lambda: run_family(fake, PICTURE, samples), DEFAULTS)
+            return peak_activations([fake.denoiser], [], lambda: run_family(fake, PICTURE, samples))
 
     on_cuda = [activation_bytes(unet_family, DEFAULTS, PICTURE, samples, "bf16") for samples in (2, 3)]
     assert 1.2 < (on_cuda[1] - on_cuda[0]) / (on_cpu(3) - on_cpu(2)) < 2
@@ -334,8 +335,7 @@ TENSOR = 4 * WIDTH * ROWS
 def peak(count: int, recompute: Any = False, precision: str = "no") -> int:
     blocks, forward = chain(count)
     with cuda_autocast(precision):
-        model = ModelConfig(gradient_checkpointing=recompute)
-        found = peak_activations([blocks], list(blocks), forward, model, 0 if precision == "no" else 2)
+        found = peak_activations([blocks], list(blocks) if recompute else [], forward, 0 if precision == "no" else 2)
     return found
 
 

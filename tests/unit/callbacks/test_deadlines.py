@@ -9,19 +9,21 @@ from sd_training.callbacks.base import RunState
 from sd_training.callbacks.preemption import SLURM_END_VARIABLE, UNMEASURED_SAVE_S, Preemption, deadline_s
 from sd_training.errors import EXIT_STOPPED
 from sd_training.signals import StopSignals
+from tests.unit.callbacks.test_save import config_of
 
 
 @pytest.mark.parametrize(
-    ("num_saves", "save_s", "step_s", "reserved_s", "needed_s"),
-    [(2, 0, 0, 0, 2 * UNMEASURED_SAVE_S), (2, 30, 5, 0, 70), (3, 30, 5, 0, 100), (2, 30, 5, 90, 160)],
+    ("is_asynchronous", "save_s", "step_s", "reserved_s", "needed_s"),
+    [(False, 0, 0, 0, 2 * UNMEASURED_SAVE_S), (False, 30, 5, 0, 70), (True, 30, 5, 0, 100), (False, 30, 5, 90, 160)],
 )
 def test_what_is_left_must_fit(
-    num_saves: int, save_s: float, step_s: float, reserved_s: float, needed_s: float
+    is_asynchronous: bool, save_s: float, step_s: float, reserved_s: float, needed_s: float
 ) -> None:
     trainer: Any = SimpleNamespace(is_global_zero=True)
     for spare_s, status in ((-1, EXIT_STOPPED), (1, 0)):
         end_s, state = time.monotonic() + needed_s + spare_s, RunState(longest_save_s=save_s)
-        preemption = Preemption(StopSignals(), end_s, reserved_s, num_saves, state, None, timeout_s=60)
+        config = config_of(checkpoint={"asynchronous": is_asynchronous})
+        preemption = Preemption(StopSignals(), config, state, end_s, reserved_s)
         preemption._longest_step_s = step_s
         assert preemption.requested_status(trainer) == status
 

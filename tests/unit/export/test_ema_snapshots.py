@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from scripts.posthoc_ema import (
@@ -27,13 +27,12 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     return {"a.weight": torch.randn(4, 3, generator=generator).t(), "b": torch.randn(5, generator=generator)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_snapshot_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
-    path = write_snapshot(tmp_path, 20, 0.05, tensors(), dtype)
+def test_a_snapshot_comes_back(tmp_path: Path) -> None:
+    path = write_snapshot(tmp_path, 20, 0.05, tensors())
     assert path == tmp_path / "ema_snapshots/step=20/sigma_rel=0.050.safetensors"
     stored = load_file(path)
-    assert {name: t.dtype for name, t in stored.items()} == {"a.weight": dtype, "b": dtype}
-    assert all(torch.equal(stored[name], tensor.to(dtype)) for name, tensor in tensors().items())
+    assert {name: t.dtype for name, t in stored.items()} == dict.fromkeys(("a.weight", "b"), torch.float32)
+    assert all(torch.equal(stored[name], tensor) for name, tensor in tensors().items())
     (snapshot,) = find_snapshots(tmp_path)
     assert (snapshot.path, snapshot.step, snapshot.sigma_rel) == (path, 20, 0.05)
     assert (snapshot.profile.step, snapshot.profile.gamma) == (20, gamma_of(0.05))
@@ -145,7 +144,8 @@ def written(
     """A weighted of snapshots with these weights."""
     weighted = []
     for step, (weight, tensors) in enumerate(values.items(), 1):
-        path = write_snapshot(run_dir, step, 0.05, tensors, dtype)
+        path = write_snapshot(run_dir, step, 0.05, tensors)
+        save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, path)  # any type is read
         weighted.append((next(s for s in find_snapshots(run_dir) if s.path == path), weight))
     return weighted
 
