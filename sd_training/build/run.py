@@ -87,10 +87,7 @@ class Run:
 
 
 def build_run(
-    plan: Plan,
-    signals: StopSignals | None = None,
-    watch: HangWatch | None = None,
-    run_log: RunLog | None = None,
+    plan: Plan, signals: StopSignals | None = None, watch: HangWatch | None = None, run_log: RunLog | None = None
 ) -> Run:
     """Every object of the run.
 

@@ -161,10 +161,7 @@ class NumericGuard(OptimizerStepCallback):
     """
 
     def __init__(
-        self,
-        saves: Save,
-        name_of: Callable[[int], tuple[str, str]],
-        run_metadata: Callable[[], Mapping[str, Any]],
+        self, saves: Save, name_of: Callable[[int], tuple[str, str]], run_metadata: Callable[[], Mapping[str, Any]]
     ) -> None:
         self.saves, self.name_of, self.run_metadata = saves, name_of, run_metadata
         self.config, self.every, self.run_dir = saves.config.numerics, saves.config.logging.every, saves.run_dir

@@ -217,10 +217,7 @@ class Save(OptimizerStepCallback):
         """Collective: a checkpoint, which is sealed when what this returns, also collective, is done."""
         measured_step, validation_loss = self.state.validation_loss or (-1, math.nan)
         is_measured = measured_step == step and math.isfinite(validation_loss)
-        info = {
-            "is_milestone": self._is_milestone(step),
-            "validation_loss": validation_loss if is_measured else None,
-        }
+        info = {"is_milestone": self._is_milestone(step), "validation_loss": validation_loss if is_measured else None}
         if self.ema is not None:
             self.ema.finish_update()
         averages = {} if self.ema is None else self.ema.averages

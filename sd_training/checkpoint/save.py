@@ -116,10 +116,7 @@ def save_checkpoint(
 
 
 def _full_tensors(
-    module: nn.Module,
-    sharding: ParameterSharding,
-    averages: Mapping[str, Mapping[str, Tensor]],
-    state: dict[str, Any],
+    module: nn.Module, sharding: ParameterSharding, averages: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any]
 ) -> dict[str, Iterator[tuple[str, Tensor]]]:
     """Part of the checkpoint → its full tensors by name, which are collective to gather. Those of the optimizer add
     what is not a tensor to `state`."""
