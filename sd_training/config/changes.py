@@ -98,11 +98,8 @@ def changed_options(previous: str, config: Config) -> list[Change]:
         return []
     drop_unread(before)
     now = yaml.safe_load(resolved_yaml(config))
-    keys = [key for key in options() if key != "experiment.allow_changed"]
-    gone = [
-        Change(key, found, only) for key, only in RETIRED.items() if (found := _given(before, key)) not in (None, only)
-    ]
-    return [*gone, *(change for key in keys for change in differences(key, _value(before, key), _value(now, key)))]
+    keys = [*RETIRED, *(key for key in options() if key != "experiment.allow_changed")]
+    return [change for key in keys for change in differences(key, _value(before, key), _value(now, key))]
 
 
 def refused_changes(changes: Sequence[Change], allowed: Sequence[str], run_dir: Path) -> list[str]:
@@ -117,10 +114,6 @@ def refused_changes(changes: Sequence[Change], allowed: Sequence[str], run_dir: 
     ]
 
 
-def _given(holder: Any, key: str, default: Any = None) -> Any:
-    group, name = place_of(holder, key)
-    return group.get(name, default)
-
-
 def _value(holder: Any, key: str) -> Any:
-    return _given(holder, key, options()[key].default)
+    group, name = place_of(holder, key)
+    return group.get(name, RETIRED[key] if key in RETIRED else options()[key].default)

@@ -5,6 +5,7 @@ From strategy or mesh to a block of processes: pure arithmetic, done once.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from sd_training.config.schema import MESH_AXES, DistributedConfig, StrategyName
 from sd_training.errors import ConfigError
@@ -25,12 +26,12 @@ class BatchPlan:
     sharing: int = 1
     """Processes that work together on the same samples (tensor parallelism)."""
 
-    @property
+    @cached_property
     def global_batch(self) -> int:
         """Samples per optimizer step over all processes."""
         return self.micro_batch * self.accumulation * self.processes
 
-    @property
+    @cached_property
     def num_steps(self) -> int:
         """Whole optimizer steps of the run.
 
