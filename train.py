@@ -21,8 +21,8 @@ from sd_training import __version__
 from sd_training.cli import run_cli, set_passive_wait, share_cores
 from sd_training.config.fields import Option, groups, is_below, options, suggest_option
 from sd_training.config.plan import counted
-from sd_training.errors import ConfigError
-from sd_training.log import RunLog, get_logger, is_main_process, quiet_libraries
+from sd_training.errors import EXIT_HANG, ConfigError
+from sd_training.log import RunLog, get_logger, global_rank, is_main_process, quiet_libraries
 from sd_training.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -129,10 +129,12 @@ def _importing() -> Iterator[None]:
 def train(plan: "Plan", signals: StopSignals, run_log: RunLog) -> None:
     """Builds and fits, watched; all processes of the run end together."""
     with _importing():
-        from sd_training.build.run import build_run, make_watch
-        from sd_training.watchdog import exit_together
+        from sd_training.build.run import build_run
+        from sd_training.config.schema import SECTIONS
+        from sd_training.watchdog import HangWatch, exit_together
 
-    watch = make_watch(plan)
+    limits_s = {section: getattr(plan.config.watch, f"{section}_s") for section in SECTIONS}
+    watch = HangWatch(limits_s, plan.run_dir, global_rank(), status=0 if plan.is_child else EXIT_HANG)
     together: AbstractContextManager[None] = nullcontext()
     if plan.launch.processes > 1:
         together = exit_together(watch.first_failure, is_child=plan.is_child, run_log=run_log)

@@ -39,15 +39,18 @@ def local_problems(config: Config) -> list[str]:
 
 
 def _hub_problems(config: Config, key: str, path: str) -> Iterator[str]:
-    """A path that does not exist and is no hub id of a model either. Others than relative ones were looked for by
-    `config/check.py`; those in `model.text_encoders` are checked when they are loaded."""
-    if path.startswith(("/", "./", "../", "~")) or key not in options():
+    """A path that does not exist (it has more than the one slash of a hub id), or a hub id without a model; those in
+    `model.text_encoders` are asked for when they are loaded. `config/check.py` looks for other than relative paths."""
+    if path.startswith(("/", "./", "../", "~")):
         return
-    from sd_training.hub import hub_problem  # its client takes a third of a second to import
+    if path.count("/") > 1 and not os.path.exists(path):
+        yield f"{key}: {path!r} does not exist"
+    elif key in options():
+        from sd_training.hub import hub_problem  # its client takes a third of a second to import
 
-    revision = f"{key.rpartition('.')[0]}.revision"
-    if problem := hub_problem(path, value_of(config, revision) if revision in options() else None, key):
-        yield problem
+        revision = f"{key.rpartition('.')[0]}.revision"
+        if problem := hub_problem(path, value_of(config, revision) if revision in options() else None, key):
+            yield problem
 
 
 def _data_problems(config: Config) -> list[str]:
@@ -128,8 +131,8 @@ def _login_problem(option: str | None, key: str | None) -> str | None:
     """
     remedy = "set WANDB_API_KEY, run `wandb login`, or choose wandb.mode=offline"
     settings = os.path.join(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb"), "settings")
-    stored = (os.environ.get("NETRC", "~/.netrc"), "~/_netrc", settings)
-    if not key and not any(os.path.exists(os.path.expanduser(file)) for file in stored):
+    files = (os.environ.get("NETRC", "~/.netrc"), "~/_netrc", settings, os.environ.get("WANDB_IDENTITY_TOKEN_FILE", ""))
+    if not key and not any(os.path.exists(os.path.expanduser(file)) for file in files):
         return f"there is no key; {remedy}"
     # W&B is optional, and takes a second to import.
     from wandb.errors import Error

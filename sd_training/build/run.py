@@ -36,12 +36,12 @@ from sd_training.callbacks.validation import COLUMNS, Validation
 from sd_training.checkpoint.folder import RunLock, replace_text
 from sd_training.checkpoint.mirror import Mirror
 from sd_training.config.changes import resolved_yaml, to_plain
-from sd_training.config.schema import SECTIONS, PartConfig
+from sd_training.config.schema import PartConfig
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.samples.sample import DrawSettings
-from sd_training.errors import EXIT_HANG, Checks
+from sd_training.errors import Checks
 from sd_training.export.draw import read_captions
-from sd_training.log import RunLog, get_logger, global_rank, is_main_process, redacted
+from sd_training.log import RunLog, get_logger, is_main_process, redacted
 from sd_training.models.family import AUTOCAST_DTYPE, Family
 from sd_training.models.load import load_part
 from sd_training.parallel.launch import process_group_backend, use_one_worker_per_gloo_group
@@ -285,12 +285,6 @@ def _strategy(plan: Plan, sharding: ShardingSpec) -> Strategy:
             from sd_training.parallel.deepspeed import DeepSpeedZeroStrategy  # takes seconds
 
             return DeepSpeedZeroStrategy(int(name[-1]), plan.config, plan.precision, **options)
-
-
-def make_watch(plan: Plan) -> HangWatch:
-    """The hang watch of this process, which does not count yet."""
-    limits_s = {section: getattr(plan.config.watch, f"{section}_s") for section in SECTIONS}
-    return HangWatch(limits_s, plan.run_dir, global_rank(), status=0 if plan.is_child else EXIT_HANG)
 
 
 def _trainer(plan: Plan, callbacks: list[pl.Callback], strategy: Strategy) -> pl.Trainer:

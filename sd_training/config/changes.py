@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from sd_training.config.fields import RETIRED, drop_unread, is_below, option_of, options, place_of, shown, value_of
+from sd_training.config.fields import RETIRED, is_below, option_of, options, place_of, shown, value_of
 from sd_training.config.schema import Config
 from sd_training.log import note_secret, redacted_values
 
@@ -96,7 +96,6 @@ def changed_options(previous: str, config: Config) -> list[Change]:
         return []
     if not isinstance(before, dict):
         return []
-    drop_unread(before)
     now = yaml.safe_load(resolved_yaml(config))
     keys = [*RETIRED, *(key for key in options() if key != "experiment.allow_changed")]
     return [change for key in keys for change in differences(key, _value(before, key), _value(now, key))]

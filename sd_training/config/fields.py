@@ -13,6 +13,9 @@ from pydantic.fields import FieldInfo
 
 from sd_training.config.schema import Config, drop_final_norm
 from sd_training.config.value_types import OptionGroup, ReadWith
+from sd_training.log import get_logger
+
+log = get_logger(__name__)
 
 SECRETS = frozenset({"wandb.api_key"})
 """Options whose values are never printed or written."""
@@ -47,6 +50,8 @@ RETIRED: Mapping[str, Any] = {
     "system.dist_url": "env://",
 }
 """Name of an option that is gone → its value that is the only behaviour now; `config.yaml` of older runs names it."""
+_FORMER_DEFAULTS = {"checkpoint.best_by": "training_loss", "dataset.params.icc_to_srgb": False}
+"""Of these, where it was another value, which every `config.yaml` of an older run has."""
 
 _SHOWN_CHARACTERS = 80
 _ONE = {"string": "a text", "integer": "a whole number", "number": "a number", "boolean": "true or false"}
@@ -154,13 +159,6 @@ def option_of(key: str) -> Option:
     return options()[key]
 
 
-def drop_unread(values: Any) -> None:
-    """Removes what is in the `config.yaml` of every older run, and nothing read it there."""
-    checkpoint, name = place_of(values, "checkpoint.best_by")
-    if checkpoint.get(name) == "training_loss" and not checkpoint.get("keep_best"):
-        checkpoint.pop(name)
-
-
 def rename_old(values: Any, origins: dict[str, str]) -> dict[str, str]:
     """Puts values under the names of `OLD_NAMES` where today's names are, in place, and likewise words; and removes
     options that are gone.
@@ -195,13 +193,13 @@ def rename_old(values: Any, origins: dict[str, str]) -> dict[str, str]:
     model, ema = place_of(values, "model.ema")
     if not model.get(ema):  # a group of sd-training, which is empty now
         model.pop(ema, None)
-    drop_unread(values)
-    params, name = place_of(values, "dataset.params.icc_to_srgb")
-    if params.get(name) is False:  # the default of earlier versions, so every `config.yaml` of theirs has it
-        params.pop(name)
     for key, only in RETIRED.items():
         group, name = place_of(values, key)
-        if (value := group.pop(name, None)) not in (None, only):
+        if (value := group.pop(name, None)) in (None, only):
+            continue
+        if value == _FORMER_DEFAULTS.get(key, only):
+            log.warning(f"{key}: {shown(value)} is not read any more; there is only {shown(only)} now")
+        else:
             problems[key] = f"is {shown(value)}, but this option is gone: there is only {shown(only)} now; remove it"
     for key, words in OLD_WORDS.items():
         group, name = place_of(values, key)

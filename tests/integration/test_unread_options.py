@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+import train as program
 from sd_training.build.plan import make_plan
-from sd_training.build.run import build_run, make_watch
 from sd_training.config.fields import options as all_options
 from sd_training.config.load import load_config
 from sd_training.config.value_types import OptionGroup
+from sd_training.log import RunLog
+from sd_training.signals import StopSignals
 from tests import makers
 from tests.integration.training import options
 
@@ -79,8 +81,7 @@ def options_read(argv: list[str]) -> set[str]:
     config, reads = load_config(argv), set[str]()
     record_reads(config, reads)
     plan = make_plan(config)
-    run = build_run(plan, watch=make_watch(plan))
-    run.trainer.fit(run.module, datamodule=run.data)
+    program.train(plan, StopSignals(), RunLog())
     return reads
 
 

@@ -102,21 +102,23 @@ def decode(
         orientation = _orientation(image)
         width, height = image.size[::-1] if orientation in _SIDEWAYS else image.size
         profile = image.info.get("icc_profile")
-        # Converting would lose a transparent colour, so that becomes alpha first.
+        # Converting would lose a transparent colour, so that becomes alpha first; a grey image is then not converted.
         mode = "RGBA" if image.mode in ("RGB", "L") and "transparency" in image.info else image.mode
         to_srgb = _srgb_transform(profile, mode) if profile and mode in _CONVERTED else None
         if least_scale is not None and image.format == "JPEG" and orientation == 1 and mode in ("RGB", "L"):
             is_grey = mode == "L" and to_srgb is not None
             reduced = _decode_reduced(data, (height, width), least_scale(height, width), "GRAY" if is_grey else "RGB")
             if reduced is not None and to_srgb is not None:
-                converted = ImageCms.applyTransform(Image.fromarray(reduced.pixels.squeeze()), to_srgb)
-                return reduced._replace(pixels=np.array(converted))
+                picture = Image.fromarray(reduced.pixels[:, :, 0] if is_grey else reduced.pixels)
+                return reduced._replace(pixels=np.array(ImageCms.applyTransform(picture, to_srgb)))
             if reduced is not None:
                 return reduced
         image.load()
         upright = image.transpose(_TURNS[orientation]) if orientation in _TURNS else image
-        in_srgb = ImageCms.applyTransform(upright.convert(mode), to_srgb) if to_srgb else None
-        rgb = _to_rgb(in_srgb or upright, keeps_alpha)
+        if to_srgb is not None:
+            upright = upright if upright.mode == mode else upright.convert(mode)
+            upright = ImageCms.applyTransform(upright, to_srgb) or upright
+        rgb = _to_rgb(upright, keeps_alpha)
         return DecodedImage(np.array(rgb), (height, width))  # torch wants to own what it reads
     except Exception as error:  # Pillow's decoders raise many kinds on damaged files
         raise BadSample(f"image cannot be decoded: {type(error).__name__}: {error}") from error

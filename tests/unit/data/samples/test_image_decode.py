@@ -249,6 +249,13 @@ def test_colour_profiles_of_jpegs_that_are_decoded_smaller() -> None:
     assert whole.pixels[0, 0, 0] > 140 and np.abs(smaller.pixels.astype(int) - whole.pixels[0, 0]).max() <= 1
 
 
+@pytest.mark.parametrize("size", [(300, 1), (1, 300)])
+def test_colour_profiles_of_a_line_of_pixels(size: tuple[int, int]) -> None:
+    for mode, profile in (("RGB", swapped_profile()), ("L", grey_profile(gamma=1.0))):
+        data = encode(Image.new(mode, size, 100 if mode == "L" else RED), "JPEG", icc_profile=profile)
+        assert decode(data, MANY, lambda height, width: 1.0).pixels.shape == (*size[::-1], 3)
+
+
 def grey_profile(gamma: float) -> bytes:
     """Of one channel whose light is its value to the power of `gamma` (ICC.1:2010, sections 7, 10.6 and 10.31)."""
     curve = b"curv" + bytes(4) + struct.pack(">IHH", 1, round(gamma * 256), 0)
