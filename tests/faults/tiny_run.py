@@ -179,8 +179,21 @@ def run_module(words: list[str]) -> None:
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
+def run_script(words: list[str]) -> None:
+    """In a forked process: `python words[0] words[1] …`."""
+    import torch
+
+    torch.set_num_threads(1)
+    sys.argv = list(words)
+    runpy.run_path(words[0], run_name="__main__")
+
+
+TORCHRUN = f"{__name__}:torchrun"
+"""For `ForkServer.start`."""
+
+
 class _ForkedCommand(subprocess.Popen[bytes]):
-    """A `python … -m module words` that torchrun starts, forked from torchrun's own process instead."""
+    """What torchrun starts by `python -u -m module …` or `python -u script …`, forked from its own process instead."""
 
     def _execute_child(self, args: Any, *given: Any) -> None:
         environment = given[5]  # after executable, preexec_fn, close_fds, pass_fds and cwd
@@ -192,7 +205,8 @@ class _ForkedCommand(subprocess.Popen[bytes]):
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.environ.clear()
             os.environ.update(environment)
-            end_process(lambda: run_module(args[args.index("-m") + 1 :]))
+            words = list(args[args.index("-u") + 1 :])
+            end_process(lambda: run_module(words[1:]) if words[0] == "-m" else run_script(words))
 
 
 def torchrun(words: list[str]) -> None:

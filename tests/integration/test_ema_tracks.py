@@ -1,13 +1,12 @@
 """Tracks of a real run, and an average rebuilt from their snapshots."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from tests.integration.training import ROOT, checkpoint_tensors, options, train
+from scripts import posthoc_ema
+from tests.integration.training import checkpoint_tensors, options, train
 
 
 def test_an_average_of_another_width_is_rebuilt(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
@@ -26,9 +25,7 @@ def test_an_average_of_another_width_is_rebuilt(pipeline_dir: Path, shards_dir: 
         tmp_path / "direct", pipeline_dir, shards_dir, **changes, ema__sigma_rels="[0.075]", logging__every=20
     )
     train(direct)
-    script = [sys.executable, "scripts/posthoc_ema.py", tmp_path / "tracks", "--sigma-rel", "0.075"]
-    done = subprocess.run([*script, "--out", tmp_path / "out"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    posthoc_ema.main([str(tmp_path / "tracks"), "--sigma-rel", "0.075", "--out", str(tmp_path / "out")])
     rebuilt = load_file(tmp_path / "out" / "unet" / "diffusion_pytorch_model.safetensors")
     prefix = "ema-sigma_rel=0.075:network."
     kept = {n.removeprefix(prefix): t for n, t in checkpoint_tensors(tmp_path / "direct", 40).items() if prefix in n}

@@ -1,7 +1,7 @@
 """scripts/generate_examples.py as a user runs it."""
 
 import json
-import sys
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from scripts import generate_examples
 from scripts.generate_examples import samplers_for
 from tests import makers
 from tests.family_makers import save_pipeline
-from tests.integration.commands import ROOT, fails, run
+from tests.faults.fork_server import shared_server
+from tests.faults.tiny_run import TORCHRUN
+from tests.integration.commands import ROOT, fails
 
 
 def draw(pipeline: Path, out: Path, *more: str | Path) -> list[dict[str, Any]]:
@@ -137,11 +139,12 @@ def test_every_sampler_of_another_kind_of_model_draws_or_is_refused(family: str,
 
 def test_generate_under_torchrun_draws_the_same(pipeline_dir: Path, tmp_path: Path, prompts: Path) -> None:
     lines = draw(pipeline_dir, tmp_path / "one", "--prompts", prompts, "--batch-size", "1")
-    script = [ROOT / "scripts/generate_examples.py", "--pipeline", pipeline_dir, "--prompts", prompts, "--out", "two"]
-    options = ["--steps", "2", "--height", "16", "--width", "16", "--batch-size", "1", "--device", "cpu"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    ended = run(*torchrun, *script, *options, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
+    words = [ROOT / "scripts/generate_examples.py", "--pipeline", pipeline_dir, "--prompts", prompts]
+    words += ["--out", tmp_path / "two", "--steps", "2", "--height", "16", "--width", "16"]
+    words += ["--batch-size", "1", "--device", "cpu"]
+    log = tmp_path / "log.txt"
+    command = ["--standalone", "--nproc_per_node", "2", *map(str, words)]
+    assert shared_server().start(TORCHRUN, command, log, os.environ).wait(300) == 0, log.read_text()
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
     assert [json.loads(x) for x in (tmp_path / "two/metadata.jsonl").read_text().splitlines()] == lines
 

@@ -23,14 +23,13 @@ from sd_training.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from sd_training.log import RunLog
 from sd_training.signals import StopSignals
 from tests.faults.fork_server import Child, shared_server
-from tests.faults.tiny_run import RUN_MODULE
+from tests.faults.tiny_run import RUN_MODULE, TORCHRUN
 from tests.integration.record_ids import read_ids
 from tests.integration.test_training import assert_same_tensors
 from tests.integration.training import ROOT, checkpoint_tensors, losses, metrics, options, train
 
 LIGHTNING = [sys.executable, "-m", "tests.integration.watched_train"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d"]
-TORCHRUN += ["--rdzv_endpoint", "localhost:0", "-m", "tests.integration.watched_train"]
+UNDER_TORCHRUN = ["--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "-m"]
 LOADER = "system.workers=1"
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 LIMIT_S = 500
@@ -59,10 +58,13 @@ class Started:
     """A run in processes of its own, which is sent signals.
 
     Args:
-        command: a launcher's; without one a single process is forked, which takes a second instead of ten.
+        command: of new processes; without one a process is forked, which takes a second instead of ten.
+        torchrun: options of torchrun, whose processes are forked then.
     """
 
-    def __init__(self, argv: list[str], folder: Path, hold: str = "", command: Sequence[str] = ()) -> None:
+    def __init__(
+        self, argv: list[str], folder: Path, hold: str = "", command: Sequence[str] = (), torchrun: Sequence[str] = ()
+    ) -> None:
         folder.mkdir(exist_ok=True)
         self.folder, self.log = folder, folder / "log.txt"
         for name in ("held", "noted", self.log.name):
@@ -72,9 +74,9 @@ class Started:
         if command:
             self.process = Launched([*command, *argv], watch, self.log)
         else:
-            words = ["tests.integration.watched_train", *argv]
-            environment = {**os.environ, **watch}
-            self.process = shared_server().start(RUN_MODULE, words, self.log, environment)
+            words = [*torchrun, "tests.integration.watched_train", *argv]
+            target, environment = TORCHRUN if torchrun else RUN_MODULE, {**os.environ, **watch}
+            self.process = shared_server().start(target, words, self.log, environment)
 
     def wait_until_held(self) -> int:
         """Process id of the rank that waits."""
@@ -178,12 +180,12 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_step(
     changes = {"system__batch_size": 4, "experiment__save_every": 100}
     argv = options(tmp_path / "run", pipeline_dir, shards_dir, **changes)
     own = ["trainer.devices=2", "trainer.accelerator=cpu"]
-    command, more = (LIGHTNING, own) if rank == 0 else (TORCHRUN, [])
-    run = Started([*argv, *more], tmp_path / "watched", f"3:{rank}", command)
+    launcher: dict[str, list[str]] = {"command": LIGHTNING} if rank == 0 else {"torchrun": UNDER_TORCHRUN}
+    run = Started([*argv, *(own if rank == 0 else [])], tmp_path / "watched", f"3:{rank}", **launcher)
     os.kill(run.wait_until_held(), signal.SIGTERM)
     status, said = run.ended()
     assert "stopped after 5 optimizer steps" in said, said
-    if command is LIGHTNING:
+    if rank == 0:
         assert status == EXIT_STOPPED, said
     else:  # torchrun has a status of its own, and says that of its processes
         assert said.count(f"(exitcode: {EXIT_STOPPED})") == 1 and status == 1, said
@@ -191,7 +193,7 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_step(
     assert saved_steps(tmp_path / "run") == ["step=5"]
     assert [len(pairs) for pairs in read_ids(tmp_path / "watched").values()] == [8] * 5
     if rank == 1:
-        again = Started([*argv, *more], tmp_path / "watched", f"5:{rank}", command)
+        again = Started(argv, tmp_path / "watched", f"5:{rank}", **launcher)
         os.kill(again.wait_until_held(), signal.SIGUSR2)  # the one rank asks for a save, both save
         status, said = again.ended()
         assert "done: " in said and status == 0

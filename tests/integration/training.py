@@ -15,7 +15,7 @@ from sd_training.build.run import Run, build_run
 from sd_training.checkpoint.save import open_checkpoint
 from sd_training.config.load import load_config
 from tests.faults.fork_server import shared_server
-from tests.faults.tiny_run import run_as_torchrun
+from tests.faults.tiny_run import TORCHRUN, run_as_torchrun
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,7 +107,7 @@ def torchrun(argv: list[str], processes: int, module: str = "train", status: int
     with tempfile.NamedTemporaryFile("r", suffix=".log", encoding="utf-8", errors="replace") as log:
         words = ["--nproc_per_node", str(processes), "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
         words += ["-m", module, *argv]
-        ended = shared_server().start("tests.faults.tiny_run:torchrun", words, Path(log.name), os.environ).wait(900)
+        ended = shared_server().start(TORCHRUN, words, Path(log.name), os.environ).wait(900)
         output = log.read()
     assert ended == status, output
     return output
