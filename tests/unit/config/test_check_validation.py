@@ -25,13 +25,8 @@ BEST = ["checkpoint.keep_best=1", "validation.path=b.tar"]
         (["validation.path=a.tar"], "validation.path: is the data that is trained on"),
         (["checkpoint.keep_best=1"], "checkpoint.keep_best: is 1, which needs validation.path"),
         (
-            [
-                "checkpoint.best_by=training_loss",
-                "checkpoint.keep_best=1",
-                "validation.path=b.tar",
-                "validation.every=50",
-            ],
-            'checkpoint.best_by: is "training_loss", but this option is gone: there is only "validation_loss" now',
+            ["checkpoint.best_by=loss", "validation.path=b.tar", "validation.every=50"],
+            'checkpoint.best_by: is "loss", but this option is gone: there is only "validation_loss" now',
         ),
         (
             BEST,
@@ -57,5 +52,8 @@ def test_allowed() -> None:
     assert config.validation.path == ["b.tar", "c.tar"]
 
 
-def test_files_of_older_runs_name_what_nothing_read() -> None:
-    assert load_config([*RUN, "checkpoint.best_by=training_loss"]).checkpoint.keep_best == 0
+def test_the_former_way_to_choose_the_best_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    words = ["checkpoint.best_by=training_loss", "checkpoint.keep_best=1", "validation.path=b.tar"]
+    assert load_config([*RUN, *words, "validation.every=50"]).checkpoint.keep_best == 1
+    told = 'checkpoint.best_by: "training_loss" is not read any more; there is only "validation_loss" now'
+    assert told in caplog.text
