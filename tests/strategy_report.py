@@ -31,6 +31,8 @@ from tests.tiny_options import tiny_run_options
 from tests.tiny_parts import flux, save_picture_shards
 
 GLOBAL_BATCH = 8
+NOT_MEASURED = "validation.path=null"
+"""Of runs that go on: what they are compared by is in their checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def engine_jobs(folder: Path, engine: Engine, steps: int, is_quick: bool) -> lis
     if usual == 1:
         jobs.append({"argv": arguments(folder, f"{name}_accumulated", engine, steps, accumulation=2)})
     for target, source in ((f"{name}_resumed", name), (f"{name}_from_single", "single")):
-        argv = arguments(folder, target, engine, steps, accumulation=usual)
+        argv = [*arguments(folder, target, engine, steps, accumulation=usual), NOT_MEASURED]
         jobs.append({"copy": str(runs / source), "to": str(runs / target), "drop": drop, "argv": argv})
     return jobs
 
@@ -155,7 +157,7 @@ def make_runs(folder: Path, engines: Iterable[Engine], steps: int, is_quick: boo
     back: list[dict[str, object]] = []
     for engine in others:
         target, runs = f"{slug(engine)}_to_single", folder / "runs"
-        argv = arguments(folder, target, single, steps)
+        argv = [*arguments(folder, target, single, steps), NOT_MEASURED]
         back.append({"copy": str(runs / slug(engine)), "to": str(runs / target), "drop": f"step={steps}", "argv": argv})
     run_jobs(folder, back, 1)
 
