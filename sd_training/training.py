@@ -229,7 +229,8 @@ class DiffusionModule(TrainedModule):
         self.objective = self.objective.to(device)
 
     def sample_losses(self, batch: PixelBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """As `TrainedModule.sample_losses` (Rombach et al. 2022, arXiv:2112.10752, eq. 3)."""
+        """As `TrainedModule.sample_losses` (Rombach et al. 2022, arXiv:2112.10752, eq. 3). The family's denoiser is
+        `self.network` or a part of it, so this call goes through what a strategy has wrapped."""
         latents, conditioning = self._encoded(batch)
         noised = self.objective.draw(latents, batch)
         prediction = self.family.predict(self.family.denoiser, noised, conditioning)

@@ -1,4 +1,4 @@
-"""The two ways in docs/architecture.md, a sample's to its loss and a save's, list exactly the files of the package.
+"""The two paths in docs/architecture.md, a sample's to its loss and a save's, list exactly the files of the package.
 
 A real run is profiled: every call of a function of the package is noted with its file while a micro-batch is read and
 sent through `training_step`, and while a checkpoint is written.
@@ -83,7 +83,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize(
     ("way", "heading", "most"),
-    [("sample", "The way of a sample, from its place in a shard to its loss", 12), ("save", "The way of a save", 4)],
+    [("sample", "Path of a sample, from its place in a shard to its loss", 12), ("save", "Path of a save", 4)],
 )
 def test_exactly_the_listed_files_take_part(way: str, heading: str, most: int, calls: dict[str, set[str]]) -> None:
     files = listed(heading)

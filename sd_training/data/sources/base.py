@@ -73,7 +73,8 @@ sample: `at:image` and `at:caption` are files, as `join` takes them, `at:image_o
 the shard or row group `at:group` [bytes], -1 where it is not there. `caption` is a text that is kept in the index.
 `caption_length` is -1 without a caption [bytes]. `block` numbers the parts of the shard that are read together (row
 groups), ascending. `cls` is the class. Columns `check:…`, such as checksums, only count for the fingerprint and are not
-kept; the length of a caption in the shard alone does not distinguish it from another one."""
+kept; the length of a caption in the shard alone does not distinguish it from another one. Every row sets `key`,
+`width`, `height` and `at:image_length`; a column of integers that one row sets is set by all rows of all shards."""
 _REQUIRED = {"key", "at:image_length", "width", "height", "caption_length"}
 
 
@@ -511,7 +512,8 @@ class IndexedReader:
             raise BadSample(f"{what} file missing: {shown(path)}") from error
 
     def _container(self, sample: int) -> ByteFile:
-        """The shard or row group that holds a sample; the last few stay open."""
+        """The shard or row group that holds a sample; the last few stay open. `block` counts over all shards (see
+        `index/store.py`), `at:group` within the shard."""
         block = self._number("block", sample)
         if block not in self._open:
             if len(self._open) >= MAX_OPEN_FILES:

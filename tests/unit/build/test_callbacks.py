@@ -10,7 +10,7 @@ ORDER = [
     "Ema",
     "NumericGuard",  # goes back before anything of the step is logged, drawn or saved; what follows may fail, and the
     # step can still be saved
-    "Metrics",  # before Save, whose manifest holds the mean loss
+    "Metrics",  # before ProgressBar, which shows its loss
     "Pictures",
     "Save",
     "ProgressBar",
