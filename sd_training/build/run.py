@@ -411,7 +411,8 @@ def _begin_wandb(plan: Plan, mode: str) -> LogWriter:
 
     # W&B writes the command line into its files.
     sys.argv = [redacted(word) for word in sys.argv]
-    wandb.setup(wandb.Settings(show_info=False, show_warnings=False))  # only W&B's errors are printed
+    # Only W&B's errors are printed; `setup` alone does not apply this where the search for a login has read settings.
+    wandb.termsetup(wandb.setup(wandb.Settings(show_info=False, show_warnings=False)).settings, None)
     settings: dict[str, Any] = {"mode": mode, "finish_timeout": 0.8 * FINISH_S}
     # A key of the configuration goes to W&B alone: the environment would pass it to every process started from here.
     if plan.config.wandb.api_key is not None:

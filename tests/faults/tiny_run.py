@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,22 +173,19 @@ RUN_MODULE = f"{__name__}:run_module"
 
 def run_module(words: list[str]) -> None:
     """In a forked process: `python -m words[0] words[1] …`."""
+    _run_program(words, partial(runpy.run_module, alter_sys=True))
+
+
+def _run_program(words: list[str], run: Callable[..., object]) -> None:
     import torch
 
     torch.set_num_threads(1)
     sys.argv = list(words)
-    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    run(words[0], run_name="__main__")
 
 
-def run_script(words: list[str]) -> None:
-    """In a forked process: `python words[0] words[1] …`."""
-    import torch
-
-    torch.set_num_threads(1)
-    sys.argv = list(words)
-    runpy.run_path(words[0], run_name="__main__")
-
-
+ONE_MACHINE = ("--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0")
+"""Options of torchrun."""
 TORCHRUN = f"{__name__}:torchrun"
 """For `ForkServer.start`."""
 
@@ -206,7 +204,7 @@ class _ForkedCommand(subprocess.Popen[bytes]):
             os.environ.clear()
             os.environ.update(environment)
             words = list(args[args.index("-u") + 1 :])
-            end_process(lambda: run_module(words[1:]) if words[0] == "-m" else run_script(words))
+            end_process(lambda: run_module(words[1:]) if words[0] == "-m" else _run_program(words, runpy.run_path))
 
 
 def torchrun(words: list[str]) -> None:

@@ -23,13 +23,13 @@ from sd_training.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from sd_training.log import RunLog
 from sd_training.signals import StopSignals
 from tests.faults.fork_server import Child, shared_server
-from tests.faults.tiny_run import RUN_MODULE, TORCHRUN
+from tests.faults.tiny_run import ONE_MACHINE, RUN_MODULE, TORCHRUN
 from tests.integration.record_ids import read_ids
 from tests.integration.test_training import assert_same_tensors
 from tests.integration.training import ROOT, checkpoint_tensors, losses, metrics, options, train
 
 LIGHTNING = [sys.executable, "-m", "tests.integration.watched_train"]
-UNDER_TORCHRUN = ["--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "-m"]
+UNDER_TORCHRUN = ["--nproc_per_node", "2", *ONE_MACHINE, "-m"]
 LOADER = "system.workers=1"
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 LIMIT_S = 500

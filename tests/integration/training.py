@@ -15,7 +15,7 @@ from sd_training.build.run import Run, build_run
 from sd_training.checkpoint.save import open_checkpoint
 from sd_training.config.load import load_config
 from tests.faults.fork_server import shared_server
-from tests.faults.tiny_run import TORCHRUN, run_as_torchrun
+from tests.faults.tiny_run import ONE_MACHINE, TORCHRUN, run_as_torchrun
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,8 +105,7 @@ def train_in_processes(argv: list[str], processes: int, module: str = "train", s
 def torchrun(argv: list[str], processes: int, module: str = "train", status: int = 0) -> str:
     """`torchrun -m train`, or another module, which has to end with this status; returns its output."""
     with tempfile.NamedTemporaryFile("r", suffix=".log", encoding="utf-8", errors="replace") as log:
-        words = ["--nproc_per_node", str(processes), "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-        words += ["-m", module, *argv]
+        words = ["--nproc_per_node", str(processes), *ONE_MACHINE, "-m", module, *argv]
         ended = shared_server().start(TORCHRUN, words, Path(log.name), os.environ).wait(900)
         output = log.read()
     assert ended == status, output
