@@ -82,6 +82,7 @@ class ForkServer:
             text=True,
         )
         self._children: list[Child] = []
+        self._one_asks = threading.Lock()
 
     def close(self) -> None:
         """Ends it and what still runs."""
@@ -116,9 +117,10 @@ class ForkServer:
     def ask(self, request: dict[str, Any]) -> Any:
         """One line there, one line back."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        with self._one_asks:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
 
 
 @functools.cache
@@ -148,6 +150,9 @@ _IMPORTED = (
     "tests.faults.watched_run",
     "tests.faults.lightning_run",
     "tests.tiny_parts",
+    "omegaconf",
+    "diffusers.guiders",
+    "pandas",
     "tensorboard.summary",
     "torch.utils.tensorboard",
     "PIL.JpegImagePlugin",
@@ -163,8 +168,11 @@ def _import_everything() -> None:
     gc.disable()
     for name in _IMPORTED:
         importlib.import_module(name)
-    from diffusers import StableDiffusionPipeline  # noqa: F401 - diffusers imports a class when it is asked for
+    from diffusers import DDPMScheduler, StableDiffusionPipeline  # noqa: F401 - diffusers imports a class when asked
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    get_checkpoint_conversion_mapping("clip_text_model")  # compiles hundreds of patterns, once
+    DDPMScheduler.from_config(DDPMScheduler().config)  # imports the schedulers that it can be made from
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
     gc.freeze()  # collecting garbage in a child would copy all of it

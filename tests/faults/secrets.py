@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import shutil
-import subprocess
 import sys
 import tarfile
 import threading
@@ -25,8 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 from sd_training.cli import run_cli
 from sd_training.errors import ConfigError
+from tests.faults.fork_server import shared_server
 from tests.faults.row import Row
-from tests.faults.tiny_run import as_torchrun
+from tests.faults.tiny_run import RUN_HERE, as_torchrun
 from tests.strategy_report import make_models
 
 ENVIRONMENT = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "SOME_SERVICE_PASSWORD")
@@ -107,37 +107,28 @@ def environment_of(folder: Path, known: Mapping[str, str]) -> dict[str, str]:
     for name in ("home", "tmp", "said"):
         (folder / name).mkdir(exist_ok=True)
     environment = {**os.environ, **{name: known[name] for name in ENVIRONMENT}, "OMP_NUM_THREADS": "1"}
-    environment |= {"XDG_CACHE_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {"XDG_CACHE_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
     environment |= {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"), "WATCH_DIR": str(folder)}
-    environment.pop("WANDB_MODE", None)
-    return environment
+    return environment | {"WANDB_MODE": "offline"}
 
 
-def train(folder: Path, name: str, words: list[str], known: Mapping[str, str]) -> int:
+def train(folder: Path, name: str, words: list[str], known: Mapping[str, str]) -> int | None:
     """The status of `train.py` with the secrets in its environment."""
-    command = [sys.executable, str(ROOT / "train.py"), *words]
-    environment = environment_of(folder, known)
-    with (folder / "said" / f"{name}.txt").open("wb") as said:
-        done = subprocess.run(command, cwd=folder, env=environment, stdout=said, stderr=subprocess.STDOUT, timeout=900)
-    return done.returncode
+    environment, program = environment_of(folder, known), [str(folder), "", str(ROOT / "train.py")]
+    return shared_server().start(RUN_HERE, program + words, folder / "said" / f"{name}.txt", environment).wait(900)
 
 
-def train_pair(folder: Path, name: str, words: list[str], known: Mapping[str, str]) -> list[int]:
+def train_pair(folder: Path, name: str, words: list[str], known: Mapping[str, str]) -> list[int | None]:
     """The same by two processes, as torchrun starts them. `defect`: the second raises an exception that names the data.
     `proxy`: the second alone has a proxy, which is not there."""
     environment = environment_of(folder, known) | {"FAULT": name}
     proxy = {"http_proxy": f"http://agent:{known['proxy password']}@127.0.0.1:9"} if name == "proxy" else {}
-    command = [sys.executable, "-m", "tests.faults.faulty_run", *words, f"experiment.name={name}"]
+    program = [str(folder), "", "-m", "tests.faults.faulty_run", *words, f"experiment.name={name}"]
     children = []
     for rank, (launched, more) in enumerate(zip(as_torchrun(2), ({}, proxy), strict=True)):
         own = {**environment, **launched, **more}
-        with said_by(folder, name, rank).open("wb") as said:
-            children.append(subprocess.Popen(command, cwd=folder, env=own, stdout=said, stderr=subprocess.STDOUT))
-    try:
-        return [child.wait(900) for child in children]
-    finally:
-        for child in children:
-            child.kill()
+        children.append(shared_server().start(RUN_HERE, program, said_by(folder, name, rank), own))
+    return [child.wait(900) for child in children]
 
 
 def said_by(folder: Path, name: str, rank: int) -> Path:
@@ -157,7 +148,7 @@ def places(folder: Path, known: Mapping[str, str]) -> Iterator[str]:
 
 def run(folder: Path, is_quick: bool) -> list[Row]:
     """Two rows: a run that trains, one that describes itself, and ones that fail with the secrets in scope; and runs of
-    two processes of which one fails. Two at once, as most of their time goes into imports and waiting."""
+    two processes of which one fails. Two at once, as most of their time goes into waiting."""
     folder = folder.resolve() / "secrets"
     of_two = folder.with_name("secrets_of_two")
     for old in (folder, of_two):

@@ -176,6 +176,20 @@ def run_module(words: list[str]) -> None:
     _run_program(words, partial(runpy.run_module, alter_sys=True))
 
 
+RUN_HERE = f"{__name__}:run_here"
+"""For `ForkServer.start`."""
+
+
+def run_here(words: list[str]) -> None:
+    """In a forked process: `python words[2] words[3] … 2>words[1]` of a script, or `-m` module, in the folder words[0].
+    Without words[1] stderr goes where stdout does."""
+    folder, errors, *program = words
+    os.chdir(folder)
+    if errors:
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 2)
+    run_module(program[1:]) if program[0] == "-m" else _run_program(program, runpy.run_path)
+
+
 def _run_program(words: list[str], run: Callable[..., object]) -> None:
     import torch
 
@@ -204,7 +218,7 @@ class _ForkedCommand(subprocess.Popen[bytes]):
             os.environ.clear()
             os.environ.update(environment)
             words = list(args[args.index("-u") + 1 :])
-            end_process(lambda: run_module(words[1:]) if words[0] == "-m" else _run_program(words, runpy.run_path))
+            end_process(lambda: run_here([os.getcwd(), "", *words]))
 
 
 def torchrun(words: list[str]) -> None:

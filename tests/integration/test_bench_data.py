@@ -1,8 +1,5 @@
 """The benchmark runs, on good and on damaged data; how fast it finds things is not looked at."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +7,7 @@ import pytest
 from scripts import bench_data
 from sd_training.errors import ConfigError
 from tests import makers
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.integration.commands import ROOT, forked
 
 
 def test_damaged_samples_are_left_out_by_both(tmp_path: Path) -> None:
@@ -22,19 +18,7 @@ def test_damaged_samples_are_left_out_by_both(tmp_path: Path) -> None:
     makers.write_shard(tmp_path / "a.tar", samples)
     options = [f"dataset.params.path={tmp_path}", "dataset.params.resolution=16", "--workers", "1"]
     sizes = ["--batch", "4", "--turns", "1", "--batches", "2"]
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "scripts" / "bench_data.py"),
-            *options,
-            *sizes,
-            "dataset.params.max_bad_fraction=1",
-        ],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = forked("scripts/bench_data.py", *options, *sizes, "dataset.params.max_bad_fraction=1", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "ratio to webdataset" in done.stdout
 

@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -78,18 +76,6 @@ def test_captions_without_a_row_do_not_cost_the_save(pipeline_dir: Path, shards_
     assert status == 0, printed
     assert "has no caption to draw" in printed
     assert (tmp_path / "run" / "checkpoints" / "step=2").is_dir()
-
-
-def test_a_run_on_the_cpu_says_how_many_threads_it_takes(
-    pipeline_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=16)
-    command = [sys.executable, "train.py", *argv, "trainer.accelerator=cpu", "trainer.devices=2", "system.batch_size=4"]
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    cores = len(os.sched_getaffinity(0))
-    assert done.stderr.count("threads per process: ") == 1 and f" (cores: {cores}, processes: 2)" in done.stderr
 
 
 def test_a_key_on_the_command_line_is_written_nowhere(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What a run prints: its own lines, each with the time, and nothing of a library."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.commands import run
+from tests.faults.fork_server import shared_server
+from tests.integration.commands import forked
 from tests.integration.training import ROOT, options, torchrun
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
@@ -63,7 +65,7 @@ def test_a_run_says_what_it_does_and_nothing_else(pipeline_dir: Path, shards_dir
     assert re.search(progress, one, re.MULTILINE)
     kept = (tmp_path / "run/train.log").read_text()
     assert kept == one
-    described = run(sys.executable, "train.py", *argv, "--dry-run", cwd=ROOT)
+    described = forked("train.py", *argv, "--dry-run", cwd=ROOT)
     assert described.returncode == 0 and described.stdout.startswith("this run\n"), described.stderr
     assert len(lines(described.stderr)) == 1
     both = lines(torchrun([*argv, "system.batch_size=4", "trainer.accelerator=cpu"], 2))
@@ -75,12 +77,14 @@ def test_a_run_says_what_it_does_and_nothing_else(pipeline_dir: Path, shards_dir
     assert (tmp_path / "run/train.log").read_text() == kept + "".join(f"{line}\n" for line in both)
 
 
-def test_what_diffusers_finds_slow_is_not_imported() -> None:
+def print_slow_modules(_: list[str]) -> None:
+    """In a process of the fork server, which has imported all that a run imports."""
+    found = {"bitsandbytes", "torch._inductor.compile_fx"} & {*sys.modules}
+    print(found, importlib.util.find_spec("bitsandbytes") is not None)
+
+
+def test_what_diffusers_finds_slow_is_not_imported(tmp_path: Path) -> None:
     """bitsandbytes brings torch's compiler; the 8-bit optimizer still finds it."""
     pytest.importorskip("bitsandbytes")
-    program = (
-        "import sys, importlib, train, sd_training.build.run; found = {*sys.modules};"
-        "print({'bitsandbytes', 'torch._inductor.compile_fx'} & found, importlib.util.find_spec('bitsandbytes').name)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "set() bitsandbytes\n"
+    shared_server().call(f"{__name__}:{print_slow_modules.__name__}", [], tmp_path / "log")
+    assert (tmp_path / "log").read_text() == "set() True\n"

@@ -1,8 +1,6 @@
 """The command that makes pipelines with averages that a run did not keep."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,8 @@ from sd_training.errors import UserError
 from sd_training.export.pipeline import export_pipeline
 from tests import makers
 from tests.family_makers import save_pipeline
+from tests.integration.commands import ROOT, forked
 
-ROOT = Path(__file__).resolve().parents[2]
 TRACKS, KEPT = (0.05, 0.1), (0.075, 0.15)
 NUM_STEPS, SNAPSHOT_EVERY = 200, 10
 
@@ -151,12 +149,8 @@ def test_transformers_with_text_encoders_and_autoencoders(tmp_path: Path) -> Non
 
 
 def test_the_command_as_a_user_runs_it(run_dir: Path, tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "scripts/posthoc_ema.py", run_dir, "--sigma-rel", "0.075"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done, wrong = (
-        subprocess.run([*command, *more], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
-        for more in (["--out", "made"], ["--out", "gs://b/x"])
-    )
+    command = [ROOT / "scripts/posthoc_ema.py", run_dir, "--sigma-rel", "0.075", "--out"]
+    done, wrong = (forked(*command, out, cwd=tmp_path) for out in ("made", "gs://b/x"))
     assert done.returncode == 0 and done.stdout.endswith("written: made\n"), done.stderr
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr and "gs://b/x" in wrong.stderr
     assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["made"]

@@ -21,10 +21,11 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("script", ["generate_examples", "make_webdataset"])
+@pytest.mark.parametrize("script", ["generate_examples", "index_dataset", "make_webdataset"])
 def test_a_mistake_is_one_sentence_and_status_2(script: str, tmp_path: Path) -> None:
     arguments = {
         "generate_examples": ["--pipeline", "nowhere", "--prompt", "a", "--out", "out"],
+        "index_dataset": ["none.tar"],
         "make_webdataset": ["nowhere", "--out", "out"],
     }
     ended = run(sys.executable, ROOT / "scripts" / f"{script}.py", *arguments[script], cwd=tmp_path)

@@ -174,9 +174,11 @@ def test_ctrl_c_before_the_first_step(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_one_rank_stops_both_after_the_same_step(
-    rank: int, tmp_path: Path, pipeline_dir: Path, shards_dir: Path
+    rank: int, tmp_path: Path, pipeline_dir: Path, shards_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under real launchers; that the run then goes on to the bit is shown by `tests/faults/signals.py`."""
+    if rank == 0:
+        monkeypatch.delenv("OMP_NUM_THREADS")
     changes = {"system__batch_size": 4, "experiment__save_every": 100}
     argv = options(tmp_path / "run", pipeline_dir, shards_dir, **changes)
     own = ["trainer.devices=2", "trainer.accelerator=cpu"]
@@ -187,6 +189,8 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_step(
     assert "stopped after 5 optimizer steps" in said, said
     if rank == 0:
         assert status == EXIT_STOPPED, said
+        cores = len(os.sched_getaffinity(0))
+        assert said.count("threads per process: ") == 1 and f" (cores: {cores}, processes: 2)" in said
     else:  # torchrun has a status of its own, and says that of its processes
         assert said.count(f"(exitcode: {EXIT_STOPPED})") == 1 and status == 1, said
         assert "SIGKILL" not in said
