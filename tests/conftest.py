@@ -9,9 +9,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["WANDB_MODE"] = "disabled"
 # Compiled code of another session, another instruction set or a process that was killed while it wrote is never loaded.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")
-# DeepSpeed compiles its collectives for CPUs at the start of a process group: half a minute where the cache folder is
-# a new one, as it is in every test (`private_index`). This one is shared; workers of pytest inherit it.
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", tempfile.mkdtemp(prefix="extensions-"))
+if "TORCH_EXTENSIONS_DIR" not in os.environ:
+    # DeepSpeed compiles its Adam for CPUs where the cache folder is a new one, as it is in every test (`private_index`).
+    # This one is shared; workers of pytest inherit it. Half of the minute would go into optimization and debug symbols.
+    os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp(prefix="extensions-")
+    os.environ["CXX"] = os.environ["TORCH_EXTENSIONS_DIR"] + "/g++"
+    with open(os.environ["CXX"], "w", opener=lambda path, flags: os.open(path, flags, 0o755)) as script:
+        script.write('#!/bin/sh\nexec c++ "$@" -O0 -g0\n')
 if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
     # The tests as on a smaller CPU. torch's attention asks oneDNN whether bfloat16 may be packed for AMX, and its own
     # kernels of this capability then refuse to ("pack_vnni2 is only supported when avx512 is supported").

@@ -263,8 +263,7 @@ def _strategy(plan: Plan, sharding: ShardingSpec) -> Strategy:
     config = plan.config.distributed
     accelerator, name = plan.launch.accelerator, plan.layout.strategy
     if name == "single":
-        device = torch.device("cuda", 0) if accelerator == "cuda" else torch.device(accelerator)
-        return SingleProcessStrategy(device=device)
+        return SingleProcessStrategy(device="cuda:0" if accelerator == "cuda" else accelerator)
     use_one_worker_per_gloo_group()
     backend = process_group_backend(config, accelerator)
     timeout = timedelta(seconds=plan.config.watch.collective_timeout_s)

@@ -71,6 +71,9 @@ class DeepSpeedZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
         """As Lightning does it, without its check for CUDA."""
         if self.root_device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"  # on a machine with GPUs too
+            from deepspeed import ops  # asks for the accelerator
+
+            ops.__compatible_ops__ = {}  # or it compiles, for a minute, collectives to use in place of gloo's
         super(DeepSpeedStrategy, self).setup_environment()
 
     def setup_distributed(self) -> None:
@@ -230,8 +233,7 @@ class ZeroStage3Sharding(ZeroSharding):
 
     def full_shape(self, parameter: nn.Parameter) -> torch.Size:
         """The parameter itself is empty between its uses."""
-        shape: torch.Size = parameter.ds_shape  # type: ignore[attr-defined]
-        return shape
+        return parameter.ds_shape  # type: ignore
 
     def _place(self, parameter: nn.Parameter) -> tuple[Tensor, int, int]:
         group, start, length = self.zero.grad_position[self.zero.get_param_id(parameter)]

@@ -185,7 +185,7 @@ def jobs_alone(folder: Path, port: int, known: Mapping[str, str], is_quick: bool
     return jobs | {"missing": [word.replace("{000..001}", "{007..008}") for word in none]}
 
 
-def _row_alone(folder: Path, known: Mapping[str, str], statuses: Mapping[str, int]) -> Row:
+def _row_alone(folder: Path, known: Mapping[str, str], statuses: Mapping[str, int | None]) -> Row:
     hits = list(places(folder, known))
     is_named = any(folder.glob("piped/**/bad_samples.jsonl"))
     num_files = sum(path.is_file() for path in folder.rglob("*"))
