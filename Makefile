@@ -37,8 +37,8 @@ $(STAMP): requirements.txt
 test: env slurm
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	SLURM_TEST_LOGS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/mypy & types=$$!; \
+	SLURM_TEST_LOGS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder && wait $$types
 	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n auto --maxprocesses 4 -q $(NUMERICAL)
 
 slurm:

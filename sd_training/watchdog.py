@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from sd_training.cli import print_error, write_torchrun_error
-from sd_training.errors import EXIT_HANG, EXIT_UNEXPECTED, UserError
+from sd_training.errors import EXIT_HANG, EXIT_UNEXPECTED, TakenOverError, UserError
 from sd_training.log import FOR_FILE, STARTED_NS, TIME_FORMAT, RunLog, get_logger, is_main_process, redacted
 
 log = get_logger(__name__)
@@ -76,19 +76,23 @@ class FirstFailure:
         self.rank = rank
         self.local_peers: Mapping[int, int] = {}
         """Rank → process id of the others on this machine."""
+        self.check_owner: Callable[[], object] = lambda: None
+        """Raises TakenOverError when another start has the folder: its processes would take the note for theirs."""
 
     def clear(self) -> None:
         """By rank 0, at its start."""
         self.path.unlink(missing_ok=True)
 
     def claim(self, status: int, text: str, rank: int | None = None) -> bool:
-        """Writes the note; whether it is this call's. A folder that cannot be written is no obstacle.
+        """Writes the note; whether it is this call's. A folder that cannot be written, or that another start has, is no
+        obstacle.
 
         Args:
             rank: the process that ended, where that one left no note; null: this one.
         """
         note = json.dumps(asdict(Failure(self.rank if rank is None else rank, status, text)))
-        with suppress(OSError):
+        with suppress(OSError, TakenOverError):
+            self.check_owner()
             try:
                 _write_once(self.path, note)
             except OSError:

@@ -10,7 +10,7 @@ os.environ["WANDB_MODE"] = "disabled"
 # Compiled code of another session, another instruction set or a process that was killed while it wrote is never loaded.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")
 if "TORCH_EXTENSIONS_DIR" not in os.environ:
-    # DeepSpeed compiles its Adam for CPUs where the cache folder is a new one, as it is in every test (`private_index`).
+    # DeepSpeed compiles its Adam for CPUs where the cache folder is new, as it is in every test (`private_index`).
     # This one is shared; workers of pytest inherit it. Half of the minute would go into optimization and debug symbols.
     os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp(prefix="extensions-")
     os.environ["CXX"] = os.environ["TORCH_EXTENSIONS_DIR"] + "/g++"

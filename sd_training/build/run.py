@@ -204,7 +204,7 @@ def _callbacks(
         *_pictures(plan, trained, ema, run_state),
         saves,
         ProgressBar(run_state, batch.global_batch, batch.num_steps) if config.logging.progress_bar else None,
-        Runtime(watch),
+        Runtime(watch, run_lock),
     ]
     return [callback for callback in callbacks if callback is not None]
 

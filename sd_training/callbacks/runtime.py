@@ -15,6 +15,7 @@ import pytorch_lightning as pl
 import torch
 
 from sd_training.callbacks.base import OptimizerStepCallback, gather_ranks
+from sd_training.checkpoint.folder import RunLock
 from sd_training.training import TrainedModule
 from sd_training.watchdog import HangWatch
 
@@ -31,20 +32,21 @@ class Runtime(OptimizerStepCallback):
     The first optimizer step belongs to the start: it compiles, and finds the fastest kernels.
     """
 
-    def __init__(self, watch: HangWatch) -> None:
-        self.watch = watch
+    def __init__(self, watch: HangWatch, run_lock: RunLock) -> None:
+        self.watch, self.run_lock = watch, run_lock
         self._is_warm = False
         self._was_enabled = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Collective: the watch learns the process ids of the ranks on this machine."""
+        """Collective: the watch learns the process ids of the ranks on this machine, and who owns the run folder."""
         super().on_train_start(trainer, pl_module)
         if trainer.world_size > 1:
             own_node = zlib.crc32(platform.node().encode())
-            ranks = gather_ranks(trainer, torch.tensor([own_node, os.getpid()])).tolist()
+            ranks = gather_ranks(trainer, torch.tensor([own_node, os.getpid(), self.run_lock.token])).tolist()
             self.watch.first_failure.local_peers = {
-                rank: pid for rank, (node, pid) in enumerate(ranks) if node == own_node and pid != os.getpid()
+                rank: pid for rank, (node, pid, _) in enumerate(ranks) if node == own_node and pid != os.getpid()
             }
+            self.watch.first_failure.check_owner = RunLock(self.watch.run_dir, ranks[0][2]).check  # rank 0 has the lock
         self._was_enabled = self._was_enabled or gc.isenabled()
         gc.collect()
         gc.disable()

@@ -262,8 +262,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         """A copy: safetensors returns memory of the mapped file, which rotation will delete under a running run."""
-        tensor: Tensor = self._file_of[name].get_tensor(name).clone()
-        return tensor
+        return self._file_of[name].get_tensor(name).clone()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)

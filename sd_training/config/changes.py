@@ -20,8 +20,7 @@ _PERMISSION_KEY = f"dataset.params.{PERMISSION}"
 def to_plain(config: Config) -> dict[str, Any]:
     """Plain containers of a configuration; `wandb.api_key` is null, and other secrets are hidden (`log.redacted`)."""
     note_secret(config.wandb.api_key)
-    plain: dict[str, Any] = redacted_values(config.replace(wandb=config.wandb.replace(api_key=None)).model_dump())
-    return plain
+    return redacted_values(config.replace(wandb=config.wandb.replace(api_key=None)).model_dump())
 
 
 def resolved_yaml(config: Config) -> str:

@@ -343,8 +343,7 @@ def _options(dataset: DatasetConfig) -> dict[str, Any]:
     params = dataset.params.model_dump()
     options = {f"dataset.params.{name}": params[name] for name in _DECISIVE}
     options |= {f"dataset.{name}": value for name, value in dataset.model_dump().items() if name != "params"}
-    plain: dict[str, Any] = redacted_values(options)
-    return plain
+    return redacted_values(options)
 
 
 def _order(dataset: DatasetConfig, plan: BatchPlan, seed: int) -> dict[str, Any]:

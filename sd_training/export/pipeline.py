@@ -225,5 +225,4 @@ def _settings(config: Any) -> dict[str, Any]:
     plain = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     kept = {k: v for k, v in plain.items() if not k.startswith("_") and k not in _NOT_SETTINGS}
     text = json.dumps(kept, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
-    settings: dict[str, Any] = json.loads(text)
-    return settings
+    return json.loads(text)

@@ -3,12 +3,13 @@
 python -m tests.integration.dying_run RANKS HOW OPTION=VALUE …
 
 RANKS: those that end, such as 0,1. HOW: `raise` raises an exception in a callback, `exit` calls `os._exit(3)` there,
-`backward` raises inside the backward pass.
+`backward` raises inside the backward pass, `taken` raises when another start has the run folder.
 """
 
 import os
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from sd_training.log import quiet_libraries
@@ -20,6 +21,8 @@ import torch
 
 import train
 from sd_training.build import run as building
+from sd_training.build.plan import Plan
+from sd_training.checkpoint.folder import CLAIM
 from sd_training.cli import run_cli
 from sd_training.parallel import strategies
 
@@ -27,7 +30,8 @@ from sd_training.parallel import strategies
 class Defect(pl.Callback):
     """Ends the processes that it is for."""
 
-    def __init__(self, ranks: str, how: str) -> None:
+    def __init__(self, ranks: str, how: str, run_dir: Path) -> None:
+        self.run_dir = run_dir
         self.is_mine, self.how = os.environ["RANK"] in ranks.split(","), how
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
@@ -35,7 +39,9 @@ class Defect(pl.Callback):
             return
         if self.how == "exit":
             os._exit(3)
-        if self.how == "raise":
+        if self.how == "taken":
+            (self.run_dir / CLAIM).write_text('{"token": 1}')
+        if self.how in ("raise", "taken"):
             raise RuntimeError("a defect")
         *_, last = (part for part in module.modules() if isinstance(part, torch.nn.Conv2d))
         last.register_full_backward_hook(self._fail)
@@ -45,13 +51,13 @@ class Defect(pl.Callback):
 
 
 def main() -> None:
-    build_run, defect = building.build_run, Defect(*sys.argv[1:3])
-    if "," not in sys.argv[1]:
+    build_run, (ranks, how) = building.build_run, sys.argv[1:3]
+    if "," not in ranks:
         strategies.AGREE_TIMEOUT = timedelta(seconds=5)  # nobody will agree
 
-    def build_dying(*given: Any) -> building.Run:
-        run = build_run(*given)
-        run.trainer.callbacks.insert(0, defect)  # type: ignore[attr-defined]
+    def build_dying(plan: Plan, *given: Any) -> building.Run:
+        run = build_run(plan, *given)
+        run.trainer.callbacks.insert(0, Defect(ranks, how, plan.run_dir))  # type: ignore[attr-defined]
         return run
 
     building.build_run = build_dying

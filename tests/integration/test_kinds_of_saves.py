@@ -124,6 +124,15 @@ def test_two_processes_save_at_an_exception_of_both(pipeline_dir: Path, shards_d
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_processes_that_lost_the_run_leave_nothing_for_those_that_have_it(
+    pipeline_dir: Path, shards_dir: Path, tmp_path: Path
+) -> None:
+    """Those would take a note of a failure for one of their own, and end."""
+    said = dies(tmp_path, pipeline_dir, shards_dir, "0,1", "taken", strategy="ddp")[1]
+    assert "another start has taken this run over" in said, said
+    assert names(tmp_path / "run") == [] and not (tmp_path / "run/first_failure.json").exists()
+
+
 @pytest.mark.parametrize(
     ("rank", "how", "strategy"),
     [

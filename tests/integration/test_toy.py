@@ -13,7 +13,7 @@ from sd_training.config.schema import ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.diffusion import Objective
 from sd_training.models.schedulers import Schedulers, load_schedulers
 
-STEPS, BATCH, DRAWN, INFERENCE_STEPS = 2000, 512, 2000, 100
+STEPS, BATCH, DRAWN, INFERENCE_STEPS = 1200, 512, 2000, 50
 SPREAD = 0.15
 NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 OBJECTIVES = {

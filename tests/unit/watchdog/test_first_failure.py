@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sd_training import log as rank_log
+from sd_training.checkpoint.folder import acquire_run_lock
 from sd_training.errors import EXIT_UNEXPECTED, BadSamplesError
 from sd_training.log import hide_in_tracebacks
 from sd_training.watchdog import FirstFailure, exit_together
@@ -39,6 +40,13 @@ def test_a_note_older_than_the_process_is_of_an_earlier_start(tmp_path: Path) ->
     assert first.claim(88, "now") and not second.claim(1, "because of it")
     end = second.of_another()
     assert end is not None and end.text == "now"
+
+
+def test_a_process_of_a_start_that_lost_the_run_writes_no_note(tmp_path: Path) -> None:
+    first, _ = ends(tmp_path)
+    first.check_owner = acquire_run_lock(tmp_path).check
+    acquire_run_lock(tmp_path).release()
+    assert not first.claim(69, "another start has the run") and not first.path.exists()
 
 
 def test_a_process_that_was_slow_to_start_hears_of_one_that_failed_meanwhile(tmp_path: Path) -> None:
