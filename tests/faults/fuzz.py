@@ -59,15 +59,13 @@ def read_tar(data: bytes, folder: Path, inputs: Inputs) -> bool:
     file = open_bytes(str(path), RemoteConfig())
     try:
         problems: list[str] = []
-        samples = scan_tar(file, lambda key, reason: problems.append(reason))
-        is_whole = not problems
-        for sample in samples:
+        for sample in scan_tar(file, lambda key, reason: problems.append(reason)):
             offset, length = sample.spans["image"]
             try:
                 decode(file.pread(min(length, len(data)), offset), MAX_PIXELS)
-            except (BadSample, UserError):
-                is_whole = False
-        return is_whole
+            except (BadSample, UserError) as error:
+                problems.append(str(error))
+        return not problems
     finally:
         file.close()
 
