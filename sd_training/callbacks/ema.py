@@ -308,8 +308,7 @@ def gamma_of(sigma_rel: float) -> float:
     if not 0.0 < sigma_rel <= MAX_SIGMA_REL:
         raise ValueError(f"sigma_rel is {sigma_rel}; it must be above 0 and at most {MAX_SIGMA_REL:.4f}")
     inverse_square = float(sigma_rel) ** -2
-    roots = np.roots([1.0, 7.0, 16.0 - inverse_square, 12.0 - inverse_square])
-    return max(0.0, float(roots.real.max()))
+    return max(0.0, float(np.roots([1.0, 7.0, 16.0 - inverse_square, 12.0 - inverse_square]).real.max()))
 
 
 def track_decay(step: int, gamma: float, update_every: int = 1) -> float:

@@ -21,8 +21,6 @@ from sd_training.watchdog import HangWatch
 
 FULL_COLLECTION_EVERY = 1000
 """Optimizer steps between collections of everything, which take a second; young objects are collected every step."""
-_YOUNG = 1
-_EVERYTHING = 2
 
 
 class Runtime(OptimizerStepCallback):
@@ -65,7 +63,7 @@ class Runtime(OptimizerStepCallback):
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Collects cycles of the step, and from time to time older ones."""
         self._is_warm = True
-        gc.collect(_YOUNG if step % FULL_COLLECTION_EVERY else _EVERYTHING)
+        gc.collect(1 if step % FULL_COLLECTION_EVERY else 2)  # generations
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """What follows is the end of pending saves and of the loggers."""

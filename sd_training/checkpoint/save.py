@@ -210,8 +210,7 @@ def load_checkpoint(stored: StoredCheckpoint, trainer: pl.Trainer) -> None:
     tensors: Mapping[str, Tensor] = stored.parts.get(OPTIMIZER, {})
 
     def state_of(parameter: nn.Parameter) -> dict[str, Any]:
-        plain = json.loads(optimizer["state"].get(names[id(parameter)], "{}"))
-        return dict(join_tensors(plain, tensors))
+        return dict(join_tensors(json.loads(optimizer["state"].get(names[id(parameter)], "{}")), tensors))
 
     sharding.load_optimizer(trained.values(), state_of, optimizer["groups"])
     sharding.load_loss_scale(stored.state.get(_LOSS_SCALE, {}))

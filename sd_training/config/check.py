@@ -131,18 +131,17 @@ def objective_problems(objective: ObjectiveConfig) -> list[str]:
 
 
 def _objective_rules(objective: ObjectiveConfig) -> Iterator[str]:
-    density, weighting, loss = objective.timestep_density, objective.loss_weighting, objective.loss
+    density, weighting, shift = objective.timestep_density, objective.loss_weighting, objective.shift
     if density.low >= density.high:
         yield f"timestep_density.low: {density.low:g} must be below timestep_density.high, {density.high:g}"
-    if objective.shift.base_tokens >= objective.shift.max_tokens:
-        yield (
-            f"shift.base_tokens: {objective.shift.base_tokens} must be below shift.max_tokens, "
-            f"{objective.shift.max_tokens}"
-        )
-    if loss.huber_schedule == "exponential" and loss.huber_delta > 1:
+    if shift.base_tokens >= shift.max_tokens:
+        yield f"shift.base_tokens: {shift.base_tokens} must be below shift.max_tokens, {shift.max_tokens}"
+    if objective.loss.huber_schedule == "exponential" and objective.loss.huber_delta > 1:
         yield "loss.huber_delta: must be at most 1 with loss.huber_schedule=exponential, or δ would grow without bound"
     if objective.snr_gamma is not None and weighting.name not in (None, "min_snr"):
         yield f"snr_gamma: means loss_weighting.name=min_snr, but that is {weighting.name}; keep one"
+    elif objective.snr_gamma is not None and weighting.gamma not in (objective.snr_gamma, type(weighting)().gamma):
+        yield f"snr_gamma: means loss_weighting.gamma, but that is {weighting.gamma:g}; keep one"
     prediction, drawn = objective.prediction_type, density.name or "uniform"
     if prediction is None:
         return

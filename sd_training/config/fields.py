@@ -24,33 +24,36 @@ OLD_NAMES: Mapping[str, str] = {
     "dataset.params.class_mapping": "dataset.params.idx_to_prompt",
     "dataset.params.num_examples_to_see": "experiment.num_examples_to_see",
     "dataset.params.workers": "system.workers",
+    "ema.tracks": "ema.sigma_rels",
     "model.ema.path": "ema.path",
     "model.max_grad_norm": "optimizer.max_grad_norm",
     "system.dist_backend": "distributed.dist_backend",
 }
-"""Name of an option in sd-training, perhaps its second one → its name here."""
-OLD_WORDS: Mapping[str, Mapping[str, str]] = {"dataset.type": {"ParquetDataset": "Parquet"}}
-"""Option → word of sd-training → the word here."""
+"""Name of an option in sd-training, or in an earlier version → its name here."""
+OLD_WORDS: Mapping[str, Any] = {"dataset.type": {"ParquetDataset": "Parquet"}, "model.train": {"unet": "denoiser"}}
+"""Option → word of sd-training, or of an earlier version → the word here."""
 RETIRED: Mapping[str, Any] = {
     "checkpoint.best_by": "validation_loss",
-    "dataset.params.captions.template": None,
     "dataset.params.icc_to_srgb": True,
+    "dataset.params.max_bad_in_row": 50,
+    "dataset.params.max_bad_shard_fraction": 1.0,
     "dataset.params.remote.mode": "cache",
-    "distributed.dist_url": "env://",
-    "experiment.eval_tar": False,
     "model.gradient_checkpointing_every": 1,
-    "objective.input_perturbation_steps": None,
-    "objective.offset_noise_by_level": False,
-    "objective.timestep_density.alpha": 1.0,
-    "objective.timestep_density.beta": 1.0,
     "objective.timestep_density.bias": "none",
-    "objective.timestep_density.bias_multiplier": 1.0,
     "objective.timestep_density.bias_portion": 0.25,
     "objective.timestep_density.bias_range": [0.0, 1.0],
-    "system.dist_url": "env://",
+    "system.save_signals": ["SIGUSR2"],
+    "system.stop_signals": ["SIGTERM", "SIGUSR1"],
+    **dict.fromkeys(("checkpoint.rehearse", "dataset.params.buckets.constant_area", "experiment.eval_tar"), False),
+    **dict.fromkeys(("dataset.params.captions.template", "distributed.deepspeed_config"), None),
+    **dict.fromkeys(("distributed.dist_url", "system.dist_url"), "env://"),
+    **dict.fromkeys((f"objective.timestep_density.{name}" for name in ("alpha", "beta", "bias_multiplier")), 1.0),
+    "objective.input_perturbation_steps": None,
+    "objective.offset_noise_by_level": False,
 }
 """Name of an option that is gone → its value that is the only behaviour now; `config.yaml` of older runs names it."""
 _FORMER_DEFAULTS = {"checkpoint.best_by": "training_loss", "dataset.params.icc_to_srgb": False}
+_FORMER_DEFAULTS |= {"dataset.params.max_bad_shard_fraction": 0.2}
 """Of these, where it was another value, which every `config.yaml` of an older run has."""
 
 _SHOWN_CHARACTERS = 80

@@ -34,6 +34,7 @@ GRAMMAR = (
 EXACT_INTEGERS = 2**53
 """From here on not every integer is a float64, so longer integers are compared as text."""
 _MAX_DIGITS = 300
+_MAX_CHARACTERS, _MAX_DEPTH = 20_000, 40
 _NUMBER = r"[+-]?(?:\d+\.(?!\.)\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?(?!\w)"
 _END = r"(?![\w:/+-]|\.(?!\.))"
 """Of a word."""
@@ -116,8 +117,6 @@ def parse_filters(filters: Mapping[str, Any] | None) -> tuple[list[Filter], list
             found.append(_parse_entry(str(name), written))
         except ValueError as error:  # also of a number with thousands of digits
             problems.append(_problem(str(name), written, str(error)))
-        except RecursionError:
-            problems.append(_problem(str(name), written, "nested too deeply"))
     return found, problems
 
 
@@ -133,12 +132,14 @@ def _problem(name: str, written: object, detail: str) -> str:
     return f"dataset.params.filters.{name}: {shown} is not a filter{detail}; write {GRAMMAR}"
 
 
-def _parse_entry(name: str, written: Any) -> Filter:
+def _parse_entry(name: str, written: Any, depth: int = 0) -> Filter:
+    if depth > _MAX_DEPTH:
+        raise ValueError("nested too deeply")
     if name in ("any_of", "all_of"):
         # A single mapping is refused: `any_of: {a: .., b: ..}` does not say whether it means a or b.
         if not isinstance(written, list) or not written or not all(isinstance(e, Mapping) and e for e in written):
             raise ValueError(f"{name} takes a list of mappings of field to condition: [{{a: '>1'}}, {{b: '>1'}}]")
-        alternatives = [_joined("and", [_parse_entry(str(k), v) for k, v in e.items()]) for e in written]
+        alternatives = [_joined("and", [_parse_entry(str(k), v, depth + 1) for k, v in e.items()]) for e in written]
         return _joined("or" if name == "any_of" else "and", alternatives)
     if isinstance(written, (bool, int, float)) and name != "where":
         written = str(written).lower()
@@ -160,6 +161,8 @@ def _parse_text(text: str, field: str | None) -> Filter:
     """
     conditions: dict[str, Filter] = {}
     words, at = [], 0
+    if len(text) > _MAX_CHARACTERS:
+        raise ValueError(f"longer than {_MAX_CHARACTERS:,} characters")
     while at < len(text):
         match = (_WITH_FIELDS if field is None else _WITHOUT_FIELDS).match(text, at)
         if match is None:
@@ -172,17 +175,19 @@ def _parse_text(text: str, field: str | None) -> Filter:
         at = match.end()
     try:
         return _tree(ast.parse(" ".join(words), mode="eval").body, conditions)
-    except (SyntaxError, MemoryError):
+    except (SyntaxError, MemoryError, RecursionError):
         raise ValueError("conditions are joined by and, or, not and parentheses") from None
 
 
-def _tree(node: ast.expr, conditions: Mapping[str, Filter]) -> Filter:
+def _tree(node: ast.expr, conditions: Mapping[str, Filter], depth: int = 0) -> Filter:
+    if depth > _MAX_DEPTH:
+        raise ValueError("nested too deeply")
     match node:
         case ast.BoolOp(operator, nodes):
             word = "and" if isinstance(operator, ast.And) else "or"
-            return Filter(word, parts=tuple(_tree(part, conditions) for part in nodes))
+            return Filter(word, parts=tuple(_tree(part, conditions, depth + 1) for part in nodes))
         case ast.UnaryOp(_, part):
-            return Filter("not", parts=(_tree(part, conditions),))
+            return Filter("not", parts=(_tree(part, conditions, depth + 1),))
         case ast.Name(name):
             return conditions[name]
         case _:  # two pairs of parentheses look like a call, for instance

@@ -79,8 +79,7 @@ def picture_grid(images: Sequence[Image.Image], columns: int) -> Image.Image:
     """
     columns = min(columns, len(images))
     width, height = max(i.width for i in images), max(i.height for i in images)
-    rows = -(-len(images) // columns)
-    grid = Image.new("RGB", (columns * width, rows * height))
+    grid = Image.new("RGB", (columns * width, -(-len(images) // columns) * height))
     for cell, image in enumerate(images):
         grid.paste(image.convert("RGB"), (cell % columns * width, cell // columns * height))
     return grid

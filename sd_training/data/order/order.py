@@ -177,8 +177,7 @@ class SampleOrder:
 
     def _shuffled_batches(self, epoch: int, window: int) -> NDArray[np.int64]:
         """[k, 2] bucket and number of every batch that ends in the window: buckets mixed, numbers ascending."""
-        before = self._epoch(epoch).before
-        done = (epoch * self.sizes + before[window : window + 2]) // self.global_batch
+        done = (epoch * self.sizes + self._epoch(epoch).before[window : window + 2]) // self.global_batch
         buckets = np.repeat(np.arange(len(self.sizes)), done[1] - done[0])
         buckets = generator(self.seed, f"order of batches {window}", epoch).permutation(buckets)
         numbers = np.empty_like(buckets)

@@ -270,8 +270,7 @@ def _cut(decoded: DecodedImage, box: Box, wanted: CropRequest) -> NDArray[np.uin
     size = (wanted.height, wanted.width)
     if cut.shape[2:] != size:
         cut = F.interpolate(cut, size=size, mode="bicubic", antialias=True)
-    pixels = cut[0].flip(2) if wanted.flip else cut[0]
-    return np.ascontiguousarray(pixels.numpy())
+    return np.ascontiguousarray((cut[0].flip(2) if wanted.flip else cut[0]).numpy())
 
 
 def _edges(first: float, end: float, length: int) -> tuple[int, int]:

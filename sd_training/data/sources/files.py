@@ -399,8 +399,7 @@ def limited(keys: Sequence[str], limit: int) -> NDArray[np.int64]:
     samples pushed out, on samples that were added; and a smaller choice is part of a larger one.
     """
     hashes = (hashlib.blake2b(k.encode("utf-8", "surrogatepass"), digest_size=8, salt=_SALT).digest() for k in keys)
-    places = np.frombuffer(b"".join(hashes), dtype=">u8")
-    return np.sort(np.argsort(places, kind="stable")[:limit])
+    return np.sort(np.argsort(np.frombuffer(b"".join(hashes), dtype=">u8"), kind="stable")[:limit])
 
 
 def read_tag_record(text: str) -> TagRecord:

@@ -194,6 +194,19 @@ def test_nesting_has_an_end(depth: int) -> None:
     assert (rules, problems) == ([compared("a", ">", 1.0)], []) if depth < 40 else "nested too deeply" in problems[0]
 
 
+@pytest.mark.parametrize(("depth", "is_read"), [(40, True), (41, False), (600, False), (6000, False)])
+def test_nesting_in_a_text_has_an_end(depth: int, is_read: bool) -> None:
+    for text in ("not " * depth + "a >= 1", "(" * depth + "a >= 1" + ")" * depth):
+        rules, problems = parse_filters({"where": text})
+        assert len(rules) == (is_read or (text[0] == "(" and depth < 100)) and len(rules) + len(problems) == 1
+        assert [str(rule) for rule in rules] and rules[0].fields() == {"a"} if rules else "not a filter" in problems[0]
+
+
+def test_a_text_has_a_longest_length() -> None:
+    rules, problems = parse_filters({"where": " or ".join(["a >= 1"] * 5_000)})
+    assert rules == [] and "longer than 20,000 characters" in problems[0]
+
+
 def test_long_values_are_cut_in_the_problem() -> None:
     _, (problem,) = parse_filters({"width": "(" * 10_000})
     assert len(problem) < 600

@@ -1,4 +1,4 @@
-"""Names of sd-training: they mean today's options, and resolved files have today's."""
+"""Names of sd-training and of earlier versions: they mean today's options, and resolved files have today's."""
 
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ EXAMPLES = {
     "dataset.params.class_mapping": {"0": "a cat"},
     "dataset.params.num_examples_to_see": 70_000,
     "dataset.params.workers": 3,
+    "ema.tracks": [0.05, 0.1],
     "system.dist_backend": "gloo",
     "model.ema.path": "someone/average",
     "model.max_grad_norm": 0.5,
@@ -94,6 +95,13 @@ def test_an_option_that_is_gone_is_accepted_with_what_is_done_now(option: str, t
 def nested(option: str, value: Any) -> dict[str, Any]:
     first, _, rest = option.partition(".")
     return {first: nested(rest, value) if rest else value}
+
+
+def test_a_run_of_an_earlier_version_can_be_started_again() -> None:
+    """`config_of_f1e671e.yaml` was written by that commit, with every option; this version reads it without a change
+    beside what the messages say."""
+    config = load_config([f"config={Path(__file__).with_name('config_of_f1e671e.yaml')}"])
+    assert (config.model.train, config.ema.sigma_rels, config.checkpoint.keep_best) == ("denoiser", [], 0)
 
 
 def test_old_names_in_lists(tmp_path: Path) -> None:
