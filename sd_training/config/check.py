@@ -140,7 +140,7 @@ def _objective_rules(objective: ObjectiveConfig) -> Iterator[str]:
         yield "loss.huber_delta: must be at most 1 with loss.huber_schedule=exponential, or δ would grow without bound"
     if objective.snr_gamma is not None and weighting.name not in (None, "min_snr"):
         yield f"snr_gamma: means loss_weighting.name=min_snr, but that is {weighting.name}; keep one"
-    elif objective.snr_gamma is not None and weighting.gamma not in (objective.snr_gamma, type(weighting)().gamma):
+    elif objective.snr_gamma not in (None, weighting.gamma):
         yield f"snr_gamma: means loss_weighting.gamma, but that is {weighting.gamma:g}; keep one"
     prediction, drawn = objective.prediction_type, density.name or "uniform"
     if prediction is None:

@@ -327,7 +327,8 @@ def with_preset(objective: ObjectiveConfig) -> ObjectiveConfig:
     chosen = dict(PRESETS[objective.preset]) if objective.preset else {}
     density = _filled(objective.timestep_density, chosen.pop("timestep_density", {}))
     weighting = _filled(objective.loss_weighting, chosen.pop("loss_weighting", {}))
-    if objective.snr_gamma is not None and weighting.name in (None, "min_snr"):
+    is_given = weighting.gamma not in (LossWeightingConfig().gamma, objective.snr_gamma)
+    if objective.snr_gamma is not None and weighting.name in (None, "min_snr") and not is_given:
         weighting = weighting.replace(name="min_snr", gamma=objective.snr_gamma)
     return _filled(objective, chosen).replace(timestep_density=density, loss_weighting=weighting)
 

@@ -59,12 +59,14 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
         "loss.huber_delta",
     ),
     ("epsilon", {"snr_gamma": 5.0, **weighting("p2")}, "snr_gamma"),
+    ("epsilon", {"snr_gamma": 4.0, **weighting("min_snr", gamma=3.0)}, "snr_gamma"),
+    ("epsilon", {"snr_gamma": 5.0, **weighting(None, gamma=3.0)}, "snr_gamma"),
 ]
 
 
 @pytest.mark.parametrize(("prediction", "options", "named"), INVALID)
 def test_invalid_product_is_refused(prediction: Any, options: dict[str, Any], named: str) -> None:
-    problems = objective_problems(ObjectiveConfig(prediction_type=prediction, **options))
+    problems = objective_problems(with_preset(ObjectiveConfig(prediction_type=prediction, **options)))
     assert any(problem.startswith(f"objective.{named}:") for problem in problems), problems
 
 
