@@ -7,6 +7,7 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytorch_lightning as pl
@@ -103,7 +104,7 @@ def taken(node: ast.AST, own: set[str]) -> Iterator[str]:
     elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] != PACKAGE.name:
         yield from [*(node.module or "").split("."), *(alias.name for alias in node.names)]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("attr"):
-        yield from (arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant))
+        yield from (str(arg.value) for arg in node.args[1:2] if isinstance(arg, ast.Constant))
 
 
 def test_private_names_of_libraries_are_used_on_purpose() -> None:
@@ -196,7 +197,11 @@ def test_signals_are_taken_by_the_method_that_is_replaced() -> None:
     connector = make_trainer()._signal_connector
     assert type(connector) is _SignalConnector
     assert inspect.getsource(pl.Trainer._run).count("self._signal_connector.register_signal_handlers()") == 1
-    own = [_SignalConnector.register_signal_handlers, _SignalConnector._register_signal, _SignalConnector.teardown]
+    own: list[Any] = [
+        _SignalConnector.register_signal_handlers,
+        _SignalConnector._register_signal,
+        _SignalConnector.teardown,
+    ]
     rest = inspect.getsource(_SignalConnector)
     for method in own:
         assert inspect.getsource(method) in rest
@@ -229,9 +234,9 @@ def test_a_device_mesh_is_set_where_lightning_sets_it() -> None:
     assert num_statements(source) == 7
     assert list(inspect.signature(ModelParallelStrategy._setup_distributed).parameters) == ["self"]
     assert ModelParallelStrategy.__mro__[1] is ParallelStrategy
-    assert "return self._device_mesh" in inspect.getsource(ModelParallelStrategy.device_mesh.fget)  # type: ignore[arg-type,attr-defined]
+    assert "return self._device_mesh" in inspect.getsource(ModelParallelStrategy.device_mesh.fget)  # type: ignore[attr-defined]
     assert pl.LightningModule()._device_mesh is None
-    assert "return self._device_mesh" in inspect.getsource(pl.LightningModule.device_mesh.fget)  # type: ignore[arg-type,attr-defined]
+    assert "return self._device_mesh" in inspect.getsource(pl.LightningModule.device_mesh.fget)  # type: ignore[attr-defined]
 
 
 # --- parallel/deepspeed.py ---
