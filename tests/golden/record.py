@@ -153,8 +153,17 @@ STREAMS: Mapping[str, Sequence[str]] = {
     ),
     "seed": ("experiment.seed=12345",),
     "accumulation": ("system.batch_size=2", "system.gradient_accumulation=2"),
+    "masked": ("objective.masked_loss=alpha",),
+    "shuffled_tags": ("dataset.params.tags.shuffle_tag_p=0.5",),
+    "sdxl_dropout": (
+        "conditioning.encoder_dropout_prob=0.3",
+        "conditioning.size_dropout_prob=0.3",
+        "conditioning.crop_dropout_prob=0.3",
+    ),
 }
-"""Options on top of the tar shards."""
+"""Options on top of the data of this name, or of the tar shards."""
+OWN_DATA = ("corrupt", "masked", "shuffled_tags")
+"""Streams with data of their own."""
 
 
 def written_samples() -> list[Any]:
@@ -183,11 +192,45 @@ def write_data(home: Path) -> dict[str, tuple[str, Path]]:
         sample.image = sample.image[:-100]
     write_tar(corrupt, "unit0", samples)
     places["corrupt"] = ("WebDataset", corrupt)
+    places["masked"] = ("WebDataset", write_cut_out(home / "data" / "masked"))
+    places["shuffled_tags"] = ("TagFolder", write_several_tags(home / "data" / "shuffled_tags"))
     classes = home / "data" / "classes"
     members = [{"__key__": f"{i:03d}", "jpg": makers.encode(makers.picture(i)), "cls": str(i % 3)} for i in range(30)]
     makers.write_shard(classes / "unit0.tar", members)
     places["classes"] = ("ClassificationWebDataset", classes)
     return places
+
+
+def write_cut_out(folder: Path) -> Path:
+    """The samples as PNGs with an alpha that goes from nothing on the left to everything on the right."""
+    import io
+
+    from PIL import Image
+
+    from tests import makers
+    from tests.unit.data.source_cases import write_tar
+
+    samples = written_samples()
+    for sample in samples:
+        picture = Image.open(io.BytesIO(sample.image)).convert("RGB")
+        alpha = np.tile(np.linspace(0, 255, picture.width).astype(np.uint8), (picture.height, 1))
+        picture.putalpha(Image.fromarray(alpha))
+        sample.image, sample.extension = makers.encode(picture, "PNG"), "png"
+    folder.mkdir()
+    write_tar(folder, "unit0", samples)
+    return folder
+
+
+def write_several_tags(folder: Path) -> Path:
+    """The samples with four tags each, so short that all fit in the tiny tokenizer."""
+    from tests.unit.data.source_cases import write_tags
+
+    folder.mkdir()
+    write_tags(folder, "unit0", written_samples())
+    for number, path in enumerate(sorted(folder.glob("metadata/*/*.json"))):
+        record = json.loads(path.read_text()) | {"tags": ["d", "b", str(number % 10), "a"]}
+        path.write_text(json.dumps(record))
+    return folder
 
 
 def source_words(kind: str, path: Path) -> list[str]:
@@ -295,12 +338,13 @@ def run_cases(home: Path) -> Iterator[tuple[str, list[str], bool]]:
         return tiny_words(home / "runs" / name, pipeline, data, f"dataset.params.index_dir={home / 'index'}", *more)
 
     for name, place in places.items():
-        if name != "corrupt":
+        if name not in OWN_DATA:
             yield f"source_{name}", case(f"source_{name}", sd, source_words(*place)), True
     for name, more in STREAMS.items():
         filled = [word.replace("{csv}", str(places["csv"][1])) for word in more]
-        data = source_words(*places["corrupt"]) if name == "corrupt" else tar
-        yield f"stream_{name}", case(f"stream_{name}", sd, data, *filled), True
+        data = source_words(*places[name if name in OWN_DATA else "tar"])
+        pipeline = pipelines["sdxl"] if name == "sdxl_dropout" else sd
+        yield f"stream_{name}", case(f"stream_{name}", pipeline, data, *filled), True
     for name, pipeline in pipelines.items():
         yield f"family_{name}", case(f"family_{name}", pipeline, tar), False
     for name in presets():

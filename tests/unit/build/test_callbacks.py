@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tests import makers
 from tests.integration.training import options, prepare
 
 ORDER = [
@@ -11,6 +12,7 @@ ORDER = [
     "NumericGuard",  # goes back before anything of the step is logged, drawn or saved; what follows may fail, and the
     # step can still be saved
     "Metrics",  # before ProgressBar, which shows its loss
+    "Validation",  # before Save, which keeps the best by its loss
     "Pictures",
     "Save",
     "ProgressBar",
@@ -20,5 +22,6 @@ ORDER = [
 
 def test_the_order(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
     argv = options(tmp_path / "run", pipeline_dir, shards_dir, sampling__every=2, sampling__prompts="[a]")
-    run = prepare([*argv, "logging.progress_bar=true", "model.use_ema=true"])
+    held_out = makers.caption_shards(tmp_path / "held out", shards=1, per_shard=8)
+    run = prepare([*argv, f"validation.path={held_out}", "logging.progress_bar=true", "model.use_ema=true"])
     assert [type(callback).__name__ for callback in run.trainer.callbacks] == ORDER  # type: ignore[attr-defined]
