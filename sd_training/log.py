@@ -233,7 +233,7 @@ def incident_path(run_dir: Path, step: int, kind: str) -> Path:
     return run_dir / "incidents" / f"step={step}.{kind}.json"
 
 
-def write_incident(run_dir: Path, kind: str, step: int, **facts: Any) -> None:
+def write_incident(run_dir: Path, kind: str, step: int, **details: Any) -> None:
     """Describes an event that a person should look at. Values may come from outside (names of samples, error messages)
     or be infinite: they are written as printable JSON. The same event again, after a resume, replaces its file.
     A file that cannot be written is logged: a full disk does not end the run.
@@ -242,10 +242,10 @@ def write_incident(run_dir: Path, kind: str, step: int, **facts: Any) -> None:
         run_dir: the run folder.
         kind: what happened, in one word; part of the file's name.
         step: optimizer steps completed before the step in question.
-        facts: further entries.
+        details: further entries.
     """
     path = incident_path(run_dir, step, kind)
-    entry = {"kind": kind, "optimizer_step": step, "time_unix_s": int(time.time()), **facts}
+    entry = {"kind": kind, "optimizer_step": step, "time_unix_s": int(time.time()), **details}
     try:
         path.parent.mkdir(exist_ok=True)
         if path.exists() or sum(1 for _ in path.parent.glob("step=*.json")) < MAX_INCIDENTS:

@@ -4,10 +4,10 @@ A process marks what it is about to do: start, data, step, save or validate, eac
 measures how long it stays there; it neither asks nor waits for a device. A process that stays too long writes the
 stacks of its threads, notes its failure in the run folder, so that the others write theirs, and ends with status 87.
 
-When one process fails, those that wait for it fail as well, with errors of the network that hide the cause, or wait for
-ever. The note `first_failure.json` says which rank failed first, and why; nobody else adds a traceback. The status also
-goes to a file for the batch file that started the run: srun returns the highest status of all processes, so that of one
-that had to be killed hides the cause.
+When one process fails, those that wait for it fail as well, with errors of the network that hide the cause, or wait
+forever. `first_failure.json` records which rank failed first, and why; other ranks print no traceback. The status is
+also written to a file for the batch file that started the run: srun returns the highest status of all processes, so
+the status of a process that had to be killed hides the cause.
 """
 
 import json

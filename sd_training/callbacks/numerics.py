@@ -331,7 +331,7 @@ class NumericGuard(OptimizerStepCallback):
                 f"the weights of replicas differ after {counted(step, 'optimizer step')}: those of ranks {ranks} are "
                 f"unlike those of the first replica; nothing was saved since they were last compared; "
                 f"see {incident_path(self.run_dir, step, 'replicas')}. The same command continues from "
-                "the newest checkpoint; leave a machine out that does this twice. Unlike devices may round "
+                "the newest checkpoint; exclude a machine that does this twice. Different devices may round "
                 "differently: then set numerics.digest_every=0"
             )
         self._replicas_equal_at = step

@@ -124,8 +124,7 @@ class Save(OptimizerStepCallback):
                 self._collect_export(trainer, pl_module, step)()
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        """Save when due; every rank takes part. One that fails counts as one as well: the next is due when it would be,
-        not at once."""
+        """Save when due; every rank takes part. A failed save counts as done; the next one runs at its regular step."""
         every = self.config.experiment.save_every
         if not (self.is_due(trainer, step, every) or self._is_milestone(step) or self.state.save_requested):
             return
@@ -205,7 +204,7 @@ class Save(OptimizerStepCallback):
                 pending.result()
 
     def write_checkpoint(self, trainer: pl.Trainer, step: int) -> None:
-        """Collective: one beside those that are due, without an export; it is sealed when this returns.
+        """Collective: writes a checkpoint in addition to the regular ones, without an export, and seals it.
 
         Raises:
             OSError: it could not be written.
@@ -214,7 +213,7 @@ class Save(OptimizerStepCallback):
         self._begin_checkpoint(trainer, step)()
 
     def _begin_checkpoint(self, trainer: pl.Trainer, step: int, *, asynchronous: bool = False) -> Callable[[], None]:
-        """Collective: a checkpoint, which is sealed when what this returns, also collective, is done."""
+        """Collective: begins a checkpoint. Call the returned function, also collective, to seal it."""
         measured_step, validation_loss = self.state.validation_loss or (-1, math.nan)
         is_measured = measured_step == step and math.isfinite(validation_loss)
         info = {"is_milestone": self._is_milestone(step), "validation_loss": validation_loss if is_measured else None}
@@ -263,8 +262,8 @@ class Save(OptimizerStepCallback):
         return lambda: group.on_rank0(rotate_and_export)
 
     def _start_upload(self) -> None:
-        """Rank 0: copies the newest checkpoint to the mirror in a thread, unless one is still at it: that one goes on
-        with the newest."""
+        """Rank 0: copies the newest checkpoint to the mirror in a thread, unless an upload is running; it then
+        uploads the newest."""
         mirror, config = self.mirror, self.config.checkpoint
         if mirror is None or not self._finish_upload(0):
             return
@@ -288,7 +287,7 @@ class Save(OptimizerStepCallback):
             try:
                 upload.result()
             except (OSError, OutageError, ConfigError) as error:
-                log.error(f"the copy in the mirror is behind or not tidied up: {error}")
+                log.error(f"the mirror is out of date or old copies were not deleted: {error}")
                 write_incident(self.run_dir, "mirror", max(self.state.last_save_step, 0), cause=str(error))
         return True
 

@@ -67,7 +67,7 @@ class DecodedImage(NamedTuple):
 
 
 def image_size(file: BinaryIO) -> tuple[int, int]:
-    """Width and height of the upright image [pixels], from the header alone; (0, 0) when it cannot be told."""
+    """Width and height of the upright image [pixels], from the header alone; (0, 0) when it cannot be determined."""
     try:
         with _opened(file) as image:
             width, height = image.size[::-1] if _orientation(image) in _SIDEWAYS else image.size
@@ -146,14 +146,14 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
     width, height = image.size
     if width * height > max_pixels:
         raise BadSample(f"image has too many pixels: {width} × {height}, at most {max_pixels} are allowed")
-    # By content: a segment that tells of further pictures makes Pillow call a JPEG file MPO.
+    # By content: a segment that lists further pictures makes Pillow call a JPEG file MPO.
     if data.startswith(_JPEG) and (scans := data.count(_SCAN)) > MAX_SCANS:
         raise BadSample(f"image has too many scans: {scans:,}, at most {MAX_SCANS} are read")
     return image
 
 
 def _orientation(image: Image.Image) -> int:
-    """As EXIF tells it; 1 is upright."""
+    """EXIF orientation; 1 is upright."""
     if not any(source in image.info for source in _ORIENTATION_SOURCES):
         return 1
     try:

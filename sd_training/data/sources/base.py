@@ -350,7 +350,7 @@ class Source:
             for row in part:
                 row.setdefault("caption_length", length_of(row.get("caption")))
                 if not row["width"]:
-                    report(row["key"], "image size cannot be told")
+                    report(row["key"], "image size cannot be determined")
             table = pa.Table.from_pylist(part, COLUMNS)
             for name, values in metadata_columns([row.get("metadata", {}) for row in part]).items():
                 table = table.append_column(name, values)
