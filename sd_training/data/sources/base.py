@@ -301,6 +301,12 @@ def checked_path(base: str, path: str) -> str:
 class Source:
     """One kind of data set at one place. Small and picklable: it is sent to index processes.
 
+    A subclass defines `rows`, which yields the columns of a sample (`COLUMNS`), and `identity`: a constant, plus every
+    option that `rows` reads. It overrides `shards` unless the paths are the shards, `open_group` if offsets are not
+    relative to the shard file, `image_root` if paths in rows do not start at the shard's folder, and `shard_noun`. For
+    images stored as separate files `measured` fills in their columns. Readers return JPEG, PNG or WebP files unchanged;
+    other formats must be converted before training.
+
     Args:
         paths: of files or folders, local or remote.
         access: how remote ones are read.
