@@ -1,4 +1,4 @@
-"""Runs the very step that an incident tells of again, on one device: same samples, draws and micro-batches.
+"""Runs the step of an incident again, on one device: same samples, draws and micro-batches.
 
     python scripts/replay_step.py RUN/incidents/step=N.skipped.json [--device cuda] [option=value …]
 
@@ -149,7 +149,7 @@ def _rollback(path: Path) -> tuple[int, int]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path}: is damaged ({error}), so it is unknown which checkpoints that rollback left behind; move it away "
-            "to go on as if there had been none"
+            "to continue as if there had been none"
         ) from error
 
 

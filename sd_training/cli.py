@@ -60,7 +60,7 @@ def run_cli(main: Callable[[], None]) -> None:
 
 
 def _is_reader_gone() -> bool:
-    """Whether stdout is a pipe that nobody reads, as after `| head -1`; then what is left for it goes nowhere."""
+    """Whether stdout is a pipe without a reader, as after `| head -1`; the remaining output is then discarded."""
     with suppress(OSError):
         print(end="", flush=True)
     poll = select.poll()
@@ -94,7 +94,7 @@ def set_passive_wait() -> None:
 
 def share_cores(processes: int) -> None:
     """Gives this process, and those started from it, an equal share of the cores. One core is left to the loader and
-    to whatever else runs; what the user or torchrun chose by OMP_NUM_THREADS stays.
+    to other programs; OMP_NUM_THREADS set by the user or torchrun is kept.
 
     Args:
         processes: that compute on this machine.

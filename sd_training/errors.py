@@ -70,7 +70,7 @@ class BadSamplesError(DataError):
 
 
 class OutageError(DataError):
-    """Storage, of data or of the mirror, did not answer for as long as it was asked: another start may succeed."""
+    """Storage, of data or of the mirror, did not respond after all retries: another start may succeed."""
 
     exit_status = EXIT_STOPPED
 
@@ -128,7 +128,7 @@ class Checks:
         """Raises what the steps raised: one error as it is, several as one error, equal ones once.
 
         Raises:
-            UserError: a step failed. A mistake wins over an outage, which another start may mend.
+            UserError: a step failed. A mistake takes precedence over an outage, which may be gone at the next start.
         """
         if len(self.errors) == 1:
             raise self.errors[0]

@@ -135,7 +135,7 @@ class _Console(_LogHandler):
     """Writes a line above a progress bar; null: there is none."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Before the lock is taken: a terminal that nobody reads must not keep lines out of the file."""
+        """Before the lock is taken: a blocked terminal must not keep lines out of the file."""
         return "is_for_file" not in vars(record) and (record.levelno >= logging.ERROR or is_main_process())
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -2,7 +2,7 @@
 
 SIGTERM   preemption, torchrun, `kill`: save and end with status 75
 SIGUSR1   SLURM's warning before the time limit: the same
-SIGUSR2   save now and go on
+SIGUSR2   save now and continue
 SIGINT    Ctrl-C: save and end with status 130, announced at once; the second one kills at once
 """
 
@@ -37,7 +37,7 @@ class StopSignals:
         self.status = 0
         """0, or the exit status that the strongest signal so far asks for: `EXIT_STOPPED` or `EXIT_INTERRUPTED`."""
         self.num_saves_asked = 0
-        """Signals so far that asked for a save."""
+        """Number of signals so far that requested a save."""
         self._before: dict[int, Any] = {}
 
     def expect_warning(self) -> None:

@@ -232,7 +232,7 @@ def check_data(start: Start, data: TrainingData) -> None:
         data: of this start; is opened, and indexed where it was not before.
 
     Raises:
-        CheckpointError: the checkpoint cannot go on with this data.
+        CheckpointError: the checkpoint does not fit this data.
         DataError: the data cannot be used.
     """
     folder = Path(start.source)

@@ -174,7 +174,7 @@ def _callbacks(
 
     def run_metadata() -> dict[str, Any]:
         """For run.json and for incidents, from which `scripts/replay_step.py` finds samples and draws of a step again;
-        asked once the data is open."""
+        called once the data is open."""
         return {
             "world_size": batch.processes,
             "global_batch": batch.global_batch,
@@ -342,7 +342,7 @@ class LogWriter(NamedTuple):
 class RunLogger(Logger):
     """A logger beside `metrics.csv` that is off after its first failure, which is one warning; training continues.
 
-    Both queue what they are given: TensorBoard in a thread of its own, W&B in a process of its own. `run.log` waits for
+    Both queue what they are given: TensorBoard in its own thread, W&B in its own process. `run.log` waits for
     that process, not for the server, and `run.finish` has a time limit. `wandb.init` waits for the server: one that
     never answers costs up to two minutes once.
 

@@ -30,7 +30,7 @@ from sd_training.watchdog import HangWatch
 
 class OptimizerStepCallback(pl.Callback):
     """Calls `on_optimizer_step` once per optimizer step, however many micro-batches it took. A subclass with an
-    `on_train_start` or `on_train_batch_end` of its own calls this one as well."""
+    `on_train_start` or `on_train_batch_end` also calls this class's method."""
 
     _last_step: int = 0
 

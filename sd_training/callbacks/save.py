@@ -88,7 +88,7 @@ class Save(OptimizerStepCallback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Collective: continue from the newest checkpoint, the same on all ranks. A process that was killed between a
-        checkpoint and its export left an older pipeline, and perhaps older checkpoints to delete: both is done now.
+        checkpoint and its export left an older pipeline, and perhaps old checkpoints: both are handled now.
 
         Raises:
             CheckpointError: none verifies, or it is of another run.
@@ -129,7 +129,7 @@ class Save(OptimizerStepCallback):
         if not (self.is_due(trainer, step, every) or self._is_milestone(step) or self.state.save_requested):
             return
         is_last = step == trainer.max_steps or trainer.should_stop
-        self.state.is_consistent = False  # what fails inside a save is not saved once more
+        self.state.is_consistent = False  # a failure inside a save must not trigger another save
         with self.state.excluded("save"):
             try:
                 self.finish_pending()
@@ -147,7 +147,7 @@ class Save(OptimizerStepCallback):
 
     @contextmanager
     def _failures_counted(self, step: int, *, is_last: bool) -> Iterator[None]:
-        """An error of the disk is the same on all ranks, and names folder and free space.
+        """A disk error is raised alike on all ranks, and names folder and free space.
 
         Raises:
             SaveError: it is one too many, or that of the last save.

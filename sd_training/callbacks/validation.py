@@ -77,7 +77,7 @@ class Validation(OptimizerStepCallback):
         self._group = CpuGroup(trainer.global_rank, trainer.world_size, timeout)
 
         def is_measured() -> bool:
-            self.rows.keep_until(step or -1)  # a run that saved nothing is measured anew
+            self.rows.keep_until(step or -1)  # a run that saved nothing is validated again
             return self.rows.has(step)
 
         if not self._group.on_rank0(is_measured) and self.is_due(trainer, step, self.every):

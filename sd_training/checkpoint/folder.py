@@ -353,7 +353,7 @@ def remove_leftovers(root: Path) -> list[Path]:
     for folder in leftovers:
         log.info(f"removing {folder}, left by a process that was stopped")
         doomed = folder.with_name(f"{folder.name.partition('.')[0]}.deleting")
-        if folder != doomed:  # a former start that is about to publish it finds it gone at once
+        if folder != doomed:  # a former start that is about to publish it finds it missing at once
             remove_quietly(doomed)
             os.rename(folder, doomed)
         remove_quietly(doomed)
@@ -511,7 +511,7 @@ def _sha256(path: Path) -> str:
 
 
 def make_empty_folder(folder: Path) -> None:
-    """Makes an empty folder; whatever had the name before is removed."""
+    """Creates an empty folder; anything of that name is removed before."""
     remove_durably(folder)
     folder.mkdir(parents=True)
 

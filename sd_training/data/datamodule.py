@@ -334,7 +334,7 @@ def _other_data(changed: Sequence[str]) -> str:
     return (
         f"the checkpoint belongs to a run on other data or in another order: {'; '.join(changed)}. Restore "
         "dataset, experiment.seed and batch_size × accumulation × processes, take another name, or set "
-        "dataset.params.allow_change=true to go on with the new data"
+        "dataset.params.allow_change=true to continue with the new data"
     )
 
 

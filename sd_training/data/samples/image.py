@@ -217,7 +217,7 @@ class CroppedImage(NamedTuple):
     crop_top_left: tuple[int, int]
     """Of the cut in the image resized to cover it, as the mirrored picture shows it [pixels]."""
     alpha: NDArray[np.uint8] | None = None
-    """[1, H, W] where it was asked for; 255 everywhere of an image without alpha."""
+    """[1, H, W] if requested; 255 everywhere of an image without alpha."""
 
 
 def cover_scale(image_height: int, image_width: int, wanted: CropRequest) -> float:
@@ -228,7 +228,7 @@ def cover_scale(image_height: int, image_width: int, wanted: CropRequest) -> flo
 def place(image_height: int, image_width: int, wanted: CropRequest) -> tuple[Box, tuple[int, int]]:
     """Where the cut lies: in the image as it is, and `crop_top_left` of `CroppedImage`.
 
-    The sizes are those of the upright file, so that a JPEG decoded at reduced scale is cut at the very same place.
+    The sizes are those of the upright file, so that a JPEG decoded at reduced scale is cut at the same place.
     """
     scale = cover_scale(image_height, image_width, wanted)
     resized = max(wanted.height, round(image_height * scale)), max(wanted.width, round(image_width * scale))

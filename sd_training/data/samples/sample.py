@@ -30,7 +30,7 @@ _EMPTY = np.empty(0, dtype=np.float32)
 
 
 class SampleRequest(NamedTuple):
-    """What a loader process is asked for."""
+    """A request to a loader process."""
 
     position: int
     """In the global order of the run: optimizer step × global batch + slot in the step."""

@@ -82,7 +82,7 @@ _REQUIRED = {"key", "at:image_length", "width", "height", "caption_length"}
 
 
 EXAMPLES_KEPT = 100
-"""Named examples per reason; the count goes on."""
+"""Named examples per reason; further ones are only counted."""
 
 
 class SkippedSample(NamedTuple):
@@ -317,13 +317,13 @@ class Source:
     columns: Sequence[str] = ()
     """Optional columns that also exist where no row has a value."""
     identity: str
-    """Everything besides the shard that decides what `scan` returns; a change of it indexes anew."""
+    """Everything besides the shard that decides what `scan` returns; a change of it causes a new index."""
 
     def __init__(self, paths: Sequence[str], access: RemoteConfig) -> None:
         self.paths, self.access = list(paths), access
 
     def shards(self) -> list[Shard]:
-        """All shards in a fixed order. Raises DataError when there are none, or one cannot be found."""
+        """All shards in a fixed order. Raises DataError if there are none, or if one cannot be found."""
         return file_states(self.paths, self.access)
 
     def image_root(self, shard: Shard) -> str:
@@ -336,16 +336,16 @@ class Source:
         return folder if is_remote(location) else os.path.realpath(folder)
 
     def rows(self, shard: Shard, report: Report) -> Iterator[Row]:
-        """The samples of a shard. Damage and what is left out is reported; OSError and DataError are passed on."""
+        """The samples of a shard. Damage and omitted samples are reported; OSError and DataError are passed on."""
         raise NotImplementedError
 
     def open_group(self, shard: Shard, group: int) -> ByteFile:
-        """What `at:image_offset` of the samples of a row group counts in: the shard."""
+        """The file to which `at:image_offset` of the samples of a row group refers: the shard."""
         return open_bytes(shard, self.access)
 
     def scan(self, shard: Shard) -> tuple[dict[str, pa.Array], Problems]:
-        """The samples of one shard as columns of equal length, in a fixed order, and what is wrong with it. It is read
-        part by part: few rows are Python objects at the same time."""
+        """The samples of one shard as columns of equal length, in a fixed order, and its problems. It is read in
+        parts, so that few rows are Python objects at the same time."""
         problems, parts = Problems(), [COLUMNS.empty_table()]
 
         def report(key: str, reason: str) -> None:
@@ -404,7 +404,7 @@ class DatasetIndex:
         path: the joined index.
         shards: the shards it was made from.
         columns: arrow table: `key`, `unit` (number of the shard), `block`, `width`, `height`, `caption_length`, `cls`,
-            `at:…`, perhaps `caption`, and the metadata columns of the fields that were asked for.
+            `at:…`, perhaps `caption`, and the metadata columns of the requested fields.
         fields: every metadata field that some shard has.
         problems: what was wrong with the shards.
         fingerprint: sha256 over names, sizes and contents of the shards, without their folders.
