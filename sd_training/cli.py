@@ -1,5 +1,5 @@
-"""What every command line shares: a user's mistake ends in a sentence on stderr and a status, never in a traceback;
-and how many CPU threads a process uses."""
+"""Shared by all command lines: a user's mistake ends in a message on stderr and a status, never in a traceback; and
+the number of CPU threads of a process."""
 
 import json
 import os
@@ -72,8 +72,8 @@ def _is_reader_gone() -> bool:
 
 
 def print_error(error: UserError) -> None:
-    """Each line of it, as "error: ..."."""
-    with suppress(OSError):  # the log may lie on the disk that is full
+    """Prints each line of it, as "error: ..."."""
+    with suppress(OSError):  # the log may be on a full disk
         for line in str(error).splitlines():
             print(f"error: {for_terminal(line)}", file=sys.stderr, flush=True)
 

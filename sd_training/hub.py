@@ -14,7 +14,7 @@ _FILE = "config.json"
 
 
 def hub_problem(name: str, revision: str | None, option: str) -> str | None:
-    """Why a folder or hub id cannot be loaded; None for a local folder, and for a repository that is cached or answers.
+    """Why a folder or hub id cannot be loaded; None for a local folder, or a repository that is cached or reachable.
 
     Args:
         name: the option's value.
@@ -32,7 +32,7 @@ def hub_problem(name: str, revision: str | None, option: str) -> str | None:
 
 @cache
 def _refusal(name: str, revision: str | None) -> str | None:
-    """What is wrong with a hub id."""
+    """The problem of a hub id."""
     try:
         url = hf_hub_url(name, _FILE, revision=revision)
         snapshots = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "snapshots")

@@ -1,7 +1,7 @@
 """Saves: when one is due, all ranks seal a checkpoint to resume from, older ones are rotated away, the pipeline folder
 that diffusers loads is exported, and the checkpoint is copied to the mirror.
 
-A save that fails is logged and written as an incident, and the run continues; too many in a row end it. With
+A failed save is logged and written as an incident, and the run continues; too many in a row end it. With
 `checkpoint.asynchronous` a thread does everything after the copy to CPU memory. A run that ends by an exception that
 all ranks meet after the same step is saved as well.
 """
@@ -150,7 +150,7 @@ class Save(OptimizerStepCallback):
         """A disk error is raised alike on all ranks, and names folder and free space.
 
         Raises:
-            SaveError: it is one too many, or that of the last save.
+            SaveError: too many saves in a row failed, or the last save of the run.
         """
         try:
             yield
@@ -168,16 +168,16 @@ class Save(OptimizerStepCallback):
                 ) from error
 
     def _save(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        """Collective: checkpoint, rotation, export; in the background all that follows the copies.
+        """Collective: checkpoint, rotation, export; in the background all that follows the copies, if asynchronous.
 
         Raises:
-            OSError: something could not be written; what was there before is intact.
-            TakenOverError: another start has the run.
+            OSError: something could not be written; older saves are intact.
+            TakenOverError: another start took over the run.
         """
         began_s, asynchronous = time.monotonic(), self.config.checkpoint.asynchronous
         seal = self._begin_checkpoint(trainer, step, asynchronous=asynchronous)
         if not asynchronous:
-            seal()  # it is there even if the export fails
+            seal()  # the checkpoint exists even if the export fails
         publish = self._collect_export(trainer, module, step)
 
         def finish() -> None:
@@ -193,10 +193,10 @@ class Save(OptimizerStepCallback):
             finish()
 
     def finish_pending(self, *, is_last: bool = False) -> None:
-        """Collective: waits for the save in the background; its failure counts now.
+        """Collective: waits for the save in the background; its failure is counted now.
 
         Raises:
-            SaveError: it is one too many, or that of the last save.
+            SaveError: too many saves in a row failed, or the last save of the run.
         """
         pending, self.pending = self.pending, None
         if pending is not None:
@@ -278,8 +278,8 @@ class Save(OptimizerStepCallback):
         self._upload = _in_thread(upload)
 
     def _finish_upload(self, limit_s: float) -> bool:
-        """Waits for the upload; whether none is left. One that fails does not end the run: everything is saved on this
-        machine."""
+        """Waits for the upload; returns whether it has ended. A failed one does not end the run: everything is saved on
+        this machine."""
         if self._upload is not None:
             if not wait([self._upload], limit_s).done:
                 return False
@@ -293,25 +293,25 @@ class Save(OptimizerStepCallback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Collective: all wait for the last copy to the mirror."""
-        # Beside the saves it may take so long before the hang watch or another process gives up.
+        # The longest wait before the hang watch or another process gives up.
         watch = self.config.watch
         limit_s = 0.8 * min(watch.save_s or math.inf, watch.collective_timeout_s)
         end_s = time.monotonic() + (MIRROR_AFTER_STOP_S if trainer.global_step < trainer.max_steps else limit_s)
 
         def finish_uploads() -> None:
             if self._finish_upload(max(0.0, end_s - time.monotonic())):
-                self._start_upload()  # where the newest was sealed when the thread had just ended
+                self._start_upload()  # if the newest was sealed just after the thread had ended
                 self._finish_upload(max(0.0, end_s - time.monotonic()))
             if self._upload is not None:
-                log.error("the copy in the mirror is behind: the end of the run does not wait longer for it")
+                log.error("the mirror is out of date: the run ended before the last upload was complete")
 
         if self.mirror is not None:
             with self.state.excluded("save"):
                 strategy_of(trainer).cpu_group.on_rank0(finish_uploads)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """The run ends. A save in the background is waited for, unless another rank is missing in it. Then the steps
-        since the last save are saved, without an export, where all ranks meet an exception after the same step."""
+        """The run ends. Waits for a save in the background, unless another rank is missing in it. Then the steps since
+        the last save are saved, without an export, if all ranks meet an exception after the same step."""
         step = trainer.global_step
         with self.state.excluded("save"):
             try:
@@ -341,7 +341,7 @@ class Save(OptimizerStepCallback):
             log.error(f"the steps since the last save are lost: {error}")
 
     def teardown(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        """Another start may have the folder."""
+        """Releases the run folder for another start."""
         self.run_lock.release()
 
 

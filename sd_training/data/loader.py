@@ -1,5 +1,5 @@
 """The loader of a run: micro-batches of one rank, from any optimizer step on; the limits on bad samples; and the loader
-processes: how they start, which signals they obey, what happens when one dies.
+processes: how they start, which signals they handle, and how a dead one is replaced.
 
 They are forked from a small server process, never from the training process. A child of the training process would keep
 a copy of its memory alive: weights, optimizer and EMA are written in place at the next step, so every page of them
@@ -94,8 +94,8 @@ class TrainingLoader:
                 yield [SampleRequest(position, dataset, sample, bucket) for position, sample in own]
 
     def _results(self, next_micro_batch: int) -> Iterator[WorkerResult]:
-        """To the end of the run. Loader processes that die are replaced by new ones, which begin with the micro-batch
-        that is waited for."""
+        """To the end of the run. Loader processes that die are replaced by new ones, which begin with the next expected
+        micro-batch."""
         end = len(self)
         while next_micro_batch < end:
             iterator = iter(self._torch_loader(next_micro_batch))
