@@ -19,11 +19,11 @@ RUN/writer-BOOT.lock     locked by the process of one machine (its boot id) that
                          start on the machine is refused. Other machines, some of which may be lost but still hold a
                          lock on a network file system, have files of their own.
 
-A process that a scheduler gave up but that still lives (stopped, or cut off) finds another claim than its own before it
-publishes or deletes anything, and ends. Between that check and its rename there is a moment; so names of half-written
-folders carry the start's token, and a start removes those of others after it took the folder: then the rename finds
-nothing to rename. On network file systems a check may be as old as the client's cache of folders (NFS: up to 60 s by
-default); schedulers wait longer before they give a node up.
+A process that a scheduler gave up but that is still running (stopped, or cut off) finds a claim other than its own
+before it publishes or deletes anything, and ends. The claim may change between that check and the rename. Therefore
+names of half-written folders carry the start's token, and a start removes those of other starts after it took the
+folder: the rename then fails. On network file systems a check may be as old as the client's cache of folders (NFS: up
+to 60 s by default); schedulers wait longer before they give a node up.
 """
 
 import errno
