@@ -148,7 +148,8 @@ def train(plan: "Plan", signals: StopSignals, run_log: RunLog) -> None:
             raise
     if run.exit_status:
         log.info(
-            f"stopped after {counted(run.trainer.global_step, 'optimizer step')} and saved; the same command goes on"
+            f"stopped after {counted(run.trainer.global_step, 'optimizer step')} and saved; "
+            "the same command resumes the run"
         )
         signals.leave(run.exit_status)
     log.info(f"done: {plan.run_dir / 'current_pipeline'}")

@@ -12,7 +12,7 @@ from sd_training.types import PixelBatch
 
 
 class FirstNonFinite:
-    """Watches every module of some networks; of nested modules the innermost one is told.
+    """Watches every module of some networks; of nested modules the innermost one is reported.
 
     Args:
         networks: by the name that findings use.
@@ -42,7 +42,7 @@ class FirstNonFinite:
                 self._tell(f"the batch's {field.name} is not finite in samples {rows[:20]}")
 
     def findings(self) -> list[str]:
-        """What was found since `begin`, in the order of the computation; to be asked after the backward pass."""
+        """What was found since `begin`, in the order of the computation; to be called after the backward pass."""
         return self._found
 
     def _tell(self, text: str) -> None:

@@ -45,7 +45,7 @@ _MAX_PIXELS = 178_956_970
 _QUALITY = 95
 _CACHE_GIB = 16.0
 """Of unpacked row groups in the folder for temporary files: each of `--workers` reads one at a time."""
-_FOUND_LATER = ("caption file has too many bytes", "image size cannot be told", "metadata is not a JSON object")
+_FOUND_LATER = ("caption file has too many bytes", "image size cannot be determined", "metadata is not a JSON object")
 """Problems of samples that are in the index: writing them finds what is wrong."""
 
 

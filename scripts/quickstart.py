@@ -1,7 +1,7 @@
 """From nothing to pictures: real digits as shards, an autoencoder, a text-to-image UNet from scratch, and their score.
 
-    python scripts/quickstart.py            # everything anew in build/quickstart
-    python scripts/quickstart.py --resume   # go on where the last call stopped
+    python scripts/quickstart.py            # everything from scratch in build/quickstart
+    python scripts/quickstart.py --resume   # continue where the last call stopped
     python scripts/quickstart.py --quick    # a few steps of everything; shows that it runs, draws noise
 
 Each step is a command of this project and is printed before it runs, so that it can be repeated by hand.
@@ -162,7 +162,7 @@ def empty(folder: Path) -> None:
 
 
 def prepare_folder(folder: Path, *, is_resumed: bool, is_quick: bool) -> None:
-    """An empty folder with its marker, or the one to go on in.
+    """An empty folder with its marker, or the one to continue in.
 
     Raises:
         ConfigError: the folder holds something else, or a run of the other length is to be resumed.
@@ -178,7 +178,7 @@ def prepare_folder(folder: Path, *, is_resumed: bool, is_quick: bool) -> None:
             raise ConfigError(f"--resume: the run in {folder} was started {'without' if is_quick else 'with'} --quick")
         return
     if is_resumed:
-        print(f"--resume: nothing to go on with in {folder}, so everything starts anew")
+        print(f"--resume: nothing to resume in {folder}, so everything starts from scratch")
     if is_taken:
         print(f"removing the earlier quickstart in {folder}")
         empty(folder)

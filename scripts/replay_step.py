@@ -1,4 +1,4 @@
-"""Runs the very step that an incident tells of again, on one device: same samples, draws and micro-batches.
+"""Runs the step of an incident again, on one device: same samples, draws and micro-batches.
 
     python scripts/replay_step.py RUN/incidents/step=N.skipped.json [--device cuda] [option=value …]
 
@@ -99,14 +99,14 @@ def read_incident(path: Path) -> Incident:
         UserError: it is none.
     """
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        recorded = {int(sample["position"]): float(sample["loss"]) for sample in told.get("samples", ())}
+        incident = json.loads(path.read_text(encoding="utf-8"))
+        recorded = {int(sample["position"]): float(sample["loss"]) for sample in incident.get("samples", ())}
         return Incident(
             path.resolve().parents[1],
-            int(told["optimizer_step"]),
-            BatchPlan(**told["batch_plan"]),
+            int(incident["optimizer_step"]),
+            BatchPlan(**incident["batch_plan"]),
             recorded,
-            float(told.get("time_unix_s", math.inf)),
+            float(incident.get("time_unix_s", math.inf)),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: is no file of a run's incidents/ folder: {error}") from error
@@ -144,12 +144,12 @@ def checkpoint_before(incident: Incident) -> Path | None:
 def _rollback(path: Path) -> tuple[int, int]:
     """To and at which optimizer step the run went back."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        return int(told["to"]), int(told["at"])
+        incident = json.loads(path.read_text(encoding="utf-8"))
+        return int(incident["to"]), int(incident["at"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
-            f"{path}: is damaged ({error}), so nobody knows which checkpoints that rollback left behind; move it away "
-            "to go on as if there had been none"
+            f"{path}: is damaged ({error}), so it is unknown which checkpoints that rollback left behind; move it away "
+            "to continue as if there had been none"
         ) from error
 
 

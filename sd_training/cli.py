@@ -1,5 +1,5 @@
-"""What every command line shares: a user's mistake ends in a sentence on stderr and a status, never in a traceback;
-and how many CPU threads a process uses."""
+"""Shared by all command lines: a user's mistake ends in a message on stderr and a status, never in a traceback; and
+the number of CPU threads of a process."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def run_cli(main: Callable[[], None]) -> None:
 
 
 def _is_reader_gone() -> bool:
-    """Whether stdout is a pipe that nobody reads, as after `| head -1`; then what is left for it goes nowhere."""
+    """Whether stdout is a pipe without a reader, as after `| head -1`; the remaining output is then discarded."""
     with suppress(OSError):
         print(end="", flush=True)
     poll = select.poll()
@@ -72,8 +72,8 @@ def _is_reader_gone() -> bool:
 
 
 def print_error(error: UserError) -> None:
-    """Each line of it, as "error: ..."."""
-    with suppress(OSError):  # the log may lie on the disk that is full
+    """Prints each line of it, as "error: ..."."""
+    with suppress(OSError):  # the log may be on a full disk
         for line in str(error).splitlines():
             print(f"error: {for_terminal(line)}", file=sys.stderr, flush=True)
 
@@ -94,7 +94,7 @@ def set_passive_wait() -> None:
 
 def share_cores(processes: int) -> None:
     """Gives this process, and those started from it, an equal share of the cores. One core is left to the loader and
-    to whatever else runs; what the user or torchrun chose by OMP_NUM_THREADS stays.
+    to other programs; OMP_NUM_THREADS set by the user or torchrun is kept.
 
     Args:
         processes: that compute on this machine.

@@ -1,7 +1,7 @@
 """Errors that are the user's to fix: they are printed as text, without a traceback, and exit with a status of their
 own.
 
-What the number means that a run ends with, for launchers and batch files.
+The exit statuses of a run, for launchers and batch files.
 
 Numbers of 126 and more belong to shells and signals, 64 to 78 to sysexits.h (69 is its EX_UNAVAILABLE, 74 its EX_IOERR,
 75 its EX_TEMPFAIL, "try again"), and torchrun, srun and Python itself use 1 and 2. So 86 to 89 can come from this
@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, TypeVar
 
 EXIT_UNEXPECTED = 1
-"""An error that nobody expected, or a process of the run that ended on its own; Python's status after an exception."""
+"""An unexpected error, or a process of the run that ended on its own; Python's status after an exception."""
 EXIT_MISTAKE = 2
-"""The user can mend it: an option, a file, a data set. Starting again gives the same sentence."""
+"""The user can fix it: an option, a file, a data set. Starting again gives the same message."""
 EXIT_TAKEN_OVER = 69
 """Another start of the same run writes in its folder now; this one must not."""
 EXIT_UNWRITABLE = 74
-"""Saves fail, and going on would train for nothing. Older checkpoints are intact."""
+"""Saves fail, so further training would be lost. Older checkpoints are intact."""
 EXIT_STOPPED = 75
-"""Asked to stop by a signal or a time limit, and saved; or storage does not answer for now: start me again."""
+"""Asked to stop by a signal or a time limit, and saved; or storage does not respond. Restart with the same command."""
 EXIT_NUMERIC = 86
-"""The numbers went wrong and stayed so: non-finite gradients or a loss that does not come back."""
+"""The numerics failed and did not recover: non-finite gradients or a loss that does not come back."""
 EXIT_HANG = 87
 """A process did nothing for longer than `watch` allows. Starting again often helps, on another node."""
 EXIT_BAD_DATA = 88
@@ -30,7 +30,7 @@ EXIT_BAD_DATA = 88
 EXIT_INTEGRITY = 89
 """Checkpoints exist and none of them is whole, or weights that must be equal on several processes are not."""
 EXIT_INTERRUPTED = 130
-"""Ctrl-C, as shells give it: a person stopped the run (and it saved), nothing should start it again."""
+"""Ctrl-C, the status that shells use: the user stopped the run (and it saved); do not restart it automatically."""
 
 
 Result = TypeVar("Result")
@@ -70,7 +70,7 @@ class BadSamplesError(DataError):
 
 
 class OutageError(DataError):
-    """Storage, of data or of the mirror, did not answer for as long as it was asked: another start may succeed."""
+    """Storage, of data or of the mirror, did not respond after all retries: another start may succeed."""
 
     exit_status = EXIT_STOPPED
 
@@ -86,7 +86,7 @@ class DamagedCheckpointsError(CheckpointError):
 
 
 class SaveError(UserError):
-    """Saves fail, and going on would train for nothing. Older checkpoints are intact."""
+    """Saves fail, so further training would be lost. Older checkpoints are intact."""
 
     exit_status = EXIT_UNWRITABLE
 
@@ -128,7 +128,7 @@ class Checks:
         """Raises what the steps raised: one error as it is, several as one error, equal ones once.
 
         Raises:
-            UserError: a step failed. A mistake wins over an outage, which another start may mend.
+            UserError: a step failed. A mistake takes precedence over an outage, which may be gone at the next start.
         """
         if len(self.errors) == 1:
             raise self.errors[0]

@@ -1,4 +1,4 @@
-"""Whether a hub id can be read: asked once and early, before the libraries ask for each file, five times each."""
+"""Whether a hub id can be read: one early request, before the libraries request each file five times."""
 
 import os
 from functools import cache
@@ -10,11 +10,11 @@ from huggingface_hub.file_download import repo_folder_name
 
 _TIMEOUT_S = 10.0
 _FILE = "config.json"
-"""Asked for; it need not be there, because the answer also tells that the repository is."""
+"""The requested file; it need not exist, because the response shows whether the repository does."""
 
 
 def hub_problem(name: str, revision: str | None, option: str) -> str | None:
-    """Why a folder or hub id cannot be loaded; None for a local folder, and for a repository that is cached or answers.
+    """Why a folder or hub id cannot be loaded; None for a local folder, or a repository that is cached or reachable.
 
     Args:
         name: the option's value.
@@ -32,14 +32,14 @@ def hub_problem(name: str, revision: str | None, option: str) -> str | None:
 
 @cache
 def _refusal(name: str, revision: str | None) -> str | None:
-    """What is wrong with a hub id."""
+    """The problem of a hub id."""
     try:
         url = hf_hub_url(name, _FILE, revision=revision)
         snapshots = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "snapshots")
         if snapshots.is_dir() and any(snapshots.iterdir()):
             return None
         if constants.is_offline_mode():
-            return "it is not in the local cache, and HF_HUB_OFFLINE keeps the hub from being asked"
+            return "it is not in the local cache, and HF_HUB_OFFLINE disables requests to the hub"
         get_hf_file_metadata(url, timeout=_TIMEOUT_S)
     except EntryNotFoundError:
         return None

@@ -1,12 +1,12 @@
-"""What a run writes for people: lines on stderr and in `train.log`, and one file per incident; all without secrets.
+"""The output of a run for people: lines on stderr and in `train.log`, and one file per incident; all without secrets.
 
-On the terminal rank 0 prints everything, the others their errors, so that 64 ranks do not print a line 64 times.
+On the terminal rank 0 prints everything, the others their errors, so that 64 ranks do not print the same line 64 times.
 `train.log` in the run folder has these lines over all starts, and the warnings of all ranks. A line is one write at the
-end of the file, opened for it alone, so that ranks on other machines can write too. No failure of the disk ends the
-run: lines that cannot be written are lost.
+end of the file, opened for it alone, so that ranks on other machines can write too. A failing disk does not end
+the run: lines that cannot be written are lost.
 
 Four kinds of secrets are masked: values of environment variables whose name looks like a secret's, texts registered
-with `note_secret` (`wandb.api_key`), user, password and query of URLs, and what an HTTP `Authorization` header holds.
+with `note_secret` (`wandb.api_key`), user, password and query of URLs, and the value of an HTTP `Authorization` header.
 
 Import before torch, diffusers and transformers: they read the settings of `quiet_libraries` once.
 """
@@ -127,15 +127,15 @@ class _LogHandler(logging.Handler):
 
 
 class _Console(_LogHandler):
-    """Errors of every rank, warnings and information of rank 0. A line that stderr does not take, such as a file on a
-    full disk, is lost."""
+    """Errors of every rank, warnings and information of rank 0. A line that cannot be written to stderr, for example
+    to a file on a full disk, is lost."""
 
     stream: TextIO = sys.stderr
     write_beside: Callable[[str], None] | None = None
-    """Writes a line above a progress bar; null: there is none."""
+    """Writes a line above a progress bar; None: there is no bar."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Before the lock is taken: a terminal that nobody reads must not keep lines out of the file."""
+        """Before the lock is taken: a blocked terminal must not keep lines out of the file."""
         return "is_for_file" not in vars(record) and (record.levelno >= logging.ERROR or is_main_process())
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -156,7 +156,7 @@ _ROOT.addHandler(_console)
 
 
 def write_lines_by(write: Callable[[str], None] | None) -> None:
-    """While a progress bar is on the terminal, lines are written by it; null: there is none any more."""
+    """While a progress bar is on the terminal, it writes the lines; None: there is no bar any more."""
     _console.write_beside = write
 
 
@@ -189,7 +189,7 @@ class RunLog(_LogHandler):
             self._early.clear()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """As one line, or the lines of a block. Before the folder is known, all ranks warn of the same things."""
+        """As one line, or the lines of a block. Before the folder is known, all ranks give the same warnings."""
         if not is_main_process() and record.levelno < (logging.ERROR if self._path is None else logging.WARNING):
             return
         if self._path is None:
@@ -216,7 +216,7 @@ class RunLog(_LogHandler):
         self.handle(log.makeRecord(log.name, logging.ERROR, "", 0, text, (), None))
 
     def _write(self, path: Path, lines: str) -> None:
-        with suppress(UserError, OSError):  # a full disk, or another start owns the folder: the next save says so
+        with suppress(UserError, OSError):  # a full disk, or another start owns the folder: the next save reports it
             self._check()
             with path.open("a", encoding="utf-8", errors="replace") as stream:
                 stream.write(f"{lines}\n")
@@ -233,8 +233,8 @@ def incident_path(run_dir: Path, step: int, kind: str) -> Path:
     return run_dir / "incidents" / f"step={step}.{kind}.json"
 
 
-def write_incident(run_dir: Path, kind: str, step: int, **facts: Any) -> None:
-    """Describes an event that a person should look at. Values may come from outside (names of samples, error messages)
+def write_incident(run_dir: Path, kind: str, step: int, **details: Any) -> None:
+    """Describes an event that the user should look at. Values may come from outside (names of samples, error messages)
     or be infinite: they are written as printable JSON. The same event again, after a resume, replaces its file.
     A file that cannot be written is logged: a full disk does not end the run.
 
@@ -242,15 +242,15 @@ def write_incident(run_dir: Path, kind: str, step: int, **facts: Any) -> None:
         run_dir: the run folder.
         kind: what happened, in one word; part of the file's name.
         step: optimizer steps completed before the step in question.
-        facts: further entries.
+        details: further entries.
     """
     path = incident_path(run_dir, step, kind)
-    entry = {"kind": kind, "optimizer_step": step, "time_unix_s": int(time.time()), **facts}
+    entry = {"kind": kind, "optimizer_step": step, "time_unix_s": int(time.time()), **details}
     try:
         path.parent.mkdir(exist_ok=True)
         if path.exists() or sum(1 for _ in path.parent.glob("step=*.json")) < MAX_INCIDENTS:
             partial = path.with_name(f".{path.name}.{os.getpid()}")
-            # Infinite numbers are no JSON; they are written as texts.
+            # Infinite numbers are not valid JSON; they are written as text.
             plain = json.loads(json.dumps(entry, default=str), parse_constant=lambda word: str(float(word)))
             partial.write_text(json.dumps(redacted_values(plain), indent=1) + "\n", encoding="utf-8")
             os.replace(partial, path)
@@ -261,7 +261,7 @@ def write_incident(run_dir: Path, kind: str, step: int, **facts: Any) -> None:
 # --- Libraries ---
 
 _ERRORS_ONLY = (
-    # Lightning sets the level of its top loggers when it is imported; the ones below it, which speak, keep theirs.
+    # Lightning sets the level of its top loggers when it is imported; the loggers below them, which print, keep theirs.
     "pytorch_lightning.utilities.rank_zero",
     "lightning_fabric.utilities.rank_zero",
     "lightning_fabric.utilities.distributed",  # "Initializing distributed: GLOBAL_RANK: 0", from every rank
@@ -277,11 +277,11 @@ _ADVICE = (
     "This DataLoader will create",  # more loader processes than cores, which is what waiting for storage needs
 )
 _LIGHTNING = r"pytorch_lightning|lightning_fabric"
-"""Its warnings are about how it is called, which is no matter of the user's: workers, intervals, old names."""
+"""Its warnings are about how this package calls it, which the user cannot change: workers, intervals, old names."""
 
 
 def quiet_libraries() -> None:
-    """Errors only from the libraries; what the user has set stays."""
+    """Only errors of the libraries are shown; settings of the user are kept."""
     for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
         os.environ.setdefault(name, "error")
     for name in _ERRORS_ONLY:

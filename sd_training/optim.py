@@ -378,7 +378,7 @@ class MuonWithAdamW(SkippingOptimizer):
         self._adamw.step()
 
     def _update_matrices(self, group: Group) -> None:
-        """Views are made anew at every step: weights may have moved or changed their layout since the last one."""
+        """Views are created again at every step: weights may have moved or changed their layout since the last one."""
         weights: list[Tensor] = [weight for weight in group["params"] if weight.grad is not None]
         matrices = [weight.detach().flatten(1) for weight in weights]
         for weight, matrix in zip(weights, matrices, strict=True):

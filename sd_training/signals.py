@@ -2,7 +2,7 @@
 
 SIGTERM   preemption, torchrun, `kill`: save and end with status 75
 SIGUSR1   SLURM's warning before the time limit: the same
-SIGUSR2   save now and go on
+SIGUSR2   save now and continue
 SIGINT    Ctrl-C: save and end with status 130, announced at once; the second one kills at once
 """
 
@@ -20,10 +20,10 @@ from sd_training.log import TIME_FORMAT, is_main_process
 _STOP = (signal.SIGTERM, signal.SIGUSR1)
 _SAVE = (signal.SIGUSR2,)
 FOR_THE_TRAINING_PROCESS = {*_STOP, *_SAVE, signal.SIGINT, signal.SIGHUP}
-"""SLURM and a terminal send them to every process of a run; its loader processes must not hear them."""
+"""SLURM and a terminal send them to every process of a run; its loader processes must not receive them."""
 
 _WARNINGS = (signal.SIGUSR1, *_SAVE)
-"""Recorded from the start on: they must not kill. The others end a process that has nothing to save yet."""
+"""Recorded from the start on, because they must not kill. The others end a process that has nothing to save yet."""
 _AT_CTRL_C = "Ctrl-C: saving after this optimizer step, then ending; press Ctrl-C again to end at once without saving"
 _STDERR = 2
 
@@ -35,9 +35,9 @@ class StopSignals:
         self.started_s = time.monotonic()
         """When the program began [s of `time.monotonic`]."""
         self.status = 0
-        """0, or the exit status that the strongest signal so far asks for: `EXIT_STOPPED` or `EXIT_INTERRUPTED`."""
+        """0, or the exit status that the strongest signal so far requests: `EXIT_STOPPED` or `EXIT_INTERRUPTED`."""
         self.num_saves_asked = 0
-        """Signals so far that asked for a save."""
+        """Number of signals so far that requested a save."""
         self._before: dict[int, Any] = {}
 
     def expect_warning(self) -> None:
@@ -59,8 +59,8 @@ class StopSignals:
             self._handle(signal.SIGINT)
 
     def restore(self) -> None:
-        """The handlers of before, unless a signal came: then another one must not break the way out. SIGTERM ends the
-        process again; a launcher may have to."""
+        """Restores the former handlers, unless a signal was received: then another one must not disturb the shutdown.
+        SIGTERM ends the process again, because a launcher may need it to."""
         if self.status:
             return
         for number, handler in self._before.items():

@@ -51,7 +51,7 @@ def changed_requirements(before: Mapping[str, Any], now: Mapping[str, Any]) -> s
 
 
 class TrainedModule(pl.LightningModule):
-    """A LightningModule that trains exactly one network, `self.network`; everything else it uses is no child of it.
+    """A LightningModule that trains exactly one network, `self.network`; everything else it uses is not a child module.
 
     Args:
         network: the trained network; the only thing wrapped, averaged and checkpointed.
@@ -76,8 +76,8 @@ class TrainedModule(pl.LightningModule):
         self.grad_norm: Tensor | None = None
 
     def training_step(self, batch: PixelBatch, batch_index: int) -> Tensor:
-        """[] what is minimised: the mean loss of a micro-batch. Keeps, on the device, what is logged and what an
-        incident's report needs.
+        """[] the mean loss of a micro-batch, which is minimised. Keeps, on the device, the values for logs and incident
+        reports.
 
         Where the loss is not finite, its gradient is NaN, which the average over processes carries to all of them: an
         infinite loss may have a finite gradient, and the gradient alone decides whether a step is skipped. No bit of a
@@ -134,7 +134,7 @@ class TrainedModule(pl.LightningModule):
         checkpoint["trained_as"] = self.resume_requirements()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses to go on with another optimizer or objective, whose state and weights mean something else.
+        """Refuses to resume with another optimizer or objective, whose state and weights have another meaning.
 
         Raises:
             CheckpointError: naming every option that has changed.
@@ -172,7 +172,7 @@ class TrainedModule(pl.LightningModule):
 
 
 class DiffusionModule(TrainedModule):
-    """Trains the denoiser of a family, and its text encoders where asked, on latents of a frozen autoencoder.
+    """Trains the denoiser of a family, and its text encoders if requested, on latents of a frozen autoencoder.
 
     Weights stay fp32, so that exports are exact; precisions are autocast's.
 
@@ -205,7 +205,7 @@ class DiffusionModule(TrainedModule):
         self.vae_precision, self.text_precision = vae_precision, text_precision
 
     def named_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """As `TrainedModule.named_trained`; a trained text encoder is a part of its own."""
+        """As `TrainedModule.named_trained`; a trained text encoder is a separate part."""
         return self.network.named_parameters() if self.is_text_trained else super().named_trained()
 
     def resume_requirements(self) -> dict[str, Any]:
@@ -213,7 +213,7 @@ class DiffusionModule(TrainedModule):
         return super().resume_requirements() | {
             "objective.prediction_type": self.objective.prediction_type,
             "objective.rescale_betas_zero_snr": bool(self.objective.config.rescale_betas_zero_snr),
-            # Of earlier versions: the optimizer state of such a checkpoint has a part more.
+            # Of earlier versions: the optimizer state of such a checkpoint has one more part.
             "objective.loss_weighting.name=learned_uncertainty": False,
             "model.train_text_encoder": self.is_text_trained,
         }
@@ -290,7 +290,7 @@ class AutoencoderModule(TrainedModule):
         return l1 + self.kl_weight * kl, None, {"l1": l1.mean(), "kl": kl.mean()}
 
     def held_out_losses(self, batch: PixelBatch, quantiles: Sequence[float]) -> tuple[Tensor, None]:
-        """As `TrainedModule.held_out_losses`; without noise levels, all of them are one."""
+        """As `TrainedModule.held_out_losses`; there are no noise levels, so all quantiles have the same loss."""
         l1, kl, _ = self._errors(batch)
         return (l1 + self.kl_weight * kl).expand(len(quantiles), -1), None
 

@@ -86,7 +86,7 @@ class PixelBatch(Draws):
 
 @dataclass
 class Conditioning:
-    """What the denoiser is told about the picture. Which fields there are is the model family's business."""
+    """Conditioning passed to the denoiser. The model family decides which fields are set."""
 
     states: list[Tensor]
     """[B, L_i, D_i] hidden states of text; one entry, unless the denoiser keeps its text encoders apart."""
@@ -95,18 +95,18 @@ class Conditioning:
     pooled: Tensor | None = None
     """[B, P] one vector for the whole caption."""
     size_numbers: Tensor | None = None
-    """[B, 6] float32 original height and width, crop top and left, target height and width [pixels]; NaN where not
-    told."""
+    """[B, 6] float32 original height and width, crop top and left, target height and width [pixels]; NaN where
+    unknown."""
 
 
 @dataclass
 class NoisedBatch:
-    """One draw of the objective: what the denoiser sees, what it should answer, what the answer weighs."""
+    """One draw of the objective: the input of the denoiser, its target, and the weight of the error."""
 
     noised_latents: Tensor
-    """[B, C, h, w], scaled as the denoiser wants it."""
+    """[B, C, h, w], scaled as the denoiser expects it."""
     timesteps: Tensor
-    """[B] what the denoiser is told of the noise level: int64 in 0..T-1, or float32 (see `Levels.model_time`)."""
+    """[B] the noise level passed to the denoiser: int64 in 0..T-1, or float32 (see `Levels.model_time`)."""
     target: Tensor
     """[B, C, h, w]."""
     weight: Tensor

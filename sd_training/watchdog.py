@@ -1,13 +1,13 @@
 """Ends a run in which a process failed or makes no progress: all processes end, with one cause and one status.
 
 A process marks what it is about to do: start, data, step, save or validate, each with a limit of its own. A thread
-measures how long it stays there; it neither asks nor waits for a device. A process that stays too long writes the
+measures how long it stays there; it never queries or waits for a device. A process that stays too long writes the
 stacks of its threads, notes its failure in the run folder, so that the others write theirs, and ends with status 87.
 
-When one process fails, those that wait for it fail as well, with errors of the network that hide the cause, or wait for
-ever. The note `first_failure.json` says which rank failed first, and why; nobody else adds a traceback. The status also
-goes to a file for the batch file that started the run: srun returns the highest status of all processes, so that of one
-that had to be killed hides the cause.
+When one process fails, those that wait for it fail as well, with errors of the network that hide the cause, or wait
+forever. `first_failure.json` records which rank failed first, and why; other ranks print no traceback. The status is
+also written to a file for the batch file that started the run: srun returns the highest status of all processes, so
+the status of a process that had to be killed hides the cause.
 """
 
 import json
@@ -43,7 +43,7 @@ _NOTE_WAIT_S = 10.0
 _FIRST_ENDS_S = 10.0
 """The process that failed first has this long to print its traceback and to end before another one ends."""
 _LAUNCHER_LOOKS_S = 0.3
-"""torchrun looks ten times a second which processes have ended."""
+"""torchrun checks ten times a second which processes have ended."""
 _MAX_REASON = 500
 """Characters of the first failure's text in another rank's message."""
 PEERS_S = 3.0
@@ -51,7 +51,7 @@ PEERS_S = 3.0
 OWN_END_S = 20.0
 """A process whose peer failed for another reason than a hang has this long to end by itself."""
 _WRITING_S = 5.0
-"""A file system that hangs, or a stderr that nobody reads, must not keep the process from ending."""
+"""A hanging file system, or a stderr without a reader, must not keep the process from ending."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,11 @@ class FirstFailure:
         self.path.unlink(missing_ok=True)
 
     def claim(self, status: int, text: str, rank: int | None = None) -> bool:
-        """Writes the note; whether it is this call's. A folder that cannot be written, or that another start has, is no
-        obstacle.
+        """Writes the note; returns whether this call wrote it. A folder that cannot be written, or that belongs to
+        another start, is not an error.
 
         Args:
-            rank: the process that ended, where that one left no note; null: this one.
+            rank: the process that ended, if it left no note; None: this one.
         """
         note = json.dumps(asdict(Failure(self.rank if rank is None else rank, status, text)))
         with suppress(OSError, TakenOverError):
@@ -110,7 +110,7 @@ class FirstFailure:
 
     def wait_for_another(self, limit_s: float) -> Failure | None:
         """As `of_another`, for a process that failed because of another one, which may be about to write its note. A
-        process of this machine that is gone without a note gets one here.
+        process of this machine that ended without a note gets one here.
 
         Args:
             limit_s: longest wait.
@@ -136,8 +136,8 @@ def write_status(status: int) -> None:
     """Writes the status to the file that `STATUS_FILE_VARIABLE` names, unless it is 0 or another process has written
     one: the first failure counts.
 
-    To be called before anything that a launcher may not wait for. Where the file cannot be written, the launcher's own
-    status is left.
+    To be called before anything that a launcher may not wait for. If the file cannot be written, the launcher's own
+    status applies.
     """
     path = os.environ.get(STATUS_FILE_VARIABLE)
     if path and status:
@@ -160,7 +160,7 @@ def _write_once(path: Path, text: str) -> None:
 
 
 def _has_ended(pid: int) -> bool:
-    """Also where its parent has not asked for its status yet; false where the system does not say."""
+    """True also before its parent has collected its status; false where the system cannot report it."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
         return state in ("Z", "X")
@@ -199,7 +199,7 @@ def exit_together(first_failure: FirstFailure, *, is_child: bool, run_log: RunLo
             other = other or first_failure.of_another()
         write_status(status if other is None else other.status)
         if other is not None:
-            # The lowest of the other ranks names the first one; that one has printed its mistakes itself.
+            # The lowest of the other ranks names the first one, which has printed its own error.
             if other.status == EXIT_UNEXPECTED and first_failure.rank == int(other.rank == 0):
                 reason = " ".join(other.text.split())
                 log.error(f"rank {other.rank} failed first, so the others end too: {reason:.{_MAX_REASON}}")
@@ -304,7 +304,7 @@ class HangWatch:
         )
         shown = f"{text}; stacks follow, and those of all ranks are in {self.run_dir / 'hangs'}\n{_stacks()}"
         try:
-            # The run folder or stderr may be what does not answer, so each has a thread of its own.
+            # The run folder or stderr may be what hangs, so each is written by its own thread.
             acts = (partial(self.first_failure.claim, EXIT_HANG, text), partial(self._write_stacks, text))
             prints = (partial(_print, f"error: {redacted(shown)}"), partial(log.error, text, extra=FOR_FILE))
             _within(_WRITING_S, partial(write_status, EXIT_HANG), *acts, *prints)
@@ -317,7 +317,7 @@ class HangWatch:
             os._exit(self.status)
 
     def _watch_others(self) -> None:
-        """A thread of its own: a file system that hangs must not stop the measuring."""
+        """In a separate thread: a hanging file system must not stop the measuring."""
         while not self._is_over.wait(self._tick_s):
             end = self.first_failure.of_another()
             if end is None:

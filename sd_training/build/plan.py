@@ -1,5 +1,5 @@
-"""What is known of a start before model and data are loaded: devices, batch arithmetic, folders, precision, and whether
-the run is new, resumes from a checkpoint, or is refused; and acquiring the run folder."""
+"""The plan of a start, before model and data are loaded: devices, batch arithmetic, folders, precision, and whether
+the run is new, resumes from a checkpoint, or is refused. Also acquires the run folder."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,7 @@ class Plan:
     batch: BatchPlan
     run_dir: Path
     precision: str
-    """no, bf16 or fp16, as this device can do it."""
+    """no, bf16 or fp16, as supported by this device."""
 
     @property
     def is_child(self) -> bool:
@@ -99,7 +99,7 @@ def make_plan(config: Config, *, is_described: bool = False) -> Plan:
 
 @dataclass(frozen=True)
 class Start:
-    """How a start of the run begins. `find_start` finds it out and changes nothing."""
+    """How a start of the run begins. `find_start` determines it and changes nothing."""
 
     run_dir: Path
     num_steps: int
@@ -136,7 +136,7 @@ def titled(title: str, lines: Sequence[object]) -> str:
 
 
 def find_start(plan: Plan, mirror: Mirror | None) -> Start:
-    """What a start of this run will do, without doing it. All processes of a run find the same.
+    """What a start of this run will do, without doing it. All processes of a run get the same result.
 
     Args:
         plan: of the run.
@@ -189,8 +189,8 @@ def find_start(plan: Plan, mirror: Mirror | None) -> Start:
 
 
 def _changes(plan: Plan, checkpoint: Path | None) -> tuple[list[Change], list[str]]:
-    """Options that differ from the last start, and why those that may not differ are refused. Where the run folder has
-    no configuration of that start, the checkpoint's is compared; with neither, nothing is."""
+    """Options that differ from the last start, and why those that may not differ are refused. If the run folder has no
+    configuration of that start, the checkpoint's is compared; without either, nothing is."""
     previous = ""
     try:
         previous = (plan.run_dir / CONFIG).read_text(encoding="utf-8")
@@ -232,7 +232,7 @@ def check_data(start: Start, data: TrainingData) -> None:
         data: of this start; is opened, and indexed where it was not before.
 
     Raises:
-        CheckpointError: the checkpoint cannot go on with this data.
+        CheckpointError: the checkpoint does not fit this data.
         DataError: the data cannot be used.
     """
     folder = Path(start.source)
@@ -251,8 +251,8 @@ def make_mirror(plan: Plan) -> Mirror | None:
 
 
 def own_run_dir(plan: Plan, mirror: Mirror | None) -> RunLock:
-    """Rank 0 makes the run folder, acquires its lock, removes what a killed run left, and downloads what the mirror has
-    beyond it."""
+    """Rank 0 makes the run folder, acquires its lock, removes what a killed run left, and downloads a newer
+    checkpoint of the mirror."""
     if not is_main_process():
         return NO_LOCK
     checkpoints, restored = plan.run_dir / "checkpoints", None
@@ -274,7 +274,7 @@ def own_run_dir(plan: Plan, mirror: Mirror | None) -> RunLock:
 
 @contextmanager
 def _storage_errors(run_dir: Path) -> Iterator[None]:
-    """Errors of the run folder as sentences."""
+    """Turns OS errors of the run folder into messages."""
     try:
         yield
     except OSError as error:

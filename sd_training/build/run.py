@@ -168,13 +168,13 @@ def _callbacks(
     watch: HangWatch,
     mirror: Mirror | None,
 ) -> list[pl.Callback]:
-    """In the order they act after an optimizer step: stop, average, guard, log, measure, draw, save, copy, show."""
+    """In the order they act after an optimizer step; the rules are in `callbacks/base.py`."""
     config, batch, run_dir, run_state = plan.config, plan.batch, plan.run_dir, preemption.state
     ema = _ema(plan, trained) if config.model.use_ema else None
 
     def run_metadata() -> dict[str, Any]:
         """For run.json and for incidents, from which `scripts/replay_step.py` finds samples and draws of a step again;
-        asked once the data is open."""
+        called once the data is open."""
         return {
             "world_size": batch.processes,
             "global_batch": batch.global_batch,
@@ -210,7 +210,7 @@ def _callbacks(
 
 
 def _banner(plan: Plan, start: Start, data: TrainingData, title: str, step: int) -> str:
-    """What this start of the run does, in one block; a mistake is easier to see here than in the config.
+    """Summary of this start in one block, in which a mistake is easier to see than in the config.
 
     Args:
         title: what is trained, counted before it is sharded.
@@ -293,7 +293,7 @@ def _trainer(plan: Plan, callbacks: list[pl.Callback], strategy: Strategy) -> pl
         from sd_training.parallel.deepspeed import DeepSpeedZeroPrecision
 
         plugins.append(DeepSpeedZeroPrecision(_LIGHTNING_PRECISION[plan.precision]))
-    if plan.launch.processes > 1:  # named, because Lightning would guess SLURM inside salloc
+    if plan.launch.processes > 1:  # named, because Lightning would detect SLURM inside salloc
         plugins.append(_ENVIRONMENTS[plan.launch.launcher]())
     trainer = pl.Trainer(
         accelerator=plan.launch.accelerator,
@@ -332,7 +332,7 @@ def _loggers(plan: Plan) -> list[Logger]:
 
 
 class LogWriter(NamedTuple):
-    """What TensorBoard or W&B do with numbers and pictures of an optimizer step, and at the end."""
+    """The functions of TensorBoard or W&B for numbers and pictures of an optimizer step, and for the end."""
 
     metrics: Callable[[Mapping[str, float], int | None], object]
     picture: Callable[[str, Image.Image, int], object]
@@ -342,7 +342,7 @@ class LogWriter(NamedTuple):
 class RunLogger(Logger):
     """A logger beside `metrics.csv` that is off after its first failure, which is one warning; training continues.
 
-    Both queue what they are given: TensorBoard in a thread of its own, W&B in a process of its own. `run.log` waits for
+    Both queue what they are given: TensorBoard in its own thread, W&B in its own process. `run.log` waits for
     that process, not for the server, and `run.finish` has a time limit. `wandb.init` waits for the server: one that
     never answers costs up to two minutes once.
 
@@ -361,11 +361,11 @@ class RunLogger(Logger):
         self._is_off = False
 
     def save(self) -> None:
-        """Lightning calls it when training starts: the writer is made."""
+        """Creates the writer; Lightning calls it when training starts."""
         self._do(lambda writer: None)
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """Nothing: the options are logged when the run begins."""
+        """Does nothing: the options are logged when the run begins."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Numbers of an optimizer step."""
@@ -438,8 +438,8 @@ def _begin_wandb(plan: Plan, mode: str) -> LogWriter:
 
 
 def _wandb_id(run_dir: Path) -> str:
-    """The W&B id of the run, kept in its folder so that a resumed run continues the same curves; on a disk that is full
-    it is not kept."""
+    """The W&B id of the run, kept in its folder so that a resumed run continues the same curves; on a full disk it is
+    not kept."""
     path, identifier = run_dir / "wandb_id", os.urandom(8).hex()
     with suppress(OSError):
         if path.exists() and (known := path.read_text(encoding="utf-8").strip()):

@@ -1,4 +1,18 @@
-"""What every callback is built on: one call per optimizer step, the run's clock, and the state that callbacks share."""
+"""The base of all callbacks: one call per optimizer step, the run's clock, and the state that callbacks share.
+
+Rules for a callback:
+
+- The list in `build/run.py` is the order in which callbacks act. One that changes weights, optimizer state or averages
+  acts before `NumericGuard`. One that may fail without changing them acts after it, and before `Save` if it has state.
+- All ranks call it. They all call a collective, or none does. Only rank 0 writes files (`trainer.is_global_zero`).
+- A parameter may be distributed over ranks: read weights by `strategy_of(trainer).sharding`.
+- Reading the value of a tensor makes the host wait for the device, so do it every N steps (`is_due`, which is also true
+  at the last step and at a stop). Losses are in `module.last_micro_batch` in `on_train_batch_end`.
+- Reduce over ranks with `gather_ranks`; the strategy's `cpu_group` is reserved for saves.
+- `state_dict` becomes part of every checkpoint: numbers, text, tensors, and dicts, lists and tuples of these. Only rank
+  0's is stored, and every rank loads it; reduce first, in `on_save_checkpoint`, where collectives are allowed.
+- Append rows with `MetricRows` (`callbacks/metrics.py`), which handles resume, full disks and the run lock.
+"""
 
 import time
 from collections.abc import Iterator
@@ -16,7 +30,7 @@ from sd_training.watchdog import HangWatch
 
 class OptimizerStepCallback(pl.Callback):
     """Calls `on_optimizer_step` once per optimizer step, however many micro-batches it took. A subclass with an
-    `on_train_start` or `on_train_batch_end` of its own calls this one as well."""
+    `on_train_start` or `on_train_batch_end` also calls this class's method."""
 
     _last_step: int = 0
 

@@ -40,8 +40,8 @@ _LINE_EVERY_S = 30.0
 
 
 class MetricRows:
-    """A CSV file that rows are added to, and that kills and full disks leave whole. No method raises for a disk error:
-    training is worth more than a row.
+    """A CSV file of rows that stays well-formed after kills and on full disks. No method raises for a disk error:
+    losing a row is better than losing the run.
 
     Args:
         path: the file.
@@ -70,8 +70,8 @@ class MetricRows:
             return False
 
     def add(self, *rows: Mapping[str, str]) -> None:
-        """Appends rows at once, and those that could not be written before them: all or nothing, as a full disk takes
-        the first part of a row."""
+        """Appends rows, after those that could not be written before: all or nothing, because a full disk may accept
+        only the first part of a row."""
         self._waiting += rows
         try:
             self.run_lock.check()

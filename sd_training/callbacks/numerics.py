@@ -1,4 +1,4 @@
-"""Numbers that go wrong: detects them, records them as incidents, goes back to an older checkpoint, ends a run that
+"""Numeric failures: detects them, records them as incidents, rolls back to an older checkpoint, and ends a run that
 cannot continue (docs/numerics.md).
 
 A non-finite step is skipped on the device, in the optimizer (`TrainedModule.configure_gradient_clipping`). Here losses
@@ -118,7 +118,7 @@ class AnomalyDetector:
         return Anomaly(SPIKE, first, step, score, math.exp(level))
 
     def reset(self) -> None:
-        """After a rollback: the last steps belong to weights that are gone."""
+        """After a rollback: the last steps belong to discarded weights."""
         self.rollback_reason = None
         self.skipped_in_a_row = 0
         self.recent = []
@@ -151,13 +151,13 @@ class NumericGuard(OptimizerStepCallback):
     and before every save. Keeps `RunState.is_consistent`: the callbacks before it belong to the step (averages), those
     after it may fail without changing anything that is saved.
 
-    The optimizer step counts on after a rollback, so the batches that did the damage, and those since the checkpoint,
-    are used up; no order of the data, name of a checkpoint or row of the metrics gets two meanings.
+    The optimizer step is not turned back by a rollback, so the batches that did the damage, and those since the
+    checkpoint, are used up; no data position, checkpoint name or row of the metrics gets two meanings.
 
     Args:
         saves: writes a checkpoint after a rollback; has the options and the average, which goes back as well.
         name_of: sample id → location of its shard, and key.
-        run_metadata: further entries of an incident, asked when one is written.
+        run_metadata: further entries of an incident, called when one is written.
     """
 
     def __init__(
@@ -331,7 +331,7 @@ class NumericGuard(OptimizerStepCallback):
                 f"the weights of replicas differ after {counted(step, 'optimizer step')}: those of ranks {ranks} are "
                 f"unlike those of the first replica; nothing was saved since they were last compared; "
                 f"see {incident_path(self.run_dir, step, 'replicas')}. The same command continues from "
-                "the newest checkpoint; leave a machine out that does this twice. Unlike devices may round "
+                "the newest checkpoint; exclude a machine that does this twice. Different devices may round "
                 "differently: then set numerics.digest_every=0"
             )
         self._replicas_equal_at = step

@@ -1,6 +1,6 @@
-"""Stops a run that was asked to, and has it save when asked: all ranks after the same optimizer step.
+"""Stops a run, or makes it save, on request: all ranks do so after the same optimizer step.
 
-A run is asked by a signal (`signals.py`), or by a limit that comes near: `experiment.max_hours`, SLURM's time limit.
+Requests come from signals (`signals.py`) and from approaching limits: `experiment.max_hours`, SLURM's time limit.
 """
 
 import math
@@ -47,8 +47,8 @@ def deadline_s(max_hours: float | None, started_s: float, environment: Mapping[s
 class Preemption(OptimizerStepCallback):
     """Sets `trainer.should_stop`; whatever is due at the end of a run is then due at this step, saves included.
 
-    The first of the callbacks, so that the others of the same step see it (a validation that is interrupted comes
-    later, and those after it see it). A signal to one rank stops all: after each optimizer step the ranks start a
+    It is the first callback, so the others see the flag in the same step (a validation that is interrupted sets it
+    later, for the callbacks after it). A signal to one rank stops all: after each optimizer step the ranks start a
     reduction of their requests over gloo, and read its result one step later, when it has long arrived. No device
     takes part, and one process alone communicates nothing. Clocks are read on rank 0.
     """
@@ -88,7 +88,7 @@ class Preemption(OptimizerStepCallback):
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Agree; the last step needs no stopping."""
-        now_s = time.monotonic()  # the longest step includes whatever was drawn or saved in it; the first compiles
+        now_s = time.monotonic()  # the longest step includes previews and saves in it; the first one compiles
         if self._last_end_s is not None:
             self._longest_step_s = max(self._longest_step_s, now_s - self._last_end_s)
         self._last_end_s = now_s
@@ -105,16 +105,16 @@ class Preemption(OptimizerStepCallback):
             self._reduction = step, requests, work
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Everything is saved. A launcher may kill what comes now, such as the shutdown of loggers."""
+        """Everything is saved. A launcher may kill the process in what follows, such as the shutdown of loggers."""
         if trainer.is_global_zero:
             write_status(self.status)
 
     def teardown(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        """The former handlers of the signals."""
+        """Restores the former signal handlers."""
         self.signals.restore()
 
     def stop(self, trainer: pl.Trainer, status: int) -> None:
-        """After this optimizer step; all ranks do, with the same status."""
+        """Stops after this optimizer step, on all ranks and with the same status."""
         self.status = status
         trainer.should_stop = True
         # The handler of Ctrl-C has printed this on the terminal of its process.
@@ -125,8 +125,8 @@ class Preemption(OptimizerStepCallback):
         )
 
     def requested_status(self, trainer: pl.Trainer) -> int:
-        """0, or the exit status with which this process was asked to stop, or has to because what must still be done no
-        longer fits before the end."""
+        """0, or the exit status of a stop: requested by a signal, or because the remaining saves would not fit before
+        the time limit."""
         save_s = self.state.longest_save_s or UNMEASURED_SAVE_S
         num_saves = 3 if self.config.checkpoint.asynchronous else 2  # that must still fit: one may be in progress
         needed_s = num_saves * save_s + 2 * self._longest_step_s + self.reserved_s
@@ -139,7 +139,7 @@ class Preemption(OptimizerStepCallback):
             self._last_end_s += duration_s
 
     def _own_requests(self, trainer: pl.Trainer) -> tuple[int, bool]:
-        """The exit status that this rank asks for, and whether it asks for a save, now; a signal asks once."""
+        """The exit status that this rank requests now, and whether it requests a save; a signal requests one save."""
         asked = self.signals.num_saves_asked
         is_save_due, self._num_saves_seen = asked > self._num_saves_seen, asked
         minutes = self.config.checkpoint.save_every_minutes

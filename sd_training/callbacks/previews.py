@@ -60,7 +60,7 @@ class Pictures(OptimizerStepCallback):
         return f"Pictures.{self.name}"
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Draw before the first step where that is asked for; a resumed run has done so."""
+        """Draw before the first step if requested; a resumed run has done so."""
         super().on_train_start(trainer, pl_module)
         if self.at_start and trainer.global_step == 0:
             self._draw(trainer, pl_module, 0)

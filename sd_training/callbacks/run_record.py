@@ -40,9 +40,9 @@ class RunRecord(pl.Callback):
     resolved_config: str
     """YAML without secrets."""
     run_metadata: Callable[[], dict[str, Any]]
-    """Further entries for `run.json`, e.g. world size and data fingerprint; asked once data is open."""
+    """Further entries for `run.json`, e.g. world size and data fingerprint; called once data is open."""
     banner: Callable[[int], str]
-    """The block of lines for a start after so many optimizer steps; asked once data is open."""
+    """The block of lines for a start after so many optimizer steps; called once data is open."""
 
     def state_dict(self) -> dict[str, str]:
         """The configuration goes with every checkpoint: a run that comes back from a mirror has no `config.yaml`."""

@@ -1,7 +1,7 @@
 """Saves: when one is due, all ranks seal a checkpoint to resume from, older ones are rotated away, the pipeline folder
 that diffusers loads is exported, and the checkpoint is copied to the mirror.
 
-A save that fails is logged and written as an incident, and the run continues; too many in a row end it. With
+A failed save is logged and written as an incident, and the run continues; too many in a row end it. With
 `checkpoint.asynchronous` a thread does everything after the copy to CPU memory. A run that ends by an exception that
 all ranks meet after the same step is saved as well.
 """
@@ -88,7 +88,7 @@ class Save(OptimizerStepCallback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Collective: continue from the newest checkpoint, the same on all ranks. A process that was killed between a
-        checkpoint and its export left an older pipeline, and perhaps older checkpoints to delete: both is done now.
+        checkpoint and its export left an older pipeline, and perhaps old checkpoints: both are handled now.
 
         Raises:
             CheckpointError: none verifies, or it is of another run.
@@ -124,13 +124,12 @@ class Save(OptimizerStepCallback):
                 self._collect_export(trainer, pl_module, step)()
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        """Save when due; every rank takes part. One that fails counts as one as well: the next is due when it would be,
-        not at once."""
+        """Save when due; every rank takes part. A failed save counts as done; the next one runs at its regular step."""
         every = self.config.experiment.save_every
         if not (self.is_due(trainer, step, every) or self._is_milestone(step) or self.state.save_requested):
             return
         is_last = step == trainer.max_steps or trainer.should_stop
-        self.state.is_consistent = False  # what fails inside a save is not saved once more
+        self.state.is_consistent = False  # a failure inside a save must not trigger another save
         with self.state.excluded("save"):
             try:
                 self.finish_pending()
@@ -148,10 +147,10 @@ class Save(OptimizerStepCallback):
 
     @contextmanager
     def _failures_counted(self, step: int, *, is_last: bool) -> Iterator[None]:
-        """An error of the disk is the same on all ranks, and names folder and free space.
+        """A disk error is raised alike on all ranks, and names folder and free space.
 
         Raises:
-            SaveError: it is one too many, or that of the last save.
+            SaveError: too many saves in a row failed, or the last save of the run.
         """
         try:
             yield
@@ -169,16 +168,16 @@ class Save(OptimizerStepCallback):
                 ) from error
 
     def _save(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        """Collective: checkpoint, rotation, export; in the background all that follows the copies.
+        """Collective: checkpoint, rotation, export; in the background all that follows the copies, if asynchronous.
 
         Raises:
-            OSError: something could not be written; what was there before is intact.
-            TakenOverError: another start has the run.
+            OSError: something could not be written; older saves are intact.
+            TakenOverError: another start took over the run.
         """
         began_s, asynchronous = time.monotonic(), self.config.checkpoint.asynchronous
         seal = self._begin_checkpoint(trainer, step, asynchronous=asynchronous)
         if not asynchronous:
-            seal()  # it is there even if the export fails
+            seal()  # the checkpoint exists even if the export fails
         publish = self._collect_export(trainer, module, step)
 
         def finish() -> None:
@@ -194,10 +193,10 @@ class Save(OptimizerStepCallback):
             finish()
 
     def finish_pending(self, *, is_last: bool = False) -> None:
-        """Collective: waits for the save in the background; its failure counts now.
+        """Collective: waits for the save in the background; its failure is counted now.
 
         Raises:
-            SaveError: it is one too many, or that of the last save.
+            SaveError: too many saves in a row failed, or the last save of the run.
         """
         pending, self.pending = self.pending, None
         if pending is not None:
@@ -205,7 +204,7 @@ class Save(OptimizerStepCallback):
                 pending.result()
 
     def write_checkpoint(self, trainer: pl.Trainer, step: int) -> None:
-        """Collective: one beside those that are due, without an export; it is sealed when this returns.
+        """Collective: writes a checkpoint in addition to the regular ones, without an export, and seals it.
 
         Raises:
             OSError: it could not be written.
@@ -214,7 +213,7 @@ class Save(OptimizerStepCallback):
         self._begin_checkpoint(trainer, step)()
 
     def _begin_checkpoint(self, trainer: pl.Trainer, step: int, *, asynchronous: bool = False) -> Callable[[], None]:
-        """Collective: a checkpoint, which is sealed when what this returns, also collective, is done."""
+        """Collective: begins a checkpoint. Call the returned function, also collective, to seal it."""
         measured_step, validation_loss = self.state.validation_loss or (-1, math.nan)
         is_measured = measured_step == step and math.isfinite(validation_loss)
         info = {"is_milestone": self._is_milestone(step), "validation_loss": validation_loss if is_measured else None}
@@ -263,8 +262,8 @@ class Save(OptimizerStepCallback):
         return lambda: group.on_rank0(rotate_and_export)
 
     def _start_upload(self) -> None:
-        """Rank 0: copies the newest checkpoint to the mirror in a thread, unless one is still at it: that one goes on
-        with the newest."""
+        """Rank 0: copies the newest checkpoint to the mirror in a thread, unless an upload is running; it then
+        uploads the newest."""
         mirror, config = self.mirror, self.config.checkpoint
         if mirror is None or not self._finish_upload(0):
             return
@@ -279,8 +278,8 @@ class Save(OptimizerStepCallback):
         self._upload = _in_thread(upload)
 
     def _finish_upload(self, limit_s: float) -> bool:
-        """Waits for the upload; whether none is left. One that fails does not end the run: everything is saved on this
-        machine."""
+        """Waits for the upload; returns whether it has ended. A failed one does not end the run: everything is saved on
+        this machine."""
         if self._upload is not None:
             if not wait([self._upload], limit_s).done:
                 return False
@@ -288,31 +287,31 @@ class Save(OptimizerStepCallback):
             try:
                 upload.result()
             except (OSError, OutageError, ConfigError) as error:
-                log.error(f"the copy in the mirror is behind or not tidied up: {error}")
+                log.error(f"the mirror is out of date or old copies were not deleted: {error}")
                 write_incident(self.run_dir, "mirror", max(self.state.last_save_step, 0), cause=str(error))
         return True
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Collective: all wait for the last copy to the mirror."""
-        # Beside the saves it may take so long before the hang watch or another process gives up.
+        # The longest wait before the hang watch or another process gives up.
         watch = self.config.watch
         limit_s = 0.8 * min(watch.save_s or math.inf, watch.collective_timeout_s)
         end_s = time.monotonic() + (MIRROR_AFTER_STOP_S if trainer.global_step < trainer.max_steps else limit_s)
 
         def finish_uploads() -> None:
             if self._finish_upload(max(0.0, end_s - time.monotonic())):
-                self._start_upload()  # where the newest was sealed when the thread had just ended
+                self._start_upload()  # if the newest was sealed just after the thread had ended
                 self._finish_upload(max(0.0, end_s - time.monotonic()))
             if self._upload is not None:
-                log.error("the copy in the mirror is behind: the end of the run does not wait longer for it")
+                log.error("the mirror is out of date: the run ended before the last upload was complete")
 
         if self.mirror is not None:
             with self.state.excluded("save"):
                 strategy_of(trainer).cpu_group.on_rank0(finish_uploads)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """The run ends. A save in the background is waited for, unless another rank is missing in it. Then the steps
-        since the last save are saved, without an export, where all ranks meet an exception after the same step."""
+        """The run ends. Waits for a save in the background, unless another rank is missing in it. Then the steps since
+        the last save are saved, without an export, if all ranks meet an exception after the same step."""
         step = trainer.global_step
         with self.state.excluded("save"):
             try:
@@ -342,7 +341,7 @@ class Save(OptimizerStepCallback):
             log.error(f"the steps since the last save are lost: {error}")
 
     def teardown(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        """Another start may have the folder."""
+        """Releases the run folder for another start."""
         self.run_lock.release()
 
 

@@ -48,10 +48,10 @@ class Validation(OptimizerStepCallback):
     ema: Ema | None
     """The average, if there is one."""
     preemption: Preemption
-    """Interrupts a measurement of a run that is to stop. Its `RunState` gets the loss of the weights that are exported,
-    and does not count the time of a measurement."""
+    """Interrupts a validation when a stop is requested. Its `RunState` gets the loss of the exported weights, and does
+    not count the time of a validation."""
     _group: CpuGroup | None = field(default=None, init=False)
-    """Of its own: a save in the background may be using the strategy's."""
+    """A separate group: a save in the background may be using the strategy's."""
 
     def __post_init__(self) -> None:
         self.every = self.config.validation.every
@@ -60,13 +60,13 @@ class Validation(OptimizerStepCallback):
         """[K] of the timestep density."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Collective. Drop rows after the checkpoint that a run resumes from. A new run is measured before its first
-        step, and one that stopped where a measurement was due is measured now."""
+        """Collective. Drop rows after the checkpoint that a run resumes from. A new run is validated before its
+        first step, and a run that stopped when a validation was due is validated now."""
         super().on_train_start(trainer, pl_module)
         self._measure_missing(trainer, pl_module)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Training does not start when there is nothing left to train; the last measurement may have been
+        """Training does not start when there is nothing left to train, but the last validation may have been
         interrupted."""
         if self._group is None:
             self._measure_missing(trainer, pl_module)
@@ -77,15 +77,15 @@ class Validation(OptimizerStepCallback):
         self._group = CpuGroup(trainer.global_rank, trainer.world_size, timeout)
 
         def is_measured() -> bool:
-            self.rows.keep_until(step or -1)  # a run that saved nothing is measured anew
+            self.rows.keep_until(step or -1)  # a run that saved nothing is validated again
             return self.rows.has(step)
 
         if not self._group.on_rank0(is_measured) and self.is_due(trainer, step, self.every):
             self._measure_all(trainer, module, step)
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
-        """Measure when due. A run that was asked to stop does so when it continues; one that is asked meanwhile stops
-        after this step."""
+        """Validate when due. After a stop request the validation is done when the run resumes; a request during the
+        validation stops the run after this step."""
         if trainer.should_stop or not self.is_due(trainer, step, self.every):
             return
         status = self._measure_all(trainer, module, step)
@@ -93,8 +93,7 @@ class Validation(OptimizerStepCallback):
             self.preemption.stop(trainer, status)
 
     def _measure_all(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> int:
-        """Returns 0, or the exit status that all ranks agreed on when one was asked to stop; then nothing is
-        recorded."""
+        """Returns 0, or the exit status that all ranks agreed on after a stop request; then nothing is recorded."""
         rows: list[dict[str, str]] = []
         losses: dict[str, float] = {}
         began_s, after = time.monotonic(), f"validation loss after {counted(step, 'optimizer step')}"
@@ -124,15 +123,15 @@ class Validation(OptimizerStepCallback):
     @torch.no_grad()
     def _measure(self, trainer: pl.Trainer, module: TrainedModule, ema: Ema | None) -> Tensor | int:
         """Collective: [K, 3] sums over the samples of losses, of the denoiser's timestep inputs (NaN where there is no
-        denoiser), and of ones; an exit status when one rank was asked to stop.
+        denoiser), and of ones; an exit status after a stop request to any rank.
 
         Raises:
             DataError: the held-out data cannot be read, on some rank; whatever else its reading raises.
         """
         device, strategy = trainer.strategy.root_device, strategy_of(trainer)
         assert self._group is not None
-        # All ranks do equally many rounds. In one without a batch of its own, a rank waits, or computes the loss of
-        # some batch for nothing where a forward pass is collective.
+        # All ranks do the same number of rounds. A rank without a batch in a round waits, or, if the forward pass is
+        # collective, computes a loss that is discarded.
         numbers, missing = strategy.split_over_ranks(len(self.data))
         batches = self.data.batches(numbers + [0] * missing if strategy.has_collective_forward else numbers)
         sums = torch.zeros(len(self.quantiles), 3, dtype=torch.float64)

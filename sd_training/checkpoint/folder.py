@@ -19,11 +19,11 @@ RUN/writer-BOOT.lock     locked by the process of one machine (its boot id) that
                          start on the machine is refused. Other machines, some of which may be lost but still hold a
                          lock on a network file system, have files of their own.
 
-A process that a scheduler gave up but that still lives (stopped, or cut off) finds another claim than its own before it
-publishes or deletes anything, and ends. Between that check and its rename there is a moment; so names of half-written
-folders carry the start's token, and a start removes those of others after it took the folder: then the rename finds
-nothing to rename. On network file systems a check may be as old as the client's cache of folders (NFS: up to 60 s by
-default); schedulers wait longer before they give a node up.
+A process that a scheduler gave up but that is still running (stopped, or cut off) finds a claim other than its own
+before it publishes or deletes anything, and ends. The claim may change between that check and the rename. Therefore
+names of half-written folders carry the start's token, and a start removes those of other starts after it took the
+folder: the rename then fails. On network file systems a check may be as old as the client's cache of folders (NFS: up
+to 60 s by default); schedulers wait longer before they give a node up.
 """
 
 import errno
@@ -49,7 +49,7 @@ log = get_logger(__name__)
 
 MANIFEST_NAME = "MANIFEST.json"
 MIN_KEPT = 2
-"""`rotate` never leaves fewer verified checkpoints: the newest may turn out damaged [count]."""
+"""`rotate` always keeps this many verified checkpoints, because the newest may turn out damaged [count]."""
 _FORMAT = 1
 _CHUNK_BYTES = 4 * 2**20
 _THREADS = 4
@@ -92,7 +92,7 @@ class RunLock:
         """To be called before anything is published or deleted.
 
         Raises:
-            TakenOverError: naming the start that has the folder now.
+            TakenOverError: naming the start that owns the folder now.
             OSError: the folder cannot be read.
         """
         if self.run_dir is None:
@@ -105,7 +105,7 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Lets another start on this machine have the folder."""
+        """Releases the folder for another start on this machine."""
         if self.run_dir is not None and (handle := _held_locks.pop(os.path.realpath(self.run_dir), None)) is not None:
             os.close(handle)
 
@@ -115,7 +115,7 @@ NO_LOCK = RunLock()
 
 
 def acquire_run_lock(run_dir: Path) -> RunLock:
-    """Takes the folder over from whichever start had it before.
+    """Takes the folder over from the previous start.
 
     Args:
         run_dir: exists.
@@ -134,18 +134,18 @@ def acquire_run_lock(run_dir: Path) -> RunLock:
         os.close(handle)
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             raise ConfigError(
-                f"experiment.name: {_described(_owner(run_dir))} writes in {run_dir} and still lives; end it first (it "
-                "may be stopped), or choose another experiment.name"
+                f"experiment.name: {_described(_owner(run_dir))} writes in {run_dir} and is still running; end it "
+                "first (it may be stopped), or choose another experiment.name"
             ) from error
-        log.info(f"{run_dir}: no locks there ({error.strerror}); a second start takes this run over")
+        log.info(f"{run_dir}: the file system has no locks ({error.strerror}); a second start will take this run over")
     claim = {"token": run_lock.token, "host": socket.gethostname(), "pid": os.getpid()}
     replace_text(run_dir / CLAIM, json.dumps(claim | {"job_id": os.environ.get("SLURM_JOB_ID")}) + "\n")
     return run_lock
 
 
 def _boot_id() -> str:
-    """Distinguishes machines, and the boots of one; containers of one machine share it. The name of the machine where
-    the system has none."""
+    """Distinguishes machines, and the boots of one; containers of one machine share it. The host name where the
+    system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -153,7 +153,7 @@ def _boot_id() -> str:
 
 
 def _owner(run_dir: Path) -> dict[str, Any]:
-    """What the newest start records of itself; nothing where there is none or it was damaged."""
+    """The record of the newest start; empty if there is none or it is damaged."""
     try:
         owner = json.loads((run_dir / CLAIM).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -167,7 +167,7 @@ def _described(owner: dict[str, Any]) -> str:
 
 
 class ReadBackError(OSError):
-    """Files are not on disk as their manifest describes them."""
+    """Files on disk do not match their manifest."""
 
 
 def folder_name(step: int) -> str:
@@ -346,14 +346,15 @@ def newest_verified(root: Path, *, contents: bool = True) -> Path | None:
 
 
 def remove_leftovers(root: Path) -> list[Path]:
-    """Removes what killed processes left half written or half deleted; returns the names. Call it once at start."""
-    if last_saved_step(root.parent) is None and not sealed_checkpoints(root):  # before what it is found out from
+    """Removes partially written and partially deleted folders of killed processes; returns the names. Call it
+    once at start."""
+    if last_saved_step(root.parent) is None and not sealed_checkpoints(root):  # before the evidence for it is removed
         (root.parent / _SAVED_STEP_FILE).unlink(missing_ok=True)
     leftovers = _folders(root, _LEFTOVER_NAME)
     for folder in leftovers:
         log.info(f"removing {folder}, left by a process that was stopped")
         doomed = folder.with_name(f"{folder.name.partition('.')[0]}.deleting")
-        if folder != doomed:  # a former start that is about to publish it finds it gone at once
+        if folder != doomed:  # a former start that is about to publish it finds it missing at once
             remove_quietly(doomed)
             os.rename(folder, doomed)
         remove_quietly(doomed)
@@ -487,7 +488,7 @@ def parse_manifest(raw: bytes) -> Manifest:
     if not is_own:
         raise ValueError("its own checksum does not match")
     if not files or any(type(count) is not int or count < 0 for count in counts):
-        raise ValueError("it names no files, or something else than counts where these belong")
+        raise ValueError("it names no files, or has values other than counts where counts are required")
     return manifest
 
 
@@ -511,7 +512,7 @@ def _sha256(path: Path) -> str:
 
 
 def make_empty_folder(folder: Path) -> None:
-    """Makes an empty folder; whatever had the name before is removed."""
+    """Creates an empty folder; anything of that name is removed before."""
     remove_durably(folder)
     folder.mkdir(parents=True)
 
@@ -528,7 +529,7 @@ def flush(path: Path) -> None:
 def flush_file(path: Path) -> None:
     """Makes a file durable, and as accessible as its folder is.
 
-    Writers disagree about permissions: safetensors makes files that only the owner can read, others follow the umask.
+    Writers disagree about permissions: safetensors creates files that only the owner can read, others follow the umask.
     """
     path.chmod(stat.S_IMODE(path.parent.stat().st_mode) & _NOT_EXECUTABLE)
     flush(path)
@@ -536,7 +537,7 @@ def flush_file(path: Path) -> None:
 
 def flush_tree(folder: Path) -> None:
     """Makes everything below `folder` durable, and files as accessible as their folders are."""
-    for path in [*sorted(folder.rglob("*"), reverse=True), folder]:  # a folder after what it holds
+    for path in [*sorted(folder.rglob("*"), reverse=True), folder]:  # a folder after its contents
         (flush if path.is_dir() else flush_file)(path)
 
 

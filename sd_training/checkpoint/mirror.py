@@ -4,7 +4,8 @@
     URL/RUN/checkpoints/step=N/MANIFEST.json      last; without it the copy does not exist
 
 A run saves to its folder and resumes from it. The mirror receives what was sealed there, and restores it for a run
-whose folder has less: a new machine, a lost disk. A copy is compared with its manifest before it gets its name.
+whose folder lacks it: on a new machine, or after the loss of a disk. A copy is compared with its manifest before it
+gets its name.
 """
 
 import os
@@ -30,7 +31,7 @@ _NUM_RETRIES, _TIMEOUT_S = 5, 60.0
 _MAX_MANIFEST_BYTES = 16 * 2**20
 """A larger one is not read."""
 _STEP = re.compile(r"step=(0|[1-9][0-9]{0,14})")
-AT_START = "; a start with checkpoint.mirror=null goes on from what this machine has"
+AT_START = "; start with checkpoint.mirror=null to continue from this machine's checkpoints"
 
 
 class _BadCopy(Exception):
@@ -65,7 +66,7 @@ class Mirror:
             return [step for step, names in self._copies().items() if sealed.MANIFEST_NAME in names]
 
     def send(self, folder: Path, run_lock: RunLock) -> None:
-        """Copies a sealed checkpoint, its manifest last; an equal copy is left alone."""
+        """Copies a sealed checkpoint, its manifest last; an equal copy is kept."""
         step, manifest = sealed.step_of(folder), (folder / sealed.MANIFEST_NAME).read_bytes()
         with self._errors_named():
             with suppress(_BadCopy):  # there is none; the right to delete is not needed then
@@ -80,7 +81,7 @@ class Mirror:
     def rotate(self, newest: int, keep: int, num_best: int, run_lock: RunLock) -> None:
         """Deletes what the run folder would: all but the newest `keep`, milestones and the best; also incomplete copies
         and copies above the newest, which a rollback has left behind. A copy whose manifest cannot be used, such as one
-        of another version of this program, is left alone and named in the log, and does not count.
+        of another version of this program, is kept, named in the log, and does not count.
 
         Args:
             newest: optimizer steps of the checkpoint that was just sent; stays.
@@ -112,7 +113,7 @@ class Mirror:
 
         Raises:
             OSError: nothing can be written here.
-            DamagedCheckpointsError: there are copies, none of them is intact, and `root` holds nothing either.
+            DamagedCheckpointsError: none of the copies is intact, and `root` holds no checkpoint either.
         """
         folders = reversed(sealed.sealed_checkpoints(root))
         own = next((sealed.step_of(folder) for folder in folders if not sealed.verify_checkpoint(folder)), -1)
@@ -158,7 +159,7 @@ class Mirror:
         return b"".join(self._read(step, sealed.MANIFEST_NAME, _MAX_MANIFEST_BYTES))
 
     def _read(self, step: int, name: str, max_bytes: int) -> Iterator[bytes]:
-        """Content of a file of a copy, which somebody else may have written.
+        """Content of a file of a copy, which is not trusted.
 
         Raises:
             _BadCopy: there is none, or a larger one than `max_bytes`.

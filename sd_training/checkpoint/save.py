@@ -236,7 +236,7 @@ def _local_share(stream: Iterator[tuple[str, Tensor]], group: CpuGroup, *, is_co
     """This rank's share of a stream of full tensors: each goes to the rank with the fewest bytes so far.
 
     Args:
-        is_copied: on the CPU, in memory of its own.
+        is_copied: on the CPU, in its own memory.
     """
     loads, share = [0] * group.world_size, {}
     for name, tensor in stream:
@@ -354,7 +354,7 @@ def split_tensors(state: Any) -> tuple[Any, dict[str, Tensor]]:
             freely.
 
     Returns:
-        What `json.dumps` takes, and the tensors by name: the very ones of `state`, not copies. A name is the tensor's
+        What `json.dumps` takes, and the tensors by name: those of `state`, not copies. A name is the tensor's
         path joined by `/`.
 
     Raises:

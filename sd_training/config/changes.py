@@ -86,7 +86,7 @@ def changed_options(previous: str, config: Config) -> list[Change]:
     """What differs from the `config.yaml` of an earlier start; an option that it lacks had its default.
 
     Args:
-        previous: the text of the file. One that is no configuration tells nothing.
+        previous: the text of the file. An unreadable file is ignored.
         config: of this start.
     """
     try:

@@ -99,7 +99,7 @@ class HeldOutData:
         return batches
 
     def sentence(self) -> str:
-        """What is measured when."""
+        """Summary of the validation schedule."""
         config, total = self.config, len(self.samples.datasets[0].selected)
         count = sum(map(len, self.requests))
         return (
@@ -108,7 +108,7 @@ class HeldOutData:
         )
 
     def report(self, trained: Sequence[OpenDataset]) -> None:
-        """Logs what is measured when, what is wrong with the shards, and which of them are trained on as well."""
+        """Logs the validation schedule, problems of the shards, and which of them are trained on as well."""
         log.info(self.sentence())
         (own,) = self.samples.datasets
         self.run.bad_samples.report(own.selection.problems, "the held-out data")
@@ -224,7 +224,7 @@ class TrainingData(pl.LightningDataModule):
         return TrainingSamples(self.datasets, self.table, params, self.tokenizers, self.draws, global_batch)
 
     def name_of(self, sample_id: int) -> tuple[str, str]:
-        """Location of the shard and key of a batch's sample; hostile text."""
+        """Location of the shard and key of a batch's sample; untrusted text."""
         for dataset in self.datasets:
             if sample_id < len(dataset.index):
                 return dataset.index.name(sample_id)
@@ -334,7 +334,7 @@ def _other_data(changed: Sequence[str]) -> str:
     return (
         f"the checkpoint belongs to a run on other data or in another order: {'; '.join(changed)}. Restore "
         "dataset, experiment.seed and batch_size × accumulation × processes, take another name, or set "
-        "dataset.params.allow_change=true to go on with the new data"
+        "dataset.params.allow_change=true to continue with the new data"
     )
 
 
@@ -363,11 +363,11 @@ def _order_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """In words, what makes the stream of samples another one than that of a checkpoint."""
+    """The reasons why the stream of samples differs from that of a checkpoint, as text."""
     if now["fingerprint"] == before.get("fingerprint"):
         return _order_changes(before, now)
     changed = _option_changes(before, now["options"])
-    count = f"{counted(before.get('num_samples', 0), 'sample')} took part, now {now['num_samples']:,}"
+    count = f"{counted(before.get('num_samples', 0), 'sample')} were selected, now {now['num_samples']:,}"
     if not changed:
         changed.append(f"the files of dataset.params.path, or what was chosen of them, have changed: {count}")
     elif now["num_samples"] != before.get("num_samples"):

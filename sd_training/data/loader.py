@@ -1,10 +1,10 @@
 """The loader of a run: micro-batches of one rank, from any optimizer step on; the limits on bad samples; and the loader
-processes: how they start, which signals they obey, what happens when one dies.
+processes: how they start, which signals they handle, and how a dead one is replaced.
 
 They are forked from a small server process, never from the training process. A child of the training process would keep
 a copy of its memory alive: weights, optimizer and EMA are written in place at the next step, so every page of them
 would exist twice (measured: resuming a UNet of 860 million parameters on a CPU took 10 GiB more, and was killed). It
-would also inherit the locks of the threads that CUDA, NCCL and remote storage run, in whatever state they are.
+would also inherit the locks of the threads that CUDA, NCCL and remote storage run, in any state.
 
 SLURM and a terminal send their signals to every process of a run. The server, and the loader processes after it, are
 started with these blocked: they must continue until the training process has saved.
@@ -81,21 +81,21 @@ class TrainingLoader:
             yield result.batch
 
     def requests(self, first_step: int, num_done: int = 0) -> Iterator[list[SampleRequest]]:
-        """What the loader processes are asked for, a list per micro-batch of this rank, from step `first_step`
+        """The requests to the loader processes, a list per micro-batch of this rank, from step `first_step`
         to the last; of that step without the first `num_done` micro-batches."""
         size = self.plan.micro_batch
         for step in range(first_step, self.plan.num_steps):
             bucket, samples, dataset = self.order.at(step)
             for micro_index in range(num_done if step == first_step else 0, self.plan.accumulation):
-                # A rank reads neighbouring slots, those of its shard streams, whatever its accumulation is.
+                # A rank reads neighbouring slots, those of its shard streams, with any accumulation.
                 slot = (self.rank * self.plan.accumulation + micro_index) * size
                 position = step * self.plan.global_batch + slot
                 own = enumerate(samples[slot : slot + size].tolist(), start=position)
                 yield [SampleRequest(position, dataset, sample, bucket) for position, sample in own]
 
     def _results(self, next_micro_batch: int) -> Iterator[WorkerResult]:
-        """To the end of the run. Loader processes that die are replaced by new ones, which begin with the micro-batch
-        that is waited for."""
+        """To the end of the run. Loader processes that die are replaced by new ones, which begin with the next expected
+        micro-batch."""
         end = len(self)
         while next_micro_batch < end:
             iterator = iter(self._torch_loader(next_micro_batch))
@@ -104,7 +104,7 @@ class TrainingLoader:
                     result = next(iterator)
                     next_micro_batch += 1
                     yield result
-            except (RuntimeError, OSError, EOFError) as error:  # of a connection to a process that is gone, as well
+            except (RuntimeError, OSError, EOFError) as error:  # also of a connection to a process that has ended
                 # torch's iterator over loader processes keeps them here; one without has none
                 workers = vars(iterator).get("_workers", [])
                 self.check_death(workers, next_micro_batch // self.plan.accumulation, error)
@@ -127,7 +127,7 @@ class TrainingLoader:
         if code is None:
             raise error
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        if code == 255:  # multiprocessing's status of a process whose server is gone
+        if code == 255:  # multiprocessing's status of a process whose server has ended
             how = "was lost with the server it was forked from"
         self._deaths = [*(before for before in self._deaths if before > step - WINDOW_STEPS), step]
         if len(self._deaths) > MAX_DEATHS:
@@ -243,7 +243,7 @@ def _named_in(path: Path) -> set[tuple[str, str]]:
 
 
 MAX_DEATHS = 3
-"""Within `WINDOW_STEPS`; more is no accident."""
+"""Within `WINDOW_STEPS`; more end the run."""
 WINDOW_STEPS = 1000
 _ROOT = Path(__file__).resolve().parents[2]
 _PRELOADED = [
@@ -311,7 +311,7 @@ def start_worker(environment: dict[str, str], parent: int, _: int) -> None:
         received = None
         with suppress(ProcessLookupError):
             while received is None or received.si_pid != parent:
-                os.kill(parent, 0)  # asks whether it is alive
+                os.kill(parent, 0)  # checks whether it is alive
                 received = signal.sigtimedwait({signal.SIGTERM}, _CHECK_EVERY_S)
         os._exit(0)
 

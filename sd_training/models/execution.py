@@ -3,7 +3,7 @@
 Everything changes the network in place and keeps the names of modules, weights and exports. Blocks of the same class
 and shapes share compiled graphs, so block by block starts sooner than the whole network; shapes are static: one set of
 graphs per bucket size. Recomputation (Chen et al. 2016, arXiv:1604.06174) replaces only `forward` of a block, so
-whatever wraps or compiles the block afterwards sees an ordinary block.
+later wrapping or compilation sees an ordinary block.
 """
 
 import os
@@ -40,7 +40,7 @@ def compile_blocks(blocks: list[nn.Module], *, num_sizes: int, backend: str = "i
 
     Args:
         blocks: the denoiser's repeated blocks, or the denoiser as the only one; compiled in place.
-        num_sizes: bucket sizes of the run; each has graphs of its own.
+        num_sizes: bucket sizes of the run; each has its own graphs.
         backend: of torch.compile.
     """
     # torch.compile counts graphs per function, and all modules are called through the same one; beyond its own limit of
@@ -76,7 +76,7 @@ def require_compiler(accelerator: str) -> None:
 
 
 def xformers_problems(denoiser: Any) -> list[str]:
-    """Why `model.xformers` cannot have an effect on this network, on whatever device; empty when it can."""
+    """Why `model.xformers` cannot have an effect on this network on any device; empty if it can."""
     if any(hasattr(module, _HOOK) and not isinstance(module, ModelMixin) for module in denoiser.modules()):
         return []
     return [

@@ -53,7 +53,7 @@ class Family(ABC):
     """A pipeline's parts, and what they mean to each other.
 
     Args:
-        parts: networks and tokenizers by their name in the pipeline; the very same objects, not copies.
+        parts: networks and tokenizers by their name in the pipeline; the same objects, not copies.
         schedulers: objective, noise schedule and sampler.
         settings: see `settings_of`.
     """
@@ -78,7 +78,7 @@ class Family(ABC):
     has_lowercase_text: ClassVar[bool] = False
     """Whether the pipeline writes captions in small letters."""
     has_size_numbers: ClassVar[bool] = False
-    """Whether the denoiser is told the picture's history, and dropped captions may be zeros (SDXL)."""
+    """Whether the denoiser gets original size and crop of the picture, and dropped captions may be zeros (SDXL)."""
     tensor_attention: ClassVar[tuple[str, ...]] = ()
     """Attention layers of a block, by diffusers' class, that tensor parallelism shards by heads."""
     head_axis: ClassVar[int] = 1
@@ -184,7 +184,7 @@ class Family(ABC):
         return {}
 
     def pipeline(self) -> DiffusionPipeline:
-        """The parts as a pipeline of diffusers; the very same modules."""
+        """The parts as a pipeline of diffusers; the same modules."""
         options = {**self.pipeline_options, **self.settings, **self.parts}
         return self.pipeline_class(**options, scheduler=self.schedulers.sampler)
 

@@ -116,7 +116,7 @@ def load_part(part: str, config: PartConfig, *, seed: int, meta: bool = False, o
                 return _construct(option, cls, config.params)
         place = _checked_place(part, cls, config, option)
         if part.startswith("tokenizer"):
-            # Without the option, AutoTokenizer would ask at the terminal, where one process of many waits for ever.
+            # Without the option, AutoTokenizer would prompt at the terminal, where one process of many waits forever.
             return cls.from_pretrained(config.pretrained, **place, trust_remote_code=False)
         if meta:
             with device:

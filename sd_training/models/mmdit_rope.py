@@ -144,9 +144,9 @@ class Stream(nn.Module):
             self.out = nn.Linear(width, width, bias=False)
             self.mlp = SwiGLU(width, hidden)
 
-    def enter(self, x: Tensor, condition: Tensor) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    def modulate_in(self, x: Tensor, condition: Tensor) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """Query (of no token without output), key and value, [B, N, tokens, E] each, queries and keys normed per head;
-        and what `leave` modulates with."""
+        and the modulations of `gate_residual`."""
         scale, shift, *rest = self.modulation(condition).chunk(6 if self.has_output else 2, dim=-1)
         x = modulate(x, scale, shift)
         key, value = (self._heads(part) for part in self.key_value(x).chunk(2, dim=-1))
@@ -157,7 +157,7 @@ class Stream(nn.Module):
         """[B, tokens, W] → [B, N, tokens, E]."""
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def leave(self, x: Tensor, attended: Tensor, modulations: Sequence[Tensor]) -> Tensor:
+    def gate_residual(self, x: Tensor, attended: Tensor, modulations: Sequence[Tensor]) -> Tensor:
         """x + g1·Attn, then x + g2·MLP(AdaLN(x)): both skips start at the stream, not at the normed input."""
         gate, mlp_scale, mlp_shift, mlp_gate = modulations
         x = x + gate * self.out(attended)
@@ -186,15 +186,15 @@ class JointBlock(nn.Module):
             mask: [B, 1, 1, M] bool, True where a token may be attended to; None for everywhere.
         """
         condition = F.silu(self.condition(condition))[:, None]
-        query, key, value, image_rest = self.image.enter(image, condition)
-        *of_text, text_rest = self.text.enter(text, condition)
+        query, key, value, image_rest = self.image.modulate_in(image, condition)
+        *of_text, text_rest = self.text.modulate_in(text, condition)
         of_image = (rotate(query, angles), rotate(key, angles), value)
         query, key, value = (torch.cat(pair, dim=2) for pair in zip(of_text, of_image, strict=True))
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2).flatten(2)
         text_attended, image_attended = attended.tensor_split([-image.shape[1]], dim=1)
-        image = self.image.leave(image, image_attended, image_rest)
+        image = self.image.gate_residual(image, image_attended, image_rest)
         if self.text.has_output:
-            text = self.text.leave(text, text_attended, text_rest)
+            text = self.text.gate_residual(text, text_attended, text_rest)
         return image, text
 
 

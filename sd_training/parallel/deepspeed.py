@@ -63,7 +63,7 @@ class DeepSpeedZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """DeepSpeed wants an index of CPUs as well."""
+        """DeepSpeed requires a device index for CPUs as well."""
         device = super().root_device
         return torch.device("cpu", self.local_rank) if device.type == "cpu" else device
 

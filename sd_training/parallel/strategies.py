@@ -50,7 +50,7 @@ _OF_THIS_RUN = {
 
 
 class CpuGroup:
-    """All ranks of the run: JSON collectives over gloo, on a group of its own, and errors that all ranks raise alike.
+    """All ranks of the run: JSON collectives over a separate gloo group, and errors that all ranks raise alike.
 
     No device takes part and nothing is unpickled. A thread that saves in the background may use its group while
     training uses the others.
@@ -350,7 +350,7 @@ class TrainingStrategy:
     optimizers: list[torch.optim.Optimizer]
 
     def __init__(self, *, timeout: timedelta | None = None, **options: Any) -> None:
-        """`options` are those of Lightning's strategy; one process has nobody to wait for."""
+        """`options` are those of Lightning's strategy; one process needs no timeout."""
         super().__init__(**options, **({} if timeout is None else {"timeout": timeout}))
         self.collective_timeout = timeout
 

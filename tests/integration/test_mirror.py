@@ -59,7 +59,7 @@ def test_a_mirror_that_fails_ends_no_run_and_is_told(tmp_path: Path, pipeline_di
     store = f"file://{tmp_path}/store"
     argv = mirrored(tmp_path / "run", pipeline_dir, shards_dir, checkpoint__mirror=store)
     (tmp_path / "store" / "run").write_text("no folder")
-    with pytest.raises(ConfigError, match=r"checkpoint\.mirror: .*checkpoint\.mirror=null goes on"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.mirror: .*checkpoint\.mirror=null to continue"):
         train(argv)
     (tmp_path / "store" / "run").unlink()
     (tmp_path / "store" / "run").mkdir()

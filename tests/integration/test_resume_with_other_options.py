@@ -94,7 +94,7 @@ def test_all_changes_that_a_run_cannot_go_on_with_are_one_error(again: list[str]
     start = find_start(plan, None)
     with pytest.raises(CheckpointError) as error:
         check_data(start, make_data(plan, None, LatentGrid(4, 2)))
-    assert f": {filters}; 32 samples took part, now 27. Restore" in str(error.value)
+    assert f": {filters}; 32 samples were selected, now 27. Restore" in str(error.value)
 
 
 def test_a_finished_run_names_options_that_have_changed(again: list[str], caplog: pytest.LogCaptureFixture) -> None:

@@ -81,7 +81,7 @@ def test_each_answer_has_its_sentence_after_one_request(tmp_path: Path, hub: tup
 
 def test_without_the_hub_both_readings_are_named(tmp_path: Path) -> None:
     nowhere = "http://127.0.0.1:9"  # nobody listens
-    for environment, why in (({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE keeps"), ({}, "the hub cannot be reached (")):
+    for environment, why in (({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE disables"), ({}, "the hub cannot be reached (")):
         line = str(said(tmp_path, nowhere, ["models/sd2"], **environment)["models/sd2"])
         assert line.startswith(
             "model.pretrained: 'models/sd2' is no folder here, and it is not in the local cache, and "

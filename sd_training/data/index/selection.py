@@ -88,8 +88,8 @@ def _spellings(value: str) -> set[str]:
 
 
 def _as_number(value: Value) -> float | None:
-    """The number that a text is. A long integer is none and is compared as text; neither are `1_000` and digits of
-    other scripts, which `float` would read and the index does not."""
+    """Parses a text as a number. None for a long integer, which is compared as text, and for `1_000` and digits of
+    other scripts, which `float` accepts and the index does not."""
     if isinstance(value, str) and (not value.isascii() or "_" in value or long_integer(value)):
         return None
     try:

@@ -132,7 +132,7 @@ def _replaced_whole(path: Path) -> Iterator[str]:
 
 
 def _content_hash(table: pa.Table) -> str:
-    """Of everything that tells samples apart; offsets are left out, so that a shard written anew is the same data."""
+    """Of everything that distinguishes samples; offsets are left out, so that a rewritten shard is the same data."""
     digest = hashlib.sha256()
     for name in sorted(name for name in table.column_names if not (name.startswith("at:") and "offset" in name)):
         column = table[name]
@@ -145,7 +145,7 @@ def _content_hash(table: pa.Table) -> str:
 
 
 def _read(path: Path, fields: frozenset[str]) -> pa.Table:
-    """The index of a shard with the metadata fields that were asked for; all of them are named in its metadata.
+    """The index of a shard with the requested metadata fields; all of them are named in its metadata.
 
     Raises OSError, ValueError or KeyError where the file is missing, damaged (pyarrow's errors are of these kinds) or
     of another program."""

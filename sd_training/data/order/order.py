@@ -36,7 +36,7 @@ from sd_training.errors import ConfigError
 
 MAX_STREAMS = 64
 WINDOW_SAMPLES = 1 << 18
-"""Samples that are shuffled with each other when no window is asked for."""
+"""Samples that are shuffled with each other when no window is given."""
 _WINDOWS_KEPT = 4
 """Per bucket."""
 _EPOCHS_KEPT = 3
@@ -128,7 +128,7 @@ class SampleOrder:
         bucket_of: [n] the bucket of each selected sample.
 
     Raises:
-        ValueError: a bucket in use has fewer samples than one global batch, and repeats were not asked for.
+        ValueError: a bucket in use has fewer samples than one global batch, and repeats are not allowed.
     """
 
     def __init__(

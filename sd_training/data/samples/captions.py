@@ -86,7 +86,7 @@ def choose_caption(texts: Texts, rules: CaptionConfig, rng: Generators) -> str:
     which one is drawn uniformly.
 
     Args:
-        texts: asked for a field only when it was drawn: reading one may mean a file or a request.
+        texts: called for a field only when it was drawn: reading one may need a file or a request.
         rules: of the data set.
         rng: of the request.
 
@@ -141,7 +141,7 @@ def tag_caption(score: int, tags: Sequence[str], rules: TagConfig, rng: Generato
     Args:
         score, tags: of the picture, as its metadata file has them.
         rules: `dataset.params.tags`.
-        rng: asked for `tag_order`, which is not the draw of `dataset.params.captions`.
+        rng: called with `tag_order`, which is not the draw of `dataset.params.captions`.
     """
     if rules.skip_caption:
         return ""
@@ -198,7 +198,7 @@ class Tokenizer:
 
     def _encode(self, caption: str) -> Encoded:
         row = self._ids(caption, truncation=True, max_length=self.length)
-        # Padded on the right, whatever side the tokenizer prefers, so that a decoder's states do not depend on it.
+        # Always padded on the right, so that a decoder's states do not depend on the tokenizer's preference.
         padding = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         tokens = np.full(self.length, next(token for token in padding if token is not None), dtype=np.int64)
         tokens[: len(row)] = row

@@ -67,7 +67,7 @@ class DecodedImage(NamedTuple):
 
 
 def image_size(file: BinaryIO) -> tuple[int, int]:
-    """Width and height of the upright image [pixels], from the header alone; (0, 0) when it cannot be told."""
+    """Width and height of the upright image [pixels], from the header alone; (0, 0) when it cannot be determined."""
     try:
         with _opened(file) as image:
             width, height = image.size[::-1] if _orientation(image) in _SIDEWAYS else image.size
@@ -146,14 +146,14 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
     width, height = image.size
     if width * height > max_pixels:
         raise BadSample(f"image has too many pixels: {width} × {height}, at most {max_pixels} are allowed")
-    # By content: a segment that tells of further pictures makes Pillow call a JPEG file MPO.
+    # By content: a segment that lists further pictures makes Pillow call a JPEG file MPO.
     if data.startswith(_JPEG) and (scans := data.count(_SCAN)) > MAX_SCANS:
         raise BadSample(f"image has too many scans: {scans:,}, at most {MAX_SCANS} are read")
     return image
 
 
 def _orientation(image: Image.Image) -> int:
-    """As EXIF tells it; 1 is upright."""
+    """EXIF orientation; 1 is upright."""
     if not any(source in image.info for source in _ORIENTATION_SOURCES):
         return 1
     try:
@@ -217,7 +217,7 @@ class CroppedImage(NamedTuple):
     crop_top_left: tuple[int, int]
     """Of the cut in the image resized to cover it, as the mirrored picture shows it [pixels]."""
     alpha: NDArray[np.uint8] | None = None
-    """[1, H, W] where it was asked for; 255 everywhere of an image without alpha."""
+    """[1, H, W] if requested; 255 everywhere of an image without alpha."""
 
 
 def cover_scale(image_height: int, image_width: int, wanted: CropRequest) -> float:
@@ -228,7 +228,7 @@ def cover_scale(image_height: int, image_width: int, wanted: CropRequest) -> flo
 def place(image_height: int, image_width: int, wanted: CropRequest) -> tuple[Box, tuple[int, int]]:
     """Where the cut lies: in the image as it is, and `crop_top_left` of `CroppedImage`.
 
-    The sizes are those of the upright file, so that a JPEG decoded at reduced scale is cut at the very same place.
+    The sizes are those of the upright file, so that a JPEG decoded at reduced scale is cut at the same place.
     """
     scale = cover_scale(image_height, image_width, wanted)
     resized = max(wanted.height, round(image_height * scale)), max(wanted.width, round(image_width * scale))

@@ -30,7 +30,7 @@ _EMPTY = np.empty(0, dtype=np.float32)
 
 
 class SampleRequest(NamedTuple):
-    """What a loader process is asked for."""
+    """A request to a loader process."""
 
     position: int
     """In the global order of the run: optimizer step × global batch + slot in the step."""
@@ -39,7 +39,7 @@ class SampleRequest(NamedTuple):
     sample: int
     """Index into the data set's index."""
     bucket: int
-    """Which height and width the picture gets."""
+    """Selects height and width of the picture."""
 
 
 NO_DROPOUT = ConditioningConfig(dropout_prob=0.0)
@@ -63,7 +63,7 @@ def draw_dropout(rules: ConditioningConfig, seed: int, position: int, encoders: 
 
 @dataclass(frozen=True)
 class DrawSettings:
-    """What else is drawn for a position."""
+    """The other draws of a position."""
 
     seed: int
     grid: LatentGrid
@@ -87,7 +87,7 @@ class WorkerResult:
     """None after a failure."""
     skipped: list[SkippedSample]
     error: DataError | None = None
-    """Why the run cannot continue. The training process raises it; raised in a loader process it would reach the user
+    """Why the run cannot continue. The training process raises it; raised in a loader process it would be printed
     as a traceback."""
 
     def pin_memory(self) -> "WorkerResult":
@@ -100,7 +100,7 @@ class TrainingSamples(Dataset[WorkerResult]):
     """Maps the requests of a micro-batch to their batch."""
 
     datasets: Sequence[OpenDataset]
-    """Where samples are read."""
+    """The data sets to read from."""
     table: BucketTable
     """Height and width of the buckets."""
     params: DatasetParams

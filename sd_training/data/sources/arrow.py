@@ -6,7 +6,7 @@ Captions and metadata are in the index; training reads single images, in the ord
   cache, and read from there by offset. The cache (`dataset.params.remote.cache_dir`, `.cache_gib`) needs room for the
   row groups of a window; row groups are the blocks of the order, so a window is worked through before its files go.
   Indexing and unpacking hold one row group at a time, as stored and unpacked: a process needs some 70 MB and 3 to 4
-  times the largest row group, whatever the size of the table (pyarrow 26).
+  times the largest row group, for any size of the table (pyarrow 26).
 - A saved data set is a list of Arrow stream files. The index keeps where in its file each image lies. No file is mapped
   while training, where a disk's failure would end the process, and `datasets` with pandas and dill (87 MB per process,
   datasets 5.2) is only imported to find the files of a data set of the Hugging Face hub.

@@ -82,7 +82,7 @@ _REQUIRED = {"key", "at:image_length", "width", "height", "caption_length"}
 
 
 EXAMPLES_KEPT = 100
-"""Named examples per reason; the count goes on."""
+"""Named examples per reason; further ones are only counted."""
 
 
 class SkippedSample(NamedTuple):
@@ -301,6 +301,12 @@ def checked_path(base: str, path: str) -> str:
 class Source:
     """One kind of data set at one place. Small and picklable: it is sent to index processes.
 
+    A subclass defines `rows`, which yields the columns of a sample (`COLUMNS`), and `identity`: a constant, plus every
+    option that `rows` reads. It overrides `shards` unless the paths are the shards, `open_group` if offsets are not
+    relative to the shard file, `image_root` if paths in rows do not start at the shard's folder, and `shard_noun`. For
+    images stored as separate files `measured` fills in their columns. Readers return JPEG, PNG or WebP files unchanged;
+    other formats must be converted before training.
+
     Args:
         paths: of files or folders, local or remote.
         access: how remote ones are read.
@@ -311,13 +317,13 @@ class Source:
     columns: Sequence[str] = ()
     """Optional columns that also exist where no row has a value."""
     identity: str
-    """Everything besides the shard that decides what `scan` returns; a change of it indexes anew."""
+    """Everything besides the shard that decides what `scan` returns; a change of it causes a new index."""
 
     def __init__(self, paths: Sequence[str], access: RemoteConfig) -> None:
         self.paths, self.access = list(paths), access
 
     def shards(self) -> list[Shard]:
-        """All shards in a fixed order. Raises DataError when there are none, or one cannot be found."""
+        """All shards in a fixed order. Raises DataError if there are none, or if one cannot be found."""
         return file_states(self.paths, self.access)
 
     def image_root(self, shard: Shard) -> str:
@@ -330,16 +336,16 @@ class Source:
         return folder if is_remote(location) else os.path.realpath(folder)
 
     def rows(self, shard: Shard, report: Report) -> Iterator[Row]:
-        """The samples of a shard. Damage and what is left out is reported; OSError and DataError are passed on."""
+        """The samples of a shard. Damage and omitted samples are reported; OSError and DataError are passed on."""
         raise NotImplementedError
 
     def open_group(self, shard: Shard, group: int) -> ByteFile:
-        """What `at:image_offset` of the samples of a row group counts in: the shard."""
+        """The file to which `at:image_offset` of the samples of a row group refers: the shard."""
         return open_bytes(shard, self.access)
 
     def scan(self, shard: Shard) -> tuple[dict[str, pa.Array], Problems]:
-        """The samples of one shard as columns of equal length, in a fixed order, and what is wrong with it. It is read
-        part by part: few rows are Python objects at the same time."""
+        """The samples of one shard as columns of equal length, in a fixed order, and its problems. It is read in
+        parts, so that few rows are Python objects at the same time."""
         problems, parts = Problems(), [COLUMNS.empty_table()]
 
         def report(key: str, reason: str) -> None:
@@ -350,7 +356,7 @@ class Source:
             for row in part:
                 row.setdefault("caption_length", length_of(row.get("caption")))
                 if not row["width"]:
-                    report(row["key"], "image size cannot be told")
+                    report(row["key"], "image size cannot be determined")
             table = pa.Table.from_pylist(part, COLUMNS)
             for name, values in metadata_columns([row.get("metadata", {}) for row in part]).items():
                 table = table.append_column(name, values)
@@ -398,7 +404,7 @@ class DatasetIndex:
         path: the joined index.
         shards: the shards it was made from.
         columns: arrow table: `key`, `unit` (number of the shard), `block`, `width`, `height`, `caption_length`, `cls`,
-            `at:…`, perhaps `caption`, and the metadata columns of the fields that were asked for.
+            `at:…`, perhaps `caption`, and the metadata columns of the requested fields.
         fields: every metadata field that some shard has.
         problems: what was wrong with the shards.
         fingerprint: sha256 over names, sizes and contents of the shards, without their folders.

@@ -20,14 +20,14 @@ _NAMES_BELOW = 1000
 """Names searched in the folders of a folder."""
 _FOLDERS = ("ImageFolder", "TagFolder", "HuggingFace")
 """Types whose paths are folders."""
-_TELLING = {
+_TYPICAL_SUFFIXES = {
     "HuggingFace": ("state.json", "dataset_dict.json"),
     "WebDataset": (".tar",),
     "Parquet": (".parquet",),
     "Table": TABLE_EXTENSIONS,
     "ImageFolder": IMAGE_SUFFIXES,
 }
-"""`dataset.type` → ends of file names that show it, the most telling first (images beside a table are its own)."""
+"""`dataset.type` → typical file name suffixes, the most specific first (images beside a table belong to it)."""
 
 
 def make_source(kind: SourceType, params: SourceParams, access: RemoteConfig) -> Source:
@@ -77,7 +77,7 @@ def _fitting_type(kind: str, path: str) -> str:
     root = local_path(path)
     names = [os.path.basename(root)] if os.path.isfile(root) else sorted(glob.glob("*", root_dir=root))
     names += sorted(islice(glob.iglob("*/*", root_dir=root), _NAMES_BELOW))
-    for fitting, ends in _TELLING.items():
+    for fitting, ends in _TYPICAL_SUFFIXES.items():
         if name := next((name for name in names if name.lower().endswith(ends)), None):
             is_read = fitting == kind or (fitting, kind) == ("WebDataset", "ClassificationWebDataset")
             return "" if is_read else f"; '{path}' holds {name}, which dataset.type={fitting} reads"

@@ -204,7 +204,7 @@ _TableRows = Iterator[tuple[int, Mapping[str, Any] | str]]
 
 
 def _read_table(name: str, file: BinaryIO) -> tuple[list[str], _TableRows]:
-    """The columns of a table and its rows, which are read when they are asked for.
+    """The columns of a table and its rows, which are read lazily.
 
     Args:
         name: path or URL, which gives the format and is used in messages.
@@ -278,7 +278,7 @@ _SALT = (1).to_bytes(8, "little")
 _MAX_SCORE = 2**53
 _MAX_ASPECT = 1e9
 _FILTER_OPTIONS = {"score_tags", "abs_min_score", "min_score", "tag_bonus_scores", "blacklist_tags", "aspect_range"}
-"""What `rejection_reason` depends on: files are filtered anew when one of them changes."""
+"""What `rejection_reason` depends on: files are filtered again when one of them changes."""
 
 
 def _inside(path: str) -> str:

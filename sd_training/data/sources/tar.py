@@ -40,7 +40,7 @@ class TarSource(base.Source):
     columns = ("at:image_offset", "at:caption_offset", "check:caption")
 
     def image_root(self, shard: Shard) -> str:
-        """As `Source.image_root`: no image is a file of its own."""
+        """As `Source.image_root`: no image is a separate file."""
         return ""
 
     def rows(self, shard: Shard, report: Report) -> Iterator[Row]:
@@ -96,7 +96,7 @@ def scan_tar(file: ByteFile, report: Report) -> list[TarSample]:
     try:
         with tarfile.open(fileobj=file.stream, mode="r:") as tar:
             while (member := tar.next()) is not None:
-                if member.size < 0 or tar.offset <= end:  # a header that points backwards would be read for ever
+                if member.size < 0 or tar.offset <= end:  # a header that points backwards would be read forever
                     raise tarfile.ReadError(f"invalid size at byte {member.offset}")
                 end = tar.offset
                 tar.members = []  # type: ignore[attr-defined]  # tarfile keeps every header; a large shard has many

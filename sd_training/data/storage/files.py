@@ -8,8 +8,8 @@ A remote file and the output of a `pipe:` command are kept as files in the shard
 random like any other shard. The cache is a folder of bounded size that all processes of a machine share. It has one
 file per key, made as `<name>.partial` and then renamed, while `<name>.lock` is locked: only one process makes it. The
 empty lock files stay. The least recently used files are deleted to make room; processes that have such a file open can
-go on reading it. Files that are being made count, and are not deleted: together they may take the folder over its
-limit. A partial file that a crash left is removed: nobody has it locked.
+continue reading it. Files that are being made count, and are not deleted: together they may take the folder over its
+limit. A partial file that a crash left is removed: no process has it locked.
 
 Length and version of every remote file are compared with the indexed file. A transient failure is retried
 `dataset.params.remote.num_retries` times. The retries are written here and obstore's are off, because its own do not

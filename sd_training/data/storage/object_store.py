@@ -21,9 +21,9 @@ from sd_training.log import redacted
 _TRANSIENT_STATUS = frozenset({408, 425, 429, *range(500, 600)} - {501, 505})
 _STATUS = re.compile(r"status code: (\d{3})")
 _METADATA_SERVICES = ("/latest/api/token", "metadata.google.internal")
-"""Where a cloud's machines get the keys of their role; asked last, when there are no others."""
+"""Where a cloud's machines get the keys of their role; tried last, when there are no others."""
 _KEYS_KEPT = timedelta(minutes=10)
-"""A role's keys are asked for again after this; botocore renews them 15 to 10 minutes before they expire."""
+"""A role's keys are requested again after this; botocore renews them 15 to 10 minutes before they expire."""
 
 
 def open_store(url: str, num_retries: int, timeout_s: float) -> tuple[ObjectStore, str]:

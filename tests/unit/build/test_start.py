@@ -20,7 +20,7 @@ from sd_training.errors import EXIT_MISTAKE, EXIT_STOPPED, UserError
     ],
 )
 def test_a_mirror_that_is_away_asks_for_another_start(cause: str, status: int) -> None:
-    mirror, said = Mirror("s3://bucket/runs", "run"), r"checkpoint\.mirror: .*checkpoint\.mirror=null goes on"
+    mirror, said = Mirror("s3://bucket/runs", "run"), r"checkpoint\.mirror: .*checkpoint\.mirror=null to continue"
     with pytest.raises(UserError, match=said) as error, mirror._errors_named(AT_START):
         raise OSError(cause)
     assert error.value.exit_status == status

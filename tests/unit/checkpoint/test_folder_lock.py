@@ -85,7 +85,7 @@ def test_a_second_start_while_the_first_lives_is_refused(tmp_path: Path) -> None
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "taken\n"
-        with pytest.raises(ConfigError, match=rf"start \(process {other.pid} on .*still lives"):
+        with pytest.raises(ConfigError, match=rf"start \(process {other.pid} on .*is still running"):
             acquire_run_lock(tmp_path)
         other.communicate()
     acquire_run_lock(tmp_path).check()  # its lock went with it
@@ -99,7 +99,7 @@ def test_a_lock_of_another_machine_refuses_nobody(tmp_path: Path) -> None:
     run_lock.check()
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     refused = subprocess.run(command, input="", capture_output=True, text=True)
-    assert f"start (process {os.getpid()} on " in refused.stderr and "still lives" in refused.stderr
+    assert f"start (process {os.getpid()} on " in refused.stderr and "is still running" in refused.stderr
     run_lock.release()
     assert subprocess.run(command, input="", capture_output=True, text=True).stdout == "taken\n"
     os.close(lost)

@@ -179,7 +179,10 @@ def test_a_checkpoint_of_the_same_data_is_accepted(shards_dir: Path) -> None:
     ("options", "named"),
     [
         ({"seed": 8}, "experiment.seed was 7, now 8"),
-        ({"filters": {"original_width": ">=50"}}, "dataset.params.filters was .*>=50.*; 32 samples took part, now 22"),
+        (
+            {"filters": {"original_width": ">=50"}},
+            "dataset.params.filters was .*>=50.*; 32 samples were selected, now 22",
+        ),
         ({"resolution": 32}, "dataset.params.resolution was 16, now 32"),
         ({"buckets": {"mode": "table", "sizes": [[16, 24]]}}, 'dataset.params.buckets.mode was "off", now "table"'),
         ({"plan": BatchPlan(16, 1, 1, 160)}, "system.batch_size × .* × processes was 8, now 16"),
@@ -196,10 +199,10 @@ def test_changed_files_are_told_from_changed_options(tmp_path: Path) -> None:
     folder = makers.caption_shards(tmp_path, shards=2)
     state = training_data(folder).state_dict()
     sorted(folder.glob("*.tar"))[1].unlink()
-    with pytest.raises(CheckpointError, match=r"the files of dataset\.params\.path.* 32 samples took part, now 16"):
+    with pytest.raises(CheckpointError, match=r"the files of dataset\.params\.path.* 32 samples were selected, now 16"):
         training_data(folder).load_state_dict(state)
     del state["options"]  # a checkpoint of an older version
-    with pytest.raises(CheckpointError, match="32 samples took part, now 16"):
+    with pytest.raises(CheckpointError, match="32 samples were selected, now 16"):
         training_data(folder).load_state_dict(state)
 
 

@@ -117,7 +117,7 @@ def test_texts_have_bounds(tmp_path: Path) -> None:
 def test_an_image_of_gibibytes_is_not_read(tmp_path: Path) -> None:
     def act() -> None:
         header = tar_header("a.png", 4 * GIB) + GOOD[:33] + (2**31 - 1).to_bytes(4, "big") + b"tEXt"
-        assert "image size cannot be told 1" in scan(tmp_path, header, size=4 * GIB + 4096).problems.text()
+        assert "image size cannot be determined 1" in scan(tmp_path, header, size=4 * GIB + 4096).problems.text()
 
     assert added_mib(act) < 50
 

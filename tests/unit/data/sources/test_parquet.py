@@ -194,7 +194,7 @@ def test_what_is_wrong_is_named_by_its_row(tmp_path: Path) -> None:
     assert [index.name(sample)[1] for sample in range(len(index))] == ["row 0", "row 2", "row 3"]
     assert {(problem.key, problem.reason) for problem in index.problems.named()} == {
         ("row 1", "image is empty"),
-        ("row 3", "image size cannot be told"),
+        ("row 3", "image size cannot be determined"),
     }
 
 

@@ -68,7 +68,7 @@ def test_what_is_wrong_is_counted_and_named(tmp_path: Path) -> None:
     scan = scanned(path)
     assert [sample.key for sample in scan.samples] == ["7", "8"]
     assert scan.problems.counts == {
-        "image size cannot be told": 2,
+        "image size cannot be determined": 2,
         "sample with a second image ignored": 1,
         "image missing": 1,
         "link, device or sparse member ignored": 2,
@@ -172,7 +172,7 @@ def test_what_follows_an_end_mark_is_named_and_not_read(tmp_path: Path, between:
 
 def test_damaged_image_headers_are_named(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", [("1.jpg", b"no image"), ("1.txt", b"words")])
-    assert scanned(path).problems.text() == f"image size cannot be told 1 (first: {path} 1)"
+    assert scanned(path).problems.text() == f"image size cannot be determined 1 (first: {path} 1)"
 
 
 def test_keys_with_dots_beside_good_ones_are_named(tmp_path: Path) -> None:
