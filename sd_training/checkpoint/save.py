@@ -12,7 +12,7 @@ wrote a tensor does not matter to a reader.
 Lightning saves and resumes by `Trainer.save_checkpoint` and `Trainer.fit(ckpt_path=...)`, in a format per strategy and
 with hooks for weights and optimizer in the strategies. This trainer uses neither: `training_state` and
 `restore_training_state` call the same hooks of callbacks, module, data module, loops and precision plugin
-as Lightning's `_CheckpointConnector` (2.6), through public names. `tests/unit/checkpoint/test_save_lightning.py` tests
+as Lightning's `_CheckpointConnector` (2.6), through public names. `tests/unit/test_lightning_internals.py` tests
 what they rely on: `on_fit_start` comes after the strategy's setup and before the loops, and a loop that loaded its
 state continues from there.
 """

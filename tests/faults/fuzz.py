@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 
@@ -28,7 +29,7 @@ from sd_training.config.filters import parse_filters
 from sd_training.config.load import load_config
 from sd_training.data.samples.image import decode, image_size
 from sd_training.data.sources.arrow import ArrowSource
-from sd_training.data.sources.tar import scan_tar
+from sd_training.data.sources.tar import TarSource
 from sd_training.data.storage.files import open_bytes
 from sd_training.errors import BadSample, ConfigError, UserError
 from tests.checkpoints import write_sealed
@@ -56,18 +57,18 @@ def read_tar(data: bytes, folder: Path, inputs: Inputs) -> bool:
     """Indexes a shard and decodes its images; False where something was wrong with it."""
     path = folder / "input.tar"
     path.write_bytes(data)
-    file = open_bytes(str(path), RemoteConfig())
-    try:
-        problems: list[str] = []
-        for sample in scan_tar(file, lambda key, reason: problems.append(reason)):
-            offset, length = sample.spans["image"]
+    source = TarSource([str(path)], RemoteConfig())
+    (shard,) = source.shards()
+    columns, problems = source.scan(shard)
+    is_whole = not problems.total()
+    with closing(open_bytes(shard, source.access)) as file:
+        spans = zip(*(columns[name].to_pylist() for name in ("at:image_offset", "at:image_length")), strict=True)
+        for offset, length in spans if len(columns["key"]) else ():
             try:
                 decode(file.pread(min(length, len(data)), offset), MAX_PIXELS)
-            except (BadSample, UserError) as error:
-                problems.append(str(error))
-        return not problems
-    finally:
-        file.close()
+            except (BadSample, UserError):
+                is_whole = False
+    return is_whole
 
 
 def read_sidecar(data: bytes, folder: Path, inputs: Inputs) -> bool:
