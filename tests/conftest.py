@@ -39,6 +39,11 @@ gc.disable()  # until everything is imported: see `pytest_collection_finish`
 _HANDLERS = {number: signal.getsignal(number) for number in FOR_THE_TRAINING_PROCESS}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that wait for a minute come first: at the end nothing would be left to do meanwhile."""
+    items.sort(key=lambda item: not item.path.name.startswith(("test_hang_watch", "test_slurm")))
+
+
 def pytest_collection_finish() -> None:
     """Collections pass over what was imported: looking at it takes half a second, hundreds of times."""
     gc.freeze()
