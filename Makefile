@@ -18,7 +18,6 @@ export OMP_NUM_THREADS := 1
 # The environment is installed without bytecode; where nobody may write it, every process compiles torch again: 10 s.
 export PYTHONDONTWRITEBYTECODE :=
 
-# One worker more than cores, because some tests wait; mypy is checked beside them.
 # Tests with bounds on rounding; they run again with the kernels of another CPU.
 NUMERICAL := tests/conformance tests/unit/diffusion tests/unit/optim
 
@@ -35,11 +34,12 @@ $(STAMP): requirements.txt
 	$(BIN)/python -m pip install --quiet --no-compile -r requirements.txt
 	cp requirements.txt $@
 
+# Types are checked beside the tests, which have one worker more than there are cores, because some of them wait.
 test: env slurm
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy & types=$$!; \
-	SLURM_TEST_LOGS=1 $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 4 --dist loadfile --no-loadscope-reorder && wait $$types
+	SLURM_TEST_LOGS=1 $(BIN)/python -m pytest -n $$(($$(env -u OMP_NUM_THREADS nproc) + 1)) --maxprocesses 4 --dist loadfile --no-loadscope-reorder && wait $$types
 	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n auto --maxprocesses 4 -q $(NUMERICAL)
 
 slurm:
