@@ -34,12 +34,12 @@ $(STAMP): requirements.txt
 	$(BIN)/python -m pip install --quiet --no-compile -r requirements.txt
 	cp requirements.txt $@
 
-# Types are checked beside the tests, which have one worker more than there are cores, because some of them wait.
+# Types are checked beside the tests that wait, which come first. A worker more than there are cores gains nothing.
 test: env slurm
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy & types=$$!; \
-	SLURM_TEST_LOGS=1 $(BIN)/python -m pytest -n $$(($$(env -u OMP_NUM_THREADS nproc) + 1)) --maxprocesses 4 --dist loadfile --no-loadscope-reorder && wait $$types
+	SLURM_TEST_LOGS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder && wait $$types
 	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n auto --maxprocesses 4 -q $(NUMERICAL)
 
 slurm:
