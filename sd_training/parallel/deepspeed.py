@@ -233,7 +233,7 @@ class ZeroStage3Sharding(ZeroSharding):
 
     def full_shape(self, parameter: nn.Parameter) -> torch.Size:
         """The parameter itself is empty between its uses."""
-        return parameter.ds_shape  # type: ignore
+        return parameter.ds_shape  # type: ignore[attr-defined]
 
     def _place(self, parameter: nn.Parameter) -> tuple[Tensor, int, int]:
         group, start, length = self.zero.grad_position[self.zero.get_param_id(parameter)]

@@ -1,4 +1,4 @@
-"""Runs a command in a process of its own, or catches the user error that it ends with."""
+"""Runs a command in a forked process, or catches the user error that it ends with."""
 
 import os
 import subprocess
@@ -13,19 +13,6 @@ from tests.faults.fork_server import shared_server
 from tests.faults.tiny_run import RUN_HERE
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})}
-    return subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
 
 
 def forked(*command: str | Path, cwd: Path) -> "subprocess.CompletedProcess[str]":

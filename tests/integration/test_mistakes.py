@@ -1,8 +1,6 @@
 """Mistakes that only a started run meets: one sentence with the option, status 2, no traceback, nothing lost."""
 
-import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,17 +11,14 @@ from sd_training.build.run import build_run
 from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
 from tests import makers
-from tests.faults.fork_server import shared_server
-from tests.faults.tiny_run import RUN_MODULE
-from tests.integration.training import ROOT, options
+from tests.integration.commands import ROOT, forked
+from tests.integration.training import options
 
 
-def started(argv: list[str], *more: str) -> tuple[int | None, str]:
+def started(argv: list[str], *more: str) -> tuple[int, str]:
     """Status and output of `python -m train`."""
-    with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
-        words = ["train", *argv, "trainer.accelerator=cpu", *more]
-        child = shared_server().start(RUN_MODULE, words, Path(log.name), os.environ)
-        return child.wait(900), log.read()
+    done = forked("-m", "train", *argv, "trainer.accelerator=cpu", *more, cwd=ROOT)
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
