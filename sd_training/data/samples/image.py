@@ -4,7 +4,6 @@ JPEGs are decoded no larger than needed.
 """
 
 import io
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -50,8 +49,8 @@ MAX_SCANS = 100
 BYTES_PER_PIXEL = 25
 """Most memory that decoding takes per pixel of the file [bytes], measured over all kinds of images; WebP needs it."""
 _JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
-_EIGHTHS = 8
-"""libjpeg-turbo scales by n / 8 while it decodes."""
+_EIGHTHS = (1, 2, 4, 8)
+"""libjpeg-turbo scales by n / 8 while it decodes. It has vector code for these; the others take longer than 8 / 8."""
 
 
 class DecodedImage(NamedTuple):
@@ -91,7 +90,7 @@ def decode(
         data: the file.
         max_pixels: larger images are refused before they are decoded.
         least_scale: (height, width) of the upright file → the scale that the picture is needed at. JPEGs are then
-            decoded at the next larger scale of n / 8, which their cosine transform gives almost for free.
+            decoded at the next larger of a few scales, which their cosine transform gives almost for free.
         keeps_alpha: give alpha as a fourth channel, besides laying the image on white.
 
     Raises:
@@ -126,14 +125,14 @@ def decode(
 
 def _decode_reduced(data: bytes, size: tuple[int, int], scale: float, colours: str) -> DecodedImage | None:
     """None for a file that libjpeg-turbo refuses: Pillow decides whether it can be read."""
-    eighths = min(_EIGHTHS, math.ceil(scale * _MARGIN * _EIGHTHS))
-    height, width = (-(-side * eighths // _EIGHTHS) for side in size)
+    eighths = next((n for n in _EIGHTHS if n >= scale * _MARGIN * 8), 8)
+    height, width = (-(-side * eighths // 8) for side in size)
     try:
         pixels = simplejpeg.decode_jpeg(data, colours, min_height=height, min_width=width, min_factor=1)
     except ValueError:
         return None
     # Of tiny pictures a smaller scale may have the same size.
-    return DecodedImage(pixels, size, eighths / _EIGHTHS) if pixels.shape[:2] == (height, width) else None
+    return DecodedImage(pixels, size, eighths / 8) if pixels.shape[:2] == (height, width) else None
 
 
 def _open(data: bytes, max_pixels: int) -> Image.Image:

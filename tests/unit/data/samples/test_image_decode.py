@@ -174,14 +174,14 @@ def test_sizes_come_from_the_header() -> None:
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_a_jpeg_is_decoded_at_the_next_eighth_above_what_is_needed(mode: str) -> None:
+def test_a_jpeg_is_decoded_at_the_next_fast_scale_above_what_is_needed(mode: str) -> None:
     """Needed 0.2 with a margin of 1.2: 2/8."""
     data = encode(makers.picture(2, 640, 479).convert(mode), "JPEG", quality=95)
     result = decode(data, MANY, lambda height, width: 0.2)
     assert result.pixels.shape == (120, 160, 3)  # 479 / 4 is rounded up
     assert (result.original_size, result.scale) == ((479, 640), 0.25)
-    assert decode(data, MANY, lambda height, width: 0.55).scale == 0.75
-    for scale in (0.9, 1.0, 7.0):
+    assert decode(data, MANY, lambda height, width: 0.22).scale == 0.5
+    for scale in (0.45, 0.9, 1.0, 7.0):
         assert decode(data, MANY, lambda height, width, s=scale: s).pixels.shape == (479, 640, 3)
 
 
