@@ -100,7 +100,7 @@ def test_the_same_bytes_as_without(
 def test_a_failure_in_the_background_is_told_at_the_next_save(
     pipeline_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv = options(tmp_path / "run", pipeline_dir, shards_dir, checkpoint__asynchronous=True)
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__save_every=2, checkpoint__asynchronous=True)
     monkeypatch.setenv(STEP_FILE_VARIABLE, str(tmp_path / "step"))
     told: list[str] = []
 

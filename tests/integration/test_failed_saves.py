@@ -61,7 +61,7 @@ def test_a_full_disk_is_survived(
 
     changes = {"checkpoint__max_failed_saves": 2, "sampling__every": 2, "sampling__prompts": "[a]"}
     changes |= {"sampling__num_inference_steps": 1}
-    train_with(Watched(4, 5), options(run_dir, pipeline_dir, shards_dir, **changes))
+    train_with(Watched(4, 5), options(run_dir, pipeline_dir, shards_dir, experiment__save_every=2, **changes))
     assert kept == [b"2\n", b"2\n"] and told.read_bytes() == b"8\n"
     assert names(run_dir) == ["step=6", "step=8"] and (run_dir / "exported_step").read_bytes() == b"8\n"
     (incident,) = incidents(run_dir)
@@ -72,7 +72,7 @@ def test_a_full_disk_is_survived(
 def test_an_export_that_fails_leaves_the_one_before(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     """The disk fills up after the checkpoint."""
     run_dir = tmp_path / "run"
-    run = prepare(options(run_dir, pipeline_dir, shards_dir))
+    run = prepare(options(run_dir, pipeline_dir, shards_dir, experiment__save_every=2))
     saves = next(c for c in run.trainer.callbacks if type(c).__name__ == "Save")  # type: ignore[attr-defined]
     exported, disk = saves.make_export, FullDisk(0, 0)
 
@@ -95,7 +95,9 @@ def test_an_export_that_fails_leaves_the_one_before(pipeline_dir: Path, shards_d
 def test_too_many_or_the_last_one_end_the_run(
     pipeline_dir: Path, shards_dir: Path, tmp_path: Path, full: tuple[int, int], most: int, text: str
 ) -> None:
-    argv = options(tmp_path / "run", pipeline_dir, shards_dir, checkpoint__max_failed_saves=most)
+    argv = options(
+        tmp_path / "run", pipeline_dir, shards_dir, experiment__save_every=2, checkpoint__max_failed_saves=most
+    )
     with pytest.raises(SaveError, match=text):
         train_with(FullDisk(*full), argv)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -107,7 +109,7 @@ def test_too_many_or_the_last_one_end_the_run(
 def test_one_of_two_processes_cannot_write(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     changes = {"system__batch_size": 4, "checkpoint__max_failed_saves": 2}
-    argv = ["1", "4", "5", *options(run_dir, pipeline_dir, shards_dir, **changes)]
+    argv = ["1", "4", "5", *options(run_dir, pipeline_dir, shards_dir, experiment__save_every=2, **changes)]
     output = train_in_processes(argv, 2, "tests.integration.failing_saves")
     assert "save of step 4 failed (1 in a row)" in output
     assert names(run_dir) == ["step=6", "step=8"]

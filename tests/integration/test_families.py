@@ -53,7 +53,8 @@ def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
 
 def test_trains_saves_resumes_loads_and_draws(pipeline: tuple[str, Path], shards_dir: Path, tmp_path: Path) -> None:
     name, folder = pipeline
-    changes: dict[str, Any] = {"experiment__num_examples_to_see": 32, "model__gradient_checkpointing": True}
+    changes: dict[str, Any] = {"experiment__num_examples_to_see": 32, "experiment__save_every": 2}
+    changes |= {"model__gradient_checkpointing": True}
     whole, cut = (options(tmp_path / run, folder, shards_dir, **changes) for run in ("whole", "cut"))
     train(whole)
     with pytest.raises(Interrupted):

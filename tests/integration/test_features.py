@@ -188,7 +188,9 @@ def test_evaluation_images_are_the_same_on_two_processes(tmp_path: Path, pipelin
 
 def test_all_pipelines_are_kept_when_asked(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
     run_dir = tmp_path / "run"
-    train(options(run_dir, pipeline_dir, shards_dir, experiment__save_only_most_recent="False"))
+    train(
+        options(run_dir, pipeline_dir, shards_dir, experiment__save_every=2, experiment__save_only_most_recent="False")
+    )
     assert sorted(p.name for p in (run_dir / "pipelines").iterdir()) == ["step_2", "step_4", "step_6", "step_8"]
     assert (run_dir / "current_pipeline").resolve().name == "step_8"
     StableDiffusionPipeline.from_pretrained(run_dir / "current_pipeline", local_files_only=True)
@@ -284,15 +286,15 @@ def test_a_damaged_newest_save_falls_back_to_the_one_before(
     tmp_path: Path, pipeline_dir: Path, shards_dir: Path
 ) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    train(options(whole, pipeline_dir, shards_dir))
+    train(options(whole, pipeline_dir, shards_dir, experiment__save_every=2))
     with pytest.raises(Interrupted):
-        train(options(cut, pipeline_dir, shards_dir), CrashAfter(5))
+        train(options(cut, pipeline_dir, shards_dir, experiment__save_every=2), CrashAfter(5))
     newest = cut / "checkpoints" / "step=4" / "optimizer.safetensors"
     newest.write_bytes(newest.read_bytes()[:-100])
     half_written = cut / "checkpoints" / "step=5.partial"
     half_written.mkdir()
     (half_written / "weights.safetensors").write_bytes(b"half")
-    train(options(cut, pipeline_dir, shards_dir))
+    train(options(cut, pipeline_dir, shards_dir, experiment__save_every=2))
     left, right = checkpoint_tensors(whole, 8), checkpoint_tensors(cut, 8)
     assert all(torch.equal(left[name], right[name]) for name in left)
     assert not half_written.exists()

@@ -11,12 +11,12 @@ from tests.integration.training import metrics, options, train
 
 def test_a_run_goes_on_from_links(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     run_dir, disk = tmp_path / "run", tmp_path / "disk"
-    train(options(run_dir, pipeline_dir, shards_dir))
+    train(options(run_dir, pipeline_dir, shards_dir, experiment__save_every=2))
     disk.mkdir()
     for folder in sorted((run_dir / "checkpoints").iterdir()):
         os.rename(folder, disk / folder.name)
         folder.symlink_to(disk / folder.name)
-    more = options(run_dir, pipeline_dir, shards_dir, experiment__num_examples_to_see=80)
+    more = options(run_dir, pipeline_dir, shards_dir, experiment__save_every=2, experiment__num_examples_to_see=80)
     disk.rename(tmp_path / "unplugged")
     with pytest.raises(DamagedCheckpointsError, match=r"MANIFEST\.json is missing"):
         train(more)

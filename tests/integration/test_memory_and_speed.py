@@ -69,7 +69,7 @@ def test_without_a_compiler_the_run_does_not_start(
 
 def test_channels_last_and_recomputation_resume_exactly(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     changes = {"trainer__channels_last": True, "model__gradient_checkpointing": True, "model__vae_slicing": True}
-    changes |= {"experiment__num_examples_to_see": 32}
+    changes |= {"experiment__num_examples_to_see": 32, "experiment__save_every": 2}
     whole, cut = (options(tmp_path / name, pipeline_dir, shards_dir, **changes) for name in ("whole", "cut"))
     run = train(whole)
     laid_out = [p for p in run.module.network.parameters() if p.dim() == 4 and p.shape[2] > 1]

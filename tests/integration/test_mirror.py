@@ -25,7 +25,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server
 
 def mirrored(run_dir: Path, pipeline_dir: Path, shards_dir: Path, steps: int = STEPS, **changes: object) -> list[str]:
     changes = {"checkpoint__mirror": f"s3://{BUCKET}/runs", "trainer__accelerator": "cpu"} | changes
-    return options(run_dir, pipeline_dir, shards_dir, experiment__num_examples_to_see=8 * steps, **changes)
+    changes |= {"experiment__num_examples_to_see": 8 * steps, "experiment__save_every": 2}
+    return options(run_dir, pipeline_dir, shards_dir, **changes)
 
 
 @pytest.mark.parametrize("in_background", [False, True])

@@ -27,7 +27,7 @@ class TakenOverAfter(OptimizerStepCallback):
 
 def test_a_run_that_was_taken_over_ends(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    argv = options(run_dir, pipeline_dir, shards_dir)
+    argv = options(run_dir, pipeline_dir, shards_dir, experiment__save_every=2)
     with pytest.raises(TakenOverError, match="has taken this run over"):
         train(argv, TakenOverAfter(run_dir, 5))
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step=2", "step=4"]

@@ -43,7 +43,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory, pipeline_dir: Path, shards_d
     """A run with a checkpoint of step 2; not to be changed."""
     run_dir = tmp_path_factory.mktemp("begun") / "run"
     with pytest.raises(Interrupted):
-        train(options(run_dir, pipeline_dir, shards_dir), CrashAfter(3))
+        train(options(run_dir, pipeline_dir, shards_dir, experiment__save_every=2), CrashAfter(3))
     return run_dir
 
 
@@ -51,7 +51,9 @@ def begun(tmp_path_factory: pytest.TempPathFactory, pipeline_dir: Path, shards_d
 def again(begun: Path, tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> list[str]:
     """The command of a copy of it."""
     shutil.copytree(begun, tmp_path / "run")
-    return options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=32)
+    return options(
+        tmp_path / "run", pipeline_dir, shards_dir, experiment__save_every=2, experiment__num_examples_to_see=32
+    )
 
 
 def exported(run_dir: Path) -> dict[str, torch.Tensor]:

@@ -41,7 +41,10 @@ def test_the_same_command_exports_what_was_left_out(
     pipeline_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"experiment__num_examples_to_see": 32}
-    whole, killed = (options(tmp_path / run, pipeline_dir, shards_dir, **changes) for run in ("whole", "killed"))
+    whole, killed = (
+        options(tmp_path / run, pipeline_dir, shards_dir, experiment__save_every=2, **changes)
+        for run in ("whole", "killed")
+    )
     train(whole)
     with killed_at(monkeypatch, "export_pipeline", call=2):
         train(killed)
@@ -55,7 +58,9 @@ def test_the_same_command_exports_what_was_left_out(
 def test_an_older_checkpoint_does_not_replace_a_newer_pipeline(
     pipeline_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=32)
+    argv = options(
+        tmp_path / "run", pipeline_dir, shards_dir, experiment__save_every=2, experiment__num_examples_to_see=32
+    )
     train(argv)
     newest, exports = weights(tmp_path / "run"), []
     manifest = tmp_path / "run" / "checkpoints" / "step=4" / "MANIFEST.json"
@@ -76,7 +81,9 @@ def test_the_same_command_deletes_what_was_left_to_delete(
     pipeline_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed between the last checkpoint and the rotation: nothing is left to train."""
-    argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=48)
+    argv = options(
+        tmp_path / "run", pipeline_dir, shards_dir, experiment__save_every=2, experiment__num_examples_to_see=48
+    )
     with killed_at(monkeypatch, "rotate", call=3):
         train(argv)
     kept = tmp_path / "run" / "checkpoints"
@@ -99,7 +106,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(
 ) -> None:
     run_dir, store = tmp_path / "run", tmp_path / "store"
     store.mkdir()
-    alone = options(run_dir, pipeline_dir, shards_dir, experiment__num_examples_to_see=16)
+    alone = options(run_dir, pipeline_dir, shards_dir, experiment__save_every=2, experiment__num_examples_to_see=16)
     mirrored = [*alone, f"checkpoint.mirror=file://{store}"]
     assert found(mirrored).sentence() == f"a new run: {run_dir} has no checkpoint"
     train(mirrored)
@@ -129,7 +136,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(
 def test_a_checkpoint_that_was_never_exported_counts(
     pipeline_dir: Path, shards_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv = options(tmp_path / "run", pipeline_dir, shards_dir)
+    argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__save_every=2)
     with killed_at(monkeypatch, "export_pipeline", call=1):
         train(argv)
     assert not (tmp_path / "run" / "current_pipeline").exists()
@@ -140,7 +147,9 @@ def test_a_checkpoint_that_was_never_exported_counts(
 
 
 def test_a_run_that_never_saved_begins_again(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
-    argv = options(tmp_path / "run", pipeline_dir, shards_dir, experiment__num_examples_to_see=16)
+    argv = options(
+        tmp_path / "run", pipeline_dir, shards_dir, experiment__save_every=2, experiment__num_examples_to_see=16
+    )
     with pytest.raises(Interrupted):
         train(argv, CrashAfter(1))
     assert metrics(tmp_path / "run") and (tmp_path / "run" / "config.yaml").is_file()

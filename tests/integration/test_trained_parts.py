@@ -24,7 +24,8 @@ def test_text_encoders_are_trained_saved_resumed_and_exported(
 ) -> None:
     folder = save_pipeline(name, tmp_path / "pipeline")
     rates = {"optimizer__rates_by_part": "{text_encoder: 1e-4}"}
-    whole, cut = (options(tmp_path / run, folder, shards_dir, **TEXT, **rates) for run in ("whole", "cut"))
+    changes = {**TEXT, **rates, "experiment__save_every": 2}
+    whole, cut = (options(tmp_path / run, folder, shards_dir, **changes) for run in ("whole", "cut"))
     train(whole)
     with pytest.raises(Interrupted):
         train(cut, CrashAfter(3))

@@ -35,7 +35,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory, pipeline_dir: Path, shar
     """An uninterrupted run of 8 optimizer steps of 8 images."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     (run_dir.parent / "ids").mkdir()
-    train(options(run_dir, pipeline_dir, shards_dir), RecordIds(run_dir.parent / "ids"))
+    train(options(run_dir, pipeline_dir, shards_dir, experiment__save_every=2), RecordIds(run_dir.parent / "ids"))
     return run_dir
 
 
@@ -65,7 +65,7 @@ def test_interrupted_and_resumed_is_bit_equal(
     crash_after: int, tmp_path: Path, whole_run: Path, pipeline_dir: Path, shards_dir: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    argv = options(run_dir, pipeline_dir, shards_dir)
+    argv = options(run_dir, pipeline_dir, shards_dir, experiment__save_every=2)
     with pytest.raises(Interrupted):
         train(argv, CrashAfter(crash_after))
     run = train(argv)
@@ -77,7 +77,7 @@ def test_interrupted_and_resumed_is_bit_equal(
 def test_interrupted_inside_an_accumulation_is_bit_equal(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
     shape = {"system__batch_size": 2, "system__gradient_accumulation": 4}
     whole = options(tmp_path / "whole", pipeline_dir, shards_dir, **shape)
-    cut = options(tmp_path / "cut", pipeline_dir, shards_dir, **shape)
+    cut = options(tmp_path / "cut", pipeline_dir, shards_dir, **shape, experiment__save_every=2)
     train(whole)
     for micro_batches in (11, 6, 9):
         with pytest.raises(Interrupted):

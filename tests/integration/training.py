@@ -53,7 +53,7 @@ def options(run_dir: Path, pipeline_dir: Path, shards_dir: Path, **changes: Any)
         "experiment.log_dir": run_dir.parent,
         "experiment.name": run_dir.name,
         "experiment.num_examples_to_see": 64,
-        "experiment.save_every": 2,
+        "experiment.save_every": 4,
         "system.batch_size": 8,
         "system.workers": 0,
         "model.pretrained": pipeline_dir,
