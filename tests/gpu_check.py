@@ -2,8 +2,9 @@
 
 Everything is imported once; a process is forked for every experiment, so that it starts at once, and an error, a crash,
 a lack of memory or a hang is the result of that experiment only. This process never uses the GPU: after that a forked
-one could not. One line of JSON per experiment goes to stdout and to `out=`, as soon as it is known, with what
-was predicted for it before any of this ran on a GPU.
+one could not. Where a library does so when it is imported, processes are spawned, which import everything. One line of
+JSON per experiment goes to stdout and to `out=`, as soon as it is known, with what was predicted for it before any of
+this ran on a GPU.
 """
 
 import ctypes
@@ -77,7 +78,13 @@ def run_of(name: str, *options: str, **settings: Any) -> Callable[[Setting], Res
 
 def short_run(name: str, *options: str) -> Callable[[Setting], Result]:
     """A short run of a tiny pipeline from start to export."""
-    return lambda setting: measure.finished_run(name, options, setting)
+    return partial(measure.finished_run, name, options)
+
+
+def best_run(setting: Setting) -> Result:
+    """The configuration that is expected to be the fastest, for long enough to see the clocks fall."""
+    options = ["trainer.compile=full"] if setting.device == "cuda" else []
+    return measure.trainer("best", options, setting, measured_s=setting.measured_s if setting.is_tiny else 120)
 
 
 def tiny_runs() -> list[Experiment]:
@@ -155,12 +162,7 @@ PARTS: Mapping[str, list[Experiment]] = {
         ),
         Experiment(
             "trainer: best configuration",
-            lambda setting: measure.trainer(
-                "best",
-                ["trainer.compile=full"] if setting.device == "cuda" else [],
-                setting,
-                measured_s=setting.measured_s if setting.is_tiny else 120,
-            ),
+            best_run,
             {"images_per_s": [90, 110]},
             limit_s=400,
         ),
@@ -183,9 +185,23 @@ def in_child(experiment: Experiment, setting: Setting, parent: int, answer: Conn
     os._exit(0)  # without the threads and atexit functions of libraries
 
 
-def conducted(experiment: Experiment, setting: Setting, limit_s: float) -> Result:
+def use_gpu(setting: Setting) -> Result:
+    """Uses the GPU once."""
+    return {"gpu": torch.cuda.get_device_name(), "sum": float(torch.ones(4, device="cuda").sum())}
+
+
+def start_method() -> str:
+    """How processes that can use the GPU are started. Raises UserError where none can."""
+    for method in ("fork", "spawn"):
+        found = conducted(Experiment("GPU", use_gpu), Setting("cuda", True, Path(), 0.0), 120, method)
+        if "result" in found:
+            return method
+    raise UserError(f"no GPU can be used here ({found['error']}); device=cpu size=tiny runs the same in small")
+
+
+def conducted(experiment: Experiment, setting: Setting, limit_s: float, method: str = "fork") -> Result:
     """The result, error or end of an experiment."""
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=in_child, args=(experiment, setting, os.getpid(), sender))
     process.start()
@@ -237,8 +253,6 @@ def options_of(words: Sequence[str]) -> dict[str, str]:
                 raise UserError(f"{name}: is {value!r}; allowed: {', '.join(values)}")
     if not options["seconds"].isdecimal():
         raise UserError(f"seconds: is {options['seconds']!r}; give a whole number of seconds")
-    if options["device"] == "cuda" and torch.cuda.device_count() == 0:  # by NVML, without starting CUDA
-        raise UserError("no GPU is visible here; device=cpu size=tiny runs the same in small on the CPU")
     return options
 
 
@@ -247,6 +261,7 @@ def main() -> None:
     options = options_of(sys.argv[1:])
     end_s, is_tiny = time.monotonic() + int(options["seconds"]), options["size"] == "tiny"
     quiet_libraries()
+    method = start_method() if options["device"] == "cuda" else "fork"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the experiment under way is ended
     folder = Path(options["folder"] or tempfile.mkdtemp(prefix="gpu_check-")).resolve()
     wanted = [word.strip() for word in options["only"].split(",") if word.strip()]
@@ -276,7 +291,7 @@ def main() -> None:
                 elif left_s < _LEAST_S:
                     found = {"skipped": "no time is left; give more seconds, or name it in only="}
                 else:
-                    found = conducted(experiment, setting, min(experiment.limit_s, left_s))
+                    found = conducted(experiment, setting, min(experiment.limit_s, left_s), method)
                 taken_s = round(time.monotonic() - start_s, 1)
                 predicted = {"predicted": experiment.predicted} if experiment.predicted and not is_tiny else {}
                 write({"part": part, "experiment": experiment.name, **found, **predicted, "seconds": taken_s})

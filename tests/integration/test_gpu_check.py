@@ -66,6 +66,11 @@ def test_what_goes_wrong_is_the_result(setting: Setting) -> None:
     assert conducted(Experiment("a", lambda _: {"b": 1}), setting, 60) == {"result": {"b": 1}}
 
 
+def test_a_spawned_process_serves_as_well(setting: Setting) -> None:
+    (experiment,) = (e for e in gpu_check.PARTS["1"] if e.name == "average on the CPU")
+    assert conducted(experiment, setting, 600, "spawn")["result"]["gb_per_s_with_1_threads"] > 0
+
+
 def test_packages_that_are_missing_are_named(setting: Setting) -> None:
     on_gpu = Setting("cuda", True, setting.folder, 0.05)
     assert lack(Experiment("a", fail, needs="no_such_package"), on_gpu) == "needs the package no_such_package"
