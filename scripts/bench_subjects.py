@@ -1,4 +1,4 @@
-"""What `bench_step.py` trains: networks of random weights, and batches in memory."""
+"""What benchmarks train: networks of random weights, batches in memory, pipeline folders."""
 
 import copy
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 import yaml
-from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from torch import nn
-from transformers import CLIPTextConfig, CLIPTextModel
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from sd_training.config.schema import ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.diffusion import Objective
@@ -18,6 +18,10 @@ from sd_training.models.schedulers import load_schedulers
 from sd_training.types import PixelBatch
 
 SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "num_train_timesteps": 1000}
+SD2_UNET = {
+    **{"sample_size": 64, "cross_attention_dim": 1024, "attention_head_dim": (5, 10, 20, 20)},
+    "use_linear_projection": True,
+}
 VARIANTS = ("compiled", "compiled_full", "channels_last", "recompute")
 """Ways to run the denoiser that can be compared."""
 
@@ -47,9 +51,7 @@ def make_subject(model: str, batch: int, resolution: int, precision: str) -> Sub
         unet = UNet2DConditionModel(**config["model"]["unet"]["params"])
         text_width, tokens, levels = 32, 8, 2
     else:
-        unet = UNet2DConditionModel(
-            sample_size=64, cross_attention_dim=1024, attention_head_dim=(5, 10, 20, 20), use_linear_projection=True
-        )
+        unet = UNet2DConditionModel(**SD2_UNET)
         text_width, tokens, levels = 1024, 77, 4
     vae = AutoencoderKL(
         block_out_channels=(16,) * levels,
@@ -112,3 +114,48 @@ def variant_of(subject: Subject, variant: str) -> StableDiffusion:
     if "compiled_full" in wanted:
         compile_blocks([own.denoiser], num_sizes=1)
     return own
+
+
+def save_pipeline(folder: Path, size: str) -> Path:
+    """A Stable Diffusion pipeline of random weights, whose tokenizer knows single characters.
+
+    Args:
+        folder: to write.
+        size: "sd2", Stable Diffusion 2's networks; or "tiny", some 3 M parameters.
+    """
+    torch.manual_seed(0)
+    is_tiny = size == "tiny"
+    widths, depth, groups = ((16, 16, 32, 32), 1, 8) if is_tiny else ((128, 256, 512, 512), 2, 32)
+    width, layers, heads = (64, 2, 4) if is_tiny else (1024, 23, 16)
+    characters = [chr(code) for code in range(33, 127)]
+    words = ["<|startoftext|>", "<|endoftext|>", *characters, *(f"{c}</w>" for c in characters)]
+    tokenizer = CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[], model_max_length=77)
+    tiny_unet = {
+        **{"sample_size": 8, "cross_attention_dim": width, "attention_head_dim": 4, "block_out_channels": (32, 64)},
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    }
+    text = CLIPTextConfig(
+        vocab_size=len(words),
+        **{"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers},
+        **{"num_attention_heads": heads, "max_position_embeddings": 77},
+        **{"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1},
+    )
+    vae = AutoencoderKL(
+        block_out_channels=widths,
+        layers_per_block=depth,
+        norm_num_groups=groups,
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+    )
+    StableDiffusionPipeline(
+        vae=vae,
+        unet=UNet2DConditionModel(**(tiny_unet if is_tiny else SD2_UNET)),
+        text_encoder=CLIPTextModel(text),
+        tokenizer=tokenizer,
+        scheduler=DDPMScheduler(**SCHEDULE),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    ).save_pretrained(folder)
+    return folder

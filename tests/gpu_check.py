@@ -1,212 +1,303 @@
-"""What `gpu_check.sh` does: real runs of train.py, one after the other, and a line for each.
+"""What `gpu_check.sh` does: the experiments of a part, one after the other, each in a process of its own.
 
-A run is ended as soon as it has logged enough; images/s are those of its log without the first row.
+Everything is imported once; a process is forked for every experiment, so that it starts at once, and an error, a crash,
+a lack of memory or a hang is the result of that experiment only. This process never uses the GPU: after that a forked
+one could not. Where a library does so when it is imported, processes are spawned, which import everything. One line of
+JSON per experiment goes to stdout and to `out=`, as soon as it is known, with what was predicted for it before any of
+this ran on a GPU.
 """
 
-import csv
+import ctypes
+import json
+import multiprocessing
 import os
+import platform
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-from sd_training.log import quiet_libraries
-
-quiet_libraries()
-
-import numpy as np
-import torch
-import webdataset
-from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-from PIL import Image
-from transformers import CLIPTextConfig, CLIPTextModel
-
-from sd_training.cli import run_cli
-from sd_training.config.load import load_config
-from sd_training.errors import UserError
-from sd_training.models.families import load_family
-from tests.published_models import forward_flops
-from tests.tiny_parts import tiny_text_encoder, tiny_tokenizer, tiny_vae
-
-VARIANTS: Mapping[str, tuple[str, ...]] = {
-    "fp32": ("model.mixed_precision=no",),
-    "bf16": (),
-    "fp16": ("model.mixed_precision=fp16",),
-    "bf16 + channels first": ("trainer.channels_last=false",),
-    "bf16 + compiled blocks": ("trainer.compile=blocks",),
-    "bf16 + xformers": ("model.xformers=true",),
-    "bf16 + recomputation": ("model.gradient_checkpointing=true",),
-    "bf16 + no EMA": ("model.use_ema=false",),
-    "bf16 + fsdp": ("distributed.strategy=fsdp",),
-    "bf16 + deepspeed_2": ("distributed.strategy=deepspeed_2",),
-    "bf16 + deepspeed_2 + offload": ("distributed.strategy=deepspeed_2", "distributed.offload_optimizer=true"),
-    "fp16 + deepspeed_2 + offload": (
-        "model.mixed_precision=fp16",
-        "distributed.strategy=deepspeed_2",
-        "distributed.offload_optimizer=true",
-    ),
+PACKAGES = {
+    **{name: name for name in ("torch", "pytorch_lightning", "diffusers", "transformers", "tokenizers", "safetensors")},
+    **{name: name for name in ("huggingface_hub", "webdataset", "braceexpand", "omegaconf", "pydantic", "numpy")},
+    **{name: name for name in ("simplejpeg", "pyarrow", "obstore", "tensorboard", "tqdm")},
+    **{"yaml": "pyyaml", "PIL": "pillow"},
 }
-PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0, "L40S": 362.0, "RTX 4090": 165.0, "V100": 125.0}
-"""Dense bf16 (V100: fp16) peak of the vendor's data sheets, by part of the device's name."""
-_LEVELS = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2}
-_TIMEOUT_S = 900
+"""What is imported → what pip calls it."""
+if missing := [pip for name, pip in PACKAGES.items() if find_spec(name) is None]:
+    sys.exit(f"error: packages are missing: pip install {' '.join(missing)}")
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # libraries ask for GPUs when they are imported
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+from scripts.bench_subjects import save_pipeline
+from sd_training.cli import run_cli
+from sd_training.errors import UserError
+from sd_training.log import quiet_libraries
+from tests import gpu_experiments as measure
+from tests.gpu_experiments import Result, Setting
+
+_STOPS = 9
+"""SIGKILL, by number for the kernel."""
+_PR_SET_PDEATHSIG = 1
+_LEAST_S = 5.0
+"""Experiments for which less is left of the budget are left out [s]."""
 
 
 @dataclass(frozen=True)
-class Size:
-    """What is trained."""
+class Experiment:
+    """One line of the result."""
 
-    resolution: int
-    batch: int
-
-
-def make_pipeline(folder: Path, is_tiny: bool) -> None:
-    """Stable Diffusion 2's networks with random weights; the words are those of a tiny tokenizer."""
-    torch.manual_seed(0)
-    words = tiny_tokenizer()
-    if is_tiny:
-        unet = UNet2DConditionModel(
-            sample_size=8,
-            block_out_channels=(32, 32),
-            cross_attention_dim=16,
-            attention_head_dim=4,
-            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        )
-        vae, text = tiny_vae(), tiny_text_encoder(len(words))
-    else:
-        unet = UNet2DConditionModel(
-            sample_size=64, cross_attention_dim=1024, attention_head_dim=(5, 10, 20, 20), use_linear_projection=True
-        )
-        vae = AutoencoderKL(
-            **_LEVELS, down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4
-        )
-        words.model_max_length = 77
-        text = CLIPTextModel(
-            CLIPTextConfig(
-                vocab_size=len(words),
-                hidden_size=1024,
-                intermediate_size=4096,
-                num_hidden_layers=23,
-                num_attention_heads=16,
-                max_position_embeddings=77,
-                bos_token_id=0,
-                eos_token_id=1,
-                pad_token_id=1,
-            )
-        )
-    schedule = DDIMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False)
-    StableDiffusionPipeline(
-        vae=vae, unet=unet, text_encoder=text, tokenizer=words, scheduler=schedule, safety_checker=None,
-        feature_extractor=None, requires_safety_checker=False,
-    ).save_pretrained(folder)  # fmt: skip
+    name: str
+    run: Callable[[Setting], Result]
+    predicted: Mapping[str, Any] = field(default_factory=dict)
+    """At full size on an H200, counted or estimated on a CPU; ranges as [lowest, highest]."""
+    limit_s: float = 90.0
+    needs: str = ""
+    """"cuda", or the package that it needs."""
 
 
-def make_shards(folder: Path, resolution: int, count: int = 512) -> None:
-    """Noisy pictures, so that JPEG decoding costs what it costs."""
-    folder.mkdir(parents=True)
-    chance = np.random.default_rng(0)
-    with webdataset.TarWriter(str(folder / "000.tar")) as sink:
-        for i in range(count):
-            coarse = Image.fromarray(chance.integers(0, 255, (64, 64, 3), dtype=np.uint8))
-            sink.write({"__key__": f"{i:06d}", "jpg": coarse.resize((resolution, resolution)), "txt": f"picture {i}"})
+def run_of(name: str, *options: str, **settings: Any) -> Callable[[Setting], Result]:
+    """A run of the trainer with options."""
+    return partial(measure.trainer, name, options, **settings)
 
 
-def arguments(folder: Path, name: str, size: Size) -> list[str]:
-    """Options that all runs share; bf16 where nothing else is said."""
+def short_run(name: str, *options: str) -> Callable[[Setting], Result]:
+    """A short run of a tiny pipeline from start to export."""
+    return partial(measure.finished_run, name, options)
+
+
+def best_run(setting: Setting) -> Result:
+    """The configuration that is expected to be the fastest, for long enough to see the clocks fall."""
+    options = ["trainer.compile=full"] if setting.device == "cuda" else []
+    return measure.trainer("best", options, setting, measured_s=setting.measured_s if setting.is_tiny else 120)
+
+
+def tiny_runs() -> list[Experiment]:
+    """Every way to train of which one GPU is enough: does anything crash."""
+    ways: Mapping[str, tuple[str, ...]] = {
+        "bf16": (),
+        "fp16": ("model.mixed_precision=fp16",),
+        "bf16 weights": ("model.bf16_weights=true", "optimizer.stochastic_rounding=true"),
+        "recomputation": ("model.gradient_checkpointing=true",),
+        "compiled blocks": ("trainer.compile=blocks",),
+        "compiled in full": ("trainer.compile=full",),
+        "xformers": ("model.xformers=true",),
+        "8-bit AdamW": ("optimizer.name=adamw_8bit",),
+        "fsdp": ("distributed.strategy=fsdp",),
+        "deepspeed_2": ("distributed.strategy=deepspeed_2",),
+    }
+    needs = {"xformers": "xformers", "deepspeed_2": "deepspeed", "8-bit AdamW": "bitsandbytes"}
+    on_cpu = ("bf16", "recomputation")
     return [
-        f"experiment.log_dir={folder / 'runs'}",
-        f"experiment.name={name}",
-        "experiment.num_examples_to_see=100000000",
-        "experiment.save_every=1000000",
-        f"model.pretrained={folder / 'pipeline'}",
-        "model.use_ema=true",
-        f"dataset.params.path={folder / 'shards'}",
-        f"dataset.params.resolution={size.resolution}",
-        f"system.batch_size={size.batch}",
-        f"system.workers={max(2, min(12, (os.cpu_count() or 2) - 2))}",
-        "trainer.devices=1",
-        "logging.every=10",
-        "logging.progress_bar=false",
+        Experiment(
+            f"tiny run: {name}",
+            short_run(name.replace(" ", "_"), *options),
+            needs=needs.get(name, "" if name in on_cpu else "cuda"),
+        )
+        for name, options in ways.items()
     ]
 
 
-def rows_of(run: Path) -> list[dict[str, str]]:
-    """What a run has logged so far."""
-    path = run / "metrics.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="") as stream:
-        return list(csv.DictReader(stream))
+PARTS: Mapping[str, list[Experiment]] = {
+    "1": [
+        *tiny_runs(),
+        Experiment("tiny run: resumed", measure.resumed_run),
+        Experiment("ceilings", measure.ceilings),
+        Experiment("average on the CPU", measure.cpu_average, {"gb_per_s_with_1_threads": [16, 17]}),
+        *(
+            Experiment(f"attention: {backend}", partial(measure.attention, backend), limit_s=60)
+            for backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+        ),
+        Experiment("group norm", measure.group_norm),
+        Experiment("SD2 step: nchw", partial(measure.bare_step, "nchw"), {"ms_per_image": 8.2}),
+        Experiment("SD2 step: nhwc", partial(measure.bare_step, "nhwc")),
+        Experiment("SD2 step: nhwc cudnn.benchmark", partial(measure.bare_step, "nhwc", benchmark=True)),
+        Experiment(
+            "SD2 step: nhwc compiled",
+            partial(measure.bare_step, "nhwc", compiled=True),
+            {"ms_per_image": 5.4},
+            limit_s=180,
+            needs="cuda",
+        ),
+    ],
+    "2": [
+        Experiment("trainer", run_of("eager", estimate=True), {"images_per_s": [59, 66]}, limit_s=120),
+        Experiment("trainer: logged every 10", run_of("every10", "logging.every=10"), {"images_per_s": [59, 66]}),
+        Experiment("trainer: logged every 1000", run_of("every1000", "logging.every=1000"), {"images_per_s": [71, 73]}),
+        Experiment("trainer: no average", run_of("no_ema", "model.use_ema=false"), {"images_per_s": [71, 73]}),
+        Experiment(
+            "trainer: compiled in full",
+            run_of("compiled", "trainer.compile=full"),
+            {"images_per_s": [90, 110]},
+            limit_s=200,
+            needs="cuda",
+        ),
+        Experiment("encoder by batch", measure.encode, {"eager_64": 5.6, "compiled_16": 3.3}, limit_s=120),
+        Experiment("trainer: fp16", run_of("fp16", "model.mixed_precision=fp16", estimate=True), needs="cuda"),
+        Experiment(
+            "trainer: fsdp with offload",
+            run_of("fsdp", "distributed.strategy=fsdp", "distributed.offload_parameters=true", estimate=True),
+            needs="cuda",
+        ),
+    ],
+    "3": [
+        *(
+            Experiment(f"trainer: batch {batch}", run_of(f"batch{batch}", f"system.batch_size={batch}"), limit_s=60)
+            for batch in (1, 2, 4)
+        ),
+        Experiment(
+            "trainer: best configuration",
+            best_run,
+            {"images_per_s": [90, 110]},
+            limit_s=400,
+        ),
+    ],
+}
 
 
-def measure(folder: Path, number: int, options: tuple[str, ...], size: Size, rows: int) -> str:
-    """Starts a run, waits for its rows, ends it; what to print of it."""
-    name, log = f"variant_{number}", folder / f"variant_{number}.log"
-    words = [sys.executable, "train.py", *arguments(folder, name, size), *options]
-    run, deadline_s = folder / "runs" / name, time.monotonic() + _TIMEOUT_S
-    shutil.rmtree(run, ignore_errors=True)  # rows of an earlier call are not this one's
-    with log.open("w") as stream:
-        process = subprocess.Popen(words, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            while process.poll() is None and len(rows_of(run)) < rows and time.monotonic() < deadline_s:
-                time.sleep(1)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    logged = rows_of(run)
-    if len(logged) < rows:
-        errors = [line for line in log.read_text(errors="replace").splitlines() if "rror" in line]
-        return f"failed after {len(logged)} rows: {errors[-1][:200] if errors else 'no error in the log'}; see {log}"
-    speed = statistics.median(float(row["images_per_s"]) for row in logged[1:])
-    memory = logged[-1]["device_memory_gib"]
-    return (
-        f"{speed:.1f} images/s | {memory or '-'} GiB | {utilisation(folder, size, speed)} | loss {logged[-1]['loss']}"
-    )
+def in_child(experiment: Experiment, setting: Setting, parent: int, answer: Connection) -> None:
+    """Runs the experiment and sends its result. A child never outlives its parent, which it would take the GPU from."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _STOPS)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.setsid()
+    os.dup2(2, 1)  # stdout has the results only
+    try:
+        answer.send({"result": experiment.run(setting)})
+    except BaseException as error:  # a run ends by SystemExit, too
+        text = " ".join(str(error).split())[:500]
+        answer.send({"error": f"{type(error).__name__}: {text}"})
+    os._exit(0)  # without the threads and atexit functions of libraries
 
 
-def utilisation(folder: Path, size: Size, images_per_s: float) -> str:
-    """Model FLOPs of the denoiser's forward and backward pass over the device's peak; the encoders are not counted."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    peak = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in device), None)
-    if peak is None:
-        return "MFU -"
-    words = arguments(folder, "flops", size)
-    config = load_config(words)
-    family = load_family(config.model, config.objective, config.conditioning, seed=0, meta=True)
-    flops = 3 * forward_flops(family, size.resolution, size.resolution)
-    return f"MFU {100 * images_per_s * flops / (peak * 1e12):.1f} %"
+def use_gpu(setting: Setting) -> Result:
+    """Uses the GPU once."""
+    return {"gpu": torch.cuda.get_device_name(), "sum": float(torch.ones(4, device="cuda").sum())}
+
+
+def start_method() -> str:
+    """How processes that can use the GPU are started. Raises UserError where none can."""
+    for method in ("fork", "spawn"):
+        found = conducted(Experiment("GPU", use_gpu), Setting("cuda", True, Path(), 0.0), 120, method)
+        if "result" in found:
+            return method
+    raise UserError(f"no GPU can be used here ({found['error']}); device=cpu size=tiny runs the same in small")
+
+
+def conducted(experiment: Experiment, setting: Setting, limit_s: float, method: str = "fork") -> Result:
+    """The result, error or end of an experiment."""
+    context: Any = multiprocessing.get_context(method)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=in_child, args=(experiment, setting, os.getpid(), sender))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(limit_s):
+            return {"error": f"no result within {limit_s:.0f} s"}
+        return dict(receiver.recv())
+    except EOFError:
+        process.join()
+        return {"error": f"ended with status {process.exitcode} without a result"}
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.kill()
+        process.join()
+
+
+def lack(experiment: Experiment, setting: Setting) -> str:
+    """What an experiment needs that is not here; empty if it can run."""
+    if experiment.needs and setting.device == "cpu":
+        return "needs cuda"
+    is_package = experiment.needs not in ("", "cuda")
+    return f"needs the package {experiment.needs}" if is_package and find_spec(experiment.needs) is None else ""
+
+
+def about(given: Mapping[str, str]) -> Result:
+    """What a reader of the lines must know of the machine."""
+    ask = {"gpu": ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]}
+    ask["commit"] = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    found: Result = {"python": platform.python_version(), "torch": torch.__version__, "cpus": os.cpu_count()}
+    for name, command in ask.items():
+        with suppress(OSError, subprocess.SubprocessError):
+            found[name] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return {"date": time.strftime("%Y-%m-%d"), "options": dict(given), **found}
+
+
+def options_of(words: Sequence[str]) -> dict[str, str]:
+    """The command line. Raises UserError."""
+    known = {"part": "1", "seconds": "520", "size": "full", "device": "cuda", "only": "", "out": "", "folder": ""}
+    given = dict(word.partition("=")[::2] for word in words)
+    if unknown := given.keys() - known.keys():
+        raise UserError(f"{min(unknown)}: unknown option; valid options are {', '.join(known)}")
+    options = known | given
+    allowed = {"part": ("1", "2", "3"), "size": ("full", "tiny"), "device": ("cuda", "cpu")}
+    for name, values in allowed.items():
+        for value in options[name].split(","):
+            if value not in values:
+                raise UserError(f"{name}: is {value!r}; allowed: {', '.join(values)}")
+    if not options["seconds"].isdecimal():
+        raise UserError(f"seconds: is {options['seconds']!r}; give a whole number of seconds")
+    return options
 
 
 def main() -> None:
-    """Make what is needed, run the variants, print."""
-    given = dict(word.partition("=")[::2] for word in sys.argv[1:])
-    if unknown := given.keys() - {"batch", "rows", "only", "folder", "size"}:
-        raise UserError(f"{sorted(unknown)[0]}: is no option; options are batch, rows, only, folder, size=tiny")
-    is_tiny = given.get("size") == "tiny"
-    if not is_tiny and not torch.cuda.is_available():
-        raise UserError("no GPU is visible here; size=tiny runs the same on the CPU, with a tiny network")
-    size = Size(32, int(given.get("batch", "8"))) if is_tiny else Size(512, int(given.get("batch", "64")))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a run that is under way is ended
-    folder = Path(given.get("folder", ROOT / "build" / "gpu_check")).resolve() / f"{size.resolution}px"
-    if not (folder / "pipeline" / "model_index.json").exists():
-        make_pipeline(folder / "pipeline", is_tiny)
-    if not (folder / "shards").exists():
-        make_shards(folder / "shards", size.resolution)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"{device}, torch {torch.__version__}, {size.resolution} px, batch {size.batch}", flush=True)
-    wanted = given["only"].split(",") if "only" in given else None
-    for number, (name, options) in enumerate(VARIANTS.items()):
-        if wanted is None or any(word.strip() in name for word in wanted):
-            print(f"{name} | {measure(folder, number, options, size, int(given.get('rows', '4')))}", flush=True)
+    """Runs the experiments for which there is time."""
+    options = options_of(sys.argv[1:])
+    end_s, is_tiny = time.monotonic() + int(options["seconds"]), options["size"] == "tiny"
+    quiet_libraries()
+    method = start_method() if options["device"] == "cuda" else "fork"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the experiment under way is ended
+    folder = Path(options["folder"] or tempfile.mkdtemp(prefix="gpu_check-")).resolve()
+    wanted = [word.strip() for word in options["only"].split(",") if word.strip()]
+
+    def write(line: Mapping[str, Any]) -> None:
+        text = json.dumps(line, ensure_ascii=False)
+        print(text, flush=True)
+        if options["out"]:
+            with Path(options["out"]).open("a", encoding="utf-8") as stream:
+                stream.write(f"{text}\n")
+
+    try:
+        write({"about": about(options)})
+        for size in {"tiny", "tiny" if is_tiny else "sd2"}:
+            if not (folder / size / "pipeline" / "model_index.json").exists():
+                save_pipeline(folder / size / "pipeline", size)
+        for part in options["part"].split(","):
+            for experiment in PARTS[part]:
+                if wanted and experiment.name not in wanted:
+                    continue
+                small = is_tiny or experiment.name.startswith("tiny run")
+                where = folder / ("tiny" if small else "sd2")
+                setting = Setting(options["device"], small, where, 0.05 if is_tiny else 12.0)
+                start_s, left_s = time.monotonic(), end_s - time.monotonic()
+                if reason := lack(experiment, setting):
+                    found: Result = {"skipped": reason}
+                elif left_s < _LEAST_S:
+                    found = {"skipped": "no time is left; give more seconds, or name it in only="}
+                else:
+                    found = conducted(experiment, setting, min(experiment.limit_s, left_s), method)
+                taken_s = round(time.monotonic() - start_s, 1)
+                predicted = {"predicted": experiment.predicted} if experiment.predicted and not is_tiny else {}
+                write({"part": part, "experiment": experiment.name, **found, **predicted, "seconds": taken_s})
+    finally:
+        if not options["folder"]:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

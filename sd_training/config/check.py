@@ -236,6 +236,8 @@ def data_sets(dataset: DatasetConfig) -> list[tuple[str, DatasetConfig | MixEntr
 def _data(config: Config) -> Iterator[str]:
     buckets = config.dataset.params.buckets
     for prefix, entry in data_sets(config.dataset):
+        if not entry.params.path and entry.type != "Synthetic":
+            yield f"{prefix}.params.path: is required: the shards; dataset.type=Synthetic needs none"
         problems = parse_filters(entry.params.filters)[1]
         if entry.type == "ClassificationWebDataset":
             problems += read_class_prompts(entry.params)[1]

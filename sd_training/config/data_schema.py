@@ -14,12 +14,14 @@ from sd_training.config.value_types import (
     Positive,
     PositiveInt,
     Probability,
+    ReadWith,
     read_with,
 )
 
 SourceType = Literal[
-    "WebDataset", "ClassificationWebDataset", "Parquet", "Table", "ImageFolder", "TagFolder", "HuggingFace"
+    "WebDataset", "ClassificationWebDataset", "Parquet", "Table", "ImageFolder", "TagFolder", "HuggingFace", "Synthetic"
 ]
+_FILES = ("WebDataset", "ClassificationWebDataset", "Parquet", "Table", "ImageFolder", "TagFolder", "HuggingFace")
 _TAR = ("WebDataset", "ClassificationWebDataset")
 _TABLES = ("Parquet", "Table", "HuggingFace")
 _COLUMNS = read_with("type", *_TABLES)
@@ -111,6 +113,19 @@ class TagConfig(OptionGroup):
     """A fixed random choice of so many samples [count]."""
 
 
+class SyntheticConfig(OptionGroup):
+    """`Synthetic`: what is made up. Pictures depend on nothing but seed and number of the sample."""
+
+    num_samples: PositiveInt = 10_000
+    """How many samples there are [count]."""
+    sizes: Annotated[list[_Size], Field(min_length=1)] = Field(
+        default=[[512, 512]], json_schema_extra={"allowed": "a list of [height, width] pairs"}
+    )
+    """`[height, width]` pairs [pixels] that the samples have in turn."""
+    seed: Count = 0
+    """Decides the pictures."""
+
+
 class RemoteConfig(OptionGroup):
     """How `s3://`, `gs://` and `http(s)://` files are read. Keys and endpoints come from the environment."""
 
@@ -128,12 +143,14 @@ class RemoteConfig(OptionGroup):
 class SourceParams(OptionGroup):
     """Which samples there are."""
 
-    path: str | list[str]
-    """Shards: a file, a folder, a glob, a brace pattern, a URL, or a list of these."""
+    path: Annotated[str | list[str], ReadWith("type", _FILES, is_refused=False)] = ""
+    """Shards: a file, a folder, a glob, a brace pattern, a URL, or a list of these. Required, except for Synthetic."""
     filters: dict[str, Any] | None = None
     """Metadata filters such as `{original_width: ">=512", pwatermark: "<=0.5"}`; all must hold, and a sample without
     the field is dropped."""
-    captions: Annotated[CaptionConfig, read_with("type", *_TAR, *_TABLES, "ImageFolder"), DENOISER] = CaptionConfig()
+    captions: Annotated[CaptionConfig, read_with("type", *_TAR, *_TABLES, "ImageFolder", "Synthetic"), DENOISER] = (
+        CaptionConfig()
+    )
     """Choice of captions."""
     image_column: Annotated[str | None, _COLUMNS] = None
     """Parquet, Table, HuggingFace: column of the image file's bytes or path; null looks for usual names."""
@@ -141,6 +158,8 @@ class SourceParams(OptionGroup):
     """Parquet, Table, HuggingFace: column of the caption; null looks for usual names."""
     tags: Annotated[TagConfig, read_with("type", "TagFolder")] = TagConfig()
     """TagFolder."""
+    synthetic: Annotated[SyntheticConfig, read_with("type", "Synthetic")] = SyntheticConfig()
+    """Synthetic."""
     idx_to_prompt: Annotated[dict[str | int, str | list[str]] | str | None, _CLASSES] = Field(
         default=None, json_schema_extra={"allowed": "a text, a mapping of classes to texts or lists of texts, or null"}
     )
@@ -203,7 +222,11 @@ class DatasetConfig(OptionGroup):
     type: SourceType = "WebDataset"
     """`WebDataset`: tar shards with image + `txt` (+ `json`). `ClassificationWebDataset`: image + `cls`, with
     `idx_to_prompt`. `Parquet`: image bytes or paths. `Table`: CSV, TSV or JSON lines with paths. `ImageFolder`:
-    images with `.txt` captions. `TagFolder`: images described by JSON files. `HuggingFace`: `save_to_disk` folders."""
+    images with `.txt` captions. `TagFolder`: images described by JSON files. `HuggingFace`: `save_to_disk` folders.
+    `Synthetic`: made-up samples without files, for benchmarks."""
+    reuse_batch: bool = False
+    """For benchmarks only, because nothing is learnt: every step trains on the first micro-batch of the run, so that
+    the step is measured without reading data."""
     params: DatasetParams
     """Source and processing."""
     weight: Annotated[Positive, _MIXED] = 1.0

@@ -38,7 +38,7 @@ log = get_logger(__name__)
 
 _DECISIVE = (
     *("path", "filters", "resolution", "buckets", "captions", "image_column", "caption_column", "tags"),
-    "max_image_pixels",
+    *("synthetic", "max_image_pixels"),
 )
 """Of `dataset.params`: what decides which samples are selected and in which buckets."""
 _OPTION_OF = {
@@ -201,6 +201,10 @@ class TrainingData(pl.LightningDataModule):
             self.bad_samples.report(dataset.selection.problems, "the data")
         if self.held_out is not None:
             self.held_out.report(datasets)
+        if self.dataset.reuse_batch:
+            log.warning(
+                "dataset.reuse_batch: every step trains on one batch, so nothing is learnt; for benchmarks only"
+            )
 
     def train_dataloader(self) -> TrainingLoader:
         """The micro-batches of this rank from the trainer's optimizer step on."""
@@ -216,7 +220,8 @@ class TrainingData(pl.LightningDataModule):
         """
         # Loader processes are forked; the tokenizers package would warn about its threads in every one of them.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        return TrainingLoader(self.samples(), self.order, self.plan, rank, self.workers, first_step, self.bad_samples)
+        samples, reuse = self.samples(), self.dataset.reuse_batch
+        return TrainingLoader(samples, self.order, self.plan, rank, self.workers, first_step, self.bad_samples, reuse)
 
     def samples(self) -> TrainingSamples:
         """Request → example."""
@@ -257,6 +262,8 @@ class TrainingData(pl.LightningDataModule):
             f"Share(weight={e.weight!r}, start_step={e.start_step!r}, end_step={e.end_step!r})" for e in self.entries
         )
         digest.update(f"({self.table.sizes!r}, [{', '.join(shares)}])".encode())
+        if self.dataset.reuse_batch:
+            digest.update(b"reuse_batch")
         return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:

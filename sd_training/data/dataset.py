@@ -79,7 +79,7 @@ def open_dataset(
     folder = None if params.index_dir is None else output_path(params.index_dir)
     source = make_source(kind, source_params, params.remote)
     index = load_index(source, folder, fields - {captions.CAPTION})
-    reader = IndexedReader(index, source)
+    reader = source.reader(index)
     own_rules = source_params.tags if kind == "TagFolder" else caption_rules
     if prompts is None and captions_needed:
         captions.check_fields(caption_rules, index.fields | {captions.CAPTION})

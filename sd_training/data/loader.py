@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
@@ -66,6 +66,8 @@ class TrainingLoader:
     """Loader processes; 0 reads in this process."""
     first_step: Callable[[], int]
     bad_samples: "BadSampleLog"
+    reuse_batch: bool = False
+    """Whether every micro-batch is the first one of the run, the same tensors each time: `dataset.reuse_batch`."""
     _deaths: list[int] = field(default_factory=list, init=False)
     """Optimizer steps at which a loader process has died."""
 
@@ -73,7 +75,8 @@ class TrainingLoader:
         return self.plan.num_steps * self.plan.accumulation
 
     def __iter__(self) -> Iterator[PixelBatch]:
-        for result in self._results(self.first_step() * self.plan.accumulation):
+        start = self.first_step() * self.plan.accumulation
+        for result in self._repeated(start) if self.reuse_batch else self._results(start):
             self.bad_samples.count(self.plan.micro_batch, result.skipped)
             if result.error is not None:
                 raise result.error
@@ -92,6 +95,12 @@ class TrainingLoader:
                 position = step * self.plan.global_batch + slot
                 own = enumerate(samples[slot : slot + size].tolist(), start=position)
                 yield [SampleRequest(position, dataset, sample, bucket) for position, sample in own]
+
+    def _repeated(self, next_micro_batch: int) -> Iterator[WorkerResult]:
+        """The first micro-batch of the run at every place. What was skipped for it counts once."""
+        first = next(self._results(0))  # its loader processes end with the iterator
+        for number in range(next_micro_batch, len(self)):
+            yield first if number == next_micro_batch else replace(first, skipped=[])
 
     def _results(self, next_micro_batch: int) -> Iterator[WorkerResult]:
         """To the end of the run. Loader processes that die are replaced by new ones, which begin with the next expected

@@ -348,3 +348,19 @@ def test_ema_path_starts_the_average(tmp_path: Path, pipeline_dir: Path, shards_
     started_from = StableDiffusionPipeline.from_pretrained(other).unet
     for ours, theirs in zip(exported.parameters(), started_from.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+def test_a_run_on_one_made_up_batch_resumes(tmp_path: Path, pipeline_dir: Path) -> None:
+    made_up = {"dataset__type": "Synthetic", "dataset__reuse_batch": True, "experiment__num_examples_to_see": 96}
+
+    def words(name: str, **more: Any) -> list[str]:
+        return options(tmp_path / name, pipeline_dir, Path(""), **made_up, **more)
+
+    train(words("whole"))
+    with pytest.raises(Interrupted):
+        train(words("cut"), CrashAfter(7))
+    train(words("cut"))
+    left, right = (checkpoint_tensors(tmp_path / name, 12) for name in ("whole", "cut"))
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    seen = losses(tmp_path / "whole")
+    assert len(seen) == 12 and seen[-1] < seen[0] and sorted(seen, reverse=True) == seen  # one batch, one draw

@@ -23,6 +23,7 @@ OF_OTHER_CHOICES = {
     "wandb.entity": "W&B",
     "wandb.api_key": "W&B",
     "dataset.params.tags": "dataset.type=TagFolder; an error without",
+    "dataset.params.synthetic": "dataset.type=Synthetic; an error without",
     "dataset.params.idx_to_prompt": "dataset.type=ClassificationWebDataset; an error without",
     **dict.fromkeys(
         (f"dataset.params.captions.{name}" for name in ("shuffle_tags_prob", "drop_tag_prob", "num_kept_tags")),

@@ -19,7 +19,7 @@ from sd_training.data.dataset import OpenDataset
 from sd_training.data.order.buckets import BucketTable
 from sd_training.data.order.order import generator
 from sd_training.data.samples.captions import Tokenizer
-from sd_training.data.samples.image import CropRequest, read_image
+from sd_training.data.samples.image import CropRequest
 from sd_training.data.sources.base import SkippedSample, printable
 from sd_training.errors import BadSample, BadSamplesError, DataError
 from sd_training.types import LatentGrid, PixelBatch
@@ -156,8 +156,8 @@ class TrainingSamples(Dataset[WorkerResult]):
         top, left = rng("crop").random(2).tolist() if params.crop == "random" else (None, None)
         flip = params.flip_prob > 0 and bool(rng("flip").random() < params.flip_prob)
         wanted = CropRequest(height, width, top, left, flip)
-        file = dataset.reader.image(request.sample)
-        image = read_image(file, wanted, params.max_image_pixels, keeps_alpha=draws.has_mask)
+        picture = dataset.reader.picture
+        image = picture(request.sample, wanted, params.max_image_pixels, keeps_alpha=draws.has_mask)
         dropped = draw_dropout(draws.dropout, draws.seed, position, list(self.tokenizers))
         is_read = any(not dropped[name] for name in self.tokenizers)
         caption = dataset.captioner(request.sample, rng) if is_read else ""

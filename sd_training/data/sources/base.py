@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from sd_training.config.data_schema import RemoteConfig
 from sd_training.config.filters import EXACT_INTEGERS
-from sd_training.data.samples.image import image_size
+from sd_training.data.samples.image import CroppedImage, CropRequest, image_size, read_image
 from sd_training.data.storage.files import ByteFile, FileMissing, FileState, file_states, is_remote, open_bytes, shown
 from sd_training.errors import BadSample, DataError
 from sd_training.log import redacted_values
@@ -303,9 +303,9 @@ class Source:
 
     A subclass defines `rows`, which yields the columns of a sample (`COLUMNS`), and `identity`: a constant, plus every
     option that `rows` reads. It overrides `shards` unless the paths are the shards, `open_group` if offsets are not
-    relative to the shard file, `image_root` if paths in rows do not start at the shard's folder, and `shard_noun`. For
-    images stored as separate files `measured` fills in their columns. Readers return JPEG, PNG or WebP files unchanged;
-    other formats must be converted before training.
+    relative to the shard file, `image_root` if paths in rows do not start at the shard's folder, `reader` if images are
+    no files, and `shard_noun`. For images stored as separate files `measured` fills in their columns. Readers return
+    JPEG, PNG or WebP files unchanged; other formats must be converted before training.
 
     Args:
         paths: of files or folders, local or remote.
@@ -342,6 +342,10 @@ class Source:
     def open_group(self, shard: Shard, group: int) -> ByteFile:
         """The file to which `at:image_offset` of the samples of a row group refers: the shard."""
         return open_bytes(shard, self.access)
+
+    def reader(self, index: DatasetIndex) -> IndexedReader:
+        """The reader of the samples of an index that was made from this source."""
+        return IndexedReader(index, self)
 
     def scan(self, shard: Shard) -> tuple[dict[str, pa.Array], Problems]:
         """The samples of one shard as columns of equal length, in a fixed order, and its problems. It is read in
@@ -483,6 +487,10 @@ class IndexedReader:
         if path is not None:
             return self._read_file(sample, path, length, "image")
         return self._container(sample).pread(length, self._number("at:image_offset", sample))
+
+    def picture(self, sample: int, wanted: CropRequest, max_pixels: int, *, keeps_alpha: bool = False) -> CroppedImage:
+        """The picture that a request asks for, as `read_image` gives it. Raises as `image` does."""
+        return read_image(self.image(sample), wanted, max_pixels, keeps_alpha=keeps_alpha)
 
     def caption(self, sample: int) -> str:
         """The caption: the index's text, else the text file or member. Raises as `image` does; BadSample also where

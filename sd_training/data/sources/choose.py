@@ -12,6 +12,7 @@ from sd_training.config.data_schema import RemoteConfig, SourceParams, SourceTyp
 from sd_training.data.sources.arrow import ArrowSource
 from sd_training.data.sources.base import Source
 from sd_training.data.sources.files import IMAGE_SUFFIXES, TABLE_EXTENSIONS, FolderSource, TableSource, TagSource
+from sd_training.data.sources.synthetic import SyntheticSource
 from sd_training.data.sources.tar import TarSource
 from sd_training.data.storage.files import HUB, PIPE, expand, is_remote, list_folder, local_path, protocol_of, shown
 from sd_training.errors import ConfigError, DataError, UserError
@@ -36,6 +37,8 @@ def make_source(kind: SourceType, params: SourceParams, access: RemoteConfig) ->
     Raises:
         ConfigError, DataError: `dataset.params.path` cannot be expanded, or another option has no meaning.
     """
+    if kind == "Synthetic":
+        return SyntheticSource(params.synthetic)
     columns, paths = (params.image_column, params.caption_column), _entries(params.path)
     if not paths or not all(paths):
         raise DataError("dataset.params.path: is empty; name at least one file or folder")
@@ -60,7 +63,7 @@ def path_problems(kind: SourceType, params: SourceParams, access: RemoteConfig) 
     """Local paths that do not exist or hold nothing of their kind, one sentence each; no file is opened. Remote paths
     and commands are left to the index."""
     problems = []
-    for path in _entries(params.path):
+    for path in _entries(params.path) if kind != "Synthetic" else ():
         try:
             if not path.startswith((PIPE, HUB)) and not is_remote(path):
                 make_source(kind, params.replace(path=path), access)
