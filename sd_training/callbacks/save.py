@@ -37,7 +37,7 @@ from sd_training.checkpoint.save import load_checkpoint, open_checkpoint, restor
 from sd_training.config.plan import counted
 from sd_training.config.schema import Config
 from sd_training.errors import CheckpointError, ConfigError, OutageError, SaveError
-from sd_training.export.pipeline import CURRENT, export_pipeline, keep_export
+from sd_training.export.pipeline import CURRENT, WrittenPart, export_pipeline, frozen_parts, keep_export
 from sd_training.log import get_logger, is_main_process, write_incident
 from sd_training.parallel.strategies import strategy_of
 from sd_training.training import TrainedModule
@@ -77,6 +77,8 @@ class Save(OptimizerStepCallback):
     pending: Future[None] | None = field(default=None, init=False)
     """The save that is written in the background."""
     _pending_step: int = field(default=0, init=False)
+    _written: Mapping[str, WrittenPart] = field(default_factory=dict, init=False)
+    """Frozen parts of the newest export of this start, which later ones are linked to."""
     _failed_in_a_row: int = field(default=0, init=False)
     _upload: Future[None] | None = field(default=None, init=False)
     _last_upload: Path | None = field(default=None, init=False)
@@ -252,9 +254,10 @@ class Save(OptimizerStepCallback):
                 log.warning(f"older checkpoints could not be deleted: {error}")
             self._start_upload()
             if self.config.experiment.save_only_most_recent:
-                export_pipeline(exported, current, self.run_lock)
+                export_pipeline(exported, current, self.run_lock, self._written)
             else:
-                keep_export(exported, self.run_dir, step, self.run_lock)
+                keep_export(exported, self.run_dir, step, self.run_lock, self._written)
+            self._written = frozen_parts(exported, current.resolve())
             self.run_lock.check()
             replace_text(self.run_dir / _EXPORTED_STEP_FILE, f"{step}\n")
             log.info(f"saved step {step}: {newest} and {current}")

@@ -5,12 +5,14 @@
     current_pipeline.old       the one before, for the moment between two renames
 
 A process killed at any moment leaves a good folder that `recover_export`, called at the start of a run, puts in place.
-`differences` compares a folder with what is in memory, offline, one part at a time on the CPU.
+`differences` compares a folder with what is in memory, offline, one part at a time on the CPU. Frozen parts are written
+and compared once per start of a run; later exports get hard links to the same files.
 """
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,49 @@ class ExportError(OSError):
     """The exported folder does not give back what was in memory. The export before it is still in place."""
 
 
-def export_pipeline(pipeline: DiffusionPipeline | ModelMixin, destination: Path, run_lock: RunLock = NO_LOCK) -> None:
+@dataclass(frozen=True)
+class WrittenPart:
+    """The files of a frozen part in an earlier export."""
+
+    folder: Path
+    files: Mapping[str, tuple[int, int]]
+    """Name → size [bytes] and time of modification [ns], as they were when the part had been compared."""
+
+    @classmethod
+    def of(cls, folder: Path) -> "WrittenPart":
+        """The part as it lies there now."""
+        status = {path.name: path.stat() for path in folder.iterdir()}
+        return cls(folder, {name: (s.st_size, s.st_mtime_ns) for name, s in status.items()})
+
+    def link_to(self, folder: Path) -> bool:
+        """Makes hard links in a new folder. False, and nothing is left, where a file was changed or is missing, or the
+        file system has no links."""
+        try:
+            if WrittenPart.of(self.folder) != self:
+                return False
+            folder.mkdir()
+            for name in self.files:
+                os.link(self.folder / name, folder / name)
+        except OSError:
+            sealed.remove_quietly(folder)
+            return False
+        return True
+
+
+def frozen_parts(pipeline: Any, folder: Path) -> dict[str, WrittenPart]:
+    """The parts of an export that have no trained parameter, by name; none of a single model."""
+    parts = pipeline.components if isinstance(pipeline, DiffusionPipeline) else {}
+    modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    frozen = [name for name, part in modules.items() if not any(p.requires_grad for p in part.parameters())]
+    return {name: WrittenPart.of(folder / name) for name in frozen}
+
+
+def export_pipeline(
+    pipeline: DiffusionPipeline | ModelMixin,
+    destination: Path,
+    run_lock: RunLock = NO_LOCK,
+    written: Mapping[str, WrittenPart] | None = None,
+) -> None:
     """Replaces `destination` by `pipeline` in diffusers' layout, once the new folder was reloaded and compared.
 
     Args:
@@ -52,6 +96,7 @@ def export_pipeline(pipeline: DiffusionPipeline | ModelMixin, destination: Path,
             for the comparison, one part at a time.
         destination: folder to replace; a link there is replaced, not followed.
         run_lock: of this start of the run.
+        written: parts that an earlier export of this process holds (`frozen_parts`); they are linked, not written.
 
     Raises:
         OSError: it could not be written; names folder and free space. `destination` is as it was.
@@ -66,11 +111,11 @@ def export_pipeline(pipeline: DiffusionPipeline | ModelMixin, destination: Path,
         recover_export(destination)
         sealed.make_empty_folder(partial)
         try:
-            pipeline.save_pretrained(partial, safe_serialization=True)
+            linked = _write(pipeline, partial, written or {})
         except Exception as error:  # I/O errors of safetensors and tokenizers are no OSErrors
             raise (sealed.system_error(error) or error) from None
         sealed.flush_tree(partial)
-        if problems := differences(pipeline, partial):
+        if problems := differences(pipeline, partial, linked):
             raise ExportError(f"the pipeline written to {partial} is not the one in memory: {'; '.join(problems)}")
         run_lock.check()
         _replace(destination, partial)
@@ -81,8 +126,26 @@ def export_pipeline(pipeline: DiffusionPipeline | ModelMixin, destination: Path,
         raise
 
 
+def _write(pipeline: Any, folder: Path, written: Mapping[str, WrittenPart]) -> set[str]:
+    """Writes the pipeline, or links parts of it; returns the names of those."""
+    linked = {name for name, part in written.items() if part.link_to(folder / name)}
+    if not linked:
+        pipeline.save_pretrained(folder, safe_serialization=True)
+        return linked
+    # As `DiffusionPipeline.save_pretrained`, which cannot leave a part out.
+    for name, part in pipeline.components.items():
+        if part is not None and name not in linked:
+            part.save_pretrained(folder / name)
+    pipeline.save_config(folder)
+    return linked
+
+
 def keep_export(
-    pipeline: DiffusionPipeline | ModelMixin, run_dir: Path, step: int, run_lock: RunLock = NO_LOCK
+    pipeline: DiffusionPipeline | ModelMixin,
+    run_dir: Path,
+    step: int,
+    run_lock: RunLock = NO_LOCK,
+    written: Mapping[str, WrittenPart] | None = None,
 ) -> Path:
     """Exports to `run_dir/pipelines/step_N` and points the link `run_dir/current_pipeline` at it.
 
@@ -90,7 +153,7 @@ def keep_export(
         The new folder. Errors as in `export_pipeline`.
     """
     kept = run_dir / KEPT / f"step_{step}"
-    export_pipeline(pipeline, kept, run_lock)
+    export_pipeline(pipeline, kept, run_lock, written)
     current = run_dir / CURRENT
     recover_export(current)
     link = _beside(current, f"partial{run_lock.suffix}")
@@ -144,8 +207,9 @@ def _replace(destination: Path, new: Path) -> None:
         recover_export(destination)
 
 
-def differences(pipeline: DiffusionPipeline | ModelMixin, folder: Path) -> list[str]:
-    """What the folder gives back differently, one sentence each; empty when it is the same.
+def differences(pipeline: DiffusionPipeline | ModelMixin, folder: Path, linked: Collection[str] = ()) -> list[str]:
+    """What the folder gives back differently, one sentence each; empty when it is the same. Parts that are linked to
+    files compared before are not read again.
 
     Weights are compared bit for bit, settings value by value, tokenizers by the ids of a caption. Global random
     numbers are left as they were.
@@ -153,7 +217,7 @@ def differences(pipeline: DiffusionPipeline | ModelMixin, folder: Path) -> list[
     with torch.random.fork_rng(devices=[]):  # a module that is built draws initial weights
         try:
             if isinstance(pipeline, DiffusionPipeline):
-                return list(_pipeline_differences(pipeline, folder))
+                return list(_pipeline_differences(pipeline, folder, linked))
             return list(_module_differences("model", pipeline, folder))
         except (OSError, ValueError, TypeError, KeyError, RuntimeError, AttributeError, ImportError) as error:
             return [f"it does not load: {type(error).__name__}: {error}"]
@@ -174,7 +238,7 @@ def bit_differences(expected: dict[str, Tensor], found: dict[str, Tensor]) -> li
     return problems
 
 
-def _pipeline_differences(pipeline: Any, folder: Path) -> Iterator[str]:
+def _pipeline_differences(pipeline: Any, folder: Path, linked: Collection[str]) -> Iterator[str]:
     parts = {name: part for name, part in pipeline.components.items() if part is not None}
     modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
     left_out = {name: None for name, part in pipeline.components.items() if part is None}
@@ -187,7 +251,8 @@ def _pipeline_differences(pipeline: Any, folder: Path) -> Iterator[str]:
             continue
         if index.get(name, [None, None])[1] != type(part).__name__:
             yield f"{name} is listed as {index.get(name)}, not as {type(part).__name__}"
-        yield from _module_differences(name, part, folder / name)
+        if name not in linked:
+            yield from _module_differences(name, part, folder / name)
     own = [{key: v for key, v in dict(p.config).items() if key not in parts} for p in (pipeline, reloaded)]
     yield from _setting_differences("pipeline", *own)
 

@@ -193,6 +193,8 @@ def test_all_pipelines_are_kept_when_asked(tmp_path: Path, pipeline_dir: Path, s
     )
     assert sorted(p.name for p in (run_dir / "pipelines").iterdir()) == ["step_2", "step_4", "step_6", "step_8"]
     assert (run_dir / "current_pipeline").resolve().name == "step_8"
+    weights = [(run_dir / "pipelines").glob(f"*/{part}/*.safetensors") for part in ("vae", "text_encoder", "unet")]
+    assert [len({path.stat().st_ino for path in paths}) for paths in weights] == [1, 1, 4]  # frozen parts: hard links
     StableDiffusionPipeline.from_pretrained(run_dir / "current_pipeline", local_files_only=True)
 
 

@@ -23,6 +23,7 @@ from sd_training.export.pipeline import (
     bit_differences,
     differences,
     export_pipeline,
+    frozen_parts,
     keep_export,
     recover_exports,
 )
@@ -115,6 +116,40 @@ def test_training_is_not_disturbed(tmp_path: Path, pipelines: list[StableDiffusi
     export_pipeline(pipelines[0], tmp_path / "p")
     assert torch.equal(torch.random.get_rng_state(), before)
     assert pipelines[0].unet.training and all(p.requires_grad for p in pipelines[0].unet.parameters())
+
+
+def test_frozen_parts_are_written_once(tmp_path: Path) -> None:
+    """Later exports are linked to the same files, unless somebody has changed one."""
+    pipeline = makers.tiny_pipeline(0)
+    for part in (pipeline.vae, pipeline.text_encoder):
+        part.requires_grad_(False)
+
+    def inodes(step: int) -> dict[str, int]:
+        files = (tmp_path / "pipelines" / f"step_{step}").glob("*/*.safetensors")
+        return {path.parent.name: path.stat().st_ino for path in files}
+
+    def next_export(step: int) -> dict[str, int]:
+        written = frozen_parts(pipeline, (tmp_path / "current_pipeline").resolve())
+        assert set(written) == {"vae", "text_encoder"}
+        torch.nn.init.normal_(next(pipeline.unet.parameters()))
+        assert_holds(keep_export(pipeline, tmp_path, step, written=written), pipeline)
+        return inodes(step)
+
+    keep_export(pipeline, tmp_path, 1)
+    assert tree(tmp_path / "pipelines" / "step_1").keys() == tree(tmp_path / "current_pipeline").keys()
+    first, second = inodes(1), next_export(2)
+    assert {name for name in first if first[name] == second[name]} == {"vae", "text_encoder"}
+    assert tree(tmp_path / "pipelines" / "step_1").keys() == tree(tmp_path / "pipelines" / "step_2").keys()
+
+    written = frozen_parts(pipeline, tmp_path / "pipelines" / "step_2")
+    damaged = tmp_path / "pipelines" / "step_2" / "vae" / "diffusion_pytorch_model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
+    assert_holds(keep_export(pipeline, tmp_path, 3, written=written), pipeline)
+    third = inodes(3)
+    assert {name for name in first if first[name] == third[name]} == {"text_encoder"}
+
+    shutil.rmtree(tmp_path / "pipelines" / "step_2" / "text_encoder")
+    assert_holds(keep_export(pipeline, tmp_path, 4, written=written), pipeline)
 
 
 def test_kept_exports_and_the_link_to_the_newest(tmp_path: Path, pipelines: list[StableDiffusionPipeline]) -> None:
