@@ -305,8 +305,8 @@ def _sharding(config: Config) -> Iterator[str]:
         yield f"trainer.channels_last: true, but {name} shards contiguous weights only; use auto or false"
     if trainer.compile == "full":
         yield f"trainer.compile: full does not work with {name}; use blocks"
-    elif trainer.compile == "blocks" and (deepspeed or mesh.tensor != 1):
-        yield f"trainer.compile: is not known to work with {name if deepspeed else 'distributed.mesh.tensor'}"
+    elif trainer.compile == "blocks" and deepspeed:
+        yield f"trainer.compile: is not known to work with {name}"
     if fsdp and model.mixed_precision == "fp16":
         yield f"model.mixed_precision: fp16 needs a loss scale that {name} does not share; use bf16, or deepspeed_2"
     if deepspeed and model.train_text_encoder:

@@ -201,10 +201,10 @@ class Family(ABC):
     def blank_conditioning(self, count: int, device: torch.device) -> Conditioning:
         """Conditioning of the right shapes for `count` samples, all zeros: to count FLOPs, memory and kernels."""
         shapes, pooled = self.text_shapes()
-        lengths = [length if has else None for (length, _), has in zip(shapes, self.has_masks(), strict=True)]
+        full = [torch.ones(count, length, dtype=torch.bool, device=device) for length, _ in shapes]
         return Conditioning(
             states=[torch.zeros(count, *shape, device=device) for shape in shapes],
-            masks=[n and torch.ones(count, n, dtype=torch.bool, device=device) for n in lengths],
+            masks=[mask if has else None for mask, has in zip(full, self.has_masks(), strict=True)],
             pooled=torch.zeros(count, pooled, device=device) if pooled else None,
             size_numbers=torch.zeros(count, SIZE_NUMBERS, device=device) if self.has_size_numbers else None,
         )
