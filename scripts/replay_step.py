@@ -58,7 +58,7 @@ ON_ONE_DEVICE = (
     "distributed.offload_parameters=false",
     "trainer.devices=1",
     "trainer.num_nodes=1",
-    "trainer.compile=false",
+    "trainer.compile=off",
     "system.workers=0",
     "dataset.params.workers=null",
 )

@@ -182,6 +182,7 @@ class DiffusionModule(TrainedModule):
         objective: the prediction target, noise schedule, timestep density, weighting and loss.
         vae_precision, text_precision: of autoencoder and text encoders.
         is_text_trained: whether the text encoders are trained; the autoencoder is always frozen here.
+        vae_batch: pictures that the autoencoder encodes together; 0: a whole micro-batch.
     """
 
     def __init__(
@@ -193,6 +194,7 @@ class DiffusionModule(TrainedModule):
         vae_precision: str = "fp32",
         text_precision: str = "fp32",
         is_text_trained: bool = False,
+        vae_batch: int = 0,
     ) -> None:
         text_encoders = family.text_encoders()
         for network in [family.vae, *([] if is_text_trained else text_encoders.values())]:
@@ -202,7 +204,7 @@ class DiffusionModule(TrainedModule):
         network = family.denoiser
         super().__init__(nn.ModuleDict({PART: network, **text_encoders}) if is_text_trained else network, optimization)
         self.family, self.objective, self.is_text_trained = family, objective, is_text_trained
-        self.vae_precision, self.text_precision = vae_precision, text_precision
+        self.vae_precision, self.text_precision, self.vae_batch = vae_precision, text_precision, vae_batch
 
     def named_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """As `TrainedModule.named_trained`; a trained text encoder is a separate part."""
@@ -251,7 +253,8 @@ class DiffusionModule(TrainedModule):
         return torch.stack(losses), torch.stack(timesteps)
 
     def _encoded(self, batch: PixelBatch) -> tuple[Tensor, Conditioning]:
-        latents = self.family.encode_pixels(self._pixels(batch), batch.posterior_noise, self.vae_precision)
+        pixels, noise = self._pixels(batch), batch.posterior_noise
+        latents = self.family.encode_pixels(pixels, noise, self.vae_precision, self.vae_batch)
         gradients = torch.set_grad_enabled(self.is_text_trained and torch.is_grad_enabled())
         with gradients, autocast(batch.pixels.device, self.text_precision):
             return latents, self.family.encode(batch)

@@ -112,6 +112,21 @@ UNSEEN: Mapping[str, tuple[dict[str, Any], str, tuple[str, float, float] | float
 """Published settings that no count shows: of the denoiser; prediction type; betas, or the shift of a flow (None: by
 tokens)."""
 
+_SD1_HEADS, _SD2_HEADS = {(40, False): 10, (80, False): 10, (160, False): 12}, {(64, False): 32}
+ATTENTION: Mapping[str, dict[tuple[int, bool], int]] = {
+    "sd14": _SD1_HEADS,
+    "sd15": _SD1_HEADS,
+    "sd2_base": _SD2_HEADS,
+    "sd21_v": _SD2_HEADS,
+    "sdxl_base": {(64, False): 140},
+    "sd3_medium": {(64, False): 24},
+    "pixart_sigma": {(72, False): 28, (72, True): 28},
+    "flux": {(128, False): 57},
+    "mmdit_rope": {(64, True): 19},
+}
+"""Width of a head, and whether there is a mask → attention calls per forward pass. Of CUDA's kernels flash takes no
+mask, and cuDNN no head that is wider than 128 or no multiple of 8; both take bf16 and fp16 only."""
+
 _T5_WIDTH = {"d_model": 2048}
 WRONG_TEXT: Mapping[str, tuple[str, dict[str, Any], str]] = {
     "sd14": ("text_encoder", CLIP_H, "cross_attention_dim"),

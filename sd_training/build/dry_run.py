@@ -32,9 +32,8 @@ from sd_training.data.index.report import DatasetReport, cut_captions, report_te
 from sd_training.data.order.buckets import training_sizes
 from sd_training.errors import Checks, ConfigError
 from sd_training.models.families import load_family
-from sd_training.models.family import Family, latent_grid
+from sd_training.models.family import Family, blank_batch, latent_grid
 from sd_training.models.load import effective_part, load_part
-from sd_training.types import Conditioning, NoisedBatch
 
 FP32_BYTES = 4
 STATE_BYTES = {"adafactor": 1, "adamw_8bit": 2, "lion": 4, "adamw": 8, "muon": 8, "prodigy": 16}
@@ -201,7 +200,8 @@ def run_memory(plan: Plan, networks: Mapping[str, Any], family: Family | None) -
         activations = activation_bytes(family, model, picture, samples, precision, is_narrow)
         # Tiles are encoded one by one.
         side = int(family.vae.tile_sample_min_size) if model.vae_tiling else max(picture)
-        encoded, at_once = (min(side, picture[0]), min(side, picture[1])), 1 if model.vae_slicing else samples
+        encoded = min(side, picture[0]), min(side, picture[1])
+        at_once = 1 if model.vae_slicing else min(model.vae_batch or samples, samples)
         encoding = encoding_bytes(family.vae, encoded, at_once, vae_precision(model, precision))
     return {
         **memory,
@@ -340,16 +340,6 @@ def run_family(family: Family, size: tuple[int, int], samples: int, is_text_trai
             results.append(encoder(torch.zeros(samples, length, dtype=torch.long, device=DEVICE)))
         conditioning.states = [states.requires_grad_() for states in conditioning.states]
     return [*results, family.predict(family.denoiser, noised, conditioning)]
-
-
-def blank_batch(
-    family: Family, height: int, width: int, count: int, device: torch.device
-) -> tuple[NoisedBatch, Conditioning]:
-    """Inputs of the denoiser of the right shapes for `count` pictures."""
-    latents = torch.zeros(count, *latent_grid(family.vae).shape(height, width), device=device)
-    per_sample = torch.zeros(count, device=device)
-    noised = NoisedBatch(latents, per_sample, latents, per_sample, per_sample, per_sample)
-    return noised, family.blank_conditioning(count, device)
 
 
 def peak_activations(

@@ -1,5 +1,6 @@
 """The trained module of a run, with what the callbacks and the data need to know of its model family."""
 
+import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,13 +14,13 @@ from sd_training.data.order.buckets import size_problems, training_sizes
 from sd_training.diffusion import Objective
 from sd_training.errors import ConfigError
 from sd_training.log import get_logger
+from sd_training.models.attention import choose_attention, use_fast_attention, xformers_problems
 from sd_training.models.execution import (
     compile_blocks,
+    keep_compiled_code,
     recompute_activations,
     require_compiler,
-    use_fast_attention,
     wants_channels_last,
-    xformers_problems,
 )
 from sd_training.models.families import load_family
 from sd_training.models.family import Family, latent_grid
@@ -72,8 +73,9 @@ def _diffusion(plan: Plan) -> Trained:
         for network in family.trained_networks(model.train_text_encoder).values():
             for parameter in network.parameters():  # tables of positions are buffers, and stay fp32
                 parameter.data = parameter.data.to(torch.bfloat16)
-    if model.xformers:
-        use_fast_attention(family.denoiser, torch.device(accelerator))
+    sizes, device = training_sizes(config.dataset.params).sizes, torch.device(accelerator)
+    if not (model.xformers and model.attention == "auto" and use_fast_attention(family.denoiser, device)):
+        choose_attention(family, model.attention, sizes, plan.precision, device)
     # Memory format, recomputation and compilation, before anything wraps or shards the networks.
     if wants_channels_last(config.trainer.channels_last, accelerator):
         family.vae.to(memory_format=torch.channels_last)
@@ -82,10 +84,8 @@ def _diffusion(plan: Plan) -> Trained:
             family.denoiser.to(memory_format=torch.channels_last)
     if model.gradient_checkpointing:
         recompute_activations(blocks)
-    if config.trainer.compile:
-        require_compiler(accelerator)
-        num_sizes = len(training_sizes(config.dataset.params).sizes)
-        compile_blocks([family.denoiser] if config.trainer.compile == "full" else blocks, num_sizes=num_sizes)
+    if config.trainer.compile != "off":
+        _compile(plan, family, len(sizes))
     if model.vae_slicing:
         family.vae.enable_slicing()
     if model.vae_tiling:
@@ -97,6 +97,7 @@ def _diffusion(plan: Plan) -> Trained:
         vae_precision=vae_precision(model, plan.precision),
         text_precision=model.text_encoder_precision or plan.precision,
         is_text_trained=model.train_text_encoder,
+        vae_batch=model.vae_batch,
     )
 
     def exported(weights: Mapping[str, Tensor] | None) -> Any:
@@ -105,6 +106,18 @@ def _diffusion(plan: Plan) -> Trained:
     roots = list(family.trained_networks(model.train_text_encoder).values())
     sharding = ShardingSpec(roots, blocks, family.tensor_plan)
     return Trained(module, latent_grid(family.vae), family, exported, sharding)
+
+
+def _compile(plan: Plan, family: Family, num_sizes: int) -> None:
+    """The denoiser or its blocks, and the autoencoder's encoder; that of tiles has too many shapes."""
+    trainer, accelerator = plan.config.trainer, plan.launch.accelerator
+    require_compiler(accelerator, trainer.compile_mode)
+    # By machine: code is made for its processor, and on a shared file system machines would wait for locks.
+    keep_compiled_code(plan.run_dir / "compiled" / platform.node())
+    networks = [family.denoiser] if trainer.compile == "full" else family.blocks()
+    networks += [] if plan.config.model.vae_tiling else [family.vae.encoder]
+    mode, budget = trainer.compile_mode, trainer.activation_budget
+    compile_blocks(networks, num_sizes=num_sizes, mode=mode, budget=budget)
 
 
 def optimization(plan: Plan) -> Optimization:
@@ -139,7 +152,10 @@ def fit_problems(config: Config, family: Family | None, grid: LatentGrid) -> lis
     if family is None:
         return size_problems(grid.downscale, sizes)
     problems = family.size_problems(sizes)
-    problems += xformers_problems(family.denoiser) if config.model.xformers else []
+    if config.model.attention == "xformers":
+        problems += xformers_problems(family.denoiser, "model.attention: xformers")
+    elif config.model.xformers:
+        problems += xformers_problems(family.denoiser)
     wanted, most = config.sampling.num_inference_steps, family.schedulers.objective.schedule.num_timesteps
     if wanted > most:
         problems.append(f"sampling.num_inference_steps: {wanted}, but the noise schedule has {most} steps")

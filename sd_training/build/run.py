@@ -295,6 +295,7 @@ def _trainer(plan: Plan, callbacks: list[pl.Callback], strategy: Strategy) -> pl
         plugins.append(DeepSpeedZeroPrecision(_LIGHTNING_PRECISION[plan.precision]))
     if plan.launch.processes > 1:  # named, because Lightning would detect SLURM inside salloc
         plugins.append(_ENVIRONMENTS[plan.launch.launcher]())
+    torch.set_float32_matmul_precision(plan.config.trainer.matmul_precision)
     trainer = pl.Trainer(
         accelerator=plan.launch.accelerator,
         devices=plan.launch.devices,
@@ -303,6 +304,7 @@ def _trainer(plan: Plan, callbacks: list[pl.Callback], strategy: Strategy) -> pl
         precision=None if is_deepspeed else _LIGHTNING_PRECISION[plan.precision],
         max_steps=plan.batch.num_steps,
         accumulate_grad_batches=plan.batch.accumulation,
+        benchmark=plan.config.trainer.cudnn_benchmark,
         callbacks=callbacks,
         logger=_loggers(plan) if is_main_process() else [],
         plugins=plugins,

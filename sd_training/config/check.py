@@ -250,6 +250,8 @@ def _data(config: Config) -> Iterator[str]:
 
 def _model(config: Config) -> Iterator[str]:
     model, ema, sampling = config.model, config.ema, config.sampling
+    if model.xformers and model.attention not in ("auto", "xformers"):
+        yield f"model.xformers: true means model.attention=xformers, but that is {model.attention}; keep one"
     if model.train_text_encoder and ema.path is not None:
         yield "ema.path: holds one network, but model.train_text_encoder trains several; remove one of them"
     if ema.sigma_rels and ema.snapshot_every % ema.update_every:
@@ -305,8 +307,8 @@ def _sharding(config: Config) -> Iterator[str]:
         yield f"trainer.channels_last: true, but {name} shards contiguous weights only; use auto or false"
     if trainer.compile == "full":
         yield f"trainer.compile: full does not work with {name}; use blocks"
-    elif trainer.compile and (deepspeed or mesh.tensor != 1):
-        yield f"trainer.compile: is not known to work with {name if deepspeed else 'distributed.mesh.tensor'}"
+    elif trainer.compile == "blocks" and deepspeed:
+        yield f"trainer.compile: is not known to work with {name}"
     if fsdp and model.mixed_precision == "fp16":
         yield f"model.mixed_precision: fp16 needs a loss scale that {name} does not share; use bf16, or deepspeed_2"
     if deepspeed and model.train_text_encoder:

@@ -30,7 +30,11 @@ OLD_NAMES: Mapping[str, str] = {
     "system.dist_backend": "distributed.dist_backend",
 }
 """Name of an option in sd-training, or in an earlier version → its name here."""
-OLD_WORDS: Mapping[str, Any] = {"dataset.type": {"ParquetDataset": "Parquet"}, "model.train": {"unet": "denoiser"}}
+OLD_WORDS: Mapping[str, Mapping[Any, str]] = {
+    "dataset.type": {"ParquetDataset": "Parquet"},
+    "model.train": {"unet": "denoiser"},
+    "trainer.compile": {False: "off", True: "blocks"},  # an unquoted `off` is false in YAML, too
+}
 """Option → word of sd-training, or of an earlier version → the word here."""
 RETIRED: Mapping[str, Any] = {
     "checkpoint.best_by": "validation_loss",
@@ -206,7 +210,7 @@ def rename_old(values: Any, origins: dict[str, str]) -> dict[str, str]:
             problems[key] = f"is {shown(value)}, but this option is gone: there is only {shown(only)} now; remove it"
     for key, words in OLD_WORDS.items():
         group, name = place_of(values, key)
-        if isinstance(group.get(name), str):
+        if isinstance(group.get(name), (str, bool)):
             group[name] = words.get(group[name], group[name])
     return problems
 

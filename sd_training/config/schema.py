@@ -165,9 +165,17 @@ class ModelConfig(OptionGroup):
     """`model.train=vae`: the `scaling_factor` of the exported autoencoder. `keep`: the one it started with. `measure`:
     1 / standard deviation of this run's latents, and their mean as `shift_factor` where it has one. `auto`: `keep` for
     pretrained weights, so that denoisers trained on them still fit, `measure` from scratch."""
+    vae_batch: Annotated[Count, DENOISER] = 0
+    """Encode so many pictures at a time: less memory for the autoencoder; 0: the whole micro-batch [count]."""
+    attention: Annotated[Literal["auto", "cudnn", "flash", "efficient", "math", "xformers"], DENOISER] = "auto"
+    """Attention kernel. `auto`: torch's choice. `cudnn`, `flash`, `efficient` and `math` are those of torch's
+    `scaled_dot_product_attention`; they hold for all networks of the run, and where one cannot run a call, torch takes
+    another. `xformers` is for the denoiser. An error where it can run no attention of the denoiser on this device. A
+    log line says which kernels run."""
     xformers: Annotated[bool, DENOISER] = False
-    """Use xformers attention on CUDA where it works; elsewhere PyTorch's fused attention. A log line says which of them
-    runs. An error for networks that have no attention xformers could run, such as `MMDiTRope`."""
+    """sd-training's name of `model.attention=xformers`, for files that are shared between machines: without CUDA or
+    xformers it is torch's choice, as a log line says. An error for networks that have no attention xformers could run,
+    such as `MMDiTRope`."""
 
 
 def is_set(part: PartConfig) -> bool:
@@ -382,6 +390,9 @@ class DistributedConfig(OptionGroup):
     """Communication library; `nccl` becomes `gloo` on a machine without CUDA, with one line saying so."""
 
 
+_COMPILED = read_with("compile", "blocks", "full")
+
+
 class TrainerConfig(OptionGroup):
     """Which devices train, and how the network is run on them. torchrun and SLURM decide the number of processes
     themselves."""
@@ -392,9 +403,22 @@ class TrainerConfig(OptionGroup):
     """Processes on this machine when started with plain `python`; `auto`: every GPU, or one CPU process."""
     num_nodes: PositiveInt | None = None
     """Machines; null takes it from torchrun or SLURM."""
-    compile: Annotated[bool | Literal["blocks", "full"], DENOISER] = False
-    """torch.compile of the denoiser. `blocks` (or true): its repeated blocks, one after the other, which starts soon.
-    `full`: the whole network. One graph per bucket size."""
+    compile: Annotated[Literal["off", "blocks", "full"], DENOISER] = "off"
+    """torch.compile of the denoiser and of the frozen autoencoder's encoder. `blocks`: the denoiser's repeated blocks,
+    one after the other, which starts soon. `full`: the whole denoiser as one graph. One set of graphs per bucket size.
+    The compiled code is kept in the run folder for the next start."""
+    compile_mode: Annotated[Literal["default", "max-autotune", "reduce-overhead"], _COMPILED] = "default"
+    """`mode` of torch.compile. `max-autotune`: tries more kernels, which takes minutes to hours at the start; with CUDA
+    graphs on CUDA. `reduce-overhead`: CUDA graphs alone, for small batches; CUDA only."""
+    activation_budget: Annotated[Probability, _COMPILED] = 1.0
+    """Share of the activations that a compiled graph may keep for its backward pass: 1 keeps what torch.compile
+    chooses, 0 as little as full recomputation of the graph."""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """Matrix products in fp32: `highest` in fp32, `high` in TF32 on CUDA, `medium` also in bf16 where that is faster.
+    Products that autocast runs in bf16 or fp16 are not affected."""
+    cudnn_benchmark: bool = False
+    """Let cuDNN time its convolution algorithms at the first step of each shape and take the fastest; the choice, and
+    so the rounding, may then differ from start to start. Only for CUDA."""
     channels_last: Literal["auto"] | bool = "auto"
     """Lay out convolutional denoisers and the autoencoder with channels last; `auto`: on CUDA."""
 

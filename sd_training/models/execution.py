@@ -1,4 +1,4 @@
-"""How a denoiser is executed: torch.compile, attention kernels, memory format, recomputed activations.
+"""How networks are executed: torch.compile, memory format, recomputed activations.
 
 Everything changes the network in place and keeps the names of modules, weights and exports. Blocks of the same class
 and shapes share compiled graphs, so block by block starts sooner than the whole network; shapes are static: one set of
@@ -17,31 +17,35 @@ from typing import Any, Literal
 
 import torch
 import torch._dynamo
-from diffusers import ModelMixin
+import torch._functorch.config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sd_training.errors import ConfigError
-from sd_training.log import get_logger
-from sd_training.models.load import first_line
-
-log = get_logger(__name__)
 
 _COMPILERS = {"cpu": ("CXX", "g++", "clang++", "c++"), "cuda": ("CC", "gcc", "clang", "cc")}
 """Environment variable that names the compiler, then the names that are tried."""
 _SPARE_GRAPHS = 16
-_HOOK = "set_use_memory_efficient_attention_xformers"
-"""Method of the attention modules that diffusers can switch to xformers; networks have one of this name, too, which
-calls those of their modules and does nothing where there is none."""
+_CODE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+"""Environment variable in which torch.compile looks for the folder of generated code."""
 
 
-def compile_blocks(blocks: list[nn.Module], *, num_sizes: int, backend: str = "inductor") -> None:
+def compile_blocks(
+    blocks: list[nn.Module],
+    *,
+    num_sizes: int,
+    backend: str = "inductor",
+    mode: str = "default",
+    budget: float = 1.0,
+) -> None:
     """Compiles each block by itself, when it first runs.
 
     Args:
-        blocks: the denoiser's repeated blocks, or the denoiser as the only one; compiled in place.
+        blocks: the denoiser's repeated blocks, or the denoiser as the only one, and the autoencoder's encoder; compiled
+            in place. All that the process compiles: the limits are set for these.
         num_sizes: bucket sizes of the run; each has its own graphs.
-        backend: of torch.compile.
+        backend, mode: of torch.compile.
+        budget: share of the activations that a graph may keep for its backward pass.
     """
     # torch.compile counts graphs per function, and all modules are called through the same one; beyond its own limit of
     # 8 it would silently stop compiling. Twice, because the first graphs of a block may be made for another autocast or
@@ -49,19 +53,48 @@ def compile_blocks(blocks: list[nn.Module], *, num_sizes: int, backend: str = "i
     config, count = torch._dynamo.config, 2 * num_sizes * len(blocks) + _SPARE_GRAPHS
     config.recompile_limit = max(config.recompile_limit, count)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, count)
+    torch._functorch.config.activation_memory_budget = budget
     for block in blocks:
-        block.compile(dynamic=False, backend=backend)
+        block.compile(dynamic=False, backend=backend, mode=mode)
 
 
-def require_compiler(accelerator: str) -> None:
+def keep_compiled_code(folder: Path) -> None:
+    """Makes torch.compile write its code to a folder, and find it there at the next start; without effect where the
+    environment names a folder.
+
+    What torch finds there it runs. Its own default is a folder in /tmp that anybody may have made before.
+
+    Raises:
+        ConfigError: the folder cannot be made, or others than this user may write to it.
+    """
+    if os.environ.get(_CODE_FOLDER):
+        return
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise ConfigError(f"trainer.compile: {folder} cannot be made: {error.strerror}") from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise ConfigError(
+            f"trainer.compile: {folder} holds code that is run, but others may write to it; remove it, or name another "
+            f"folder in {_CODE_FOLDER}"
+        )
+    os.environ[_CODE_FOLDER] = str(folder.absolute())
+
+
+def require_compiler(accelerator: str, mode: str = "default") -> None:
     """Checks for what torch.compile needs beside Python packages, before a run starts.
 
     Args:
         accelerator: "cpu" or "cuda".
+        mode: of torch.compile.
 
     Raises:
-        ConfigError: no C++ compiler (CPU), no Triton or C compiler (CUDA), or no header files of Python.
+        ConfigError: no C++ compiler (CPU), no Triton or C compiler (CUDA), no header files of Python, or a mode that
+            does nothing on this device.
     """
+    if mode == "reduce-overhead" and accelerator != "cuda":
+        raise ConfigError(f"trainer.compile_mode: {mode} is CUDA graphs, and this run is on {accelerator}; use default")
     variable, *names = _COMPILERS["cuda" if accelerator == "cuda" else "cpu"]
     names = [os.environ[variable]] if variable in os.environ else names
     missing = []
@@ -72,29 +105,7 @@ def require_compiler(accelerator: str) -> None:
     if accelerator == "cuda" and find_spec("triton") is None:
         missing.append("Triton (pip install triton)")
     if missing:
-        raise ConfigError(f"trainer.compile: needs {' and '.join(missing)}; or set trainer.compile=false")
-
-
-def xformers_problems(denoiser: Any) -> list[str]:
-    """Why `model.xformers` cannot have an effect on this network on any device; empty if it can."""
-    if any(hasattr(module, _HOOK) and not isinstance(module, ModelMixin) for module in denoiser.modules()):
-        return []
-    return [
-        f"model.xformers: true, but {type(denoiser).__name__} has no attention that diffusers can run on xformers; it "
-        "runs on PyTorch's fused attention: set model.xformers=false"
-    ]
-
-
-def use_fast_attention(denoiser: Any, device: torch.device) -> None:
-    """xformers attention where it works, PyTorch's fused attention elsewhere; logs which of them runs."""
-    name, kernel = type(denoiser).__name__, "PyTorch's fused attention instead (there is no CUDA device)"
-    if device.type == "cuda":
-        try:
-            denoiser.enable_xformers_memory_efficient_attention()
-            kernel = "xformers"
-        except (ImportError, AttributeError, ValueError, NotImplementedError, RuntimeError) as error:
-            kernel = f"PyTorch's fused attention instead ({first_line(error)})"
-    log.info(f"model.xformers: {name} runs on {kernel}")
+        raise ConfigError(f"trainer.compile: needs {' and '.join(missing)}; or set trainer.compile=off")
 
 
 def wants_channels_last(option: Literal["auto"] | bool, accelerator: str) -> bool:

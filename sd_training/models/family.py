@@ -153,7 +153,7 @@ class Family(ABC):
         return int(self.denoiser.config.get("patch_size", 1)) * self.packing
 
     @torch.no_grad()
-    def encode_pixels(self, pixels: Tensor, posterior_noise: Tensor, precision: str) -> Tensor:
+    def encode_pixels(self, pixels: Tensor, posterior_noise: Tensor, precision: str, at_once: int = 0) -> Tensor:
         """Scaled latents [B, C, h, w] in fp32, one draw from the autoencoder's posterior.
 
         Args:
@@ -161,10 +161,12 @@ class Family(ABC):
             posterior_noise: [B, C, h, w] standard normal.
             precision: autocast's; the weights stay fp32, so that exports are exact. Some autoencoders (SDXL's) overflow
                 in fp16.
+            at_once: pictures that are encoded together; 0: all.
         """
         with autocast(pixels.device, precision):
-            posterior = self.vae.encode(pixels).latent_dist
-        return self.scaled(posterior.mean.float() + posterior.std.float() * posterior_noise)
+            parts = [self.vae.encode(part).latent_dist for part in pixels.split(at_once or len(pixels))]
+        mean, std = (torch.cat([getattr(part, name).float() for part in parts]) for name in ("mean", "std"))
+        return self.scaled(mean + std * posterior_noise)
 
     def scaled(self, latents: Tensor) -> Tensor:
         """What the pipeline undoes before it decodes."""
@@ -192,12 +194,17 @@ class Family(ABC):
     def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
         """Tokens L and width D of each sequence that `encode` makes, and width of the pooled vector (0: none)."""
 
+    def has_masks(self) -> list[bool]:
+        """Whether the denoiser gets a mask of the padding with each sequence of `text_shapes`."""
+        return [False] * len(self.text_shapes()[0])
+
     def blank_conditioning(self, count: int, device: torch.device) -> Conditioning:
-        """Conditioning of the right shapes for `count` samples, all zeros: to count FLOPs and memory."""
+        """Conditioning of the right shapes for `count` samples, all zeros: to count FLOPs, memory and kernels."""
         shapes, pooled = self.text_shapes()
+        full = [torch.ones(count, length, dtype=torch.bool, device=device) for length, _ in shapes]
         return Conditioning(
             states=[torch.zeros(count, *shape, device=device) for shape in shapes],
-            masks=[None] * len(shapes),
+            masks=[mask if has else None for mask, has in zip(full, self.has_masks(), strict=True)],
             pooled=torch.zeros(count, pooled, device=device) if pooled else None,
             size_numbers=torch.zeros(count, SIZE_NUMBERS, device=device) if self.has_size_numbers else None,
         )
@@ -290,3 +297,13 @@ def is_stored(entry: Any) -> bool:
 def latent_grid(vae: AutoencoderKL) -> LatentGrid:
     """Latent channels and downscale factor."""
     return LatentGrid(int(vae.config.latent_channels), 2 ** (len(vae.config.block_out_channels) - 1))
+
+
+def blank_batch(
+    family: Family, height: int, width: int, count: int, device: torch.device
+) -> tuple[NoisedBatch, Conditioning]:
+    """Inputs of the denoiser of the right shapes for `count` pictures."""
+    latents = torch.zeros(count, *latent_grid(family.vae).shape(height, width), device=device)
+    per_sample = torch.zeros(count, device=device)
+    noised = NoisedBatch(latents, per_sample, latents, per_sample, per_sample, per_sample)
+    return noised, family.blank_conditioning(count, device)

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from sd_training.config.plan import Mesh
 from sd_training.config.schema import ConditioningConfig, DistributedConfig, ModelConfig, ObjectiveConfig
+from sd_training.models.execution import compile_blocks
 from sd_training.models.families import load_family
 from sd_training.models.family import Family, latent_grid
 from sd_training.optim import clip_gradients
@@ -34,8 +35,10 @@ def backward(family: Family) -> tuple[float, dict[str, Tensor]]:
     return float(loss), {n: (g.full_tensor() if hasattr(g, "full_tensor") else g).clone() for n, g in gradients.items()}
 
 
-def cut(family: Family, mesh: Mesh) -> None:
-    """As the strategy cuts, without a trainer."""
+def cut(family: Family, mesh: Mesh, backend: str) -> None:
+    """As the strategy cuts, without a trainer; blocks are compiled where a backend is given."""
+    if backend:
+        compile_blocks(family.blocks(), num_sizes=1, backend=backend)
     spec = ShardingSpec([family.denoiser], family.blocks(), family.tensor_plan)
     strategy = FSDP2Strategy(mesh, spec, DistributedConfig(), None, process_group_backend="gloo")
     sizes = (mesh.data, mesh.fsdp, mesh.tensor)
@@ -51,13 +54,13 @@ def randomise(network: nn.Module) -> None:
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
-def largest_difference(folder: Path, mesh: Mesh) -> tuple[float, float]:
+def largest_difference(folder: Path, mesh: Mesh, backend: str) -> tuple[float, float]:
     """Of the loss, and of the gradients relative to the largest gradient of the same parameter."""
     whole, in_pieces = family_of(folder), family_of(folder)
     for family in (whole, in_pieces):
         randomise(family.denoiser)
     loss, gradients = backward(whole)
-    cut(in_pieces, mesh)
+    cut(in_pieces, mesh, backend)
     cut_loss, cut_gradients = backward(in_pieces)
     assert gradients.keys() == cut_gradients.keys()
     norm = torch.nn.utils.get_total_norm(gradients.values())
@@ -71,13 +74,13 @@ def largest_difference(folder: Path, mesh: Mesh) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Words `axis=size` and pipeline folders; one line of differences per folder."""
+    """Words `axis=size`, perhaps `compile=backend`, and pipeline folders; one line of differences per folder."""
     distributed.init_process_group("gloo")
-    axes = {"data": 1, "fsdp": 1, "tensor": 1} | {
-        k: int(v) for k, _, v in (w.partition("=") for w in sys.argv[1:]) if v
-    }
+    given = {k: v for k, _, v in (w.partition("=") for w in sys.argv[1:]) if v}
+    backend = given.pop("compile", "")
+    axes = {"data": 1, "fsdp": 1, "tensor": 1} | {axis: int(size) for axis, size in given.items()}
     for folder in (Path(word) for word in sys.argv[1:] if "=" not in word):
-        loss, gradients = largest_difference(folder, Mesh(**axes))
+        loss, gradients = largest_difference(folder, Mesh(**axes), backend)
         if distributed.get_rank() == 0:
             print(f"{folder.name} {loss:.2e} {gradients:.2e}", flush=True)
 

@@ -46,12 +46,27 @@ def test_xformers_is_refused_where_it_cannot_run(mmdit_dir: Path, shards_dir: Pa
             start(make_plan(load_config(argv)))
 
 
+def test_kernels_and_chunks_change_nothing_but_rounding(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
+    train(options(tmp_path / "plain", pipeline_dir, shards_dir))
+    changes = {"model__attention": "math", "model__vae_batch": 3, "trainer__matmul_precision": "high"}
+    run = options(tmp_path / "run", pipeline_dir, shards_dir, trainer__cudnn_benchmark=True, **changes)
+    try:
+        train(run)
+        assert torch.get_float32_matmul_precision() == "high" and torch.backends.cudnn.benchmark
+        assert not torch.backends.cuda.flash_sdp_enabled()
+    finally:
+        prepare(options(tmp_path / "next", pipeline_dir, shards_dir))  # which also sets what the next test stands on
+    assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cudnn.benchmark
+    assert torch.backends.cuda.flash_sdp_enabled()
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
+
+
 @pytest.mark.usefixtures("quick_backend")
 def test_a_compiled_run_draws_and_saves(mmdit_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     previews = {"sampling__every": 2, "sampling__prompts": '["a red picture","b","c"]', "sampling__batch_size": 3}
     changes = {"sampling__num_inference_steps": 2, "experiment__num_examples_to_see": 32, **previews}
     train(options(tmp_path / "plain", mmdit_dir, shards_dir, **changes))
-    compiled = {"trainer__compile": True, "model__gradient_checkpointing": True}
+    compiled = {"trainer__compile": True, "model__gradient_checkpointing": True, "trainer__activation_budget": 0.5}
     train(options(tmp_path / "run", mmdit_dir, shards_dir, **changes, **compiled))
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
     DiffusionPipeline.from_pretrained(tmp_path / "run/current_pipeline", local_files_only=True, low_cpu_mem_usage=False)

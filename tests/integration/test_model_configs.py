@@ -15,6 +15,7 @@ from sd_training.config.check import warnings
 from sd_training.config.load import load_config
 from sd_training.config.schema import Config
 from sd_training.errors import ConfigError
+from sd_training.models.attention import attention_calls
 from sd_training.models.families import load_family
 from sd_training.models.family import Family
 from tests import makers
@@ -30,7 +31,7 @@ from tests.integration.shipped_models import (
     write_shards,
 )
 from tests.integration.training import ROOT
-from tests.published_models import FORWARD_GFLOP, FROZEN, PARAMETERS, UNSEEN, WRONG_TEXT, forward_flops, vae
+from tests.published_models import ATTENTION, FORWARD_GFLOP, FROZEN, PARAMETERS, UNSEEN, WRONG_TEXT, forward_flops, vae
 from tests.test_configs import IDS, SHIPPED, filled
 
 
@@ -126,6 +127,18 @@ def test_full_size_models_cost_the_known_operations(whole: tuple[str, Family], m
             gflop = forward_flops(family, side, side) / 1e9
         half_a_digit = 0.5 * 10.0 ** -len(expected.partition(".")[2])
         assert gflop == pytest.approx(float(expected), rel=1e-3, abs=half_a_digit), (side, tokens)
+
+
+def test_full_size_models_ask_for_attention_of_known_kinds(whole: tuple[str, Family]) -> None:
+    """A new mask, or another type, would take the fast kernels away in silence."""
+    name, family = whole
+    calls = attention_calls(family, (256, 256), "bf16")
+    found: dict[tuple[int, bool], int] = {}
+    for call, count in calls.items():
+        assert call.dtype == torch.bfloat16
+        kind = call.query[-1], call.mask is not None
+        found[kind] = found.get(kind, 0) + count
+    assert found == ATTENTION[name]
 
 
 def test_what_no_count_shows_is_as_published(whole: tuple[str, Family]) -> None:

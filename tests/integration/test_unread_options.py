@@ -34,6 +34,8 @@ OF_OTHER_CHOICES = {
     "dataset.params.allow_change": "a resumed run",
     "experiment.allow_changed": "a resumed run",
     "distributed.reshard_after_forward": "fsdp; an error without",
+    "trainer.compile_mode": "a compiled run; an error without",
+    "trainer.activation_budget": "a compiled run; an error without",
     "distributed.offload_parameters": "fsdp, deepspeed_3; an error without",
     "distributed.dist_backend": "several processes",
     "optimizer.params": "some optimizers; an error with others",

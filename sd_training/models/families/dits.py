@@ -101,6 +101,10 @@ class PixArtSigma(Family):
         """As `Family.text_shapes`."""
         return [(self.text_lengths["text_encoder"], self.parts["text_encoder"].config.d_model)], 0
 
+    def has_masks(self) -> list[bool]:
+        """As `Family.has_masks`."""
+        return [True]
+
     def needed_settings(self) -> dict[str, Any]:
         """As `Family.needed_settings`. Learned variance doubles the output; the sizes of PixArt-α are not given."""
         needed = super().needed_settings()

@@ -278,6 +278,10 @@ class MMDiT(Family):
         pooled = sum(config.hidden_size for config, own in given if own.pooling == "mean")
         return shapes, pooled + sum(config.projection_dim for config, own in given if own.pooling == "projection")
 
+    def has_masks(self) -> list[bool]:
+        """As `Family.has_masks`."""
+        return [own.use_mask for own in self.options.values() if own.layer is not None]
+
     def needed_settings(self) -> dict[str, Any]:
         """As `Family.needed_settings`."""
         (shapes, pooled), dims = self.text_shapes(), self.denoiser.config.text_dims

@@ -176,6 +176,8 @@ def test_autoencoder_training_needs_the_autoencoder_only() -> None:
         "model.text_encoder_precision": "fp32",
         "model.unet.pretrained": "someone/pipeline",
         "model.vae_precision": "fp32",
+        "model.attention": "flash",
+        "model.vae_batch": "4",
         "model.xformers": "true",
         "sampling.every": "5",
         "sampling.guidance_scale": "3",

@@ -23,6 +23,7 @@ BASE = [
         ["distributed.strategy=deepspeed_3", "distributed.offload_parameters=true", "optimizer.name=lion"],
         ["distributed.strategy=hsdp", "trainer.compile=true", "model.gradient_checkpointing=true"],
         ["distributed.strategy=ddp", "optimizer.name=muon", "trainer.compile=full"],
+        ["distributed.mesh={data: 1, fsdp: 1, tensor: 2}", "trainer.compile=blocks"],
     ],
 )
 def test_what_works_together(words: list[str]) -> None:
@@ -47,8 +48,14 @@ def test_what_works_together(words: list[str]) -> None:
             "model.bf16_weights: fsdp keeps sharded fp32",
         ),
         (["distributed.strategy=deepspeed_1", "model.train=vae"], "model.train: vae is small"),
+        (
+            ["trainer.compile_mode=max-autotune"],
+            'trainer.compile_mode: is "max-autotune", but is only read with trainer.co',
+        ),
+        (["trainer.activation_budget=0"], "trainer.activation_budget: is 0.0, but is only read with trainer.compile"),
+        (["model.xformers=true", "model.attention=math"], "model.xformers: true means model.attention=xformers, but"),
         (["distributed.strategy=fsdp", "trainer.compile=full"], "trainer.compile: full does not work with fsdp"),
-        (["distributed.mesh.tensor=2", "trainer.compile=true"], "trainer.compile: is not known to work"),
+        (["distributed.mesh.tensor=2", "trainer.compile=full"], "trainer.compile: full does not work with"),
         (["distributed.strategy=deepspeed_2", "trainer.compile=true"], "trainer.compile: is not known to work"),
         (
             ["distributed.strategy=deepspeed_2", "trainer.channels_last=true"],

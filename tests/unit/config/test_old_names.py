@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sd_training.config.changes import resolved_yaml
+from sd_training.config.changes import changed_options, resolved_yaml
 from sd_training.config.fields import OLD_NAMES, OLD_WORDS, RETIRED, options, place_of, shown, value_of
 from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
@@ -56,9 +56,25 @@ def test_a_wrong_value_is_named_by_the_new_name_at_the_place_of_the_old(tmp_path
     assert only(*BASE, f"config={file}").startswith(f'system.workers: is "many" ({file}, line 3); allowed: ')
 
 
-def test_an_old_word_means_todays() -> None:
+def test_an_old_word_means_todays(tmp_path: Path) -> None:
     config = load_config([*BASE, "dataset.type=ParquetDataset"])
     assert config.dataset.type == "Parquet" and "type: Parquet" in resolved_yaml(config)
+    for word, today in {"false": "off", "true": "blocks", "off": "off", "full": "full"}.items():
+        file = write(tmp_path / "a.yaml", f"trainer:\n  compile: {word}\n")
+        for given in (f"trainer.compile={word}", f"config={file}"):
+            config = load_config([*BASE, given])
+            again = yaml.safe_load(resolved_yaml(config))["trainer"]["compile"]
+            assert config.trainer.compile == again == today
+
+
+def test_an_old_word_is_no_change() -> None:
+    config = load_config([*BASE, "trainer.compile=blocks"])
+    previous = yaml.safe_load(resolved_yaml(config))
+    previous["trainer"]["compile"] = True
+    assert changed_options(yaml.safe_dump(previous), config) == []
+    previous["trainer"]["compile"] = False
+    [change] = changed_options(yaml.safe_dump(previous), config)
+    assert str(change) == 'trainer.compile: "off" -> "blocks"'
 
 
 @pytest.mark.parametrize("text", ["ema:\n    path: null", "ema:", "ema: {}\n  max_grad_norm: null"])

@@ -1,8 +1,8 @@
-"""Compilation, attention kernels, memory format and recomputation of real networks."""
+"""Compilation, memory format and recomputation of real networks."""
 
 import copy
 import filecmp
-import logging
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -19,12 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from sd_training.errors import ConfigError
 from sd_training.models.execution import (
     compile_blocks,
-    log,
+    keep_compiled_code,
     recompute_activations,
     require_compiler,
-    use_fast_attention,
     wants_channels_last,
-    xformers_problems,
 )
 from sd_training.models.family import Family
 from tests import makers
@@ -104,6 +102,70 @@ def test_the_whole_network_is_one_graph_per_size(root: Path) -> None:
     assert graphs_compiled() - before == 2
 
 
+def compile_counts() -> tuple[int, int]:
+    """Graphs, and places where a graph breaks."""
+    return graphs_compiled(), sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+@pytest.mark.parametrize("which", ["full", "blocks"])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_graphs_breaks_and_recompilations_under_autocast(name: str, which: str, root: Path) -> None:
+    """A graph that breaks, or is made again in a later step, would be slow in silence."""
+    family, counted = load_tiny(name, root / name), [compile_counts()]
+    compile_blocks([family.denoiser] if which == "full" else family.blocks(), num_sizes=1, backend="eager")
+    for _ in range(3):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(family)
+        loss.backward()
+        counted.append(compile_counts())
+    (before, breaks), *after = counted
+    graphs = 1 if which == "full" else after[0][0] - before
+    assert after == [(before + graphs, breaks)] * 3 and 1 <= graphs <= len(family.blocks())
+
+
+@pytest.mark.parametrize("name", ["stable_diffusion", "sd3"])
+def test_the_encoder_of_the_autoencoder_is_one_graph(name: str, root: Path) -> None:
+    family = load_tiny(name, root / name)
+    family.vae.requires_grad_(False).eval()
+    pixels, (before, breaks) = torch.rand(4, 3, 16, 16) * 2 - 1, compile_counts()
+    noise = torch.randn_like(family.vae.encode(pixels).latent_dist.mean)
+    expected = family.encode_pixels(pixels, noise, "bf16")
+    compile_blocks([family.vae.encoder], num_sizes=1, backend="aot_eager")
+    for _ in range(2):
+        torch.testing.assert_close(family.encode_pixels(pixels, noise, "bf16"), expected)
+        assert compile_counts() == (before + 1, breaks)
+    chunks = family.encode_pixels(pixels, noise, "fp32", 2)
+    torch.testing.assert_close(chunks, family.encode_pixels(pixels, noise, "fp32"))
+
+
+def test_the_budget_of_a_graph(root: Path) -> None:
+    sizes = []
+    for budget in (0.0, 1.0):
+        torch._dynamo.reset()
+        plain, family = tiny("mmdit_rope", root), tiny("mmdit_rope", root)
+        compile_blocks([family.denoiser], num_sizes=1, backend="aot_eager_decomp_partition", budget=budget)
+        sizes.append(saved_bytes(family))
+        assert loss_of(family).item() == pytest.approx(loss_of(plain).item(), rel=1e-4)
+    assert sizes[0] < sizes[1]
+
+
+def test_code_is_kept_where_nobody_else_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    monkeypatch.setenv(name, "chosen by the user")
+    keep_compiled_code(tmp_path / "run" / "compiled")
+    assert os.environ[name] == "chosen by the user" and not (tmp_path / "run").exists()
+    monkeypatch.delenv(name)
+    keep_compiled_code(folder := tmp_path / "run" / "compiled")
+    assert os.environ.pop(name) == str(folder) and folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"trainer.compile: .*compiled holds code that is run, but others may write"):
+        keep_compiled_code(folder)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"trainer.compile: .*compiled cannot be made: Not a directory"):
+        keep_compiled_code(tmp_path / "file" / "compiled")
+    assert name not in os.environ
+
+
 @pytest.mark.slow
 def test_generated_code_gives_the_same_losses(root: Path) -> None:
     """One block, because a compiler of C++ takes its time."""
@@ -111,6 +173,13 @@ def test_generated_code_gives_the_same_losses(root: Path) -> None:
     compile_blocks(family.blocks()[:1], num_sizes=1)
     assert ten_losses(family, num_sizes=1) == pytest.approx(ten_losses(plain, num_sizes=1), rel=1e-4)
     assert graphs_compiled() - before == 1
+    torch._dynamo.reset()  # as in a new process: what was generated is found in the folder
+    found = "autograd_cache_hit"
+    before = torch._dynamo.utils.counters["aot_autograd"][found]
+    again = tiny("mmdit_rope", root)
+    compile_blocks(again.blocks()[:1], num_sizes=1)
+    loss_and_gradients(again)
+    assert torch._dynamo.utils.counters["aot_autograd"][found] == before + 1
 
 
 class Small(nn.Module):
@@ -204,10 +273,12 @@ def test_a_missing_compiler_is_said_with_the_remedy(tmp_path: Path, monkeypatch:
     monkeypatch.delenv("CXX")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"\(CXX, g\+\+ or clang\+\+ or c\+\+; .*compile=false"):
+    with pytest.raises(ConfigError, match=r"\(CXX, g\+\+ or clang\+\+ or c\+\+; .*compile=off"):
         require_compiler("cpu")
     with pytest.raises(ConfigError, match=r"a compiler .CC, gcc or clang or cc; "):
         require_compiler("cuda")
+    with pytest.raises(ConfigError, match=r"compile_mode: reduce-overhead is CUDA graphs, and this run is on cpu"):
+        require_compiler("cpu", "reduce-overhead")
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
@@ -219,35 +290,6 @@ def test_missing_headers_of_python_are_said_with_the_remedy(
     monkeypatch.setenv("CXX", sys.executable)
     with pytest.raises(ConfigError, match=r"trainer.compile: needs the header files of Python in .*python3-dev"):
         require_compiler(accelerator)
-
-
-def denoiser(family: str) -> torch.nn.Module:
-    parts = PIPELINES[family]().components
-    return parts["unet"] if "unet" in parts else parts["transformer"]
-
-
-@pytest.mark.parametrize("family", PIPELINES)
-def test_a_network_without_the_hook_is_refused(family: str) -> None:
-    problems = xformers_problems(denoiser(family))
-    if family == "mmdit_rope":
-        [problem] = problems
-        assert problem.startswith("model.xformers: true, but MMDiTRope has no attention")
-        assert problem.endswith("set model.xformers=false")
-    else:
-        assert problems == []
-
-
-def test_the_log_says_what_runs(caplog: pytest.LogCaptureFixture) -> None:
-    unet = denoiser("stable_diffusion")
-    with caplog.at_level(logging.INFO, log.name):
-        use_fast_attention(unet, torch.device("cpu"))
-        assert caplog.messages == [
-            "model.xformers: UNet2DConditionModel runs on PyTorch's fused attention instead (there is no CUDA device)"
-        ]
-        if not torch.cuda.is_available():  # a device that is not there, as a broken installation of xformers
-            use_fast_attention(unet, torch.device("cuda"))
-            assert "fused attention instead (" in caplog.messages[1]
-            assert "no CUDA device" not in caplog.messages[1]
 
 
 def is_channels_last(tensor: Tensor) -> bool:
