@@ -232,7 +232,9 @@ class ModelSize:
     state_bytes: int
     """Of the optimizer's state, per parameter."""
     ema_bytes: int
-    """Of the EMA, per parameter: fp32 in CPU memory, whatever the weights are; 0 without one."""
+    """Of the averages, per parameter: fp32, whatever the weights are; 0 without one."""
+    is_ema_on_device: bool = False
+    """Not with `ema.device=auto`, which asks the device."""
 
 
 def model_size(config: Config, networks: Mapping[str, Any], family: Family | None, precision: str) -> ModelSize:
@@ -252,7 +254,8 @@ def model_size(config: Config, networks: Mapping[str, Any], family: Family | Non
         weight_bytes=2 if config.model.bf16_weights else 4,
         compute_bytes=4 if precision == "no" else 2,
         state_bytes=STATE_BYTES[config.optimizer.name],
-        ema_bytes=FP32_BYTES * config.model.use_ema,
+        ema_bytes=FP32_BYTES * (1 + len(config.ema.sigma_rels)) * config.model.use_ema,
+        is_ema_on_device=config.ema.device == "cuda",
     )
 
 
@@ -290,7 +293,7 @@ def standing_memory(size: ModelSize, layout: Layout, options: DistributedConfig)
         "optimizer": state * (shard if stage else local),  # with DeepSpeed's fp32 weights
         "frozen": FP32_BYTES * size.frozen,
         "buffers": buffers if stage else 0,  # that a sharded run gathers temporarily
-        "CPU: EMA": size.ema_bytes * shard,
+        "EMA" if size.is_ema_on_device else "CPU: EMA": size.ema_bytes * shard,
         "CPU: offloaded": 0,
     }
     moved: list[str] = []
