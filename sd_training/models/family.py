@@ -159,8 +159,7 @@ class Family(ABC):
         Args:
             pixels: [B, 3, H, W] in [-1, 1].
             posterior_noise: [B, C, h, w] standard normal.
-            precision: autocast's; the weights stay fp32, so that exports are exact. Some autoencoders (SDXL's) overflow
-                in fp16.
+            precision: autocast's. Some autoencoders (SDXL's) overflow in fp16.
         """
         with autocast(pixels.device, precision):
             posterior = self.vae.encode(pixels).latent_dist
