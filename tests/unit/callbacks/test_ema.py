@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sd_training.callbacks.ema import Ema, WeightStaging, decay_at, export_weights, fits_on_device, gamma_of
 from sd_training.config.schema import EmaConfig, OptimizerConfig
@@ -101,6 +103,36 @@ def test_auto_moves_the_averages_where_a_tenth_stays_free(caplog: pytest.LogCapt
         new = ema.shards["network.weight"]
         assert torch.equal(new, old) and (new.data_ptr() != old.data_ptr()) == (free == 34)
         caplog.clear()
+
+
+class CountBytes(TorchDispatchMode):
+    """Bytes that operations of this thread read and write; views touch none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            written = [] if func is torch.ops.aten.copy_.default else args[0] if func._schema.is_mutable else result
+            self.count += sum(t.nbytes for t in tree_leaves((args, written)) if isinstance(t, torch.Tensor))
+        return result
+
+
+@pytest.mark.parametrize("is_staged, device, per_parameter", [(False, "cuda", 12), (True, "cpu", 8)])
+def test_bytes_per_parameter_on_the_training_thread(
+    is_staged: bool, device: Literal["cpu", "cuda"], per_parameter: int
+) -> None:
+    """In place: weights and average are read, the average is written. Staged: the copy alone; threads do the rest."""
+    ema, module = Ema(EmaConfig(device=device), Path()), module_with(1.0)
+    ema.staging = WeightStaging() if is_staged else None
+    ema.on_train_start(module._trainer, module)  # type: ignore[arg-type]
+    for step in (1, 2):
+        with CountBytes() as counter:
+            ema.on_optimizer_step(module._trainer, module, step)  # type: ignore[arg-type]
+        ema.finish_update()
+    assert counter.count == per_parameter * sum(p.numel() for p in module.network.parameters())
 
 
 def test_warmup_ramp() -> None:
