@@ -140,6 +140,8 @@ def train(plan: "Plan", signals: StopSignals, run_log: RunLog) -> None:
         together = exit_together(watch.first_failure, is_child=plan.is_child, run_log=run_log)
     with together, watch.running():
         run = build_run(plan, signals, watch, run_log)
+        gc.collect()
+        gc.freeze()  # collections between steps pass over networks and data, which stay to the end of the process
         try:
             run.trainer.fit(run.module, datamodule=run.data)
         except SystemExit as ended:  # Lightning makes status 1 of a Ctrl-C before the first step

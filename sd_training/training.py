@@ -174,7 +174,7 @@ class TrainedModule(pl.LightningModule):
 class DiffusionModule(TrainedModule):
     """Trains the denoiser of a family, and its text encoders if requested, on latents of a frozen autoencoder.
 
-    Weights stay fp32, so that exports are exact; precisions are autocast's.
+    Trained weights stay fp32, so that exports are exact; precisions are autocast's.
 
     Args:
         family: networks and tokenizers; the frozen ones are deliberately no child modules, so they are never wrapped,

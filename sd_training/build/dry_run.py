@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sd_training.build.models import fit_problems, optimization, prediction_warnings, vae_precision
+from sd_training.build.models import autocast_parts, fit_problems, optimization, prediction_warnings, vae_precision
 from sd_training.build.plan import Plan, Start, check_data, find_start, make_mirror, titled
 from sd_training.build.run import ANY_GRID, make_data
 from sd_training.config.changes import chosen_options
@@ -31,6 +31,7 @@ from sd_training.config.schema import Config, DistributedConfig, ModelConfig, wa
 from sd_training.data.index.report import DatasetReport, cut_captions, report_text
 from sd_training.data.order.buckets import training_sizes
 from sd_training.errors import Checks, ConfigError
+from sd_training.models.execution import autocast_weights
 from sd_training.models.families import load_family
 from sd_training.models.family import Family, blank_batch, latent_grid
 from sd_training.models.load import effective_part, load_part
@@ -224,7 +225,7 @@ class ModelSize:
     """Of these, in matrices that the tensor axis shards."""
     largest_block: int
     frozen: int
-    """Frozen parameters: replicated on every process, in fp32."""
+    """Frozen parameters: replicated on every process."""
     weight_bytes: int
     """Of one trained weight as it is stored: 4, or 2 with `model.bf16_weights`."""
     compute_bytes: int
@@ -232,7 +233,13 @@ class ModelSize:
     state_bytes: int
     """Of the optimizer's state, per parameter."""
     ema_bytes: int
-    """Of the EMA, per parameter: fp32 in CPU memory, whatever the weights are; 0 without one."""
+    """Of the averages, per parameter: fp32, whatever the weights are; 0 without one."""
+    is_ema_on_device: bool = False
+    """Not with `ema.device=auto`, which asks the device."""
+    frozen_narrow: int = 0
+    """Of the frozen parameters, those of 2 bytes."""
+    frozen_originals: int = 0
+    """Of the frozen parameters, those that rank 0 keeps in CPU memory in fp32 as well."""
 
 
 def model_size(config: Config, networks: Mapping[str, Any], family: Family | None, precision: str) -> ModelSize:
@@ -243,6 +250,7 @@ def model_size(config: Config, networks: Mapping[str, Any], family: Family | Non
     layers: list[nn.Module] = []
     with suppress(ConfigError):  # a family without a plan; 1 changes nothing in the blocks
         layers = [block.get_submodule(n) for block in all_blocks if family for n in family.tensor_plan(block, 1)]
+    copied = [networks[name] for name in autocast_parts(config.model, precision, family)] if family else []
     return ModelSize(
         trained=sum(counts[name] for name in trained),
         in_blocks=sum(blocks),
@@ -252,7 +260,10 @@ def model_size(config: Config, networks: Mapping[str, Any], family: Family | Non
         weight_bytes=2 if config.model.bf16_weights else 4,
         compute_bytes=4 if precision == "no" else 2,
         state_bytes=STATE_BYTES[config.optimizer.name],
-        ema_bytes=FP32_BYTES * config.model.use_ema,
+        ema_bytes=FP32_BYTES * (1 + len(config.ema.sigma_rels)) * config.model.use_ema,
+        is_ema_on_device=config.ema.device == "cuda",
+        frozen_narrow=sum(p.numel() for network in copied for p in autocast_weights(network)),
+        frozen_originals=sum(p.numel() for network in copied for p in network.parameters()),
     )
 
 
@@ -288,9 +299,10 @@ def standing_memory(size: ModelSize, layout: Layout, options: DistributedConfig)
         "weights": stored * (shard if stage == 3 else local),
         "gradients": stored * (shard if stage >= 2 else local),
         "optimizer": state * (shard if stage else local),  # with DeepSpeed's fp32 weights
-        "frozen": FP32_BYTES * size.frozen,
+        "frozen": FP32_BYTES * size.frozen - 2 * size.frozen_narrow,
         "buffers": buffers if stage else 0,  # that a sharded run gathers temporarily
-        "CPU: EMA": size.ema_bytes * shard,
+        "EMA" if size.is_ema_on_device else "CPU: EMA": size.ema_bytes * shard,
+        "CPU: frozen, of rank 0": FP32_BYTES * size.frozen_originals,
         "CPU: offloaded": 0,
     }
     moved: list[str] = []

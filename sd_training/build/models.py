@@ -13,9 +13,10 @@ from sd_training.config.schema import Config, ModelConfig
 from sd_training.data.order.buckets import size_problems, training_sizes
 from sd_training.diffusion import Objective
 from sd_training.errors import ConfigError
-from sd_training.log import get_logger
+from sd_training.log import get_logger, is_main_process
 from sd_training.models.attention import choose_attention, use_fast_attention, xformers_problems
 from sd_training.models.execution import (
+    autocast_copy,
     compile_blocks,
     keep_compiled_code,
     recompute_activations,
@@ -23,7 +24,7 @@ from sd_training.models.execution import (
     wants_channels_last,
 )
 from sd_training.models.families import load_family
-from sd_training.models.family import Family, latent_grid
+from sd_training.models.family import AUTOCAST_DTYPE, Family, latent_grid
 from sd_training.models.load import effective_part, load_part
 from sd_training.models.schedulers import prediction_warning
 from sd_training.optim import Optimization, lr_schedule
@@ -41,7 +42,7 @@ class Trained:
     module: TrainedModule
     latent_grid: LatentGrid
     family: Family | None
-    """Null for autoencoder training."""
+    """As it trains and draws; null for autoencoder training."""
     exported: Callable[[Mapping[str, Tensor] | None], Any]
     """What a save exports: around a copy of the network with these full weights by name, or around the live one.
     Collective: an autoencoder's scale is measured on all ranks."""
@@ -90,6 +91,11 @@ def _diffusion(plan: Plan) -> Trained:
         family.vae.enable_slicing()
     if model.vae_tiling:
         family.vae.enable_tiling()
+    copied = autocast_parts(model, plan.precision, family)
+    # Only rank 0 exports: the others drop what they have copies of.
+    originals = {name: family.parts[name] for name in copied if is_main_process()}
+    if (dtype := AUTOCAST_DTYPE[plan.precision]) is not None:
+        family = family.with_parts({name: autocast_copy(family.parts[name], dtype) for name in copied})
     module = DiffusionModule(
         family,
         objective_of(family),
@@ -101,7 +107,8 @@ def _diffusion(plan: Plan) -> Trained:
     )
 
     def exported(weights: Mapping[str, Tensor] | None) -> Any:
-        return family.pipeline() if weights is None else _with_weights(family, module, weights).pipeline()
+        whole = family.with_parts(originals)
+        return whole.pipeline() if weights is None else _with_weights(whole, module, weights).pipeline()
 
     roots = list(family.trained_networks(model.train_text_encoder).values())
     sharding = ShardingSpec(roots, blocks, family.tensor_plan)
@@ -165,6 +172,15 @@ def fit_problems(config: Config, family: Family | None, grid: LatentGrid) -> lis
 def vae_precision(model: ModelConfig, precision: str) -> str:
     """Autocast type of the frozen autoencoder in a run of this precision: some overflow in fp16."""
     return model.vae_precision or ("bf16" if precision == "bf16" else "fp32")
+
+
+def autocast_parts(model: ModelConfig, precision: str, family: Family) -> list[str]:
+    """Frozen networks that run under the autocast of a run of this precision wherever they run, in training and in
+    previews: copies in its type take their place, and their own weights stay in CPU memory for exports."""
+    own = {"vae": vae_precision(model, precision)}
+    if not model.train_text_encoder:
+        own |= dict.fromkeys(family.text_encoders(), model.text_encoder_precision or precision)
+    return [name for name, given in own.items() if given == precision and AUTOCAST_DTYPE[precision] is not None]
 
 
 def objective_of(family: Family) -> Objective:

@@ -82,6 +82,8 @@ def make_plan(config: Config, *, is_described: bool = False) -> Plan:
         raise ConfigError(
             f"distributed.strategy: {layout.strategy} needs the package deepspeed; pip install deepspeed, or use fsdp"
         )
+    if config.model.use_ema and config.ema.device == "cuda" and launch.accelerator != "cuda" and not is_described:
+        raise ConfigError(f"ema.device: cuda, but the run is on {launch.accelerator}; use auto or cpu")
     batch = BatchPlan(
         micro_batch=config.system.batch_size,
         accumulation=config.system.gradient_accumulation,

@@ -1,12 +1,14 @@
-"""Exponential moving average of the trained network, in fp32 on the CPU, each rank its shard.
+"""Exponential moving average of the trained network in fp32, each rank its shard, on the device or on the CPU
+(`ema.device`).
 
 Lightning's `WeightAveraging` averages the whole LightningModule on its device and cannot do sharded ones; here only the
-trained network is averaged, off the device, once per optimizer step, and nothing is gathered for it.
+trained network is averaged, once per optimizer step, and nothing is gathered for it.
 
-On a device the weights are copied on a stream of their own, beside the next forward pass; only the next optimizer step
-waits for the copy, on the device. The averaging runs in threads (PyTorch's kernels release the interpreter lock), so
-that the thread that feeds the device does none of it. torchrun gives a process one OpenMP thread, hence several Python
-threads.
+On the device an update reads the weights where they are. On the CPU, weights of a device are copied on a stream of
+their own, beside the next forward pass; only the next optimizer step waits for the copy, on the device. They are copied
+in chunks, and threads average the first ones while the last ones are copied (PyTorch's kernels release the interpreter
+lock), so that the thread that feeds the device does none of it. torchrun gives a process one OpenMP thread, hence
+several Python threads.
 
 `export_weights` and `full_export_weights` give the weights to draw, save and compare with: the average where there is
 one. Averages of other widths are rebuilt after the training from snapshots of the tracks (docs/ema.md).
@@ -33,7 +35,7 @@ from sd_training.checkpoint.folder import flush, flush_file, remove_quietly, wri
 from sd_training.config.schema import EmaConfig
 from sd_training.errors import CheckpointError
 from sd_training.log import get_logger
-from sd_training.parallel.strategies import strategy_of
+from sd_training.parallel.strategies import assign_by_size, strategy_of
 from sd_training.training import TrainedModule
 
 log = get_logger(__name__)
@@ -44,6 +46,12 @@ _NETWORK = "network."
 """Begins the names of the network's parameters in the module, and so in checkpoints."""
 _MAX_THREADS = 4
 """Per process. Averaging is bound by memory bandwidth, which a few threads saturate."""
+_NUM_CHUNKS = 8
+"""Of about equal size, in which weights leave a device."""
+_NUM_AT_ONCE = 64
+"""Tensors averaged by one call; as many weights of another type than fp32 exist in fp32 at the same time."""
+_FREE_SHARE = 0.1
+"""With `ema.device=auto` the average is on the device if this share of the device's memory stays free beside it."""
 
 
 class WeightStaging:
@@ -53,6 +61,7 @@ class WeightStaging:
         spare = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1
         self.num_threads = num_threads or max(1, min(_MAX_THREADS, spare))
         self.copies: dict[str, Tensor] = {}
+        self._chunks: list[list[str]] = []
         self._threads = ThreadPoolExecutor(self.num_threads, "averaging")
         self._running: list[Future[None]] = []
         self._stream: torch.cuda.Stream | None = None
@@ -60,32 +69,37 @@ class WeightStaging:
 
     @torch.no_grad()
     def start(self, weights: Mapping[str, Tensor], average: Callable[[Sequence[str]], None]) -> None:
-        """Starts copying, on CUDA into pinned memory without waiting. Once the copies have arrived, threads run
-        `average`, each with some of the names. What was started before must be done: `wait`."""
+        """Starts copying, on CUDA into pinned memory without waiting. Threads run `average` with the names of a chunk
+        as soon as its copies have arrived. What was started before must be done: `wait`."""
         device = next((weight.device for weight in weights.values() if weight.is_cuda), None)
         if device is not None:
             self._stream = self._stream or torch.cuda.Stream(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            for name, weight in weights.items():
-                if name not in self.copies:
-                    self.copies[name] = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda)
-                self.copies[name].copy_(weight, non_blocking=weight.is_cuda)
-                if self._stream is not None and weight.is_cuda:
-                    weight.record_stream(self._stream)
-            self._copied = None if self._stream is None else self._stream.record_event()
+        if not self.copies:
+            for name, weight in weights.items():  # in the layout of the weight, or the device would make another copy
+                self.copies[name] = torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda)
+            chunk_of = assign_by_size([weight.numel() for weight in weights.values()], _NUM_CHUNKS)
+            pairs = list(zip(weights, chunk_of, strict=True))
+            self._chunks = [[n for n, own in pairs if own == number] for number in range(_NUM_CHUNKS)]
 
-        def average_arrived(names: Sequence[str]) -> None:
-            if self._copied is not None:
-                self._copied.synchronize()
+        def average_arrived(names: Sequence[str], copied: torch.cuda.Event | None) -> None:
+            if copied is not None:
+                copied.synchronize()
             average(names)
 
-        names = sorted(self.copies, key=lambda name: -self.copies[name].numel())
-        groups = [names[first :: self.num_threads] for first in range(self.num_threads)]
-        self._running = [self._threads.submit(average_arrived, group) for group in groups if group]
+        self._running = []
+        for names in filter(None, self._chunks):
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                for name in names:
+                    weight = weights[name]
+                    self.copies[name].copy_(weight, non_blocking=weight.is_cuda)
+                    if self._stream is not None and weight.is_cuda:
+                        weight.record_stream(self._stream)
+                self._copied = None if self._stream is None else self._stream.record_event()
+            self._running.append(self._threads.submit(average_arrived, names, self._copied))
 
     def before_weights_change(self) -> None:
-        """The device, not the host, waits until the copy has left it."""
+        """The device, not the host, waits until the last copy has left it."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
@@ -103,11 +117,17 @@ def decay_at(step: int, config: EmaConfig) -> float:
     return decay**config.update_every
 
 
+def fits_on_device(needed: int, free: int, total: int) -> bool:
+    """Whether averages of `needed` bytes leave a tenth of a device's `total` bytes free, when `free` are free without
+    them. Other bucket sizes and previews may take more than the first step did."""
+    return needed <= free - _FREE_SHARE * total
+
+
 class Ema(OptimizerStepCallback):
     """Keeps the average, and further ones of other widths (tracks).
 
     Args:
-        config: decay, interval, warm-up, and the widths of the tracks.
+        config: decay, interval, warm-up, device, and the widths of the tracks.
         run_dir: the run folder, where snapshots of the tracks are written.
         initial: weights by parameter name to start from; null starts from the network's own.
     """
@@ -116,9 +136,12 @@ class Ema(OptimizerStepCallback):
         self.config, self.run_dir = config, run_dir
         self._initial = initial and {f"{_NETWORK}{name}": tensor for name, tensor in initial.items()}
         self.averages: dict[str, dict[str, Tensor]] = {}
-        """Part of a checkpoint → parameter of the module → this rank's shard of its average, fp32 on the CPU."""
+        """Part of a checkpoint → parameter of the module → this rank's shard of its average, in fp32 and the memory
+        layout of the shard."""
         self.staging: WeightStaging | None = None
-        """Takes weights off a device in the background; on CPUs they are averaged where they are."""
+        """Takes weights off a device in the background; without it they are averaged where they are."""
+        self._is_on_device = None if config.device == "auto" else config.device == "cuda"
+        """Whether averages are beside the weights, and not on the CPU; None: not decided yet, until then on the CPU."""
         self._tracks = {f"{EMA_PART}-{width_name(sigma_rel)}": sigma_rel for sigma_rel in config.sigma_rels}
         """Part of a checkpoint → sigma_rel."""
 
@@ -162,8 +185,14 @@ class Ema(OptimizerStepCallback):
             raise CheckpointError(f"the EMA weights do not fit the network: they have no {min(missing)}")
         self.averages[part] = {}
         for name, parameter in parameters.items():
-            shard = sharding.local_shard(parameter) if full is None else sharding.shard_of(parameter, full[name])
-            self.averages[part][name] = shard.detach().to("cpu", torch.float32, copy=True).contiguous()
+            shard = sharding.local_shard(parameter)
+            values = shard if full is None else sharding.shard_of(parameter, full[name])
+            self.averages[part][name] = self._placed(shard, values)
+
+    def _placed(self, shard: Tensor, values: Tensor) -> Tensor:
+        """A copy of an average's values, where it belongs: beside the weights' shard, or on the CPU."""
+        device = shard.device if self._is_on_device else torch.device("cpu")
+        return torch.empty_like(shard, dtype=torch.float32, device=device).copy_(values.detach())
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
         """The weights must not change while they are copied."""
@@ -179,7 +208,10 @@ class Ema(OptimizerStepCallback):
         sharding = strategy_of(trainer).sharding
         weights = {name: sharding.local_shard(parameter) for name, parameter in averaged_parameters(module).items()}
         weights = {name: weight for name, weight in weights.items() if weight.numel()}
-        if any(weight.is_cuda for weight in weights.values()):
+        device = next((weight.device for weight in weights.values() if weight.is_cuda), None)
+        if device is not None and self._is_on_device is None:
+            self._choose_device(weights, *torch.cuda.mem_get_info(device))
+        if device is not None and not self._is_on_device:
             self.staging = self.staging or WeightStaging()
         if self.staging is None:
             self._average(step, weights, list(weights))
@@ -188,15 +220,33 @@ class Ema(OptimizerStepCallback):
         if self.config.sigma_rels and self.is_due(trainer, step, self.config.snapshot_every):
             self._write_snapshots(trainer, module, step)
 
+    def _choose_device(self, weights: Mapping[str, Tensor], free: int, total: int) -> None:
+        """`ema.device=auto`, before the first update of a start: by then an optimizer step has taken its memory, which
+        the allocator keeps. All updates of a start are made in one place, so that a resumed run gives the same bits.
+
+        Args:
+            weights: as they are averaged.
+            free, total: memory of their device [bytes].
+        """
+        needed = len(self.averages) * sum(weight.numel() * torch.float32.itemsize for weight in weights.values())
+        self._is_on_device = fits_on_device(needed, free, total)
+        place = "on the device" if self._is_on_device else "on the CPU"
+        log.info(f"EMA: {place}; {needed / 2**30:.2f} GiB, of the device {free / 2**30:.2f} GiB are free")
+        if self._is_on_device:
+            for shards in self.averages.values():
+                shards.update({name: self._placed(weight, shards[name]) for name, weight in weights.items()})
+
     @torch.no_grad()
     def _average(self, step: int, weights: Mapping[str, Tensor], names: Sequence[str]) -> None:
         """average ← decay · average + (1 - decay) · weights."""
-        new = [weights[name].to("cpu", torch.float32) for name in names]
         decays = {EMA_PART: decay_at(step, self.config)}
         for part, sigma_rel in self._tracks.items():
             decays[part] = track_decay(step, gamma_of(sigma_rel), self.config.update_every)
-        for part, part_decay in decays.items():
-            torch._foreach_lerp_([self.averages[part][name] for name in names], new, 1.0 - part_decay)
+        for first in range(0, len(names), _NUM_AT_ONCE):
+            some = names[first : first + _NUM_AT_ONCE]
+            new = [weights[name].to(self.shards[name].device, torch.float32) for name in some]
+            for part, part_decay in decays.items():
+                torch._foreach_lerp_([self.averages[part][name] for name in some], new, 1.0 - part_decay)
 
     def finish_update(self) -> None:
         """Wait for an update in the background; called before the average is read."""

@@ -256,6 +256,8 @@ def _model(config: Config) -> Iterator[str]:
         yield "ema.path: holds one network, but model.train_text_encoder trains several; remove one of them"
     if ema.sigma_rels and ema.snapshot_every % ema.update_every:
         yield f"ema.snapshot_every: {ema.snapshot_every} is no multiple of ema.update_every={ema.update_every}"
+    if ema.device == "cuda" and config.distributed.offload_parameters:
+        yield "ema.device: cuda, but distributed.offload_parameters keeps the weights in CPU memory; use auto or cpu"
     if model.train == "denoiser" and sampling.every > 0 and not sampling.prompts:
         yield f"sampling.prompts: is empty, but sampling.every={sampling.every} asks for previews; give one"
 

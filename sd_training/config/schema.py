@@ -145,7 +145,7 @@ class ModelConfig(OptionGroup):
     """stable_diffusion, sdxl: train the text encoders as well; `optimizer.rates_by_part: {text_encoder: …}` gives them
     a learning rate of their own."""
     use_ema: bool = False
-    """Keep an exponential moving average of the trained weights on the CPU; previews and exports use it."""
+    """Keep an exponential moving average of the trained weights; previews and exports use it."""
     mixed_precision: Annotated[Literal["no", "bf16", "fp16"], BeforeValidator(_yaml_no)] = "bf16"
     """Autocast type of the trained module; its weights stay fp32 (but see `bf16_weights`)."""
     bf16_weights: Annotated[bool, DENOISER] = False
@@ -657,7 +657,7 @@ class LRScheduleConfig(OptionGroup):
 
 
 class EmaConfig(OptionGroup):
-    """Averages of the trained weights, kept in fp32 on the CPUs, each process its share."""
+    """Averages of the trained weights, kept in fp32, each process its share."""
 
     decay: BelowOne = 0.9999
     """Decay per optimizer step. Half-life = ln 2 / -ln(decay) optimizer steps."""
@@ -665,6 +665,10 @@ class EmaConfig(OptionGroup):
     """Average every so many optimizer steps, with decay^update_every, so that the half-life stays [optimizer steps]."""
     warmup: bool = True
     """Ramp min(decay, (1 + n) / (10 + n)) over optimizer steps n, so that early averages forget the initial weights."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where averages are kept and updated. `cuda`: on the device of the weights, which costs 4 bytes per parameter and
+    average, divided among the processes. `auto`: there, if after the first optimizer step a tenth of the device's
+    memory stays free beside them; else in CPU memory."""
     path: str | None = None
     """Start the average from these weights: a pipeline folder, or the part's own folder."""
     sigma_rels: Annotated[list[Annotated[Number, Field(gt=0, le=0.2886)]], read_with("model.use_ema")] = Field(

@@ -1,11 +1,12 @@
-"""How networks are executed: torch.compile, memory format, recomputed activations.
+"""How networks are executed: torch.compile, memory format, recomputed activations, and weights in autocast's type.
 
-Everything changes the network in place and keeps the names of modules, weights and exports. Blocks of the same class
-and shapes share compiled graphs, so block by block starts sooner than the whole network; shapes are static: one set of
-graphs per bucket size. Recomputation (Chen et al. 2016, arXiv:1604.06174) replaces only `forward` of a block, so
-later wrapping or compilation sees an ordinary block.
+Everything but `autocast_copy` changes the network in place and keeps the names of modules, weights and exports. Blocks
+of the same class and shapes share compiled graphs, so block by block starts sooner than the whole network; shapes are
+static: one set of graphs per bucket size. Recomputation (Chen et al. 2016, arXiv:1604.06174) replaces only `forward` of
+a block, so later wrapping or compilation sees an ordinary block.
 """
 
+import copy
 import os
 import shutil
 import sysconfig
@@ -134,3 +135,24 @@ def _checkpointed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(block, *args, **kwargs)
     return checkpoint(forward, block, *args, use_reentrant=False, **kwargs)
+
+
+def autocast_weights(network: nn.Module) -> list[nn.Parameter]:
+    """Parameters that autocast casts in every forward pass, and nothing else reads: those of linear layers and
+    convolutions. Without the network's first one, by which diffusers and transformers tell the type of a network."""
+    own, other = dict[int, nn.Parameter](), {id(next(network.parameters()))}
+    for module in network.modules():
+        for parameter in module.parameters(recurse=False):
+            if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+                own[id(parameter)] = parameter
+            else:  # norms and embeddings, some of them tied to a linear layer, compute in fp32
+                other.add(id(parameter))
+    return [parameter for key, parameter in own.items() if key not in other]
+
+
+def autocast_copy(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A frozen copy with `autocast_weights` in `dtype`. Under autocast to `dtype` it gives the same bits, because these
+    layers compute with the cast weights in either case, and the weights, which autocast casts anew in every forward
+    pass unless they are trained, are not cast any more."""
+    narrow = {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in autocast_weights(network)}
+    return copy.deepcopy(network, narrow)  # deepcopy takes what it finds in the memo

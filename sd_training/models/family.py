@@ -159,8 +159,7 @@ class Family(ABC):
         Args:
             pixels: [B, 3, H, W] in [-1, 1].
             posterior_noise: [B, C, h, w] standard normal.
-            precision: autocast's; the weights stay fp32, so that exports are exact. Some autoencoders (SDXL's) overflow
-                in fp16.
+            precision: autocast's. Some autoencoders (SDXL's) overflow in fp16.
             at_once: pictures that are encoded together; 0: all.
         """
         with autocast(pixels.device, precision):

@@ -8,6 +8,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sd_training.errors import ConfigError
+from sd_training.export.pipeline import bit_differences
+from sd_training.training import DiffusionModule
 from tests.family_makers import save_pipeline
 from tests.integration.training import CrashAfter, Interrupted, options, prepare, train, train_in_processes
 
@@ -79,6 +81,10 @@ def test_bf16_weights_learn_by_stochastic_rounding_and_resume(
     )
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert {tensor.dtype for tensor in one.values()} == {torch.bfloat16}
+    assert isinstance(module, DiffusionModule) and module.family.vae.quant_conv.weight.dtype == torch.bfloat16
+    for path in pipeline_dir.glob("[vt]*/*.safetensors"):  # frozen parts: bf16 on the device, exported as they were
+        frozen = load_file(tmp_path / "whole" / "current_pipeline" / path.relative_to(pipeline_dir))
+        assert not bit_differences(load_file(path), frozen)
     # Eight steps of 1e-4 are less than half a unit of bf16 at 0.1: rounding to the nearest would move nothing there.
     large = torch.cat([before[name].flatten() for name in before]).abs() > 0.1
     moved = torch.cat([(one[name].float() != before[name].bfloat16().float()).flatten() for name in before])

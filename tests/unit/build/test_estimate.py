@@ -33,6 +33,7 @@ from sd_training.build.plan import make_plan
 from sd_training.config.load import load_config
 from sd_training.config.plan import find_layout
 from sd_training.config.schema import ConditioningConfig, DistributedConfig, MeshConfig, ModelConfig, ObjectiveConfig
+from sd_training.models.execution import autocast_weights
 from sd_training.models.families import load_family
 from sd_training.models.family import Family
 from tests import makers
@@ -61,6 +62,9 @@ def test_counts_of_a_model(tmp_path: Path) -> None:
     assert model_size(config, networks, family, "no").compute_bytes == 4
     assert size.trained == sum(p.numel() for p in networks["unet"].parameters())
     assert size.frozen == sum(p.numel() for part in ("vae", "text_encoder") for p in networks[part].parameters())
+    narrow = [p for part in ("vae", "text_encoder") for p in autocast_weights(networks[part])]
+    assert 0 < size.frozen_narrow == sum(p.numel() for p in narrow) < size.frozen == size.frozen_originals
+    assert (fp32 := model_size(config, networks, family, "no")).frozen_narrow == fp32.frozen_originals == 0
     assert size.in_blocks == sum(p.numel() for block in blocks for p in block) < size.trained
     assert size.largest_block == max(sum(p.numel() for p in block) for block in blocks)
     assert size.block_matrices == 0  # UNets have no plan for the tensor axis
@@ -95,6 +99,12 @@ def memory(strategy: str, processes: int, size: ModelSize = SIZE, **options: boo
 
 def parts(found: dict[str, int]) -> dict[str, int]:
     return {name: count for name, count in found.items() if count}
+
+
+def test_averages_and_frozen_copies_on_the_device() -> None:
+    found = memory("ddp", 2, replace(SIZE, is_ema_on_device=True, frozen_narrow=40, frozen_originals=45))
+    assert (found["EMA"], "CPU: EMA" in found) == (2000, False)
+    assert (found["frozen"], found["CPU: frozen, of rank 0"]) == (200 - 2 * 40, 4 * 45)
 
 
 def test_one_process_and_copies() -> None:

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.build.plan import Start
+from sd_training.build.plan import Start, make_plan
 from sd_training.checkpoint.mirror import AT_START, Mirror
-from sd_training.errors import EXIT_MISTAKE, EXIT_STOPPED, UserError
+from sd_training.config.load import load_config
+from sd_training.errors import EXIT_MISTAKE, EXIT_STOPPED, ConfigError, UserError
 
 
 @pytest.mark.parametrize(
@@ -30,3 +31,14 @@ def test_a_run_that_has_done_more_than_its_options_ask_for_says_so(tmp_path: Pat
     done = Start(tmp_path, num_steps=2, step=8, source="step=8").sentence()
     assert done.startswith("resumes from step=8, after 8 of 2 optimizer steps; raise ")
     assert "after 1 of 1 optimizer step;" in Start(tmp_path, num_steps=1, step=1, source="step=1").sentence()
+
+
+def test_an_average_on_cuda_is_refused_on_the_cpu(tmp_path: Path) -> None:
+    words = [
+        *(f"experiment.log_dir={tmp_path}", "experiment.name=run", "experiment.num_examples_to_see=100"),
+        *("dataset.params.path=data.tar", "model.pretrained=someone/pipeline", "trainer.accelerator=cpu"),
+        *("model.use_ema=true", "ema.device=cuda"),
+    ]
+    with pytest.raises(ConfigError, match=r"ema\.device: cuda, but the run is on cpu; use auto or cpu"):
+        make_plan(load_config(words))
+    make_plan(load_config([*words, "ema.device=auto"]))

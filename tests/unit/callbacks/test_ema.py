@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from sd_training.callbacks.ema import Ema, WeightStaging, decay_at, export_weights, gamma_of
+from sd_training.callbacks.ema import Ema, WeightStaging, decay_at, export_weights, fits_on_device, gamma_of
 from sd_training.config.schema import EmaConfig, OptimizerConfig
 from sd_training.errors import CheckpointError
 from sd_training.optim import Optimization
@@ -49,10 +52,10 @@ def set_weight(module: TrainedModule, value: float) -> None:
         module.network.weight.fill_(value)
 
 
-@pytest.mark.parametrize("is_staged", [False, True])
+@pytest.mark.parametrize("is_staged, device", [(False, "auto"), (False, "cpu"), (False, "cuda"), (True, "cpu")])
 @pytest.mark.parametrize("every", [1, 3])
-def test_average_equals_the_recurrence_in_float64(every: int, is_staged: bool) -> None:
-    config = EmaConfig(decay=0.9, update_every=every, warmup=False)
+def test_average_equals_the_recurrence_in_float64(every: int, is_staged: bool, device: Literal["cpu", "cuda"]) -> None:
+    config = EmaConfig(decay=0.9, update_every=every, warmup=False, device=device)
     ema, module = Ema(config, Path()), module_with(0.0)
     ema.staging = WeightStaging() if is_staged else None  # as on a device: the weights go on changing meanwhile
     ema.on_train_start(module._trainer, module)  # type: ignore[arg-type]
@@ -64,6 +67,72 @@ def test_average_equals_the_recurrence_in_float64(every: int, is_staged: bool) -
             expected = 0.9**every * expected + (1 - 0.9**every) * step
     ema.finish_update()
     torch.testing.assert_close(ema.shards["network.weight"], torch.full((1, 2), expected))
+
+
+def test_on_the_device_an_average_has_the_layout_of_its_weight_and_full_precision() -> None:
+    """Another layout would take one kernel per tensor, and more than one call covers 64 tensors."""
+    layers = [nn.Conv2d(3, 4, 3) for _ in range(40)]
+    network = nn.Sequential(*layers).to(memory_format=torch.channels_last).to(torch.bfloat16)
+    module = TrainedModule(network, Optimization(OptimizerConfig(), 0.1, lambda step: 1.0))
+    module._trainer = TrainerFacts(module)  # type: ignore[assignment]
+    ema = Ema(EmaConfig(decay=0.75, warmup=False, device="cuda"), Path())
+    ema.on_train_start(module._trainer, module)  # type: ignore[arg-type]
+    before = {name: parameter.detach().double() for name, parameter in network.named_parameters()}
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(3)
+    ema.on_optimizer_step(module._trainer, module, 1)  # type: ignore[arg-type]
+    for name, parameter in network.named_parameters():
+        average = ema.shards[f"network.{name}"]
+        assert average.stride() == parameter.stride() and average.dtype == torch.float32
+        expected = 0.75 * before[name] + 0.25 * parameter.detach().double()
+        torch.testing.assert_close(average.double(), expected, rtol=1e-6, atol=0)
+
+
+def test_auto_moves_the_averages_where_a_tenth_stays_free(caplog: pytest.LogCaptureFixture) -> None:
+    assert fits_on_device(needed=20, free=30, total=100)
+    assert not fits_on_device(needed=21, free=30, total=100)
+    for free, place in ((34, "on the device"), (33, "on the CPU")):  # 3 parameters, average and track: 24 bytes
+        ema, module = Ema(EmaConfig(sigma_rels=[0.1]), Path()), module_with(2.0)
+        ema.on_train_start(module._trainer, module)  # type: ignore[arg-type]
+        old = ema.shards["network.weight"]
+        weights = {f"network.{name}": p.detach() for name, p in module.network.named_parameters()}
+        with caplog.at_level("INFO"):
+            ema._choose_device(weights, free, 100)
+        assert f"EMA: {place}" in caplog.text
+        new = ema.shards["network.weight"]
+        assert torch.equal(new, old) and (new.data_ptr() != old.data_ptr()) == (free == 34)
+        caplog.clear()
+
+
+class CountBytes(TorchDispatchMode):
+    """Bytes that operations of this thread read and write; views touch none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            written = [] if func is torch.ops.aten.copy_.default else args[0] if func._schema.is_mutable else result
+            self.count += sum(t.nbytes for t in tree_leaves((args, written)) if isinstance(t, torch.Tensor))
+        return result
+
+
+@pytest.mark.parametrize("is_staged, device, per_parameter", [(False, "cuda", 12), (True, "cpu", 8)])
+def test_bytes_per_parameter_on_the_training_thread(
+    is_staged: bool, device: Literal["cpu", "cuda"], per_parameter: int
+) -> None:
+    """In place: weights and average are read, the average is written. Staged: the copy alone; threads do the rest."""
+    ema, module = Ema(EmaConfig(device=device), Path()), module_with(1.0)
+    ema.staging = WeightStaging() if is_staged else None
+    ema.on_train_start(module._trainer, module)  # type: ignore[arg-type]
+    for step in (1, 2):
+        with CountBytes() as counter:
+            ema.on_optimizer_step(module._trainer, module, step)  # type: ignore[arg-type]
+        ema.finish_update()
+    assert counter.count == per_parameter * sum(p.numel() for p in module.network.parameters())
 
 
 def test_warmup_ramp() -> None:

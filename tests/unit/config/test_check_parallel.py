@@ -39,6 +39,15 @@ def test_what_works_together(words: list[str]) -> None:
             "distributed.offload_optimizer: is true, but is only read with distributed.strategy=deepspeed_1",
         ),
         (["distributed.offload_parameters=true"], "distributed.offload_parameters: is only read with fsdp"),
+        (
+            [
+                "distributed.strategy=fsdp",
+                "distributed.offload_parameters=true",
+                "model.use_ema=true",
+                "ema.device=cuda",
+            ],
+            "ema.device: cuda, but distributed.offload_parameters keeps the weights",
+        ),
         (["distributed.reshard_after_forward=false"], "distributed.reshard_after_forward: is only read with fsdp"),
         (["distributed.strategy=fsdp", "optimizer.name=muon"], "optimizer.name: muon needs whole tensors"),
         (["distributed.mesh.tensor=2", "optimizer.name=prodigy"], "optimizer.name: prodigy needs whole tensors"),
