@@ -28,11 +28,11 @@ from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNe
 from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModel
 
+from sd_training.build.flops import forward_flops
 from sd_training.cli import run_cli
 from sd_training.config.load import load_config
 from sd_training.errors import UserError
 from sd_training.models.families import load_family
-from tests.published_models import forward_flops
 from tests.tiny_parts import tiny_text_encoder, tiny_tokenizer, tiny_vae
 
 VARIANTS: Mapping[str, tuple[str, ...]] = {

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from sd_training.build.flops import blank_batch
 from sd_training.build.models import fit_problems, optimization, prediction_warnings, vae_precision
 from sd_training.build.plan import Plan, Start, check_data, find_start, make_mirror, titled
 from sd_training.build.run import ANY_GRID, make_data
@@ -34,7 +35,6 @@ from sd_training.errors import Checks, ConfigError
 from sd_training.models.families import load_family
 from sd_training.models.family import Family, latent_grid
 from sd_training.models.load import effective_part, load_part
-from sd_training.types import Conditioning, NoisedBatch
 
 FP32_BYTES = 4
 STATE_BYTES = {"adafactor": 1, "adamw_8bit": 2, "lion": 4, "adamw": 8, "muon": 8, "prodigy": 16}
@@ -340,16 +340,6 @@ def run_family(family: Family, size: tuple[int, int], samples: int, is_text_trai
             results.append(encoder(torch.zeros(samples, length, dtype=torch.long, device=DEVICE)))
         conditioning.states = [states.requires_grad_() for states in conditioning.states]
     return [*results, family.predict(family.denoiser, noised, conditioning)]
-
-
-def blank_batch(
-    family: Family, height: int, width: int, count: int, device: torch.device
-) -> tuple[NoisedBatch, Conditioning]:
-    """Inputs of the denoiser of the right shapes for `count` pictures."""
-    latents = torch.zeros(count, *latent_grid(family.vae).shape(height, width), device=device)
-    per_sample = torch.zeros(count, device=device)
-    noised = NoisedBatch(latents, per_sample, latents, per_sample, per_sample, per_sample)
-    return noised, family.blank_conditioning(count, device)
 
 
 def peak_activations(

@@ -175,14 +175,7 @@ def copy_with_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> nn.M
         network: its weights are not read, unless they are missing in `weights`; FSDP2 may have sharded it.
         weights: by parameter name; used as they are, not copied.
     """
-    from diffusers import ModelMixin  # here: sd_training.models must be what imports diffusers first
-
-    cls: Any = next(c for c in type(network).__mro__ if not c.__name__.startswith("FSDP"))
-    settings: Any = network.config
-    if issubclass(cls, ModelMixin):  # from_config leaves out what was a default once, even where it was changed since
-        settings = {name: value for name, value in settings.items() if name != "_use_default_values"}
-    with torch.device("meta"):  # no memory, no random numbers
-        copy: nn.Module = cls.from_config(settings) if issubclass(cls, ModelMixin) else cls(settings)
+    copy = meta_twin(network)
     own = network.state_dict(keep_vars=True)
     names = {id(value): name for name, value in own.items() if name in weights}  # tied weights have further names
     copied = {n: weights[names[id(v)]] if id(v) in names else v.detach().cpu() for n, v in own.items()}
@@ -190,7 +183,20 @@ def copy_with_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> nn.M
     for name, buffer in network.named_buffers():  # also those that are computed at construction and not stored
         parent, _, leaf = name.rpartition(".")
         setattr(copy.get_submodule(parent), leaf, buffer.detach().cpu())
-    return copy.eval()
+    return copy
+
+
+def meta_twin(network: nn.Module) -> nn.Module:
+    """A network of the same class and settings without weights, on the meta device, in evaluation mode."""
+    from diffusers import ModelMixin  # here: sd_training.models must be what imports diffusers first
+
+    cls: Any = next(c for c in type(network).__mro__ if not c.__name__.startswith("FSDP"))
+    settings: Any = network.config
+    if issubclass(cls, ModelMixin):  # from_config leaves out what was a default once, even where it was changed since
+        settings = {name: value for name, value in settings.items() if name != "_use_default_values"}
+    with torch.device("meta"):  # no memory, no random numbers
+        twin: nn.Module = cls.from_config(settings) if issubclass(cls, ModelMixin) else cls(settings)
+    return twin.eval()
 
 
 def _autoencoder(plan: Plan) -> Trained:

@@ -10,6 +10,7 @@ import torch
 import yaml
 
 from sd_training.build.dry_run import describe, parameter_counts
+from sd_training.build.flops import forward_flops
 from sd_training.build.plan import make_plan
 from sd_training.config.check import warnings
 from sd_training.config.load import load_config
@@ -30,7 +31,7 @@ from tests.integration.shipped_models import (
     write_shards,
 )
 from tests.integration.training import ROOT
-from tests.published_models import FORWARD_GFLOP, FROZEN, PARAMETERS, UNSEEN, WRONG_TEXT, forward_flops, vae
+from tests.published_models import FORWARD_GFLOP, FROZEN, PARAMETERS, UNSEEN, WRONG_TEXT, vae
 from tests.test_configs import IDS, SHIPPED, filled
 
 
