@@ -194,9 +194,10 @@ def _callbacks(
     rows = [kind(run_dir / name, METRICS, run_lock) for name, kind in names.items()]
     every, profiled = config.logging.every, config.logging.profile_steps
     gradient_norms = GradientNorms(every) if config.logging.gradient_norms else None
-    flops, peak = PictureFlops(trained), config.logging.peak_tflops
+    peak = config.logging.peak_tflops
     if peak is None and plan.launch.accelerator == "cuda":
         peak = peak_tflops(torch.cuda.get_device_name(), plan.precision)
+    flops = None if peak is None else PictureFlops(trained)
     validation = None
     if data.held_out is not None:
         validation_rows = MetricRows(run_dir / "validation.csv", COLUMNS, run_lock)
@@ -208,7 +209,7 @@ def _callbacks(
         ema,
         NumericGuard(saves, data.name_of, run_metadata),
         gradient_norms,
-        Metrics(rows, every, batch.global_batch, ema, run_state, flops, peak, gradient_norms),
+        Metrics(rows, every, batch.global_batch, ema, run_state, gradient_norms, flops, peak),
         validation,
         *_pictures(plan, trained, ema, run_state),
         saves,

@@ -191,11 +191,13 @@ class Metrics(OptimizerStepCallback):
     """The average, if there is one."""
     state: RunState
     """Gets the newest metrics."""
-    picture_flops: Callable[[int, int], float | None] = lambda height, width: None
-    """Height and width [pixels] → FLOPs of a picture in a step; None: not known. Called once per size and window."""
-    peak_tflops: float | None = None
-    """Of one device at the run's precision; None: not known."""
     gradient_norms: GradientNorms | None = None
+    """Has the norms of a logged step, if they are wanted."""
+    picture_flops: Callable[[int, int], float | None] | None = None
+    """Height and width [pixels] → FLOPs of a picture in a step, or None where they cannot be counted; null: not
+    counted."""
+    peak_tflops: float | None = None
+    """Of one device at the run's precision; with `picture_flops`."""
     _window_start: int = field(default=0, init=False)
     _window_start_s: float = field(default=0.0, init=False)
 
@@ -253,15 +255,14 @@ class Metrics(OptimizerStepCallback):
         self._window_start, self._window_start_s = step, now_s
         images_per_s, world_size = self.global_batch / step_s, trainer.world_size
         speed = {"step_s": step_s, "images_per_s": images_per_s, "images_per_s_per_device": images_per_s / world_size}
-        if trainer.is_global_zero:  # counting takes a moment
-            flops = [(self.picture_flops(*size), count) for size, count in module.logged_images.items()]
-            if all(each is not None for each, _ in flops):
+        if self.picture_flops is not None and self.peak_tflops is not None and trainer.is_global_zero:
+            counts = [(self.picture_flops(*size), images) for size, images in module.logged_images.items()]
+            if all(flops is not None for flops, _ in counts):
                 # Ranks of a tensor axis share the work on their images.
                 share = strategy_of(trainer).data_ranks / world_size
-                total = sum(each * count for each, count in flops if each is not None)
-                speed["tflops_per_s"] = total * share / num_steps / step_s / 1e12
-                if self.peak_tflops is not None:
-                    speed["mfu"] = speed["tflops_per_s"] / self.peak_tflops
+                total = sum(flops * images for flops, images in counts if flops is not None) * share
+                speed["tflops_per_s"] = total / num_steps / step_s / 1e12
+                speed["mfu"] = speed["tflops_per_s"] / self.peak_tflops
         return speed | {f"{name}_s": seconds for name, seconds in sections.items()}
 
 

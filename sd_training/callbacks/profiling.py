@@ -20,7 +20,7 @@ _ROWS = 100
 
 
 class Profile(OptimizerStepCallback):
-    """Writes a trace and a table of the operations that took longest. A profiled step is slower than others, on the
+    """Writes a trace and a table of the operations that took longest, by time on the device where there is one. A profiled step is slower than others, on the
     host above all. What cannot be written is lost, and the run continues.
 
     Args:
@@ -43,8 +43,9 @@ class Profile(OptimizerStepCallback):
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Starts before the first step, and writes after the last one."""
-        if self._profiler is not None and self.is_due(trainer, step, self.last):
-            self._write(step)
+        if self._profiler is not None:
+            if self.is_due(trainer, step, self.last):  # after the last one, or where the run ends before it
+                self._write(step)
         elif step == self.first - 1:
             self._start(trainer, step + 1)
 
