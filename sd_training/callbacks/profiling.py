@@ -20,8 +20,8 @@ _ROWS = 100
 
 
 class Profile(OptimizerStepCallback):
-    """Writes a trace and a table of the operations that took longest, by time on the device where there is one. A profiled step is slower than others, on the
-    host above all. What cannot be written is lost, and the run continues.
+    """Writes a trace and a table of the operations that took longest, by time on the device where there is one. A
+    profiled step is slower than others, on the host above all. What cannot be written is lost; the run continues.
 
     Args:
         run_dir: the run folder.
