@@ -35,7 +35,7 @@ from sd_training.errors import TakenOverError
 from sd_training.log import FOR_FILE, get_logger, write_lines_by
 from sd_training.optim import gradient_norm
 from sd_training.parallel.strategies import strategy_of
-from sd_training.training import SECTIONS, TrainedModule
+from sd_training.training import SECTIONS, Section, TrainedModule
 
 log = get_logger(__name__)
 
@@ -44,7 +44,7 @@ COLUMNS = (
     *("ema_decay", "device_memory_gib", "step_s", "images_per_s_per_device", "tflops_per_s", "mfu"),
     *(f"{section}_s" for section in SECTIONS),
 )
-_NOT_TRAINING = ("validation", "drawing", "saving")
+_NOT_TRAINING: tuple[Section, ...] = ("validation", "drawing", "saving")
 """Sections that do not count in the speed of training."""
 
 _LINE_EVERY_S = 30.0

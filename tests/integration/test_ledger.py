@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import pytorch_lightning as pl
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from sd_training.build.flops import PictureFlops
 from sd_training.build.models import build_model
