@@ -31,9 +31,21 @@ LRSchedule = Callable[[int], float]
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
     """Scales gradients in place so that their norm is at most `max_norm`; returns the norm before.
 
-    The Euclidean norm over all gradients, the same on every process; nothing is read on the host. Gradients are already
-    averaged over processes; DTensors may have different meshes.
+    Gradients are already averaged over processes; DTensors may have different meshes.
     """
+    parameters = list(parameters)
+    norm = gradient_norm(parameters)
+    if max_norm is not None:
+        # DTensors of different meshes cannot be scaled in one call, their local tensors can.
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The Euclidean norm over all gradients, the same on every process; nothing is read on the host. Collective where
+    they are sharded."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     groups: dict[object, list[Tensor]] = {}
     for gradient in gradients:
@@ -41,12 +53,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
         groups.setdefault(key, []).append(gradient)
     norms = [torch.nn.utils.get_total_norm(group) for group in groups.values()]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    norm = whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
-    if max_norm is not None:
-        # DTensors of different meshes cannot be scaled in one call, their local tensors can.
-        local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
+    return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
 
 
 class SkippingOptimizer(torch.optim.Optimizer):

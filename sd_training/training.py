@@ -4,9 +4,11 @@ Nothing here waits for the device: losses, norms, flags and the record of a micr
 reads them.
 """
 
+import time
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import pytorch_lightning as pl
 import torch
@@ -38,6 +40,67 @@ class MicroBatchRecord(NamedTuple):
 PART = "denoiser"
 """The trained network's name in `optimizer.rates_by_part`."""
 
+Section = Literal[
+    "data_wait", "upload", "encode", "forward", "backward", "optimizer",
+    "average", "logging", "validation", "drawing", "saving", "other",
+]  # fmt: skip
+SECTIONS: tuple[Section, ...] = get_args(Section)
+_MAX_OPEN = 4096
+"""Moments kept before those that have passed are summed; a logging window seldom has more."""
+
+
+class Ledger:
+    """Where the time of a training process goes: every moment belongs to the section that was entered last, so the
+    sections sum to the wall time.
+
+    On CUDA `enter` records an event on the current stream and does not wait. A section is then the time from the moment
+    at which the device reached its beginning to the moment at which it reached the next one's: its own work, and the
+    time in which the device had nothing to do because the host was in that section. So `data_wait` is what the device
+    lost by waiting for data, not how long the host waited while the device still had work; a save, which the host
+    alone writes, counts in full. Copies and averaging beside the device's work count where something waits for them.
+    On the CPU sections are those of the host.
+    """
+
+    def __init__(self) -> None:
+        self.start(torch.device("cpu"))
+
+    def start(self, device: torch.device) -> None:
+        """Forgets what was measured; time counts from now on.
+
+        Args:
+            device: what executes the training step.
+        """
+        self._has_events = device.type == "cuda"
+        self._entered: deque[tuple[Section, Any]] = deque()
+        self._seconds: dict[Section, float] = dict.fromkeys(SECTIONS, 0.0)
+        self.enter("other")
+
+    def enter(self, section: Section) -> None:
+        """What follows belongs to `section`; waits for nothing."""
+        moment: Any = time.perf_counter()
+        if self._has_events:
+            moment = torch.cuda.Event(enable_timing=True)
+            moment.record()
+        self._entered.append((section, moment))
+        if len(self._entered) > _MAX_OPEN:
+            self._book()
+
+    def take(self) -> dict[Section, float]:
+        """Seconds of each section since the last call, until the newest `enter`; that one must have passed on the
+        device, which a value that was computed after it and read on the host ensures."""
+        self._book()
+        taken, self._seconds = self._seconds, dict.fromkeys(SECTIONS, 0.0)
+        return taken
+
+    def _book(self) -> None:
+        """Sums what has passed."""
+        while len(self._entered) > 1:
+            (section, began), (_, ended) = self._entered[0], self._entered[1]
+            if self._has_events and not ended.query():
+                return
+            self._seconds[section] += began.elapsed_time(ended) / 1e3 if self._has_events else ended - began
+            self._entered.popleft()
+
 
 def changed_requirements(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The error of a checkpoint that was trained with other options; empty where none has changed."""
@@ -67,12 +130,16 @@ class TrainedModule(pl.LightningModule):
         self.was_step_skipped: Tensor | None = None
         self.last_micro_batch: MicroBatchRecord | None = None
         """The latest micro-batch."""
+        self.ledger = Ledger()
+        """Module and callbacks enter their sections."""
         self._has_dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in network.modules())
 
     def reset_logged(self) -> None:
         """Start a new logging window."""
         self.logged_sums: dict[str, Tensor] = {}
         self.logged_micro_batches = 0
+        self.logged_images: Counter[tuple[int, int]] = Counter()
+        """Height and width [pixels] → images of this process."""
         self.grad_norm: Tensor | None = None
 
     def training_step(self, batch: PixelBatch, batch_index: int) -> Tensor:
@@ -89,11 +156,33 @@ class TrainedModule(pl.LightningModule):
             value = value.detach().float()
             self.logged_sums[name] = self.logged_sums[name] + value if name in self.logged_sums else value
         self.logged_micro_batches += 1
+        height, width = batch.pixels.shape[-2:]
+        self.logged_images[height, width] += len(batch.pixels)
         self.last_micro_batch = MicroBatchRecord(losses.detach(), batch.positions, batch.sample_ids, timesteps)
-        return loss * (loss.detach() * 0.0 + 1.0)
+        minimised = loss * (loss.detach() * 0.0 + 1.0)
+        self.ledger.enter("backward")
+        return minimised
+
+    def on_train_start(self) -> None:
+        """After the callbacks' start, which may validate and draw."""
+        self.ledger.enter("data_wait")
+
+    def on_before_batch_transfer(self, batch: PixelBatch, dataloader_idx: int) -> PixelBatch:
+        """The loader has delivered."""
+        self.ledger.enter("upload")
+        return batch
+
+    def on_after_backward(self) -> None:
+        """What follows is the optimizer step: the norm of the gradient, clipping, the update."""
+        self.ledger.enter("optimizer")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """After the callbacks; each of them has entered a section."""
+        self.ledger.enter("data_wait")
 
     def on_train_batch_start(self, batch: PixelBatch, batch_index: int) -> None:
         """Dropout layers alone use torch's global generator: key it by rank and step, so that resume is exact."""
+        self.ledger.enter("encode")
         if self._has_dropout:
             strategy = strategy_of(self.trainer)
             torch.manual_seed(batch_index * strategy.data_ranks + strategy.data_rank)
@@ -234,6 +323,7 @@ class DiffusionModule(TrainedModule):
         """As `TrainedModule.sample_losses` (Rombach et al. 2022, arXiv:2112.10752, eq. 3). The family's denoiser is
         `self.network` or a part of it, so this call goes through what a strategy has wrapped."""
         latents, conditioning = self._encoded(batch)
+        self.ledger.enter("forward")
         noised = self.objective.draw(latents, batch)
         prediction = self.family.predict(self.family.denoiser, noised, conditioning)
         return self.objective.loss(prediction, noised), noised.timesteps, {}
@@ -288,6 +378,7 @@ class AutoencoderModule(TrainedModule):
 
     def sample_losses(self, batch: PixelBatch) -> tuple[Tensor, None, dict[str, Tensor]]:
         """As `TrainedModule.sample_losses`."""
+        self.ledger.enter("forward")
         l1, kl, latents = self._errors(batch)
         self._measure(latents.detach().float())
         return l1 + self.kl_weight * kl, None, {"l1": l1.mean(), "kl": kl.mean()}

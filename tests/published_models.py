@@ -3,12 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-
-from sd_training.build.dry_run import blank_batch
-from sd_training.models.family import Family
-
 
 def clip(width: int, layers: int, heads: int, projection: int, activation: str = "gelu") -> dict[str, Any]:
     return {
@@ -139,15 +133,3 @@ WRONG_TEXT: Mapping[str, tuple[str, dict[str, Any], str]] = {
     "flux": ("text_encoder_2", T5_XXL | _T5_WIDTH, "joint_attention_dim"),
 }
 """Model → a text encoder of another width, and the denoiser's option that does not fit it."""
-
-
-def forward_flops(family: Family, height: int, width: int) -> int:
-    """FLOPs of the denoiser's forward pass for one picture [pixels]; a multiply-add counts as two.
-
-    Args:
-        family: on the meta device.
-    """
-    noised, conditioning = blank_batch(family, height, width, 1, torch.device("meta"))
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        family.predict(family.denoiser, noised, conditioning)
-    return int(counter.get_total_flops())

@@ -77,7 +77,7 @@ def _diffusion(plan: Plan) -> Trained:
     sizes, device = training_sizes(config.dataset.params).sizes, torch.device(accelerator)
     if not (model.xformers and model.attention == "auto" and use_fast_attention(family.denoiser, device)):
         choose_attention(family, model.attention, sizes, plan.precision, device)
-    # Memory format, recomputation and compilation, before anything wraps or shards the networks.
+    # Memory format, recomputation, copies and compilation, before anything wraps or shards the networks.
     if wants_channels_last(config.trainer.channels_last, accelerator):
         family.vae.to(memory_format=torch.channels_last)
         # Transformers have few convolutions; FSDP2 and DeepSpeed take contiguous weights only.
@@ -85,8 +85,6 @@ def _diffusion(plan: Plan) -> Trained:
             family.denoiser.to(memory_format=torch.channels_last)
     if model.gradient_checkpointing:
         recompute_activations(blocks)
-    if config.trainer.compile != "off":
-        _compile(plan, family, len(sizes))
     if model.vae_slicing:
         family.vae.enable_slicing()
     if model.vae_tiling:
@@ -96,6 +94,8 @@ def _diffusion(plan: Plan) -> Trained:
     originals = {name: family.parts[name] for name in copied if is_main_process()}
     if (dtype := AUTOCAST_DTYPE[plan.precision]) is not None:
         family = family.with_parts({name: autocast_copy(family.parts[name], dtype) for name in copied})
+    if config.trainer.compile != "off":
+        _compile(plan, family, len(sizes))
     module = DiffusionModule(
         family,
         objective_of(family),
@@ -207,14 +207,7 @@ def copy_with_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> nn.M
         network: its weights are not read, unless they are missing in `weights`; FSDP2 may have sharded it.
         weights: by parameter name; used as they are, not copied.
     """
-    from diffusers import ModelMixin  # here: sd_training.models must be what imports diffusers first
-
-    cls: Any = next(c for c in type(network).__mro__ if not c.__name__.startswith("FSDP"))
-    settings: Any = network.config
-    if issubclass(cls, ModelMixin):  # from_config leaves out what was a default once, even where it was changed since
-        settings = {name: value for name, value in settings.items() if name != "_use_default_values"}
-    with torch.device("meta"):  # no memory, no random numbers
-        copy: nn.Module = cls.from_config(settings) if issubclass(cls, ModelMixin) else cls(settings)
+    copy = meta_twin(network)
     own = network.state_dict(keep_vars=True)
     names = {id(value): name for name, value in own.items() if name in weights}  # tied weights have further names
     copied = {n: weights[names[id(v)]] if id(v) in names else v.detach().cpu() for n, v in own.items()}
@@ -222,7 +215,20 @@ def copy_with_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> nn.M
     for name, buffer in network.named_buffers():  # also those that are computed at construction and not stored
         parent, _, leaf = name.rpartition(".")
         setattr(copy.get_submodule(parent), leaf, buffer.detach().cpu())
-    return copy.eval()
+    return copy
+
+
+def meta_twin(network: nn.Module) -> nn.Module:
+    """A network of the same class and settings without weights, on the meta device, in evaluation mode."""
+    from diffusers import ModelMixin  # here: sd_training.models must be what imports diffusers first
+
+    cls: Any = next(c for c in type(network).__mro__ if not c.__name__.startswith("FSDP"))
+    settings: Any = network.config
+    if issubclass(cls, ModelMixin):  # from_config leaves out what was a default once, even where it was changed since
+        settings = {name: value for name, value in settings.items() if name != "_use_default_values"}
+    with torch.device("meta"):  # no memory, no random numbers
+        twin: nn.Module = cls.from_config(settings) if issubclass(cls, ModelMixin) else cls(settings)
+    return twin.eval()
 
 
 def _autoencoder(plan: Plan) -> Trained:

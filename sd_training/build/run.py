@@ -19,16 +19,18 @@ from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEn
 from pytorch_lightning.strategies import Strategy
 from torch.utils.tensorboard import SummaryWriter
 
+from sd_training.build.flops import PictureFlops, peak_tflops
 from sd_training.build.models import Trained, build_model
 from sd_training.build.plan import Plan, Start, find_start, make_mirror, own_run_dir, titled
 from sd_training.build.preflight import wandb_mode
 from sd_training.callbacks.base import RunState
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.metrics import COLUMNS as METRICS
-from sd_training.callbacks.metrics import MetricRows, Metrics, ProgressBar
+from sd_training.callbacks.metrics import GradientNorms, JsonRows, MetricRows, Metrics, ProgressBar
 from sd_training.callbacks.numerics import NumericGuard
 from sd_training.callbacks.preemption import Preemption, deadline_s
 from sd_training.callbacks.previews import Pictures
+from sd_training.callbacks.profiling import Profile
 from sd_training.callbacks.run_record import RunRecord
 from sd_training.callbacks.runtime import Runtime
 from sd_training.callbacks.save import MIRROR_AFTER_STOP_S, Save
@@ -188,7 +190,14 @@ def _callbacks(
     networks = trained.sharding.roots
     num_parameters = sum(parameter.numel() for network in networks for parameter in network.parameters())
     title = f"training {', '.join(type(network).__name__ for network in networks)} of {num_parameters:,} parameters"
-    rows = MetricRows(run_dir / "metrics.csv", METRICS, run_lock)
+    names = {"metrics.csv": MetricRows, "metrics.jsonl": JsonRows}
+    rows = [kind(run_dir / name, METRICS, run_lock) for name, kind in names.items()]
+    every, profiled = config.logging.every, config.logging.profile_steps
+    gradient_norms = GradientNorms(every) if config.logging.gradient_norms else None
+    peak = config.logging.peak_tflops
+    if peak is None and plan.launch.accelerator == "cuda":
+        peak = peak_tflops(torch.cuda.get_device_name(), plan.precision)
+    flops = None if peak is None else PictureFlops(trained)
     validation = None
     if data.held_out is not None:
         validation_rows = MetricRows(run_dir / "validation.csv", COLUMNS, run_lock)
@@ -199,11 +208,13 @@ def _callbacks(
         RunRecord(run_dir, resolved_yaml(config), run_metadata, lambda step: _banner(plan, start, data, title, step)),
         ema,
         NumericGuard(saves, data.name_of, run_metadata),
-        Metrics(rows, config.logging.every, batch.global_batch, ema, run_state),
+        gradient_norms,
+        Metrics(rows, every, batch.global_batch, ema, run_state, gradient_norms, flops, peak),
         validation,
         *_pictures(plan, trained, ema, run_state),
         saves,
         ProgressBar(run_state, batch.global_batch, batch.num_steps) if config.logging.progress_bar else None,
+        Profile(run_dir, *profiled) if profiled else None,
         Runtime(watch, run_lock),
     ]
     return [callback for callback in callbacks if callback is not None]

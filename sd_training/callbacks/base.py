@@ -11,20 +11,20 @@ Rules for a callback:
 - Reduce over ranks with `gather_ranks`; the strategy's `cpu_group` is reserved for saves.
 - `state_dict` becomes part of every checkpoint: numbers, text, tensors, and dicts, lists and tuples of these. Only rank
   0's is stored, and every rank loads it; reduce first, in `on_save_checkpoint`, where collectives are allowed.
+- Its `section` is where its time is booked (`Ledger` in `training.py`).
 - Append rows with `MetricRows` (`callbacks/metrics.py`), which handles resume, full disks and the run lock.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, distributed
 
-from sd_training.training import TrainedModule
+from sd_training.training import Section, TrainedModule
 from sd_training.watchdog import HangWatch
 
 
@@ -32,10 +32,13 @@ class OptimizerStepCallback(pl.Callback):
     """Calls `on_optimizer_step` once per optimizer step, however many micro-batches it took. A subclass with an
     `on_train_start` or `on_train_batch_end` also calls this class's method."""
 
+    section: ClassVar[Section] = "other"
+    """What its time is booked as."""
     _last_step: int = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """A resumed run starts counting where it stopped."""
+        pl_module.ledger.enter(self.section)
         self._last_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -43,6 +46,7 @@ class OptimizerStepCallback(pl.Callback):
         if trainer.global_step == self._last_step:
             return
         self._last_step = trainer.global_step
+        pl_module.ledger.enter(self.section)
         self.on_optimizer_step(trainer, pl_module, trainer.global_step)
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
@@ -64,14 +68,13 @@ class OptimizerStepCallback(pl.Callback):
 
 @dataclass
 class RunState:
-    """The only mutable state that callbacks share. Each field has one writer, named in its description; the clock
-    measures time spent training, without what any of them does inside `excluded`.
+    """The only mutable state that callbacks share. Each field has one writer, named in its description.
 
     Steps are optimizer steps completed in this start of the run; -1: none yet.
     """
 
     watch: HangWatch | None = None
-    """Measures the excluded sections."""
+    """Limits the time of saves, validations and pictures."""
     save_requested: bool = False
     """`Preemption`: all ranks save after this step, beside the steps at which a save is due."""
     is_consistent: bool = False
@@ -86,29 +89,10 @@ class RunState:
     """`Metrics`: the newest row."""
     validation_loss: tuple[int, float] | None = None
     """`Validation`: step and loss of the newest one, of the weights that are exported; the same on all ranks."""
-    _start_s: float = field(default_factory=time.perf_counter, init=False)
-    _excluded_s: float = field(default=0.0, init=False)
 
-    @contextmanager
-    def excluded(self, section: str) -> Iterator[None]:
-        """The time inside does not count.
-
-        Args:
-            section: of the hang watch, `save` or `validate`.
-        """
-        began_s = time.perf_counter()
-        try:
-            with nullcontext() if self.watch is None else self.watch.inside(section):
-                yield
-        finally:
-            self._excluded_s += time.perf_counter() - began_s
-
-    def lap_s(self) -> float:
-        """Seconds of training since the last lap; starts the next one."""
-        now_s = time.perf_counter()
-        elapsed_s = now_s - self._start_s - self._excluded_s
-        self._start_s, self._excluded_s = now_s, 0.0
-        return max(elapsed_s, 1e-9)
+    def watched(self, section: str) -> AbstractContextManager[None]:
+        """What is done inside belongs to `save` or `validate` of the hang watch."""
+        return nullcontext() if self.watch is None else self.watch.inside(section)
 
 
 def gather_ranks(trainer: pl.Trainer, tensor: Tensor) -> Tensor:

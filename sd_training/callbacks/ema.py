@@ -132,6 +132,8 @@ class Ema(OptimizerStepCallback):
         initial: weights by parameter name to start from; null starts from the network's own.
     """
 
+    section = "average"
+
     def __init__(self, config: EmaConfig, run_dir: Path, initial: Mapping[str, Tensor] | None = None) -> None:
         self.config, self.run_dir = config, run_dir
         self._initial = initial and {f"{_NETWORK}{name}": tensor for name, tensor in initial.items()}

@@ -191,7 +191,8 @@ class NumericGuard(OptimizerStepCallback):
         if self.is_due(trainer, step, self.every):
             self._read(trainer, module)
             if self.detector.rollback_reason is not None and step % self.every == 0:
-                with self.saves.state.excluded("save"):
+                module.ledger.enter("saving")
+                with self.saves.state.watched("save"):
                     self._roll_back(trainer, module, step, self.detector.rollback_reason)
         if self.config.digest_every and step % self.config.digest_every == 0:
             self._compare_replicas(trainer, module, step)

@@ -33,6 +33,8 @@ _GRID_PICTURES = 64
 class Pictures(OptimizerStepCallback):
     """Draws the pictures of one set of prompts on all ranks."""
 
+    section = "drawing"
+
     run_dir: Path
     """The run folder, with `samples/`."""
     config: Config
@@ -44,7 +46,7 @@ class Pictures(OptimizerStepCallback):
     ema: Ema | None
     """The average to draw with, if there is one."""
     state: RunState
-    """Does not count the time of drawing."""
+    """Has the limit on the time of drawing."""
     name: str
     """Folder below `samples/step_N/`, and tag in the loggers."""
     every: int
@@ -76,7 +78,7 @@ class Pictures(OptimizerStepCallback):
         if trainer.should_stop:
             return
         folder = self.run_dir / "samples" / f"step_{step}" / self.name
-        with self.state.excluded("validate"):
+        with self.state.watched("validate"):
             with export_weights(module, self.ema):
                 images = self._local_images(trainer)
             try:

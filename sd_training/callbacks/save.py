@@ -59,6 +59,8 @@ _EXPORTED_STEP_FILE = "exported_step"
 class Save(OptimizerStepCallback):
     """Saves every `experiment.save_every` optimizer steps, at milestones, on request, and at the end of the run."""
 
+    section = "saving"
+
     run_dir: Path
     config: Config
     make_export: Callable[[Mapping[str, Tensor] | None], Any]
@@ -67,7 +69,7 @@ class Save(OptimizerStepCallback):
     ema: Ema | None
     """The average to export, if there is one."""
     state: RunState
-    """Has the requests for saves, records each save and does not count its time."""
+    """Has the requests for saves, and records each save."""
     run_lock: RunLock
     """Of this start of the run; rank 0 checks it."""
     is_resumed: bool = False
@@ -132,7 +134,7 @@ class Save(OptimizerStepCallback):
             return
         is_last = step == trainer.max_steps or trainer.should_stop
         self.state.is_consistent = False  # a failure inside a save must not trigger another save
-        with self.state.excluded("save"):
+        with self.state.watched("save"):
             try:
                 self.finish_pending()
                 with self._failures_counted(step, is_last=is_last):
@@ -309,14 +311,14 @@ class Save(OptimizerStepCallback):
                 log.error("the mirror is out of date: the run ended before the last upload was complete")
 
         if self.mirror is not None:
-            with self.state.excluded("save"):
+            with self.state.watched("save"):
                 strategy_of(trainer).cpu_group.on_rank0(finish_uploads)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         """The run ends. Waits for a save in the background, unless another rank is missing in it. Then the steps since
         the last save are saved, without an export, if all ranks meet an exception after the same step."""
         step = trainer.global_step
-        with self.state.excluded("save"):
+        with self.state.watched("save"):
             try:
                 if self.pending is not None:
                     self.pending.result(_PENDING_AT_EXCEPTION_S)

@@ -39,6 +39,8 @@ ALL = "all"
 class Validation(OptimizerStepCallback):
     """Measures the weights that are trained and, where there is one, their average."""
 
+    section = "validation"
+
     data: HeldOutData
     config: Config
     rows: MetricRows
@@ -48,8 +50,7 @@ class Validation(OptimizerStepCallback):
     ema: Ema | None
     """The average, if there is one."""
     preemption: Preemption
-    """Interrupts a validation when a stop is requested. Its `RunState` gets the loss of the exported weights, and does
-    not count the time of a validation."""
+    """Interrupts a validation when a stop is requested. Its `RunState` gets the loss of the exported weights."""
     _group: CpuGroup | None = field(default=None, init=False)
     """A separate group: a save in the background may be using the strategy's."""
 
@@ -97,7 +98,7 @@ class Validation(OptimizerStepCallback):
         rows: list[dict[str, str]] = []
         losses: dict[str, float] = {}
         began_s, after = time.monotonic(), f"validation loss after {counted(step, 'optimizer step')}"
-        with self.preemption.state.excluded("validate"):
+        with self.preemption.state.watched("validate"):
             for weights, ema in ((TRAINED, None), *([(AVERAGE, self.ema)] if self.ema else [])):
                 measured = self._measure(trainer, module, ema)
                 if isinstance(measured, int):

@@ -42,7 +42,7 @@ def check(config: Config) -> list[str]:
     for key in ("dataset.mix", "model.text_encoders"):
         for number, entry in enumerate(value_of(config, key)):
             found += unread(entry, f"{key}.{number}.")
-    for rules in (_parts, _optimizer, _paths, _data, _model, _saves, _sharding):
+    for rules in (_parts, _optimizer, _paths, _data, _model, _saves, _logging, _sharding):
         found += rules(config)
     if config.model.train == "denoiser":
         found += objective_problems(config.objective)  # and once more when a noise scheduler says what is null here
@@ -281,6 +281,22 @@ def _saves(config: Config) -> Iterator[str]:
         if limit_s is not None and limit_s >= watch.collective_timeout_s:
             limits = f"{watch.collective_timeout_s:g} is not above watch.{section}_s={limit_s:g}"
             yield f"watch.collective_timeout_s: {limits}; a network error would hide the report of a hang"
+
+
+def _logging(config: Config) -> Iterator[str]:
+    logging, strategy = config.logging, config.distributed.strategy
+    if logging.profile_steps is not None:
+        first, last = logging.profile_steps
+        # With one process; more of them make the run shorter.
+        steps = config.experiment.num_examples_to_see // (
+            config.system.batch_size * config.system.gradient_accumulation
+        )
+        if first > last:
+            yield f"logging.profile_steps: the first step, {first}, is after the last one, {last}; swap them"
+        elif last > steps:
+            yield f"logging.profile_steps: {last} is beyond the end of the run, which has at most {steps:,} steps"
+    if logging.gradient_norms and strategy.startswith("deepspeed"):
+        yield f"logging.gradient_norms: {strategy} keeps the gradients itself; set it to false, or use fsdp"
 
 
 def _sharding(config: Config) -> Iterator[str]:

@@ -713,13 +713,27 @@ class SamplingConfig(OptionGroup):
     """Images drawn at once per process."""
 
 
+_Range = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
+
+
 class LoggingConfig(OptionGroup):
-    """Metrics."""
+    """Metrics, speed, and where the time goes (docs/memory.md)."""
 
     every: PositiveInt = 10
     """Write averaged metrics every so many optimizer steps; the only moment when the host waits for the device."""
     progress_bar: bool = True
     """Show images seen, images/s, time left and loss on the terminal."""
+    peak_tflops: Positive | None = None
+    """Peak of one device, of which `mfu` is a share [TFLOP/s]; null: by the name of the GPU, of dense matrices in the
+    type of `mixed_precision`; unknown on the CPU, where `mfu` is empty."""
+    profile_steps: _Range | None = Field(
+        default=None, json_schema_extra={"allowed": "the first and the last optimizer step, such as [20, 22]"}
+    )
+    """Run torch's profiler over these optimizer steps, `[first, last]`, on rank 0: a trace and a table of kernels in
+    the run folder's `profile/`."""
+    gradient_norms: bool = False
+    """Norm of the gradient of each layer group at the logged steps, in `metrics.jsonl`, TensorBoard and W&B; not with
+    DeepSpeed, which keeps the gradients."""
 
 
 class Config(OptionGroup):

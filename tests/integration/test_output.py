@@ -61,7 +61,8 @@ def test_a_run_says_what_it_does_and_nothing_else(pipeline_dir: Path, shards_dir
         "samples": "32",
         "length": "batch_size 8 × accumulation 1 × 1 process = 8 images per optimizer step; 32 images = 4 steps",
     }
-    progress = rf"^{TIME}step 4 of 4: 32 images, [\d.]+ images/s, 0:00:00 left, loss [\d.]+$"
+    newest = r"loss [\d.]+, [\d.e-]+ s/step, \d+% waiting for data"
+    progress = rf"^{TIME}step 4 of 4: 32 images, [\d.]+ images/s, 0:00:00 left, {newest}$"
     assert re.search(progress, one, re.MULTILINE)
     kept = (tmp_path / "run/train.log").read_text()
     assert kept == one

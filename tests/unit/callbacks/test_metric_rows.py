@@ -1,10 +1,10 @@
-"""metrics.csv after kills, on a full disk, and once there is space again."""
+"""metrics.csv and metrics.jsonl after kills, on a full disk, and once there is space again."""
 
 from pathlib import Path
 
 import pytest
 
-from sd_training.callbacks.metrics import MetricRows
+from sd_training.callbacks.metrics import JsonRows, MetricRows
 from tests.file_size_limit import file_size_limit
 
 COLUMNS = ("optimizer_step", "loss", "l1")
@@ -68,3 +68,38 @@ def test_a_file_that_cannot_be_replaced_stays(tmp_path: Path) -> None:
     with file_size_limit(5):
         MetricRows(path, COLUMNS).keep_until(1)
     assert path.read_bytes() == before
+
+
+def test_columns_that_an_older_version_did_not_write_are_empty(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text("optimizer_step,l1\n1,7\n2,8\n3,9\n")
+    rows = MetricRows(path, COLUMNS)
+    rows.keep_until(2)
+    rows.add({"optimizer_step": "3", "loss": "0.5"})
+    assert path.read_text().split() == ["optimizer_step,loss,l1", "1,,7", "2,,8", "3,0.5,"]
+
+
+def test_lines_of_json_have_all_values(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    rows = JsonRows(path, COLUMNS)
+    rows.keep_until(0)
+    rows.add({"optimizer_step": "1", "loss": "1e-05", "other": "2"}, {"optimizer_step": "2", "loss": "nan"})
+    first, second = '{"optimizer_step": 1, "loss": 1e-05, "other": 2}\n', '{"optimizer_step": 2, "loss": null}\n'
+    assert path.read_text() == first + second and [rows.has(step) for step in range(4)] == [False, True, True, False]
+    JsonRows(path, COLUMNS).keep_until(2)
+    assert path.read_text() == first + second
+    JsonRows(path, COLUMNS).keep_until(1)
+    assert path.read_text() == first
+
+
+@pytest.mark.parametrize(
+    "torn", ['{"optimizer_step": 3', '{"optimizer_step": 3}', "[3]\n", "3\n", '{"loss": 1}\n', "\0\n"]
+)
+def test_a_torn_line_of_json_is_dropped(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = JsonRows(path, COLUMNS)
+    rows.add({"optimizer_step": "1", "loss": "2.5"})
+    whole = path.read_text()
+    path.write_text(whole + torn + '{"optimizer_step": "x"}\n{"optimizer_step": 2, "loss": "high"}\n')
+    JsonRows(path, COLUMNS).keep_until(100)
+    assert path.read_text() == whole

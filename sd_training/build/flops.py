@@ -1,0 +1,128 @@
+"""Floating-point operations: of a picture in a training step, and of known devices per second.
+
+Model FLOPs utilisation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B) is the first, times pictures per second,
+over the second. A multiply-add counts as two; a backward pass as two forward passes; recomputation not at all.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from sd_training.build.models import Trained, meta_twin
+from sd_training.log import get_logger
+from sd_training.models.family import Family, latent_grid
+from sd_training.types import Conditioning, NoisedBatch
+
+log = get_logger(__name__)
+
+META = torch.device("meta")
+
+
+class PictureFlops:
+    """Height and width [pixels] → FLOPs of one picture in a training step; None, with one warning, where a network
+    cannot be counted. A new size takes about half a second.
+
+    What is trained counts three times its forward pass: 6.8 TFLOP at 256 pixels make FLUX.1's 20.4 per picture, which
+    MLPerf's reference rounds to 20.3. Frozen encoders count once. Networks are counted at the first call, as copies
+    without weights, so that sharding, compilation and precision do not matter.
+
+    Args:
+        trained: what is trained.
+    """
+
+    def __init__(self, trained: Trained) -> None:
+        self._trained = trained
+        self._known: dict[tuple[int, int], float | None] = {}
+
+    def __call__(self, height: int, width: int) -> float | None:
+        """See the class."""
+        if (height, width) not in self._known:
+            try:
+                self._known[height, width] = self._count(height, width)
+            except Exception as error:  # of code that was not made for the meta device; it costs two columns
+                self._known[height, width] = None
+                log.warning(f"FLOPs cannot be counted, tflops_per_s and mfu stay empty: {error}")
+        return self._known[height, width]
+
+    @cached_property
+    def _family(self) -> Family | None:
+        family = self._trained.family
+        return family and family.with_parts({name: meta_twin(net) for name, net in family.networks().items()})
+
+    @cached_property
+    def _text(self) -> int:
+        """A trained text encoder counts three times."""
+        assert self._family is not None, "is asked of families only"
+        count = 0
+        for name, tokenizer in self._family.tokenizers().items():
+            tokens = torch.zeros(1, tokenizer.length, dtype=torch.long, device=META)
+            count += flops(partial(self._family.parts[name], input_ids=tokens))
+        return count * (3 if len(self._trained.sharding.roots) > 1 else 1)
+
+    def _count(self, height: int, width: int) -> float:
+        pixels, family = torch.zeros(1, 3, height, width, device=META), self._family
+        if family is None:
+            return 3 * flops(partial(meta_twin(self._trained.module.network), pixels))
+        return 3 * forward_flops(family, height, width) + flops(partial(family.vae.encode, pixels)) + self._text
+
+
+def forward_flops(family: Family, height: int, width: int) -> int:
+    """FLOPs of the denoiser's forward pass for one picture [pixels].
+
+    Args:
+        family: on the meta device.
+    """
+    noised, conditioning = blank_batch(family, height, width, 1, META)
+    return flops(lambda: family.predict(family.denoiser, noised, conditioning))
+
+
+def blank_batch(
+    family: Family, height: int, width: int, count: int, device: torch.device
+) -> tuple[NoisedBatch, Conditioning]:
+    """Inputs of the denoiser of the right shapes for `count` pictures."""
+    latents = torch.zeros(count, *latent_grid(family.vae).shape(height, width), device=device)
+    per_sample = torch.zeros(count, device=device)
+    noised = NoisedBatch(latents, per_sample, latents, per_sample, per_sample, per_sample)
+    return noised, family.blank_conditioning(count, device)
+
+
+def flops(forward: Callable[[], Any]) -> int:
+    """Of matrix products, convolutions and attention in a forward pass."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        forward()
+    return int(counter.get_total_flops())
+
+
+PEAK_TFLOPS: Mapping[str, tuple[float, float, float]] = {
+    "H100 PCIe": (756, 378, 51),  # NVIDIA H100 datasheet
+    "H100 NVL": (835.5, 417.5, 60),
+    "H200 NVL": (835.5, 417.5, 60),  # NVIDIA H200 datasheet
+    "H100": (989.5, 494.7, 67),
+    "H200": (989.5, 494.7, 67),
+    "A100": (312, 156, 19.5),  # NVIDIA A100 datasheet
+    "L40S": (362, 183, 91.6),  # NVIDIA L40S datasheet
+    "L4": (121, 60, 30.3),  # NVIDIA L4 datasheet
+    "A10": (125, 62.5, 31.2),  # NVIDIA A10 datasheet
+    "RTX 4090": (165.2, 82.6, 82.6),  # NVIDIA Ada GPU architecture, appendix A; tensor cores add up in fp32
+    "RTX 3090": (71, 35.6, 35.6),  # NVIDIA Ampere GA102 GPU architecture, appendix A
+}
+"""Words of a device's name → TFLOP/s of dense matrices in bf16 and fp16, in TF32, and in fp32; the first match counts.
+Datasheets give twice as much, with sparsity."""
+
+
+def peak_tflops(device: str, precision: str) -> float | None:
+    """The peak of a device [TFLOP/s]; None: the table does not know it.
+
+    Args:
+        device: as CUDA names it, such as `NVIDIA A100-SXM4-80GB`.
+        precision: no, bf16 or fp16.
+    """
+    words = f" {' '.join(re.split('[ -]+', device))} "
+    row = next((row for name, row in PEAK_TFLOPS.items() if f" {name} " in words), None)
+    if row is None:
+        return None
+    return row[0] if precision != "no" else row[2] if torch.get_float32_matmul_precision() == "highest" else row[1]
