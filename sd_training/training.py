@@ -39,6 +39,11 @@ PART = "denoiser"
 """The trained network's name in `optimizer.rates_by_part`."""
 
 
+def scaled_pixels(pixels: Tensor) -> Tensor:
+    """[B, 3, H, W] float32 in [-1, 1] from the loader's bytes."""
+    return pixels.float().div_(127.5).sub_(1.0)
+
+
 def changed_requirements(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The error of a checkpoint that was trained with other options; empty where none has changed."""
     changed = [Change(key, before[key], value) for key, value in now.items() if before.get(key, value) != value]
@@ -166,10 +171,6 @@ class TrainedModule(pl.LightningModule):
             self.was_step_skipped = (~torch.isfinite(self.grad_norm)).float()
             optimizer.found_inf = self.was_step_skipped
 
-    def _pixels(self, batch: PixelBatch) -> Tensor:
-        """[B, 3, H, W] float32 in [-1, 1] from the loader's bytes."""
-        return batch.pixels.float().div_(127.5).sub_(1.0)
-
 
 class DiffusionModule(TrainedModule):
     """Trains the denoiser of a family, and its text encoders if requested, on latents of a frozen autoencoder.
@@ -251,7 +252,11 @@ class DiffusionModule(TrainedModule):
         return torch.stack(losses), torch.stack(timesteps)
 
     def _encoded(self, batch: PixelBatch) -> tuple[Tensor, Conditioning]:
-        latents = self.family.encode_pixels(self._pixels(batch), batch.posterior_noise, self.vae_precision)
+        is_cached = batch.moments.numel() > 0
+        moments = (
+            batch.moments.float() if is_cached else self.family.moments(scaled_pixels(batch.pixels), self.vae_precision)
+        )
+        latents = self.family.draw_latents(moments, batch.posterior_noise)
         gradients = torch.set_grad_enabled(self.is_text_trained and torch.is_grad_enabled())
         with gradients, autocast(batch.pixels.device, self.text_precision):
             return latents, self.family.encode(batch)
@@ -296,7 +301,7 @@ class AutoencoderModule(TrainedModule):
 
     def _errors(self, batch: PixelBatch) -> tuple[Tensor, Tensor, Tensor]:
         """[B] L1, [B] KL per pixel value, and the latents."""
-        pixels = self._pixels(batch)
+        pixels = scaled_pixels(batch.pixels)
         posterior = self.network.encode(pixels).latent_dist
         latents = posterior.mean + posterior.std * batch.posterior_noise
         reconstruction = self.network.decode(latents).sample
