@@ -107,9 +107,12 @@ def make_builder(given: dict[str, str], plan: Plan) -> CacheBuilder:
         family.vae.enable_slicing()
     if config.model.vae_tiling:
         family.vae.enable_tiling()
-    data = make_data(plan, family, latent_grid(family.vae))
-    folder = output_path(given["out"])
-    return CacheBuilder(plan, family, data, folder, dtype=given["dtype"], num_crops=num_crops, text=given["text"])
+    device = torch.device(plan.launch.accelerator)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))))
+    data, folder = make_data(plan, family, latent_grid(family.vae)), output_path(given["out"])
+    own = {"dtype": given["dtype"], "num_crops": num_crops, "text": given["text"]}
+    return CacheBuilder(plan, family, data, folder, device, **own)
 
 
 def check_space(folder: Path, needed: int) -> str:
@@ -154,12 +157,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     builder.folder.mkdir(parents=True, exist_ok=True)
     chosen = {job.name for job in builder.jobs[rank::world]}
     own = [job for job in missing if job.name in chosen]
-    device = torch.device(plan.launch.accelerator)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))))
     total, seen = sum(job.count for job in own), sys.stderr.isatty() and is_main_process()
     with tqdm(total=total, unit="row", desc="encoding", mininterval=1, dynamic_ncols=True, disable=not seen) as bar:
-        bad = builder.make(own, device, bar.update)
+        bad = builder.make(own, bar.update)
     for (shard, key), reason in list(bad.items())[:_NAMED]:
         log.warning(f"a picture cannot be used and has no row: {shard} {key}: {reason}")
     if len(bad) > _NAMED:

@@ -203,6 +203,7 @@ class CacheBuilder:
         family: autoencoder and text encoders with their weights; those of the denoiser are not needed.
         data: of the training, without a cache.
         folder: of the cache.
+        device: encodes.
         dtype: of moments and states, a key of `DTYPES`.
         num_crops: random cuts per picture; None: the centre.
         text: `none`; `pooled`: text encoders of which only a pooled vector is read; `states`: all text encoders.
@@ -218,15 +219,17 @@ class CacheBuilder:
         family: Family,
         data: TrainingData,
         folder: Path,
+        device: torch.device,
         *,
         dtype: str,
         num_crops: int | None,
         text: str,
     ) -> None:
         self.plan, self.family, self.data, self.folder = plan, family, data, folder
-        self.device, self.tokenizers = torch.device("cpu"), family.tokenizers()
+        self.device, self.tokenizers = device, family.tokenizers()
         for network in (family.vae, *family.text_encoders().values()):
-            network.requires_grad_(False).eval()  # as in training: kernels are chosen by it, also without autograd
+            # As in training: kernels are chosen by it, also without autograd.
+            network.requires_grad_(False).eval().to(device)
         shapes = {} if text == "none" else self._text_shapes(text)
         captions = self._captions() if shapes else {}
         self.digests, self.captions = (
@@ -244,6 +247,7 @@ class CacheBuilder:
             text=text,
             text_shapes=shapes,
             batch_size=plan.batch.micro_batch,
+            is_channels_last=self._has_channels_last(),
             rows_of_chunk=[max(1, _CHUNK_BYTES // size) for size in row_bytes],
             texts_of_chunk=max(1, _CHUNK_BYTES // max(1, text_bytes)),
         )
@@ -271,21 +275,16 @@ class CacheBuilder:
         written = {"format": FORMAT, "storage": asdict(self.storage), "made_with": self.made_with}
         replace_text(self.folder / CACHE_FILE, json.dumps(written, indent=1) + "\n")
 
-    def make(
-        self, jobs: Sequence[_Job], device: torch.device, advance: Callable[[int], object]
-    ) -> dict[tuple[str, str], str]:
+    def make(self, jobs: Sequence[_Job], advance: Callable[[int], object]) -> dict[tuple[str, str], str]:
         """Makes chunks one after the other; pictures are read ahead by `system.workers` processes.
 
         Args:
-            device: encodes.
             advance: called with the number of rows after each batch.
 
         Returns:
             Shard and key of each picture that cannot be used → why.
         """
-        self.device, bad = device, dict[tuple[str, str], str]()
-        for network in (self.family.vae, *self.family.text_encoders().values()):
-            network.to(device)
+        bad = dict[tuple[str, str], str]()
         batches = self._read_pictures([job for job in jobs if job.dataset >= 0])
         for job in jobs:
             if job.dataset < 0:
@@ -296,6 +295,12 @@ class CacheBuilder:
             samples, index = self._samples_of(job), self.data.datasets[job.dataset].index
             bad |= {index.name(int(samples[row])): reason for row, reason in reasons.items()}
         return bad
+
+    def _has_channels_last(self) -> bool:
+        """Whether kernels of this machine give moments so; found by encoding pictures of the smallest size."""
+        size = min(self.data.table.sizes, key=lambda size: size[0] * size[1])
+        moments = self._encode_pixels(torch.zeros(1, 3, *size, dtype=torch.uint8))
+        return moments.is_contiguous(memory_format=torch.channels_last) and not moments.is_contiguous()
 
     def _moment_jobs(self, row_bytes: Sequence[int]) -> Iterator[_Job]:
         for number, dataset in enumerate(self.data.datasets):
@@ -379,7 +384,6 @@ class CacheBuilder:
             )
         )
 
-    @torch.no_grad()
     def _moment_rows(
         self, job: _Job, batches: Iterator[Any], advance: Callable[[int], object]
     ) -> tuple[Tensor, dict[int, str]]:
@@ -395,11 +399,7 @@ class CacheBuilder:
                     raise error
                 bad |= {start + row: reason for row, reason in reasons.items()}
                 for flip in (False, True) if stored.has_flips else (False,):
-                    cut = _filled(pixels.flip(3) if flip else pixels, size).to(self.device)
-                    moments = self.family.moments(
-                        scaled_pixels(cut), vae_precision(self.plan.config.model, self.plan.precision)
-                    )
-                    own = moments[: len(pixels)].cpu()
+                    own = self._encode_pixels(pixels.flip(3) if flip else pixels)[: len(pixels)].cpu()
                     rows[start : start + len(own), stored.variant(crop, flip)] = self._stored(own, "moments")
             advance(len(pixels))
         rows[list(bad)] = 0
@@ -420,6 +420,11 @@ class CacheBuilder:
                     )
             advance(len(own))
         return {name: torch.cat(values) for name, values in parts.items()}
+
+    def _encode_pixels(self, pixels: Tensor) -> Tensor:
+        """Moments of pictures [n, 3, H, W] uint8, encoded as many at once as in training; rows beyond n are copies."""
+        given = _filled(pixels, self.plan.batch.micro_batch).to(self.device)
+        return self.family.moments(scaled_pixels(given), vae_precision(self.plan.config.model, self.plan.precision))
 
     @torch.no_grad()
     def _encode_captions(self, name: str, captions: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:

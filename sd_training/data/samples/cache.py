@@ -57,6 +57,8 @@ class Storage:
     """Text encoder → shapes of states and pooled vector of a caption; [0] where the family does not read it."""
     batch_size: int
     """Rows that were encoded at once: with other numbers kernels may round in another way."""
+    is_channels_last: bool
+    """Whether the encoder's moments have their channels last in memory: the denoiser's kernels are chosen by it."""
     rows_of_chunk: list[int]
     """Rows of a chunk of each bucket."""
     texts_of_chunk: int

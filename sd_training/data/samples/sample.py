@@ -126,7 +126,10 @@ class TrainingSamples(Dataset[WorkerResult]):
             rows = [self._example(request, skipped) for request in requests]
         except DataError as error:
             return WorkerResult(None, skipped, error)
-        return WorkerResult(PixelBatch(**default_collate(rows)), skipped)
+        batch = PixelBatch(**default_collate(rows))
+        if self.cache is not None and self.cache.storage.is_channels_last:
+            batch.moments = batch.moments.contiguous(memory_format=torch.channels_last)
+        return WorkerResult(batch, skipped)
 
     def _example(self, request: SampleRequest, skipped: list[SkippedSample]) -> dict[str, Any]:
         """One row of a batch: field → array, or dict of them. Where the sample is bad, that of another sample of the
