@@ -266,7 +266,7 @@ class CacheBuilder:
     def write_plan(self) -> None:
         """The files that say what the cache holds."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        tensors = {"captions": torch.from_numpy(self.digests)}
+        tensors = {"captions": torch.from_numpy(self.digests)} if self.captions else {}
         for number, dataset in enumerate(self.data.datasets):
             tensors[f"samples.{number}"] = torch.from_numpy(dataset.selected)
             tensors[f"bucket.{number}"] = torch.from_numpy(dataset.bucket_of)
