@@ -34,6 +34,7 @@ set_passive_wait()
 import torch
 
 from scripts.first_non_finite import FirstNonFinite
+from sd_training.build.cache import open_cache
 from sd_training.build.models import Trained, build_model
 from sd_training.build.plan import Plan, make_plan
 from sd_training.build.run import make_data
@@ -258,7 +259,8 @@ def main() -> None:
     if plan.launch.accelerator == "cpu":
         share_cores(1)
     trained = build_model(plan)
-    data = make_data(plan, trained.family, trained.latent_grid)
+    cache = open_cache(plan, trained.family) if trained.family else None
+    data = make_data(plan, trained.family, trained.latent_grid, cache)
     print(f"optimizer step {incident.step:,} of {incident.run_dir}, {incident.batch.global_batch} samples")
     is_exact = load_weights(incident, trained)
     samples = replay(incident, plan, trained, data)

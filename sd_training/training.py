@@ -102,6 +102,11 @@ class Ledger:
             self._entered.popleft()
 
 
+def scaled_pixels(pixels: Tensor) -> Tensor:
+    """[B, 3, H, W] float32 in [-1, 1] from the loader's bytes."""
+    return pixels.float().div_(127.5).sub_(1.0)
+
+
 def changed_requirements(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The error of a checkpoint that was trained with other options; empty where none has changed."""
     changed = [Change(key, before[key], value) for key, value in now.items() if before.get(key, value) != value]
@@ -139,7 +144,7 @@ class TrainedModule(pl.LightningModule):
         self.logged_sums: dict[str, Tensor] = {}
         self.logged_micro_batches = 0
         self.logged_images: Counter[tuple[int, int]] = Counter()
-        """Height and width [pixels] → images of this process."""
+        """Height and width [latent cells] → images of this process."""
         self.grad_norm: Tensor | None = None
 
     def training_step(self, batch: PixelBatch, batch_index: int) -> Tensor:
@@ -156,8 +161,8 @@ class TrainedModule(pl.LightningModule):
             value = value.detach().float()
             self.logged_sums[name] = self.logged_sums[name] + value if name in self.logged_sums else value
         self.logged_micro_batches += 1
-        height, width = batch.pixels.shape[-2:]
-        self.logged_images[height, width] += len(batch.pixels)
+        height, width = batch.posterior_noise.shape[-2:]
+        self.logged_images[height, width] += len(batch.posterior_noise)
         self.last_micro_batch = MicroBatchRecord(losses.detach(), batch.positions, batch.sample_ids, timesteps)
         minimised = loss * (loss.detach() * 0.0 + 1.0)
         self.ledger.enter("backward")
@@ -255,10 +260,6 @@ class TrainedModule(pl.LightningModule):
             self.was_step_skipped = (~torch.isfinite(self.grad_norm)).float()
             optimizer.found_inf = self.was_step_skipped
 
-    def _pixels(self, batch: PixelBatch) -> Tensor:
-        """[B, 3, H, W] float32 in [-1, 1] from the loader's bytes."""
-        return batch.pixels.float().div_(127.5).sub_(1.0)
-
 
 class DiffusionModule(TrainedModule):
     """Trains the denoiser of a family, and its text encoders if requested, on latents of a frozen autoencoder.
@@ -343,8 +344,10 @@ class DiffusionModule(TrainedModule):
         return torch.stack(losses), torch.stack(timesteps)
 
     def _encoded(self, batch: PixelBatch) -> tuple[Tensor, Conditioning]:
-        pixels, noise = self._pixels(batch), batch.posterior_noise
-        latents = self.family.encode_pixels(pixels, noise, self.vae_precision, self.vae_batch)
+        moments = batch.moments.float()
+        if not batch.moments.numel():
+            moments = self.family.moments(scaled_pixels(batch.pixels), self.vae_precision, self.vae_batch)
+        latents = self.family.draw_latents(moments, batch.posterior_noise)
         gradients = torch.set_grad_enabled(self.is_text_trained and torch.is_grad_enabled())
         with gradients, autocast(batch.pixels.device, self.text_precision):
             return latents, self.family.encode(batch)
@@ -390,7 +393,7 @@ class AutoencoderModule(TrainedModule):
 
     def _errors(self, batch: PixelBatch) -> tuple[Tensor, Tensor, Tensor]:
         """[B] L1, [B] KL per pixel value, and the latents."""
-        pixels = self._pixels(batch)
+        pixels = scaled_pixels(batch.pixels)
         posterior = self.network.encode(pixels).latent_dist
         latents = posterior.mean + posterior.std * batch.posterior_noise
         reconstruction = self.network.decode(latents).sample

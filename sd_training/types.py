@@ -3,7 +3,7 @@ L text tokens, D text width."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +67,14 @@ class PixelBatch(Draws):
     """[B] int64 position of each sample in the global order of the run."""
     sample_ids: Tensor
     """[B] int64 index of each sample in the data set's index; further data sets are counted on."""
+    moments: Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    """[B, 2C, h, w] mean and standard deviation of the autoencoder's posterior, in the type they are stored in, where a
+    cache delivers them; `pixels` are then empty (B, 0), and where it does not these."""
+    text_states: dict[str, Tensor] = field(default_factory=dict)
+    """Text encoder → [B, L, D] states that a cache delivers, empty (B, 0) where only its pooled vector is read; without
+    the encoders that run, and `tokens` without those that a cache delivers."""
+    text_pooled: dict[str, Tensor] = field(default_factory=dict)
+    """Text encoder → [B, P] pooled vectors, likewise."""
 
     def to(self, device: torch.device) -> "PixelBatch":
         """The same batch on `device`; copies from pinned memory do not wait for the host. Lightning calls this
@@ -82,6 +90,18 @@ class PixelBatch(Draws):
             return {name: change(v) for name, v in value.items()} if isinstance(value, dict) else change(value)
 
         return PixelBatch(**{f.name: each(getattr(self, f.name)) for f in fields(self)})
+
+
+_NOT_READ = torch.empty(0)
+
+
+class TextOutput(NamedTuple):
+    """What is read from one text encoder."""
+
+    states: Tensor = _NOT_READ
+    """[B, L, D]; empty where only the pooled vector is read."""
+    pooled: Tensor = _NOT_READ
+    """[B, P]; empty where only states are read."""
 
 
 @dataclass

@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sd_training.build.flops import blank_batch
 from sd_training.build.models import autocast_parts, fit_problems, optimization, prediction_warnings, vae_precision
 from sd_training.build.plan import Plan, Start, check_data, find_start, make_mirror, titled
 from sd_training.build.run import ANY_GRID, make_data

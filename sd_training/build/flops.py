@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sd_training.build.models import Trained, meta_twin
 from sd_training.log import get_logger
-from sd_training.models.family import Family, latent_grid
-from sd_training.types import Conditioning, NoisedBatch
+from sd_training.models.family import Family, blank_batch
 
 log = get_logger(__name__)
 
@@ -23,7 +22,7 @@ META = torch.device("meta")
 
 
 class PictureFlops:
-    """Height and width [pixels] → FLOPs of one picture in a training step; None, with one warning, where a network
+    """Height and width [latent cells] → FLOPs of one picture in a training step; None, with one warning, where a network
     cannot be counted. A new size takes about half a second.
 
     What is trained counts three times its forward pass: 6.8 TFLOP at 256 pixels make FLUX.1's 20.4 per picture, which
@@ -64,6 +63,7 @@ class PictureFlops:
         return count * (3 if len(self._trained.sharding.roots) > 1 else 1)
 
     def _count(self, height: int, width: int) -> float:
+        height, width = (side * self._trained.latent_grid.downscale for side in (height, width))
         pixels, family = torch.zeros(1, 3, height, width, device=META), self._family
         if family is None:
             return 3 * flops(partial(meta_twin(self._trained.module.network), pixels))
@@ -78,16 +78,6 @@ def forward_flops(family: Family, height: int, width: int) -> int:
     """
     noised, conditioning = blank_batch(family, height, width, 1, META)
     return flops(lambda: family.predict(family.denoiser, noised, conditioning))
-
-
-def blank_batch(
-    family: Family, height: int, width: int, count: int, device: torch.device
-) -> tuple[NoisedBatch, Conditioning]:
-    """Inputs of the denoiser of the right shapes for `count` pictures."""
-    latents = torch.zeros(count, *latent_grid(family.vae).shape(height, width), device=device)
-    per_sample = torch.zeros(count, device=device)
-    noised = NoisedBatch(latents, per_sample, latents, per_sample, per_sample, per_sample)
-    return noised, family.blank_conditioning(count, device)
 
 
 def flops(forward: Callable[[], Any]) -> int:

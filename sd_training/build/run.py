@@ -19,6 +19,7 @@ from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEn
 from pytorch_lightning.strategies import Strategy
 from torch.utils.tensorboard import SummaryWriter
 
+from sd_training.build.cache import open_cache
 from sd_training.build.flops import PictureFlops, peak_tflops
 from sd_training.build.models import Trained, build_model
 from sd_training.build.plan import Plan, Start, find_start, make_mirror, own_run_dir, titled
@@ -40,6 +41,7 @@ from sd_training.checkpoint.mirror import Mirror
 from sd_training.config.changes import resolved_yaml, to_plain
 from sd_training.config.schema import PartConfig
 from sd_training.data.datamodule import TrainingData
+from sd_training.data.samples.cache import LatentCache
 from sd_training.data.samples.sample import DrawSettings
 from sd_training.errors import Checks
 from sd_training.export.draw import read_captions
@@ -120,7 +122,8 @@ def build_run(
         checks.run(make_data(plan, None, ANY_GRID).prepare_data)
     checks.finish()
     assert trained is not None
-    data = make_data(plan, trained.family, trained.latent_grid)
+    cache = open_cache(plan, trained.family) if trained.family else None
+    data = make_data(plan, trained.family, trained.latent_grid, cache)
     config, signals = plan.config, signals or StopSignals()
     watch = watch or HangWatch({}, plan.run_dir)
     end_s = deadline_s(config.experiment.max_hours, signals.started_s, os.environ)
@@ -131,7 +134,7 @@ def build_run(
     return Run(trainer, trained.module, data, preemption, plan.is_child)
 
 
-def make_data(plan: Plan, family: Family | None, grid: LatentGrid) -> TrainingData:
+def make_data(plan: Plan, family: Family | None, grid: LatentGrid, cache: LatentCache | None = None) -> TrainingData:
     """The training data for a model with these latents; `family` is None for autoencoder training, and where the data
     is only inspected. Nothing is drawn that the objective does not read."""
     config, seed = plan.config, plan.config.experiment.seed
@@ -157,6 +160,7 @@ def make_data(plan: Plan, family: Family | None, grid: LatentGrid) -> TrainingDa
         captions_needed=config.model.train != "vae",
         run_dir=plan.run_dir,
         validation=config.validation,
+        cache=cache,
     )
 
 

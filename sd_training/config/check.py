@@ -188,7 +188,8 @@ def _schedule(config: Config) -> Iterator[str]:
 def _paths(config: Config) -> Iterator[str]:
     for key, path in model_paths(config):
         yield from model_path_problems(config, key, path)
-    for key in ("experiment.log_dir", "dataset.params.remote.cache_dir", "dataset.params.index_dir"):
+    folders = ("dataset.params.remote.cache_dir", "dataset.params.index_dir", "dataset.cache.path")
+    for key in ("experiment.log_dir", *folders):
         if (folder := value_of(config, key)) is not None and (problem := output_problem(folder)):
             hint = "; checkpoint.mirror copies the checkpoints of a run to an object store"
             yield f"{key}: {problem}{hint if key == 'experiment.log_dir' and is_url(folder) else ''}"

@@ -216,6 +216,14 @@ class MixEntry(OptionGroup):
     """First optimizer step that draws from it no more; null: none."""
 
 
+class CacheConfig(OptionGroup):
+    """Pictures and captions that were encoded before training."""
+
+    path: str | None = None
+    """Folder that `scripts/cache_latents.py` wrote for this model and data; null: images are decoded and encoded at
+    every visit."""
+
+
 class DatasetConfig(OptionGroup):
     """Training data."""
 
@@ -238,6 +246,8 @@ class DatasetConfig(OptionGroup):
     mix: list[MixEntry] = Field(default=[])
     """More data sets, each with `params.path`, and `type`, `weight`, `start_step`, `end_step`; each optimizer step
     draws from one of them."""
+    cache: Annotated[CacheConfig, DENOISER] = CacheConfig()
+    """Pictures and captions that were encoded before training."""
 
 
 def class_name(value: object) -> str:

@@ -25,6 +25,7 @@ from sd_training.data.index.report import DatasetReport
 from sd_training.data.loader import BadSampleLog, TrainingLoader
 from sd_training.data.order.buckets import training_sizes
 from sd_training.data.order.order import RunOrder, SampleOrder
+from sd_training.data.samples.cache import LatentCache, data_key
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.data.samples.sample import NO_DROPOUT, DrawSettings, SampleRequest, TrainingSamples
 from sd_training.data.sources.base import printable
@@ -161,6 +162,7 @@ class TrainingData(pl.LightningDataModule):
         captions_needed: whether samples without a caption are left out.
         run_dir: where bad samples are named; None names them nowhere.
         validation: `validation` of the config; None: no held-out data.
+        cache: what was encoded before training, instead of images and captions; held-out data do not use it.
     """
 
     def __init__(
@@ -174,8 +176,10 @@ class TrainingData(pl.LightningDataModule):
         captions_needed: bool = True,
         run_dir: Path | None,
         validation: ValidationConfig | None = None,
+        cache: LatentCache | None = None,
     ) -> None:
         super().__init__()
+        self.cache = cache
         self.dataset, self.plan, self.workers = dataset, plan, workers
         self.draws, self.tokenizers, self.captions_needed = draws, dict(tokenizers), captions_needed
         self.entries: list[DatasetConfig | MixEntry] = [dataset, *dataset.mix]
@@ -188,6 +192,7 @@ class TrainingData(pl.LightningDataModule):
         """Builds the index; Lightning calls this on one process of each machine while the others wait."""
         checks = Checks()
         checks.run(lambda: self.order)
+        checks.run(self.samples)
         if self.held_out is not None:
             checks.run(self.held_out.sentence)
         checks.finish()
@@ -224,9 +229,18 @@ class TrainingData(pl.LightningDataModule):
         return TrainingLoader(samples, self.order, self.plan, rank, self.workers, first_step, self.bad_samples, reuse)
 
     def samples(self) -> TrainingSamples:
-        """Request → example."""
-        params, global_batch = self.dataset.params, self.plan.global_batch
-        return TrainingSamples(self.datasets, self.table, params, self.tokenizers, self.draws, global_batch)
+        """Request → example.
+
+        Raises:
+            ConfigError: the cache is of other data.
+        """
+        params, global_batch, cache = self.dataset.params, self.plan.global_batch, self.cache
+        if cache is not None:
+            cache.check(
+                "data", data_key(self.entries, self.datasets, self.table, has_text=bool(cache.storage.text_shapes))
+            )
+            cache.check_samples(self.datasets, self.table)
+        return TrainingSamples(self.datasets, self.table, params, self.tokenizers, self.draws, global_batch, cache)
 
     def name_of(self, sample_id: int) -> tuple[str, str]:
         """Location of the shard and key of a batch's sample; untrusted text."""

@@ -1,5 +1,6 @@
 """One data set of a run: its source indexed, filtered, assigned to buckets and ready to be read."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,6 +40,8 @@ class OpenDataset:
     """Samples that pass the filters but are more than `tags.limit_images`."""
     reader: IndexedReader
     captioner: captions.Captioner
+    all_captions: Callable[[int], list[str]]
+    """Sample → every caption that `captioner` may draw."""
 
 
 def open_dataset(
@@ -109,6 +112,10 @@ def open_dataset(
         if not len(selection.selected):
             few = f"no sample is left of the {len(index):,} in {first}{f' and {others:,} more' if others else ''}"
         raise DataError("\n".join([f"dataset.params.path: {few}", *exclusion_lines(index, selection)]))
-    captioner = partial(captions.draw_caption, reader, own_rules, prompts)
+    captioner, all_captions = (
+        partial(function, reader, own_rules, prompts) for function in (captions.draw_caption, captions.all_captions)
+    )
     over_limit = len(selection.selected) - len(chosen)
-    return OpenDataset(index, selection, selected, bucket_of, merges, without, over_limit, reader, captioner)
+    return OpenDataset(
+        index, selection, selected, bucket_of, merges, without, over_limit, reader, captioner, all_captions
+    )

@@ -29,7 +29,7 @@ from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError
 from sd_training.models.load import effective_part
 from sd_training.models.schedulers import Schedulers
-from sd_training.types import Conditioning, LatentGrid, NoisedBatch, PixelBatch
+from sd_training.types import Conditioning, LatentGrid, NoisedBatch, PixelBatch, TextOutput
 
 TEXT_PARTS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2", "text_encoder_3": "tokenizer_3"}
 """Text encoder → its tokenizer; parts may also lack the later ones."""
@@ -152,28 +152,67 @@ class Family(ABC):
         """Latent cells along one side of an image token, 1 of UNets; sides of latents are multiples of it."""
         return int(self.denoiser.config.get("patch_size", 1)) * self.packing
 
-    @torch.no_grad()
     def encode_pixels(self, pixels: Tensor, posterior_noise: Tensor, precision: str, at_once: int = 0) -> Tensor:
-        """Scaled latents [B, C, h, w] in fp32, one draw from the autoencoder's posterior.
+        """Scaled latents [B, C, h, w] in fp32: `draw_latents` from `moments`."""
+        return self.draw_latents(self.moments(pixels, precision, at_once), posterior_noise)
+
+    @torch.no_grad()
+    def moments(self, pixels: Tensor, precision: str, at_once: int = 0) -> Tensor:
+        """[B, 2C, h, w] mean and standard deviation of the autoencoder's posterior in fp32: what a cache keeps of a
+        picture, because every visit draws its own latents from them.
 
         Args:
             pixels: [B, 3, H, W] in [-1, 1].
-            posterior_noise: [B, C, h, w] standard normal.
             precision: autocast's. Some autoencoders (SDXL's) overflow in fp16.
             at_once: pictures that are encoded together; 0: all.
         """
         with autocast(pixels.device, precision):
             parts = [self.vae.encode(part).latent_dist for part in pixels.split(at_once or len(pixels))]
-        mean, std = (torch.cat([getattr(part, name).float() for part in parts]) for name in ("mean", "std"))
+        return torch.cat([torch.cat((part.mean.float(), part.std.float()), dim=1) for part in parts])
+
+    def draw_latents(self, moments: Tensor, posterior_noise: Tensor) -> Tensor:
+        """Scaled latents [B, C, h, w], one draw from the posterior.
+
+        Args:
+            moments: [B, 2C, h, w] fp32, as `moments` gives them.
+            posterior_noise: [B, C, h, w] standard normal.
+        """
+        mean, std = moments.chunk(2, dim=1)
         return self.scaled(mean + std * posterior_noise)
 
     def scaled(self, latents: Tensor) -> Tensor:
         """What the pipeline undoes before it decodes."""
         return (latents - (self.vae.config.shift_factor or 0.0)) * self.vae.config.scaling_factor
 
-    @abstractmethod
     def encode(self, batch: PixelBatch) -> Conditioning:
-        """The denoiser's conditioning for a batch. Runs the text encoders as they are (device, autocast, autograd)."""
+        """The denoiser's conditioning for a batch. Runs the text encoders of which the batch has tokens as they are
+        (device, autocast, autograd); a cache has delivered what the others give."""
+        texts = {}
+        for name in self.text_encoders():
+            if name in batch.tokens:
+                texts[name] = self.encode_text(name, batch.tokens[name], batch.token_masks[name])
+            else:
+                texts[name] = TextOutput(batch.text_states[name].float(), batch.text_pooled[name].float())
+        return self.condition(texts, batch)
+
+    @abstractmethod
+    def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
+        """What `condition` reads from one text encoder; a row depends on the caption alone, so a cache may keep it.
+
+        Args:
+            name: of the text encoder.
+            tokens: [B, L] int64.
+            mask: [B, L] bool, false where a token only fills up.
+        """
+
+    @abstractmethod
+    def condition(self, texts: Mapping[str, TextOutput], batch: PixelBatch) -> Conditioning:
+        """Puts the outputs of all text encoders together.
+
+        Args:
+            texts: by the encoder's name.
+            batch: its masks, sizes, and which conditioners are dropped; not its tokens.
+        """
 
     def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
         """[B, C, h, w] the denoiser's output, in the prediction type of the objective."""

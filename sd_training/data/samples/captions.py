@@ -8,7 +8,8 @@ captions in it), `tag_shuffle`, `tag_drop` and `tag_order` (tag folders).
 
 import json
 from collections.abc import Callable, Collection, Sequence
-from functools import lru_cache
+from contextlib import suppress
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,12 @@ Captioner = Callable[[int, Generators], str]
 """Sample → caption; a partial of `draw_caption`, pickled into loader processes."""
 Prompts = dict[str, list[str]]
 """Class → at least one prompt; classes are spelled as `class_name` does."""
+_DRAWN_ANEW = {
+    "tag_shuffle": f"{OPTION}.shuffle_tags_prob",
+    "tag_drop": f"{OPTION}.drop_tag_prob",
+    "tag_order": "dataset.params.tags.shuffle_tag_p",
+}
+"""Purpose of a generator → the option that asks for it."""
 _TAG_JOINT = "||"
 """Stands between tags while replacements are made, so that they cannot touch the separators."""
 _TOKENS_CACHED = 8192
@@ -52,13 +59,44 @@ def draw_caption(
     if prompts is not None:
         prompt = _entry(prompts[class_name(index.text("cls", sample) or "")], "caption", rng)
         return finish_caption(prompt, rules, rng)
+    return choose_caption(partial(_text_of, reader, sample), rules, rng)
 
-    def text(field: str) -> str | None:
-        if field != CAPTION:
-            return index.metadata_text(field, sample)
-        return reader.caption(sample) if index.numbers("caption_length")[sample] >= 0 else None
 
-    return choose_caption(text, rules, rng)
+def _text_of(reader: IndexedReader, sample: int, field: str) -> str | None:
+    """The text of a field; None when the sample does not have it."""
+    if field != CAPTION:
+        return reader.index.metadata_text(field, sample)
+    return reader.caption(sample) if reader.index.numbers("caption_length")[sample] >= 0 else None
+
+
+def all_captions(
+    reader: IndexedReader, rules: CaptionConfig | TagConfig, prompts: Prompts | None, sample: int
+) -> list[str]:
+    """Every caption that `draw_caption` may draw of a sample.
+
+    Raises:
+        BadSample, DataError: as `draw_caption`.
+        ConfigError: they are drawn anew at every visit.
+    """
+
+    def drawn_anew(purpose: str) -> np.random.Generator:
+        raise ConfigError(
+            f"{_DRAWN_ANEW[purpose]}: captions are arranged anew at every visit, so their states cannot be stored; "
+            "set it to 0, or make the cache with text=none, and the text encoders run in training"
+        )
+
+    if isinstance(rules, TagConfig):
+        return [draw_caption(reader, rules, prompts, sample, drawn_anew)]
+    entries = list[str]()
+    if prompts is not None:
+        entries = prompts[class_name(reader.index.text("cls", sample) or "")]
+    else:
+        for field in caption_weights(rules):
+            with suppress(BadSample):  # another field may be drawn
+                text = _text_of(reader, sample, field)
+                # An empty file is a caption where there is no other field.
+                entries += captions_in(text) or ([""] if text is not None and len(caption_weights(rules)) == 1 else [])
+    return [finish_caption(entry, rules, drawn_anew) for entry in entries]
 
 
 def caption_weights(rules: CaptionConfig) -> dict[str, float]:

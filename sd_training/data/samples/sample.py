@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, default_collate
 
@@ -18,8 +19,9 @@ from sd_training.config.schema import ConditioningConfig
 from sd_training.data.dataset import OpenDataset
 from sd_training.data.order.buckets import BucketTable
 from sd_training.data.order.order import generator
-from sd_training.data.samples.captions import Tokenizer
-from sd_training.data.samples.image import CropRequest
+from sd_training.data.samples.cache import LatentCache, cached_crop
+from sd_training.data.samples.captions import Generators, Tokenizer
+from sd_training.data.samples.image import CropRequest, place
 from sd_training.data.sources.base import SkippedSample, printable
 from sd_training.errors import BadSample, BadSamplesError, DataError
 from sd_training.types import LatentGrid, PixelBatch
@@ -111,6 +113,8 @@ class TrainingSamples(Dataset[WorkerResult]):
     """What is drawn per position."""
     global_batch: int
     """Samples per optimizer step, over which timesteps are stratified."""
+    cache: LatentCache | None = None
+    """Delivers moments instead of pixels, and states of its text encoders instead of tokens."""
 
     def __post_init__(self) -> None:
         self.first_ids = np.cumsum([0, *(len(dataset.index) for dataset in self.datasets)]).tolist()
@@ -122,7 +126,10 @@ class TrainingSamples(Dataset[WorkerResult]):
             rows = [self._example(request, skipped) for request in requests]
         except DataError as error:
             return WorkerResult(None, skipped, error)
-        return WorkerResult(PixelBatch(**default_collate(rows)), skipped)
+        batch = PixelBatch(**default_collate(rows))
+        if self.cache is not None and self.cache.storage.is_channels_last:
+            batch.moments = batch.moments.contiguous(memory_format=torch.channels_last)
+        return WorkerResult(batch, skipped)
 
     def _example(self, request: SampleRequest, skipped: list[SkippedSample]) -> dict[str, Any]:
         """One row of a batch: field → array, or dict of them. Where the sample is bad, that of another sample of the
@@ -145,40 +152,72 @@ class TrainingSamples(Dataset[WorkerResult]):
         raise BadSamplesError(f"{MAX_BAD_IN_ROW} samples in a row could not be used; the last: {last}")
 
     def _read(self, request: SampleRequest) -> dict[str, Any]:
-        draws, params, position = self.draws, self.params, request.position
+        draws, position = self.draws, request.position
         dataset, (height, width) = self.datasets[request.dataset], self.table.sizes[request.bucket]
-
         rng = partial(generator, draws.seed, position=position)
 
         def normal(purpose: str, shape: tuple[int, ...], is_drawn: bool = True) -> NDArray[np.float32]:
             return rng(purpose).standard_normal(shape, dtype=np.float32) if is_drawn else _EMPTY
 
-        top, left = rng("crop").random(2).tolist() if params.crop == "random" else (None, None)
-        flip = params.flip_prob > 0 and bool(rng("flip").random() < params.flip_prob)
-        wanted = CropRequest(height, width, top, left, flip)
-        picture = dataset.reader.picture
-        image = picture(request.sample, wanted, params.max_image_pixels, keeps_alpha=draws.has_mask)
+        picture = self._picture(request, rng)
         dropped = draw_dropout(draws.dropout, draws.seed, position, list(self.tokenizers))
         is_read = any(not dropped[name] for name in self.tokenizers)
         caption = dataset.captioner(request.sample, rng) if is_read else ""
-        texts = {name: t.encode("" if dropped[name] else caption) for name, t in self.tokenizers.items()}
         latents = draws.grid.shape(height, width)
         return {
-            "pixels": image.pixels,
-            "tokens": {name: text.tokens for name, text in texts.items()},
-            "token_masks": {name: text.mask for name, text in texts.items()},
+            **picture,
+            **self._texts({name: "" if dropped[name] else caption for name in self.tokenizers}),
             "dropped": dropped,
             "posterior_noise": normal("posterior_noise", latents),
             "noise": normal("noise", latents, draws.has_noise),
             "timestep_draw": np.float32(self._timestep_draw(position)),
             "offset_noise": normal("offset_noise", latents[:1], draws.has_offset_noise),
             "input_noise": normal("input_noise", latents, draws.has_input_noise),
-            "mask": _EMPTY.astype(np.uint8) if image.alpha is None else image.alpha,
-            "original_size": np.array(image.original_size),
-            "crop_top_left": np.array(image.crop_top_left),
             "target_size": np.array((height, width)),
             "positions": position,
             "sample_ids": self.first_ids[request.dataset] + request.sample,
+        }
+
+    def _picture(self, request: SampleRequest, rng: Generators) -> dict[str, Any]:
+        """Fields of a batch that say what is in the picture: pixels, or their moments from the cache."""
+        params, dataset, size = self.params, self.datasets[request.dataset], self.table.sizes[request.bucket]
+        top, left = rng("crop").random(2).tolist() if params.crop == "random" else (None, None)
+        flip = params.flip_prob > 0 and bool(rng("flip").random() < params.flip_prob)
+        pixels, moments, alpha = _EMPTY.astype(np.uint8), torch.empty(0), None
+        if self.cache is None:
+            picture, wanted = dataset.reader.picture, CropRequest(*size, top, left, flip)
+            image = picture(request.sample, wanted, params.max_image_pixels, keeps_alpha=self.draws.has_mask)
+            pixels, alpha, original_size, crop_top_left = image.pixels, image.alpha, *image[1:3]
+        else:
+            storage = self.cache.storage
+            crop = int(top * storage.num_crops) if top is not None and storage.num_crops is not None else 0
+            variant = storage.variant(crop, flip)
+            moments = self.cache.moments(request.dataset, request.sample, request.bucket, size, variant)
+            wanted = CropRequest(*size, *cached_crop(storage, request.sample, crop), flip)
+            original_size = tuple(int(dataset.index.numbers(side)[request.sample]) for side in ("height", "width"))
+            _, crop_top_left = place(*original_size, wanted)
+        return {
+            "pixels": pixels,
+            "moments": moments,
+            "mask": _EMPTY.astype(np.uint8) if alpha is None else alpha,
+            "original_size": np.array(original_size),
+            "crop_top_left": np.array(crop_top_left),
+        }
+
+    def _texts(self, captions: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+        """Fields of a batch that say what the captions are: tokens, or states from the cache.
+
+        Args:
+            captions: by text encoder.
+        """
+        cache = self.cache
+        stored = {} if cache is None else {name: cache.text(name, captions[name]) for name in cache.storage.text_shapes}
+        encoded = {name: t.encode(captions[name]) for name, t in self.tokenizers.items() if name not in stored}
+        return {
+            "tokens": {name: text.tokens for name, text in encoded.items()},
+            "token_masks": {name: text.mask for name, text in (*encoded.items(), *stored.items())},
+            "text_states": {name: text.states for name, text in stored.items()},
+            "text_pooled": {name: text.pooled for name, text in stored.items()},
         }
 
     def _timestep_draw(self, position: int) -> float:

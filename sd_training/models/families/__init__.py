@@ -24,13 +24,20 @@ _BY_PIPELINE: Mapping[str, FamilyName] = {family.pipeline_class.__name__: name f
 
 
 def load_family(
-    model: ModelConfig, objective: ObjectiveConfig, conditioning: ConditioningConfig, *, seed: int, meta: bool = False
+    model: ModelConfig,
+    objective: ObjectiveConfig,
+    conditioning: ConditioningConfig,
+    *,
+    seed: int,
+    meta: bool = False,
+    has_denoiser: bool = True,
 ) -> Family:
     """A family with all parts loaded or made, checked to fit together.
 
     Args:
         seed: of random weights.
         meta: make networks without weights, for counting.
+        has_denoiser: whether the denoiser has weights; the encoders alone need none.
 
     Raises:
         ConfigError: naming every option that is wrong.
@@ -50,7 +57,8 @@ def load_family(
     parts = {}
     for part, (option, config) in (checks.run(lambda: cls.part_configs(model, index)) or {}).items():
         # Once a check has failed, networks are made without weights, which takes no time.
-        load = partial(load_part, part, config, seed=seed, meta=meta or bool(checks.errors), option=option)
+        is_empty = meta or bool(checks.errors) or (part == cls.denoiser_part and not has_denoiser)
+        load = partial(load_part, part, config, seed=seed, meta=is_empty, option=option)
         parts[part] = checks.run(load)
     checks.finish()
     assert schedulers is not None, "no check has failed"

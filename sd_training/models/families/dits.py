@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from sd_training.models.family import Family
 from sd_training.models.mmdit_rope import from_patches, to_patches
-from sd_training.types import Conditioning, NoisedBatch, PixelBatch
+from sd_training.types import Conditioning, NoisedBatch, PixelBatch, TextOutput
 
 _CLIPS = ("text_encoder", "text_encoder_2")
 _MLP = (("ff.net.0.proj",), "ff.net.2")
@@ -42,16 +42,23 @@ class StableDiffusion3(Family):
         "tokenizer_3": "T5TokenizerFast",
     }
 
-    def encode(self, batch: PixelBatch) -> Conditioning:
+    def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
         """As `StableDiffusion3Pipeline.encode_prompt`."""
-        outputs = [self.parts[name](batch.tokens[name], output_hidden_states=True) for name in _CLIPS]
-        clip = torch.cat([output.hidden_states[-2] for output in outputs], dim=-1)
+        if name not in _CLIPS:
+            return TextOutput(self.parts[name](tokens)[0])
+        output = self.parts[name](tokens, output_hidden_states=True)
+        return TextOutput(output.hidden_states[-2], output[0])
+
+    def condition(self, texts: Mapping[str, TextOutput], batch: PixelBatch) -> Conditioning:
+        """As `Family.condition`."""
+        clips = [texts[name] for name in _CLIPS]
+        clip = torch.cat([text.states for text in clips], dim=-1)
         clip = pad(clip, (0, self.denoiser.config.joint_attention_dim - clip.shape[-1]))
-        if self.parts.get("text_encoder_3") is None:  # the pipeline puts zeros there
+        if "text_encoder_3" in texts:
+            t5 = texts["text_encoder_3"].states
+        else:  # the pipeline puts zeros there
             t5 = clip.new_zeros(len(clip), self.text_lengths["text_encoder_3"], clip.shape[-1])
-        else:
-            t5 = self.parts["text_encoder_3"](batch.tokens["text_encoder_3"])[0]
-        return Conditioning([torch.cat([clip, t5], dim=1)], pooled=torch.cat([output[0] for output in outputs], dim=-1))
+        return Conditioning([torch.cat([clip, t5], dim=1)], pooled=torch.cat([text.pooled for text in clips], dim=-1))
 
     def inputs(self, conditioning: Conditioning) -> dict[str, Any]:
         """As `Family.inputs`."""
@@ -83,10 +90,13 @@ class PixArtSigma(Family):
         "transformer": "PixArtTransformer2DModel",
     }
 
-    def encode(self, batch: PixelBatch) -> Conditioning:
+    def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
         """As `PixArtSigmaPipeline.encode_prompt`."""
-        mask = batch.token_masks["text_encoder"]
-        return Conditioning([self.parts["text_encoder"](batch.tokens["text_encoder"], attention_mask=mask)[0]], [mask])
+        return TextOutput(self.parts[name](tokens, attention_mask=mask)[0])
+
+    def condition(self, texts: Mapping[str, TextOutput], batch: PixelBatch) -> Conditioning:
+        """As `Family.condition`."""
+        return Conditioning([texts["text_encoder"].states], [batch.token_masks["text_encoder"]])
 
     def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
         """As `Family.predict`."""
@@ -131,10 +141,14 @@ class Flux(Family):
         "transformer": "FluxTransformer2DModel",
     }
 
-    def encode(self, batch: PixelBatch) -> Conditioning:
+    def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
         """As `FluxPipeline.encode_prompt`: no mask."""
-        pooled = self.parts["text_encoder"](batch.tokens["text_encoder"]).pooler_output
-        return Conditioning([self.parts["text_encoder_2"](batch.tokens["text_encoder_2"])[0]], pooled=pooled)
+        output = self.parts[name](tokens)
+        return TextOutput(pooled=output.pooler_output) if name == "text_encoder" else TextOutput(output[0])
+
+    def condition(self, texts: Mapping[str, TextOutput], batch: PixelBatch) -> Conditioning:
+        """As `Family.condition`."""
+        return Conditioning([texts["text_encoder_2"].states], pooled=texts["text_encoder"].pooled)
 
     def predict(self, denoiser: nn.Module, noised: NoisedBatch, conditioning: Conditioning) -> Tensor:
         """As `Family.predict`."""

@@ -29,7 +29,7 @@ from sd_training.errors import ConfigError
 from sd_training.models.family import TEXT_PARTS, Family, Index, is_stored
 from sd_training.models.load import effective_part
 from sd_training.models.mmdit_rope import MMDiTRope
-from sd_training.types import Conditioning, PixelBatch
+from sd_training.types import Conditioning, PixelBatch, TextOutput
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 
@@ -47,23 +47,37 @@ def encode_texts(
         options: layer (-1 is the last one with its norm, -N-1 the embeddings of an encoder of N layers) and pooling of
             the last layer.
     """
-    result, pooled = Conditioning([]), []
-    for name, option in options.items():
-        mask, is_last = masks[name], option.layer in (None, -1)
-        attention_mask = mask.long() if option.use_mask else None
-        output = encoders[name](input_ids=tokens[name], attention_mask=attention_mask, output_hidden_states=not is_last)
-        last = output.last_hidden_state
-        if option.layer is not None:
-            states = last if is_last else output.hidden_states[option.layer]
-            result.states.append(states.masked_fill(~mask[..., None], 0.0) if option.use_mask else states)
-            result.masks.append(mask if option.use_mask else None)
-        if option.pooling == "mean":
-            total = last.masked_fill(~mask[..., None], 0.0).sum(dim=1)
-            pooled.append(total / mask.sum(dim=1, keepdim=True).clamp(min=1))
-        elif option.pooling == "projection":
-            pooled.append(output.text_embeds)
-    result.pooled = torch.cat(pooled, dim=-1) if pooled else None
+    texts = {name: encode_text(encoders[name], tokens[name], masks[name], own) for name, own in options.items()}
+    return side_by_side(texts, masks, options)
+
+
+def encode_text(encoder: Any, tokens: Tensor, mask: Tensor, option: TextOptions) -> TextOutput:
+    """What is taken from one encoder, as `encode_texts` describes it."""
+    is_last, result = option.layer in (None, -1), TextOutput()
+    attention_mask = mask.long() if option.use_mask else None
+    output = encoder(input_ids=tokens, attention_mask=attention_mask, output_hidden_states=not is_last)
+    last = output.last_hidden_state
+    if option.layer is not None:
+        states = last if is_last else output.hidden_states[option.layer]
+        states = states.masked_fill(~mask[..., None], 0.0) if option.use_mask else states
+        result = result._replace(states=states)
+    if option.pooling == "mean":
+        total = last.masked_fill(~mask[..., None], 0.0).sum(dim=1)
+        result = result._replace(pooled=total / mask.sum(dim=1, keepdim=True).clamp(min=1))
+    elif option.pooling == "projection":
+        result = result._replace(pooled=output.text_embeds)
     return result
+
+
+def side_by_side(texts: Mapping[str, TextOutput], masks: Tensors, options: Mapping[str, TextOptions]) -> Conditioning:
+    """Hidden states of every encoder with its mask, and pooled vectors in one row."""
+    read = [name for name, option in options.items() if option.layer is not None]
+    pooled = [texts[name].pooled for name, option in options.items() if option.pooling != "none"]
+    return Conditioning(
+        states=[texts[name].states for name in read],
+        masks=[masks[name] if options[name].use_mask else None for name in read],
+        pooled=torch.cat(pooled, dim=-1) if pooled else None,
+    )
 
 
 def denoiser_inputs(conditioning: Conditioning, dtype: torch.dtype | None = None) -> dict[str, Any]:
@@ -263,9 +277,13 @@ class MMDiT(Family):
     def tokenizers(self) -> dict[str, Tokenizer]:
         return {name: Tokenizer(self.parts[TEXT_PARTS[name]], own.max_tokens) for name, own in self.options.items()}
 
-    def encode(self, batch: PixelBatch) -> Conditioning:
-        """As `Family.encode`."""
-        return encode_texts(self.parts, batch.tokens, batch.token_masks, self.options)
+    def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
+        """As `Family.encode_text`."""
+        return encode_text(self.parts[name], tokens, mask, self.options[name])
+
+    def condition(self, texts: Mapping[str, TextOutput], batch: PixelBatch) -> Conditioning:
+        """As `Family.condition`."""
+        return side_by_side(texts, batch.token_masks, self.options)
 
     def inputs(self, conditioning: Conditioning) -> dict[str, Any]:
         """As `Family.inputs`, and the states of all text encoders."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sd_training.config.schema import ConditioningConfig, FamilyName, ModelConfig
 from sd_training.models.family import SIZE_NUMBERS, Family, Index
-from sd_training.types import Conditioning, PixelBatch
+from sd_training.types import Conditioning, PixelBatch, TextOutput
 
 _NO_CHECKER = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
 _NULL_IS_ZEROS = "force_zeros_for_empty_prompt"
@@ -31,9 +31,13 @@ class StableDiffusion(Family):
     """Settings for conditioning that the family has not."""
     classes: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIPTextModel"}
 
-    def encode(self, batch: PixelBatch) -> Conditioning:
+    def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
         """Last hidden states, as `StableDiffusionPipeline` uses them."""
-        return Conditioning([self.parts["text_encoder"](batch.tokens["text_encoder"]).last_hidden_state])
+        return TextOutput(self.parts[name](tokens).last_hidden_state)
+
+    def condition(self, texts: Mapping[str, TextOutput], batch: PixelBatch) -> Conditioning:
+        """As `Family.condition`."""
+        return Conditioning([texts["text_encoder"].states])
 
     def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
         """As `Family.text_shapes`."""
@@ -72,13 +76,19 @@ class StableDiffusionXL(StableDiffusion):
         given = conditioning.null_text
         return {_NULL_IS_ZEROS: bool(index.get(_NULL_IS_ZEROS, False)) if given is None else given == "zeros"}
 
-    def encode(self, batch: PixelBatch) -> Conditioning:
+    def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
         """As `StableDiffusionXLPipeline.encode_prompt`."""
+        output = self.parts[name](tokens, output_hidden_states=True)
+        states = output.hidden_states[-2]
+        return TextOutput(states, output[0]) if name == "text_encoder_2" else TextOutput(states)
+
+    def condition(self, texts: Mapping[str, TextOutput], batch: PixelBatch) -> Conditioning:
+        """As `Family.condition`."""
         states, is_zero = [], bool(self.settings.get(_NULL_IS_ZEROS))
-        for name, encoder in self.text_encoders().items():
-            output, zeroed = encoder(batch.tokens[name], output_hidden_states=True), batch.dropped[name] & is_zero
-            states.append(output.hidden_states[-2].masked_fill(zeroed[:, None, None], 0.0))
-        pooled = output[0].masked_fill(zeroed[:, None], 0.0)  # of the second encoder
+        for name, text in texts.items():
+            zeroed = batch.dropped[name] & is_zero
+            states.append(text.states.masked_fill(zeroed[:, None, None], 0.0))
+        pooled = text.pooled.masked_fill(zeroed[:, None], 0.0)  # of the second encoder
         return Conditioning([torch.cat(states, dim=-1)], pooled=pooled, size_numbers=size_numbers(batch))
 
     def freeze_unread_text(self) -> None:

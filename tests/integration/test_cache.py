@@ -1,0 +1,280 @@
+"""Training from a cache of latents and text states is online training, for several kinds of models; what does not fit a
+cache is refused; a builder killed at any moment leaves no wrong row."""
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from scripts import cache_latents
+from sd_training.data.samples.cache import CACHE_FILE, DTYPES
+from sd_training.errors import ConfigError
+from sd_training.training import scaled_pixels
+from tests import makers
+from tests.family_makers import save_pipeline
+from tests.integration.training import (
+    ROOT,
+    checkpoint_tensors,
+    losses,
+    options,
+    prepare,
+    train,
+    train_in_processes,
+)
+
+FAMILIES = ("stable_diffusion", "sdxl", "sd3")
+HALF_ULP = {"fp16": 2.0**-11, "bf16": 2.0**-8}
+"""Largest relative error of rounding; bf16 keeps 8 bits, fp16 11, the first of which is not stored."""
+
+
+def write_shards(folder: Path) -> Path:
+    """Wide, tall and square pictures with two captions each; one cannot be decoded."""
+    samples = []
+    for number, sample in enumerate(
+        [
+            *makers.caption_samples(10, width=48, height=32),
+            *makers.caption_samples(10, first=10, width=32, height=48),
+            *makers.caption_samples(10, first=20, width=32, height=32),
+        ]
+    ):
+        captions = [f"picture {number}", f"one of {number % 4}"]
+        samples.append({**sample, "txt": json.dumps(captions)})
+    samples[4]["jpg"] = makers.encode(makers.picture(4, 200, 200))[:-300]
+    makers.write_shard(folder / "000.tar", samples)
+    return folder
+
+
+class Home(NamedTuple):
+    """A pipeline, and shards."""
+
+    folder: Path
+    pipeline: Path
+    shards: Path
+
+    def argv(self, run: str, **changes: Any) -> list[str]:
+        """Six optimizer steps over all buckets: more samples than there are, so that the bad one is among them."""
+        values = {
+            "experiment__num_examples_to_see": 48,
+            "experiment__save_every": 6,
+            "dataset__params__buckets__mode": "table",
+            "dataset__params__buckets__sizes": "[[16,16],[16,24],[24,16]]",
+            "dataset__params__crop": "center",
+            "dataset__params__max_bad_fraction": 1,
+            "dataset__params__index_dir": self.folder / "index",
+            "conditioning__dropout_prob": 0.2,
+            "conditioning__encoder_dropout_prob": 0.2,
+            "trainer__accelerator": "cpu",
+        }
+        return options(self.folder / run, self.pipeline, self.shards, **{**values, **changes})
+
+    def make(self, name: str, *words: str, **changes: Any) -> Path:
+        """A cache."""
+        folder = self.folder / name
+        cache_latents.main([*self.argv("unused", **changes), f"out={folder}", *words])
+        return folder
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Home:
+    folder = tmp_path_factory.mktemp(request.param)
+    return Home(folder, save_pipeline(request.param, folder / "pipeline"), write_shards(folder / "shards"))
+
+
+@pytest.fixture(scope="module")
+def sd2(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    folder = tmp_path_factory.mktemp("one")
+    return Home(folder, save_pipeline("stable_diffusion", folder / "pipeline"), write_shards(folder / "shards"))
+
+
+def end_of(run_dir: Path) -> tuple[list[float], dict[str, Tensor]]:
+    return losses(run_dir), checkpoint_tensors(run_dir, 6)
+
+
+def assert_equal(run_dir: Path, other: Path) -> None:
+    (first, tensors), (second, others) = end_of(run_dir), end_of(other)
+    assert first == second
+    assert tensors.keys() == others.keys()
+    assert [name for name, value in tensors.items() if not torch.equal(value, others[name])] == []
+
+
+def bad_rows(cache: Path) -> list[str]:
+    """Why pictures have no row."""
+    found = list[str]()
+    for path in sorted(cache.glob("moments-*")):
+        with safe_open(path, "pt") as file:
+            found += json.loads(file.metadata()["bad"]).values()
+    return found
+
+
+def skipped(run_dir: Path) -> list[tuple[str, str, int]]:
+    """Samples that training has replaced."""
+    path = run_dir / "bad_samples.jsonl"
+    rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    return [(row["key"], row["reason"], row["position"]) for row in rows]
+
+
+def test_training_from_a_cache_is_online_training(home: Home) -> None:
+    cache = home.make("cache", "dtype=fp32")
+    assert len(bad_rows(cache)) == 1
+    train(home.argv("online"))
+    run = train(home.argv("cached", dataset__cache__path=cache))
+    assert_equal(home.folder / "online", home.folder / "cached")
+    batch = next(iter(run.data.loader(0, lambda: 0)))
+    assert batch.moments.shape[0] == 8 and batch.pixels.shape == (8, 0) and batch.tokens == {}
+    assert skipped(home.folder / "cached") == skipped(home.folder / "online") != []
+
+
+@pytest.mark.parametrize("dtype", HALF_ULP)
+def test_stored_rows_are_rounded_once(sd2: Home, dtype: str) -> None:
+    """Every field of every batch of an epoch; what is not stored is equal to the bit."""
+    cache = sd2.make(f"cache_{dtype}", f"dtype={dtype}")
+    online, cached = prepare(sd2.argv("x")), prepare(sd2.argv("x", dataset__cache__path=cache))
+    family, wrong = online.module.family, list[str]()
+    for plain, stored in zip(online.data.loader(0, lambda: 0), cached.data.loader(0, lambda: 0), strict=True):
+        with torch.no_grad():
+            moments = family.moments(scaled_pixels(plain.pixels), "fp32")
+            states = family.encode_text(
+                "text_encoder", plain.tokens["text_encoder"], plain.token_masks["text_encoder"]
+            )[0]
+        for exact, kept in ((moments, stored.moments), (states, stored.text_states["text_encoder"])):
+            assert kept.dtype == DTYPES[dtype] and torch.equal(exact.to(DTYPES[dtype]), kept)
+            normal = exact.abs() > 2.0**-14  # fp16 has fewer bits below
+            assert ((exact - kept.float()).abs() <= HALF_ULP[dtype] * exact.abs())[normal].all()
+        for name in ("noise", "posterior_noise", "timestep_draw", "original_size", "crop_top_left", "sample_ids"):
+            wrong += [] if torch.equal(getattr(plain, name), getattr(stored, name)) else [name]
+    assert wrong == []
+
+
+def test_random_crops_and_online_text(sd2: Home) -> None:
+    cache = sd2.make("crops", "crops=3", "text=none", "dtype=fp32", dataset__params__crop="random")
+    run = train(sd2.argv("crops_run", dataset__cache__path=cache, dataset__params__crop="random"))
+    batches = list(run.data.loader(0, lambda: 0))
+    assert all(batch.moments.numel() and batch.tokens["text_encoder"].numel() for batch in batches)
+    assert len({tuple(place) for batch in batches for place in batch.crop_top_left.tolist()}) > 3
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes(sd2: Home, strategy: str) -> None:
+    """Also with loader processes."""
+    cache, runs = sd2.folder / "two", {}
+    changes = {"distributed__strategy": strategy, "system__batch_size": 4, "system__workers": 1}
+    words = [*sd2.argv("unused", **changes), f"out={cache}", "dtype=fp32", "processes=2"]
+    train_in_processes(words, 2, "scripts.cache_latents")
+    for name, more in (("online", {}), ("cached", {"dataset__cache__path": cache})):
+        runs[name] = sd2.folder / f"{strategy}_{name}"
+        train_in_processes(sd2.argv(runs[name].name, **changes, **more), 2)
+    assert_equal(runs["online"], runs["cached"])
+
+
+def refused(home: Home, cache: Path, **changes: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        run = prepare(home.argv("refused", dataset__cache__path=cache, **changes))
+        run.data.prepare_data()
+    return str(error.value)
+
+
+def test_what_does_not_fit_is_refused_by_name(sd2: Home) -> None:
+    cache = sd2.make("cache", "dtype=fp32")
+    other = sd2._replace(pipeline=makers.save_tiny_pipeline(sd2.folder / "other", seed=1))
+    text = refused(other, cache)
+    assert "weights of model.vae differ" in text and "weights of model.text_encoder differ" in text
+    words = save_pipeline("stable_diffusion", sd2.folder / "words")
+    path = words / "tokenizer" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": 12}))
+    text = refused(sd2._replace(pipeline=words), cache)
+    assert "tokenizer of model.text_encoder differ" in text and "weights" not in text
+    shards = write_shards(sd2.folder / "shards_2")
+    makers.write_shard(shards / "000.tar", makers.caption_samples(30, first=7))
+    assert "files of dataset.params.path differ" in refused(sd2._replace(shards=shards), cache)
+    assert "sizes of dataset.params.buckets" in refused(sd2, cache, dataset__params__buckets__sizes="[[16,16],[16,32]]")
+    assert "captions" in refused(sd2, cache, dataset__params__captions__prefix="photo of ")
+    assert "model.vae_precision was fp32, now bf16" in refused(sd2, cache, model__vae_precision="bf16")
+    assert "dataset.params.crop" in refused(sd2, cache, dataset__params__crop="random")
+    assert "objective.masked_loss" in refused(sd2, cache, objective__masked_loss="alpha")
+    assert "holds no cache.json" in refused(sd2, sd2.folder)
+    next(cache.glob("moments-*")).rename(sd2.folder / "away")
+    assert "is not finished: 1 of" in refused(sd2, cache)
+
+
+def test_a_filter_may_keep_less(sd2: Home) -> None:
+    cache = sd2.make("all", "dtype=fp32", "text=none")
+    changes = {"dataset__params__filters": "{original_width: '<=60'}", "system__batch_size": 2}
+    run = prepare(sd2.argv("less", dataset__cache__path=cache, **changes))
+    assert next(iter(run.data.loader(0, lambda: 0))).moments.numel()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["crops=2"], "crops: 2, but dataset.params.crop is center"),
+        (["dtype=fp8"], "dtype: is 'fp8'"),
+        (["text=pooled"], "text: pooled, but states are read from every text encoder"),
+        (
+            ["dataset.params.captions.tag_separator=,", "dataset.params.captions.shuffle_tags_prob=0.5"],
+            "dataset.params.captions.shuffle_tags_prob: captions are arranged anew",
+        ),
+    ],
+)
+def test_what_cannot_be_stored_is_refused(sd2: Home, words: list[str], message: str) -> None:
+    samples = [{**sample, "txt": "a, b, c"} for sample in makers.caption_samples(8)]
+    tags = sd2._replace(shards=makers.write_shard(sd2.folder / "tags" / "000.tar", samples).parent)
+    with pytest.raises(ConfigError, match=message):
+        tags.make("none", *words)
+    assert not (sd2.folder / "none" / CACHE_FILE).exists()
+
+
+def test_a_full_disk_is_found_before_the_start(sd2: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_latents, "_RESERVE", 2.0**60)
+    with pytest.raises(ConfigError, match="GiB are needed"):
+        sd2.make("full")
+    assert not (sd2.folder / "full").exists()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.endswith(".partial")}
+
+
+def kills(home: Home, count: int) -> Iterator[set[str]]:
+    """The same builder again and again, ended by SIGKILL; yields the files after each."""
+    folder, chance = home.folder / "killed", random.Random(count)
+    code = (
+        "import sys; from sd_training.build import cache; cache._CHUNK_BYTES = 4096; "
+        "from scripts import cache_latents; print('go', flush=True); cache_latents.main(sys.argv[1:])"
+    )
+    for _ in range(count):
+        words = [*home.argv("unused"), f"out={folder}"]
+        process = subprocess.Popen([sys.executable, "-c", code, *words], cwd=ROOT, stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline() == b"go\n"
+        deadline = time.monotonic() + chance.uniform(0.1, 1.5)
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        process.kill()
+        process.wait()
+        yield {path.name for path in folder.iterdir()} if folder.exists() else set()
+
+
+def check_kills(home: Home, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sd_training.build.cache._CHUNK_BYTES", 4096)
+    whole = contents(home.make("whole"))
+    assert len(whole) > 20
+    for names in kills(home, count):
+        assert {name.removesuffix(".partial") for name in names} <= whole.keys()
+    assert contents(home.make("killed")) == whole
+
+
+def test_a_killed_builder_goes_on(sd2: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_kills(sd2, 2, monkeypatch)
+
+
+@pytest.mark.slow
+def test_a_builder_killed_twenty_times_goes_on(sd2: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_kills(sd2, 20, monkeypatch)
