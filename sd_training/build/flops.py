@@ -5,7 +5,7 @@ over the second. A multiply-add counts as two; a backward pass as two forward pa
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,8 +22,8 @@ META = torch.device("meta")
 
 
 class PictureFlops:
-    """Height and width [latent cells] → FLOPs of one picture in a training step; None, with one warning, where a network
-    cannot be counted. A new size takes about half a second.
+    """Height and width [latent cells] → FLOPs of one picture in a training step; None, with one warning, where a
+    network cannot be counted. A new size takes about half a second.
 
     What is trained counts three times its forward pass: 6.8 TFLOP at 256 pixels make FLUX.1's 20.4 per picture, which
     MLPerf's reference rounds to 20.3. Frozen encoders count once. Networks are counted at the first call, as copies
@@ -31,10 +31,11 @@ class PictureFlops:
 
     Args:
         trained: what is trained.
+        cached: encoders that do not run, because a cache delivers what they give.
     """
 
-    def __init__(self, trained: Trained) -> None:
-        self._trained = trained
+    def __init__(self, trained: Trained, cached: Collection[str] = ()) -> None:
+        self._trained, self._cached = trained, cached
         self._known: dict[tuple[int, int], float | None] = {}
 
     def __call__(self, height: int, width: int) -> float | None:
@@ -58,6 +59,8 @@ class PictureFlops:
         assert self._family is not None, "is asked of families only"
         count = 0
         for name, tokenizer in self._family.tokenizers().items():
+            if name in self._cached:
+                continue
             tokens = torch.zeros(1, tokenizer.length, dtype=torch.long, device=META)
             count += flops(partial(self._family.parts[name], input_ids=tokens))
         return count * (3 if len(self._trained.sharding.roots) > 1 else 1)
@@ -67,7 +70,8 @@ class PictureFlops:
         pixels, family = torch.zeros(1, 3, height, width, device=META), self._family
         if family is None:
             return 3 * flops(partial(meta_twin(self._trained.module.network), pixels))
-        return 3 * forward_flops(family, height, width) + flops(partial(family.vae.encode, pixels)) + self._text
+        encoding = 0 if "vae" in self._cached else flops(partial(family.vae.encode, pixels))
+        return 3 * forward_flops(family, height, width) + encoding + self._text
 
 
 def forward_flops(family: Family, height: int, width: int) -> int:

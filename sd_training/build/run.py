@@ -201,7 +201,8 @@ def _callbacks(
     peak = config.logging.peak_tflops
     if peak is None and plan.launch.accelerator == "cuda":
         peak = peak_tflops(torch.cuda.get_device_name(), plan.precision)
-    flops = None if peak is None else PictureFlops(trained)
+    cached = () if data.cache is None else ("vae", *data.cache.storage.text_shapes)
+    flops = None if peak is None else PictureFlops(trained, cached)
     validation = None
     if data.held_out is not None:
         validation_rows = MetricRows(run_dir / "validation.csv", COLUMNS, run_lock)

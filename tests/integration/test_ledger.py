@@ -109,7 +109,8 @@ def run(pipeline_dir: Path, shards_dir: Path, tmp_path_factory: pytest.TempPathF
         callbacks.append(hooks)
         built.trainer.fit(built.module, datamodule=built.data)
     rows = [{name: float(text or "nan") for name, text in row.items()} for row in metrics(home / "run")]
-    counted = PictureFlops(build_model(make_plan(load_config(argv))))(16, 16)
+    trained = build_model(make_plan(load_config(argv)))
+    counted = PictureFlops(trained)(16 // trained.latent_grid.downscale, 16 // trained.latent_grid.downscale)
     assert counted is not None
     return Ledgered(home / "run", rows, clock, hooks, counted)
 

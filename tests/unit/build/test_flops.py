@@ -15,6 +15,7 @@ from sd_training.build.flops import PictureFlops, peak_tflops
 from sd_training.build.models import build_model
 from sd_training.build.plan import make_plan
 from sd_training.config.load import load_config
+from sd_training.models.family import TEXT_PARTS
 from tests.family_makers import PIPELINES
 from tests.integration.training import Interrupted, options, train
 
@@ -48,8 +49,12 @@ def test_a_picture_costs_what_a_step_executes(
     with pytest.raises(Interrupted), sdpa_kernel(SDPBackend.MATH):  # the CPU's own kernel is not counted
         train(argv, counted)
     executed = counted.counter.get_total_flops() + 2 * counted.in_network
-    picture = PictureFlops(build_model(make_plan(load_config(argv))))(32, 32)
+    trained = build_model(make_plan(load_config(argv)))
+    side = 32 // trained.latent_grid.downscale
+    picture = PictureFlops(trained)(side, side)
     assert picture is not None and picture * BATCH == executed
+    cached = PictureFlops(trained, ("vae", *TEXT_PARTS))(side, side)
+    assert cached is not None and cached * BATCH == 3 * counted.in_network
 
 
 @pytest.mark.parametrize(
