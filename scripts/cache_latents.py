@@ -35,6 +35,7 @@ import torch
 from tqdm import tqdm
 
 from sd_training.build.cache import CacheBuilder
+from sd_training.build.models import with_autocast_copies
 from sd_training.build.plan import Plan, make_plan
 from sd_training.build.run import make_data
 from sd_training.data.samples.cache import DTYPES
@@ -107,6 +108,7 @@ def make_builder(given: dict[str, str], plan: Plan) -> CacheBuilder:
         family.vae.enable_slicing()
     if config.model.vae_tiling:
         family.vae.enable_tiling()
+    family, _ = with_autocast_copies(family, config.model, plan.precision)  # as training encodes
     device = torch.device(plan.launch.accelerator)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))))

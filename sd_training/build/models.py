@@ -89,11 +89,7 @@ def _diffusion(plan: Plan) -> Trained:
         family.vae.enable_slicing()
     if model.vae_tiling:
         family.vae.enable_tiling()
-    copied = autocast_parts(model, plan.precision, family)
-    # Only rank 0 exports: the others drop what they have copies of.
-    originals = {name: family.parts[name] for name in copied if is_main_process()}
-    if (dtype := AUTOCAST_DTYPE[plan.precision]) is not None:
-        family = family.with_parts({name: autocast_copy(family.parts[name], dtype) for name in copied})
+    family, originals = with_autocast_copies(family, model, plan.precision)
     if config.trainer.compile != "off":
         _compile(plan, family, len(sizes))
     module = DiffusionModule(
@@ -181,6 +177,15 @@ def autocast_parts(model: ModelConfig, precision: str, family: Family) -> list[s
     if not model.train_text_encoder:
         own |= dict.fromkeys(family.text_encoders(), model.text_encoder_precision or precision)
     return [name for name, given in own.items() if given == precision and AUTOCAST_DTYPE[precision] is not None]
+
+
+def with_autocast_copies(family: Family, model: ModelConfig, precision: str) -> tuple[Family, dict[str, Any]]:
+    """The family with copies of `autocast_parts`; and the originals by name, on rank 0, which alone exports: the other
+    ranks drop them."""
+    copied, dtype = autocast_parts(model, precision, family), AUTOCAST_DTYPE[precision]
+    originals = {name: family.parts[name] for name in copied if is_main_process()}
+    copies = {name: autocast_copy(family.parts[name], dtype) for name in copied if dtype is not None}
+    return family.with_parts(copies), originals
 
 
 def objective_of(family: Family) -> Objective:
