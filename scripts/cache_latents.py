@@ -113,8 +113,8 @@ def make_builder(given: dict[str, str], plan: Plan) -> CacheBuilder:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))))
     data, folder = make_data(plan, family, latent_grid(family.vae)), output_path(given["out"])
-    own = {"dtype": given["dtype"], "num_crops": num_crops, "text": given["text"]}
-    return CacheBuilder(plan, family, data, folder, device, **own)
+    dtype, text = given["dtype"], given["text"]
+    return CacheBuilder(plan, family, data, folder, device, dtype=dtype, num_crops=num_crops, text=text)
 
 
 def check_space(folder: Path, needed: int) -> str:
@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     builder.folder.mkdir(parents=True, exist_ok=True)
     chosen = {job.name for job in builder.jobs[rank::world]}
     own = [job for job in missing if job.name in chosen]
-    total, seen = sum(job.count for job in own), sys.stderr.isatty() and is_main_process()
+    total, seen = sum(job.rows for job in own), sys.stderr.isatty() and is_main_process()
     with tqdm(total=total, unit="row", desc="encoding", mininterval=1, dynamic_ncols=True, disable=not seen) as bar:
         bad = builder.make(own, bar.update)
     for (shard, key), reason in list(bad.items())[:_NAMED]:

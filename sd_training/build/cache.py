@@ -127,7 +127,7 @@ def _digest(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> str:
 
     def of_tensor(item: tuple[str, Tensor]) -> str:
         name, tensor = item
-        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         return f"{name} {tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(content).hexdigest()}"
 
     with ThreadPoolExecutor() as pool:
@@ -153,8 +153,8 @@ class _Job(NamedTuple):
 
     name: str
     """Of its file."""
-    count: int
-    """Rows."""
+    rows: int
+    """Of the chunk."""
     num_bytes: int
     first: int
     """Caption of its first row; of pictures the rank in the bucket."""
@@ -361,7 +361,7 @@ class CacheBuilder:
 
     def _samples_of(self, job: _Job) -> NDArray[np.int64]:
         dataset = self.data.datasets[job.dataset]
-        return dataset.selected[dataset.bucket_of == job.bucket][job.first : job.first + job.count]
+        return dataset.selected[dataset.bucket_of == job.bucket][job.first : job.first + job.rows]
 
     def _read_pictures(self, jobs: Sequence[_Job]) -> Iterator[tuple[Tensor, dict[int, str], DataError | None]]:
         """The pictures of jobs in the order in which `_moment_rows` takes them."""
@@ -370,14 +370,14 @@ class CacheBuilder:
             _Picked(job.dataset, job.bucket, samples[start : start + size].tolist(), crop)
             for job in jobs
             for samples in [self._samples_of(job)]
-            for start in range(0, job.count, size)
+            for start in range(0, job.rows, size)
             for crop in range(self.storage.num_crops or 1)
         ]
         return iter(
             DataLoader(
                 _Pictures(self.data, self.storage),
                 batch_size=None,
-                sampler=picked,  # type: ignore[arg-type]  # any iterable of requests
+                sampler=picked,
                 num_workers=workers,
                 worker_init_fn=partial(start_worker, dict(os.environ), os.getpid()) if workers else None,
                 multiprocessing_context=worker_context() if workers else None,
@@ -390,9 +390,9 @@ class CacheBuilder:
         """[rows, crops × flips, 2C, h, w] moments, and why rows are empty."""
         stored, bad = self.storage, dict[int, str]()
         channels, height, width = self.data.draws.grid.shape(*self.data.table.sizes[job.bucket])
-        shape = (job.count, stored.num_variants, 2 * channels, height, width)
+        shape = (job.rows, stored.num_variants, 2 * channels, height, width)
         rows, size = torch.zeros(shape, dtype=DTYPES[stored.dtype]), stored.batch_size
-        for start in range(0, job.count, size):
+        for start in range(0, job.rows, size):
             for crop in range(stored.num_crops or 1):
                 pixels, reasons, error = next(batches)
                 if error is not None:
@@ -407,8 +407,8 @@ class CacheBuilder:
 
     def _text_rows(self, job: _Job, advance: Callable[[int], object]) -> dict[str, Tensor]:
         parts: dict[str, list[Tensor]] = {}
-        captions, size = self.captions[job.first : job.first + job.count], self.storage.batch_size
-        for start in range(0, job.count, size):
+        captions, size = self.captions[job.first : job.first + job.rows], self.storage.batch_size
+        for start in range(0, job.rows, size):
             own = captions[start : start + size]
             for name in self.storage.text_shapes:
                 states, pooled, mask = self._encode_captions(name, own)
@@ -496,5 +496,5 @@ def _content_digest(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(f"{name} {tuple(tensors[name].shape)} ".encode())
-        digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

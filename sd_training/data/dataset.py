@@ -112,9 +112,8 @@ def open_dataset(
         if not len(selection.selected):
             few = f"no sample is left of the {len(index):,} in {first}{f' and {others:,} more' if others else ''}"
         raise DataError("\n".join([f"dataset.params.path: {few}", *exclusion_lines(index, selection)]))
-    captioner, all_captions = (
-        partial(function, reader, own_rules, prompts) for function in (captions.draw_caption, captions.all_captions)
-    )
+    captioner = partial(captions.draw_caption, reader, own_rules, prompts)
+    all_captions = partial(captions.all_captions, reader, own_rules, prompts)
     over_limit = len(selection.selected) - len(chosen)
     return OpenDataset(
         index, selection, selected, bucket_of, merges, without, over_limit, reader, captioner, all_captions

@@ -244,8 +244,14 @@ def test_a_full_disk_is_found_before_the_start(sd2: Home, monkeypatch: pytest.Mo
     assert not (sd2.folder / "full").exists()
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.endswith(".partial")}
+def contents(folder: Path) -> dict[str, Any]:
+    """File → metadata and tensors; the header's order of the metadata changes from process to process."""
+    found: dict[str, Any] = {CACHE_FILE: (folder / CACHE_FILE).read_text()}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            tensors = {key: file.get_tensor(key).numpy().tobytes() for key in file.keys()}  # noqa: SIM118
+            found[path.name] = file.metadata(), tensors
+    return found
 
 
 def kills(home: Home, count: int) -> Iterator[set[str]]:

@@ -194,7 +194,8 @@ class TrainingSamples(Dataset[WorkerResult]):
             variant = storage.variant(crop, flip)
             moments = self.cache.moments(request.dataset, request.sample, request.bucket, size, variant)
             wanted = CropRequest(*size, *cached_crop(storage, request.sample, crop), flip)
-            original_size = tuple(int(dataset.index.numbers(side)[request.sample]) for side in ("height", "width"))
+            heights, widths = (dataset.index.numbers(side) for side in ("height", "width"))
+            original_size = int(heights[request.sample]), int(widths[request.sample])
             _, crop_top_left = place(*original_size, wanted)
         return {
             "pixels": pixels,
@@ -215,7 +216,7 @@ class TrainingSamples(Dataset[WorkerResult]):
         encoded = {name: t.encode(captions[name]) for name, t in self.tokenizers.items() if name not in stored}
         return {
             "tokens": {name: text.tokens for name, text in encoded.items()},
-            "token_masks": {name: text.mask for name, text in (*encoded.items(), *stored.items())},
+            "token_masks": {n: t.mask for n, t in encoded.items()} | {n: t.mask for n, t in stored.items()},
             "text_states": {name: text.states for name, text in stored.items()},
             "text_pooled": {name: text.pooled for name, text in stored.items()},
         }
