@@ -133,6 +133,8 @@ class TrainedModule(pl.LightningModule):
         self.optimization = optimization
         self.reset_logged()
         self.was_step_skipped: Tensor | None = None
+        self._trained: list[nn.Parameter] = []
+        """What the optimizer updates; to walk through the network at every step takes milliseconds."""
         self.last_micro_batch: MicroBatchRecord | None = None
         """The latest micro-batch."""
         self.ledger = Ledger()
@@ -211,7 +213,9 @@ class TrainedModule(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer over the network's trainable parameters; the learning rate is set before each step."""
-        return make_optimizer(self.optimization, [(name, p) for name, p in self.named_trained() if p.requires_grad])
+        trained = [(name, p) for name, p in self.named_trained() if p.requires_grad]
+        self._trained = [parameter for _, parameter in trained]
+        return make_optimizer(self.optimization, trained)
 
     def named_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Everything that the optimizer updates; names begin with the part."""
@@ -255,7 +259,7 @@ class TrainedModule(pl.LightningModule):
         """
         if strategy_of(self.trainer).clips_gradients:
             return
-        self.grad_norm = clip_gradients((p for _, p in self.named_trained()), self.optimization.config.max_grad_norm)
+        self.grad_norm = clip_gradients(self._trained, self.optimization.config.max_grad_norm)
         if not self.optimization.has_gradient_scaler:
             self.was_step_skipped = (~torch.isfinite(self.grad_norm)).float()
             optimizer.found_inf = self.was_step_skipped

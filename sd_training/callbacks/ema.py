@@ -144,6 +144,8 @@ class Ema(OptimizerStepCallback):
         """Takes weights off a device in the background; without it they are averaged where they are."""
         self._is_on_device = None if config.device == "auto" else config.device == "cuda"
         """Whether averages are beside the weights, and not on the CPU; None: not decided yet, until then on the CPU."""
+        self._parameters: dict[str, nn.Parameter] = {}
+        """What is averaged, found at the first update: to walk through the network at every step takes milliseconds."""
         self._tracks = {f"{EMA_PART}-{width_name(sigma_rel)}": sigma_rel for sigma_rel in config.sigma_rels}
         """Part of a checkpoint → sigma_rel."""
 
@@ -208,7 +210,8 @@ class Ema(OptimizerStepCallback):
             return
         self.finish_update()
         sharding = strategy_of(trainer).sharding
-        weights = {name: sharding.local_shard(parameter) for name, parameter in averaged_parameters(module).items()}
+        self._parameters = self._parameters or averaged_parameters(module)
+        weights = {name: sharding.local_shard(parameter) for name, parameter in self._parameters.items()}
         weights = {name: weight for name, weight in weights.items() if weight.numel()}
         device = next((weight.device for weight in weights.values() if weight.is_cuda), None)
         if device is not None and self._is_on_device is None:

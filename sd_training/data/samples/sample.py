@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from sd_training.config.data_schema import DatasetParams
 from sd_training.config.schema import ConditioningConfig
@@ -129,7 +129,7 @@ class TrainingSamples(Dataset[WorkerResult]):
         batch = PixelBatch(**default_collate(rows))
         if self.cache is not None and self.cache.storage.is_channels_last:
             batch.moments = batch.moments.contiguous(memory_format=torch.channels_last)
-        return WorkerResult(batch, skipped)
+        return WorkerResult(batch if get_worker_info() is None else batch.packed(), skipped)
 
     def _example(self, request: SampleRequest, skipped: list[SkippedSample]) -> dict[str, Any]:
         """One row of a batch: field → array, or dict of them. Where the sample is bad, that of another sample of the

@@ -14,7 +14,7 @@ from sd_training.config.plan import BatchPlan
 from sd_training.data.loader import MAX_DEATHS, WINDOW_STEPS, TrainingLoader
 from sd_training.errors import DataError
 from sd_training.types import PixelBatch
-from tests.unit.data.making import training_data
+from tests.unit.data.making import equal_bits, training_data
 
 PLAN = BatchPlan(micro_batch=2, accumulation=3, processes=1, num_examples=72)
 
@@ -31,19 +31,19 @@ class Ended:
         return False
 
 
-def noises(batches: Iterator[PixelBatch]) -> Iterator[Tensor]:
-    """What tells every sample and position from every other."""
-    return (batch.noise for batch in batches if batch.noise is not None)
+def tensors(batch: PixelBatch) -> Iterator[Tensor]:
+    for value in vars(batch).values():
+        yield from value.values() if isinstance(value, dict) else (value,)
 
 
 def test_nothing_is_lost_or_seen_twice(shards_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     """In the middle of an optimizer step a loader process is killed, later the server that they are forked from."""
-    expected = list(noises(iter(training_data(shards_dir, PLAN, workers=0).loader(0, lambda: 0))))
+    expected = list(training_data(shards_dir, PLAN, workers=0).loader(0, lambda: 0))
     before = set(torch.multiprocessing.active_children())
     loader = training_data(shards_dir, PLAN, workers=2).loader(0, lambda: 0)
     delivered = []
-    for number, noise in enumerate(noises(iter(loader))):
-        delivered.append(noise)
+    for number, batch in enumerate(loader):
+        delivered.append(batch)
         if number == 7:
             worker = (set(torch.multiprocessing.active_children()) - before).pop()
             assert worker.pid is not None
@@ -52,9 +52,21 @@ def test_nothing_is_lost_or_seen_twice(shards_dir: Path, caplog: pytest.LogCaptu
             os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
             time.sleep(1)  # its children notice
     assert len(delivered) == len(expected) == 36
-    assert all(torch.equal(a, b) for a, b in zip(delivered, expected, strict=True))
+    assert all(equal_bits(a, b) for a, b in zip(delivered, expected, strict=True))
+    # One file descriptor per batch comes from the loader process, not one per tensor.
+    assert all(len({tensor.untyped_storage().data_ptr() for tensor in tensors(batch)}) == 1 for batch in delivered)
     first, second = (record.message for record in caplog.records if "a loader process" in record.message)
     assert re.search(r"was killed by SIGKILL at optimizer step [234];", first) and "the server" in second
+
+
+def test_a_packed_batch_is_the_same(shards_dir: Path) -> None:
+    """Also of tensors that have their channels last in memory, as moments of a cache may."""
+    batch = next(iter(training_data(shards_dir, PLAN, workers=0).loader(0, lambda: 0)))
+    batch.moments = torch.randn(2, 8, 3, 5).contiguous(memory_format=torch.channels_last)
+    packed = batch.packed()
+    assert equal_bits(packed, batch)
+    for own, other in zip(tensors(packed), tensors(batch), strict=True):
+        assert (own.dtype, own.stride()) == (other.dtype, other.stride()) and own.data_ptr() % 64 == 0
 
 
 @pytest.fixture
