@@ -92,9 +92,14 @@ def random_batch(batch: int, resolution: int, side: int, tokens: int) -> PixelBa
         posterior_noise=torch.randn(batch, 4, side, side),
         noise=torch.randn(batch, 4, side, side),
         timestep_draw=torch.rand(batch),
-        **dict.fromkeys(("offset_noise", "input_noise", "mask"), torch.empty(batch, 0)),
-        **dict.fromkeys(("original_size", "crop_top_left", "target_size"), torch.zeros(batch, 2, dtype=torch.int64)),
-        **dict.fromkeys(("positions", "sample_ids"), torch.arange(batch)),
+        offset_noise=torch.empty(batch, 0),
+        input_noise=torch.empty(batch, 0),
+        mask=torch.empty(batch, 0),
+        original_size=torch.zeros(batch, 2, dtype=torch.int64),
+        crop_top_left=torch.zeros(batch, 2, dtype=torch.int64),
+        target_size=torch.zeros(batch, 2, dtype=torch.int64),
+        positions=torch.arange(batch),
+        sample_ids=torch.arange(batch),
     )
 
 

@@ -123,7 +123,7 @@ def test_an_infinite_loss_with_a_finite_gradient_is_skipped(
 
 def minimised(loss: torch.Tensor) -> torch.Tensor:
     module: Any = TrainedModule(torch.nn.Linear(1, 1), Optimization(OptimizerConfig(), 0.1, lambda _: 1.0))
-    batch: Any = SimpleNamespace(pixels=torch.zeros(1, 3, 8, 8), positions=None, sample_ids=None)
+    batch: Any = SimpleNamespace(posterior_noise=torch.zeros(1, 4, 4, 4), positions=None, sample_ids=None)
     module.sample_losses = lambda batch: (loss[None], None, {})
     result: torch.Tensor = module.training_step(batch, 0)
     return result

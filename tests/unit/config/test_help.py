@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sd_training.config.fields import ELSEWHERE, SPELLINGS, groups, options, suggest
+from sd_training.config.fields import ELSEWHERE, SPELLINGS, groups, options, suggest_option
 from sd_training.errors import ConfigError
 from tests.unit.config.loading import BASE, only
 from train import help_text
@@ -61,7 +61,7 @@ def test_help_needs_no_torch() -> None:
     ],
 )
 def test_suggest(key: str, expected: str | None) -> None:
-    assert suggest(key, [*options(), *groups()]) == expected
+    assert suggest_option(key) == expected
 
 
 def test_names_of_other_trainers_lead_to_options_that_exist() -> None:
