@@ -136,11 +136,10 @@ def test_training_from_a_cache_is_online_training(home: Home) -> None:
 
 def test_a_cache_under_bf16_autocast(sd2: Home) -> None:
     """The frozen parts of such a run are copies in bf16, for the builder as in training."""
-    changes = {"model__mixed_precision": "bf16", "experiment__num_examples_to_see": 16}
-    cache = sd2.make("cache_bf16", "dtype=fp32", **changes)
-    train(sd2.argv("online_bf16", **changes))
-    train(sd2.argv("cached_bf16", dataset__cache__path=cache, **changes))
-    assert_equal(sd2.folder / "online_bf16", sd2.folder / "cached_bf16")
+    cache = sd2.make("autocast", "dtype=fp32", model__mixed_precision="bf16")
+    train(sd2.argv("autocast_online", model__mixed_precision="bf16"))
+    train(sd2.argv("autocast_cached", model__mixed_precision="bf16", dataset__cache__path=cache))
+    assert_equal(sd2.folder / "autocast_online", sd2.folder / "autocast_cached")
 
 
 @pytest.mark.parametrize("dtype", HALF_ULP)
