@@ -147,7 +147,7 @@ class BareModule(pl.LightningModule):
 def loss_of(unet: nn.Module, subject: Subject, objective: Objective, batch: PixelBatch) -> torch.Tensor:
     """The plain training loss."""
     pixels, family = batch.pixels.float() / 127.5 - 1.0, subject.family
-    latents = family.encode_pixels(pixels, batch.posterior_noise, subject.precision)
+    latents = family.draw_latents(family.moments(pixels, subject.precision), batch.posterior_noise)
     with torch.no_grad(), autocast(subject.device, subject.precision):
         text_states = family.encode(batch).states[0]
     noised = objective.draw(latents, batch)

@@ -35,11 +35,10 @@ import torch
 from tqdm import tqdm
 
 from sd_training.build.cache import CacheBuilder
-from sd_training.build.models import with_autocast_copies
+from sd_training.build.models import with_frozen_ready
 from sd_training.build.plan import Plan, make_plan
 from sd_training.build.run import make_data
 from sd_training.data.samples.cache import DTYPES
-from sd_training.models.execution import wants_channels_last
 from sd_training.models.families import load_family
 from sd_training.models.family import latent_grid
 
@@ -102,13 +101,7 @@ def make_builder(given: dict[str, str], plan: Plan) -> CacheBuilder:
     num_crops = crops_of(config, given["crops"])
     seed = config.experiment.seed
     family = load_family(config.model, config.objective, config.conditioning, seed=seed, has_denoiser=False)
-    if wants_channels_last(config.trainer.channels_last, plan.launch.accelerator):
-        family.vae.to(memory_format=torch.channels_last)
-    if config.model.vae_slicing:
-        family.vae.enable_slicing()
-    if config.model.vae_tiling:
-        family.vae.enable_tiling()
-    family, _ = with_autocast_copies(family, config.model, plan.precision)  # as training encodes
+    family, _ = with_frozen_ready(family, plan)
     device = torch.device(plan.launch.accelerator)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))))

@@ -11,24 +11,23 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from sd_training.build.models import vae_precision
+from sd_training.build.models import text_precision, vae_precision
 from sd_training.build.plan import Plan
 from sd_training.checkpoint.folder import flush, flush_file, remove_quietly, replace_text, system_error, write_failure
 from sd_training.config.value_types import output_path
 from sd_training.data.datamodule import TrainingData
-from sd_training.data.loader import start_worker, worker_context
+from sd_training.data.loader import worker_options
 from sd_training.data.samples.cache import (
     CACHE_FILE,
     DTYPES,
@@ -41,11 +40,13 @@ from sd_training.data.samples.cache import (
     data_key,
     identity_of,
     moments_file,
+    read_chunk,
     texts_file,
 )
 from sd_training.data.samples.captions import Tokenizer
-from sd_training.data.samples.image import CropRequest, read_image
+from sd_training.data.samples.image import CropRequest
 from sd_training.errors import BadSample, ConfigError, DataError, SaveError
+from sd_training.export.pipeline import NOT_SETTINGS
 from sd_training.log import get_logger
 from sd_training.models.family import Family, autocast
 from sd_training.training import scaled_pixels
@@ -57,7 +58,6 @@ _CHUNK_BYTES = 2**27
 _ENCODER_WEIGHTS = ("encoder.", "quant_conv.")
 _NO_FUNCTION_OF = {"scaling_factor", "shift_factor", "latents_mean", "latents_std", "sample_size"}
 """Settings of an autoencoder that its posterior does not depend on."""
-_NO_SETTINGS = {"transformers_version", "dtype", "torch_dtype", "architectures"}
 
 
 # --- What a cache was made with ---
@@ -114,12 +114,8 @@ def model_key(plan: Plan, family: Family, encoders: Sequence[str]) -> dict[str, 
         network, tokenizer = family.parts[name], family.tokenizers()[name]
         key[f"weights of model.{name}"] = _digest(network.state_dict(), network.config.to_dict())
         key[f"tokenizer of model.{name}"] = _tokenizer_digest(tokenizer)
-        key["model.text_encoder_precision"] = _text_precision(plan)
+        key["model.text_encoder_precision"] = text_precision(model, plan.precision).replace("no", "fp32")
     return key
-
-
-def _text_precision(plan: Plan) -> str:
-    return (plan.config.model.text_encoder_precision or plan.precision).replace("no", "fp32")
 
 
 def _digest(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> str:
@@ -132,7 +128,7 @@ def _digest(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> str:
 
     with ThreadPoolExecutor() as pool:
         tensors = list(pool.map(of_tensor, sorted(weights.items())))
-    known = {name: value for name, value in settings.items() if name[0] != "_" and name not in _NO_SETTINGS}
+    known = {name: value for name, value in settings.items() if name[0] != "_" and name not in NOT_SETTINGS}
     return hashlib.sha256(json.dumps([tensors, known], sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -186,8 +182,8 @@ class _Pictures(Dataset[Any]):
         for row, sample in enumerate(picked.samples):
             wanted = CropRequest(*size, *cached_crop(self.storage, sample, picked.crop))
             try:
-                file = self.data.datasets[picked.dataset].reader.image(sample)
-                pixels[row] = torch.from_numpy(read_image(file, wanted, params.max_image_pixels).pixels)
+                picture = self.data.datasets[picked.dataset].reader.picture(sample, wanted, params.max_image_pixels)
+                pixels[row] = torch.from_numpy(picture.pixels)
             except BadSample as reason:
                 bad[row] = str(reason)
             except DataError as error:
@@ -232,10 +228,8 @@ class CacheBuilder:
             network.requires_grad_(False).eval().to(device)
         shapes = {} if text == "none" else self._text_shapes(text)
         captions = self._captions() if shapes else {}
-        self.digests, self.captions = (
-            np.array(sorted(captions), dtype=np.int64),
-            [captions[d] for d in sorted(captions)],
-        )
+        self.digests = np.array(sorted(captions), dtype=np.int64)
+        self.captions = [captions[digest] for digest in self.digests.tolist()]
         item = DTYPES[dtype].itemsize
         variants = (num_crops or 1) * (2 if data.dataset.params.flip_prob > 0 else 1)
         row_bytes = [item * variants * 2 * int(np.prod(data.draws.grid.shape(*size))) for size in data.table.sizes]
@@ -378,9 +372,7 @@ class CacheBuilder:
                 _Pictures(self.data, self.storage),
                 batch_size=None,
                 sampler=picked,
-                num_workers=workers,
-                worker_init_fn=partial(start_worker, dict(os.environ), os.getpid()) if workers else None,
-                multiprocessing_context=worker_context() if workers else None,
+                **worker_options(workers),
             )
         )
 
@@ -433,7 +425,7 @@ class CacheBuilder:
         encoded = [self.tokenizers[name].encode(caption) for caption in captions]
         tokens, mask = (torch.from_numpy(np.stack(column)) for column in zip(*encoded, strict=True))
         given = (_filled(column, self.plan.batch.micro_batch).to(self.device) for column in (tokens, mask))
-        with autocast(self.device, _text_precision(self.plan)):
+        with autocast(self.device, text_precision(self.plan.config.model, self.plan.precision)):
             output = self.family.encode_text(name, *given)
         states, pooled = (value[: len(captions)] for value in output)
         return states, pooled, mask
@@ -470,9 +462,7 @@ class CacheBuilder:
 
     def _is_whole(self, name: str) -> bool:
         try:
-            with safe_open(self.folder / name, "pt") as file:
-                metadata = file.metadata()
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
+            tensors, metadata = read_chunk(self.folder / name)
             return bool(metadata["identity"] == self.identity and metadata["sha256"] == _content_digest(tensors))
         except (OSError, SafetensorError, LookupError, TypeError):
             return False

@@ -78,18 +78,13 @@ def _diffusion(plan: Plan) -> Trained:
     if not (model.xformers and model.attention == "auto" and use_fast_attention(family.denoiser, device)):
         choose_attention(family, model.attention, sizes, plan.precision, device)
     # Memory format, recomputation, copies and compilation, before anything wraps or shards the networks.
-    if wants_channels_last(config.trainer.channels_last, accelerator):
-        family.vae.to(memory_format=torch.channels_last)
-        # Transformers have few convolutions; FSDP2 and DeepSpeed take contiguous weights only.
-        if family.denoiser_part == "unet" and plan.layout.strategy in ("single", "ddp"):
-            family.denoiser.to(memory_format=torch.channels_last)
+    # Transformers have few convolutions; FSDP2 and DeepSpeed take contiguous weights only.
+    is_contiguous = family.denoiser_part != "unet" or plan.layout.strategy not in ("single", "ddp")
+    if wants_channels_last(config.trainer.channels_last, accelerator) and not is_contiguous:
+        family.denoiser.to(memory_format=torch.channels_last)
     if model.gradient_checkpointing:
         recompute_activations(blocks)
-    if model.vae_slicing:
-        family.vae.enable_slicing()
-    if model.vae_tiling:
-        family.vae.enable_tiling()
-    family, originals = with_autocast_copies(family, model, plan.precision)
+    family, originals = with_frozen_ready(family, plan)
     if config.trainer.compile != "off":
         _compile(plan, family, len(sizes))
     module = DiffusionModule(
@@ -97,7 +92,7 @@ def _diffusion(plan: Plan) -> Trained:
         objective_of(family),
         optimization(plan),
         vae_precision=vae_precision(model, plan.precision),
-        text_precision=model.text_encoder_precision or plan.precision,
+        text_precision=text_precision(model, plan.precision),
         is_text_trained=model.train_text_encoder,
         vae_batch=model.vae_batch,
     )
@@ -170,19 +165,31 @@ def vae_precision(model: ModelConfig, precision: str) -> str:
     return model.vae_precision or ("bf16" if precision == "bf16" else "fp32")
 
 
+def text_precision(model: ModelConfig, precision: str) -> str:
+    """Autocast type of the text encoders in a run of this precision."""
+    return model.text_encoder_precision or precision
+
+
 def autocast_parts(model: ModelConfig, precision: str, family: Family) -> list[str]:
     """Frozen networks that run under the autocast of a run of this precision wherever they run, in training and in
     previews: copies in its type take their place, and their own weights stay in CPU memory for exports."""
     own = {"vae": vae_precision(model, precision)}
     if not model.train_text_encoder:
-        own |= dict.fromkeys(family.text_encoders(), model.text_encoder_precision or precision)
+        own |= dict.fromkeys(family.text_encoders(), text_precision(model, precision))
     return [name for name, given in own.items() if given == precision and AUTOCAST_DTYPE[precision] is not None]
 
 
-def with_autocast_copies(family: Family, model: ModelConfig, precision: str) -> tuple[Family, dict[str, Any]]:
-    """The family with copies of `autocast_parts`; and the originals by name, on rank 0, which alone exports: the other
-    ranks drop them."""
-    copied, dtype = autocast_parts(model, precision, family), AUTOCAST_DTYPE[precision]
+def with_frozen_ready(family: Family, plan: Plan) -> tuple[Family, dict[str, Any]]:
+    """The family with its frozen networks as training runs them: memory format, slices, tiles, and copies of
+    `autocast_parts`; and the originals of these by name, on rank 0, which alone exports: the other ranks drop them."""
+    config, precision = plan.config, plan.precision
+    if wants_channels_last(config.trainer.channels_last, plan.launch.accelerator):
+        family.vae.to(memory_format=torch.channels_last)
+    if config.model.vae_slicing:
+        family.vae.enable_slicing()
+    if config.model.vae_tiling:
+        family.vae.enable_tiling()
+    copied, dtype = autocast_parts(config.model, precision, family), AUTOCAST_DTYPE[precision]
     originals = {name: family.parts[name] for name in copied if is_main_process()}
     copies = {name: autocast_copy(family.parts[name], dtype) for name in copied if dtype is not None}
     return family.with_parts(copies), originals

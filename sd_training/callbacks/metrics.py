@@ -194,7 +194,7 @@ class Metrics(OptimizerStepCallback):
     gradient_norms: GradientNorms | None = None
     """Has the norms of a logged step, if they are wanted."""
     picture_flops: Callable[[int, int], float | None] | None = None
-    """Height and width [pixels] → FLOPs of a picture in a step, or None where they cannot be counted; null: not
+    """Height and width [latent cells] → FLOPs of a picture in a step, or None where they cannot be counted; null: not
     counted."""
     peak_tflops: float | None = None
     """Of one device at the run's precision; with `picture_flops`."""

@@ -192,7 +192,7 @@ class TrainingData(pl.LightningDataModule):
         """Builds the index; Lightning calls this on one process of each machine while the others wait."""
         checks = Checks()
         checks.run(lambda: self.order)
-        checks.run(self.samples)
+        checks.run(lambda: self._checked_cache)
         if self.held_out is not None:
             checks.run(self.held_out.sentence)
         checks.finish()
@@ -229,18 +229,22 @@ class TrainingData(pl.LightningDataModule):
         return TrainingLoader(samples, self.order, self.plan, rank, self.workers, first_step, self.bad_samples, reuse)
 
     def samples(self) -> TrainingSamples:
-        """Request → example.
+        """Request → example."""
+        params, global_batch, cache = self.dataset.params, self.plan.global_batch, self._checked_cache
+        return TrainingSamples(self.datasets, self.table, params, self.tokenizers, self.draws, global_batch, cache)
+
+    @cached_property
+    def _checked_cache(self) -> LatentCache | None:
+        """The cache, compared with the data once.
 
         Raises:
-            ConfigError: the cache is of other data.
+            ConfigError: it is of other data.
         """
-        params, global_batch, cache = self.dataset.params, self.plan.global_batch, self.cache
-        if cache is not None:
-            cache.check(
-                "data", data_key(self.entries, self.datasets, self.table, has_text=bool(cache.storage.text_shapes))
-            )
-            cache.check_samples(self.datasets, self.table)
-        return TrainingSamples(self.datasets, self.table, params, self.tokenizers, self.draws, global_batch, cache)
+        if self.cache is not None:
+            has_text = bool(self.cache.storage.text_shapes)
+            self.cache.check("data", data_key(self.entries, self.datasets, self.table, has_text=has_text))
+            self.cache.check_samples(self.datasets, self.table)
+        return self.cache
 
     def name_of(self, sample_id: int) -> tuple[str, str]:
         """Location of the shard and key of a batch's sample; untrusted text."""

@@ -153,11 +153,9 @@ class TrainingLoader:
             self.dataset,
             batch_size=None,
             sampler=self.requests(first_step, num_done),
-            num_workers=self.workers,
             pin_memory=torch.cuda.is_available(),
             prefetch_factor=_PREFETCHED if self.workers else None,
-            worker_init_fn=partial(start_worker, dict(os.environ), os.getpid()) if self.workers else None,
-            multiprocessing_context=worker_context() if self.workers else None,
+            **worker_options(self.workers),
             generator=torch.Generator(),  # else torch's global generator is moved; nothing here draws from either
         )
 
@@ -302,6 +300,14 @@ def _signals_blocked(numbers: set[signal.Signals]) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def worker_options(workers: int) -> dict[str, Any]:
+    """How a DataLoader of torch starts so many loader processes, or reads in this process."""
+    if not workers:
+        return {"num_workers": 0}
+    started = partial(start_worker, dict(os.environ), os.getpid())
+    return {"num_workers": workers, "worker_init_fn": started, "multiprocessing_context": worker_context()}
 
 
 def start_worker(environment: dict[str, str], parent: int, _: int) -> None:

@@ -34,7 +34,8 @@ log = get_logger(__name__)
 CAPTION = "A photo of 7 small red squares, naïve café; 日本 <|endoftext|>"
 """Text that a reloaded tokenizer must turn into the same ids: words, digits, marks, accents, other scripts."""
 
-_NOT_SETTINGS = {"architectures", "dtype", "torch_dtype", "transformers_version"}
+NOT_SETTINGS = {"architectures", "dtype", "torch_dtype", "transformers_version"}
+"""Keys that saving adds to a network's config."""
 _OFFLINE: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
 CURRENT = "current_pipeline"
 """Name of the newest export in a run folder."""
@@ -288,6 +289,6 @@ def _setting_differences(name: str, expected: Any, found: Any) -> Iterator[str]:
 def _settings(config: Any) -> dict[str, Any]:
     """A config as JSON would give it back, without private keys and keys that saving adds."""
     plain = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-    kept = {k: v for k, v in plain.items() if not k.startswith("_") and k not in _NOT_SETTINGS}
+    kept = {k: v for k, v in plain.items() if not k.startswith("_") and k not in NOT_SETTINGS}
     text = json.dumps(kept, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
     return json.loads(text)

@@ -152,10 +152,6 @@ class Family(ABC):
         """Latent cells along one side of an image token, 1 of UNets; sides of latents are multiples of it."""
         return int(self.denoiser.config.get("patch_size", 1)) * self.packing
 
-    def encode_pixels(self, pixels: Tensor, posterior_noise: Tensor, precision: str, at_once: int = 0) -> Tensor:
-        """Scaled latents [B, C, h, w] in fp32: `draw_latents` from `moments`."""
-        return self.draw_latents(self.moments(pixels, precision, at_once), posterior_noise)
-
     @torch.no_grad()
     def moments(self, pixels: Tensor, precision: str, at_once: int = 0) -> Tensor:
         """[B, 2C, h, w] mean and standard deviation of the autoencoder's posterior in fp32: what a cache keeps of a

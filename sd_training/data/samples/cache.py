@@ -112,6 +112,12 @@ def texts_file(number: int) -> str:
     return f"texts-{number:05d}.safetensors"
 
 
+def read_chunk(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors, mapped, and metadata of a file. Raises what safetensors raises: OSError, SafetensorError."""
+    with safe_open(path, "pt") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118 - it is no mapping
+
+
 class _Chunk(NamedTuple):
     tensors: dict[str, Tensor]
     bad: dict[str, str]
@@ -243,9 +249,7 @@ class LatentCache:
     def _chunk(self, name: str) -> _Chunk:
         if name not in self._open:
             try:
-                with safe_open(self.path / name, "pt") as file:
-                    metadata = file.metadata()
-                    tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
+                tensors, metadata = read_chunk(self.path / name)
                 is_own, bad = metadata["identity"] == self.identity, json.loads(metadata["bad"])
             except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
                 raise DataError(f"dataset.cache.path: {self.path / name} cannot be read: {error}; {_REMEDY}") from error
