@@ -6,13 +6,13 @@
     crops=center|K            the centre of every picture, or K random cuts, as dataset.params.crop has it
     dtype=fp16|bf16|fp32      type of what is stored (default fp16)
     text=none|pooled|states   pooled: text encoders of which only a pooled vector is read; states: all (default states)
-    processes=N               training processes; a step's size decides which small buckets are joined (default 1)
+    processes=N               training processes (default: as many as encode); the size of a training step decides
+                              which small buckets are joined
 
 The config is that of the training, which then gets `dataset.cache.path=DIR`. The same command again makes what is
 missing, after a kill too. Each process makes its share of the chunks.
 """
 
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -31,7 +31,6 @@ from sd_training.log import get_logger, global_rank, is_main_process, quiet_libr
 
 quiet_libraries()
 
-import torch
 from tqdm import tqdm
 
 from sd_training.build.cache import CacheBuilder
@@ -41,10 +40,11 @@ from sd_training.build.run import make_data
 from sd_training.data.samples.cache import DTYPES
 from sd_training.models.families import load_family
 from sd_training.models.family import latent_grid
+from sd_training.parallel.launch import use_own_device
 
 log = get_logger("sd_training.cache_latents")
 
-_OPTIONS = {"out": "", "crops": "", "dtype": "fp16", "text": "states", "processes": "1"}
+_OPTIONS = {"out": "", "crops": "", "dtype": "fp16", "text": "states", "processes": ""}
 _NAMED = 100
 """Pictures without a row that are named."""
 _RESERVE = 1.02
@@ -68,7 +68,7 @@ def parse(argv: Sequence[str]) -> tuple[dict[str, str], list[str], bool]:
             problems.append(f"{name}: is {given[name]!r}; use {', '.join(allowed)}")
     if given["crops"] not in ("", "center") and not _is_count(given["crops"]):
         problems.append(f"crops: is {given['crops']!r}; use center, or how many random cuts a picture has")
-    if not _is_count(given["processes"]):
+    if given["processes"] and not _is_count(given["processes"]):
         problems.append(f"processes: is {given['processes']!r}; give 1 or more")
     if problems:
         raise ConfigError(problems)
@@ -102,9 +102,7 @@ def make_builder(given: dict[str, str], plan: Plan) -> CacheBuilder:
     seed = config.experiment.seed
     family = load_family(config.model, config.objective, config.conditioning, seed=seed, has_denoiser=False)
     family, _ = with_frozen_ready(family, plan)
-    device = torch.device(plan.launch.accelerator)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))))
+    device = use_own_device(plan.launch)
     data, folder = make_data(plan, family, latent_grid(family.vae)), output_path(given["out"])
     dtype, text = given["dtype"], given["text"]
     return CacheBuilder(plan, family, data, folder, device, dtype=dtype, num_crops=num_crops, text=text)
@@ -131,20 +129,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.model.train != "denoiser":
         raise ConfigError("model.train: vae trains on pixels; a cache is for training a denoiser")
     plan = make_plan(config, is_described=True)
-    plan = replace(plan, batch=replace(plan.batch, processes=int(given["processes"]), sharing=1))
     is_launched = plan.launch.launcher != "own"
+    if given["processes"]:
+        plan = replace(plan, batch=replace(plan.batch, processes=int(given["processes"]), sharing=1))
     world, rank = (plan.launch.processes, global_rank()) if is_launched else (1, 0)
     if plan.launch.accelerator == "cpu":
         share_cores(plan.launch.devices if is_launched else 1)
     builder = make_builder(given, plan)
     stored = sum(len(dataset.selected) for dataset in builder.data.datasets)
     missing = builder.missing()
+    space = check_space(builder.folder, sum(job.num_bytes for job in missing))
     if is_main_process():
         captions = counted(len(builder.captions), "caption")
         rows = f"{counted(stored, 'picture')} × {builder.storage.num_variants}, {captions}"
         chunks = f"{counted(len(builder.jobs), 'chunk')}, {len(builder.jobs) - len(missing):,} of them done"
-        space = check_space(builder.folder, sum(job.num_bytes for job in missing))
         log.info(f"{rows} in {given['dtype']}, {chunks}: {space}")
+        log.info(f"for a training with {plan.batch.global_batch:,} pictures per optimizer step")
     if is_dry:
         return
     if is_main_process():

@@ -19,12 +19,13 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from sd_training.build.models import text_precision, vae_precision
 from sd_training.build.plan import Plan
 from sd_training.checkpoint.folder import flush, flush_file, remove_quietly, replace_text, system_error, write_failure
+from sd_training.config.schema import Config
 from sd_training.config.value_types import output_path
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.loader import worker_options
@@ -48,7 +49,9 @@ from sd_training.data.samples.image import CropRequest
 from sd_training.errors import BadSample, ConfigError, DataError, SaveError
 from sd_training.export.pipeline import NOT_SETTINGS
 from sd_training.log import get_logger
-from sd_training.models.family import Family, autocast
+from sd_training.models.attention import set_attention
+from sd_training.models.execution import autocast_weights
+from sd_training.models.family import AUTOCAST_DTYPE, Family, autocast
 from sd_training.training import scaled_pixels
 
 log = get_logger(__name__)
@@ -56,8 +59,8 @@ log = get_logger(__name__)
 _CHUNK_BYTES = 2**27
 """About as large is a chunk: small enough to hold in memory and to lose by a kill, large enough for few files."""
 _ENCODER_WEIGHTS = ("encoder.", "quant_conv.")
-_NO_FUNCTION_OF = {"scaling_factor", "shift_factor", "latents_mean", "latents_std", "sample_size"}
-"""Settings of an autoencoder that its posterior does not depend on."""
+_NO_FUNCTION_OF = NOT_SETTINGS | {"scaling_factor", "shift_factor", "latents_mean", "latents_std", "sample_size"}
+"""Settings that the posterior of an autoencoder and the states of a text encoder do not depend on."""
 
 
 # --- What a cache was made with ---
@@ -74,15 +77,8 @@ def open_cache(plan: Plan, family: Family) -> LatentCache | None:
     if config.dataset.cache.path is None:
         return None
     cache, params = LatentCache(output_path(config.dataset.cache.path)), config.dataset.params
-    stored, problems = cache.storage, list[str]()
-    if config.objective.masked_loss != "none":
-        problems.append(
-            "objective.masked_loss: a cache holds no alpha of the images; use none, or dataset.cache.path=null"
-        )
-    if stored.text_shapes and config.model.train_text_encoder:
-        problems.append(
-            "model.train_text_encoder: the states of a trained encoder change; make the cache with text=none"
-        )
+    stored = cache.storage
+    problems = uncached_needs(config, has_text=bool(stored.text_shapes))
     if params.flip_prob > 0 and not stored.has_flips:
         problems.append(f"dataset.params.flip_prob: {params.flip_prob:g}, but the cache was made with 0; make it anew")
     if (params.crop == "random") != (stored.num_crops is not None):
@@ -96,6 +92,22 @@ def open_cache(plan: Plan, family: Family) -> LatentCache | None:
     return cache
 
 
+def uncached_needs(config: Config, *, has_text: bool) -> list[str]:
+    """What a training of this config needs and no cache has.
+
+    Args:
+        has_text: whether the cache holds states of captions.
+    """
+    problems = []
+    if config.objective.masked_loss != "none":
+        problems.append("objective.masked_loss: a cache holds no alpha of the images; use none, or train without cache")
+    if has_text and config.model.train_text_encoder:
+        problems.append(
+            "model.train_text_encoder: the states of a trained encoder change; make the cache with text=none"
+        )
+    return problems
+
+
 def model_key(plan: Plan, family: Family, encoders: Sequence[str]) -> dict[str, Any]:
     """What decides the rows of a cache, of the model; with digests of weights and tokenizers.
 
@@ -103,23 +115,33 @@ def model_key(plan: Plan, family: Family, encoders: Sequence[str]) -> dict[str, 
         encoders: text encoders whose states are stored.
     """
     model, vae = plan.config.model, family.vae
-    weights = {name: value for name, value in vae.state_dict().items() if name.startswith(_ENCODER_WEIGHTS)}
-    settings = {name: value for name, value in vae.config.items() if name not in _NO_FUNCTION_OF}
+    precision, settings = vae_precision(model, plan.precision), dict(vae.config)
     key = {
-        "weights of model.vae": _digest(weights, settings),
-        "model.vae_precision": vae_precision(model, plan.precision),
+        "weights of model.vae": _digest(vae, settings, precision, _ENCODER_WEIGHTS),
+        "model.vae_precision": precision,
         "model.vae_tiling": model.vae_tiling,
+        "trainer.matmul_precision": plan.config.trainer.matmul_precision,
     }
     for name in encoders:
-        network, tokenizer = family.parts[name], family.tokenizers()[name]
-        key[f"weights of model.{name}"] = _digest(network.state_dict(), network.config.to_dict())
-        key[f"tokenizer of model.{name}"] = _tokenizer_digest(tokenizer)
-        key["model.text_encoder_precision"] = text_precision(model, plan.precision).replace("no", "fp32")
+        network, precision = family.parts[name], text_precision(model, plan.precision).replace("no", "fp32")
+        key[f"weights of model.{name}"] = _digest(network, network.config.to_dict(), precision)
+        key[f"tokenizer of model.{name}"] = _tokenizer_digest(family.tokenizers()[name])
+        key["model.text_encoder_precision"] = precision
+        key["model.family"] = family.name
+        key["layers and pooling of model.text_encoders"] = family.settings.get("text_options")
     return key
 
 
-def _digest(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> str:
-    """sha256 of a network; tensors are hashed by several threads."""
+def _digest(network: nn.Module, settings: Mapping[str, Any], precision: str, prefix: tuple[str, ...] = ("",)) -> str:
+    """sha256 of what decides a network's output: its weights, as autocast of this precision uses them, whether they
+    have been cast already or not, and its settings. Tensors are hashed by several threads.
+
+    Args:
+        prefix: beginnings of the names of the weights that count.
+    """
+    cast = {id(weight) for weight in autocast_weights(network)} if (dtype := AUTOCAST_DTYPE[precision]) else set()
+    state = {name: value for name, value in network.state_dict(keep_vars=True).items() if name.startswith(prefix)}
+    weights = {name: value.to(dtype) if id(value) in cast else value for name, value in state.items()}
 
     def of_tensor(item: tuple[str, Tensor]) -> str:
         name, tensor = item
@@ -128,7 +150,7 @@ def _digest(weights: Mapping[str, Tensor], settings: Mapping[str, Any]) -> str:
 
     with ThreadPoolExecutor() as pool:
         tensors = list(pool.map(of_tensor, sorted(weights.items())))
-    known = {name: value for name, value in settings.items() if name[0] != "_" and name not in NOT_SETTINGS}
+    known = {name: value for name, value in settings.items() if name[0] != "_" and name not in _NO_FUNCTION_OF}
     return hashlib.sha256(json.dumps([tensors, known], sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -226,7 +248,11 @@ class CacheBuilder:
         for network in (family.vae, *family.text_encoders().values()):
             # As in training: kernels are chosen by it, also without autograd.
             network.requires_grad_(False).eval().to(device)
+        set_attention(plan.config.model.attention)
+        torch.set_float32_matmul_precision(plan.config.trainer.matmul_precision)
         shapes = {} if text == "none" else self._text_shapes(text)
+        if problems := uncached_needs(plan.config, has_text=bool(shapes)):
+            raise ConfigError(problems)
         captions = self._captions() if shapes else {}
         self.digests = np.array(sorted(captions), dtype=np.int64)
         self.captions = [captions[digest] for digest in self.digests.tolist()]
@@ -248,6 +274,11 @@ class CacheBuilder:
         self.made_with = {
             "model": model_key(plan, family, list(shapes)),
             "data": data_key(data.entries, data.datasets, data.table, has_text=bool(shapes)),
+            "rows": {
+                "captions": _array_digest(self.digests),
+                "selected samples": _array_digest(*(dataset.selected for dataset in data.datasets)),
+                "buckets of samples": _array_digest(*(dataset.bucket_of for dataset in data.datasets)),
+            },
         }
         self.identity = identity_of(self.made_with, self.storage)
         self.jobs = [*self._moment_jobs(row_bytes), *self._text_jobs(text_bytes)]
@@ -346,12 +377,10 @@ class CacheBuilder:
         if not (self.folder / CACHE_FILE).exists():
             return
         other = LatentCache(self.folder)
-        if other.storage != self.storage:
-            raise ConfigError(f"out: {self.folder} holds a cache that is stored in another way; give another folder")
-        for part, key in self.made_with.items():
-            other.check(part, key)
+        differ = [text for part, key in self.made_with.items() for text in other.differences(part, key)]
         if other.identity != self.identity:
-            raise ConfigError(f"out: {self.folder} holds a cache of more data sets; give another folder")
+            reason = "; ".join(differ) or "it is stored in another way"
+            raise ConfigError(f"out: {self.folder} holds another cache: {reason}; give another folder, or delete it")
 
     def _samples_of(self, job: _Job) -> NDArray[np.int64]:
         dataset = self.data.datasets[job.dataset]
@@ -480,6 +509,13 @@ def _ranks(bucket_of: NDArray[np.int32]) -> NDArray[np.int64]:
 def _filled(rows: Tensor, count: int) -> Tensor:
     """`rows` with copies of the last one behind, so that there are `count`."""
     return torch.cat([rows, rows[-1:].expand(count - len(rows), *rows.shape[1:])])
+
+
+def _array_digest(*arrays: NDArray[Any]) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{array.dtype} {array.shape} ".encode() + np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
 
 
 def _content_digest(tensors: Mapping[str, Tensor]) -> str:

@@ -74,7 +74,7 @@ def _diffusion(plan: Plan) -> Trained:
         for network in family.trained_networks(model.train_text_encoder).values():
             for parameter in network.parameters():  # tables of positions are buffers, and stay fp32
                 parameter.data = parameter.data.to(torch.bfloat16)
-    sizes, device = training_sizes(config.dataset.params).sizes, torch.device(accelerator)
+    sizes, device = training_sizes(config.dataset.params).sizes, torch.device(accelerator)  # of a GPU the current one
     if not (model.xformers and model.attention == "auto" and use_fast_attention(family.denoiser, device)):
         choose_attention(family, model.attention, sizes, plan.precision, device)
     # Memory format, recomputation, copies and compilation, before anything wraps or shards the networks.
@@ -107,15 +107,18 @@ def _diffusion(plan: Plan) -> Trained:
 
 
 def _compile(plan: Plan, family: Family, num_sizes: int) -> None:
-    """The denoiser or its blocks, and the autoencoder's encoder; that of tiles has too many shapes."""
+    """The denoiser or its blocks, and the autoencoder's encoder: not of tiles, which have too many shapes, and not of
+    slices, because a CUDA graph overwrites what it gave for the slice before."""
     trainer, accelerator = plan.config.trainer, plan.launch.accelerator
     require_compiler(accelerator, trainer.compile_mode)
     # By machine: code is made for its processor, and on a shared file system machines would wait for locks.
     keep_compiled_code(plan.run_dir / "compiled" / platform.node())
     networks = [family.denoiser] if trainer.compile == "full" else family.blocks()
-    networks += [] if plan.config.model.vae_tiling else [family.vae.encoder]
-    mode, budget = trainer.compile_mode, trainer.activation_budget
-    compile_blocks(networks, num_sizes=num_sizes, mode=mode, budget=budget)
+    networks += [] if plan.config.model.vae_tiling or plan.config.model.vae_slicing else [family.vae.encoder]
+    mode: str = trainer.compile_mode
+    if mode == "max-autotune" and (plan.batch.accumulation > 1 or plan.layout.strategy not in ("single", "ddp")):
+        mode = "max-autotune-no-cudagraphs"  # as reduce-overhead, which is refused there (config/check.py)
+    compile_blocks(networks, num_sizes=num_sizes, mode=mode, budget=trainer.activation_budget)
 
 
 def optimization(plan: Plan) -> Optimization:
@@ -180,9 +183,12 @@ def autocast_parts(model: ModelConfig, precision: str, family: Family) -> list[s
 
 
 def with_frozen_ready(family: Family, plan: Plan) -> tuple[Family, dict[str, Any]]:
-    """The family with its frozen networks as training runs them: memory format, slices, tiles, and copies of
-    `autocast_parts`; and the originals of these by name, on rank 0, which alone exports: the other ranks drop them."""
+    """The family with its frozen networks as training runs them: without gradients, memory format, slices, tiles, and
+    copies of `autocast_parts`; and the originals of these by name, on rank 0, which alone exports: the other ranks drop
+    them."""
     config, precision = plan.config, plan.precision
+    for network in [family.vae, *([] if config.model.train_text_encoder else family.text_encoders().values())]:
+        network.requires_grad_(False).eval()
     if wants_channels_last(config.trainer.channels_last, plan.launch.accelerator):
         family.vae.to(memory_format=torch.channels_last)
     if config.model.vae_slicing:

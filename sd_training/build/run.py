@@ -48,7 +48,7 @@ from sd_training.export.draw import read_captions
 from sd_training.log import RunLog, get_logger, is_main_process, redacted
 from sd_training.models.family import AUTOCAST_DTYPE, Family
 from sd_training.models.load import load_part
-from sd_training.parallel.launch import process_group_backend, use_one_worker_per_gloo_group
+from sd_training.parallel.launch import process_group_backend, use_one_worker_per_gloo_group, use_own_device
 from sd_training.parallel.strategies import FSDP2Strategy, ReplicatedStrategy, ShardingSpec, SingleProcessStrategy
 from sd_training.signals import StopSignals
 from sd_training.training import TrainedModule
@@ -108,6 +108,8 @@ def build_run(
         OutageError: storage is temporarily unavailable.
         DataError: the data set cannot be used.
     """
+    use_own_device(plan.launch)
+    torch.set_float32_matmul_precision(plan.config.trainer.matmul_precision)
     mirror = make_mirror(plan)
     start = find_start(plan, mirror)
     run_lock = own_run_dir(plan, mirror)
@@ -311,7 +313,6 @@ def _trainer(plan: Plan, callbacks: list[pl.Callback], strategy: Strategy) -> pl
         plugins.append(DeepSpeedZeroPrecision(_LIGHTNING_PRECISION[plan.precision]))
     if plan.launch.processes > 1:  # named, because Lightning would detect SLURM inside salloc
         plugins.append(_ENVIRONMENTS[plan.launch.launcher]())
-    torch.set_float32_matmul_precision(plan.config.trainer.matmul_precision)
     trainer = pl.Trainer(
         accelerator=plan.launch.accelerator,
         devices=plan.launch.devices,

@@ -311,6 +311,8 @@ def _sharding(config: Config) -> Iterator[str]:
         yield "distributed.offload_parameters: is only read with fsdp, hsdp and deepspeed_3"
     if not distributed.reshard_after_forward and not fsdp:
         yield "distributed.reshard_after_forward: is only read with fsdp and hsdp"
+    if config.trainer.compile_mode == "reduce-overhead" and config.system.gradient_accumulation > 1:
+        yield "trainer.compile_mode: CUDA graphs overwrite gradients that are accumulated; use default"
     if not (fsdp or deepspeed):
         return
     name = distributed.strategy if distributed.strategy != "auto" else "distributed.mesh"
@@ -324,6 +326,8 @@ def _sharding(config: Config) -> Iterator[str]:
         yield f"model.train: vae is small and is trained with single or ddp, not with {name}"
     elif trainer.channels_last is True:
         yield f"trainer.channels_last: true, but {name} shards contiguous weights only; use auto or false"
+    if trainer.compile_mode == "reduce-overhead":
+        yield f"trainer.compile_mode: CUDA graphs need weights that stay in place, which {name} moves; use default"
     if trainer.compile == "full":
         yield f"trainer.compile: full does not work with {name}; use blocks"
     elif trainer.compile == "blocks" and deepspeed:

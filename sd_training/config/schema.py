@@ -408,8 +408,9 @@ class TrainerConfig(OptionGroup):
     one after the other, which starts soon. `full`: the whole denoiser as one graph. One set of graphs per bucket size.
     The compiled code is kept in the run folder for the next start."""
     compile_mode: Annotated[Literal["default", "max-autotune", "reduce-overhead"], _COMPILED] = "default"
-    """`mode` of torch.compile. `max-autotune`: tries more kernels, which takes minutes to hours at the start; with CUDA
-    graphs on CUDA. `reduce-overhead`: CUDA graphs alone, for small batches; CUDA only."""
+    """`mode` of torch.compile. `max-autotune`: tries more kernels, which takes minutes to hours at the start; on CUDA
+    with CUDA graphs, unless gradients are accumulated or weights sharded. `reduce-overhead`: CUDA graphs alone, for
+    small batches; CUDA only, without accumulation and sharding."""
     activation_budget: Annotated[Probability, _COMPILED] = 1.0
     """Share of the activations that a compiled graph may keep for its backward pass: 1 keeps what torch.compile
     chooses, 0 as little as full recomputation of the graph."""

@@ -162,9 +162,13 @@ class Family(ABC):
             precision: autocast's. Some autoencoders (SDXL's) overflow in fp16.
             at_once: pictures that are encoded together; 0: all.
         """
+        parts = []
         with autocast(pixels.device, precision):
-            parts = [self.vae.encode(part).latent_dist for part in pixels.split(at_once or len(pixels))]
-        return torch.cat([torch.cat((part.mean.float(), part.std.float()), dim=1) for part in parts])
+            for part in pixels.split(at_once or len(pixels)):
+                posterior = self.vae.encode(part).latent_dist
+                # Copied at once: the next call of an encoder in a CUDA graph overwrites what this one gave.
+                parts.append(torch.cat((posterior.mean.float(), posterior.std.float()), dim=1))
+        return torch.cat(parts)
 
     def draw_latents(self, moments: Tensor, posterior_noise: Tensor) -> Tensor:
         """Scaled latents [B, C, h, w], one draw from the posterior.

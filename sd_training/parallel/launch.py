@@ -106,6 +106,16 @@ def find_launch(config: TrainerConfig, *, is_described: bool = False) -> Launch:
     return Launch(accelerator, devices, wanted_nodes)
 
 
+def use_own_device(launch: Launch) -> torch.device:
+    """The device of this process. A GPU becomes torch's current one: Lightning sets it when training starts, and
+    what every process allocates before would be on the machine's first GPU."""
+    if launch.accelerator != "cuda":
+        return torch.device(launch.accelerator)
+    number = os.environ.get("SLURM_LOCALID" if launch.launcher == "slurm" else "LOCAL_RANK", "0")
+    torch.cuda.set_device(int(number))
+    return torch.device("cuda", int(number))
+
+
 def process_group_backend(config: DistributedConfig, accelerator: str) -> str:
     """The communication library; `nccl` without CUDA becomes `gloo`, with a line in the log."""
     if config.dist_backend == "nccl" and accelerator != "cuda":

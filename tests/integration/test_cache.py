@@ -135,11 +135,19 @@ def test_training_from_a_cache_is_online_training(home: Home) -> None:
 
 
 def test_a_cache_under_bf16_autocast(sd2: Home) -> None:
-    """The frozen parts of such a run are copies in bf16, for the builder as in training."""
+    """The frozen parts of such a run are copies in bf16, for the builder as in training; a run that casts their weights
+    at every step has the same cache. Exports hold the originals, which are written once."""
     cache = sd2.make("autocast", "dtype=fp32", model__mixed_precision="bf16")
-    train(sd2.argv("autocast_online", model__mixed_precision="bf16"))
+    saves = {"experiment__save_every": 3, "experiment__save_only_most_recent": "false"}
+    train(sd2.argv("autocast_online", model__mixed_precision="bf16", **saves))
     train(sd2.argv("autocast_cached", model__mixed_precision="bf16", dataset__cache__path=cache))
     assert_equal(sd2.folder / "autocast_online", sd2.folder / "autocast_cached")
+    cast = {"model__vae_precision": "bf16", "model__text_encoder_precision": "bf16"}
+    prepare(sd2.argv("cast", dataset__cache__path=cache, **cast)).data.prepare_data()
+    first, second = (sd2.folder / "autocast_online" / "pipelines" / f"step_{step}" for step in (3, 6))
+    files = [path.relative_to(first) for path in first.glob("*/*.safetensors")]
+    linked = {file.parent.name for file in files if (first / file).stat().st_ino == (second / file).stat().st_ino}
+    assert linked == {"vae", "text_encoder"}
 
 
 @pytest.mark.parametrize("dtype", HALF_ULP)
@@ -219,6 +227,26 @@ def test_what_does_not_fit_is_refused_by_name(sd2: Home) -> None:
     assert "is not finished: 1 of" in refused(sd2, cache)
 
 
+def test_text_options_decide_the_states(tmp_path: Path) -> None:
+    home = Home(tmp_path, save_pipeline("mmdit_rope", tmp_path / "pipeline"), write_shards(tmp_path / "shards"))
+    cache = home.make("cache")
+    path = home.pipeline / "model_index.json"
+    index = json.loads(path.read_text())
+    index["text_options"]["text_encoder"]["layer"] = -2
+    path.write_text(json.dumps(index))
+    assert "layers and pooling of model.text_encoders" in refused(home, cache)
+
+
+def test_another_cache_is_not_written_into_the_same_folder(sd2: Home) -> None:
+    """Its finished files would count as its own."""
+    cache = sd2.make("once", "text=none", dataset__params__filters="{original_width: '>=55'}")
+    with pytest.raises(ConfigError, match=r"holds another cache: selected samples differ; .*; give another folder"):
+        sd2.make("once", "text=none", dataset__params__filters="{original_width: '<55'}")
+    with pytest.raises(ConfigError, match="it is stored in another way"):
+        sd2.make("once", "text=none", "dtype=fp32", dataset__params__filters="{original_width: '>=55'}")
+    assert sd2.make("once", "text=none", dataset__params__filters="{original_width: '>=55'}") == cache
+
+
 def test_a_filter_may_keep_less(sd2: Home) -> None:
     cache = sd2.make("all", "dtype=fp32", "text=none")
     changes = {"dataset__params__filters": "{original_width: '<=60'}", "system__batch_size": 2}
@@ -231,6 +259,7 @@ def test_a_filter_may_keep_less(sd2: Home) -> None:
     [
         (["crops=2"], "crops: 2, but dataset.params.crop is center"),
         (["dtype=fp8"], "dtype: is 'fp8'"),
+        (["model.train_text_encoder=true"], "model.train_text_encoder: the states of a trained encoder change"),
         (["text=pooled"], "text: pooled, but states are read from every text encoder"),
         (
             ["dataset.params.captions.tag_separator=,", "dataset.params.captions.shuffle_tags_prob=0.5"],

@@ -138,7 +138,8 @@ class LatentCache:
     path: Path
     storage: Storage = field(init=False)
     made_with: dict[str, dict[str, Any]] = field(init=False)
-    """`model` and `data` → name of something that decides the rows → its value or digest."""
+    """`model`, `data` and `rows` → name of something that decides the rows → its value or digest. `rows` is not
+    compared with a run, which may have fewer samples: only with what is to be written into the same folder."""
     _open: dict[str, _Chunk] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -165,13 +166,15 @@ class LatentCache:
         Raises:
             ConfigError: naming everything that differs.
         """
-        before = self.made_with[part]
-        if differ := [
-            _difference(name, before.get(name), value) for name, value in now.items() if before.get(name) != value
-        ]:
+        if differ := self.differences(part, now):
             raise ConfigError(
                 f"dataset.cache.path: {self.path} was made for something else: {'; '.join(differ)}; {_REMEDY}"
             )
+
+    def differences(self, part: str, now: Mapping[str, Any]) -> list[str]:
+        """As `check`: everything that differs."""
+        before = self.made_with.get(part, {})
+        return [_difference(name, before.get(name), value) for name, value in now.items() if before.get(name) != value]
 
     def check_samples(self, datasets: Sequence[OpenDataset], table: BucketTable) -> None:
         """Checks that every selected sample has its row, and that all chunks are there.

@@ -61,6 +61,14 @@ def test_what_works_together(words: list[str]) -> None:
             ["trainer.compile_mode=max-autotune"],
             'trainer.compile_mode: is "max-autotune", but is only read with trainer.co',
         ),
+        (
+            ["trainer.compile=blocks", "trainer.compile_mode=reduce-overhead", "system.gradient_accumulation=2"],
+            "trainer.compile_mode: CUDA graphs overwrite gradients that are accumulated; use default",
+        ),
+        (
+            ["trainer.compile=blocks", "trainer.compile_mode=reduce-overhead", "distributed.strategy=fsdp"],
+            "trainer.compile_mode: CUDA graphs need weights that stay in place, which fsdp moves; use default",
+        ),
         (["trainer.activation_budget=0"], "trainer.activation_budget: is 0.0, but is only read with trainer.compile"),
         (["model.xformers=true", "model.attention=math"], "model.xformers: true means model.attention=xformers, but"),
         (["distributed.strategy=fsdp", "trainer.compile=full"], "trainer.compile: full does not work with fsdp"),
