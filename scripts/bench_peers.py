@@ -1,7 +1,7 @@
 """Speed of this trainer beside diffusers' own examples/text_to_image/train_text_to_image.py, in alternation.
 
     python scripts/bench_peers.py --diffusers-script PATH                 # a tiny pipeline at 64 px, for a CPU
-    python scripts/bench_peers.py --diffusers-script PATH --pretrained models/sd2 --resolution 512 --batch 16
+    python scripts/bench_peers.py --diffusers-script PATH --pretrained models/sd2 --resolution 512 --batch 16 --cached
 
 PATH is a copy of their script, of the release of diffusers that is installed. It needs packages that this trainer does
 not: pip install accelerate datasets torchvision. A package index without torchvision's build for the installed torch
@@ -121,7 +121,7 @@ def make_pictures(folder: Path, resolution: int, count: int) -> None:
             table.write(json.dumps({"file_name": f"{number:06d}.jpg", "text": f"picture number {number}"}) + "\n")
 
 
-def command_lines(arguments: argparse.Namespace, pipeline: Path, folder: Path) -> Mapping[str, Sequence[str]]:
+def command_lines(arguments: argparse.Namespace, pipeline: Path, folder: Path) -> dict[str, list[str]]:
     """Program → its file and arguments, for the same work."""
     theirs: Mapping[str, Any] = {
         "pretrained_model_name_or_path": pipeline,
@@ -195,6 +195,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--workers", type=int, default=1, help="loader processes of each program")
     parser.add_argument("--precision", choices=("no", "fp16", "bf16"), default="no")
+    parser.add_argument("--cached", action="store_true", help="this trainer reads a cache of latents and text states")
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps of a turn")
     parser.add_argument("--turns", type=int, default=12, help="turns of each program")
     parser.add_argument("overrides", nargs="*", metavar="a.b.c=value", help="options of this trainer")
@@ -224,6 +225,11 @@ def main() -> None:
         count = arguments.batch * arguments.steps * (arguments.turns + 3)
         make_pictures(folder / "pictures", arguments.resolution, count)
         lines = command_lines(arguments, pipeline.resolve(), folder)
+        if arguments.cached:
+            from scripts.cache_latents import main as make_cache
+
+            make_cache([*lines["sd_training"][1:], f"out={folder / 'latents'}"])
+            lines["sd_training"].append(f"dataset.cache.path={folder / 'latents'}")
         seconds = compete(lines, folder, arguments.steps, arguments.turns)
     images = arguments.batch * arguments.steps
     for program, turns in seconds.items():
