@@ -1,12 +1,15 @@
 """What flows from disk to loss. Shape letters: B samples, C latent channels, H W pixels, h w latent cells,
 L text tokens, D text width."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import accumulate
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _ALIGNMENT = 64
@@ -25,6 +28,33 @@ class LatentGrid:
     def shape(self, height: int, width: int) -> tuple[int, int, int]:
         """(C, h, w) of the latents of a picture [pixels]."""
         return self.channels, height // self.downscale, width // self.downscale
+
+
+class Form(NamedTuple):
+    """What a tensor of a batch is like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    is_channels_last: bool = False
+    """Order in memory of four axes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size [bytes]."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def inside(self, memory: Tensor) -> Tensor:
+        """The tensor at the beginning of a block of bytes."""
+        own = memory[: self.nbytes].view(self.dtype)
+        if self.is_channels_last:
+            count, channels, height, width = self.shape
+            return own.view(count, height, width, channels).permute(0, 3, 1, 2)
+        return own.view(self.shape)
+
+
+def as_array(tensor: Tensor) -> NDArray[Any]:
+    """The same memory as an array; bf16, which numpy lacks, as the integers of the same bits."""
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 @dataclass
@@ -89,24 +119,33 @@ class PixelBatch(Draws):
         """The same batch in page-locked memory; torch's DataLoader calls this."""
         return self._map(Tensor.pin_memory)
 
-    def packed(self) -> "PixelBatch":
-        """The same batch in one block of memory: a loader process sends one file descriptor, not one per tensor."""
-        leaves = [leaf for v in vars(self).values() for leaf in (v.values() if isinstance(v, dict) else (v,))]
-        starts = accumulate((-(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT for leaf in leaves), initial=0)
-        block = torch.empty(sum(leaf.nbytes + _ALIGNMENT for leaf in leaves), dtype=torch.uint8)
+    @classmethod
+    def allocate(cls, forms: Mapping[str, Any], *, is_shared: bool) -> "PixelBatch":
+        """A batch to be filled, in one block of memory: a loader process sends one file descriptor, not one per tensor.
 
-        def placed(tensor: Tensor) -> Tensor:
-            start = next(starts)
-            own = block[start : start + tensor.nbytes].view(tensor.dtype)
-            return own.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+        Args:
+            forms: field → `Form`, or dict of them.
+            is_shared: whether other processes map the block, which is then sent without another copy.
+        """
+        leaves = [form for v in forms.values() for form in (v.values() if isinstance(v, dict) else (v,))]
+        sizes = [-(-form.nbytes // _ALIGNMENT) * _ALIGNMENT for form in leaves]
+        starts, total = accumulate(sizes, initial=0), sum(sizes)
+        # As torch's own `collate` makes what a loader process returns.
+        storage = torch.UntypedStorage._new_shared(total) if is_shared else torch.UntypedStorage(total)
+        block = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+        each = partial(_each, lambda form: form.inside(block[next(starts) :]))
+        return cls(**{name: each(value) for name, value in forms.items()})
 
-        return self._map(placed)
+    def arrays(self) -> dict[str, Any]:
+        """Field → array of the same memory, or dict of them."""
+        return {f.name: _each(as_array, getattr(self, f.name)) for f in fields(self)}
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "PixelBatch":
-        def each(value: Any) -> Any:
-            return {name: change(v) for name, v in value.items()} if isinstance(value, dict) else change(value)
+        return PixelBatch(**{f.name: _each(change, getattr(self, f.name)) for f in fields(self)})
 
-        return PixelBatch(**{f.name: each(getattr(self, f.name)) for f in fields(self)})
+
+def _each(change: Callable[[Any], Any], value: Any) -> Any:
+    return {name: change(own) for name, own in value.items()} if isinstance(value, dict) else change(value)
 
 
 _NOT_READ = torch.empty(0)

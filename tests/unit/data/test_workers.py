@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from sd_training.config.plan import BatchPlan
 from sd_training.data.loader import MAX_DEATHS, WINDOW_STEPS, TrainingLoader
 from sd_training.errors import DataError
-from sd_training.types import PixelBatch
+from sd_training.types import Form, PixelBatch
 from tests.unit.data.making import equal_bits, training_data
 
 PLAN = BatchPlan(micro_batch=2, accumulation=3, processes=1, num_examples=72)
@@ -59,14 +60,19 @@ def test_nothing_is_lost_or_seen_twice(shards_dir: Path, caplog: pytest.LogCaptu
     assert re.search(r"was killed by SIGKILL at optimizer step [234];", first) and "the server" in second
 
 
-def test_a_packed_batch_is_the_same(shards_dir: Path) -> None:
-    """Also of tensors that have their channels last in memory, as moments of a cache may."""
-    batch = next(iter(training_data(shards_dir, PLAN, workers=0).loader(0, lambda: 0)))
-    batch.moments = torch.randn(2, 8, 3, 5).contiguous(memory_format=torch.channels_last)
-    packed = batch.packed()
-    assert equal_bits(packed, batch)
-    for own, other in zip(tensors(packed), tensors(batch), strict=True):
-        assert (own.dtype, own.stride()) == (other.dtype, other.stride()) and own.data_ptr() % 64 == 0
+def test_tensors_of_a_block(shards_dir: Path) -> None:
+    """Also of those that have their channels last in memory, as moments of a cache may: each begins a cache line, none
+    touches another."""
+    samples = training_data(shards_dir, PLAN, workers=0).samples()
+    forms = samples._forms(2, 0) | {"moments": Form((2, 8, 3, 5), torch.bfloat16, is_channels_last=True)}
+    batch = PixelBatch.allocate(forms, is_shared=True)
+    assert batch.moments.is_contiguous(memory_format=torch.channels_last) and not batch.moments.is_contiguous()
+    for number, tensor in enumerate(tensors(batch)):
+        tensor.fill_(number % 2)
+        assert tensor.untyped_storage().is_shared() and (tensor.data_ptr() % 64 == 0 or not tensor.numel())
+    assert all(bool((tensor == number % 2).all()) for number, tensor in enumerate(tensors(batch)))
+    batch.arrays()["moments"][1] = np.int16(0x3F80)  # bits of 1 in bf16
+    assert batch.moments.float()[1].unique().tolist() == [1.0]
 
 
 @pytest.fixture
