@@ -115,24 +115,29 @@ class PixelBatch(Draws):
         before the training step."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pin_memory(self) -> "PixelBatch":
-        """The same batch in page-locked memory; torch's DataLoader calls this."""
-        return self._map(Tensor.pin_memory)
+    def copied(self, *, is_pinned: bool) -> "PixelBatch":
+        """The same batch in a block of its own, perhaps page-locked; of a batch that `allocate` has made."""
+        storage = self.positions.untyped_storage()
+        block = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_pinned)
+        own = block.copy_(_bytes_of(storage)).untyped_storage()
+
+        def at_its_place(tensor: Tensor) -> Tensor:
+            place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+            return torch.empty(0, dtype=tensor.dtype).set_(own, *place)  # type: ignore[call-overload]
+
+        return self._map(at_its_place)
 
     @classmethod
-    def allocate(cls, forms: Mapping[str, Any], *, is_shared: bool) -> "PixelBatch":
+    def allocate(cls, forms: Mapping[str, Any], memory: Callable[[int], Tensor]) -> "PixelBatch":
         """A batch to be filled, in one block of memory: a loader process sends one file descriptor, not one per tensor.
 
         Args:
             forms: field → `Form`, or dict of them.
-            is_shared: whether other processes map the block, which is then sent without another copy.
+            memory: gives a block of so many bytes, or more.
         """
         leaves = [form for v in forms.values() for form in (v.values() if isinstance(v, dict) else (v,))]
         sizes = [-(-form.nbytes // _ALIGNMENT) * _ALIGNMENT for form in leaves]
-        starts, total = accumulate(sizes, initial=0), sum(sizes)
-        # As torch's own `collate` makes what a loader process returns.
-        storage = torch.UntypedStorage._new_shared(total) if is_shared else torch.UntypedStorage(total)
-        block = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+        starts, block = accumulate(sizes, initial=0), memory(sum(sizes))
         each = partial(_each, lambda form: form.inside(block[next(starts) :]))
         return cls(**{name: each(value) for name, value in forms.items()})
 
@@ -142,6 +147,20 @@ class PixelBatch(Draws):
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "PixelBatch":
         return PixelBatch(**{f.name: _each(change, getattr(self, f.name)) for f in fields(self)})
+
+
+def private_memory(num_bytes: int) -> Tensor:
+    """A block of bytes of this process."""
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def shared_memory(num_bytes: int) -> Tensor:
+    """A block of bytes that other processes can map, as torch's own `collate` makes it in loader processes."""
+    return _bytes_of(torch.UntypedStorage._new_shared(num_bytes))
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
 
 
 def _each(change: Callable[[Any], Any], value: Any) -> Any:

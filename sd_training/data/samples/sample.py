@@ -4,6 +4,7 @@ An example depends on the arguments, the position and the files alone, so ranks,
 change no bit of it (design contract 3).
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from sd_training.config.data_schema import DatasetParams
@@ -24,8 +26,13 @@ from sd_training.data.samples.captions import Generators, Tokenizer
 from sd_training.data.samples.image import CropRequest, place
 from sd_training.data.sources.base import SkippedSample, printable
 from sd_training.errors import BadSample, BadSamplesError, DataError
-from sd_training.types import Form, LatentGrid, PixelBatch
+from sd_training.types import Form, LatentGrid, PixelBatch, private_memory, shared_memory
 
+PREFETCHED = 2
+"""Micro-batches each loader process reads ahead."""
+BLOCKS = PREFETCHED + 1
+"""Blocks of shared memory that a loader process fills in turn. It begins a micro-batch when the training process takes
+the one that is `PREFETCHED` before it, and that one may still be in use; those before were copied."""
 MAX_BAD_IN_ROW = 50
 """Samples that one request tries; if all of them are bad, the run ends."""
 
@@ -90,10 +97,16 @@ class WorkerResult:
     error: DataError | None = None
     """Why the run cannot continue. The training process raises it; raised in a loader process it would be printed
     as a traceback."""
+    written: PixelBatch | None = None
+    """What a loader process has written, where it will write again; `batch` is then a copy."""
+
+    def copied(self, *, is_pinned: bool) -> "WorkerResult":
+        """With a batch that stays."""
+        return replace(self, batch=self.batch and self.batch.copied(is_pinned=is_pinned), written=self.batch)
 
     def pin_memory(self) -> "WorkerResult":
         """Called by torch's DataLoader in its pinning thread."""
-        return replace(self, batch=self.batch and self.batch.pin_memory())
+        return self.copied(is_pinned=True)
 
 
 @dataclass(eq=False)
@@ -115,13 +128,15 @@ class TrainingSamples(Dataset[WorkerResult]):
     cache: LatentCache | None = None
     """Delivers moments instead of pixels, and states of its text encoders instead of tokens."""
 
+    _blocks: deque[Tensor] = field(init=False, default_factory=deque)
+
     def __post_init__(self) -> None:
         self.first_ids = np.cumsum([0, *(len(dataset.index) for dataset in self.datasets)]).tolist()
 
     def __getitem__(self, requests: Sequence[SampleRequest]) -> WorkerResult:
         """The examples in the order of the requests, which are of one bucket."""
-        skipped, is_shared = list[SkippedSample](), get_worker_info() is not None
-        batch = PixelBatch.allocate(self._forms(len(requests), requests[0].bucket), is_shared=is_shared)
+        skipped, memory = list[SkippedSample](), private_memory if get_worker_info() is None else self.next_block
+        batch = PixelBatch.allocate(self._forms(len(requests), requests[0].bucket), memory)
         fields = batch.arrays()
         try:
             for row, request in enumerate(requests):
@@ -129,6 +144,13 @@ class TrainingSamples(Dataset[WorkerResult]):
         except DataError as error:
             return WorkerResult(None, skipped, error)
         return WorkerResult(batch, skipped)
+
+    def next_block(self, num_bytes: int) -> Tensor:
+        """Shared memory of a loader process. The same blocks come again: fresh pages take longer than a cached batch
+        takes to be copied."""
+        block = self._blocks.popleft() if len(self._blocks) == BLOCKS else None
+        self._blocks.append(shared_memory(num_bytes) if block is None or block.nbytes < num_bytes else block)
+        return self._blocks[-1]
 
     def _forms(self, count: int, bucket: int) -> dict[str, Any]:
         """Field of a batch → its form, or dict of them; of what is not drawn or delivered (B, 0)."""
