@@ -6,7 +6,7 @@ reads them.
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -277,6 +277,7 @@ class DiffusionModule(TrainedModule):
         vae_precision, text_precision: of autoencoder and text encoders.
         is_text_trained: whether the text encoders are trained; the autoencoder is always frozen here.
         vae_batch: pictures that the autoencoder encodes together; 0: a whole micro-batch.
+        idle: frozen networks by part name that never run, because a cache delivers what they give.
     """
 
     def __init__(
@@ -289,6 +290,7 @@ class DiffusionModule(TrainedModule):
         text_precision: str = "fp32",
         is_text_trained: bool = False,
         vae_batch: int = 0,
+        idle: Collection[str] = (),
     ) -> None:
         text_encoders = family.text_encoders()
         for network in [family.vae, *([] if is_text_trained else text_encoders.values())]:
@@ -299,6 +301,7 @@ class DiffusionModule(TrainedModule):
         super().__init__(nn.ModuleDict({PART: network, **text_encoders}) if is_text_trained else network, optimization)
         self.family, self.objective, self.is_text_trained = family, objective, is_text_trained
         self.vae_precision, self.text_precision, self.vae_batch = vae_precision, text_precision, vae_batch
+        self.idle = frozenset(idle)
 
     def named_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """As `TrainedModule.named_trained`; a trained text encoder is a separate part."""
@@ -319,9 +322,10 @@ class DiffusionModule(TrainedModule):
         self.move_frozen_to(self.trainer.strategy.root_device)
 
     def move_frozen_to(self, device: torch.device) -> None:
-        """Encoders, and the tables of the objective."""
-        for network in (self.family.vae, *self.family.text_encoders().values()):
-            network.to(device)
+        """Encoders but idle ones, and the tables of the objective."""
+        for name, network in {"vae": self.family.vae, **self.family.text_encoders()}.items():
+            if name not in self.idle:
+                network.to(device)
         self.objective = self.objective.to(device)
 
     def sample_losses(self, batch: PixelBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

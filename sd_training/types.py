@@ -1,12 +1,15 @@
 """What flows from disk to loss. Shape letters: B samples, C latent channels, H W pixels, h w latent cells,
 L text tokens, D text width."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import accumulate
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _ALIGNMENT = 64
@@ -25,6 +28,33 @@ class LatentGrid:
     def shape(self, height: int, width: int) -> tuple[int, int, int]:
         """(C, h, w) of the latents of a picture [pixels]."""
         return self.channels, height // self.downscale, width // self.downscale
+
+
+class Form(NamedTuple):
+    """What a tensor of a batch is like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    is_channels_last: bool = False
+    """Order in memory of four axes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size [bytes]."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def inside(self, memory: Tensor) -> Tensor:
+        """The tensor at the beginning of a block of bytes."""
+        own = memory[: self.nbytes].view(self.dtype)
+        if self.is_channels_last:
+            count, channels, height, width = self.shape
+            return own.view(count, height, width, channels).permute(0, 3, 1, 2)
+        return own.view(self.shape)
+
+
+def as_array(tensor: Tensor) -> NDArray[Any]:
+    """The same memory as an array; bf16, which numpy lacks, as the integers of the same bits."""
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 @dataclass
@@ -85,28 +115,56 @@ class PixelBatch(Draws):
         before the training step."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pin_memory(self) -> "PixelBatch":
-        """The same batch in page-locked memory; torch's DataLoader calls this."""
-        return self._map(Tensor.pin_memory)
+    def copied(self, *, is_pinned: bool) -> "PixelBatch":
+        """The same batch in a block of its own, perhaps page-locked; of a batch that `allocate` has made."""
+        storage = self.positions.untyped_storage()
+        block = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_pinned)
+        own = block.copy_(_bytes_of(storage)).untyped_storage()
 
-    def packed(self) -> "PixelBatch":
-        """The same batch in one block of memory: a loader process sends one file descriptor, not one per tensor."""
-        leaves = [leaf for v in vars(self).values() for leaf in (v.values() if isinstance(v, dict) else (v,))]
-        starts = accumulate((-(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT for leaf in leaves), initial=0)
-        block = torch.empty(sum(leaf.nbytes + _ALIGNMENT for leaf in leaves), dtype=torch.uint8)
+        def at_its_place(tensor: Tensor) -> Tensor:
+            place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+            return torch.empty(0, dtype=tensor.dtype).set_(own, *place)  # type: ignore[call-overload]
 
-        def placed(tensor: Tensor) -> Tensor:
-            start = next(starts)
-            own = block[start : start + tensor.nbytes].view(tensor.dtype)
-            return own.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+        return self._map(at_its_place)
 
-        return self._map(placed)
+    @classmethod
+    def allocate(cls, forms: Mapping[str, Any], memory: Callable[[int], Tensor]) -> "PixelBatch":
+        """A batch to be filled, in one block of memory: a loader process sends one file descriptor, not one per tensor.
+
+        Args:
+            forms: field → `Form`, or dict of them.
+            memory: gives a block of so many bytes, or more.
+        """
+        leaves = [form for v in forms.values() for form in (v.values() if isinstance(v, dict) else (v,))]
+        sizes = [-(-form.nbytes // _ALIGNMENT) * _ALIGNMENT for form in leaves]
+        starts, block = accumulate(sizes, initial=0), memory(sum(sizes))
+        each = partial(_each, lambda form: form.inside(block[next(starts) :]))
+        return cls(**{name: each(value) for name, value in forms.items()})
+
+    def arrays(self) -> dict[str, Any]:
+        """Field → array of the same memory, or dict of them."""
+        return {f.name: _each(as_array, getattr(self, f.name)) for f in fields(self)}
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "PixelBatch":
-        def each(value: Any) -> Any:
-            return {name: change(v) for name, v in value.items()} if isinstance(value, dict) else change(value)
+        return PixelBatch(**{f.name: _each(change, getattr(self, f.name)) for f in fields(self)})
 
-        return PixelBatch(**{f.name: each(getattr(self, f.name)) for f in fields(self)})
+
+def private_memory(num_bytes: int) -> Tensor:
+    """A block of bytes of this process."""
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def shared_memory(num_bytes: int) -> Tensor:
+    """A block of bytes that other processes can map, as torch's own `collate` makes it in loader processes."""
+    return _bytes_of(torch.UntypedStorage._new_shared(num_bytes))
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+
+
+def _each(change: Callable[[Any], Any], value: Any) -> Any:
+    return {name: change(own) for name, own in value.items()} if isinstance(value, dict) else change(value)
 
 
 _NOT_READ = torch.empty(0)

@@ -22,7 +22,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sd_training.build.models import autocast_parts, fit_problems, optimization, prediction_warnings, vae_precision
+from sd_training.build.models import (
+    autocast_parts,
+    fit_problems,
+    idle_parts,
+    optimization,
+    prediction_warnings,
+    vae_precision,
+)
 from sd_training.build.plan import Plan, Start, check_data, find_start, make_mirror, titled
 from sd_training.build.run import ANY_GRID, make_data
 from sd_training.config.changes import chosen_options
@@ -67,6 +74,8 @@ def describe(plan: Plan) -> str:
     held_out = checks.run(data.held_out.sentence) if data.held_out is not None else None
     if start is not None and reports is not None:
         checks.run(lambda: check_data(start, data))
+    if family is not None:
+        checks.run(lambda: idle_parts(config))
     text = ""
     if not checks.errors and start is not None and reports is not None:
         cuts = cut_captions(data.datasets, data.tokenizers, config.experiment.seed)
@@ -203,7 +212,8 @@ def run_memory(plan: Plan, networks: Mapping[str, Any], family: Family | None) -
         side = int(family.vae.tile_sample_min_size) if model.vae_tiling else max(picture)
         encoded = min(side, picture[0]), min(side, picture[1])
         at_once = 1 if model.vae_slicing else min(model.vae_batch or samples, samples)
-        encoding = encoding_bytes(family.vae, encoded, at_once, vae_precision(model, precision))
+        if "vae" not in idle_parts(config):
+            encoding = encoding_bytes(family.vae, encoded, at_once, vae_precision(model, precision))
     return {
         **memory,
         "sum without activations": standing,
@@ -225,7 +235,7 @@ class ModelSize:
     """Of these, in matrices that the tensor axis shards."""
     largest_block: int
     frozen: int
-    """Frozen parameters: replicated on every process."""
+    """Frozen parameters: replicated on the device of every process."""
     weight_bytes: int
     """Of one trained weight as it is stored: 4, or 2 with `model.bf16_weights`."""
     compute_bytes: int
@@ -239,7 +249,9 @@ class ModelSize:
     frozen_narrow: int = 0
     """Of the frozen parameters, those of 2 bytes."""
     frozen_originals: int = 0
-    """Of the frozen parameters, those that rank 0 keeps in CPU memory in fp32 as well."""
+    """Of all frozen parameters, those that rank 0 keeps in CPU memory in fp32 as well."""
+    idle_bytes: int = 0
+    """Of frozen networks that stay in the CPU memory of every process."""
 
 
 def model_size(config: Config, networks: Mapping[str, Any], family: Family | None, precision: str) -> ModelSize:
@@ -250,20 +262,23 @@ def model_size(config: Config, networks: Mapping[str, Any], family: Family | Non
     layers: list[nn.Module] = []
     with suppress(ConfigError):  # a family without a plan; 1 changes nothing in the blocks
         layers = [block.get_submodule(n) for block in all_blocks if family for n in family.tensor_plan(block, 1)]
-    copied = [networks[name] for name in autocast_parts(config.model, precision, family)] if family else []
+    copied = autocast_parts(config.model, precision, family) if family else []
+    narrow = {name: sum(p.numel() for p in autocast_weights(networks[name])) for name in copied}
+    idle = [name for name in idle_parts(config) if name not in trained] if family else []
     return ModelSize(
         trained=sum(counts[name] for name in trained),
         in_blocks=sum(blocks),
         block_matrices=sum(p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.ndim == 2),
         largest_block=max(blocks, default=0),
-        frozen=sum(count for name, count in counts.items() if name not in trained),
+        frozen=sum(count for name, count in counts.items() if name not in trained and name not in idle),
         weight_bytes=2 if config.model.bf16_weights else 4,
         compute_bytes=4 if precision == "no" else 2,
         state_bytes=STATE_BYTES[config.optimizer.name],
         ema_bytes=FP32_BYTES * (1 + len(config.ema.sigma_rels)) * config.model.use_ema,
         is_ema_on_device=config.ema.device == "cuda",
-        frozen_narrow=sum(p.numel() for network in copied for p in autocast_weights(network)),
-        frozen_originals=sum(p.numel() for network in copied for p in network.parameters()),
+        frozen_narrow=sum(count for name, count in narrow.items() if name not in idle),
+        frozen_originals=sum(counts[name] for name in copied),
+        idle_bytes=sum(FP32_BYTES * counts[name] - 2 * narrow.get(name, 0) for name in idle),
     )
 
 
@@ -303,6 +318,7 @@ def standing_memory(size: ModelSize, layout: Layout, options: DistributedConfig)
         "buffers": buffers if stage else 0,  # that a sharded run gathers temporarily
         "EMA" if size.is_ema_on_device else "CPU: EMA": size.ema_bytes * shard,
         "CPU: frozen, of rank 0": FP32_BYTES * size.frozen_originals,
+        "CPU: frozen, in the cache": size.idle_bytes,
         "CPU: offloaded": 0,
     }
     moved: list[str] = []

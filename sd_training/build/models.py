@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from sd_training.build.plan import Plan
 from sd_training.config.schema import Config, ModelConfig
+from sd_training.config.value_types import output_path
 from sd_training.data.order.buckets import size_problems, training_sizes
+from sd_training.data.samples.cache import LatentCache
 from sd_training.diffusion import Objective
 from sd_training.errors import ConfigError
 from sd_training.log import get_logger, is_main_process
@@ -95,6 +97,7 @@ def _diffusion(plan: Plan) -> Trained:
         text_precision=text_precision(model, plan.precision),
         is_text_trained=model.train_text_encoder,
         vae_batch=model.vae_batch,
+        idle=idle_parts(config),
     )
 
     def exported(weights: Mapping[str, Tensor] | None) -> Any:
@@ -180,6 +183,20 @@ def autocast_parts(model: ModelConfig, precision: str, family: Family) -> list[s
     if not model.train_text_encoder:
         own |= dict.fromkeys(family.text_encoders(), text_precision(model, precision))
     return [name for name, given in own.items() if given == precision and AUTOCAST_DTYPE[precision] is not None]
+
+
+def idle_parts(config: Config) -> list[str]:
+    """Frozen networks that never run, because a cache delivers what they give, and neither validation nor pictures
+    need them: they stay in CPU memory, for exports.
+
+    Raises:
+        ConfigError: there is no cache where `dataset.cache.path` says.
+    """
+    path, sampling = config.dataset.cache.path, config.sampling
+    draws = (sampling.every and sampling.prompts) or config.experiment.eval_caption_file is not None
+    if path is None or draws or config.validation.path is not None:
+        return []
+    return ["vae", *LatentCache(output_path(path)).storage.text_shapes]
 
 
 def with_frozen_ready(family: Family, plan: Plan) -> tuple[Family, dict[str, Any]]:

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 
 from sd_training.config.plan import BatchPlan
 from sd_training.data.order.order import RunOrder
-from sd_training.data.samples.sample import SampleRequest, TrainingSamples, WorkerResult
+from sd_training.data.samples.sample import BLOCKS, PREFETCHED, SampleRequest, TrainingSamples, WorkerResult
 from sd_training.data.sources.base import Problems, SkippedSample, printable
 from sd_training.errors import BadSamplesError, ConfigError, DataError
 from sd_training.log import get_logger, redacted_values
@@ -46,8 +46,6 @@ log = get_logger(__name__)
 BAD_SAMPLES_FILE = "bad_samples.jsonl"
 WINDOW = 100_000
 """Samples read over which the share of bad ones is taken."""
-_PREFETCHED = 2
-"""Micro-batches each loader process reads ahead."""
 
 
 @dataclass
@@ -108,9 +106,14 @@ class TrainingLoader:
         end = len(self)
         while next_micro_batch < end:
             iterator = iter(self._torch_loader(next_micro_batch))
+            # A block that is still mapped when it comes again is not mapped anew.
+            mapped = deque[PixelBatch | None](maxlen=self.workers * BLOCKS)
             try:
                 while next_micro_batch < end:
                     result = next(iterator)
+                    if self.workers and result.written is None:
+                        result = result.copied(is_pinned=False)
+                    mapped.append(result.written)
                     next_micro_batch += 1
                     yield result
             except (RuntimeError, OSError, EOFError) as error:  # also of a connection to a process that has ended
@@ -154,7 +157,7 @@ class TrainingLoader:
             batch_size=None,
             sampler=self.requests(first_step, num_done),
             pin_memory=torch.cuda.is_available(),
-            prefetch_factor=_PREFETCHED if self.workers else None,
+            prefetch_factor=PREFETCHED if self.workers else None,
             **worker_options(self.workers),
             generator=torch.Generator(),  # else torch's global generator is moved; nothing here draws from either
         )

@@ -17,6 +17,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from scripts import cache_latents
+from sd_training.build.dry_run import describe, meta_networks, parameter_counts, run_memory
+from sd_training.build.plan import make_plan
+from sd_training.build.run import Run
+from sd_training.config.load import load_config
 from sd_training.data.samples.cache import CACHE_FILE, DTYPES
 from sd_training.errors import ConfigError
 from sd_training.training import scaled_pixels
@@ -169,6 +173,72 @@ def test_stored_rows_are_rounded_once(sd2: Home, dtype: str) -> None:
         for name in ("noise", "posterior_noise", "timestep_draw", "original_size", "crop_top_left", "sample_ids"):
             wrong += [] if torch.equal(getattr(plain, name), getattr(stored, name)) else [name]
     assert wrong == []
+
+
+def write_tag_folder(folder: Path) -> Path:
+    """Twelve square pictures, two of them with a lower score; captions are their tags and a score tag."""
+    for part in ("pictures", "metadata"):
+        (folder / part).mkdir(parents=True)
+    for number in range(12):
+        (folder / "pictures" / f"{number}.jpg").write_bytes(makers.encode(makers.picture(40 + number, 32, 32)))
+        tags, score = ["red", "blue", f"thing {number % 3}"], 52 if number > 9 else 60
+        record = {"path": f"pictures/{number}.jpg", "tags": tags, "score": score}
+        (folder / "metadata" / f"{number}.json").write_text(json.dumps(record))
+    return folder
+
+
+def validation_losses(run_dir: Path) -> list[str]:
+    return [line for line in (run_dir / "validation.csv").read_text().splitlines() if line]
+
+
+def test_mixtures_tags_filters_and_validation(sd2: Home) -> None:
+    """In one run, to the bit: two data sets, one of them of tags, a filter in one, held-out data beside the cache."""
+    tags = {"type": "TagFolder", "params": {"path": str(write_tag_folder(sd2.folder / "tags"))}, "weight": 1.0}
+    tags["params"] |= {"tags": {"score_tags": [50]}, "filters": {"score": ">=55"}}
+    changes = {
+        "dataset__mix": json.dumps([tags]),
+        "dataset__params__filters": "{original_width: '<=62'}",
+        "validation__path": write_shards(sd2.folder / "held_out"),
+        "validation__every": 3,
+        "validation__num_samples": 6,
+        "validation__num_levels": 2,
+    }
+    cache = sd2.make("mixed", "dtype=fp32", **changes)
+    train(sd2.argv("mixed_online", **changes))
+    run = train(sd2.argv("mixed_cached", dataset__cache__path=cache, **changes))
+    assert_equal(sd2.folder / "mixed_online", sd2.folder / "mixed_cached")
+    assert validation_losses(sd2.folder / "mixed_online") == validation_losses(sd2.folder / "mixed_cached")
+    assert [len(own.index) for own in run.data.datasets] == [30, 12]
+    assert len(run.data.datasets[0].selected) < 24 and len(run.data.datasets[1].selected) == 10
+    drawn = torch.cat([batch.sample_ids for batch in run.data.loader(0, lambda: 0)])
+    assert (drawn < 30).any() and (drawn >= 30).any()
+    assert run.data.datasets[1].all_captions(0) == ["blue, red, scr50, thing 0"]
+
+
+def places_of(run: Run) -> list[str]:
+    """Where autoencoder and text encoder are once the frozen networks were moved to `meta`."""
+    run.module.move_frozen_to(torch.device("meta"))
+    return [run.module.family.parts[name].device.type for name in ("vae", "text_encoder")]
+
+
+def test_what_a_cache_delivers_takes_no_device_memory(sd2: Home) -> None:
+    caches = {text: sd2.make(f"idle_{text}", f"text={text}") for text in ("none", "states")}
+    argv = sd2.argv("idle", dataset__cache__path=caches["states"])
+    assert places_of(prepare(argv)) == ["cpu", "cpu"]
+    assert places_of(prepare([*argv, f"dataset.cache.path={caches['none']}"])) == ["cpu", "meta"]
+    for needed in ("sampling.every=2", f"validation.path={write_shards(sd2.folder / 'apart')}"):
+        assert places_of(prepare([*argv, "sampling.prompts=[a]", needed])) == ["meta", "meta"]
+    plan = make_plan(load_config(argv))
+    networks, family = meta_networks(plan.config)
+    counts = parameter_counts(networks)
+    frozen = 4 * (counts["vae"] + counts["text_encoder"])
+    memory = run_memory(plan, networks, family)
+    assert (memory["frozen"], memory["CPU: frozen, in the cache"]) == (0, frozen)
+    assert memory["or, before them, encoding"] == 0
+    online = run_memory(make_plan(load_config(sd2.argv("idle"))), networks, family)
+    assert (online["frozen"], online["CPU: frozen, in the cache"]) == (frozen, 0)
+    with pytest.raises(ConfigError, match=r"dataset\.cache\.path: .* holds no cache\.json"):
+        describe(make_plan(load_config([*argv, f"dataset.cache.path={sd2.folder}"])))
 
 
 def test_random_crops_and_online_text(sd2: Home) -> None:

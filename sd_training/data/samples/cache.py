@@ -34,6 +34,7 @@ from sd_training.data.dataset import OpenDataset
 from sd_training.data.order.buckets import BucketTable
 from sd_training.data.order.order import generator
 from sd_training.errors import BadSample, ConfigError, DataError
+from sd_training.types import as_array
 
 CACHE_FILE, ROWS_FILE = "cache.json", "rows.safetensors"
 FORMAT = 1
@@ -75,13 +76,13 @@ class Storage:
 
 
 class StoredText(NamedTuple):
-    """A caption's row of one text encoder."""
+    """A caption's row of one text encoder, as `as_array` gives it."""
 
-    states: Tensor
+    states: NDArray[Any]
     """[L, D]; empty where only the pooled vector is read."""
-    pooled: Tensor
+    pooled: NDArray[Any]
     """[P]; empty where only states are read."""
-    mask: Tensor
+    mask: NDArray[np.bool_]
     """[L] bool, as of the tokens."""
 
 
@@ -119,7 +120,7 @@ def read_chunk(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 class _Chunk(NamedTuple):
-    tensors: dict[str, Tensor]
+    arrays: dict[str, NDArray[Any]]
     bad: dict[str, str]
     """Row → why its picture cannot be used."""
 
@@ -204,7 +205,7 @@ class LatentCache:
 
     def files(self, table: BucketTable) -> Iterator[str]:
         """Names of all chunks."""
-        for number in range(sum(name.startswith("samples.") for name in self._chunk(ROWS_FILE).tensors)):
+        for number in range(sum(name.startswith("samples.") for name in self._chunk(ROWS_FILE).arrays)):
             counts = np.bincount(self._rows(f"bucket.{number}"), minlength=len(table.sizes))
             for size, count, rows in zip(table.sizes, counts.tolist(), self.storage.rows_of_chunk, strict=True):
                 yield from (moments_file(number, size, chunk) for chunk in range(-(-count // rows)))
@@ -212,8 +213,8 @@ class LatentCache:
             chunks = -(-len(self._rows("captions")) // self.storage.texts_of_chunk)
             yield from map(texts_file, range(chunks))
 
-    def moments(self, dataset: int, sample: int, bucket: int, size: tuple[int, int], variant: int) -> Tensor:
-        """[2C, h, w] mean and standard deviation, in the stored type; a view of the mapped file.
+    def moments(self, dataset: int, sample: int, bucket: int, size: tuple[int, int], variant: int) -> NDArray[Any]:
+        """[2C, h, w] mean and standard deviation, as `as_array` gives the stored type; a view of the mapped file.
 
         Raises:
             BadSample: the picture could not be used when the cache was made.
@@ -224,7 +225,7 @@ class LatentCache:
         chunk = self._chunk(moments_file(dataset, size, number))
         if chunk.bad and (reason := chunk.bad.get(str(row))) is not None:
             raise BadSample(reason)
-        return chunk.tensors["moments"][row, variant]
+        return chunk.arrays["moments"][row, variant]
 
     def text(self, encoder: str, caption: str) -> StoredText:
         """The row of a caption.
@@ -237,8 +238,8 @@ class LatentCache:
         if place == len(digests) or digests[place] != digest:
             raise DataError(f"dataset.cache.path: {self.path} has no states of the caption {caption[:80]!r}; {_REMEDY}")
         number, row = divmod(place, self.storage.texts_of_chunk)
-        tensors = self._chunk(texts_file(number)).tensors
-        return StoredText(*(tensors[f"{encoder}.{part}"][row] for part in StoredText._fields))
+        arrays = self._chunk(texts_file(number)).arrays
+        return StoredText(*(arrays[f"{encoder}.{part}"][row] for part in StoredText._fields))
 
     def _places(self, dataset: int, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where samples are among those of the cache, -1 where they are not."""
@@ -247,7 +248,7 @@ class LatentCache:
         return np.where(known[places] == samples, places, -1)
 
     def _rows(self, name: str) -> NDArray[Any]:
-        return self._chunk(ROWS_FILE).tensors[name].numpy()
+        return self._chunk(ROWS_FILE).arrays[name]
 
     def _chunk(self, name: str) -> _Chunk:
         if name not in self._open:
@@ -258,7 +259,7 @@ class LatentCache:
                 raise DataError(f"dataset.cache.path: {self.path / name} cannot be read: {error}; {_REMEDY}") from error
             if not is_own:
                 raise DataError(f"dataset.cache.path: {self.path / name} belongs to another cache; {_REMEDY}")
-            self._open[name] = _Chunk(tensors, bad)
+            self._open[name] = _Chunk({key: as_array(tensor) for key, tensor in tensors.items()}, bad)
         return self._open[name]
 
     def __getstate__(self) -> dict[str, Any]:

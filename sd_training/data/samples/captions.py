@@ -134,9 +134,9 @@ def choose_caption(texts: Texts, rules: CaptionConfig, rng: Generators) -> str:
     weights = caption_weights(rules)
     left, generator = dict(weights), rng("caption") if len(weights) > 1 else None
     while left:  # drawing again without a missing field gives the others the odds of a draw among those that are there
-        names, limits = list(left), np.cumsum(list(left.values()))
-        place = 0
+        names, place = list(left), 0
         if generator is not None and len(names) > 1:
+            limits = np.cumsum(list(left.values()))
             place = int(np.searchsorted(limits, generator.random() * limits[-1], side="right"))
         name = names[min(place, len(names) - 1)]
         if entries := captions_in(texts(name)):

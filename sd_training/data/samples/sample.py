@@ -4,6 +4,7 @@ An example depends on the arguments, the position and the files alone, so ranks,
 change no bit of it (design contract 3).
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -12,23 +13,28 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch import Tensor
+from torch.utils.data import Dataset, get_worker_info
 
 from sd_training.config.data_schema import DatasetParams
 from sd_training.config.schema import ConditioningConfig
 from sd_training.data.dataset import OpenDataset
 from sd_training.data.order.buckets import BucketTable
 from sd_training.data.order.order import generator
-from sd_training.data.samples.cache import LatentCache, cached_crop
+from sd_training.data.samples.cache import DTYPES, LatentCache, cached_crop
 from sd_training.data.samples.captions import Generators, Tokenizer
 from sd_training.data.samples.image import CropRequest, place
 from sd_training.data.sources.base import SkippedSample, printable
 from sd_training.errors import BadSample, BadSamplesError, DataError
-from sd_training.types import LatentGrid, PixelBatch
+from sd_training.types import Form, LatentGrid, PixelBatch, private_memory, shared_memory
 
+PREFETCHED = 2
+"""Micro-batches each loader process reads ahead."""
+BLOCKS = PREFETCHED + 1
+"""Blocks of shared memory that a loader process fills in turn. It begins a micro-batch when the training process takes
+the one that is `PREFETCHED` before it, and that one may still be in use; those before were copied."""
 MAX_BAD_IN_ROW = 50
 """Samples that one request tries; if all of them are bad, the run ends."""
-_EMPTY = np.empty(0, dtype=np.float32)
 
 
 class SampleRequest(NamedTuple):
@@ -91,10 +97,16 @@ class WorkerResult:
     error: DataError | None = None
     """Why the run cannot continue. The training process raises it; raised in a loader process it would be printed
     as a traceback."""
+    written: PixelBatch | None = None
+    """What a loader process has written, where it will write again; `batch` is then a copy."""
+
+    def copied(self, *, is_pinned: bool) -> "WorkerResult":
+        """With a batch that stays."""
+        return replace(self, batch=self.batch and self.batch.copied(is_pinned=is_pinned), written=self.batch)
 
     def pin_memory(self) -> "WorkerResult":
         """Called by torch's DataLoader in its pinning thread."""
-        return replace(self, batch=self.batch and self.batch.pin_memory())
+        return self.copied(is_pinned=True)
 
 
 @dataclass(eq=False)
@@ -116,24 +128,64 @@ class TrainingSamples(Dataset[WorkerResult]):
     cache: LatentCache | None = None
     """Delivers moments instead of pixels, and states of its text encoders instead of tokens."""
 
+    _blocks: deque[Tensor] = field(init=False, default_factory=deque)
+
     def __post_init__(self) -> None:
         self.first_ids = np.cumsum([0, *(len(dataset.index) for dataset in self.datasets)]).tolist()
 
     def __getitem__(self, requests: Sequence[SampleRequest]) -> WorkerResult:
-        """The examples in the order of the requests."""
-        skipped = list[SkippedSample]()
+        """The examples in the order of the requests, which are of one bucket."""
+        skipped, memory = list[SkippedSample](), private_memory if get_worker_info() is None else self.next_block
+        batch = PixelBatch.allocate(self._forms(len(requests), requests[0].bucket), memory)
+        fields = batch.arrays()
         try:
-            rows = [self._example(request, skipped) for request in requests]
+            for row, request in enumerate(requests):
+                self._fill(fields, row, request, skipped)
         except DataError as error:
             return WorkerResult(None, skipped, error)
-        batch = PixelBatch(**default_collate(rows))
-        if self.cache is not None and self.cache.storage.is_channels_last:
-            batch.moments = batch.moments.contiguous(memory_format=torch.channels_last)
-        return WorkerResult(batch if get_worker_info() is None else batch.packed(), skipped)
+        return WorkerResult(batch, skipped)
 
-    def _example(self, request: SampleRequest, skipped: list[SkippedSample]) -> dict[str, Any]:
-        """One row of a batch: field → array, or dict of them. Where the sample is bad, that of another sample of the
-        same bucket, drawn by the position alone.
+    def next_block(self, num_bytes: int) -> Tensor:
+        """Shared memory of a loader process. The same blocks come again: fresh pages take longer than a cached batch
+        takes to be copied."""
+        block = self._blocks.popleft() if len(self._blocks) == BLOCKS else None
+        self._blocks.append(shared_memory(num_bytes) if block is None or block.nbytes < num_bytes else block)
+        return self._blocks[-1]
+
+    def _forms(self, count: int, bucket: int) -> dict[str, Any]:
+        """Field of a batch → its form, or dict of them; of what is not drawn or delivered (B, 0)."""
+        draws, size, cache = self.draws, self.table.sizes[bucket], self.cache
+        latents, lengths = draws.grid.shape(*size), {name: own.length for name, own in self.tokenizers.items()}
+        stored = cache.storage if cache is not None else None
+        texts, dtype = (stored.text_shapes, DTYPES[stored.dtype]) if stored is not None else ({}, torch.float32)
+        moments = (2 * latents[0], *latents[1:])
+
+        def form(shape: Sequence[int], dtype: torch.dtype = torch.float32, *, is_there: bool = True) -> Form:
+            return Form((count, *shape) if is_there else (count, 0), dtype)
+
+        return {
+            "pixels": form((3, *size), torch.uint8, is_there=stored is None),
+            "moments": form(moments, dtype)._replace(is_channels_last=stored.is_channels_last)
+            if stored is not None
+            else form((0,)),
+            "mask": form((1, *size), torch.uint8, is_there=draws.has_mask),
+            "tokens": {name: form((own,), torch.int64) for name, own in lengths.items() if name not in texts},
+            "token_masks": {name: form((own,), torch.bool) for name, own in lengths.items()},
+            "text_states": {name: form(shapes[0], dtype) for name, shapes in texts.items()},
+            "text_pooled": {name: form(shapes[1], dtype) for name, shapes in texts.items()},
+            "dropped": {name: form((), torch.bool) for name in (*self.tokenizers, "size", "crop")},
+            "posterior_noise": form(latents),
+            "noise": form(latents, is_there=draws.has_noise),
+            "timestep_draw": form(()),
+            "offset_noise": form(latents[:1], is_there=draws.has_offset_noise),
+            "input_noise": form(latents, is_there=draws.has_input_noise),
+            **dict.fromkeys(("original_size", "crop_top_left", "target_size"), form((2,), torch.int64)),
+            **dict.fromkeys(("positions", "sample_ids"), form((), torch.int64)),
+        }
+
+    def _fill(self, fields: Mapping[str, Any], row: int, request: SampleRequest, skipped: list[SkippedSample]) -> None:
+        """Writes one row of a batch. Where the sample is bad, that of another sample of the same bucket, drawn by the
+        position alone.
 
         Raises:
             DataError: it cannot be read, or too many samples in a row are bad.
@@ -141,7 +193,7 @@ class TrainingSamples(Dataset[WorkerResult]):
         dataset = self.datasets[request.dataset]
         for attempt in range(MAX_BAD_IN_ROW):
             try:
-                return self._read(request)
+                return self._read(fields, row, request)
             except BadSample as reason:
                 name = dataset.index.name(request.sample)
                 skipped.append(SkippedSample(*name, printable(str(reason)), request.position))
@@ -151,75 +203,56 @@ class TrainingSamples(Dataset[WorkerResult]):
         last = f"{skipped[-1].shard} {skipped[-1].key}: {skipped[-1].reason}"
         raise BadSamplesError(f"{MAX_BAD_IN_ROW} samples in a row could not be used; the last: {last}")
 
-    def _read(self, request: SampleRequest) -> dict[str, Any]:
+    def _read(self, fields: Mapping[str, Any], row: int, request: SampleRequest) -> None:
         draws, position = self.draws, request.position
-        dataset, (height, width) = self.datasets[request.dataset], self.table.sizes[request.bucket]
         rng = partial(generator, draws.seed, position=position)
-
-        def normal(purpose: str, shape: tuple[int, ...], is_drawn: bool = True) -> NDArray[np.float32]:
-            return rng(purpose).standard_normal(shape, dtype=np.float32) if is_drawn else _EMPTY
-
-        picture = self._picture(request, rng)
+        self._read_picture(fields, row, request, rng)
         dropped = draw_dropout(draws.dropout, draws.seed, position, list(self.tokenizers))
         is_read = any(not dropped[name] for name in self.tokenizers)
-        caption = dataset.captioner(request.sample, rng) if is_read else ""
-        latents = draws.grid.shape(height, width)
-        return {
-            **picture,
-            **self._texts({name: "" if dropped[name] else caption for name in self.tokenizers}),
-            "dropped": dropped,
-            "posterior_noise": normal("posterior_noise", latents),
-            "noise": normal("noise", latents, draws.has_noise),
-            "timestep_draw": np.float32(self._timestep_draw(position)),
-            "offset_noise": normal("offset_noise", latents[:1], draws.has_offset_noise),
-            "input_noise": normal("input_noise", latents, draws.has_input_noise),
-            "target_size": np.array((height, width)),
-            "positions": position,
-            "sample_ids": self.first_ids[request.dataset] + request.sample,
-        }
+        caption = self.datasets[request.dataset].captioner(request.sample, rng) if is_read else ""
+        for name in self.tokenizers:
+            self._read_text(fields, row, name, "" if dropped[name] else caption)
+        for name, is_dropped in dropped.items():
+            fields["dropped"][name][row] = is_dropped
+        for purpose in ("posterior_noise", "noise", "offset_noise", "input_noise"):
+            if (own := fields[purpose][row]).size:
+                rng(purpose).standard_normal(dtype=np.float32, out=own)
+        fields["timestep_draw"][row] = self._timestep_draw(position)
+        fields["target_size"][row] = self.table.sizes[request.bucket]
+        fields["positions"][row] = position
+        fields["sample_ids"][row] = self.first_ids[request.dataset] + request.sample
 
-    def _picture(self, request: SampleRequest, rng: Generators) -> dict[str, Any]:
-        """Fields of a batch that say what is in the picture: pixels, or their moments from the cache."""
+    def _read_picture(self, fields: Mapping[str, Any], row: int, request: SampleRequest, rng: Generators) -> None:
+        """Writes what is in the picture: pixels, or their moments from the cache."""
         params, dataset, size = self.params, self.datasets[request.dataset], self.table.sizes[request.bucket]
         top, left = rng("crop").random(2).tolist() if params.crop == "random" else (None, None)
         flip = params.flip_prob > 0 and bool(rng("flip").random() < params.flip_prob)
-        pixels, moments, alpha = _EMPTY.astype(np.uint8), torch.empty(0), None
         if self.cache is None:
             picture, wanted = dataset.reader.picture, CropRequest(*size, top, left, flip)
             image = picture(request.sample, wanted, params.max_image_pixels, keeps_alpha=self.draws.has_mask)
-            pixels, alpha, original_size, crop_top_left = image.pixels, image.alpha, *image[1:3]
+            fields["pixels"][row], original_size, crop_top_left = image.pixels, *image[1:3]
+            if image.alpha is not None:
+                fields["mask"][row] = image.alpha
         else:
             storage = self.cache.storage
             crop = int(top * storage.num_crops) if top is not None and storage.num_crops is not None else 0
             variant = storage.variant(crop, flip)
-            moments = self.cache.moments(request.dataset, request.sample, request.bucket, size, variant)
+            fields["moments"][row] = self.cache.moments(request.dataset, request.sample, request.bucket, size, variant)
             wanted = CropRequest(*size, *cached_crop(storage, request.sample, crop), flip)
             heights, widths = (dataset.index.numbers(side) for side in ("height", "width"))
             original_size = int(heights[request.sample]), int(widths[request.sample])
             _, crop_top_left = place(*original_size, wanted)
-        return {
-            "pixels": pixels,
-            "moments": moments,
-            "mask": _EMPTY.astype(np.uint8) if alpha is None else alpha,
-            "original_size": np.array(original_size),
-            "crop_top_left": np.array(crop_top_left),
-        }
+        fields["original_size"][row], fields["crop_top_left"][row] = original_size, crop_top_left
 
-    def _texts(self, captions: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        """Fields of a batch that say what the captions are: tokens, or states from the cache.
-
-        Args:
-            captions: by text encoder.
-        """
-        cache = self.cache
-        stored = {} if cache is None else {name: cache.text(name, captions[name]) for name in cache.storage.text_shapes}
-        encoded = {name: t.encode(captions[name]) for name, t in self.tokenizers.items() if name not in stored}
-        return {
-            "tokens": {name: text.tokens for name, text in encoded.items()},
-            "token_masks": {n: t.mask for n, t in encoded.items()} | {n: t.mask for n, t in stored.items()},
-            "text_states": {name: text.states for name, text in stored.items()},
-            "text_pooled": {name: text.pooled for name, text in stored.items()},
-        }
+    def _read_text(self, fields: Mapping[str, Any], row: int, encoder: str, caption: str) -> None:
+        """Writes what the caption of a text encoder is: tokens, or states from the cache."""
+        if self.cache is not None and encoder in self.cache.storage.text_shapes:
+            stored = self.cache.text(encoder, caption)
+            fields["text_states"][encoder][row], fields["text_pooled"][encoder][row] = stored.states, stored.pooled
+            fields["token_masks"][encoder][row] = stored.mask
+        else:
+            encoded = self.tokenizers[encoder].encode(caption)
+            fields["tokens"][encoder][row], fields["token_masks"][encoder][row] = encoded.tokens, encoded.mask
 
     def _timestep_draw(self, position: int) -> float:
         """In [0, 1)."""

@@ -418,8 +418,10 @@ class DatasetIndex:
         """Raises OSError, ValueError or KeyError where the file is missing, damaged or of another program."""
         self.path, self.shards = path, list(shards)
         self._numbers: dict[str, NDArray[Any]] = {}
+        self._texts: dict[str, pa.Array | pa.ChunkedArray | None] = {}
         os.utime(path)  # joined indexes that were not opened for long are removed
         self.columns = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        self._names = frozenset(self.columns.column_names)
         info = json.loads(self.columns.schema.metadata[INFO])
         self.fields, self.problems = frozenset[str](info["fields"]), Problems.from_json(info["problems"])
         digest = hashlib.sha256()
@@ -430,6 +432,9 @@ class DatasetIndex:
 
     def __len__(self) -> int:
         return int(self.columns.num_rows)
+
+    def __contains__(self, column: str) -> bool:
+        return column in self._names
 
     def numbers(self, column: str) -> NDArray[Any]:
         """[N] an integer column without nulls, such as `width` [pixels], as a view of the mapped file."""
@@ -444,12 +449,16 @@ class DatasetIndex:
 
     def text(self, column: str, sample: int) -> str | None:
         """A value of a text column; None where it is null or there is no such column."""
-        return self.columns[column][sample].as_py() if column in self.columns.column_names else None
+        if column not in self._texts:  # to look a column up takes longer than to read a value
+            values = self.columns[column] if column in self else None
+            self._texts[column] = values.chunk(0) if values is not None and values.num_chunks == 1 else values
+        values = self._texts[column]
+        return None if values is None else values[sample].as_py()
 
     def metadata_text(self, field: str, sample: int) -> str | None:
         """A metadata field as text; a number is written as short as it can be."""
         text = self.text(TEXT + field, sample)
-        if text is None and NUMBER + field in self.columns.column_names:
+        if text is None and NUMBER + field in self:
             number = self.columns[NUMBER + field][sample].as_py()
             return None if number is None else f"{number:.15g}"
         return text
@@ -513,7 +522,7 @@ class IndexedReader:
 
     def _number(self, column: str, sample: int) -> int:
         """A value of an integer column; -1 where there is no such column."""
-        return int(self.index.numbers(column)[sample]) if column in self.index.columns.column_names else -1
+        return int(self.index.numbers(column)[sample]) if column in self.index else -1
 
     def _read_file(self, sample: int, path: str, length: int, what: str) -> bytes:
         try:

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from sd_training.config.plan import BatchPlan
 from sd_training.data.loader import MAX_DEATHS, WINDOW_STEPS, TrainingLoader
+from sd_training.data.samples.sample import BLOCKS, PREFETCHED
 from sd_training.errors import DataError
-from sd_training.types import PixelBatch
+from sd_training.types import Form, PixelBatch, shared_memory
 from tests.unit.data.making import equal_bits, training_data
 
 PLAN = BatchPlan(micro_batch=2, accumulation=3, processes=1, num_examples=72)
@@ -59,14 +61,34 @@ def test_nothing_is_lost_or_seen_twice(shards_dir: Path, caplog: pytest.LogCaptu
     assert re.search(r"was killed by SIGKILL at optimizer step [234];", first) and "the server" in second
 
 
-def test_a_packed_batch_is_the_same(shards_dir: Path) -> None:
-    """Also of tensors that have their channels last in memory, as moments of a cache may."""
-    batch = next(iter(training_data(shards_dir, PLAN, workers=0).loader(0, lambda: 0)))
-    batch.moments = torch.randn(2, 8, 3, 5).contiguous(memory_format=torch.channels_last)
-    packed = batch.packed()
-    assert equal_bits(packed, batch)
-    for own, other in zip(tensors(packed), tensors(batch), strict=True):
-        assert (own.dtype, own.stride()) == (other.dtype, other.stride()) and own.data_ptr() % 64 == 0
+def test_tensors_of_a_block(shards_dir: Path) -> None:
+    """Also of those that have their channels last in memory, as moments of a cache may: each begins a cache line, none
+    touches another."""
+    samples = training_data(shards_dir, PLAN, workers=0).samples()
+    forms = samples._forms(2, 0) | {"moments": Form((2, 8, 3, 5), torch.bfloat16, is_channels_last=True)}
+    batch = PixelBatch.allocate(forms, shared_memory)
+    assert batch.moments.is_contiguous(memory_format=torch.channels_last) and not batch.moments.is_contiguous()
+    for number, tensor in enumerate(tensors(batch)):
+        tensor.fill_(number % 2)
+        assert tensor.untyped_storage().is_shared() and (tensor.data_ptr() % 64 == 0 or not tensor.numel())
+    assert all(bool((tensor == number % 2).all()) for number, tensor in enumerate(tensors(batch)))
+    batch.arrays()["moments"][1] = np.int16(0x3F80)  # bits of 1 in bf16
+    assert batch.moments.float()[1].unique().tolist() == [1.0]
+    copy = batch.copied(is_pinned=False)
+    assert equal_bits(copy, batch)
+    assert [tensor.stride() for tensor in tensors(copy)] == [tensor.stride() for tensor in tensors(batch)]
+    batch.noise.fill_(5)
+    assert not (copy.noise == 5).any()
+
+
+def test_blocks_of_a_loader_process_come_again(shards_dir: Path) -> None:
+    samples = training_data(shards_dir, PLAN, workers=0).samples()
+    first = [samples.next_block(100).data_ptr() for _ in range(BLOCKS)]
+    assert len(set(first)) == BLOCKS == PREFETCHED + 1
+    assert [samples.next_block(size).data_ptr() for size in (100, 60)] == first[:2]
+    larger = samples.next_block(200)
+    assert larger.nbytes >= 200 and larger.is_shared()
+    assert [samples.next_block(100).data_ptr() for _ in range(3)] == [*first[:2], larger.data_ptr()]
 
 
 @pytest.fixture
