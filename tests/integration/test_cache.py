@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from scripts import cache_latents
+from scripts import bench_data, cache_latents
 from sd_training.build.cache import CacheBuilder
 from sd_training.build.dry_run import describe, meta_networks, parameter_counts, run_memory
 from sd_training.build.plan import make_plan
@@ -291,7 +291,10 @@ def test_what_does_not_fit_is_refused_by_name(sd2: Home) -> None:
 
 
 def test_a_filter_may_keep_less(sd2: Home) -> None:
+    """And the benchmark of the loader reads a cache."""
     cache = sd2.make("all", "dtype=fp32", "text=none")
+    arguments = bench_data.parse_arguments([*sd2.argv("bench", dataset__cache__path=cache), "--batch", "4"])
+    assert next(bench_data.own_batches(bench_data.cached_data(arguments))).moments.shape[0] == 4
     changes = {"dataset__params__filters": "{original_width: '<=60'}", "system__batch_size": 2}
     run = prepare(sd2.argv("less", dataset__cache__path=cache, **changes))
     assert next(iter(run.data.loader(0, lambda: 0))).moments.numel()
