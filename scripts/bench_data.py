@@ -3,6 +3,7 @@
     python scripts/bench_data.py                                       JPEGs of 640 × 427, made for it, at 256 pixels
     python scripts/bench_data.py --size 2048x1365 --resolution 512
     python scripts/bench_data.py config=a.yaml dataset.params.path=…    the data of a config
+    python scripts/bench_data.py config=a.yaml dataset.cache.path=…     the same from a cache, alone
 
 Both read in this process (`--workers 0`), so images/s are those of one core, and both read the captions; webdataset
 runs `shuffle(1000)`, `decode("pil")`, resize of the short side, centre crop. Turns of both follow each other, and
@@ -33,13 +34,17 @@ from PIL import Image
 from scripts.index_dataset import load_data_config
 from sd_training.cli import run_cli
 from sd_training.config.data_schema import DatasetConfig, DatasetParams
+from sd_training.config.load import load_config
 from sd_training.config.plan import BatchPlan
+from sd_training.config.value_types import output_path
 from sd_training.data.datamodule import TrainingData
 from sd_training.data.index.report import report_text
+from sd_training.data.samples.cache import LatentCache
 from sd_training.data.samples.captions import Encoded, Tokenizer
 from sd_training.data.samples.sample import DrawSettings
 from sd_training.errors import ConfigError
 from sd_training.log import quiet_libraries
+from sd_training.models.family import latent_grid
 from sd_training.types import LatentGrid
 
 GRID = LatentGrid(4, 8)
@@ -82,14 +87,20 @@ class CaptionReader(Tokenizer):
 
 def make_data(dataset: DatasetConfig, batch: int, workers: int) -> TrainingData:
     """The loader of a config, for images without end."""
-    return TrainingData(
-        dataset=dataset,
-        plan=BatchPlan(batch, 1, 1, 10**9),
-        workers=workers,
-        tokenizers={"captions": CaptionReader()},
-        draws=DrawSettings(0, GRID),
-        run_dir=None,
-    )
+    plan, readers, draws = BatchPlan(batch, 1, 1, 10**9), {"captions": CaptionReader()}, DrawSettings(0, GRID)
+    return TrainingData(dataset=dataset, plan=plan, workers=workers, tokenizers=readers, draws=draws, run_dir=None)
+
+
+def cached_data(arguments: argparse.Namespace) -> TrainingData:
+    """The loader of a config with a cache, with the model's draws and captions."""
+    from sd_training.build import dry_run, run
+    from sd_training.build.plan import make_plan
+
+    own = [_LENGTH, f"system.batch_size={arguments.batch}", f"system.workers={arguments.workers}"]
+    plan = make_plan(load_config([*arguments.overrides, *own]), is_described=True)
+    networks, family = dry_run.meta_networks(plan.config)
+    cache = LatentCache(output_path(str(plan.config.dataset.cache.path)))
+    return run.make_data(plan, family, latent_grid(networks["vae"]), cache)
 
 
 def own_batches(data: TrainingData) -> Iterator[Any]:
@@ -186,11 +197,13 @@ def main() -> None:
     torch.set_num_threads(1)
     quiet_libraries()
     with tempfile.TemporaryDirectory() as folder:
-        data = make_data(dataset_of(arguments, Path(folder)), arguments.batch, arguments.workers)
+        dataset = dataset_of(arguments, Path(folder))
+        is_cached = dataset.cache.path is not None
+        data = cached_data(arguments) if is_cached else make_data(dataset, arguments.batch, arguments.workers)
         print(report_text(data.report()))
         contestants = {"sd_training": own_batches(data)}
         shards = [unit.location for unit in data.samples().datasets[0].index.shards]
-        if data.dataset.type == "WebDataset" and all(os.path.isfile(shard) for shard in shards):
+        if dataset.type == "WebDataset" and not is_cached and all(os.path.isfile(shard) for shard in shards):
             contestants["webdataset"] = webdataset_batches(shards, data.dataset.params.resolution, arguments.batch)
         seconds = compete(contestants, arguments.turns, arguments.batches)
         print("\n".join(report(seconds, arguments.batch)))

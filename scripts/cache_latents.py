@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         share_cores(plan.launch.devices if is_launched else 1)
     builder = make_builder(given, plan)
     stored = sum(len(dataset.selected) for dataset in builder.data.datasets)
-    missing = builder.missing()
+    missing = builder.missing(rank, world)
     space = check_space(builder.folder, sum(job.num_bytes for job in missing))
     if is_main_process():
         captions = counted(len(builder.captions), "caption")

@@ -123,7 +123,7 @@ class PixelBatch(Draws):
 
         def at_its_place(tensor: Tensor) -> Tensor:
             place = (tensor.storage_offset(), tensor.shape, tensor.stride())
-            return torch.empty(0, dtype=tensor.dtype).set_(own, *place)  # type: ignore[call-overload]
+            return torch.empty(0, dtype=tensor.dtype).set_(own, *place)
 
         return self._map(at_its_place)
 
@@ -160,7 +160,7 @@ def shared_memory(num_bytes: int) -> Tensor:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def _each(change: Callable[[Any], Any], value: Any) -> Any:

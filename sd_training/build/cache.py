@@ -284,9 +284,18 @@ class CacheBuilder:
         self.jobs = [*self._moment_jobs(row_bytes), *self._text_jobs(text_bytes)]
         self._check_folder()
 
-    def missing(self) -> list[_Job]:
-        """Chunks that are still to be made: those without a file that has the content it was written with."""
-        return [job for job in self.jobs if not self._is_whole(job.name)]
+    def missing(self, rank: int, world: int) -> list[_Job]:
+        """Chunks that are still to be made. Files of a rank's own share are read, and must have the content they were
+        written with; of the others the name counts, which a chunk has only once it is whole.
+
+        Args:
+            rank, world: the share is every `world`-th chunk from number `rank` on.
+        """
+        return [
+            job
+            for number, job in enumerate(self.jobs)
+            if not (self._is_whole(job.name) if number % world == rank else (self.folder / job.name).exists())
+        ]
 
     def write_plan(self) -> None:
         """The files that say what the cache holds."""

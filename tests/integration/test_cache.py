@@ -16,7 +16,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from scripts import cache_latents
+from scripts import bench_data, cache_latents
+from sd_training.build.cache import CacheBuilder
 from sd_training.build.dry_run import describe, meta_networks, parameter_counts, run_memory
 from sd_training.build.plan import make_plan
 from sd_training.build.run import Run
@@ -318,7 +319,10 @@ def test_another_cache_is_not_written_into_the_same_folder(sd2: Home) -> None:
 
 
 def test_a_filter_may_keep_less(sd2: Home) -> None:
+    """And the benchmark of the loader reads a cache."""
     cache = sd2.make("all", "dtype=fp32", "text=none")
+    arguments = bench_data.parse_arguments([*sd2.argv("bench", dataset__cache__path=cache), "--batch", "4"])
+    assert next(bench_data.own_batches(bench_data.cached_data(arguments))).moments.shape[0] == 4
     changes = {"dataset__params__filters": "{original_width: '<=60'}", "system__batch_size": 2}
     run = prepare(sd2.argv("less", dataset__cache__path=cache, **changes))
     assert next(iter(run.data.loader(0, lambda: 0))).moments.numel()
@@ -360,6 +364,26 @@ def contents(folder: Path) -> dict[str, Any]:
             tensors = {key: file.get_tensor(key).numpy().tobytes() for key in file.keys()}  # noqa: SIM118
             found[path.name] = file.metadata(), tensors
     return found
+
+
+def test_every_rank_reads_its_own_share(sd2: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged chunk is made anew by the rank that has it; together all chunks are read once."""
+    monkeypatch.setattr("sd_training.build.cache._CHUNK_BYTES", 4096)
+    folder = sd2.make("shares")
+    given, words, _ = cache_latents.parse([*sd2.argv("unused"), f"out={folder}"])
+    builder = cache_latents.make_builder(given, make_plan(load_config(words), is_described=True))
+    damaged = folder / builder.jobs[4].name
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    read = list[str]()
+    is_whole = CacheBuilder._is_whole
+    monkeypatch.setattr(CacheBuilder, "_is_whole", lambda own, name: read.append(name) or is_whole(own, name))
+    found = [[job.name for job in builder.missing(rank, 3)] for rank in range(3)]
+    assert found == [[], [damaged.name], []]
+    assert sorted(read) == sorted(job.name for job in builder.jobs)
+    damaged.unlink()
+    assert [[job.name for job in builder.missing(rank, 3)] for rank in range(3)] == [[damaged.name]] * 3
 
 
 def kills(home: Home, count: int) -> Iterator[set[str]]:

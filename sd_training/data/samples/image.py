@@ -146,9 +146,15 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
     if width * height > max_pixels:
         raise BadSample(f"image has too many pixels: {width} × {height}, at most {max_pixels} are allowed")
     # By content: a segment that lists further pictures makes Pillow call a JPEG file MPO.
-    if data.startswith(_JPEG) and (scans := data.count(_SCAN)) > MAX_SCANS:
+    if data.startswith(_JPEG) and (scans := _count_scans(data)) > MAX_SCANS:
         raise BadSample(f"image has too many scans: {scans:,}, at most {MAX_SCANS} are read")
     return image
+
+
+def _count_scans(data: bytes) -> int:
+    """`data.count` takes five times as long."""
+    octets = np.frombuffer(data, dtype=np.uint8)
+    return int(np.count_nonzero((octets[:-1] == _SCAN[0]) & (octets[1:] == _SCAN[1])))
 
 
 def _orientation(image: Image.Image) -> int:
@@ -269,7 +275,7 @@ def _cut(decoded: DecodedImage, box: Box, wanted: CropRequest) -> NDArray[np.uin
     size = (wanted.height, wanted.width)
     if cut.shape[2:] != size:
         cut = F.interpolate(cut, size=size, mode="bicubic", antialias=True)
-    return np.ascontiguousarray((cut[0].flip(2) if wanted.flip else cut[0]).numpy())
+    return (cut[0].flip(2) if wanted.flip else cut[0]).numpy()  # the colours of a pixel may be neighbours in memory
 
 
 def _edges(first: float, end: float, length: int) -> tuple[int, int]:
