@@ -57,7 +57,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def pipeline_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny diffusers pipeline folder; read-only by convention."""
-    return makers.save_tiny_pipeline(tmp_path_factory.mktemp("tiny") / "pipeline")
+    return makers.save_tiny_pipeline(tmp_path_factory.mktemp("tiny") / "pipeline", unet=makers.SMALLER_UNET)
 
 
 @pytest.fixture(scope="session")
