@@ -11,6 +11,7 @@ with `note_secret` (`wandb.api_key`), user, password and query of URLs, and the 
 Import before torch, diffusers and transformers: they read the settings of `quiet_libraries` once.
 """
 
+import functools
 import json
 import logging
 import os
@@ -47,6 +48,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u20
 _noted: set[str] = set()
 
 
+@functools.lru_cache(maxsize=1024)
 def is_secret_name(name: str) -> bool:
     """Whether an environment variable is named like a secret."""
     return _SECRET_NAME.search(name) is not None

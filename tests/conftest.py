@@ -14,8 +14,12 @@ if "TORCH_EXTENSIONS_DIR" not in os.environ:
     # This one is shared; workers of pytest inherit it. Half of the minute would go into optimization and debug symbols.
     os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp(prefix="extensions-")
     os.environ["CXX"] = os.environ["TORCH_EXTENSIONS_DIR"] + "/g++"
+    # And a third of the rest into headers that it does not use: of modules, data loaders and optimizers in C++.
+    os.mkdir(headers := os.environ["TORCH_EXTENSIONS_DIR"] + "/torch")
+    with open(headers + "/extension.h", "w") as header:
+        header.write("#include <torch/types.h>\n#include <torch/csrc/utils/pybind.h>\n")
     with open(os.environ["CXX"], "w", opener=lambda path, flags: os.open(path, flags, 0o755)) as script:
-        script.write('#!/bin/sh\nexec c++ "$@" -O0 -g0\n')
+        script.write(f'#!/bin/sh\nexec c++ -I{os.path.dirname(headers)} "$@" -O0 -g0\n')
 if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
     # The tests as on a smaller CPU. torch's attention asks oneDNN whether bfloat16 may be packed for AMX, and its own
     # kernels of this capability then refuse to ("pack_vnni2 is only supported when avx512 is supported").
@@ -53,7 +57,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def pipeline_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny diffusers pipeline folder; read-only by convention."""
-    return makers.save_tiny_pipeline(tmp_path_factory.mktemp("tiny") / "pipeline")
+    return makers.save_tiny_pipeline(tmp_path_factory.mktemp("tiny") / "pipeline", unet=makers.SMALLER_UNET)
 
 
 @pytest.fixture(scope="session")

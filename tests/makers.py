@@ -12,6 +12,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from tests.tiny_parts import (
+    SMALLER_UNET,
     UNET_PARAMS,
     save_tiny_pipeline,
     tiny_pipeline,
@@ -20,7 +21,15 @@ from tests.tiny_parts import (
     tiny_vae,
 )
 
-__all__ = ["UNET_PARAMS", "save_tiny_pipeline", "tiny_pipeline", "tiny_text_encoder", "tiny_tokenizer", "tiny_vae"]
+__all__ = [
+    "SMALLER_UNET",
+    "UNET_PARAMS",
+    "save_tiny_pipeline",
+    "tiny_pipeline",
+    "tiny_text_encoder",
+    "tiny_tokenizer",
+    "tiny_vae",
+]
 """Parts that scripts are made of, too; what else is here belongs to tests alone."""
 
 COLOURS = ["red", "green", "blue"]

@@ -80,7 +80,8 @@ class Row:
     resume: float
     """Of weights, average and optimizer state after a resume, with the same engine; 0 is the same bits."""
     moves: float
-    """Of the average after one process went on from this engine's checkpoint, and this engine from one process's."""
+    """Of the average after one process went on from this engine's checkpoint, and this engine from one process's; in
+    the quick form after this engine went on from the checkpoint of the row above, the first row from the last one's."""
     export: float
     """Of the exported weights to the average in the checkpoint; 0 is the same bits."""
     mib: tuple[float, float, float]
@@ -95,8 +96,11 @@ def make_models(folder: Path) -> None:
         save_picture_shards(folder / name)
 
 
-def arguments(folder: Path, name: str, engine: Engine, steps: int, *, accumulation: int = 1) -> list[str]:
-    """Options of a run of `steps` optimizer steps that saves in the middle and at the end."""
+def arguments(
+    folder: Path, name: str, engine: Engine, steps: int, *, accumulation: int = 1, validations: int = 2
+) -> list[str]:
+    """Options of a run of `steps` optimizer steps that saves in the middle and at the end, and is validated at its
+    start and so often after it."""
     return [
         *tiny_run_options(folder, folder / "runs", name),
         f"experiment.num_examples_to_see={GLOBAL_BATCH * steps}",
@@ -106,7 +110,7 @@ def arguments(folder: Path, name: str, engine: Engine, steps: int, *, accumulati
         f"system.gradient_accumulation={accumulation}",
         "logging.every=1",
         f"validation.path={folder / 'held_out'}",
-        f"validation.every={steps // 2}",
+        f"validation.every={steps // validations}",
         "validation.num_samples=9",  # batches that cannot be dealt out evenly
         "validation.num_levels=2",
         *engine.options,
@@ -134,17 +138,30 @@ def slug(engine: Engine) -> str:
 
 
 def engine_jobs(folder: Path, engine: Engine, steps: int, is_quick: bool) -> list[dict[str, object]]:
-    """Whole, accumulated, resumed, and gone on from one process's checkpoint. The quick form accumulates in all runs
+    """Whole, accumulated, resumed, and gone on from another engine's checkpoint. The quick form accumulates in all runs
     but those of one process, so that the comparison with it is one of both."""
-    name, runs, drop = slug(engine), folder / "runs", f"step={steps}"
-    usual = 2 if is_quick and engine.processes > 1 else 1
-    jobs: list[dict[str, object]] = [{"argv": arguments(folder, name, engine, steps, accumulation=usual)}]
+    name = slug(engine)
+    usual, often = (2 if is_quick and engine.processes > 1 else 1), (1 if is_quick else 2)
+    whole = arguments(folder, name, engine, steps, accumulation=usual, validations=often)
+    jobs: list[dict[str, object]] = [{"argv": whole}]
     if usual == 1:
         jobs.append({"argv": arguments(folder, f"{name}_accumulated", engine, steps, accumulation=2)})
-    for target, source in ((f"{name}_resumed", name), (f"{name}_from_single", "single")):
-        argv = [*arguments(folder, target, engine, steps, accumulation=usual), NOT_MEASURED]
-        jobs.append({"copy": str(runs / source), "to": str(runs / target), "drop": drop, "argv": argv})
+    jobs.append(_going_on(folder, f"{name}_resumed", name, engine, steps, usual))
+    if is_quick and engine.processes > 1:
+        before = ENGINES[ENGINES.index(engine) - 1]
+        jobs.append(_going_on(folder, f"{name}_from_other", slug(before), engine, steps, usual))
+    elif not is_quick:
+        jobs.append(_going_on(folder, f"{name}_from_other", "single", engine, steps, usual))
     return jobs
+
+
+def _going_on(
+    folder: Path, target: str, source: str, engine: Engine, steps: int, accumulation: int = 1
+) -> dict[str, object]:
+    """A run from the middle of another one, whose checkpoint it begins with."""
+    runs, argv = folder / "runs", arguments(folder, target, engine, steps, accumulation=accumulation)
+    places = {"copy": str(runs / source), "to": str(runs / target), "drop": f"step={steps}"}
+    return {**places, "argv": [*argv, NOT_MEASURED]}
 
 
 def make_runs(folder: Path, engines: Iterable[Engine], steps: int, is_quick: bool) -> None:
@@ -154,12 +171,9 @@ def make_runs(folder: Path, engines: Iterable[Engine], steps: int, is_quick: boo
     for processes in sorted({engine.processes for engine in others}):
         jobs = [j for e in others if e.processes == processes for j in engine_jobs(folder, e, steps, is_quick)]
         run_jobs(folder, jobs, processes)
-    back: list[dict[str, object]] = []
-    for engine in others:
-        target, runs = f"{slug(engine)}_to_single", folder / "runs"
-        argv = [*arguments(folder, target, single, steps), NOT_MEASURED]
-        back.append({"copy": str(runs / slug(engine)), "to": str(runs / target), "drop": f"step={steps}", "argv": argv})
-    run_jobs(folder, back, 1)
+    last = [("single_from_other", others[-1])]
+    back = last if is_quick else [(f"{slug(engine)}_to_single", engine) for engine in others]
+    run_jobs(folder, [_going_on(folder, target, slug(engine), single, steps) for target, engine in back], 1)
 
 
 def tensors(run: Path, step: int, *parts: str) -> dict[str, Tensor]:
@@ -193,7 +207,7 @@ def compare(folder: Path, engine: Engine, steps: int) -> Row:
     reference = own if other.exists() else single
     accumulated = other if other.exists() else own
     state = ("weights", "ema", "optimizer")
-    moved = [runs / f"{name}_from_single"] + ([runs / f"{name}_to_single"] if engine.processes > 1 else [])
+    moved = [run for run in (runs / f"{name}_from_other", runs / f"{name}_to_single") if run.exists()]
     exported = load_file(own / "current_pipeline" / "transformer" / "diffusion_pytorch_model.safetensors")
     average = {key.rpartition("network.")[2]: t for key, t in tensors(own, steps, "ema").items()}
     sizes = [json.loads(path.read_text()) for path in own.glob("bytes_*.json")]

@@ -1,6 +1,8 @@
 """Tiny networks and tokenizers with random weights, for reports and tests; nothing is downloaded."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import diffusers
@@ -88,7 +90,18 @@ UNET_PARAMS: dict[str, Any] = {
 }
 
 
-def tiny_pipeline(seed: int = 0, **scheduler: Any) -> StableDiffusionPipeline:
+SMALLER_UNET: dict[str, Any] = {
+    **UNET_PARAMS,
+    "block_out_channels": [8],
+    "down_block_types": ["DownBlock2D"],
+    "up_block_types": ["UpBlock2D"],
+}
+"""Sees the text in its middle only. What a save, an export and a step cost goes with the number of parameters."""
+
+
+def tiny_pipeline(
+    seed: int = 0, unet: Mapping[str, Any] = MappingProxyType(UNET_PARAMS), **scheduler: Any
+) -> StableDiffusionPipeline:
     """A Stable Diffusion pipeline of random weights; 16 x 16 pixel pictures."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -97,7 +110,7 @@ def tiny_pipeline(seed: int = 0, **scheduler: Any) -> StableDiffusionPipeline:
             vae=tiny_vae(),
             text_encoder=tiny_text_encoder(len(tokenizer)),
             tokenizer=tokenizer,
-            unet=UNet2DConditionModel(**UNET_PARAMS),
+            unet=UNet2DConditionModel(**unet),
             scheduler=DDIMScheduler(
                 beta_start=0.00085,
                 beta_end=0.012,
@@ -112,9 +125,9 @@ def tiny_pipeline(seed: int = 0, **scheduler: Any) -> StableDiffusionPipeline:
         )
 
 
-def save_tiny_pipeline(folder: Path, seed: int = 0, **scheduler: Any) -> Path:
+def save_tiny_pipeline(folder: Path, seed: int = 0, **settings: Any) -> Path:
     """`tiny_pipeline` as a diffusers folder."""
-    tiny_pipeline(seed, **scheduler).save_pretrained(folder)
+    tiny_pipeline(seed, **settings).save_pretrained(folder)
     return folder
 
 

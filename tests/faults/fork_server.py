@@ -173,6 +173,10 @@ def _import_everything() -> None:
 
     get_checkpoint_conversion_mapping("clip_text_model")  # compiles hundreds of patterns, once
     DDPMScheduler.from_config(DDPMScheduler().config)  # imports the schedulers that it can be made from
+    with suppress(ImportError):
+        import cpuinfo
+
+        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # a new process, for which DeepSpeed asks 5 times
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
     gc.freeze()  # collecting garbage in a child would copy all of it

@@ -251,7 +251,7 @@ def run(folder: Path, is_quick: bool) -> list[Row]:
 
     Args:
         folder: empty; runs and logs are left in it.
-        is_quick: two strategies and 4 simulated series instead of five and 100.
+        is_quick: two strategies and 2 simulated series, one for each kind of tail, instead of five and 100.
     """
     make_models(folder)
     jobs = jobs_of(is_quick)
@@ -265,6 +265,6 @@ def run(folder: Path, is_quick: bool) -> list[Row]:
         back_row(folder, [job for job in jobs if job.name.startswith("back_")], by_name["hopeless"]),
         bit_row(folder, by_name["bit"]),
         spike_row(folder, by_name["spike"]),
-        *detector_rows(4 if is_quick else 100),
+        *detector_rows(2 if is_quick else 100),
         clean_row(folder, [job for job in jobs if job.name.startswith("clean_")]),
     ]

@@ -16,7 +16,7 @@ from tests.faults.fork_server import Child, ForkServer, shared_server
 from tests.faults.row import Row
 from tests.faults.tiny_run import TinyRun, make_tiny_parts, run_to_end, stop_all, tail
 
-RANKS, STEPS, SIGNALS_PER_RUN, SAVE_EVERY = 2, 30, 3, 3
+RANKS, STEPS, SIGNALS_PER_RUN, SAVE_EVERY = 2, 30, 3, 5
 _LIMIT_S = 300
 _STATUS = {signal.SIGTERM: EXIT_STOPPED, signal.SIGUSR1: EXIT_STOPPED, signal.SIGINT: EXIT_INTERRUPTED}
 _PROMISE = (
@@ -67,7 +67,7 @@ class _Asked:
 
 def run(folder: Path, is_quick: bool) -> list[Row]:
     """One row."""
-    server, count = shared_server(), 5 if is_quick else 60
+    server, count = shared_server(), SIGNALS_PER_RUN if is_quick else 60
     parts = make_tiny_parts(server, folder / "parts")
     whole = _tiny(folder / "whole", parts)
     run_to_end(server, whole, RANKS)
@@ -126,7 +126,7 @@ def _signal(server: ForkServer, tiny: TinyRun, tally: Tally, chance: random.Rand
             return False
         time.sleep(0.005)
     first = tiny.marks()[-1]["step"]
-    if chance.random() < 0.5 and first < STEPS - SAVE_EVERY:
+    if tally.signals % 2 and first < STEPS - SAVE_EVERY:
         _wait_for_save(tiny, children)
         # The machine may have become faster than it was: until a signal has met a save, they come early.
         time.sleep(chance.uniform(0, pace.save_s if tally.inside_saves else pace.save_s / 4))

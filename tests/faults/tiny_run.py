@@ -29,10 +29,10 @@ def make_parts(words: list[str]) -> None:
     """In a child of the fork server: a tiny pipeline and shards in the folder that is the one word."""
     import torch
 
-    from tests.tiny_parts import save_picture_shards, save_tiny_pipeline
+    from tests.tiny_parts import SMALLER_UNET, save_picture_shards, save_tiny_pipeline
 
     torch.set_num_threads(1)
-    save_tiny_pipeline(Path(words[0]) / "pipeline")
+    save_tiny_pipeline(Path(words[0]) / "pipeline", unet=SMALLER_UNET)
     save_picture_shards(Path(words[0]) / "shards")
 
 

@@ -4,8 +4,7 @@ cache is refused; a builder killed at any moment leaves no wrong row."""
 import json
 import os
 import random
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from scripts import bench_data, cache_latents
+from sd_training.build import cache as building
 from sd_training.build.cache import CacheBuilder
 from sd_training.build.dry_run import describe, meta_networks, parameter_counts, run_memory
 from sd_training.build.plan import make_plan
@@ -27,17 +27,11 @@ from sd_training.errors import ConfigError
 from sd_training.training import scaled_pixels
 from tests import makers
 from tests.family_makers import save_pipeline
-from tests.integration.training import (
-    ROOT,
-    checkpoint_tensors,
-    losses,
-    options,
-    prepare,
-    train,
-    train_in_processes,
-)
+from tests.faults.fork_server import shared_server
+from tests.integration.training import checkpoint_tensors, losses, options, prepare, train, train_in_processes
 
 FAMILIES = ("stable_diffusion", "sdxl", "sd3")
+CHUNK_BYTES = 4096
 HALF_ULP = {"fp16": 2.0**-11, "bf16": 2.0**-8}
 """Largest relative error of rounding; bf16 keeps 8 bits, fp16 11, the first of which is not stored."""
 
@@ -57,6 +51,11 @@ def write_shards(folder: Path) -> Path:
     samples[4]["jpg"] = makers.encode(makers.picture(4, 200, 200))[:-300]
     makers.write_shard(folder / "000.tar", samples)
     return folder
+
+
+def small_pipeline(folder: Path, seed: int = 0) -> Path:
+    """The cache holds nothing of the UNet."""
+    return makers.save_tiny_pipeline(folder, seed, unet=makers.SMALLER_UNET)
 
 
 class Home(NamedTuple):
@@ -98,7 +97,7 @@ def home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def sd2(tmp_path_factory: pytest.TempPathFactory) -> Home:
     folder = tmp_path_factory.mktemp("one")
-    return Home(folder, save_pipeline("stable_diffusion", folder / "pipeline"), write_shards(folder / "shards"))
+    return Home(folder, small_pipeline(folder / "pipeline"), write_shards(folder / "shards"))
 
 
 def end_of(run_dir: Path) -> tuple[list[float], dict[str, Tensor]]:
@@ -255,16 +254,16 @@ def test_random_crops_and_online_text(sd2: Home) -> None:
     assert len({tuple(place) for batch in batches for place in batch.crop_top_left.tolist()}) > 3
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes(sd2: Home, strategy: str) -> None:
-    """Also with loader processes."""
+@pytest.mark.parametrize(("strategy", "workers"), [("ddp", 1), ("fsdp", 0)])
+def test_two_processes(sd2: Home, strategy: str, workers: int) -> None:
+    """Also with loader processes of builder and run; what they read does not depend on the strategy."""
     cache, runs = sd2.folder / "two", {}
-    changes = {"distributed__strategy": strategy, "system__batch_size": 4, "system__workers": 1}
+    changes = {"distributed__strategy": strategy, "system__batch_size": 4, "system__workers": workers}
     words = [*sd2.argv("unused", **changes), f"out={cache}", "dtype=fp32", "processes=2"]
     train_in_processes(words, 2, "scripts.cache_latents")
-    for name, more in (("online", {}), ("cached", {"dataset__cache__path": cache})):
+    for name, more in (("online", {"system__workers": 0}), ("cached", {"dataset__cache__path": cache})):
         runs[name] = sd2.folder / f"{strategy}_{name}"
-        train_in_processes(sd2.argv(runs[name].name, **changes, **more), 2)
+        train_in_processes(sd2.argv(runs[name].name, **{**changes, **more}), 2)
     assert_equal(runs["online"], runs["cached"])
 
 
@@ -277,10 +276,10 @@ def refused(home: Home, cache: Path, **changes: Any) -> str:
 
 def test_what_does_not_fit_is_refused_by_name(sd2: Home) -> None:
     cache = sd2.make("cache", "dtype=fp32")
-    other = sd2._replace(pipeline=makers.save_tiny_pipeline(sd2.folder / "other", seed=1))
+    other = sd2._replace(pipeline=small_pipeline(sd2.folder / "other", seed=1))
     text = refused(other, cache)
     assert "weights of model.vae differ" in text and "weights of model.text_encoder differ" in text
-    words = save_pipeline("stable_diffusion", sd2.folder / "words")
+    words = small_pipeline(sd2.folder / "words")
     path = words / "tokenizer" / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": 12}))
     text = refused(sd2._replace(pipeline=words), cache)
@@ -386,30 +385,37 @@ def test_every_rank_reads_its_own_share(sd2: Home, monkeypatch: pytest.MonkeyPat
     assert [[job.name for job in builder.missing(rank, 3)] for rank in range(3)] == [[damaged.name]] * 3
 
 
-def kills(home: Home, count: int) -> Iterator[set[str]]:
-    """The same builder again and again, ended by SIGKILL; yields the files after each."""
+def build_in_small_chunks(words: list[str]) -> None:
+    """In a process of the fork server."""
+    building._CHUNK_BYTES = CHUNK_BYTES
+    cache_latents.main(words)
+
+
+def kills(home: Home, count: int, num_files: int) -> Iterator[tuple[int | None, set[str]]]:
+    """The same builder again and again, ended by SIGKILL some files on; yields its status and the files after each."""
     folder, chance = home.folder / "killed", random.Random(count)
-    code = (
-        "import sys; from sd_training.build import cache; cache._CHUNK_BYTES = 4096; "
-        "from scripts import cache_latents; print('go', flush=True); cache_latents.main(sys.argv[1:])"
-    )
+    target, words = f"{__name__}:{build_in_small_chunks.__name__}", [*home.argv("unused"), f"out={folder}"]
+
+    def names() -> set[str]:
+        return {path.name for path in folder.iterdir()} if folder.exists() else set()
+
     for _ in range(count):
-        words = [*home.argv("unused"), f"out={folder}"]
-        process = subprocess.Popen([sys.executable, "-c", code, *words], cwd=ROOT, stdout=subprocess.PIPE)
-        assert process.stdout is not None and process.stdout.readline() == b"go\n"
-        deadline = time.monotonic() + chance.uniform(0.1, 1.5)
-        while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.002)
-        process.kill()
-        process.wait()
-        yield {path.name for path in folder.iterdir()} if folder.exists() else set()
+        goal = len(names()) + chance.randint(1, max(1, (num_files - len(names())) // 2))
+        process = shared_server().start(target, words, home.folder / "killed.log", os.environ)
+        while process.poll() is None and len(names()) < goal:
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.01))
+        process.send(signal.SIGKILL)
+        yield process.wait(60), names()
 
 
 def test_a_killed_builder_goes_on(sd2: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice; `CACHE_KILLS=20` says how often."""
-    monkeypatch.setattr("sd_training.build.cache._CHUNK_BYTES", 4096)
-    whole = contents(sd2.make("whole"))
+    monkeypatch.setattr(building, "_CHUNK_BYTES", CHUNK_BYTES)
+    whole, statuses = contents(sd2.make("whole")), []
     assert len(whole) > 20
-    for names in kills(sd2, int(os.environ.get("CACHE_KILLS", "2"))):
+    for status, names in kills(sd2, int(os.environ.get("CACHE_KILLS", "2")), len(whole)):
         assert {name.removesuffix(".partial") for name in names} <= whole.keys()
+        statuses.append(status)
+    assert -signal.SIGKILL in statuses
     assert contents(sd2.make("killed")) == whole

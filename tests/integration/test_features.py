@@ -342,7 +342,7 @@ def test_metrics_rows_after_the_checkpoint_are_dropped_on_resume(
 
 
 def test_ema_path_starts_the_average(tmp_path: Path, pipeline_dir: Path, shards_dir: Path) -> None:
-    other = makers.save_tiny_pipeline(tmp_path / "other", seed=9)
+    other = makers.save_tiny_pipeline(tmp_path / "other", seed=9, unet=makers.SMALLER_UNET)
     run_dir = tmp_path / "run"
     argv = options(run_dir, pipeline_dir, shards_dir, ema__path=other, ema__warmup="False")
     train([*argv, "ema.decay=0.999999"])

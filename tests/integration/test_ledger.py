@@ -73,9 +73,10 @@ class Ledgered(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def run(pipeline_dir: Path, shards_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ledgered:
-    """With validation, previews, saves, an average and a slow loader."""
+def run(shards_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ledgered:
+    """With validation, previews, saves, an average and a slow loader. In steps that are long beside a clock's tick."""
     home = tmp_path_factory.mktemp("ledger")
+    pipeline = makers.save_tiny_pipeline(home / "pipeline")
     held_out = makers.caption_shards(home / "held out", shards=1, per_shard=8)
     changes = {
         "experiment__num_examples_to_see": BATCH * STEPS,
@@ -99,7 +100,7 @@ def run(pipeline_dir: Path, shards_dir: Path, tmp_path_factory: pytest.TempPathF
         time.sleep(DELAY_S)
         return read(*arguments)
 
-    argv, clock = options(home / "run", pipeline_dir, shards_dir, **changes), Clock()
+    argv, clock = options(home / "run", pipeline, shards_dir, **changes), Clock()
     hooks = HookCalls()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainingSamples, "__getitem__", read_slowly)

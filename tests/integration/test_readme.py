@@ -1,7 +1,9 @@
-"""The README's commands are typed as they stand, in a folder of their own, with tiny data and a tiny pipeline in place
-of what they name. Only what needs a network, a cluster or this very test suite is left out."""
+"""The README's commands are run as they stand, in a folder of their own, with tiny data and a tiny pipeline in place
+of what they name. Only what needs a network, a cluster or this very test suite is left out. Those of one process are
+forked; that a new interpreter finds all it imports is shown by torchrun here, and by test_scripts.py."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import pytest
 import yaml
 
 from tests import makers
+from tests.integration.commands import forked
 from tests.integration.training import options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,12 +57,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def typed(folder: Path, command: str) -> "subprocess.CompletedProcess[str]":
-    words = command.replace("python ", f"{sys.executable} ", 1) if command.startswith("python ") else command
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
-    return subprocess.run(["bash", "-c", words], cwd=folder, env=environment, capture_output=True, text=True)
+    _, *words = shlex.split(command)
+    return forked(*words, cwd=folder)
 
 
-def test_every_command_runs_in_order(folder: Path) -> None:
+def test_every_command_runs_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     ran = []
     for command in commands():
         if any(part in command for part in LEFT_OUT):
@@ -101,6 +104,7 @@ def test_torchrun_from_another_folder(folder: Path, shards_dir: Path, tmp_path: 
 def test_the_python_block_runs_on_what_the_run_left(folder: Path) -> None:
     small = snippet().replace('horse")', 'horse", height=16, width=16, num_inference_steps=2)')
     assert small != snippet()
-    done = subprocess.run([sys.executable, "-c", small], cwd=folder, capture_output=True, text=True)
+    (folder / "snippet.py").write_text(small)
+    done = forked("snippet.py", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert (folder / "astronaut.png").stat().st_size > 100

@@ -13,7 +13,7 @@ from sd_training.config.changes import resolved_yaml
 from sd_training.config.load import load_config
 from sd_training.config.plan import BatchPlan
 from sd_training.errors import NumericError, UserError
-from tests import family_makers
+from tests import family_makers, makers
 from tests.integration.training import options, train
 from tests.unit.callbacks.test_numerics import Poison
 
@@ -80,11 +80,10 @@ def test_the_step_is_run_again(exploded: Path, replayed: Callable[..., str]) -> 
     assert re.search(r"(nan|inf)  \S*blocks?\.\d", printed)
 
 
-def test_finite_losses_are_those_of_the_run(
-    tmp_path: Path, pipeline_dir: Path, shards_dir: Path, replayed: Callable[..., str]
-) -> None:
+def test_finite_losses_are_those_of_the_run(tmp_path: Path, shards_dir: Path, replayed: Callable[..., str]) -> None:
+    pipeline = makers.save_tiny_pipeline(tmp_path / "pipeline")
     changes = {"system__batch_size": 4, "system__gradient_accumulation": 2, "experiment__save_every": 4}
-    train(options(tmp_path / "run", pipeline_dir, shards_dir, **changes), Poison({4}))
+    train(options(tmp_path / "run", pipeline, shards_dir, **changes), Poison({4}))
     printed = replayed(tmp_path / "run" / "incidents" / "step=4.skipped.json")
     found = re.search(r"differences up to (\S+), 0 finite in one only", printed)
     assert found is not None and float(found[1]) < 1e-5

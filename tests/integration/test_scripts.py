@@ -15,7 +15,7 @@ from PIL import Image
 
 from scripts import download_diffusers, make_webdataset
 from tests import makers
-from tests.integration.commands import ROOT, fails
+from tests.integration.commands import ROOT, fails, forked
 from tests.unit.data.making import training_data
 
 
@@ -30,9 +30,13 @@ def test_a_mistake_is_one_sentence_and_status_2(script: str, tmp_path: Path) -> 
         "index_dataset": ["none.tar"],
         "make_webdataset": ["nowhere", "--out", "out"],
     }
-    command = [sys.executable, str(ROOT / "scripts" / f"{script}.py"), *arguments[script]]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
+    command = [str(ROOT / "scripts" / f"{script}.py"), *arguments[script]]
+    if script == "index_dataset":
+        ended = forked(*command, cwd=tmp_path)
+    else:  # in a new interpreter, which has to find the project
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        words = [sys.executable, *command]
+        ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     said = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert ended.returncode == 2 and len(said) == 1 and ended.stdout == ""
     assert "Traceback" not in ended.stderr and not (tmp_path / "out").exists()

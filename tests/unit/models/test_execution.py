@@ -97,7 +97,7 @@ def test_one_set_of_graphs_per_size(name: str, root: Path) -> None:
 
 def test_the_whole_network_is_one_graph_per_size(root: Path) -> None:
     plain, family, before = tiny("mmdit_rope", root), tiny("mmdit_rope", root), graphs_compiled()
-    compile_blocks([family.denoiser], num_sizes=2, backend="aot_eager")
+    compile_blocks([family.denoiser], num_sizes=2, backend="eager")
     assert ten_losses(family) == pytest.approx(ten_losses(plain), rel=1e-4)
     assert graphs_compiled() - before == 2
 
@@ -130,7 +130,7 @@ def test_the_encoder_of_the_autoencoder_is_one_graph(name: str, root: Path) -> N
     pixels, (before, breaks) = torch.rand(4, 3, 16, 16) * 2 - 1, compile_counts()
     noise = torch.randn_like(family.vae.encode(pixels).latent_dist.mean)
     expected = family.draw_latents(family.moments(pixels, "bf16"), noise)
-    compile_blocks([family.vae.encoder], num_sizes=1, backend="aot_eager")
+    compile_blocks([family.vae.encoder], num_sizes=1, backend="eager")
     for _ in range(2):
         torch.testing.assert_close(family.draw_latents(family.moments(pixels, "bf16"), noise), expected)
         assert compile_counts() == (before + 1, breaks)
@@ -143,7 +143,7 @@ def test_the_budget_of_a_graph(root: Path) -> None:
     for budget in (0.0, 1.0):
         torch._dynamo.reset()
         plain, family = tiny("mmdit_rope", root), tiny("mmdit_rope", root)
-        compile_blocks([family.denoiser], num_sizes=1, backend="aot_eager_decomp_partition", budget=budget)
+        compile_blocks(family.blocks()[:1], num_sizes=1, backend="aot_eager_decomp_partition", budget=budget)
         sizes.append(saved_bytes(family))
         assert loss_of(family).item() == pytest.approx(loss_of(plain).item(), rel=1e-4)
     assert sizes[0] < sizes[1]
@@ -168,16 +168,20 @@ def test_code_is_kept_where_nobody_else_may_write(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.slow
 def test_generated_code_gives_the_same_losses(root: Path) -> None:
-    """One block, because a compiler of C++ takes its time."""
+    """One feed-forward network: a compiler of C++ takes a second for each kernel, and a block has 26."""
+
+    def part(family: Family) -> list[nn.Module]:
+        return [family.blocks()[0].image.mlp]
+
     plain, family, before = tiny("mmdit_rope", root), tiny("mmdit_rope", root), graphs_compiled()
-    compile_blocks(family.blocks()[:1], num_sizes=1)
+    compile_blocks(part(family), num_sizes=1)
     assert ten_losses(family, num_sizes=1) == pytest.approx(ten_losses(plain, num_sizes=1), rel=1e-4)
     assert graphs_compiled() - before == 1
     torch._dynamo.reset()  # as in a new process: what was generated is found in the folder
     found = "autograd_cache_hit"
     before = torch._dynamo.utils.counters["aot_autograd"][found]
     again = tiny("mmdit_rope", root)
-    compile_blocks(again.blocks()[:1], num_sizes=1)
+    compile_blocks(part(again), num_sizes=1)
     loss_and_gradients(again)
     assert torch._dynamo.utils.counters["aot_autograd"][found] == before + 1
 
@@ -196,7 +200,7 @@ class Small(nn.Module):
 def test_many_sizes_do_not_reach_the_limit() -> None:
     """torch.compile alone stops at eight graphs."""
     blocks, before = [Small(2), Small(3)], graphs_compiled()
-    compile_blocks(blocks, num_sizes=10, backend="aot_eager")
+    compile_blocks(blocks, num_sizes=10, backend="eager")
     for _ in range(2):
         for length in range(2, 12):
             for block in blocks:
@@ -206,7 +210,7 @@ def test_many_sizes_do_not_reach_the_limit() -> None:
 
 def test_pictures_make_no_graphs(root: Path) -> None:
     family = tiny("mmdit_rope", root)
-    compile_blocks(family.blocks(), num_sizes=1, backend="aot_eager")
+    compile_blocks(family.blocks(), num_sizes=1, backend="eager")
     loss_and_gradients(family)
     compiled = graphs_compiled()
     family.denoiser.eval()
@@ -255,7 +259,7 @@ def test_under_fsdp_with_recomputation(root: Path) -> None:
 
 def test_a_copy_is_not_compiled_and_has_its_own_weights(root: Path) -> None:
     family = tiny("mmdit_rope", root)
-    compile_blocks(family.blocks(), num_sizes=1, backend="aot_eager")
+    compile_blocks(family.blocks(), num_sizes=1, backend="eager")
     loss = loss_of(family)
     family.parts["transformer"] = copy.deepcopy(family.denoiser)
     assert torch.equal(loss_of(family), loss)
