@@ -93,14 +93,14 @@ def make_data(dataset: DatasetConfig, batch: int, workers: int) -> TrainingData:
 
 def cached_data(arguments: argparse.Namespace) -> TrainingData:
     """The loader of a config with a cache, with the model's draws and captions."""
-    from sd_training.build import dry_run, run
+    from sd_training.build import data, dry_run
     from sd_training.build.plan import make_plan
 
     own = [_LENGTH, f"system.batch_size={arguments.batch}", f"system.workers={arguments.workers}"]
     plan = make_plan(load_config([*arguments.overrides, *own]), is_described=True)
     networks, family = dry_run.meta_networks(plan.config)
     cache = LatentCache(output_path(str(plan.config.dataset.cache.path)))
-    return run.make_data(plan, family, latent_grid(networks["vae"]), cache)
+    return data.make_data(plan, family, latent_grid(networks["vae"]), cache)
 
 
 def own_batches(data: TrainingData) -> Iterator[Any]:

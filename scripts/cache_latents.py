@@ -34,11 +34,10 @@ quiet_libraries()
 from tqdm import tqdm
 
 from sd_training.build.cache import CacheBuilder
-from sd_training.build.models import with_frozen_ready
+from sd_training.build.data import make_data
+from sd_training.build.models import frozen_family
 from sd_training.build.plan import Plan, make_plan
-from sd_training.build.run import make_data
 from sd_training.data.samples.cache import DTYPES
-from sd_training.models.families import load_family
 from sd_training.models.family import latent_grid
 from sd_training.parallel.launch import use_own_device
 
@@ -97,12 +96,7 @@ def crops_of(config: Config, crops: str) -> int | None:
 
 def make_builder(given: dict[str, str], plan: Plan) -> CacheBuilder:
     """The builder of these options."""
-    config = plan.config
-    num_crops = crops_of(config, given["crops"])
-    seed = config.experiment.seed
-    family = load_family(config.model, config.objective, config.conditioning, seed=seed, has_denoiser=False)
-    family, _ = with_frozen_ready(family, plan)
-    device = use_own_device(plan.launch)
+    num_crops, device, family = crops_of(plan.config, given["crops"]), use_own_device(plan.launch), frozen_family(plan)
     data, folder = make_data(plan, family, latent_grid(family.vae)), output_path(given["out"])
     dtype, text = given["dtype"], given["text"]
     return CacheBuilder(plan, family, data, folder, device, dtype=dtype, num_crops=num_crops, text=text)

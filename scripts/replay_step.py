@@ -18,7 +18,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -35,9 +34,9 @@ import torch
 
 from scripts.first_non_finite import FirstNonFinite
 from sd_training.build.cache import open_cache
+from sd_training.build.data import make_data
 from sd_training.build.models import Trained, build_model
 from sd_training.build.plan import Plan, make_plan
-from sd_training.build.run import make_data
 from sd_training.callbacks.run_record import CONFIG, RECORD, read_starts
 from sd_training.checkpoint.folder import sealed_checkpoints, step_of, verify_checkpoint
 from sd_training.checkpoint.save import open_checkpoint
@@ -178,8 +177,8 @@ def micro_batches(incident: Incident, data: TrainingData) -> Iterator[tuple[int,
     """
     for rank in range(incident.batch.processes):
         loader = data.loader(rank, lambda: incident.step)
-        for micro, requests in enumerate(islice(loader.requests(incident.step), incident.batch.accumulation)):
-            result = loader.dataset[requests]
+        for micro in range(incident.batch.accumulation):
+            result = loader.dataset[loader.request(incident.step * incident.batch.accumulation + micro, rank)]
             if result.batch is None:
                 raise result.error or DataError("no batch")
             yield rank, micro, result.batch

@@ -75,6 +75,12 @@ class OutageError(DataError):
     exit_status = EXIT_STOPPED
 
 
+class EncoderError(UserError):
+    """An encoder process cannot go on: it was killed, lacks memory, or has failed."""
+
+    exit_status = EXIT_UNEXPECTED
+
+
 class CheckpointError(UserError):
     """Checkpoints exist but none of them verifies, or one belongs to another run."""
 

@@ -138,15 +138,19 @@ class PixelBatch(Draws):
         leaves = [form for v in forms.values() for form in (v.values() if isinstance(v, dict) else (v,))]
         sizes = [-(-form.nbytes // _ALIGNMENT) * _ALIGNMENT for form in leaves]
         starts, block = accumulate(sizes, initial=0), memory(sum(sizes))
-        each = partial(_each, lambda form: form.inside(block[next(starts) :]))
+        each = partial(each_leaf, lambda form: form.inside(block[next(starts) :]))
         return cls(**{name: each(value) for name, value in forms.items()})
+
+    def tensors(self) -> list[Tensor]:
+        """All of them, in the order of `allocate`."""
+        return [leaf for v in vars(self).values() for leaf in (v.values() if isinstance(v, dict) else (v,))]
 
     def arrays(self) -> dict[str, Any]:
         """Field → array of the same memory, or dict of them."""
-        return {f.name: _each(as_array, getattr(self, f.name)) for f in fields(self)}
+        return {f.name: each_leaf(as_array, getattr(self, f.name)) for f in fields(self)}
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "PixelBatch":
-        return PixelBatch(**{f.name: _each(change, getattr(self, f.name)) for f in fields(self)})
+        return PixelBatch(**{f.name: each_leaf(change, getattr(self, f.name)) for f in fields(self)})
 
 
 def private_memory(num_bytes: int) -> Tensor:
@@ -163,7 +167,8 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def _each(change: Callable[[Any], Any], value: Any) -> Any:
+def each_leaf(change: Callable[[Any], Any], value: Any) -> Any:
+    """A field of a batch with something changed: what it is, or each value of the dict that it is."""
     return {name: change(own) for name, own in value.items()} if isinstance(value, dict) else change(value)
 
 

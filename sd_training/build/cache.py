@@ -49,7 +49,6 @@ from sd_training.data.samples.image import CropRequest
 from sd_training.errors import BadSample, ConfigError, DataError, SaveError
 from sd_training.export.pipeline import NOT_SETTINGS
 from sd_training.log import get_logger
-from sd_training.models.attention import set_attention
 from sd_training.models.execution import autocast_weights
 from sd_training.models.family import AUTOCAST_DTYPE, Family, autocast
 from sd_training.training import scaled_pixels
@@ -248,8 +247,6 @@ class CacheBuilder:
         for network in (family.vae, *family.text_encoders().values()):
             # As in training: kernels are chosen by it, also without autograd.
             network.requires_grad_(False).eval().to(device)
-        set_attention(plan.config.model.attention)
-        torch.set_float32_matmul_precision(plan.config.trainer.matmul_precision)
         shapes = {} if text == "none" else self._text_shapes(text)
         if problems := uncached_needs(plan.config, has_text=bool(shapes)):
             raise ConfigError(problems)

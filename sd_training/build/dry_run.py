@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from sd_training.build.data import ANY_GRID, make_data
 from sd_training.build.models import (
     autocast_parts,
     fit_problems,
@@ -31,7 +32,6 @@ from sd_training.build.models import (
     vae_precision,
 )
 from sd_training.build.plan import Plan, Start, check_data, find_start, make_mirror, titled
-from sd_training.build.run import ANY_GRID, make_data
 from sd_training.config.changes import chosen_options
 from sd_training.config.plan import Layout
 from sd_training.config.schema import Config, DistributedConfig, ModelConfig, warmup_length

@@ -16,7 +16,7 @@ from sd_training.data.samples.cache import LatentCache
 from sd_training.diffusion import Objective
 from sd_training.errors import ConfigError
 from sd_training.log import get_logger, is_main_process
-from sd_training.models.attention import choose_attention, use_fast_attention, xformers_problems
+from sd_training.models.attention import choose_attention, set_attention, use_fast_attention, xformers_problems
 from sd_training.models.execution import (
     autocast_copy,
     compile_blocks,
@@ -26,7 +26,7 @@ from sd_training.models.execution import (
     wants_channels_last,
 )
 from sd_training.models.families import load_family
-from sd_training.models.family import AUTOCAST_DTYPE, Family, latent_grid
+from sd_training.models.family import AUTOCAST_DTYPE, TEXT_PARTS, Family, latent_grid
 from sd_training.models.load import effective_part, load_part
 from sd_training.models.schedulers import prediction_warning
 from sd_training.optim import Optimization, lr_schedule
@@ -88,7 +88,7 @@ def _diffusion(plan: Plan) -> Trained:
         recompute_activations(blocks)
     family, originals = with_frozen_ready(family, plan)
     if config.trainer.compile != "off":
-        _compile(plan, family, len(sizes))
+        compile_networks(plan, family)
     module = DiffusionModule(
         family,
         objective_of(family),
@@ -109,14 +109,17 @@ def _diffusion(plan: Plan) -> Trained:
     return Trained(module, latent_grid(family.vae), family, exported, sharding)
 
 
-def _compile(plan: Plan, family: Family, num_sizes: int) -> None:
+def compile_networks(plan: Plan, family: Family, *, has_denoiser: bool = True) -> None:
     """The denoiser or its blocks, and the autoencoder's encoder: not of tiles, which have too many shapes, and not of
     slices, because a CUDA graph overwrites what it gave for the slice before."""
     trainer, accelerator = plan.config.trainer, plan.launch.accelerator
+    num_sizes = len(training_sizes(plan.config.dataset.params).sizes)
     require_compiler(accelerator, trainer.compile_mode)
     # By machine: code is made for its processor, and on a shared file system machines would wait for locks.
     keep_compiled_code(plan.run_dir / "compiled" / platform.node())
-    networks = [family.denoiser] if trainer.compile == "full" else family.blocks()
+    networks: list[nn.Module] = []
+    if has_denoiser:
+        networks += [family.denoiser] if trainer.compile == "full" else family.blocks()
     networks += [] if plan.config.model.vae_tiling or plan.config.model.vae_slicing else [family.vae.encoder]
     mode: str = trainer.compile_mode
     if mode == "max-autotune" and (plan.batch.accumulation > 1 or plan.layout.strategy not in ("single", "ddp")):
@@ -185,18 +188,24 @@ def autocast_parts(model: ModelConfig, precision: str, family: Family) -> list[s
     return [name for name, given in own.items() if given == precision and AUTOCAST_DTYPE[precision] is not None]
 
 
-def idle_parts(config: Config) -> list[str]:
-    """Frozen networks that never run, because a cache delivers what they give, and neither validation nor pictures
-    need them: they stay in CPU memory, for exports.
+def parts_encoded_elsewhere(config: Config) -> list[str]:
+    """Networks that do not run in a training step, because a cache or encoder processes deliver what they give.
 
     Raises:
         ConfigError: there is no cache where `dataset.cache.path` says.
     """
-    path, sampling = config.dataset.cache.path, config.sampling
+    if config.distributed.encoders:
+        return ["vae", *(() if config.model.train_text_encoder else TEXT_PARTS)]
+    path = config.dataset.cache.path
+    return [] if path is None else ["vae", *LatentCache(output_path(path)).storage.text_shapes]
+
+
+def idle_parts(config: Config) -> list[str]:
+    """Of `parts_encoded_elsewhere` those that training processes never run, because neither validation nor pictures
+    need them: they stay in CPU memory, for exports."""
+    sampling = config.sampling
     draws = (sampling.every and sampling.prompts) or config.experiment.eval_caption_file is not None
-    if path is None or draws or config.validation.path is not None:
-        return []
-    return ["vae", *LatentCache(output_path(path)).storage.text_shapes]
+    return [] if draws or config.validation.path is not None else parts_encoded_elsewhere(config)
 
 
 def with_frozen_ready(family: Family, plan: Plan) -> tuple[Family, dict[str, Any]]:
@@ -216,6 +225,18 @@ def with_frozen_ready(family: Family, plan: Plan) -> tuple[Family, dict[str, Any
     originals = {name: family.parts[name] for name in copied if is_main_process()}
     copies = {name: autocast_copy(family.parts[name], dtype) for name in copied if dtype is not None}
     return family.with_parts(copies), originals
+
+
+def frozen_family(plan: Plan) -> Family:
+    """The family without a denoiser, for a process that only encodes. Torch gets the settings that a training process
+    has when it encodes."""
+    config, trainer = plan.config, plan.config.trainer
+    set_attention(config.model.attention)
+    torch.set_float32_matmul_precision(trainer.matmul_precision)
+    torch.backends.cudnn.benchmark = trainer.cudnn_benchmark
+    seed = config.experiment.seed
+    family = load_family(config.model, config.objective, config.conditioning, seed=seed, has_denoiser=False)
+    return with_frozen_ready(family, plan)[0]
 
 
 def objective_of(family: Family) -> Objective:

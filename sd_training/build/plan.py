@@ -2,6 +2,7 @@
 the run is new, resumes from a checkpoint, or is refused. Also acquires the run folder."""
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -76,7 +77,11 @@ def make_plan(config: Config, *, is_described: bool = False) -> Plan:
     Raises:
         ConfigError: when the config contradicts itself, the launcher or the machine.
     """
-    launch = find_launch(config.trainer, is_described=is_described)
+    # Encoder processes on GPUs that are named may share them with training.
+    encoders = 0 if config.distributed.encoder_devices else config.distributed.encoders
+    launch = find_launch(config.trainer, encoders, is_described=is_described)
+    if config.distributed.encoders and not is_described and not sys.platform.startswith("linux"):
+        raise ConfigError("distributed.encoders: needs Linux; use 0")
     layout = find_layout(config.distributed, launch.processes, launch.devices)
     if layout.strategy.startswith("deepspeed") and find_spec("deepspeed") is None:
         raise ConfigError(

@@ -20,8 +20,10 @@ from pytorch_lightning.strategies import Strategy
 from torch.utils.tensorboard import SummaryWriter
 
 from sd_training.build.cache import open_cache
+from sd_training.build.data import ANY_GRID, make_data
+from sd_training.build.encoders import start_encoders
 from sd_training.build.flops import PictureFlops, peak_tflops
-from sd_training.build.models import Trained, build_model
+from sd_training.build.models import Trained, build_model, parts_encoded_elsewhere
 from sd_training.build.plan import Plan, Start, find_start, make_mirror, own_run_dir, titled
 from sd_training.build.preflight import wandb_mode
 from sd_training.callbacks.base import RunState
@@ -41,18 +43,15 @@ from sd_training.checkpoint.mirror import Mirror
 from sd_training.config.changes import resolved_yaml, to_plain
 from sd_training.config.schema import PartConfig
 from sd_training.data.datamodule import TrainingData
-from sd_training.data.samples.cache import LatentCache
-from sd_training.data.samples.sample import DrawSettings
 from sd_training.errors import Checks
 from sd_training.export.draw import read_captions
 from sd_training.log import RunLog, get_logger, is_main_process, redacted
-from sd_training.models.family import AUTOCAST_DTYPE, Family
+from sd_training.models.family import AUTOCAST_DTYPE
 from sd_training.models.load import load_part
 from sd_training.parallel.launch import process_group_backend, use_one_worker_per_gloo_group, use_own_device
 from sd_training.parallel.strategies import FSDP2Strategy, ReplicatedStrategy, ShardingSpec, SingleProcessStrategy
 from sd_training.signals import StopSignals
 from sd_training.training import TrainedModule
-from sd_training.types import LatentGrid
 from sd_training.watchdog import HangWatch
 
 log = get_logger(__name__)
@@ -63,8 +62,6 @@ END_S = 2 * FINISH_S
 """What the loggers may need after the last save: `FINISH_S`, and W&B's process until it has ended."""
 _STEP = "trainer/global_step"
 """W&B's x axis, as Lightning names it."""
-ANY_GRID = LatentGrid(4, 8)
-"""Placeholder where no latents are drawn."""
 _LIGHTNING_PRECISION: dict[str, Any] = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 _ENVIRONMENTS: dict[str, Callable[[], Any]] = {
     "torchrun": TorchElasticEnvironment,
@@ -117,6 +114,7 @@ def build_run(
         run_log.open(plan.run_dir, run_lock.check)
     if start.is_done:
         log.info("\n".join([f"{plan.run_dir} is finished; it {start.sentence()}", *filter(None, [start.changes()])]))
+    encoders = None if start.is_done else start_encoders(plan)  # they load their networks meanwhile
     checks = Checks()
     trained = checks.run(lambda: build_model(plan))
     if trained is None and is_main_process():  # the index that this makes is kept for the next start
@@ -125,7 +123,7 @@ def build_run(
     checks.finish()
     assert trained is not None
     cache = open_cache(plan, trained.family) if trained.family else None
-    data = make_data(plan, trained.family, trained.latent_grid, cache)
+    data = make_data(plan, trained.family, trained.latent_grid, cache, encoders)
     config, signals = plan.config, signals or StopSignals()
     watch = watch or HangWatch({}, plan.run_dir)
     end_s = deadline_s(config.experiment.max_hours, signals.started_s, os.environ)
@@ -134,36 +132,6 @@ def build_run(
     callbacks = _callbacks(plan, start, trained, data, preemption, run_lock, watch, mirror)
     trainer = _trainer(plan, callbacks, _strategy(plan, trained.sharding))
     return Run(trainer, trained.module, data, preemption, plan.is_child)
-
-
-def make_data(plan: Plan, family: Family | None, grid: LatentGrid, cache: LatentCache | None = None) -> TrainingData:
-    """The training data for a model with these latents; `family` is None for autoencoder training, and where the data
-    is only inspected. Nothing is drawn that the objective does not read."""
-    config, seed = plan.config, plan.config.experiment.seed
-    if family is None:
-        draws = DrawSettings(seed, grid, has_noise=False)
-    else:
-        objective = family.schedulers.objective.config
-        draws = DrawSettings(
-            seed,
-            grid,
-            config.conditioning,
-            has_offset_noise=bool(objective.offset_noise),
-            has_input_noise=objective.input_perturbation > 0,
-            has_mask=objective.masked_loss != "none",
-            is_stratified=objective.timestep_density.stratified,
-        )
-    return TrainingData(
-        dataset=config.dataset,
-        plan=plan.batch,
-        workers=config.system.workers,
-        tokenizers=family.tokenizers() if family else {},
-        draws=draws,
-        captions_needed=config.model.train != "vae",
-        run_dir=plan.run_dir,
-        validation=config.validation,
-        cache=cache,
-    )
 
 
 def _callbacks(
@@ -203,8 +171,7 @@ def _callbacks(
     peak = config.logging.peak_tflops
     if peak is None and plan.launch.accelerator == "cuda":
         peak = peak_tflops(torch.cuda.get_device_name(), plan.precision)
-    cached = () if data.cache is None else ("vae", *data.cache.storage.text_shapes)
-    flops = None if peak is None else PictureFlops(trained, cached)
+    flops = None if peak is None else PictureFlops(trained, parts_encoded_elsewhere(config))
     validation = None
     if data.held_out is not None:
         validation_rows = MetricRows(run_dir / "validation.csv", COLUMNS, run_lock)

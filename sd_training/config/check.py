@@ -311,6 +311,13 @@ def _sharding(config: Config) -> Iterator[str]:
         yield "distributed.offload_parameters: is only read with fsdp, hsdp and deepspeed_3"
     if not distributed.reshard_after_forward and not fsdp:
         yield "distributed.reshard_after_forward: is only read with fsdp and hsdp"
+    if distributed.encoders and config.model.train == "vae":
+        yield "distributed.encoders: the autoencoder is trained, so there is nothing to encode; use 0"
+    if distributed.encoders and config.dataset.cache.path is not None:
+        yield "distributed.encoders: the cache holds what they would encode; use 0, or dataset.cache.path=null"
+    if distributed.encoder_devices and len(distributed.encoder_devices) != distributed.encoders:
+        wanted = f"distributed.encoders={distributed.encoders}"
+        yield f"distributed.encoder_devices: has {len(distributed.encoder_devices)} for {wanted}; name one for each"
     if config.trainer.compile_mode == "reduce-overhead" and config.system.gradient_accumulation > 1:
         yield "trainer.compile_mode: CUDA graphs overwrite gradients that are accumulated; use default"
     if not (fsdp or deepspeed):

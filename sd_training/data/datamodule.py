@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
+import torch
 
 from sd_training.config.changes import differences
 from sd_training.config.data_schema import DatasetConfig, MixEntry
@@ -21,6 +22,7 @@ from sd_training.config.fields import shown
 from sd_training.config.plan import BatchPlan, counted
 from sd_training.config.schema import ValidationConfig
 from sd_training.data.dataset import OpenDataset, open_dataset
+from sd_training.data.encoded import EncodedBatches, EncoderProcesses
 from sd_training.data.index.report import DatasetReport
 from sd_training.data.loader import BadSampleLog, TrainingLoader
 from sd_training.data.order.buckets import training_sizes
@@ -163,6 +165,7 @@ class TrainingData(pl.LightningDataModule):
         run_dir: where bad samples are named; None names them nowhere.
         validation: `validation` of the config; None: no held-out data.
         cache: what was encoded before training, instead of images and captions; held-out data do not use it.
+        encoders: encode beside the training, with a trainer; held-out data do not use them.
     """
 
     def __init__(
@@ -177,9 +180,10 @@ class TrainingData(pl.LightningDataModule):
         run_dir: Path | None,
         validation: ValidationConfig | None = None,
         cache: LatentCache | None = None,
+        encoders: EncoderProcesses | None = None,
     ) -> None:
         super().__init__()
-        self.cache = cache
+        self.cache, self.encoders = cache, encoders
         self.dataset, self.plan, self.workers = dataset, plan, workers
         self.draws, self.tokenizers, self.captions_needed = draws, dict(tokenizers), captions_needed
         self.entries: list[DatasetConfig | MixEntry] = [dataset, *dataset.mix]
@@ -215,7 +219,15 @@ class TrainingData(pl.LightningDataModule):
         """The micro-batches of this rank from the trainer's optimizer step on."""
         trainer = self.trainer
         assert trainer is not None, "without a trainer, use loader(rank, first_step)"
-        return self.loader(trainer.global_rank // self.plan.sharing, lambda: trainer.global_step)
+        loader = self.loader(trainer.global_rank // self.plan.sharing, lambda: trainer.global_step)
+        if self.encoders is None:
+            return loader
+        shares, code = self.encoders.shares, torch.tensor(self.encoders.code, device=trainer.strategy.root_device)
+        # Collective: the first process of a machine has chosen the addresses.
+        codes = trainer.strategy.all_gather(code).reshape(-1).tolist()
+        first_of_machine = trainer.global_rank - trainer.local_rank
+        encoded = EncodedBatches(shares, trainer.global_rank, codes[first_of_machine], self.encoders.processes)
+        return replace(loader, encoded=encoded)
 
     def loader(self, rank: int, first_step: Callable[[], int]) -> TrainingLoader:
         """The micro-batches from optimizer step `first_step()` on; usable without a trainer.

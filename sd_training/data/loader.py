@@ -33,6 +33,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from sd_training.config.plan import BatchPlan
+from sd_training.data.encoded import EncodedBatches
 from sd_training.data.order.order import RunOrder
 from sd_training.data.samples.sample import BLOCKS, PREFETCHED, SampleRequest, TrainingSamples, WorkerResult
 from sd_training.data.sources.base import Problems, SkippedSample, printable
@@ -66,6 +67,8 @@ class TrainingLoader:
     bad_samples: "BadSampleLog"
     reuse_batch: bool = False
     """Whether every micro-batch is the first one of the run, the same tensors each time: `dataset.reuse_batch`."""
+    encoded: EncodedBatches | None = None
+    """Delivers the micro-batches, instead of loader processes of this process."""
     _deaths: list[int] = field(default_factory=list, init=False)
     """Optimizer steps at which a loader process has died."""
 
@@ -74,36 +77,40 @@ class TrainingLoader:
 
     def __iter__(self) -> Iterator[PixelBatch]:
         start = self.first_step() * self.plan.accumulation
-        for result in self._repeated(start) if self.reuse_batch else self._results(start):
+        for result in self._repeated(start) if self.reuse_batch else self.results(start):
             self.bad_samples.count(self.plan.micro_batch, result.skipped)
             if result.error is not None:
                 raise result.error
             assert result.batch is not None, "a result has a batch or an error"
             yield result.batch
 
-    def requests(self, first_step: int, num_done: int = 0) -> Iterator[list[SampleRequest]]:
-        """The requests to the loader processes, a list per micro-batch of this rank, from step `first_step`
-        to the last; of that step without the first `num_done` micro-batches."""
-        size = self.plan.micro_batch
-        for step in range(first_step, self.plan.num_steps):
-            bucket, samples, dataset = self.order.at(step)
-            for micro_index in range(num_done if step == first_step else 0, self.plan.accumulation):
-                # A rank reads neighbouring slots, those of its shard streams, with any accumulation.
-                slot = (self.rank * self.plan.accumulation + micro_index) * size
-                position = step * self.plan.global_batch + slot
-                own = enumerate(samples[slot : slot + size].tolist(), start=position)
-                yield [SampleRequest(position, dataset, sample, bucket) for position, sample in own]
+    def requests_from(self, micro_batch: int) -> Iterator[list[SampleRequest]]:
+        """The requests to the loader processes, a list per micro-batch of this rank, to the end of the run."""
+        return (self.request(number, self.rank) for number in range(micro_batch, len(self)))
+
+    def request(self, micro_batch: int, rank: int) -> list[SampleRequest]:
+        """The samples of one micro-batch of a rank."""
+        step, micro_index = divmod(micro_batch, self.plan.accumulation)
+        bucket, samples, dataset = self.order.at(step)
+        # A rank reads neighbouring slots, those of its shard streams, with any accumulation.
+        slot = (rank * self.plan.accumulation + micro_index) * self.plan.micro_batch
+        position = step * self.plan.global_batch + slot
+        own = enumerate(samples[slot : slot + self.plan.micro_batch].tolist(), start=position)
+        return [SampleRequest(position, dataset, sample, bucket) for position, sample in own]
 
     def _repeated(self, next_micro_batch: int) -> Iterator[WorkerResult]:
         """The first micro-batch of the run at every place. What was skipped for it counts once."""
-        first = next(self._results(0))  # its loader processes end with the iterator
+        first = next(self.results(0))  # its loader processes end with the iterator
         for number in range(next_micro_batch, len(self)):
             yield first if number == next_micro_batch else replace(first, skipped=[])
 
-    def _results(self, next_micro_batch: int) -> Iterator[WorkerResult]:
+    def results(self, next_micro_batch: int) -> Iterator[WorkerResult]:
         """To the end of the run. Loader processes that die are replaced by new ones, which begin with the next expected
-        micro-batch."""
+        micro-batch. Or from encoder processes, whose loader processes are replaced there."""
         end = len(self)
+        if self.encoded is not None:
+            yield from self.encoded.results(next_micro_batch, end)
+            return
         while next_micro_batch < end:
             iterator = iter(self._torch_loader(next_micro_batch))
             # A block that is still mapped when it comes again is not mapped anew.
@@ -151,11 +158,10 @@ class TrainingLoader:
         log.error(f"a loader process {how} at optimizer step {step:,}; the loader starts again there, nothing is lost")
 
     def _torch_loader(self, first_micro_batch: int) -> "DataLoader[WorkerResult]":
-        first_step, num_done = divmod(first_micro_batch, self.plan.accumulation)
         return DataLoader(
             self.dataset,
             batch_size=None,
-            sampler=self.requests(first_step, num_done),
+            sampler=self.requests_from(first_micro_batch),
             pin_memory=torch.cuda.is_available(),
             prefetch_factor=PREFETCHED if self.workers else None,
             **worker_options(self.workers),

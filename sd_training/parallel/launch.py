@@ -69,17 +69,19 @@ def _from_launcher() -> tuple[int, int, Literal["torchrun", "slurm"]] | None:
     return devices, num_nodes, launcher
 
 
-def find_launch(config: TrainerConfig, *, is_described: bool = False) -> Launch:
+def find_launch(config: TrainerConfig, encoders: int = 0, *, is_described: bool = False) -> Launch:
     """Devices and processes of this run.
 
     Args:
+        encoders: GPUs of this machine that train nothing.
         is_described: the run is only described: it may be one of other machines than this one.
 
     Raises:
         ConfigError: when the config contradicts the launcher or the machine.
     """
     accelerator, wanted_nodes = _accelerator(config), config.num_nodes or 1
-    visible = torch.cuda.device_count() if accelerator == "cuda" else 1
+    visible = torch.cuda.device_count() - encoders if accelerator == "cuda" else 1
+    besides = f" beside {counted(encoders, 'encoder process', 'encoder processes')}" if encoders else ""
     if (launched := _from_launcher()) is not None:
         devices, num_nodes, launcher = launched
         started = counted(devices, "process", "processes")
@@ -92,7 +94,7 @@ def find_launch(config: TrainerConfig, *, is_described: bool = False) -> Launch:
         if accelerator == "cuda" and devices > visible:
             raise ConfigError(
                 f"trainer.devices: the launcher started {started} on this machine, but they see "
-                f"{counted(visible, 'GPU')}; start one for each GPU, and let each see all of them "
+                f"{counted(visible, 'GPU')}{besides}; start one for each GPU, and let each see all of them "
                 "(srun --gpus-per-node, not --gpus-per-task)"
             )
         return Launch(accelerator, devices, num_nodes, launcher)
@@ -102,7 +104,7 @@ def find_launch(config: TrainerConfig, *, is_described: bool = False) -> Launch:
             f"trainer.num_nodes: {wanted_nodes} machines need a launcher; start with torchrun or srun (see README)"
         )
     if not is_described and accelerator != "cpu" and devices > visible:
-        raise ConfigError(f"trainer.devices: {devices}, but this machine has {visible}")
+        raise ConfigError(f"trainer.devices: {devices}, but this machine has {visible}{besides}")
     return Launch(accelerator, devices, wanted_nodes)
 
 
@@ -111,9 +113,14 @@ def use_own_device(launch: Launch) -> torch.device:
     what every process allocates before would be on the machine's first GPU."""
     if launch.accelerator != "cuda":
         return torch.device(launch.accelerator)
-    number = os.environ.get("SLURM_LOCALID" if launch.launcher == "slurm" else "LOCAL_RANK", "0")
-    torch.cuda.set_device(int(number))
-    return torch.device("cuda", int(number))
+    device = torch.device("cuda", local_rank(launch))
+    torch.cuda.set_device(device)
+    return device
+
+
+def local_rank(launch: Launch) -> int:
+    """Number of this process on its machine."""
+    return int(os.environ.get("SLURM_LOCALID" if launch.launcher == "slurm" else "LOCAL_RANK", "0"))
 
 
 def process_group_backend(config: DistributedConfig, accelerator: str) -> str:

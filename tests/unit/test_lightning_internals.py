@@ -43,6 +43,7 @@ PRIVATE = {
     "_foreach_mul_": "torch: optim.py",
     "_functorch": "torch: models/execution.py",  # the memory budget: test_execution.py compares with and without
     "_fused_sdp_choice": "torch: models/attention.py",  # which kernel: test_attention.py asks torch in other ways, too
+    "_new_shared": "torch: types.py",  # as torch's collate calls it; test_workers.py shares a block
     "_Options": "torch: parallel/launch.py",
     "_pytree": "torch: build/dry_run.py",
     "_subclasses": "torch: build/dry_run.py",

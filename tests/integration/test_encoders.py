@@ -1,0 +1,115 @@
+"""Encoder processes change no bit of a run, and no end of any process leaves one behind."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sd_training.data.encoded import EncoderShares
+from sd_training.errors import EXIT_HANG, EXIT_STOPPED, EXIT_UNEXPECTED
+from tests.family_makers import save_pipeline
+from tests.faults.fork_server import Child, shared_server
+from tests.faults.tiny_run import RUN_MODULE
+from tests.integration.test_cache import Home, assert_equal, write_shards
+from tests.integration.training import checkpoint_tensors, losses, options, train, train_in_processes
+
+STEPS = 200
+FAULTS = int(os.environ.get("ENCODER_FAULTS", "1"))
+"""How often each of them is made."""
+LIMIT_S = 500
+
+
+def home_of(family: str, folder: Path) -> Home:
+    return Home(folder, save_pipeline(family, folder / "pipeline"), write_shards(folder / "shards"))
+
+
+@pytest.mark.parametrize("family", ["sdxl", "sd3"])
+def test_an_encoder_process_changes_nothing(family: str, tmp_path: Path) -> None:
+    """Buckets, two captions, dropped captions, a bad picture; and the training process has idle encoders."""
+    home = home_of(family, tmp_path)
+    train(home.argv("inline"))
+    run = train(home.argv("encoded", distributed__encoders=1, system__workers=1))
+    assert_equal(tmp_path / "inline", tmp_path / "encoded")
+    assert {"vae", "text_encoder"} <= run.module.idle
+    named = [(tmp_path / name / "bad_samples.jsonl").read_text().count("truncated") for name in ("inline", "encoded")]
+    assert named == [1, 1]
+
+
+@pytest.mark.parametrize(("strategy", "encoders"), [("ddp", 3), ("fsdp", 1)])
+def test_two_training_processes(strategy: str, encoders: int, tmp_path: Path) -> None:
+    home = home_of("stable_diffusion", tmp_path)
+    changes = {"distributed__strategy": strategy, "system__batch_size": 2, "system__gradient_accumulation": 2}
+    for name, number in (("inline", 0), ("encoded", encoders)):
+        train_in_processes(home.argv(name, distributed__encoders=number, **changes), 2)
+    assert_equal(tmp_path / "inline", tmp_path / "encoded")
+
+
+def test_every_micro_batch_has_one_encoder() -> None:
+    for num, ranks in ((1, range(2)), (2, range(4, 7)), (3, range(2))):
+        shares = EncoderShares(num, ranks, 1)
+        made = [shares.micro_batch_at(place) for number in range(num) for place in shares.places_of(number, 5, 40)]
+        assert sorted(made) == [(number, rank) for number in range(5, 40) for rank in ranks]
+        for number in range(num):
+            own = [shares.micro_batch_at(place) for place in shares.places_of(number, 5, 40)]
+            assert own == sorted(own) and all(shares.encoder_of(*each) == number for each in own)
+
+
+def encoders_of(process: Child) -> list[int]:
+    """Process ids of the encoder processes that a training process has started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == process.pid and b"build.encoders" in (path / "cmdline").read_bytes():
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return found
+
+
+def rows(run_dir: Path) -> int:
+    path = run_dir / "metrics.csv"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def test_whatever_ends_nothing_is_left_and_nothing_is_lost(
+    tmp_path: Path, pipeline_dir: Path, shards_dir: Path
+) -> None:
+    """One run that is ended in every way and started again, at last without encoder processes.
+
+    `ENCODER_FAULTS=20` says how often."""
+
+    def argv(name: str, **changes: Any) -> list[str]:
+        values = {"experiment__num_examples_to_see": 8 * STEPS, "experiment__save_every": 5, "watch__data_s": 20}
+        return options(tmp_path / name, pipeline_dir, shards_dir, **{**values, **changes})
+
+    train(argv("inline"))
+    ends = [
+        ("encoder", signal.SIGKILL, EXIT_UNEXPECTED, "encoder process 0 was killed by SIGKILL"),
+        ("trainer", signal.SIGKILL, -signal.SIGKILL, ""),
+        ("encoder", signal.SIGSTOP, EXIT_HANG, "watch.data_s"),
+        ("all", signal.SIGTERM, EXIT_STOPPED, "saved; the same command resumes"),
+    ]
+    for number, (target, sent, expected, message) in enumerate(ends * FAULTS):
+        before, log = rows(tmp_path / "run"), tmp_path / f"{number}.log"
+        words = ["train", *argv("run", distributed__encoders=1)]
+        process = shared_server().start(RUN_MODULE, words, log, os.environ)
+        end_s = time.monotonic() + LIMIT_S
+        while rows(tmp_path / "run") < before + 4 or not (tmp_path / "run" / "checkpoints").exists():
+            assert process.poll() is None and time.monotonic() < end_s, log.read_text()
+            time.sleep(0.01)
+        encoders = encoders_of(process)
+        assert len(encoders) == 1
+        for pid in {"encoder": encoders, "trainer": [process.pid], "all": [process.pid, *encoders]}[target]:
+            os.kill(pid, sent)
+        status, said = process.wait(LIMIT_S), log.read_text()
+        assert status == expected and message in said, said
+        assert process.left_behind() == []
+    train(argv("run"))
+    assert losses(tmp_path / "run")[-5:] == losses(tmp_path / "inline")[-5:]
+    found, wanted = (checkpoint_tensors(tmp_path / name, STEPS) for name in ("run", "inline"))
+    assert [name for name, value in wanted.items() if not torch.equal(value, found[name])] == []
