@@ -68,10 +68,9 @@ def start_encoders(plan: Plan) -> EncoderProcesses | None:
         return EncoderProcesses(shares_of(plan))
     code, processes = secrets.randbits(62), []
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH", ""))))
+    environment = {**os.environ, "PYTHONPATH": path}
     for number in range(plan.config.distributed.encoders):
-        process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
-        )
+        process = subprocess.Popen([sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, env=environment)
         start = {"config": plan.config.model_dump(mode="json"), "code": code, "number": number, "parent": os.getpid()}
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin as stream:  # its end is reported where its batches are missing
