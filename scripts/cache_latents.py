@@ -96,10 +96,9 @@ def crops_of(config: Config, crops: str) -> int | None:
 
 def make_builder(given: dict[str, str], plan: Plan) -> CacheBuilder:
     """The builder of these options."""
-    num_crops, device, family = crops_of(plan.config, given["crops"]), use_own_device(plan.launch), frozen_family(plan)
+    crops, device, family = crops_of(plan.config, given["crops"]), use_own_device(plan.launch), frozen_family(plan)
     data, folder = make_data(plan, family, latent_grid(family.vae)), output_path(given["out"])
-    dtype, text = given["dtype"], given["text"]
-    return CacheBuilder(plan, family, data, folder, device, dtype=dtype, num_crops=num_crops, text=text)
+    return CacheBuilder(plan, family, data, folder, device, dtype=given["dtype"], num_crops=crops, text=given["text"])
 
 
 def check_space(folder: Path, needed: int) -> str:
@@ -144,8 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if is_main_process():
         builder.write_plan()
     builder.folder.mkdir(parents=True, exist_ok=True)
-    chosen = {job.name for job in builder.jobs[rank::world]}
-    own = [job for job in missing if job.name in chosen]
+    own = sorted(set(missing).intersection(builder.jobs[rank::world]))
     total, seen = sum(job.rows for job in own), sys.stderr.isatty() and is_main_process()
     with tqdm(total=total, unit="row", desc="encoding", mininterval=1, dynamic_ncols=True, disable=not seen) as bar:
         bad = builder.make(own, bar.update)

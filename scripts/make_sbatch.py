@@ -101,12 +101,13 @@ def _problems_between(given: dict[str, str]) -> list[str]:
     return problems
 
 
-def batch_file(given: dict[str, str], overrides: Sequence[str]) -> str:
+def batch_file(given: dict[str, str], overrides: Sequence[str], encoders: int = 0) -> str:
     """The text of the batch file.
 
     Args:
         given: options of this script, checked.
         overrides: options of the run, as `a.b.c=value`.
+        encoders: GPUs of a node for encoder processes.
     """
     base = "container" if "container" in given else "efa" if given.get("efa") == "true" else "template"
     text = _template(base)
@@ -115,8 +116,10 @@ def batch_file(given: dict[str, str], overrides: Sequence[str]) -> str:
     for name, directive in DIRECTIVES.items():
         if name in given:
             text = _with_directive(text, directive, f"USR1@{given[name]}" if name == "save_s" else given[name])
-    if "gpus_per_node" in given:  # one process per GPU
-        text = _with_directive(text, "ntasks-per-node", given["gpus_per_node"])
+    tasks = int(_directive(text, "gpus-per-node")) - encoders  # one for each GPU that trains
+    if tasks < 1:
+        raise ConfigError(f"distributed.encoders: {encoders} of the GPUs of a node leave none to train; give fewer")
+    text = _with_directive(text, "ntasks-per-node", str(tasks))
     for name, variable in VARIABLES.items():
         if name in given:
             text = _with_variable(text, variable, shlex.quote(given[name]))
@@ -126,9 +129,9 @@ def batch_file(given: dict[str, str], overrides: Sequence[str]) -> str:
 
 def problems_with_run(text: str, config: Config) -> Iterator[str]:
     """What the run's options say against the nodes and GPUs of the batch file."""
-    nodes, gpus = (int(_directive(text, name)) for name in ("nodes", "gpus-per-node"))
+    nodes, tasks = (int(_directive(text, name)) for name in ("nodes", "ntasks-per-node"))
     try:
-        layout = find_layout(config.distributed, nodes * gpus, gpus)
+        layout = find_layout(config.distributed, nodes * tasks, tasks)
         system, examples = config.system, config.experiment.num_examples_to_see
         _ = BatchPlan(system.batch_size, system.gradient_accumulation, layout.mesh.data_ranks, examples).num_steps
     except ConfigError as error:
@@ -141,8 +144,8 @@ def problems_with_run(text: str, config: Config) -> Iterator[str]:
         )
     if config.wandb.api_key:
         yield "wandb.api_key: would stand in the batch file for all to read; set WANDB_API_KEY when you submit it"
-    if config.trainer.devices not in ("auto", gpus):
-        yield f"trainer.devices: is {config.trainer.devices}, but gpus_per_node is {gpus}"
+    if config.trainer.devices not in ("auto", tasks):
+        yield f"trainer.devices: is {config.trainer.devices}, but {tasks} GPUs of a node train"
     if config.trainer.num_nodes not in (None, nodes):
         yield f"trainer.num_nodes: is {config.trainer.num_nodes}, but nodes is {nodes}"
 
@@ -184,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     given, overrides = read_options(words)
     config = load_config([f"config={given['config']}", *overrides])
-    text = batch_file(given, overrides)
+    text = batch_file(given, overrides, 0 if config.distributed.encoder_devices else config.distributed.encoders)
     if problems := list(problems_with_run(text, config)):
         raise ConfigError(problems)
     if "out" not in given:

@@ -56,6 +56,7 @@ ON_ONE_DEVICE = (
     "distributed.reshard_after_forward=true",
     "distributed.offload_optimizer=false",
     "distributed.offload_parameters=false",
+    "distributed.encoders=0",
     "trainer.devices=1",
     "trainer.num_nodes=1",
     "trainer.compile=off",

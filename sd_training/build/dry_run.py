@@ -264,7 +264,7 @@ def model_size(config: Config, networks: Mapping[str, Any], family: Family | Non
         layers = [block.get_submodule(n) for block in all_blocks if family for n in family.tensor_plan(block, 1)]
     copied = autocast_parts(config.model, precision, family) if family else []
     narrow = {name: sum(p.numel() for p in autocast_weights(networks[name])) for name in copied}
-    idle = [name for name in idle_parts(config) if name not in trained] if family else []
+    idle = [name for name in idle_parts(config) if name in counts and name not in trained] if family else []
     return ModelSize(
         trained=sum(counts[name] for name in trained),
         in_blocks=sum(blocks),
@@ -318,7 +318,7 @@ def standing_memory(size: ModelSize, layout: Layout, options: DistributedConfig)
         "buffers": buffers if stage else 0,  # that a sharded run gathers temporarily
         "EMA" if size.is_ema_on_device else "CPU: EMA": size.ema_bytes * shard,
         "CPU: frozen, of rank 0": FP32_BYTES * size.frozen_originals,
-        "CPU: frozen, in the cache": size.idle_bytes,
+        "CPU: frozen, idle": size.idle_bytes,
         "CPU: offloaded": 0,
     }
     moved: list[str] = []

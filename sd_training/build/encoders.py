@@ -32,15 +32,16 @@ from sd_training.data.encoded import (
     address_of,
     is_same_user,
     receive_header,
-    send_header,
+    send_end,
+    send_failure,
     send_result,
 )
-from sd_training.data.loader import TrainingLoader, start_worker
-from sd_training.data.samples.sample import SampleRequest
-from sd_training.errors import UserError
-from sd_training.log import get_logger, global_rank
-from sd_training.models.family import Family, autocast, latent_grid
+from sd_training.data.loader import TrainingLoader, signals_blocked, start_worker
+from sd_training.data.samples.sample import SampleRequest, WorkerResult
+from sd_training.log import get_logger, global_rank, hide_in_tracebacks, note_secret
+from sd_training.models.family import autocast, latent_grid
 from sd_training.parallel.launch import local_rank
+from sd_training.signals import FOR_THE_TRAINING_PROCESS
 from sd_training.training import scaled_pixels
 from sd_training.types import PixelBatch
 
@@ -70,8 +71,10 @@ def start_encoders(plan: Plan) -> EncoderProcesses | None:
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH", ""))))
     environment = {**os.environ, "PYTHONPATH": path}
     for number in range(plan.config.distributed.encoders):
-        process = subprocess.Popen([sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, env=environment)
+        with signals_blocked(FOR_THE_TRAINING_PROCESS):  # and so they are in all threads of the new process
+            process = subprocess.Popen([sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, env=environment)
         start = {"config": plan.config.model_dump(mode="json"), "code": code, "number": number, "parent": os.getpid()}
+        start["processes"] = plan.launch.devices
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin as stream:  # its end is reported where its batches are missing
             stream.write(json.dumps(start).encode())
@@ -98,63 +101,49 @@ class _SharedLoader(TrainingLoader):
 
 
 class EncoderServer:
-    """One encoder process.
+    """What one encoder process does, with its networks loaded.
 
     Args:
         plan: of the run.
         number: of the process on this machine.
-        listener: where the training processes connect.
     """
 
-    def __init__(self, plan: Plan, number: int, listener: socket.socket) -> None:
-        self.plan, self.number, self.listener = plan, number, listener
-        self.shares = shares_of(plan)
-        self.connections: dict[int, socket.socket] = {}
-        """Global rank → connection."""
+    def __init__(self, plan: Plan, number: int) -> None:
+        self.plan, self.number, self.shares = plan, number, shares_of(plan)
         self.device = _device(plan, number)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-
-    def accept(self) -> int:
-        """Waits until every training process of the machine has connected; returns the first micro-batch."""
-        first, per_machine = 0, self.plan.launch.devices
-        while len(self.connections) < per_machine:
-            connection, _ = self.listener.accept()
-            if is_same_user(connection):
-                hello = receive_header(connection)
-                self.connections[hello["rank"]], first = connection, hello["first"]
-        return first
-
-    def serve(self, first: int) -> None:
-        """Encodes to the end of the run."""
-        plan, config = self.plan, self.plan.config
-        family = frozen_family(plan)
-        if config.trainer.compile != "off":
-            compile_networks(plan, family, has_denoiser=False)
-        for network in (family.vae, *family.text_encoders().values()):
+        self.family = frozen_family(plan)
+        if plan.config.trainer.compile != "off":
+            compile_networks(plan, self.family, has_denoiser=False)
+        is_text_trained = plan.config.model.train_text_encoder
+        for network in (self.family.vae, *(() if is_text_trained else self.family.text_encoders().values())):
             network.requires_grad_(False).eval().to(self.device)
-        data = make_data(plan, family, latent_grid(family.vae))
-        workers = -(-config.system.workers * plan.launch.devices // self.shares.num_encoders)
+
+    def results(self, first: int) -> Iterator[tuple[list[int], WorkerResult, float]]:
+        """From a micro-batch on to the end of the run: the global ranks that get it, what they get, and how long it
+        took [s]. The data is opened here, when the training processes have indexed it."""
+        plan, config, shares = self.plan, self.plan.config, self.shares
+        data = make_data(plan, self.family, latent_grid(self.family.vae))
+        workers = -(-config.system.workers * plan.launch.devices // shares.num_encoders)
         loader = _SharedLoader(
             data.samples(), data.order, plan.batch, 0, workers, lambda: 0, data.bad_samples,
-            shares=self.shares, encoder=self.number, first=first,
+            shares=shares, encoder=self.number, first=first,
         )  # fmt: skip
-        places = self.shares.places_of(self.number, first, plan.batch.num_steps * plan.batch.accumulation)
+        places = shares.places_of(self.number, first, plan.batch.num_steps * plan.batch.accumulation)
         began_s = time.perf_counter()
         for place, result in zip(places, loader.results(0), strict=True):
-            _, rank = self.shares.micro_batch_at(place)
+            _, rank = shares.micro_batch_at(place)
             if result.batch is not None:
-                result = replace(result, batch=self.encoded(family, result.batch))
-            sharing = self.shares.sharing
-            own = [self.connections[process] for process in range(rank * sharing, (rank + 1) * sharing)]
-            send_result(own, result, time.perf_counter() - began_s)
+                result = replace(result, batch=self.encoded(result.batch))
+            yield [*range(rank * shares.sharing, (rank + 1) * shares.sharing)], result, time.perf_counter() - began_s
             began_s = time.perf_counter()
 
     @torch.no_grad()
-    def encoded(self, family: Family, batch: PixelBatch) -> PixelBatch:
+    def encoded(self, batch: PixelBatch) -> PixelBatch:
         """As the training step would encode it; in CPU memory. Text encoders that are trained run there."""
         model, precision = self.plan.config.model, self.plan.precision
-        own = batch.to(self.device)
+        own, family = batch.to(self.device), self.family
         moments = family.moments(scaled_pixels(own.pixels), vae_precision(model, precision), model.vae_batch)
         texts = {}
         if not model.train_text_encoder:
@@ -186,26 +175,53 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
+def _accept(listener: socket.socket, count: int) -> tuple[dict[int, socket.socket], int]:
+    """Waits until so many training processes have connected; by global rank, and the micro-batch they begin with."""
+    connections, first = dict[int, socket.socket](), 0
+    while len(connections) < count:
+        connection, _ = listener.accept()
+        if is_same_user(connection):
+            hello = receive_header(connection)
+            connections[hello["rank"]], first = connection, hello["first"]
+    return connections, first
+
+
 def main() -> None:
     """Until all is sent, or a training process has gone. A failure goes to the training processes, which report it."""
     start: dict[str, Any] = json.load(sys.stdin)
     _die_with(start["parent"])
+    hide_in_tracebacks()
+    note_secret(start["config"]["wandb"]["api_key"])
     get_logger("sd_training").setLevel("WARNING")
     threads = torch.get_num_threads()
+    if os.environ.get("SLURM_CPUS_ON_NODE") == str(os.cpu_count()):
+        # srun binds the task that has started this process to some of the cores of a machine that the job has whole.
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
     start_worker(dict(os.environ), start["parent"], 0)
     torch.set_num_threads(threads)  # as in training: kernels may round in another way with others
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address_of(start["code"], start["number"]))
+    listener, number = socket.socket(socket.AF_UNIX), start["number"]
+    listener.bind(address_of(start["code"], number))
     listener.listen(256)
-    server = EncoderServer(make_plan(Config.model_validate(start["config"])), start["number"], listener)
-    with suppress(OSError):  # a training process has gone
-        first = server.accept()
+    failure = server = None
+    try:
+        server = EncoderServer(make_plan(Config.model_validate(start["config"])), number)
+    except Exception as error:
+        failure = error
+    connections, first = _accept(listener, start["processes"])
+    everybody = [*connections.values()]
+    where = f"distributed.encoders: encoder process {number}" + (f" on {server.device}" if server else "")
+    results = server.results(first) if server else iter(())
+    while failure is None:
         try:
-            server.serve(first)
-        except OSError:
-            raise
+            ranks, result, encode_s = next(results)
+        except StopIteration:
+            return
         except Exception as error:
-            where = f"distributed.encoders: encoder process {start['number']} on {server.device}"
-            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            for connection in server.connections.values():
-                send_header(connection, {"failed": f"{where}: {kind}{error}"})
+            failure = error
+            break
+        try:
+            send_result([connections[rank] for rank in ranks], result, encode_s)
+        except OSError:
+            send_end(everybody)
+            return
+    send_failure(everybody, failure, where)

@@ -65,6 +65,8 @@ class Plan:
             precision += f" (weights {'bf16' if self.config.model.bf16_weights else 'fp32'})"
         machines = f" on {counted(launch.num_nodes, 'machine')}" if launch.num_nodes > 1 else ""
         processes = counted(launch.processes, "process", "processes")
+        if encoders := self.config.distributed.encoders:
+            processes += f" and {counted(encoders, 'encoder process', 'encoder processes')} per machine"
         return f"{launch.accelerator}, {processes}{machines}, {precision}, strategy {self.layout.strategy}"
 
 
@@ -96,6 +98,11 @@ def make_plan(config: Config, *, is_described: bool = False) -> Plan:
         num_examples=config.experiment.num_examples_to_see,
         sharing=layout.mesh.tensor,
     )
+    if config.distributed.encoders and launch.devices % batch.sharing:
+        raise ConfigError(
+            f"distributed.encoders: a group of distributed.mesh.tensor={batch.sharing} must be on one machine, with "
+            f"{counted(launch.devices, 'training process', 'training processes')}; use another number of them"
+        )
     precision = config.model.mixed_precision
     if precision == "fp16" and launch.accelerator == "cpu":
         log.info("model.mixed_precision: a CPU cannot train in fp16, so bf16 is used here")

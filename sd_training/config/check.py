@@ -315,7 +315,7 @@ def _sharding(config: Config) -> Iterator[str]:
         yield "distributed.encoders: the autoencoder is trained, so there is nothing to encode; use 0"
     if distributed.encoders and config.dataset.cache.path is not None:
         yield "distributed.encoders: the cache holds what they would encode; use 0, or dataset.cache.path=null"
-    if distributed.encoder_devices and len(distributed.encoder_devices) != distributed.encoders:
+    if distributed.encoders and len(distributed.encoder_devices) not in (0, distributed.encoders):
         wanted = f"distributed.encoders={distributed.encoders}"
         yield f"distributed.encoder_devices: has {len(distributed.encoder_devices)} for {wanted}; name one for each"
     if config.trainer.compile_mode == "reduce-overhead" and config.system.gradient_accumulation > 1:

@@ -4,6 +4,8 @@ the same noise."""
 
 import hashlib
 import os
+import platform
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -222,11 +224,16 @@ class TrainingData(pl.LightningDataModule):
         loader = self.loader(trainer.global_rank // self.plan.sharing, lambda: trainer.global_step)
         if self.encoders is None:
             return loader
-        shares, code = self.encoders.shares, torch.tensor(self.encoders.code, device=trainer.strategy.root_device)
+        shares, machine = self.encoders.shares, zlib.crc32(platform.node().encode())
         # Collective: the first process of a machine has chosen the addresses.
-        codes = trainer.strategy.all_gather(code).reshape(-1).tolist()
-        first_of_machine = trainer.global_rank - trainer.local_rank
-        encoded = EncodedBatches(shares, trainer.global_rank, codes[first_of_machine], self.encoders.processes)
+        own = torch.tensor([machine, self.encoders.code], device=trainer.strategy.root_device)
+        machines, codes = trainer.strategy.all_gather(own).reshape(-1, 2).T.tolist()
+        first = trainer.global_rank - trainer.local_rank
+        if machines[first] != machine:
+            raise ConfigError(
+                "distributed.encoders: the ranks of a machine must be neighbours; srun --distribution=block"
+            )
+        encoded = EncodedBatches(shares, trainer.global_rank, codes[first], self.encoders.processes)
         return replace(loader, encoded=encoded)
 
     def loader(self, rank: int, first_step: Callable[[], int]) -> TrainingLoader:

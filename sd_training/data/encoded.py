@@ -26,14 +26,14 @@ from torch import Tensor
 
 from sd_training.data.samples.sample import WorkerResult
 from sd_training.data.sources.base import SkippedSample
-from sd_training.errors import BadSamplesError, DataError, EncoderError, OutageError
+from sd_training.errors import BadSamplesError, ConfigError, DataError, EncoderError, OutageError, UserError
 from sd_training.log import get_logger
 from sd_training.types import Form, PixelBatch, each_leaf, private_memory
 
 log = get_logger(__name__)
 
 AHEAD = 2
-"""Micro-batches that a training process holds beside the one it trains on."""
+"""Micro-batches that a training process holds beside the one it trains on: one waits, one is being received."""
 _LENGTH = struct.Struct("!Q")
 _CONNECT_S = 600.0
 """An encoder process listens once it has imported its libraries; it loads its networks after that."""
@@ -41,7 +41,7 @@ _EXIT_STATUS_S = 2.0
 """The exit status of a process is known a moment after its connections have closed."""
 _MEASURED = 100
 """Micro-batches over which encoding and training are compared, after as many for the start."""
-_ERRORS = {error.__name__: error for error in (DataError, BadSamplesError, OutageError)}
+_ERRORS = {error.__name__: error for error in (ConfigError, DataError, BadSamplesError, OutageError, EncoderError)}
 _DTYPES = {str(d): d for d in (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int64, torch.bool)}
 
 
@@ -115,12 +115,12 @@ def receive_header(connection: socket.socket) -> dict[str, Any]:
 
 
 def send_result(connections: Sequence[socket.socket], result: WorkerResult, encode_s: float) -> None:
-    """A micro-batch, as it came from the loader or encoded.
+    """A micro-batch, as it came from the loader or encoded. Raises OSError where a training process has gone.
 
     Args:
         encode_s: how long it took to read and encode [s].
     """
-    error = result.error and [type(result.error).__name__, str(result.error)]
+    error = result.error and _written_error(result.error)
     header: dict[str, Any] = {"skipped": result.skipped, "error": error, "forms": None, "encode_s": encode_s}
     block = private_memory(0)
     if result.batch is not None:
@@ -140,16 +140,43 @@ def send_result(connections: Sequence[socket.socket], result: WorkerResult, enco
         connection.sendall(block.numpy().data)
 
 
+def send_failure(connections: Sequence[socket.socket], error: Exception, where: str) -> None:
+    """Why no more micro-batches come; a user's mistake or an outage keeps its exit status."""
+    is_named = isinstance(error, UserError)
+    name = _written_error(error)[0] if isinstance(error, UserError) else EncoderError.__name__
+    text = f"{where}: {error}" if is_named else f"{where}: {type(error).__name__}: {error}"
+    for connection in connections:
+        with suppress(OSError):
+            send_header(connection, {"failed": [name, text]})
+
+
+def send_end(connections: Sequence[socket.socket]) -> None:
+    """A training process has gone, so the run ends."""
+    for connection in connections:
+        with suppress(OSError):
+            send_header(connection, {"gone": True})
+
+
+def _written_error(error: UserError) -> list[str]:
+    """The nearest class that the other end knows, and the text."""
+    known = (base.__name__ for base in type(error).__mro__ if base.__name__ in _ERRORS)
+    return [next(known, EncoderError.__name__), str(error)]
+
+
 def _receive_result(connection: socket.socket) -> tuple[WorkerResult, float]:
     """The micro-batch, and how long it took.
 
     Raises:
-        ConnectionError: the encoder process has ended.
-        EncoderError: it cannot go on; its message.
+        OSError: the encoder process has ended.
+        UserError: it cannot go on; its message.
+        EOFError: it has ended because another training process has.
     """
     header = receive_header(connection)
     if "failed" in header:
-        raise EncoderError(header["failed"])
+        name, text = header["failed"]
+        raise _ERRORS[name](text)
+    if "gone" in header:
+        raise EOFError("connection closed by an encoder process: another process of the run has ended")
 
     def filled(num_bytes: int) -> Tensor:
         block = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
@@ -161,7 +188,8 @@ def _receive_result(connection: socket.socket) -> tuple[WorkerResult, float]:
         forms = {name: each_leaf(_read, form) for name, form in header["forms"].items()}
         batch = PixelBatch.allocate(forms, filled)
     skipped = [SkippedSample(*values) for values in header["skipped"]]
-    return WorkerResult(batch, skipped, _ERRORS[error[0]](error[1]) if error else None), header["encode_s"]
+    failed: Any = error and _ERRORS[error[0]](error[1])
+    return WorkerResult(batch, skipped, failed), header["encode_s"]
 
 
 def _form_of(tensor: Tensor) -> Form:
@@ -180,7 +208,7 @@ def _read(values: Sequence[Any]) -> Form:
 
 def _receive_into(connection: socket.socket, memory: memoryview) -> None:
     while memory:
-        count = connection.recv_into(memory)
+        count = connection.recv_into(memory, len(memory), socket.MSG_WAITALL)
         if not count:
             raise ConnectionError("connection closed by an encoder process")
         memory = memory[count:]
@@ -201,17 +229,21 @@ class EncodedBatches:
         """Micro-batches `first` to `end`; a thread receives `AHEAD` of them.
 
         Raises:
-            EncoderError: an encoder process cannot go on, or was killed.
-            ConnectionError: it has ended, because another process of the run has.
+            UserError: an encoder process cannot go on, or was killed.
+            ConnectionError: another process of the run has ended.
         """
         rank = self.global_rank // self.shares.sharing
         connections = [self._connect(number, first) for number in range(self.shares.num_encoders)]
-        received = queue.Queue[Any](AHEAD)
+        received = queue.Queue[Any](AHEAD - 1)
 
         def receive() -> None:
+            encoder = 0
             try:
                 for number in range(first, end):
-                    received.put(_receive_result(connections[self.shares.encoder_of(number, rank)]))
+                    encoder = self.shares.encoder_of(number, rank)
+                    received.put(_receive_result(connections[encoder]))
+            except OSError as error:
+                received.put(self._lost(encoder, error))
             except Exception as error:
                 received.put(error)
 
@@ -221,8 +253,8 @@ class EncodedBatches:
             for _ in range(first, end):
                 began_s = time.perf_counter()
                 item = received.get()
-                if isinstance(item, OSError):
-                    self._raise_lost(item)
+                if isinstance(item, EOFError):
+                    raise ConnectionError(str(item))
                 if isinstance(item, Exception):
                     raise item
                 result, encode_s = item
@@ -244,25 +276,25 @@ class EncodedBatches:
                 connection.connect(address_of(self.code, encoder))
                 break
             except OSError as error:
-                if time.monotonic() > end_s or any(process.poll() is not None for process in self.processes):
-                    self._raise_lost(error)
+                has_ended = bool(self.processes) and self.processes[encoder].poll() is not None
+                if has_ended or time.monotonic() > end_s:
+                    raise self._lost(encoder, error) from None
                 time.sleep(0.05)
         if not is_same_user(connection):
             raise EncoderError("distributed.encoders: another user listens where an encoder process should")
         send_header(connection, {"rank": self.global_rank, "first": first})
         return connection
 
-    def _raise_lost(self, error: OSError) -> None:
-        """An encoder process has ended: its end, where this process has started it and it was not a regular one."""
-        end_s = time.monotonic() + _EXIT_STATUS_S
+    def _lost(self, encoder: int, error: OSError) -> EncoderError:
+        """An encoder process that has said nothing before its end; the process that has started it knows more."""
+        how, end_s = f"has ended ({error})", time.monotonic() + _EXIT_STATUS_S
         while self.processes and time.monotonic() < end_s:
-            for number, process in enumerate(self.processes):
-                if status := process.poll():
-                    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"
-                    hint = "; SIGKILL often means that the machine ran out of memory" if status == -9 else ""
-                    raise EncoderError(f"distributed.encoders: encoder process {number} {how}{hint}") from error
+            if (status := self.processes[encoder].poll()) is not None:
+                how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+                how += "; SIGKILL often means that the machine ran out of memory" if status == -signal.SIGKILL else ""
+                break
             time.sleep(0.05)
-        raise ConnectionError("connection closed by an encoder process: another process of the run has ended")
+        return EncoderError(f"distributed.encoders: encoder process {encoder} of this machine {how}")
 
 
 class _Speed:

@@ -284,9 +284,9 @@ def worker_context() -> BaseContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     path = os.environ.get("PYTHONPATH", "")
-    with _signals_blocked(FOR_THE_TRAINING_PROCESS - {signal.SIGINT, signal.SIGTERM}):
+    with signals_blocked(FOR_THE_TRAINING_PROCESS - {signal.SIGINT, signal.SIGTERM}):
         resource_tracker.ensure_running()  # blocks SIGINT and SIGTERM for itself, and unblocks them afterwards
-        with _signals_blocked(FOR_THE_TRAINING_PROCESS):
+        with signals_blocked(FOR_THE_TRAINING_PROCESS):
             # The server imports what it preloads from PYTHONPATH only, not from this process' `sys.path`.
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), path)))
             try:
@@ -302,7 +302,7 @@ def worker_context() -> BaseContext:
 
 
 @contextmanager
-def _signals_blocked(numbers: set[signal.Signals]) -> Iterator[None]:
+def signals_blocked(numbers: set[signal.Signals]) -> Iterator[None]:
     """A process started inside never gets these signals; this one gets them afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:

@@ -82,6 +82,8 @@ def find_launch(config: TrainerConfig, encoders: int = 0, *, is_described: bool 
     accelerator, wanted_nodes = _accelerator(config), config.num_nodes or 1
     visible = torch.cuda.device_count() - encoders if accelerator == "cuda" else 1
     besides = f" beside {counted(encoders, 'encoder process', 'encoder processes')}" if encoders else ""
+    if visible < 1 and not is_described:
+        raise ConfigError(f"distributed.encoders: {encoders} leave no GPU of this machine to train; give fewer")
     if (launched := _from_launcher()) is not None:
         devices, num_nodes, launcher = launched
         started = counted(devices, "process", "processes")

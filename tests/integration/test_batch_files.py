@@ -261,6 +261,13 @@ def test_wrong_options(option: str, said: str) -> None:
         make_sbatch.read_options([CONFIG[0], option])
 
 
+def test_encoder_processes_have_no_task(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first task of a node starts them."""
+    make_sbatch.main([*CONFIG, "distributed.encoders=2"])
+    text = capsys.readouterr().out
+    assert "#SBATCH --gpus-per-node=8\n" in text and "#SBATCH --ntasks-per-node=6\n" in text
+
+
 def test_the_script_checks_the_run_as_well(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/make_sbatch.py", *CONFIG, f"out={tmp_path}/a b.sbatch"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -275,7 +282,8 @@ def test_the_script_checks_the_run_as_well(tmp_path: Path) -> None:
     [
         ("gpus_per_node=8 distributed.mesh.fsdp=3", "distributed.mesh"),
         ("distributed.strategy=single", "distributed.strategy: single, but 16 processes"),
-        ("trainer.devices=4", "trainer.devices: is 4, but gpus_per_node is 8"),
+        ("trainer.devices=4", "trainer.devices: is 4, but 8 GPUs of a node train"),
+        ("gpus_per_node=2 distributed.encoders=2", "distributed.encoders: 2 of the GPUs of a node leave none to train"),
         ("nodes=3 trainer.num_nodes=4", "trainer.num_nodes: is 4, but nodes is 3"),
         ("experiment.num_examples_to_see=10", "num_examples_to_see: is 10, less than one optimizer step"),
         ("cpus_per_gpu=4 system.workers=4", "system.workers: 4 loader processes .* give at most 3"),

@@ -233,10 +233,10 @@ def test_what_a_cache_delivers_takes_no_device_memory(sd2: Home) -> None:
     counts = parameter_counts(networks)
     frozen = 4 * (counts["vae"] + counts["text_encoder"])
     memory = run_memory(plan, networks, family)
-    assert (memory["frozen"], memory["CPU: frozen, in the cache"]) == (0, frozen)
+    assert (memory["frozen"], memory["CPU: frozen, idle"]) == (0, frozen)
     assert memory["or, before them, encoding"] == 0
     online = run_memory(make_plan(load_config(sd2.argv("idle"))), networks, family)
-    assert (online["frozen"], online["CPU: frozen, in the cache"]) == (frozen, 0)
+    assert (online["frozen"], online["CPU: frozen, idle"]) == (frozen, 0)
     with pytest.raises(ConfigError, match=r"dataset\.cache\.path: .* holds no cache\.json"):
         describe(make_plan(load_config([*argv, f"dataset.cache.path={sd2.folder}"])))
 

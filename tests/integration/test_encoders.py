@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from sd_training.build.dry_run import describe
+from sd_training.build.plan import make_plan
+from sd_training.config.load import load_config
 from sd_training.data.encoded import EncoderShares
 from sd_training.errors import EXIT_HANG, EXIT_STOPPED, EXIT_UNEXPECTED
 from tests.family_makers import save_pipeline
@@ -27,12 +30,15 @@ def home_of(family: str, folder: Path) -> Home:
     return Home(folder, save_pipeline(family, folder / "pipeline"), write_shards(folder / "shards"))
 
 
-@pytest.mark.parametrize("family", ["sdxl", "sd3"])
+@pytest.mark.parametrize("family", ["stable_diffusion", "sd3"])
 def test_an_encoder_process_changes_nothing(family: str, tmp_path: Path) -> None:
     """Buckets, two captions, dropped captions, a bad picture; and the training process has idle encoders."""
     home = home_of(family, tmp_path)
     train(home.argv("inline"))
-    run = train(home.argv("encoded", distributed__encoders=1, system__workers=1))
+    words = home.argv("encoded", distributed__encoders=1, system__workers=1)
+    described = describe(make_plan(load_config(words), is_described=True))
+    assert "1 process and 1 encoder process per machine" in described and "CPU: frozen, idle" in described
+    run = train(words)
     assert_equal(tmp_path / "inline", tmp_path / "encoded")
     assert {"vae", "text_encoder"} <= run.module.idle
     named = [(tmp_path / name / "bad_samples.jsonl").read_text().count("truncated") for name in ("inline", "encoded")]
@@ -89,7 +95,7 @@ def test_whatever_ends_nothing_is_left_and_nothing_is_lost(
 
     train(argv("inline"))
     ends = [
-        ("encoder", signal.SIGKILL, EXIT_UNEXPECTED, "encoder process 0 was killed by SIGKILL"),
+        ("encoder", signal.SIGKILL, EXIT_UNEXPECTED, "encoder process 0 of this machine was killed by SIGKILL"),
         ("trainer", signal.SIGKILL, -signal.SIGKILL, ""),
         ("encoder", signal.SIGSTOP, EXIT_HANG, "watch.data_s"),
         ("all", signal.SIGTERM, EXIT_STOPPED, "saved; the same command resumes"),

@@ -96,7 +96,8 @@ def test_stopped_twice_and_resumed_by_itself(
     changes: dict[str, object] = {"system__batch_size": 4, "experiment__save_every": 100}
     changes |= {"experiment__num_examples_to_see": 8 * STEPS, "trainer__accelerator": "cpu"}
     run_dir = job_dir / "run"
-    argv = options(run_dir, pipeline_dir, shards_dir, **changes)
+    encoders = os.environ.get("SLURM_ENCODERS", "0")  # of each node; the comparison has none
+    argv = options(run_dir, pipeline_dir, shards_dir, **changes, distributed__encoders=encoders)
     write_config(job_dir / "config.yaml", argv)
     # Somebody listens on the port that would be this job's: it must take another one.
     with socket.create_server(("0.0.0.0", 15000 + 17)):
