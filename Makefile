@@ -34,13 +34,16 @@ $(STAMP): requirements.txt
 	$(BIN)/python -m pip install --quiet --no-compile -r requirements.txt
 	cp requirements.txt $@
 
-# Types are checked beside the tests that wait, which come first. A worker more than there are cores gains nothing.
+# A worker more than there are cores, because tests also wait: for clocks, for SLURM, for limits of time.
+WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
+
+# Types are checked beside the tests that wait, which come first.
 test: env slurm
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy & types=$$!; \
-	SLURM_TEST_LOGS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder && wait $$types
-	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n auto --maxprocesses 4 -q $(NUMERICAL)
+	SLURM_TEST_LOGS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder && wait $$types
+	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n $(WORKERS) -q $(NUMERICAL)
 
 slurm:
 	@if command -v slurmctld >/dev/null || [ -x /usr/sbin/slurmctld ]; then :; \

@@ -241,7 +241,10 @@ def test_what_a_cache_delivers_takes_no_device_memory(sd2: Home) -> None:
         describe(make_plan(load_config([*argv, f"dataset.cache.path={sd2.folder}"])))
 
 
-def test_random_crops_and_online_text(sd2: Home) -> None:
+def test_random_crops_and_online_text(sd2: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no more than one chunk stays mapped."""
+    monkeypatch.setattr("sd_training.build.cache._CHUNK_BYTES", 4096)
+    monkeypatch.setattr("sd_training.data.samples.cache._MAX_MAPPED", 1)
     changes = {
         "dataset__params__crop": "random",
         "dataset__params__buckets__mode": "off",
@@ -251,6 +254,7 @@ def test_random_crops_and_online_text(sd2: Home) -> None:
     run = prepare(sd2.argv("crops_run", dataset__cache__path=cache, **changes))
     batches = list(run.data.loader(0, lambda: 0))
     assert all(batch.moments.numel() and batch.tokens["text_encoder"].numel() for batch in batches)
+    assert len(list(cache.glob("moments-*"))) > 2 and run.data.cache is not None and len(run.data.cache._open) <= 2
     assert len({tuple(place) for batch in batches for place in batch.crop_top_left.tolist()}) > 3
 
 

@@ -39,6 +39,8 @@ from sd_training.types import as_array
 CACHE_FILE, ROWS_FILE = "cache.json", "rows.safetensors"
 FORMAT = 1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MAX_MAPPED = 4096
+"""Chunks that a process keeps mapped: Linux allows a process 65,530 mappings by default (`vm.max_map_count`)."""
 _REMEDY = "make the cache anew with scripts/cache_latents.py, or restore what differs"
 
 
@@ -252,6 +254,8 @@ class LatentCache:
 
     def _chunk(self, name: str) -> _Chunk:
         if name not in self._open:
+            if len(self._open) > _MAX_MAPPED:  # the oldest but the rows; what is still read of it stays mapped
+                del self._open[next(other for other in self._open if other != ROWS_FILE)]
             try:
                 tensors, metadata = read_chunk(self.path / name)
                 is_own, bad = metadata["identity"] == self.identity, json.loads(metadata["bad"])
