@@ -20,9 +20,10 @@ from tests.faults.tiny_run import RUN_MODULE
 from tests.integration.test_cache import Home, assert_equal, write_shards
 from tests.integration.training import checkpoint_tensors, losses, options, train, train_in_processes
 
-STEPS = 200
 FAULTS = int(os.environ.get("ENCODER_FAULTS", "1"))
 """How often each of them is made."""
+STEPS = 150 + 50 * FAULTS
+"""Optimizer steps: four faults take some 40 of them."""
 LIMIT_S = 500
 
 
