@@ -127,7 +127,7 @@ def model_key(plan: Plan, family: Family, encoders: Sequence[str]) -> dict[str, 
         key[f"tokenizer of model.{name}"] = _tokenizer_digest(family.tokenizers()[name])
         key["model.text_encoder_precision"] = precision
         key["model.family"] = family.name
-        key["layers and pooling of model.text_encoders"] = family.settings.get("text_options")
+        key["layers and pooling of model.text_encoders"] = family.text_settings
     return key
 
 
@@ -245,8 +245,7 @@ class CacheBuilder:
         self.plan, self.family, self.data, self.folder = plan, family, data, folder
         self.device, self.tokenizers = device, family.tokenizers()
         for network in (family.vae, *family.text_encoders().values()):
-            # As in training: kernels are chosen by it, also without autograd.
-            network.requires_grad_(False).eval().to(device)
+            network.to(device)
         shapes = {} if text == "none" else self._text_shapes(text)
         if problems := uncached_needs(plan.config, has_text=bool(shapes)):
             raise ConfigError(problems)

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from sd_training.config.schema import Config
 from sd_training.data.encoded import (
     EncoderProcesses,
     EncoderShares,
+    TrainerGone,
     address_of,
     is_same_user,
     receive_header,
@@ -36,7 +36,7 @@ from sd_training.data.encoded import (
     send_failure,
     send_result,
 )
-from sd_training.data.loader import TrainingLoader, signals_blocked, start_worker
+from sd_training.data.loader import TrainingLoader, import_path, signals_blocked, start_worker
 from sd_training.data.samples.sample import SampleRequest, WorkerResult
 from sd_training.log import get_logger, global_rank, hide_in_tracebacks, note_secret
 from sd_training.models.family import autocast, latent_grid
@@ -45,7 +45,6 @@ from sd_training.signals import FOR_THE_TRAINING_PROCESS
 from sd_training.training import scaled_pixels
 from sd_training.types import PixelBatch
 
-_ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = (
     "from sd_training.log import quiet_libraries; quiet_libraries(); "
     "from sd_training.build.encoders import main; main()"
@@ -68,8 +67,7 @@ def start_encoders(plan: Plan) -> EncoderProcesses | None:
     if local_rank(plan.launch) > 0:
         return EncoderProcesses(shares_of(plan))
     code, processes = secrets.randbits(62), []
-    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH", ""))))
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": import_path()}
     for number in range(plan.config.distributed.encoders):
         with signals_blocked(FOR_THE_TRAINING_PROCESS):  # and so they are in all threads of the new process
             process = subprocess.Popen([sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, env=environment)
@@ -87,17 +85,15 @@ class _SharedLoader(TrainingLoader):
     """The micro-batches that one encoder process makes, of all data ranks of its machine."""
 
     shares: EncoderShares = field(kw_only=True)
-    encoder: int = field(kw_only=True)
-    first: int = field(kw_only=True)
-    """Micro-batch with which the training processes begin."""
+    places: range = field(kw_only=True)
+    """Of `shares.places_of`."""
 
     def __len__(self) -> int:
-        return len(self.shares.places_of(self.encoder, self.first, super().__len__()))
+        return len(self.places)
 
     def requests_from(self, done: int) -> Iterator[list[SampleRequest]]:
         """Without those of the first `done` micro-batches that this process makes."""
-        places = self.shares.places_of(self.encoder, self.first, super().__len__())
-        return (self.request(*self.shares.micro_batch_at(place)) for place in places[done:])
+        return (self.request(*self.shares.micro_batch_at(place)) for place in self.places[done:])
 
 
 class EncoderServer:
@@ -118,19 +114,26 @@ class EncoderServer:
             compile_networks(plan, self.family, has_denoiser=False)
         is_text_trained = plan.config.model.train_text_encoder
         for network in (self.family.vae, *(() if is_text_trained else self.family.text_encoders().values())):
-            network.requires_grad_(False).eval().to(self.device)
+            network.to(self.device)
 
     def results(self, first: int) -> Iterator[tuple[list[int], WorkerResult, float]]:
         """From a micro-batch on to the end of the run: the global ranks that get it, what they get, and how long it
         took [s]. The data is opened here, when the training processes have indexed it."""
-        plan, config, shares = self.plan, self.plan.config, self.shares
+        plan, batch, shares = self.plan, self.plan.batch, self.shares
         data = make_data(plan, self.family, latent_grid(self.family.vae))
-        workers = -(-config.system.workers * plan.launch.devices // shares.num_encoders)
+        workers = -(-plan.config.system.workers * plan.launch.devices // shares.num_encoders)
+        places = shares.places_of(self.number, first, batch.num_steps * batch.accumulation)
         loader = _SharedLoader(
-            data.samples(), data.order, plan.batch, 0, workers, lambda: 0, data.bad_samples,
-            shares=shares, encoder=self.number, first=first,
-        )  # fmt: skip
-        places = shares.places_of(self.number, first, plan.batch.num_steps * plan.batch.accumulation)
+            data.samples(),
+            data.order,
+            plan.batch,
+            0,
+            workers,
+            lambda: 0,
+            data.bad_samples,
+            shares=shares,
+            places=places,
+        )
         began_s = time.perf_counter()
         for place, result in zip(places, loader.results(0), strict=True):
             _, rank = shares.micro_batch_at(place)
@@ -202,26 +205,19 @@ def main() -> None:
     listener, number = socket.socket(socket.AF_UNIX), start["number"]
     listener.bind(address_of(start["code"], number))
     listener.listen(256)
-    failure = server = None
     try:
-        server = EncoderServer(make_plan(Config.model_validate(start["config"])), number)
+        server: EncoderServer | Exception = EncoderServer(make_plan(Config.model_validate(start["config"])), number)
     except Exception as error:
-        failure = error
+        server = error
     connections, first = _accept(listener, start["processes"])
-    everybody = [*connections.values()]
-    where = f"distributed.encoders: encoder process {number}" + (f" on {server.device}" if server else "")
-    results = server.results(first) if server else iter(())
-    while failure is None:
-        try:
-            ranks, result, encode_s = next(results)
-        except StopIteration:
-            return
-        except Exception as error:
-            failure = error
-            break
-        try:
+    where = f"distributed.encoders: encoder process {number}"
+    try:
+        if isinstance(server, Exception):
+            raise server
+        where = f"{where} on {server.device}"
+        for ranks, result, encode_s in server.results(first):
             send_result([connections[rank] for rank in ranks], result, encode_s)
-        except OSError:
-            send_end(everybody)
-            return
-    send_failure(everybody, failure, where)
+    except TrainerGone:
+        send_end([*connections.values()])
+    except Exception as error:
+        send_failure([*connections.values()], error, where)

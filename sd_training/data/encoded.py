@@ -45,6 +45,10 @@ _ERRORS = {error.__name__: error for error in (ConfigError, DataError, BadSample
 _DTYPES = {str(d): d for d in (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int64, torch.bool)}
 
 
+class TrainerGone(Exception):
+    """A training process has closed its connection."""
+
+
 @dataclass(frozen=True)
 class EncoderShares:
     """Which encoder process of a machine makes which micro-batch."""
@@ -115,10 +119,13 @@ def receive_header(connection: socket.socket) -> dict[str, Any]:
 
 
 def send_result(connections: Sequence[socket.socket], result: WorkerResult, encode_s: float) -> None:
-    """A micro-batch, as it came from the loader or encoded. Raises OSError where a training process has gone.
+    """A micro-batch, as it came from the loader or encoded.
 
     Args:
         encode_s: how long it took to read and encode [s].
+
+    Raises:
+        TrainerGone: nobody receives it.
     """
     error = result.error and _written_error(result.error)
     header: dict[str, Any] = {"skipped": result.skipped, "error": error, "forms": None, "encode_s": encode_s}
@@ -135,32 +142,36 @@ def send_result(connections: Sequence[socket.socket], result: WorkerResult, enco
         for own, given in zip(packed.tensors(), result.batch.tensors(), strict=True):
             own.copy_(given)
         header["forms"] = {name: each_leaf(_written, form) for name, form in forms.items()}
-    for connection in connections:
-        send_header(connection, header)
-        connection.sendall(block.numpy().data)
+    try:
+        for connection in connections:
+            send_header(connection, header)
+            connection.sendall(block.numpy().data)
+    except OSError as lost:
+        raise TrainerGone from lost
 
 
 def send_failure(connections: Sequence[socket.socket], error: Exception, where: str) -> None:
     """Why no more micro-batches come; a user's mistake or an outage keeps its exit status."""
-    is_named = isinstance(error, UserError)
-    name = _written_error(error)[0] if isinstance(error, UserError) else EncoderError.__name__
-    text = f"{where}: {error}" if is_named else f"{where}: {type(error).__name__}: {error}"
-    for connection in connections:
-        with suppress(OSError):
-            send_header(connection, {"failed": [name, text]})
+    name, text = _written_error(error)
+    _send_last(connections, {"failed": [name, f"{where}: {text}"]})
 
 
 def send_end(connections: Sequence[socket.socket]) -> None:
     """A training process has gone, so the run ends."""
+    _send_last(connections, {"gone": True})
+
+
+def _send_last(connections: Sequence[socket.socket], header: Mapping[str, Any]) -> None:
     for connection in connections:
         with suppress(OSError):
-            send_header(connection, {"gone": True})
+            send_header(connection, header)
 
 
-def _written_error(error: UserError) -> list[str]:
+def _written_error(error: Exception) -> list[str]:
     """The nearest class that the other end knows, and the text."""
     known = (base.__name__ for base in type(error).__mro__ if base.__name__ in _ERRORS)
-    return [next(known, EncoderError.__name__), str(error)]
+    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return [next(known, EncoderError.__name__), text]
 
 
 def _receive_result(connection: socket.socket) -> tuple[WorkerResult, float]:
@@ -237,6 +248,7 @@ class EncodedBatches:
         received = queue.Queue[Any](AHEAD - 1)
 
         def receive() -> None:
+            """In a thread; an error is the last that it delivers."""
             encoder = 0
             try:
                 for number in range(first, end):
@@ -301,16 +313,16 @@ class _Speed:
     """Logs once which side is slower: encoding or training."""
 
     def __init__(self, shares: EncoderShares) -> None:
-        self.shares, self.count_, self.wait_s, self.encode_s, self.start_s = shares, 0, 0.0, 0.0, 0.0
+        self.shares, self.num_seen, self.wait_s, self.encode_s, self.start_s = shares, 0, 0.0, 0.0, 0.0
 
     def count(self, wait_s: float, encode_s: float) -> None:
         """A micro-batch: how long training waited for it, and how long an encoder process worked on it [s]."""
-        self.count_ += 1
-        if self.count_ == _MEASURED:
+        self.num_seen += 1
+        if self.num_seen == _MEASURED:
             self.wait_s, self.encode_s, self.start_s = 0.0, 0.0, time.perf_counter()
             return
         self.wait_s, self.encode_s = self.wait_s + wait_s, self.encode_s + encode_s
-        if self.count_ != 2 * _MEASURED:
+        if self.num_seen != 2 * _MEASURED:
             return
         total_s, num, ranks = time.perf_counter() - self.start_s, self.shares.num_encoders, len(self.shares.ranks)
         train_s, encode_s = (total_s - self.wait_s) / _MEASURED, self.encode_s / _MEASURED

@@ -288,7 +288,7 @@ def worker_context() -> BaseContext:
         resource_tracker.ensure_running()  # blocks SIGINT and SIGTERM for itself, and unblocks them afterwards
         with signals_blocked(FOR_THE_TRAINING_PROCESS):
             # The server imports what it preloads from PYTHONPATH only, not from this process' `sys.path`.
-            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), path)))
+            os.environ["PYTHONPATH"] = import_path()
             try:
                 forkserver.ensure_running()
             except OSError as error:
@@ -299,6 +299,11 @@ def worker_context() -> BaseContext:
             finally:
                 os.environ["PYTHONPATH"] = path
     return context
+
+
+def import_path() -> str:
+    """PYTHONPATH of a process that has to find this project."""
+    return os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH", ""))))
 
 
 @contextmanager

@@ -107,6 +107,11 @@ class Family(ABC):
         return {}
 
     @property
+    def text_settings(self) -> Any:
+        """What decides the states of a caption, beside weights and tokenizers; None: nothing."""
+        return None
+
+    @property
     def denoiser(self) -> Any:
         """The network that is trained. (Typed as Any: the names that diffusers exports are placeholders to a type
         checker.)"""

@@ -269,6 +269,11 @@ class MMDiT(Family):
         }
         return {"text_options": index.get("text_options", {}) if index else listed}
 
+    @property
+    def text_settings(self) -> Any:
+        """As `Family.text_settings`: layer, pooling, length and mask."""
+        return self.settings["text_options"]
+
     @cached_property
     def options(self) -> dict[str, TextOptions]:
         """Text encoder → what is taken from it."""
