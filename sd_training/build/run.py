@@ -172,6 +172,7 @@ def _callbacks(
     if peak is None and plan.launch.accelerator == "cuda":
         peak = peak_tflops(torch.cuda.get_device_name(), plan.precision)
     flops = None if peak is None else PictureFlops(trained, parts_encoded_elsewhere(config))
+    encoder_times = data.encoders and data.encoders.times
     validation = None
     if data.held_out is not None:
         validation_rows = MetricRows(run_dir / "validation.csv", COLUMNS, run_lock)
@@ -183,7 +184,7 @@ def _callbacks(
         ema,
         NumericGuard(saves, data.name_of, run_metadata),
         gradient_norms,
-        Metrics(rows, every, batch.global_batch, ema, run_state, gradient_norms, flops, peak),
+        Metrics(rows, every, batch.global_batch, ema, run_state, gradient_norms, flops, peak, encoder_times),
         validation,
         *_pictures(plan, trained, ema, run_state),
         saves,

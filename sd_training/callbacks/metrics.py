@@ -31,6 +31,7 @@ from sd_training.callbacks.base import OptimizerStepCallback, RunState
 from sd_training.callbacks.ema import Ema, decay_at
 from sd_training.checkpoint.folder import NO_LOCK, RunLock, replace_text
 from sd_training.config.plan import counted
+from sd_training.data.encoded import EncoderTimes
 from sd_training.errors import TakenOverError
 from sd_training.log import FOR_FILE, get_logger, write_lines_by
 from sd_training.optim import gradient_norm
@@ -43,6 +44,7 @@ COLUMNS = (
     *("optimizer_step", "images_seen", "loss", "l1", "kl", "learning_rate", "grad_norm", "images_per_s"),
     *("ema_decay", "device_memory_gib", "step_s", "images_per_s_per_device", "tflops_per_s", "mfu"),
     *(f"{section}_s" for section in SECTIONS),
+    "encoders_s",
 )
 _NOT_TRAINING: tuple[Section, ...] = ("validation", "drawing", "saving")
 """Sections that do not count in the speed of training."""
@@ -198,6 +200,8 @@ class Metrics(OptimizerStepCallback):
     counted."""
     peak_tflops: float | None = None
     """Of one device at the run's precision; with `picture_flops`."""
+    encoder_times: EncoderTimes | None = None
+    """Of encoder processes, if there are any."""
     _window_start: int = field(default=0, init=False)
     _window_start_s: float = field(default=0.0, init=False)
 
@@ -263,6 +267,8 @@ class Metrics(OptimizerStepCallback):
                 total = sum(flops * images for flops, images in counts if flops is not None) * share
                 speed["tflops_per_s"] = total / num_steps / step_s / 1e12
                 speed["mfu"] = speed["tflops_per_s"] / self.peak_tflops
+        if self.encoder_times is not None:
+            speed["encoders_s"] = self.encoder_times.take(num_steps, step_s, sections["data_wait"])
         return speed | {f"{name}_s": seconds for name, seconds in sections.items()}
 
 

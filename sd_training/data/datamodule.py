@@ -233,7 +233,8 @@ class TrainingData(pl.LightningDataModule):
             raise ConfigError(
                 "distributed.encoders: the ranks of a machine must be neighbours; srun --distribution=block"
             )
-        encoded = EncodedBatches(shares, trainer.global_rank, codes[first], self.encoders.processes)
+        processes, times = self.encoders.processes, self.encoders.times
+        encoded = EncodedBatches(shares, trainer.global_rank, codes[first], processes, times)
         return replace(loader, encoded=encoded)
 
     def loader(self, rank: int, first_step: Callable[[], int]) -> TrainingLoader:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ _CONNECT_S = 600.0
 """An encoder process listens once it has imported its libraries; it loads its networks after that."""
 _EXIT_STATUS_S = 2.0
 """The exit status of a process is known a moment after its connections have closed."""
-_MEASURED = 100
-"""Micro-batches over which encoding and training are compared, after as many for the start."""
+_COMPARED = 100
+"""Optimizer steps over which encoding and training are compared, after the first row of the metrics."""
 _ERRORS = {error.__name__: error for error in (ConfigError, DataError, BadSamplesError, OutageError, EncoderError)}
 _DTYPES = {str(d): d for d in (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int64, torch.bool)}
 
@@ -75,6 +76,49 @@ class EncoderShares:
         return micro_batch, self.ranks[number]
 
 
+class EncoderTimes:
+    """How long encoder processes work for this training process, beside how long it trains.
+
+    Args:
+        shares: of this machine.
+    """
+
+    def __init__(self, shares: EncoderShares) -> None:
+        self._shares, self._encode_s = shares, 0.0
+        self._rows = list[tuple[int, float, float, float]]()
+        """Optimizer steps of a row, and its seconds of training, waiting and encoding."""
+
+    def add(self, encode_s: float) -> None:
+        """A micro-batch has come that took an encoder process so long [s]."""
+        self._encode_s += encode_s
+
+    def take(self, num_steps: int, step_s: float, wait_s: float) -> float:
+        """Seconds per optimizer step that encoder processes have worked since the last call. After `_COMPARED` steps
+        logs once which side is slower.
+
+        Args:
+            num_steps: optimizer steps since the last call.
+            step_s, wait_s: mean of a step, and of waiting for data in it [s].
+        """
+        encode_s, self._encode_s = self._encode_s, 0.0
+        before = sum(row[0] for row in self._rows[1:])
+        if before < _COMPARED:
+            self._rows.append((num_steps, (step_s - wait_s) * num_steps, wait_s * num_steps, encode_s))
+            if self._rows[1:] and before + num_steps >= _COMPARED:
+                self._compare()
+        return encode_s / num_steps
+
+    def _compare(self) -> None:
+        """Without the first row, which has compilation and the first kernels."""
+        steps, train_s, wait_s, encode_s = (sum(values) for values in zip(*self._rows[1:], strict=True))
+        ranks = len(self._shares.ranks)
+        log.info(
+            f"distributed.encoders: a step takes {train_s / steps:.3g} s to train, and its micro-batches "
+            f"{encode_s / steps:.3g} s to encode; {self._shares.num_encoders} for {ranks} training; training waits "
+            f"{wait_s / (train_s + wait_s):.0%} of the time, and would not with {math.ceil(ranks * encode_s / train_s)}"
+        )
+
+
 @dataclass(frozen=True)
 class EncoderProcesses:
     """Those of this machine."""
@@ -84,6 +128,11 @@ class EncoderProcesses:
     """Of `address_of`, in the training process that has started them."""
     processes: Sequence["subprocess.Popen[bytes]"] = ()
     """In that process."""
+
+    @cached_property
+    def times(self) -> EncoderTimes:
+        """Of this training process."""
+        return EncoderTimes(self.shares)
 
 
 def address_of(code: int, encoder: int) -> str:
@@ -235,6 +284,8 @@ class EncodedBatches:
     """Of `address_of`."""
     processes: Sequence["subprocess.Popen[bytes]"]
     """As of `EncoderProcesses`."""
+    times: EncoderTimes
+    """Is told how long each micro-batch took to encode."""
 
     def results(self, first: int, end: int) -> Iterator[WorkerResult]:
         """Micro-batches `first` to `end`; a thread receives `AHEAD` of them.
@@ -260,17 +311,15 @@ class EncodedBatches:
                 received.put(error)
 
         threading.Thread(target=receive, daemon=True, name="encoded batches").start()
-        speed = _Speed(self.shares)
         try:
             for _ in range(first, end):
-                began_s = time.perf_counter()
                 item = received.get()
                 if isinstance(item, EOFError):
                     raise ConnectionError(str(item))
                 if isinstance(item, Exception):
                     raise item
                 result, encode_s = item
-                speed.count(time.perf_counter() - began_s, encode_s)
+                self.times.add(encode_s)
                 yield result
         finally:
             for connection in connections:
@@ -307,27 +356,3 @@ class EncodedBatches:
                 break
             time.sleep(0.05)
         return EncoderError(f"distributed.encoders: encoder process {encoder} of this machine {how}")
-
-
-class _Speed:
-    """Logs once which side is slower: encoding or training."""
-
-    def __init__(self, shares: EncoderShares) -> None:
-        self.shares, self.num_seen, self.wait_s, self.encode_s, self.start_s = shares, 0, 0.0, 0.0, 0.0
-
-    def count(self, wait_s: float, encode_s: float) -> None:
-        """A micro-batch: how long training waited for it, and how long an encoder process worked on it [s]."""
-        self.num_seen += 1
-        if self.num_seen == _MEASURED:
-            self.wait_s, self.encode_s, self.start_s = 0.0, 0.0, time.perf_counter()
-            return
-        self.wait_s, self.encode_s = self.wait_s + wait_s, self.encode_s + encode_s
-        if self.num_seen != 2 * _MEASURED:
-            return
-        total_s, num, ranks = time.perf_counter() - self.start_s, self.shares.num_encoders, len(self.shares.ranks)
-        train_s, encode_s = (total_s - self.wait_s) / _MEASURED, self.encode_s / _MEASURED
-        log.info(
-            f"distributed.encoders: a micro-batch takes {train_s:.3g} s to train and {encode_s:.3g} s to encode; "
-            f"{num} for {ranks} training; training waits {self.wait_s / total_s:.0%} of the time, and would not with "
-            f"{math.ceil(ranks * encode_s / train_s)}"
-        )

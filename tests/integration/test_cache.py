@@ -127,7 +127,8 @@ def skipped(run_dir: Path) -> list[tuple[str, str, int]]:
     return [(row["key"], row["reason"], row["position"]) for row in rows]
 
 
-def test_training_from_a_cache_is_online_training(home: Home) -> None:
+def test_cached_or_with_encoder_processes_a_run_has_the_same_bits(home: Home) -> None:
+    """Buckets, two captions, dropped captions, a bad picture."""
     cache = home.make("cache", "dtype=fp32")
     assert len(bad_rows(cache)) == 1
     train(home.argv("online"))
@@ -136,6 +137,16 @@ def test_training_from_a_cache_is_online_training(home: Home) -> None:
     batch = next(iter(run.data.loader(0, lambda: 0)))
     assert batch.moments.shape[0] == 8 and batch.pixels.shape == (8, 0) and batch.tokens == {}
     assert skipped(home.folder / "cached") == skipped(home.folder / "online") != []
+    for number in (1, 2):
+        words = home.argv(f"encoders_{number}", distributed__encoders=number, system__workers=2 - number)
+        run = train(words)
+        assert_equal(home.folder / "online", home.folder / f"encoders_{number}")
+        assert skipped(home.folder / f"encoders_{number}") == skipped(home.folder / "online")
+        assert {"vae", "text_encoder"} <= run.module.idle
+        described = describe(make_plan(load_config(words), is_described=True))
+        assert f"1 process and {number} encoder process" in described and "CPU: frozen, idle" in described
+        metrics = (home.folder / f"encoders_{number}" / "metrics.jsonl").read_text().splitlines()
+        assert all(json.loads(row)["encoders_s"] > 0 for row in metrics)
 
 
 def test_a_cache_under_bf16_autocast(sd2: Home) -> None:

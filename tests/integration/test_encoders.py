@@ -1,4 +1,5 @@
-"""Encoder processes change no bit of a run, and no end of any process leaves one behind."""
+"""Encoder processes change no bit of a run (`test_cache.py` compares one process), and no end of any process leaves one
+behind."""
 
 import os
 import signal
@@ -9,10 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from sd_training.build.dry_run import describe
-from sd_training.build.plan import make_plan
-from sd_training.config.load import load_config
-from sd_training.data.encoded import EncoderShares
 from sd_training.errors import EXIT_HANG, EXIT_STOPPED, EXIT_UNEXPECTED
 from tests.family_makers import save_pipeline
 from tests.faults.fork_server import Child, shared_server
@@ -31,21 +28,6 @@ def home_of(family: str, folder: Path) -> Home:
     return Home(folder, save_pipeline(family, folder / "pipeline"), write_shards(folder / "shards"))
 
 
-@pytest.mark.parametrize("family", ["stable_diffusion", "sd3"])
-def test_an_encoder_process_changes_nothing(family: str, tmp_path: Path) -> None:
-    """Buckets, two captions, dropped captions, a bad picture; and the training process has idle encoders."""
-    home = home_of(family, tmp_path)
-    train(home.argv("inline"))
-    words = home.argv("encoded", distributed__encoders=1, system__workers=1)
-    described = describe(make_plan(load_config(words), is_described=True))
-    assert "1 process and 1 encoder process per machine" in described and "CPU: frozen, idle" in described
-    run = train(words)
-    assert_equal(tmp_path / "inline", tmp_path / "encoded")
-    assert {"vae", "text_encoder"} <= run.module.idle
-    named = [(tmp_path / name / "bad_samples.jsonl").read_text().count("truncated") for name in ("inline", "encoded")]
-    assert named == [1, 1]
-
-
 @pytest.mark.parametrize(("strategy", "encoders"), [("ddp", 3), ("fsdp", 1)])
 def test_two_training_processes(strategy: str, encoders: int, tmp_path: Path) -> None:
     home = home_of("stable_diffusion", tmp_path)
@@ -53,16 +35,6 @@ def test_two_training_processes(strategy: str, encoders: int, tmp_path: Path) ->
     for name, number in (("inline", 0), ("encoded", encoders)):
         train_in_processes(home.argv(name, distributed__encoders=number, **changes), 2)
     assert_equal(tmp_path / "inline", tmp_path / "encoded")
-
-
-def test_every_micro_batch_has_one_encoder() -> None:
-    for num, ranks in ((1, range(2)), (2, range(4, 7)), (3, range(2))):
-        shares = EncoderShares(num, ranks, 1)
-        made = [shares.micro_batch_at(place) for number in range(num) for place in shares.places_of(number, 5, 40)]
-        assert sorted(made) == [(number, rank) for number in range(5, 40) for rank in ranks]
-        for number in range(num):
-            own = [shares.micro_batch_at(place) for place in shares.places_of(number, 5, 40)]
-            assert own == sorted(own) and all(shares.encoder_of(*each) == number for each in own)
 
 
 def encoders_of(process: Child) -> list[int]:
@@ -86,7 +58,7 @@ def rows(run_dir: Path) -> int:
 def test_whatever_ends_nothing_is_left_and_nothing_is_lost(
     tmp_path: Path, pipeline_dir: Path, shards_dir: Path
 ) -> None:
-    """One run that is ended in every way and started again, at last without encoder processes.
+    """One run that is ended in every way and started again, with one and two encoder processes, at last with none.
 
     `ENCODER_FAULTS=20` says how often."""
 
@@ -102,15 +74,15 @@ def test_whatever_ends_nothing_is_left_and_nothing_is_lost(
         ("all", signal.SIGTERM, EXIT_STOPPED, "saved; the same command resumes"),
     ]
     for number, (target, sent, expected, message) in enumerate(ends * FAULTS):
-        before, log = rows(tmp_path / "run"), tmp_path / f"{number}.log"
-        words = ["train", *argv("run", distributed__encoders=1)]
+        before, log, count = rows(tmp_path / "run"), tmp_path / f"{number}.log", 1 if target == "encoder" else 2
+        words = ["train", *argv("run", distributed__encoders=count)]
         process = shared_server().start(RUN_MODULE, words, log, os.environ)
         end_s = time.monotonic() + LIMIT_S
         while rows(tmp_path / "run") < before + 4 or not (tmp_path / "run" / "checkpoints").exists():
             assert process.poll() is None and time.monotonic() < end_s, log.read_text()
             time.sleep(0.01)
         encoders = encoders_of(process)
-        assert len(encoders) == 1
+        assert len(encoders) == count
         for pid in {"encoder": encoders, "trainer": [process.pid], "all": [process.pid, *encoders]}[target]:
             os.kill(pid, sent)
         status, said = process.wait(LIMIT_S), log.read_text()
