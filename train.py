@@ -74,8 +74,8 @@ def _start(argv: list[str], signals: StopSignals, run_log: RunLog) -> None:
             print(describe(plan))
         return
     if plan.launch.accelerator == "cpu":
-        share_cores(plan.launch.devices + plan.config.distributed.encoders)
-    if config.system.workers and not config.distributed.encoders:
+        share_cores(plan.launch.devices + plan.encoders)
+    if config.system.workers and not plan.encoders:
         worker_context()  # the server imports its libraries while the model is loaded
     train(plan, signals, run_log)
 

@@ -1,10 +1,10 @@
 """Write a SLURM batch file for a run.
 
     python scripts/make_sbatch.py config=configs/x.yaml nodes=16 gpus_per_node=8 time=24:00:00 partition=gpu \\
-        [account=…] [qos=…] [efa=true] [container=image.sif] [out=x.sbatch] [a.b.c=value …]
+        [account=…] [qos=…] [efa=true] [container=image.sif] [a.b.c=value …] > x.sbatch
 
-Options of the run (with a dot, as on the command line of train.py) are checked, quoted and put into the file. Without
-out= it is printed, so that `… | sbatch` works. See docs/slurm.md.
+Options of the run (with a dot, as on the command line of train.py) are checked, quoted and put into the file, which is
+printed: `… | sbatch` works as well. See docs/slurm.md.
 """
 
 import re
@@ -20,7 +20,6 @@ from sd_training.config.fields import suggest
 from sd_training.config.load import load_config
 from sd_training.config.plan import BatchPlan, find_layout
 from sd_training.config.schema import Config
-from sd_training.config.value_types import output_path, output_problem
 from sd_training.errors import ConfigError
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "batch_files"
@@ -46,7 +45,7 @@ VARIABLES = {
 }
 """Option → line `RUN_…=`."""
 
-OPTIONS = ("config", *DIRECTIVES, *VARIABLES, "efa", "out")
+OPTIONS = ("config", *DIRECTIVES, *VARIABLES, "efa")
 
 _WHOLE_NUMBERS = ("nodes", "gpus_per_node", "cpus_per_gpu", "save_s")
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
@@ -101,13 +100,13 @@ def _problems_between(given: dict[str, str]) -> list[str]:
     return problems
 
 
-def batch_file(given: dict[str, str], overrides: Sequence[str], encoders: int = 0) -> str:
+def batch_file(given: dict[str, str], overrides: Sequence[str], config: Config) -> str:
     """The text of the batch file.
 
     Args:
         given: options of this script, checked.
         overrides: options of the run, as `a.b.c=value`.
-        encoders: GPUs of a node for encoder processes.
+        config: of the run.
     """
     base = "container" if "container" in given else "efa" if given.get("efa") == "true" else "template"
     text = _template(base)
@@ -116,7 +115,12 @@ def batch_file(given: dict[str, str], overrides: Sequence[str], encoders: int = 
     for name, directive in DIRECTIVES.items():
         if name in given:
             text = _with_directive(text, directive, f"USR1@{given[name]}" if name == "save_s" else given[name])
-    tasks = int(_directive(text, "gpus-per-node")) - encoders  # one for each GPU that trains
+    gpus, encoders = int(_directive(text, "gpus-per-node")), config.distributed.encoders
+    if encoders == "auto":
+        from sd_training.build.plan import balanced_encoders  # imports diffusers, which takes seconds
+
+        encoders = balanced_encoders(config, gpus)
+    tasks = gpus if config.distributed.encoder_devices else gpus - encoders  # one for each GPU that trains
     if tasks < 1:
         raise ConfigError(f"distributed.encoders: {encoders} of the GPUs of a node leave none to train; give fewer")
     text = _with_directive(text, "ntasks-per-node", str(tasks))
@@ -187,19 +191,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     given, overrides = read_options(words)
     config = load_config([f"config={given['config']}", *overrides])
-    text = batch_file(given, overrides, 0 if config.distributed.encoder_devices else config.distributed.encoders)
+    text = batch_file(given, overrides, config)
     if problems := list(problems_with_run(text, config)):
         raise ConfigError(problems)
-    if "out" not in given:
-        print(text, end="")
-        return
-    if problem := output_problem(given["out"]):
-        raise ConfigError(f"out: {problem}")
-    try:
-        output_path(given["out"]).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"out: {given['out']} cannot be written: {error.strerror}") from error
-    print(f"sbatch {shlex.quote(given['out'])}")
+    print(text, end="")
 
 
 if __name__ == "__main__":

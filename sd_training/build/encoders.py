@@ -57,18 +57,18 @@ def shares_of(plan: Plan) -> EncoderShares:
     per_machine, sharing = plan.launch.devices, plan.batch.sharing
     first = global_rank() // per_machine * per_machine
     ranks = range(first // sharing, (first + per_machine - 1) // sharing + 1)
-    return EncoderShares(plan.config.distributed.encoders, ranks, sharing)
+    return EncoderShares(plan.encoders, ranks, sharing)
 
 
 def start_encoders(plan: Plan) -> EncoderProcesses | None:
     """Starts the encoder processes of this machine, in its first training process. None where there are none."""
-    if not plan.config.distributed.encoders:
+    if not plan.encoders:
         return None
     if local_rank(plan.launch) > 0:
         return EncoderProcesses(shares_of(plan))
     code, processes = secrets.randbits(62), []
     environment = {**os.environ, "PYTHONPATH": import_path()}
-    for number in range(plan.config.distributed.encoders):
+    for number in range(plan.encoders):
         with signals_blocked(FOR_THE_TRAINING_PROCESS):  # and so they are in all threads of the new process
             process = subprocess.Popen([sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, env=environment)
         start = {"config": plan.config.model_dump(mode="json"), "code": code, "number": number, "parent": os.getpid()}
@@ -167,7 +167,7 @@ def _device(plan: Plan, number: int) -> torch.device:
     if plan.launch.accelerator != "cuda":
         return torch.device(plan.launch.accelerator)
     given = plan.config.distributed.encoder_devices
-    first = torch.cuda.device_count() - plan.config.distributed.encoders
+    first = torch.cuda.device_count() - plan.encoders
     return torch.device("cuda", given[number] if given else first + number)
 
 

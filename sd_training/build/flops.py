@@ -1,24 +1,21 @@
 """Floating-point operations: of a picture in a training step, and of known devices per second.
 
 Model FLOPs utilisation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B) is the first, times pictures per second,
-over the second. A multiply-add counts as two; a backward pass as two forward passes; recomputation not at all.
+over the second.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property, partial
-from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from sd_training.build.models import Trained, meta_twin
 from sd_training.log import get_logger
-from sd_training.models.family import Family, blank_batch
+from sd_training.models.family import Family
+from sd_training.models.flops import META, autoencoder_flops, flops, forward_flops, text_flops
 
 log = get_logger(__name__)
-
-META = torch.device("meta")
 
 
 class PictureFlops:
@@ -57,38 +54,16 @@ class PictureFlops:
     def _text(self) -> int:
         """A trained text encoder counts three times."""
         assert self._family is not None, "is asked of families only"
-        count = 0
-        for name, tokenizer in self._family.tokenizers().items():
-            if name in self._cached:
-                continue
-            tokens = torch.zeros(1, tokenizer.length, dtype=torch.long, device=META)
-            count += flops(partial(self._family.parts[name], input_ids=tokens))
-        return count * (3 if len(self._trained.sharding.roots) > 1 else 1)
+        running = [name for name in self._family.tokenizers() if name not in self._cached]
+        return text_flops(self._family, running) * (3 if len(self._trained.sharding.roots) > 1 else 1)
 
     def _count(self, height: int, width: int) -> float:
         height, width = (side * self._trained.latent_grid.downscale for side in (height, width))
-        pixels, family = torch.zeros(1, 3, height, width, device=META), self._family
-        if family is None:
+        if (family := self._family) is None:
+            pixels = torch.zeros(1, 3, height, width, device=META)
             return 3 * flops(partial(meta_twin(self._trained.module.network), pixels))
-        encoding = 0 if "vae" in self._cached else flops(partial(family.vae.encode, pixels))
+        encoding = 0 if "vae" in self._cached else autoencoder_flops(family, height, width)
         return 3 * forward_flops(family, height, width) + encoding + self._text
-
-
-def forward_flops(family: Family, height: int, width: int) -> int:
-    """FLOPs of the denoiser's forward pass for one picture [pixels].
-
-    Args:
-        family: on the meta device.
-    """
-    noised, conditioning = blank_batch(family, height, width, 1, META)
-    return flops(lambda: family.predict(family.denoiser, noised, conditioning))
-
-
-def flops(forward: Callable[[], Any]) -> int:
-    """Of matrix products, convolutions and attention in a forward pass."""
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        forward()
-    return int(counter.get_total_flops())
 
 
 PEAK_TFLOPS: Mapping[str, tuple[float, float, float]] = {

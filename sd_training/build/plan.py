@@ -1,6 +1,7 @@
 """The plan of a start, before model and data are loaded: devices, batch arithmetic, folders, precision, and whether
 the run is new, resumes from a checkpoint, or is refused. Also acquires the run folder."""
 
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -8,6 +9,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+
+import torch
 
 import sd_training.models  # noqa: F401 - it must be what imports diffusers first
 from sd_training.callbacks.run_record import CONFIG, RunRecord
@@ -33,6 +36,7 @@ from sd_training.data.datamodule import TrainingData, order_problem
 from sd_training.errors import CheckpointError, ConfigError, SaveError
 from sd_training.export.pipeline import CURRENT, KEPT, recover_exports
 from sd_training.log import get_logger, is_main_process
+from sd_training.models.flops import encoding_share
 from sd_training.parallel.launch import Launch, find_launch
 from sd_training.training import changed_requirements
 from sd_training.watchdog import FirstFailure
@@ -53,6 +57,13 @@ class Plan:
     """no, bf16 or fp16, as supported by this device."""
 
     @property
+    def encoders(self) -> int:
+        """Encoder processes per machine."""
+        count = self.config.distributed.encoders
+        assert isinstance(count, int), "make_plan has counted them"
+        return count
+
+    @property
     def is_child(self) -> bool:
         """Whether Lightning's launcher started this process. It kills the first process, with a status of its own, when
         a child ends with another status than 0."""
@@ -65,8 +76,8 @@ class Plan:
             precision += f" (weights {'bf16' if self.config.model.bf16_weights else 'fp32'})"
         machines = f" on {counted(launch.num_nodes, 'machine')}" if launch.num_nodes > 1 else ""
         processes = counted(launch.processes, "process", "processes")
-        if encoders := self.config.distributed.encoders:
-            processes += f" and {counted(encoders, 'encoder process', 'encoder processes')} per machine"
+        if self.encoders:
+            processes += f" and {counted(self.encoders, 'encoder process', 'encoder processes')} per machine"
         return f"{launch.accelerator}, {processes}{machines}, {precision}, strategy {self.layout.strategy}"
 
 
@@ -79,10 +90,16 @@ def make_plan(config: Config, *, is_described: bool = False) -> Plan:
     Raises:
         ConfigError: when the config contradicts itself, the launcher or the machine.
     """
+    encoders = config.distributed.encoders
+    if encoders == "auto":
+        encoders = _keeping_up(config, find_launch(config.trainer, is_described=is_described))
+        distributed = config.distributed.model_copy(update={"encoders": encoders})
+        config = config.model_copy(update={"distributed": distributed})
+        log.info(f"distributed.encoders: auto is {encoders} here")
     # Encoder processes on GPUs that are named may share them with training.
-    encoders = 0 if config.distributed.encoder_devices else config.distributed.encoders
-    launch = find_launch(config.trainer, encoders, is_described=is_described)
-    if config.distributed.encoders and not is_described and not sys.platform.startswith("linux"):
+    apart = 0 if config.distributed.encoder_devices else encoders
+    launch = find_launch(config.trainer, apart, is_described=is_described)
+    if encoders and not is_described and not sys.platform.startswith("linux"):
         raise ConfigError("distributed.encoders: needs Linux; use 0")
     layout = find_layout(config.distributed, launch.processes, launch.devices)
     if layout.strategy.startswith("deepspeed") and find_spec("deepspeed") is None:
@@ -98,7 +115,7 @@ def make_plan(config: Config, *, is_described: bool = False) -> Plan:
         num_examples=config.experiment.num_examples_to_see,
         sharing=layout.mesh.tensor,
     )
-    if config.distributed.encoders and launch.devices % batch.sharing:
+    if encoders and launch.devices % batch.sharing:
         raise ConfigError(
             f"distributed.encoders: a group of distributed.mesh.tensor={batch.sharing} must be on one machine, with "
             f"{counted(launch.devices, 'training process', 'training processes')}; use another number of them"
@@ -109,6 +126,29 @@ def make_plan(config: Config, *, is_described: bool = False) -> Plan:
         precision = "bf16"
     run_dir = output_path(config.experiment.log_dir) / config.experiment.name
     return Plan(config, launch, layout, batch, run_dir, precision)
+
+
+def _keeping_up(config: Config, launch: Launch) -> int:
+    """`distributed.encoders=auto`. A launcher, and `trainer.devices`, have decided how many processes train."""
+    if launch.accelerator != "cuda":
+        share = encoding_share(config)
+        return math.ceil(launch.devices * share / (1 - share))
+    gpus = torch.cuda.device_count()
+    if launch.launcher == "own" and config.trainer.devices == "auto":
+        return balanced_encoders(config, gpus)
+    return gpus - launch.devices
+
+
+def balanced_encoders(config: Config, gpus: int) -> int:
+    """How many GPUs of a machine have to encode so that the others need not wait, by FLOPs; none of a single one.
+
+    Not by measured times: the number decides how many processes train, and so the global batch, which every start of a
+    run must have in common.
+
+    Raises:
+        ConfigError: parts of the model cannot be made or do not fit together.
+    """
+    return min(math.ceil(gpus * encoding_share(config)), gpus - 1)
 
 
 @dataclass(frozen=True)

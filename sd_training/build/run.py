@@ -172,7 +172,7 @@ def _callbacks(
     if peak is None and plan.launch.accelerator == "cuda":
         peak = peak_tflops(torch.cuda.get_device_name(), plan.precision)
     flops = None if peak is None else PictureFlops(trained, parts_encoded_elsewhere(config))
-    encoder_times = data.encoders and data.encoders.times
+    encoder_times = None if data.encoders is None else data.encoders.times
     validation = None
     if data.held_out is not None:
         validation_rows = MetricRows(run_dir / "validation.csv", COLUMNS, run_lock)

@@ -388,10 +388,10 @@ class DistributedConfig(OptionGroup):
     """fsdp, hsdp: keep weights, gradients and optimizer state in CPU memory. deepspeed_3: the weights."""
     dist_backend: Literal["nccl", "gloo"] = "nccl"
     """Communication library; `nccl` becomes `gloo` on a machine without CUDA, with one line saying so."""
-    encoders: Count = 0
+    encoders: Literal["auto"] | Count = 0
     """Processes per machine that read the data and run the autoencoder and the frozen text encoders, on devices of
-    their own, beside the training processes; 0: every training process does. The numbers of a run do not depend on it.
-    See docs/encoders.md."""
+    their own, beside the training processes; 0: every training process does; `auto`: as many as keep up, by FLOPs, or
+    as a launcher leaves GPUs. The numbers of a run do not depend on it. See docs/encoders.md."""
     encoder_devices: list[Count] = Field(default=[])
     """GPU of each encoder process; empty: the last ones of the machine."""
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from scripts import make_sbatch
+from sd_training.build.plan import balanced_encoders
+from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -212,7 +214,7 @@ def test_written_values_reach_the_trainer_as_they_were_given(more: list[str], jo
     overrides = [*CONFIG[1:], *(f"dataset.params.path={value}" for value in NASTY)]
     given, taken = make_sbatch.read_options([CONFIG[0], *overrides, "nodes=16", "gpus_per_node=4", *more])
     batch = job.folder / "job.sbatch"
-    batch.write_text(make_sbatch.batch_file(given, taken))
+    batch.write_text(make_sbatch.batch_file(given, taken, load_config(CONFIG)))
     said = job.start(batch)
     assert job.srun()[-len(overrides) - 1 :] == [CONFIG[0], *overrides], said
     assert not list(job.folder.glob("gone"))
@@ -225,7 +227,7 @@ def test_directives_are_written_once_each() -> None:
         "nodes=16 gpus_per_node=4 cpus_per_gpu=12 time=2-00:00:00 partition=gpu account=me qos=high save_s=90 name=a.b"
     )
     text = make_sbatch.batch_file(
-        *make_sbatch.read_options([CONFIG[0], *options.split(), "efa=true", "container=i.sif"])
+        *make_sbatch.read_options([CONFIG[0], *options.split(), "efa=true", "container=i.sif"]), load_config(CONFIG)
     )
     lines = [line for line in text.splitlines() if line.startswith(("#SBATCH --", "##SBATCH"))]
     expected = (
@@ -268,11 +270,19 @@ def test_encoder_processes_have_no_task(capsys: pytest.CaptureFixture[str]) -> N
     assert "#SBATCH --gpus-per-node=8\n" in text and "#SBATCH --ntasks-per-node=6\n" in text
 
 
-def test_the_script_checks_the_run_as_well(tmp_path: Path) -> None:
-    command = [sys.executable, "scripts/make_sbatch.py", *CONFIG, f"out={tmp_path}/a b.sbatch"]
+def test_as_many_encoder_processes_as_keep_up(pipeline_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*CONFIG, f"model.pretrained={pipeline_dir}", "dataset.params.resolution=64", "distributed.encoders=auto"]
+    number = balanced_encoders(load_config(words), 8)
+    assert 0 < number < 7
+    make_sbatch.main(words)
+    assert f"#SBATCH --ntasks-per-node={8 - number}\n" in capsys.readouterr().out
+
+
+def test_the_script_checks_the_run_as_well() -> None:
+    command = [sys.executable, "scripts/make_sbatch.py", *CONFIG]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout == f"sbatch '{tmp_path}/a b.sbatch'\n", done.stderr
-    assert "config=" not in (tmp_path / "a b.sbatch").read_text().split("RUN_CONFIG=")[1].splitlines()[0]
+    assert done.returncode == 0, done.stderr
+    assert "config=" not in done.stdout.split("RUN_CONFIG=")[1].splitlines()[0]
     done = subprocess.run([*command, "dataset.params.resolutoin=3"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "dataset.params.resolution" in done.stderr and "Traceback" not in done.stderr
 

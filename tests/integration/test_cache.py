@@ -2,6 +2,7 @@
 cache is refused; a builder killed at any moment leaves no wrong row."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -24,6 +25,7 @@ from sd_training.build.run import Run
 from sd_training.config.load import load_config
 from sd_training.data.samples.cache import CACHE_FILE, DTYPES
 from sd_training.errors import ConfigError
+from sd_training.models.flops import encoding_share
 from sd_training.training import scaled_pixels
 from tests import makers
 from tests.family_makers import save_pipeline
@@ -147,6 +149,8 @@ def test_cached_or_with_encoder_processes_a_run_has_the_same_bits(home: Home) ->
         assert f"1 process and {number} encoder process" in described and "CPU: frozen, idle" in described
         metrics = (home.folder / f"encoders_{number}" / "metrics.jsonl").read_text().splitlines()
         assert all(json.loads(row)["encoders_s"] > 0 for row in metrics)
+    counted = make_plan(load_config(home.argv("auto", distributed__encoders="auto"))).encoders
+    assert counted == math.ceil((share := encoding_share(load_config(words))) / (1 - share))
 
 
 def test_a_cache_under_bf16_autocast(sd2: Home) -> None:

@@ -10,8 +10,7 @@ import torch
 import yaml
 
 from sd_training.build.dry_run import describe, parameter_counts
-from sd_training.build.flops import forward_flops
-from sd_training.build.plan import make_plan
+from sd_training.build.plan import balanced_encoders, make_plan
 from sd_training.config.check import warnings
 from sd_training.config.load import load_config
 from sd_training.config.schema import Config
@@ -19,6 +18,7 @@ from sd_training.errors import ConfigError
 from sd_training.models.attention import attention_calls
 from sd_training.models.families import load_family
 from sd_training.models.family import Family
+from sd_training.models.flops import encoding_share, forward_flops
 from tests import makers
 from tests.family_makers import t5_tokenizer
 from tests.integration.shipped_models import (
@@ -187,6 +187,13 @@ def test_a_listed_text_encoder_of_another_width_is_refused(words: dict[str, str]
     frozen["text_encoders"][0]["hidden_size"] = 2048
     with pytest.raises(ConfigError, match=r"model\.transformer\.params\.text_dims: "):
         on_meta(full_size("mmdit_rope", frozen, words, tmp_path))
+
+
+def test_encoder_processes_that_keep_up(words: dict[str, str], tmp_path: Path) -> None:
+    """Stable Diffusion 2 at 512 pixels: 1.12 TFLOP of the autoencoder and 2.41 of training; captions are short here."""
+    config = full_size("sd2_base", FROZEN["sd2_base"], words, tmp_path)
+    assert encoding_share(config) == pytest.approx(1.12 / 3.53, abs=0.005)
+    assert [balanced_encoders(config, gpus) for gpus in (1, 2, 3, 4, 8)] == [0, 1, 1, 2, 3]
 
 
 @pytest.mark.parametrize("name", [*MODELS, *FROM_SCRATCH])
