@@ -150,7 +150,8 @@ def test_cached_or_with_encoder_processes_a_run_has_the_same_bits(home: Home) ->
         metrics = (home.folder / f"encoders_{number}" / "metrics.jsonl").read_text().splitlines()
         assert all(json.loads(row)["encoders_s"] > 0 for row in metrics)
     counted = make_plan(load_config(home.argv("auto", distributed__encoders="auto"))).encoders
-    assert counted == math.ceil((share := encoding_share(load_config(words))) / (1 - share))
+    share = encoding_share(load_config(words))
+    assert counted == math.ceil(share / (1 - share)) > 0
 
 
 def test_a_cache_under_bf16_autocast(sd2: Home) -> None:
