@@ -278,6 +278,7 @@ class DiffusionModule(TrainedModule):
         is_text_trained: whether the text encoders are trained; the autoencoder is always frozen here.
         vae_batch: pictures that the autoencoder encodes together; 0: a whole micro-batch.
         idle: frozen networks by part name that never run, because a cache delivers what they give.
+        prior_weight: λ of DreamBooth's class images, which are the samples at odd positions; null: there are none.
     """
 
     def __init__(
@@ -291,6 +292,7 @@ class DiffusionModule(TrainedModule):
         is_text_trained: bool = False,
         vae_batch: int = 0,
         idle: Collection[str] = (),
+        prior_weight: float | None = None,
     ) -> None:
         text_encoders = family.text_encoders()
         for network in [family.vae, *([] if is_text_trained else text_encoders.values())]:
@@ -301,7 +303,7 @@ class DiffusionModule(TrainedModule):
         super().__init__(nn.ModuleDict({PART: network, **text_encoders}) if is_text_trained else network, optimization)
         self.family, self.objective, self.is_text_trained = family, objective, is_text_trained
         self.vae_precision, self.text_precision, self.vae_batch = vae_precision, text_precision, vae_batch
-        self.idle = frozenset(idle)
+        self.idle, self.prior_weight = frozenset(idle), prior_weight
 
     def named_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """As `TrainedModule.named_trained`; a trained text encoder is a separate part."""
@@ -335,7 +337,13 @@ class DiffusionModule(TrainedModule):
         self.ledger.enter("forward")
         noised = self.objective.draw(latents, batch)
         prediction = self.family.predict(self.family.denoiser, noised, conditioning)
-        return self.objective.loss(prediction, noised), noised.timesteps, {}
+        losses = self.objective.loss(prediction, noised)
+        if self.prior_weight is None:
+            return losses, noised.timesteps, {}
+        # Ruiz et al. 2022, eq. 2: a mean over the subject's samples plus λ times one over as many class images.
+        is_prior = (batch.positions % 2).to(losses.dtype)
+        weighted = 2 * losses * (1 + (self.prior_weight - 1) * is_prior)
+        return weighted, noised.timesteps, {"prior_loss": 2 * (losses * is_prior).mean()}
 
     def held_out_losses(self, batch: PixelBatch, quantiles: Sequence[float]) -> tuple[Tensor, Tensor]:
         """As `TrainedModule.held_out_losses`. Images and captions are encoded once, and the noise of a sample is the

@@ -11,7 +11,7 @@ section 3.1); where two processes differ by rounding, the larger one counts.
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,9 @@ from sd_training.build.models import (
     vae_precision,
 )
 from sd_training.build.plan import Plan, Start, check_data, find_start, make_mirror, titled
+from sd_training.build.prior import missing_class_images
 from sd_training.config.changes import chosen_options
+from sd_training.config.data_schema import PriorConfig
 from sd_training.config.plan import Layout
 from sd_training.config.schema import Config, DistributedConfig, ModelConfig, warmup_length
 from sd_training.data.index.report import DatasetReport, cut_captions, report_text
@@ -69,7 +71,9 @@ def describe(plan: Plan) -> str:
     grid = latent_grid(networks["vae"]) if networks else ANY_GRID
     if problems := fit_problems(config, family, grid) if networks else []:
         checks.errors.append(ConfigError(problems))
-    data = make_data(plan, family, grid)
+    to_draw = checks.run(lambda: missing_class_images(config)) or []
+    own = plan if not to_draw else replace(plan, config=_without_prior(config))
+    data = make_data(own, family, grid)
     reports = checks.run(data.report)
     held_out = checks.run(data.held_out.sentence) if data.held_out is not None else None
     if start is not None and reports is not None:
@@ -96,6 +100,7 @@ def describe(plan: Plan) -> str:
             ),
             "\n".join([report_text(reports), *(f"  {sentence}" for sentence, _ in cuts)]),
             held_out,
+            f"dataset.prior: {len(to_draw)} class images are drawn first; they are not counted here" if to_draw else "",
         ]
         text = "\n\n".join(section for section in sections if section)
     if family is not None:  # last, because a tensor-parallel plan changes the number of heads in the blocks
@@ -103,6 +108,11 @@ def describe(plan: Plan) -> str:
         checks.run(lambda: [family.tensor_plan(block, tensor) for block in family.blocks() if tensor > 1])
     checks.finish()
     return text
+
+
+def _without_prior(config: Config) -> Config:
+    dataset = config.dataset.model_copy(update={"prior": PriorConfig()})
+    return config.model_copy(update={"dataset": dataset})
 
 
 def _as_word(value: Any) -> str:

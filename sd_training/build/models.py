@@ -98,6 +98,7 @@ def _diffusion(plan: Plan) -> Trained:
         is_text_trained=model.train_text_encoder,
         vae_batch=model.vae_batch,
         idle=idle_parts(config),
+        prior_weight=None if config.dataset.prior.path is None else config.dataset.prior.weight,
     )
 
     def exported(weights: Mapping[str, Tensor] | None) -> Any:

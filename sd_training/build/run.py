@@ -26,6 +26,7 @@ from sd_training.build.flops import PictureFlops, peak_tflops
 from sd_training.build.models import Trained, build_model, parts_encoded_elsewhere
 from sd_training.build.plan import Plan, Start, find_start, make_mirror, own_run_dir, titled
 from sd_training.build.preflight import wandb_mode
+from sd_training.build.prior import draw_class_images
 from sd_training.callbacks.base import RunState
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.metrics import COLUMNS as METRICS
@@ -122,10 +123,12 @@ def build_run(
         checks.run(make_data(plan, None, ANY_GRID).prepare_data)
     checks.finish()
     assert trained is not None
+    watch = watch or HangWatch({}, plan.run_dir)
+    if not start.is_done:
+        draw_class_images(plan, trained, watch)
     cache = open_cache(plan, trained.family) if trained.family else None
     data = make_data(plan, trained.family, trained.latent_grid, cache, encoders)
     config, signals = plan.config, signals or StopSignals()
-    watch = watch or HangWatch({}, plan.run_dir)
     end_s = deadline_s(config.experiment.max_hours, signals.started_s, os.environ)
     reserved_s = END_S + (0.0 if mirror is None else MIRROR_AFTER_STOP_S)
     preemption = Preemption(signals, config, RunState(watch), end_s, reserved_s)

@@ -188,7 +188,12 @@ def _schedule(config: Config) -> Iterator[str]:
 def _paths(config: Config) -> Iterator[str]:
     for key, path in model_paths(config):
         yield from model_path_problems(config, key, path)
-    folders = ("dataset.params.remote.cache_dir", "dataset.params.index_dir", "dataset.cache.path")
+    folders = (
+        "dataset.params.remote.cache_dir",
+        "dataset.params.index_dir",
+        "dataset.cache.path",
+        "dataset.prior.path",
+    )
     for key in ("experiment.log_dir", *folders):
         if (folder := value_of(config, key)) is not None and (problem := output_problem(folder)):
             hint = "; checkpoint.mirror copies the checkpoints of a run to an object store"
@@ -245,8 +250,21 @@ def _data(config: Config) -> Iterator[str]:
         yield from (problem.replace("dataset.", f"{prefix}.", 1) for problem in problems)
         if entry.end_step is not None and entry.end_step <= entry.start_step:
             yield f"{prefix}.end_step: is {entry.end_step}, not after {prefix}.start_step={entry.start_step}"
+    if config.dataset.prior.path is not None:
+        yield from _prior(config)
     if buckets.mode == "table" and not buckets.sizes:
         yield "dataset.params.buckets.sizes: is required with buckets.mode=table: a list of [height, width] pairs"
+
+
+def _prior(config: Config) -> Iterator[str]:
+    if not config.dataset.prior.prompt:
+        yield "dataset.prior.prompt: is required with dataset.prior.path: the caption of the class images"
+    if config.system.batch_size % 2:
+        yield f"system.batch_size: is {config.system.batch_size}; half of it are class images, so give an even number"
+    if config.dataset.mix:
+        yield "dataset.mix: every sample of the subject has one of dataset.prior beside it; use one of the two"
+    if config.dataset.params.buckets.mode != "off":
+        yield "dataset.params.buckets.mode: class images are squares of dataset.params.resolution; use off"
 
 
 def _model(config: Config) -> Iterator[str]:

@@ -29,6 +29,7 @@ _CLASSES = read_with("type", "ClassificationWebDataset")
 _MIXED = read_with("mix")
 _TAGS = read_with("tag_separator")
 _LADDER = read_with("mode", "ladder")
+_PRIOR = read_with("path")
 _Text = Annotated[str, Field(min_length=1)]
 _Size = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 
@@ -39,6 +40,8 @@ class CaptionConfig(OptionGroup):
     fields: Annotated[dict[str, NonNegative] | None, read_with("type", "WebDataset", *_TABLES, "ImageFolder")] = None
     """Where captions come from, with their weights: `caption` is the sample's own (`txt` member, caption column), any
     other name a metadata field; weights count among the fields that a sample has. null: the sample's own."""
+    text: str | None = None
+    """The caption of every sample, in place of all others, such as `a photo of sks dog`; null: those of the samples."""
     prefix: str = ""
     """Put before every caption."""
     suffix: str = ""
@@ -216,6 +219,20 @@ class MixEntry(OptionGroup):
     """First optimizer step that draws from it no more; null: none."""
 
 
+class PriorConfig(OptionGroup):
+    """DreamBooth: images of the subject's class that every second sample is, so that the class is not forgotten."""
+
+    path: str | None = None
+    """Folder of class images. Before training, the model that the run begins with draws those that are missing; null:
+    no prior."""
+    prompt: Annotated[str | None, _PRIOR] = None
+    """Their caption, such as `a photo of a dog`."""
+    num_images: Annotated[PositiveInt, _PRIOR] = 200
+    """How many there are at least [count]."""
+    weight: Annotated[Positive, _PRIOR] = 1.0
+    """λ: the loss is the mean over the subject's images plus λ times the mean over the class images."""
+
+
 class CacheConfig(OptionGroup):
     """Pictures and captions that were encoded before training."""
 
@@ -246,6 +263,8 @@ class DatasetConfig(OptionGroup):
     mix: list[MixEntry] = Field(default=[])
     """More data sets, each with `params.path`, and `type`, `weight`, `start_step`, `end_step`; each optimizer step
     draws from one of them."""
+    prior: Annotated[PriorConfig, DENOISER] = PriorConfig()
+    """DreamBooth's class images."""
     cache: Annotated[CacheConfig, DENOISER] = CacheConfig()
     """Pictures and captions that were encoded before training."""
 

@@ -19,10 +19,11 @@ import pytorch_lightning as pl
 import torch
 
 from sd_training.config.changes import differences
-from sd_training.config.data_schema import DatasetConfig, MixEntry
+from sd_training.config.data_schema import CaptionConfig, DatasetConfig, MixEntry, SourceParams
 from sd_training.config.fields import shown
 from sd_training.config.plan import BatchPlan, counted
 from sd_training.config.schema import ValidationConfig
+from sd_training.config.value_types import output_path
 from sd_training.data.dataset import OpenDataset, open_dataset
 from sd_training.data.encoded import EncodedBatches, EncoderProcesses
 from sd_training.data.index.report import DatasetReport
@@ -189,6 +190,11 @@ class TrainingData(pl.LightningDataModule):
         self.dataset, self.plan, self.workers = dataset, plan, workers
         self.draws, self.tokenizers, self.captions_needed = draws, dict(tokenizers), captions_needed
         self.entries: list[DatasetConfig | MixEntry] = [dataset, *dataset.mix]
+        self.is_paired = dataset.prior.path is not None
+        if dataset.prior.path is not None:
+            captions = CaptionConfig(text=dataset.prior.prompt)
+            params = SourceParams(path=str(output_path(dataset.prior.path)), captions=captions)
+            self.entries.append(MixEntry(type="ImageFolder", params=params))
         self.table = training_sizes(dataset.params)
         self.bad_samples = BadSampleLog(run_dir, dataset.params.max_bad_fraction)
         self.held_out = HeldOutData(self, validation) if validation and validation.path is not None else None
@@ -335,7 +341,7 @@ class TrainingData(pl.LightningDataModule):
             open_dataset,
             params=self.dataset.params,
             table=self.table,
-            batch_size=self.plan.global_batch,
+            batch_size=self._batch_per_dataset,
             captions_needed=self.captions_needed,
         )
         made = [checks.run(partial(open_one, entry.type, entry.params)) for entry in self.entries]
@@ -349,9 +355,15 @@ class TrainingData(pl.LightningDataModule):
         for number, dataset in enumerate(self.datasets):
             seed = self.draws.seed + (number << 32)  # data sets of equal length must not be shuffled alike
             block_of = dataset.index.numbers("block")[dataset.selected]
-            orders.append(SampleOrder(params, seed, plan.global_batch, block_of, dataset.bucket_of))
+            orders.append(SampleOrder(params, seed, self._batch_per_dataset, block_of, dataset.bucket_of))
         selected = [dataset.selected for dataset in self.datasets]
-        return RunOrder(self.entries, self.draws.seed, plan.num_steps, orders, selected)
+        shares = self.entries[:1] if self.is_paired else self.entries
+        return RunOrder(shares, self.draws.seed, plan.num_steps, orders, selected, is_paired=self.is_paired)
+
+    @property
+    def _batch_per_dataset(self) -> int:
+        """Samples of an optimizer step that come from one data set."""
+        return self.plan.global_batch // (2 if self.is_paired else 1)
 
 
 def order_problem(

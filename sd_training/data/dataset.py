@@ -73,6 +73,7 @@ def open_dataset(
         prompts, wrong = read_class_prompts(source_params)
         problems = problems + wrong
     caption_rules = source_params.captions
+    captions_needed = captions_needed and caption_rules.text is None
     caption_fields = set(captions.caption_weights(caption_rules))
     if not caption_fields:
         problems = [*problems, f"{captions.OPTION}.fields: every weight is 0; give one field a weight above 0"]

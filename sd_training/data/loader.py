@@ -91,12 +91,13 @@ class TrainingLoader:
     def request(self, micro_batch: int, rank: int) -> list[SampleRequest]:
         """The samples of one micro-batch of a rank."""
         step, micro_index = divmod(micro_batch, self.plan.accumulation)
-        bucket, samples, dataset = self.order.at(step)
+        bucket, samples, datasets = self.order.at(step)
         # A rank reads neighbouring slots, those of its shard streams, with any accumulation.
         slot = (rank * self.plan.accumulation + micro_index) * self.plan.micro_batch
         position = step * self.plan.global_batch + slot
-        own = enumerate(samples[slot : slot + self.plan.micro_batch].tolist(), start=position)
-        return [SampleRequest(position, dataset, sample, bucket) for position, sample in own]
+        own = slice(slot, slot + self.plan.micro_batch)
+        picked = zip(datasets[own].tolist(), samples[own].tolist(), strict=True)
+        return [SampleRequest(place, *chosen, bucket) for place, chosen in enumerate(picked, start=position)]
 
     def _repeated(self, next_micro_batch: int) -> Iterator[WorkerResult]:
         """The first micro-batch of the run at every place. What was skipped for it counts once."""

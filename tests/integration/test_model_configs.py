@@ -23,6 +23,7 @@ from tests import makers
 from tests.family_makers import t5_tokenizer
 from tests.integration.shipped_models import (
     CONTINUED,
+    FINETUNED,
     FROM_SCRATCH,
     MODELS,
     family_name,
@@ -104,7 +105,7 @@ def test_shipped_files_warn_of_nothing(path: Path, tmp_path: Path) -> None:
 
 def test_every_model_and_template_is_tried_here() -> None:
     assert {path.stem for path in (ROOT / "configs" / "models").glob("*")} == {*MODELS}
-    assert {path.stem for path in (ROOT / "configs" / "templates").glob("*")} == {*FROM_SCRATCH, *CONTINUED}
+    assert {path.stem for path in (ROOT / "configs" / "templates").glob("*")} == {*FROM_SCRATCH, *CONTINUED, *FINETUNED}
 
 
 def test_full_size_models_have_the_published_parameters(whole: tuple[str, Family]) -> None:

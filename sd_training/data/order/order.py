@@ -53,7 +53,8 @@ class StepSamples(NamedTuple):
     samples: Samples
     """[G] samples in the order of the slots: of `SampleOrder` places among the selected ones, of `RunOrder` indices in
     the data set's index."""
-    dataset: int = 0
+    datasets: Samples
+    """[G] the data set of each."""
 
 
 class RunOrder:
@@ -65,6 +66,7 @@ class RunOrder:
         num_steps: length of the run.
         orders: of the data sets, over places in `selected`.
         selected: of each data set, [n] its selected samples as indices into its index.
+        is_paired: with two data sets of orders over half a batch: every second slot is the second one's.
 
     Raises:
         ConfigError: some step has no data set.
@@ -77,8 +79,10 @@ class RunOrder:
         num_steps: int,
         orders: Sequence["SampleOrder"],
         selected: Sequence[Samples],
+        *,
+        is_paired: bool = False,
     ) -> None:
-        self.num_steps, self.orders, self.selected = num_steps, orders, selected
+        self.num_steps, self.orders, self.selected, self.is_paired = num_steps, orders, selected, is_paired
         self.dataset_of: NDArray[np.unsignedinteger] | None = None
         if len(shares) == 1 and shares[0].start_step == 0 and shares[0].end_step is None:
             return  # a long run has many steps, and most have one data set
@@ -99,9 +103,13 @@ class RunOrder:
 
     def at(self, step: int) -> StepSamples:
         """The samples of an optimizer step."""
+        if self.is_paired:
+            halves = [own[order.at(step).samples] for own, order in zip(self.selected, self.orders, strict=True)]
+            samples = np.stack(halves, axis=1)
+            return StepSamples(self.orders[0].at(step).bucket, samples.ravel(), np.tile([0, 1], len(samples)))
         dataset = 0 if self.dataset_of is None else int(self.dataset_of[step])
         bucket, places, _ = self.orders[dataset].at(self.steps_before(step, dataset))
-        return StepSamples(bucket, self.selected[dataset][places], dataset)
+        return StepSamples(bucket, self.selected[dataset][places], np.full(len(places), dataset))
 
     def steps_before(self, step: int, dataset: int) -> int:
         """How many steps before `step` draw from a data set."""
@@ -167,7 +175,8 @@ class SampleOrder:
             offset -= int(before[window])
             parts.append(self._window_samples(epoch, window, bucket)[offset : offset + wanted])
             start, wanted = start + len(parts[-1]), wanted - len(parts[-1])
-        return StepSamples(int(self.buckets[bucket]), np.concatenate(parts))
+        samples = np.concatenate(parts)
+        return StepSamples(int(self.buckets[bucket]), samples, np.zeros_like(samples))
 
     def _make_epoch(self, epoch: int) -> _Epoch:
         blocks = generator(self.seed, "order of blocks", epoch).permutation(len(self._counts))

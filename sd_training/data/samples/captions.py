@@ -56,6 +56,8 @@ def draw_caption(
     if isinstance(rules, TagConfig):
         score, *tags = json.loads(index.text("caption", sample) or "[0]")
         return tag_caption(score, tags, rules, rng)
+    if rules.text is not None:
+        return finish_caption(rules.text, rules, rng)
     if prompts is not None:
         prompt = _entry(prompts[class_name(index.text("cls", sample) or "")], "caption", rng)
         return finish_caption(prompt, rules, rng)
@@ -85,7 +87,7 @@ def all_captions(
             "set it to 0, or make the cache with text=none, and the text encoders run in training"
         )
 
-    if isinstance(rules, TagConfig):
+    if isinstance(rules, TagConfig) or rules.text is not None:
         return [draw_caption(reader, rules, prompts, sample, drawn_anew)]
     entries = list[str]()
     if prompts is not None:

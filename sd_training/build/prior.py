@@ -1,0 +1,127 @@
+"""Class images of DreamBooth, drawn by the model that the run begins with (Ruiz et al. 2022, arXiv:2208.12242, §3.2).
+
+Every picture depends on its number alone, and has its name only once it is whole: a start that was interrupted goes on
+where it was, on any number of processes.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from sd_training.build.models import Trained
+from sd_training.build.plan import Plan
+from sd_training.checkpoint.folder import replace_text
+from sd_training.config.schema import Config
+from sd_training.config.value_types import output_path
+from sd_training.data.sources.files import IMAGE_SUFFIXES
+from sd_training.errors import ConfigError, OutageError
+from sd_training.export.draw import draw_images
+from sd_training.log import get_logger, global_rank, is_main_process
+from sd_training.models.family import autocast
+from sd_training.parallel.launch import use_own_device
+from sd_training.watchdog import HangWatch
+
+log = get_logger(__name__)
+
+_RECORD = "drawn_from.json"
+_NAME = re.compile(r"class_\d{6}\.png")
+_POLL_S = 1.0
+
+
+def missing_class_images(config: Config) -> list[str]:
+    """Names of the files of `dataset.prior` that are still to be drawn; none without a prior.
+
+    Raises:
+        ConfigError: those that are there were drawn in another way, or the folder cannot be read.
+    """
+    prior = config.dataset.prior
+    if prior.path is None:
+        return []
+    folder = output_path(prior.path)
+    try:
+        there = {path.name for path in folder.iterdir()} if folder.exists() else set()
+        drawn_from = json.loads((folder / _RECORD).read_text(encoding="utf-8")) if _RECORD in there else None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"dataset.prior.path: {folder} cannot be read: {error}") from error
+    if drawn_from is not None and (changed := [k for k, v in _drawn_from(config).items() if drawn_from.get(k) != v]):
+        now = "; ".join(f"{key} was {drawn_from.get(key)!r}, now {_drawn_from(config)[key]!r}" for key in changed)
+        raise ConfigError(f"dataset.prior.path: the images in {folder} were drawn in another way: {now}; give another")
+    own = {name for name in there if _NAME.fullmatch(name)}
+    foreign = sum(name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".") for name in there - own)
+    return [name for i in range(prior.num_images - foreign) if (name := f"class_{i:06d}.png") not in own]
+
+
+def _drawn_from(config: Config) -> dict[str, object]:
+    """What decides the pictures, but for the model."""
+    sampling, dataset = config.sampling, config.dataset
+    return {
+        "dataset.prior.prompt": dataset.prior.prompt,
+        "dataset.params.resolution": dataset.params.resolution,
+        "sampling.num_inference_steps": sampling.num_inference_steps,
+        "sampling.guidance_scale": sampling.guidance_scale,
+        "sampling.seed": sampling.seed,
+    }
+
+
+def draw_class_images(plan: Plan, trained: Trained, watch: HangWatch) -> None:
+    """Draws what is missing, each process its share, and waits for the others: of all processes that a launcher has
+    started. To be called before anything is trained or sharded.
+
+    Raises:
+        ConfigError: as `missing_class_images`, or the folder cannot be written.
+        OutageError: other processes have stopped drawing.
+    """
+    missing, family = missing_class_images(plan.config), trained.family
+    if not missing or family is None:
+        return
+    folder = output_path(str(plan.config.dataset.prior.path))
+    is_alone = plan.launch.launcher == "own"  # the others are started later
+    rank, world = (0, 1) if is_alone else (global_rank(), plan.launch.processes)
+    log.info(f"dataset.prior: {len(missing)} class images are drawn into {folder}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if rank == 0:
+            replace_text(folder / _RECORD, json.dumps(_drawn_from(plan.config), indent=1) + "\n")
+        _draw(plan, trained, folder, [name for name in missing if int(name[6:12]) % world == rank], watch)
+    except OSError as error:
+        raise ConfigError(f"dataset.prior.path: {folder} cannot be written: {error.strerror}") from error
+    progress_s, left = time.monotonic(), len(missing)
+    while now_left := len(missing_class_images(plan.config)):
+        if now_left < left:
+            progress_s, left = time.monotonic(), now_left
+            watch.enter("start", 0)
+        if time.monotonic() > progress_s + plan.config.watch.collective_timeout_s:
+            raise OutageError(f"dataset.prior: {left} class images of other processes do not come into {folder}")
+        time.sleep(_POLL_S)
+
+
+def _draw(plan: Plan, trained: Trained, folder: Path, names: Sequence[str], watch: HangWatch) -> None:
+    config, device, module = plan.config, use_own_device(plan.launch), trained.module
+    assert trained.family is not None
+    pipeline, was_training = trained.family.pipeline(), module.network.training
+    pipeline.to(device)
+    module.network.eval()  # dropout would draw from the global generator
+    with torch.no_grad(), autocast(device, plan.precision), torch.compiler.set_stance("force_eager"):
+        images = draw_images(
+            pipeline,
+            [str(config.dataset.prior.prompt)] * len(names),
+            [config.sampling.seed + int(name[6:12]) for name in names],
+            height=config.dataset.params.resolution,
+            width=config.dataset.params.resolution,
+            num_inference_steps=config.sampling.num_inference_steps,
+            guidance_scale=config.sampling.guidance_scale,
+            batch_size=config.sampling.batch_size,
+        )
+        shown = tqdm(zip(names, images, strict=True), "class images", len(names), disable=not is_main_process())
+        for name, image in shown:
+            image.save(folder / f".{name}.partial", format="PNG")
+            os.replace(folder / f".{name}.partial", folder / name)
+            watch.enter("start", 0)  # each picture has the time of a start
+    pipeline.to("cpu")
+    module.network.train(was_training)

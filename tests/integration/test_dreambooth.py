@@ -1,0 +1,130 @@
+"""DreamBooth: class images are drawn once, every micro-batch pairs them with the subject, and the loss weighs them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sd_training.build.dry_run import describe
+from sd_training.build.plan import make_plan
+from sd_training.build.prior import missing_class_images
+from sd_training.config.load import load_config
+from sd_training.errors import ConfigError
+from tests import makers
+from tests.integration.test_cache import assert_equal
+from tests.integration.training import (
+    ROOT,
+    CrashAfter,
+    Interrupted,
+    losses,
+    options,
+    prepare,
+    train,
+    train_in_processes,
+)
+
+SUBJECT, CLASS = "a photo of sks dog", "a photo of a dog"
+NUM_IMAGES = 6
+
+
+def write_subject(folder: Path) -> Path:
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"{number}.jpg").write_bytes(makers.encode(makers.picture(number, 32, 32)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dreambooth")
+    makers.save_tiny_pipeline(folder / "pipeline", unet=makers.SMALLER_UNET)
+    write_subject(folder / "subject")
+    return folder
+
+
+def argv(home: Path, run: str, prior: str, **changes: Any) -> list[str]:
+    values = {
+        "experiment__num_examples_to_see": 48,
+        "experiment__save_every": 3,
+        "dataset__type": "ImageFolder",
+        "dataset__params__captions__text": SUBJECT,
+        "dataset__params__resampled": True,
+        "dataset__params__index_dir": home / "index",
+        "dataset__prior__path": home / prior,
+        "dataset__prior__prompt": CLASS,
+        "dataset__prior__num_images": NUM_IMAGES,
+        "dataset__prior__weight": 0.7,
+        "sampling__num_inference_steps": 2,
+        "sampling__batch_size": 4,
+    }
+    words = options(home / run, home / "pipeline", home / "subject", **{**values, **changes})
+    return [f"config={ROOT}/configs/templates/dreambooth_full.yaml", *words]
+
+
+def pictures(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.png")}
+
+
+def test_a_run_with_a_prior(home: Path) -> None:
+    """It draws what is missing, on any number of processes, and goes on after a crash to the bit."""
+    words = argv(home, "whole", "class")
+    assert f"{NUM_IMAGES} class images are drawn first" in describe(make_plan(load_config(words), is_described=True))
+    train(words)
+    drawn = pictures(home / "class")
+    assert sorted(drawn) == [f"class_{number:06d}.png" for number in range(NUM_IMAGES)] and len({*drawn.values()}) > 1
+    assert "class images" not in describe(make_plan(load_config(words)))
+    train_in_processes(argv(home, "two", "class_of_two", system__batch_size=4), 2)
+    assert pictures(home / "class_of_two") == drawn
+    assert losses(home / "two") == pytest.approx(losses(home / "whole"), rel=1e-5)
+    (home / "class_of_two" / "class_000002.png").unlink()
+    with pytest.raises(Interrupted):
+        train(argv(home, "broken", "class_of_two"), CrashAfter(4))
+    assert pictures(home / "class_of_two") == drawn
+    train(argv(home, "broken", "class_of_two"))
+    assert_equal(home / "whole", home / "broken")
+
+
+def test_every_second_sample_is_a_class_image(home: Path) -> None:
+    """And the loss is that of the paper, computed by hand."""
+    run = prepare(argv(home, "pairs", "class_of_pairs"))
+    tokenizer = run.data.tokenizers["text_encoder"]
+    for batch in run.data.loader(0, lambda: 0):
+        assert (batch.sample_ids[0::2] < 3).all() and (batch.sample_ids[1::2] >= 3).all()
+        assert (batch.positions % 2 == torch.arange(8) % 2).all()
+        for row, text in enumerate([SUBJECT, CLASS] * 4):
+            if not batch.dropped["text_encoder"][row]:
+                assert batch.tokens["text_encoder"][row].tolist() == tokenizer.encode(text).tokens.tolist()
+    with torch.no_grad():
+        run.module.move_frozen_to(torch.device("cpu"))
+        weighted, _, logged = run.module.sample_losses(batch)
+        run.module.prior_weight = None
+        each = run.module.sample_losses(batch)[0]
+    expected = each[0::2].mean() + 0.7 * each[1::2].mean()
+    torch.testing.assert_close(weighted.mean(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(logged["prior_loss"], each[1::2].mean(), rtol=1e-6, atol=0)
+
+
+def test_class_images_of_the_user_count(home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home / "subject", tmp_path / "class")
+    config = load_config(argv(home, "own", str(tmp_path / "class")))
+    assert missing_class_images(config) == [f"class_{number:06d}.png" for number in range(NUM_IMAGES - 3)]
+    (tmp_path / "class" / "drawn_from.json").write_text(json.dumps({"dataset.prior.prompt": "a cat"}))
+    with pytest.raises(ConfigError, match=r"were drawn in another way: dataset\.prior\.prompt was 'a cat', now"):
+        missing_class_images(config)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("dataset.prior.prompt=null", r"dataset\.prior\.prompt: is required"),
+        ("system.batch_size=3", r"system\.batch_size: is 3; half of it"),
+        ("dataset.params.buckets.mode=ladder", r"dataset\.params\.buckets\.mode: class images are squares"),
+        ("dataset.mix=[{params: {path: x}}]", r"dataset\.mix: every sample"),
+    ],
+)
+def test_what_does_not_fit_a_prior(word: str, said: str, home: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config([*argv(home, "wrong", "none"), word])
