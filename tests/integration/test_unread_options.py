@@ -31,6 +31,7 @@ OF_OTHER_CHOICES = {
     ),
     "dataset.params.buckets.sizes": "buckets.mode=table; an error without",
     "dataset.params.remote": "remote data",
+    "dataset.prior": "dataset.prior.path; an error without",
     "dataset.params.allow_change": "a resumed run",
     "experiment.allow_changed": "a resumed run",
     "distributed.reshard_after_forward": "fsdp; an error without",
@@ -55,6 +56,7 @@ OF_OTHER_DENOISERS = {
 }
 READ_IN_VAIN = {
     "dataset.params.captions": "rules are made, but an autoencoder's run has no tokenizer and reads no caption",
+    "dataset.prior.path": "whether there are class images: an autoencoder's run has none",
     "trainer.compile": "whether to count graphs: an autoencoder is not compiled",
     "validation.num_levels": "an autoencoder has one loss per sample, not one per noise level",
 }
