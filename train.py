@@ -74,7 +74,7 @@ def _start(argv: list[str], signals: StopSignals, run_log: RunLog) -> None:
             print(describe(plan))
         return
     if plan.launch.accelerator == "cpu":
-        share_cores(plan.launch.devices + plan.encoders)
+        share_cores(plan.launch.devices)  # encoder processes have as many threads, and so the same bits
     if config.system.workers and not plan.encoders:
         worker_context()  # the server imports its libraries while the model is loaded
     train(plan, signals, run_log)

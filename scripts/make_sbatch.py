@@ -120,10 +120,13 @@ def batch_file(given: dict[str, str], overrides: Sequence[str], config: Config) 
         from sd_training.build.plan import balanced_encoders  # imports diffusers, which takes seconds
 
         encoders = balanced_encoders(config, gpus)
-    tasks = gpus if config.distributed.encoder_devices else gpus - encoders  # one for each GPU that trains
+    shared = config.distributed.encoder_devices and config.trainer.devices != "auto"
+    tasks = gpus if shared else gpus - encoders  # one for each GPU that trains
     if tasks < 1:
         raise ConfigError(f"distributed.encoders: {encoders} of the GPUs of a node leave none to train; give fewer")
     text = _with_directive(text, "ntasks-per-node", str(tasks))
+    cores = int(_directive(text, "cpus-per-task")) * gpus // tasks  # those of the GPUs that encode as well
+    text = _with_directive(text, "cpus-per-task", str(cores))
     for name, variable in VARIABLES.items():
         if name in given:
             text = _with_variable(text, variable, shlex.quote(given[name]))

@@ -38,6 +38,7 @@ from sd_training.data.encoded import (
 )
 from sd_training.data.loader import TrainingLoader, import_path, signals_blocked, start_worker
 from sd_training.data.samples.sample import SampleRequest, WorkerResult
+from sd_training.errors import UserError
 from sd_training.log import get_logger, global_rank, hide_in_tracebacks, note_secret
 from sd_training.models.family import autocast, latent_grid
 from sd_training.parallel.launch import local_rank
@@ -91,6 +92,10 @@ class _SharedLoader(TrainingLoader):
     def __len__(self) -> int:
         return len(self.places)
 
+    def step_of(self, number: int) -> int:
+        """As `TrainingLoader.step_of`, of what this process makes."""
+        return super().step_of(self.shares.micro_batch_at(self.places[number])[0])
+
     def requests_from(self, done: int) -> Iterator[list[SampleRequest]]:
         """Without those of the first `done` micro-batches that this process makes."""
         return (self.request(*self.shares.micro_batch_at(place)) for place in self.places[done:])
@@ -118,7 +123,7 @@ class EncoderServer:
 
     def results(self, first: int) -> Iterator[tuple[list[int], WorkerResult, float]]:
         """From a micro-batch on to the end of the run: the global ranks that get it, what they get, and how long it
-        took [s]. The data is opened here, when the training processes have indexed it."""
+        took to encode [s]. The data is opened here, when the training processes have indexed it."""
         plan, batch, shares = self.plan, self.plan.batch, self.shares
         data = make_data(plan, self.family, latent_grid(self.family.vae))
         workers = -(-plan.config.system.workers * plan.launch.devices // shares.num_encoders)
@@ -134,13 +139,11 @@ class EncoderServer:
             shares=shares,
             places=places,
         )
-        began_s = time.perf_counter()
         for place, result in zip(places, loader.results(0), strict=True):
-            _, rank = shares.micro_batch_at(place)
+            began_s, (_, rank) = time.perf_counter(), shares.micro_batch_at(place)
             if result.batch is not None:
                 result = replace(result, batch=self.encoded(result.batch))
             yield [*range(rank * shares.sharing, (rank + 1) * shares.sharing)], result, time.perf_counter() - began_s
-            began_s = time.perf_counter()
 
     @torch.no_grad()
     def encoded(self, batch: PixelBatch) -> PixelBatch:
@@ -179,13 +182,16 @@ def _die_with(parent: int) -> None:
 
 
 def _accept(listener: socket.socket, count: int) -> tuple[dict[int, socket.socket], int]:
-    """Waits until so many training processes have connected; by global rank, and the micro-batch they begin with."""
-    connections, first = dict[int, socket.socket](), 0
+    """Waits until so many training processes have connected; by global rank, and the micro-batch they begin with. This
+    process and its loader processes may run on the cores of all of them: srun binds each to its own."""
+    connections, first, cores = dict[int, socket.socket](), 0, os.sched_getaffinity(0)
     while len(connections) < count:
         connection, _ = listener.accept()
         if is_same_user(connection):
             hello = receive_header(connection)
             connections[hello["rank"]], first = connection, hello["first"]
+            cores |= {*hello["cores"]}
+    os.sched_setaffinity(0, cores)
     return connections, first
 
 
@@ -197,9 +203,6 @@ def main() -> None:
     note_secret(start["config"]["wandb"]["api_key"])
     get_logger("sd_training").setLevel("WARNING")
     threads = torch.get_num_threads()
-    if os.environ.get("SLURM_CPUS_ON_NODE") == str(os.cpu_count()):
-        # srun binds the task that has started this process to some of the cores of a machine that the job has whole.
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
     start_worker(dict(os.environ), start["parent"], 0)
     torch.set_num_threads(threads)  # as in training: kernels may round in another way with others
     listener, number = socket.socket(socket.AF_UNIX), start["number"]
@@ -220,4 +223,6 @@ def main() -> None:
     except TrainerGone:
         send_end([*connections.values()])
     except Exception as error:
+        if not isinstance(error, UserError):
+            sys.excepthook(type(error), error, error.__traceback__)  # the training processes report one line
         send_failure([*connections.values()], error, where)

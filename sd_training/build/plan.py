@@ -96,8 +96,11 @@ def make_plan(config: Config, *, is_described: bool = False) -> Plan:
         distributed = config.distributed.model_copy(update={"encoders": encoders})
         config = config.model_copy(update={"distributed": distributed})
         log.info(f"distributed.encoders: auto is {encoders} here")
-    # Encoder processes on GPUs that are named may share them with training.
-    apart = 0 if config.distributed.encoder_devices else encoders
+    named, gpus = config.distributed.encoder_devices, torch.cuda.device_count()
+    if named and torch.cuda.is_available() and not is_described and max(named) >= gpus:
+        raise ConfigError(f"distributed.encoder_devices: names GPU {max(named)}, but there are 0 to {gpus - 1}")
+    # Who names both decides whether they share GPUs.
+    apart = 0 if named and config.trainer.devices != "auto" else encoders
     launch = find_launch(config.trainer, apart, is_described=is_described)
     if encoders and not is_described and not sys.platform.startswith("linux"):
         raise ConfigError("distributed.encoders: needs Linux; use 0")

@@ -268,7 +268,10 @@ class Metrics(OptimizerStepCallback):
                 speed["tflops_per_s"] = total / num_steps / step_s / 1e12
                 speed["mfu"] = speed["tflops_per_s"] / self.peak_tflops
         if self.encoder_times is not None:
-            speed["encoders_s"] = self.encoder_times.take(num_steps, step_s, sections["data_wait"])
+            longest = torch.tensor(sections["data_wait"], device=trainer.strategy.root_device)
+            if trainer.world_size > 1:
+                torch.distributed.all_reduce(longest, torch.distributed.ReduceOp.MAX)
+            speed["encoders_s"] = self.encoder_times.take(num_steps, step_s, float(longest))
         return speed | {f"{name}_s": seconds for name, seconds in sections.items()}
 
 

@@ -333,9 +333,11 @@ def _sharding(config: Config) -> Iterator[str]:
         yield "distributed.encoders: the autoencoder is trained, so there is nothing to encode; use 0"
     if distributed.encoders and config.dataset.cache.path is not None:
         yield "distributed.encoders: the cache holds what they would encode; use 0, or dataset.cache.path=null"
-    if distributed.encoders and len(distributed.encoder_devices) not in (0, distributed.encoders):
-        wanted = f"distributed.encoders={distributed.encoders}"
-        yield f"distributed.encoder_devices: has {len(distributed.encoder_devices)} for {wanted}; name one for each"
+    named = distributed.encoder_devices
+    if named and len(named) != distributed.encoders:
+        yield f"distributed.encoder_devices: has {len(named)}; set distributed.encoders={len(named)}"
+    if len({*named}) < len(named):
+        yield f"distributed.encoder_devices: {shown(named)} names a GPU twice; name each once"
     if config.trainer.compile_mode == "reduce-overhead" and config.system.gradient_accumulation > 1:
         yield "trainer.compile_mode: CUDA graphs overwrite gradients that are accumulated; use default"
     if not (fsdp or deepspeed):

@@ -42,6 +42,8 @@ _EXIT_STATUS_S = 2.0
 """The exit status of a process is known a moment after its connections have closed."""
 _COMPARED = 100
 """Optimizer steps over which encoding and training are compared, after the first row of the metrics."""
+_MUCH = 0.05
+"""Share of the time that training may wait without a reason to change anything."""
 _ERRORS = {error.__name__: error for error in (ConfigError, DataError, BadSamplesError, OutageError, EncoderError)}
 _DTYPES = {str(d): d for d in (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int64, torch.bool)}
 
@@ -98,7 +100,8 @@ class EncoderTimes:
 
         Args:
             num_steps: optimizer steps since the last call.
-            step_s, wait_s: mean of a step, and of waiting for data in it [s].
+            step_s, wait_s: mean of a step, and of waiting for data in it on the rank that waits longest [s]: the others
+                wait for that one inside of a step.
         """
         encode_s, self._encode_s = self._encode_s, 0.0
         before = sum(row[0] for row in self._rows[1:])
@@ -111,11 +114,17 @@ class EncoderTimes:
     def _compare(self) -> None:
         """Without the first row, which has compilation and the first kernels."""
         steps, train_s, wait_s, encode_s = (sum(values) for values in zip(*self._rows[1:], strict=True))
-        ranks = len(self._shares.ranks)
+        ranks, encoders, train_s = len(self._shares.ranks), self._shares.num_encoders, max(train_s, 1e-9)
+        waiting, wanted = wait_s / (train_s + wait_s), math.ceil(ranks * encode_s / train_s)
+        devices = ranks + encoders
+        share = devices * encode_s / (encode_s + train_s)
+        advice = f"it would not with {wanted} encoder processes, or with {share:.1f} of {devices} devices for encoding"
+        if wanted <= encoders and waiting > _MUCH:
+            advice = "encoding keeps up and reading does not: raise system.workers"
         log.info(
             f"distributed.encoders: a step takes {train_s / steps:.3g} s to train, and its micro-batches "
-            f"{encode_s / steps:.3g} s to encode; {self._shares.num_encoders} for {ranks} training; training waits "
-            f"{wait_s / (train_s + wait_s):.0%} of the time, and would not with {math.ceil(ranks * encode_s / train_s)}"
+            f"{encode_s / steps:.3g} s to encode; {encoders} for {ranks} training; training waits {waiting:.0%} of the "
+            f"time; {advice}"
         )
 
 
@@ -171,7 +180,7 @@ def send_result(connections: Sequence[socket.socket], result: WorkerResult, enco
     """A micro-batch, as it came from the loader or encoded.
 
     Args:
-        encode_s: how long it took to read and encode [s].
+        encode_s: how long it took to encode [s].
 
     Raises:
         TrainerGone: nobody receives it.
@@ -220,6 +229,8 @@ def _written_error(error: Exception) -> list[str]:
     """The nearest class that the other end knows, and the text."""
     known = (base.__name__ for base in type(error).__mro__ if base.__name__ in _ERRORS)
     text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, torch.OutOfMemoryError):
+        text = f"out of memory; set model.vae_batch, or lower system.batch_size ({text})"
     return [next(known, EncoderError.__name__), text]
 
 
@@ -337,17 +348,23 @@ class EncodedBatches:
                 connection.connect(address_of(self.code, encoder))
                 break
             except OSError as error:
-                has_ended = bool(self.processes) and self.processes[encoder].poll() is not None
-                if has_ended or time.monotonic() > end_s:
+                if bool(self.processes) and self.processes[encoder].poll() is not None:
                     raise self._lost(encoder, error) from None
+                if time.monotonic() > end_s:
+                    late = f"encoder process {encoder} of this machine does not listen after {_CONNECT_S:g} s"
+                    raise EncoderError(f"distributed.encoders: {late}") from None
                 time.sleep(0.05)
         if not is_same_user(connection):
             raise EncoderError("distributed.encoders: another user listens where an encoder process should")
-        send_header(connection, {"rank": self.global_rank, "first": first})
+        cores = sorted(os.sched_getaffinity(0))
+        send_header(connection, {"rank": self.global_rank, "first": first, "cores": cores})
         return connection
 
-    def _lost(self, encoder: int, error: OSError) -> EncoderError:
-        """An encoder process that has said nothing before its end; the process that has started it knows more."""
+    def _lost(self, encoder: int, error: OSError) -> EncoderError | ConnectionError:
+        """An encoder process that has said nothing before its end. The process that has started it knows why; in others
+        it is a lost connection, which may as well be due to another training process."""
+        if not self.processes:
+            return ConnectionError(f"connection closed by encoder process {encoder}")
         how, end_s = f"has ended ({error})", time.monotonic() + _EXIT_STATUS_S
         while self.processes and time.monotonic() < end_s:
             if (status := self.processes[encoder].poll()) is not None:
@@ -355,4 +372,6 @@ class EncodedBatches:
                 how += "; SIGKILL often means that the machine ran out of memory" if status == -signal.SIGKILL else ""
                 break
             time.sleep(0.05)
-        return EncoderError(f"distributed.encoders: encoder process {encoder} of this machine {how}")
+        reason = f"distributed.encoders: encoder process {encoder} of this machine {how}"
+        log.error(reason)  # the training thread may wait for other ranks, which fail first
+        return EncoderError(reason)

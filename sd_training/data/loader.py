@@ -99,6 +99,10 @@ class TrainingLoader:
         picked = zip(datasets[own].tolist(), samples[own].tolist(), strict=True)
         return [SampleRequest(place, *chosen, bucket) for place, chosen in enumerate(picked, start=position)]
 
+    def step_of(self, number: int) -> int:
+        """The optimizer step of a micro-batch."""
+        return number // self.plan.accumulation
+
     def _repeated(self, next_micro_batch: int) -> Iterator[WorkerResult]:
         """The first micro-batch of the run at every place. What was skipped for it counts once."""
         first = next(self.results(0))  # its loader processes end with the iterator
@@ -127,7 +131,7 @@ class TrainingLoader:
             except (RuntimeError, OSError, EOFError) as error:  # also of a connection to a process that has ended
                 # torch's iterator over loader processes keeps them here; one without has none
                 workers = vars(iterator).get("_workers", [])
-                self.check_death(workers, next_micro_batch // self.plan.accumulation, error)
+                self.check_death(workers, self.step_of(next_micro_batch), error)
             del iterator  # its loader processes end before new ones are made
 
     def check_death(self, workers: Sequence[BaseProcess], step: int, error: Exception) -> None:

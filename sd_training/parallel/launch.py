@@ -83,7 +83,11 @@ def find_launch(config: TrainerConfig, encoders: int = 0, *, is_described: bool 
     visible = torch.cuda.device_count() - encoders if accelerator == "cuda" else 1
     besides = f" beside {counted(encoders, 'encoder process', 'encoder processes')}" if encoders else ""
     if visible < 1 and not is_described:
-        raise ConfigError(f"distributed.encoders: {encoders} leave no GPU of this machine to train; give fewer")
+        seen = counted(visible + encoders, "GPU")
+        raise ConfigError(
+            f"distributed.encoders: {encoders}, but this process sees {seen}, so none is left to train; give fewer, or "
+            "let every process see all GPUs (srun --gpus-per-node, not --gpus-per-task)"
+        )
     if (launched := _from_launcher()) is not None:
         devices, num_nodes, launcher = launched
         started = counted(devices, "process", "processes")

@@ -268,6 +268,9 @@ def test_encoder_processes_have_no_task(capsys: pytest.CaptureFixture[str]) -> N
     make_sbatch.main([*CONFIG, "distributed.encoders=2"])
     text = capsys.readouterr().out
     assert "#SBATCH --gpus-per-node=8\n" in text and "#SBATCH --ntasks-per-node=6\n" in text
+    make_sbatch.main([*CONFIG, "distributed.encoders=2", "distributed.encoder_devices=[6,7]", "cpus_per_gpu=9"])
+    text = capsys.readouterr().out
+    assert "#SBATCH --ntasks-per-node=6\n" in text and "#SBATCH --cpus-per-task=12\n" in text
 
 
 def test_as_many_encoder_processes_as_keep_up(pipeline_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

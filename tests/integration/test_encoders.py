@@ -13,7 +13,7 @@ import torch
 from sd_training.errors import EXIT_HANG, EXIT_STOPPED, EXIT_UNEXPECTED
 from tests.family_makers import save_pipeline
 from tests.faults.fork_server import Child, shared_server
-from tests.faults.tiny_run import RUN_MODULE
+from tests.faults.tiny_run import RUN_MODULE, as_torchrun
 from tests.integration.test_cache import Home, assert_equal, write_shards
 from tests.integration.training import checkpoint_tensors, losses, options, train, train_in_processes
 
@@ -53,6 +53,33 @@ def encoders_of(process: Child) -> list[int]:
 def rows(run_dir: Path) -> int:
     path = run_dir / "metrics.csv"
     return path.read_text().count("\n") if path.exists() else 0
+
+
+@pytest.mark.parametrize("killed", ["encoder", "first trainer"])
+def test_the_cause_is_told_with_two_training_processes(
+    killed: str, tmp_path: Path, pipeline_dir: Path, shards_dir: Path
+) -> None:
+    """The one that has not started the encoder process sees no more than a lost connection."""
+    run, logs = tmp_path / "run", [tmp_path / f"{rank}.log" for rank in range(2)]
+    argv = options(run, pipeline_dir, shards_dir, experiment__num_examples_to_see=8000, distributed__encoders=1)
+    started = [
+        shared_server().start(RUN_MODULE, ["train", *argv], log, {**os.environ, **own})
+        for log, own in zip(logs, as_torchrun(2), strict=True)
+    ]
+    end_s = time.monotonic() + LIMIT_S
+    while rows(run) < 4:
+        assert all(process.poll() is None for process in started) and time.monotonic() < end_s, logs[0].read_text()
+        time.sleep(0.01)
+    target = encoders_of(started[0])[0] if killed == "encoder" else started[0].pid
+    os.kill(target, signal.SIGKILL)
+    for process in started:
+        process.wait(LIMIT_S)
+    said = "".join(log.read_text() for log in logs)
+    if killed == "encoder":
+        assert "encoder process 0 of this machine was killed by SIGKILL" in said
+    else:
+        assert "distributed.encoders" not in said.replace("distributed.encoders=1", "")
+    assert [process.left_behind() for process in started] == [[], []]
 
 
 def test_whatever_ends_nothing_is_left_and_nothing_is_lost(

@@ -30,4 +30,15 @@ def test_encoding_is_compared_with_training_once(caplog: pytest.LogCaptureFixtur
             assert len(caplog.records) == (row >= 2)
     said = caplog.records[0].getMessage()
     assert "a step takes 0.4 s to train, and its micro-batches 0.5 s to encode; 2 for 6 training" in said
-    assert "training waits 20% of the time, and would not with 8" in said  # 6 × 0.5 / 0.4
+    # 6 × 0.5 / 0.4, and 8 × 0.5 / (0.5 + 0.4)
+    wanted = "it would not with 8 encoder processes, or with 4.4 of 8 devices for encoding"
+    assert f"training waits 20% of the time; {wanted}" in said
+
+
+def test_encoders_that_read_slowly_are_not_advised_to_be_more(caplog: pytest.LogCaptureFixture) -> None:
+    times = EncoderTimes(EncoderShares(2, range(2), 1))
+    with caplog.at_level(logging.INFO, "sd_training"):
+        for _ in range(3):
+            times.add(5.0)
+            times.take(50, 0.5, 0.1)
+    assert "encoding keeps up and reading does not: raise system.workers" in caplog.text
