@@ -273,6 +273,11 @@ def _saves(config: Config) -> Iterator[str]:
     elif checkpoint.keep_best and config.experiment.save_every % validation.every:
         every = f"{validation.every:,} does not divide experiment.save_every={config.experiment.save_every:,}"
         yield f"validation.every: {every}; checkpoint.keep_best compares losses measured at each save"
+    options, ema = config.experiment, config.ema
+    is_average_kept = config.model.use_ema and options.start_from is not None and "ema" not in options.reset
+    if is_average_kept and "data" in options.reset and (ema.warmup or ema.sigma_rels):
+        forgets = "steps are counted from 0, so the warm-up of the average would forget what it has"
+        yield f"experiment.reset: data without ema: {forgets}; add ema, or set ema.warmup=false and no ema.sigma_rels"
     for key in config.experiment.allow_changed:
         if not is_below(key, EXPORTED):
             needing = ", ".join(EXPORTED)

@@ -569,6 +569,16 @@ class ExperimentConfig(OptionGroup):
     requeue: bool = True
     """The same command again resumes from the newest checkpoint that verifies. False: an existing run folder is an
     error."""
+    start_from: str | None = None
+    """Begin a new run with the weights and the state of another run's checkpoint: its folder
+    `RUN/checkpoints/step=N`, or `RUN` for the newest that verifies. Only read; once this run has a checkpoint of its
+    own, it resumes from that (docs/checkpoints.md)."""
+    start_from_average: Annotated[bool, read_with("start_from")] = False
+    """Begin with the average of `start_from` as weights, instead of the raw ones."""
+    reset: Annotated[list[Literal["optimizer", "ema", "data", "wandb"]], read_with("start_from")] = Field(default=[])
+    """What begins anew instead of continuing from `start_from`. `optimizer`: its state and the loss scale. `ema`: the
+    averages, at the weights. `data`: the order of the samples, and with it the count of optimizer steps and the
+    learning-rate schedule. `wandb`: the W&B run."""
     allow_changed: list[str] = Field(default=[])
     """Options that a resumed run may change although they decide what it exports, such as `[model.use_ema]`; any other
     change of such an option is refused (docs/checkpoints.md)."""
