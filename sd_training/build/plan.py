@@ -125,10 +125,10 @@ class Start:
     be damaged, an older one is used."""
     source: str = ""
     """That checkpoint, or the mirror's copy of it; empty at the beginning of a run."""
-    origin: str = ""
-    """The checkpoint of another run that a new run begins with."""
     changed: Sequence[Change] = ()
     """Options that differ from the last start of a resumed run."""
+    origin: str = ""
+    """The checkpoint of another run that a new run begins with."""
 
     @property
     def is_done(self) -> bool:
