@@ -63,7 +63,7 @@ def draw_dropout(rules: ConditioningConfig, seed: int, position: int, encoders: 
         return prob > 0 and bool(generator(seed, purpose, position).random() < prob)
 
     joint = is_dropped(rules.dropout_prob, "conditioning_dropout")
-    dropped = {e: joint or is_dropped(rules.encoder_dropout_prob, f"conditioning_dropout:{e}") for e in encoders}
+    dropped = {e: joint or is_dropped(rules.encoder_dropout(e), f"conditioning_dropout:{e}") for e in encoders}
     dropped["size"] = is_dropped(rules.size_dropout_prob, "conditioning_dropout:size")
     dropped["crop"] = is_dropped(rules.crop_dropout_prob, "conditioning_dropout:crop")
     return dropped

@@ -49,6 +49,11 @@ def load_family(
     problems = []
     if model.train_text_encoder and not is_unet:
         problems.append(f"model.train_text_encoder: is only known for stable_diffusion and sdxl, not for {cls.name}")
+    other = "transformer" if is_unet else "unet"
+    if model.pretrained is not None and getattr(model, other).pretrained is not None:
+        problems.append(f"model.{other}: {cls.name} has none; its denoiser is model.{cls.denoiser_part}")
+    if model.single_file_config is not None and not is_unet:
+        problems.append(f"model.single_file_config: is only known for stable_diffusion and sdxl, not for {cls.name}")
     for name, unread in (("null_text", (None, "empty")), ("size_dropout_prob", (0,)), ("crop_dropout_prob", (0,))):
         if not cls.has_size_numbers and (value := getattr(conditioning, name)) not in unread:
             problems.append(f"conditioning.{name}: {value} is only read by sdxl, not by {cls.name}; remove it")
@@ -72,12 +77,14 @@ def _model_index(model: ModelConfig) -> Mapping[str, Any]:
     """`model_index.json` of `model.pretrained`; empty without one."""
     if model.pretrained is None:
         return {}
-    if problem := hub_problem(model.pretrained, model.revision, "model.pretrained"):
+    option = "model.pretrained" if model.single_file_config is None else "model.single_file_config"
+    place = model.single_file_config or model.pretrained
+    if problem := hub_problem(place, model.revision, option):
         raise ConfigError(problem)
     try:
-        return DiffusionPipeline.load_config(model.pretrained, revision=model.revision)
+        return DiffusionPipeline.load_config(place, revision=model.revision)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.pretrained: {model.pretrained!r} is no pipeline: {first_line(error)}") from error
+        raise ConfigError(f"{option}: {place!r} is no pipeline: {first_line(error)}") from error
 
 
 def _family_name(model: ModelConfig, index: Mapping[str, Any]) -> FamilyName:
