@@ -149,7 +149,11 @@ def load_part(part: str, config: PartConfig, *, seed: int, meta: bool = False, o
         place = _checked_place(part, cls, config, option)
         if part.startswith("tokenizer"):
             # Without the option, AutoTokenizer would prompt at the terminal, where one process of many waits forever.
-            return cls.from_pretrained(config.pretrained, **place, trust_remote_code=False)
+            # Padded as in training: pipelines pad with the tokenizer's own preference.
+            tokenizer = cls.from_pretrained(config.pretrained, **place, trust_remote_code=False, padding_side="right")
+            if tokenizer.pad_token is None:
+                tokenizer.pad_token = tokenizer.eos_token
+            return tokenizer
         if meta:
             with device:
                 if issubclass(cls, PreTrainedModel):

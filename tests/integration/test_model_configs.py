@@ -161,7 +161,7 @@ def test_what_no_count_shows_is_as_published(whole: tuple[str, Family]) -> None:
 def test_a_tenth_is_trained_without_text_and_weights_are_averaged(name: str, tmp_path: Path) -> None:
     config = load_config(filled(path_of(name), tmp_path / "captions.csv"))
     options, encoders = config.conditioning, {"sdxl": 2, "sd3": 3, "mmdit_rope": 3}.get(family_name(name), 1)
-    null_share = options.dropout_prob + (1 - options.dropout_prob) * options.encoder_dropout_prob**encoders
+    null_share = options.dropout_prob + (1 - options.dropout_prob) * options.encoder_dropout("text_encoder") ** encoders
     assert null_share == pytest.approx(0.1, abs=1e-3)
     assert config.model.use_ema
     assert config.ema.path == (config.model.pretrained if name in CONTINUED else None)
