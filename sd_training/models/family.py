@@ -104,7 +104,7 @@ class Family(ABC):
         found, other = {}, set()  # tokenizers of text encoders of another class than the usual one
         for part in (*FAMILY_PARTS[cls.name], *has):
             config, usual = effective_part(model, part), cls.classes.get(part)
-            stored = index[part][1] if part in cls.free_text and is_stored(index.get(part)) else None
+            stored = index[part][1] if part in TEXT_PARTS and is_stored(index.get(part)) else None
             target = config.target or stored or ("AutoTokenizer" if part in other else usual)
             if part in cls.free_text and str(target).rpartition(".")[2] != usual:
                 other.add(TEXT_PARTS[part])
