@@ -203,6 +203,8 @@ def _banner(plan: Plan, start: Start, data: TrainingData, title: str, step: int)
     """
     average = f"with decay {plan.config.ema.decay:g}, is exported" if plan.config.model.use_ema else "none"
     done = f"resuming after optimizer step {step:,} of {plan.batch.num_steps:,}" if step else "a new run"
+    if start.origin:
+        done = f"a new run from {start.origin}, at optimizer step {step:,} of {plan.batch.num_steps:,}"
     device = f" ({torch.cuda.get_device_name()})" if plan.launch.accelerator == "cuda" else ""
     rows = {
         "run folder": f"{plan.run_dir}, {done}",

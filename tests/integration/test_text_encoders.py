@@ -35,7 +35,7 @@ def qwen(count: int, width: int) -> Qwen2Model:
 def decoder_tokenizer() -> PreTrainedTokenizerBase:
     """Pads on the left, as those of decoders do."""
     words = tiny_tokenizer()
-    words.padding_side = "left"
+    words.init_kwargs["padding_side"] = "left"  # what is saved
     return words
 
 
