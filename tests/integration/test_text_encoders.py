@@ -35,7 +35,7 @@ def qwen(count: int, width: int) -> Qwen2Model:
 def decoder_tokenizer() -> PreTrainedTokenizerBase:
     """Pads on the left, as those of decoders do."""
     words = tiny_tokenizer()
-    words.init_kwargs["padding_side"] = "left"  # what is saved
+    words.padding_side = words.init_kwargs["padding_side"] = "left"  # only both are saved
     return words
 
 
