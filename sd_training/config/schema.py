@@ -719,11 +719,6 @@ class ConditioningConfig(OptionGroup):
     """The null text: encoded empty caption, or zeros; written into the exported pipeline. null: as the pretrained
     pipeline says, or empty. Only sdxl and mmdit_rope know zeros."""
 
-    def encoder_dropout(self, encoder: str) -> float:
-        """`encoder_dropout_prob` of one text encoder."""
-        given = self.encoder_dropout_prob
-        return given.get(encoder, 0.0) if isinstance(given, dict) else given
-
     size_dropout_prob: Probability = 0.0
     """sdxl: share of samples trained without conditioning on the image's original size."""
     crop_dropout_prob: Probability = 0.0
