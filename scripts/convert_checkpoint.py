@@ -1,6 +1,8 @@
-"""Tensors of a pickled checkpoint (.ckpt, .pt, .pth, .bin) → safetensors, which the rest of this project reads.
+"""Tensors of a pickled checkpoint (.ckpt, .pt, .pth, .bin) → safetensors, which the rest of this project reads; and a
+pipeline folder of Stable Diffusion 1.x, 2.x or XL → one file in the original layout, for ComfyUI and A1111.
 
     python scripts/convert_checkpoint.py old.ckpt new.safetensors [--key state_dict]
+    python scripts/convert_checkpoint.py runs/mine/current_pipeline mine.safetensors
 
 A pickle is a program. So it is opened here only, with torch's unpickler that knows tensors and nothing else, in a
 process of its own: with an empty environment, without network where the system lets a process give it up, and with
@@ -184,8 +186,7 @@ def inside(source: Path, target: Path, key: str | None) -> None:
     import torch  # noqa: F401
 
     limit_resources(source.stat().st_size)
-    count = convert(source, target, key)
-    print(f"{target}: {counted(count, 'tensor')}, {target.stat().st_size:,} bytes")
+    print(f"{target}: {counted(convert(source, target, key), 'tensor')}, {target.stat().st_size:,} bytes")
     how = "with the network, which this system does not let a process give up" if has_network else "without network"
     print(f"opened {how}")
 
@@ -193,19 +194,25 @@ def inside(source: Path, target: Path, key: str | None) -> None:
 def main() -> None:
     """Parse, check, start the process that opens the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="pickled checkpoint")
+    parser.add_argument("source", type=Path, help="pickled checkpoint, or pipeline folder")
     parser.add_argument("target", type=path_argument, help="safetensors file to write; must not exist")
     parser.add_argument("--key", help="entry of the checkpoint; default: state_dict where there is one, else all")
     parser.add_argument(_INSIDE, action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.inside:
-        return inside(given.source, given.target, given.key)
-    if not given.source.is_file():
+        inside(given.source, given.target, given.key)
+        return
+    if not given.source.exists():
         raise DataError(f"{given.source}: no such file")
     if given.target.exists():
         raise ConfigError(f"{given.target}: exists; give another name, or remove it")
     if given.target.suffix != ".safetensors" or not given.target.absolute().parent.is_dir():
         raise ConfigError(f"{given.target}: must be a *.safetensors file in a folder that exists")
+    if given.source.is_dir():
+        from sd_training.export.single_file import write_single_file  # takes seconds to import
+
+        print(f"{given.target}: {counted(write_single_file(given.source, given.target), 'tensor')}")
+        return
     words = [sys.executable, "-I", str(Path(__file__).resolve()), str(given.source.absolute())]
     words += [str(given.target.absolute()), _INSIDE, *([f"--key={given.key}"] if given.key else [])]
     environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
@@ -215,7 +222,6 @@ def main() -> None:
     if status:
         given.target.with_name(f"{given.target.name}.partial").unlink(missing_ok=True)
         raise DataError(f"{given.source}: the process that opened it ended with status {status}; nothing was written")
-    return None
 
 
 if __name__ == "__main__":

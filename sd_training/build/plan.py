@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 import sd_training.models  # noqa: F401 - it must be what imports diffusers first
+from sd_training.callbacks.ema import EMA_PART
 from sd_training.callbacks.run_record import CONFIG, RunRecord
 from sd_training.checkpoint.folder import (
     NO_LOCK,
@@ -22,6 +23,7 @@ from sd_training.checkpoint.folder import (
     last_saved_step,
     newest_verified,
     remove_leftovers,
+    source_checkpoint,
     step_of,
     verify_checkpoint,
 )
@@ -30,7 +32,7 @@ from sd_training.checkpoint.save import open_checkpoint
 from sd_training.config.changes import Change, changed_options, refused_changes
 from sd_training.config.fields import options, value_of
 from sd_training.config.plan import BatchPlan, Layout, counted, find_layout
-from sd_training.config.schema import Config
+from sd_training.config.schema import Config, ExperimentConfig
 from sd_training.config.value_types import output_path
 from sd_training.data.datamodule import TrainingData, order_problem
 from sd_training.errors import CheckpointError, ConfigError, SaveError
@@ -168,6 +170,8 @@ class Start:
     """That checkpoint, or the mirror's copy of it; empty at the beginning of a run."""
     changed: Sequence[Change] = ()
     """Options that differ from the last start of a resumed run."""
+    origin: str = ""
+    """The checkpoint of another run that a new run begins with."""
 
     @property
     def is_done(self) -> bool:
@@ -177,7 +181,8 @@ class Start:
     def sentence(self) -> str:
         """For the dry run and the log."""
         if not self.source:
-            return f"a new run: {self.run_dir} has no checkpoint"
+            begun = f"; it begins with {self.origin}, after optimizer step {self.step:,}" if self.origin else ""
+            return f"a new run: {self.run_dir} has no checkpoint{begun}"
         after = f"{self.step:,} of {counted(self.num_steps, 'optimizer step')}"
         done = f"resumes from {self.source}, after {after}"
         return f"{done}; raise experiment.num_examples_to_see to train more" if self.is_done else done
@@ -233,7 +238,7 @@ def find_start(plan: Plan, mirror: Mirror | None) -> Start:
                 "checkpoint of it, and a new run would replace what is left: bring the checkpoints back"
                 f"{given}, take another experiment.name, or remove {run_dir}"
             )
-        return Start(run_dir, plan.batch.num_steps)
+        return _new_start(plan)
     step, source = (step_of(own), str(own)) if own is not None else (-1, "")
     if mirror is not None and copies and copies[-1] > step:
         step, source = copies[-1], f"{mirror.root}/{folder_name(copies[-1])}"
@@ -243,6 +248,22 @@ def find_start(plan: Plan, mirror: Mirror | None) -> Start:
     if problems:
         raise ConfigError(problems)
     return Start(run_dir, plan.batch.num_steps, step, source, changed)
+
+
+def _new_start(plan: Plan) -> Start:
+    """Of a run without a checkpoint of its own."""
+    options, num_steps = plan.config.experiment, plan.batch.num_steps
+    if options.start_from is None:
+        return Start(plan.run_dir, num_steps)
+    folder = source_checkpoint(Path(options.start_from), contents=False)
+    step = 0 if "data" in options.reset else step_of(folder)
+    problems = _state_problems(plan, folder, False, options)
+    if step >= num_steps:
+        length = f"the run has {counted(num_steps, 'optimizer step')}, and {folder} is after {step:,}"
+        problems.append(f"experiment.num_examples_to_see: {length}; raise it, or add data to experiment.reset")
+    if problems:
+        raise ConfigError(problems)
+    return Start(plan.run_dir, num_steps, step, origin=str(folder))
 
 
 def _changes(plan: Plan, checkpoint: Path | None) -> tuple[list[Change], list[str]]:
@@ -260,15 +281,20 @@ def _changes(plan: Plan, checkpoint: Path | None) -> tuple[list[Change], list[st
     return changed, refused_changes(changed, plan.config.experiment.allow_changed, plan.run_dir)
 
 
-def _state_problems(plan: Plan, folder: Path, is_refused: bool) -> list[str]:
+def _state_problems(plan: Plan, folder: Path, is_refused: bool, begun: ExperimentConfig | None = None) -> list[str]:
     """Why a checkpoint cannot continue with these options, as far as it is known without model and data; the rest is
     found when it is loaded.
 
     Args:
         is_refused: the run does not start anyway; changed options of the data are then named in any case.
+        begun: how a new run begins with the checkpoint of another one.
     """
     try:
-        state = open_checkpoint(folder).state
+        stored = open_checkpoint(folder)
+        if begun is not None:
+            average = EMA_PART if begun.start_from_average else None
+            stored = stored.for_new_run(begun.reset, TrainingData.__name__, average)
+        state = stored.state
     except CheckpointError as error:
         # A damaged one is set aside when it is loaded, and an older one is used; an intact one is of another version.
         return [] if verify_checkpoint(folder) else [str(error)]

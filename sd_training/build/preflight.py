@@ -77,7 +77,7 @@ def _check_sizes(config: Config) -> None:
     """Sizes that the autoencoder cannot take: the one in a local folder, or the usual one where the model is a mistake
     itself. A model on the hub is checked when it is made."""
     sizes, factor = training_sizes(config.dataset.params).sizes, None
-    named = {"model.pretrained", "model.vae.pretrained"}
+    named = {"model.pretrained", "model.single_file_config", "model.vae.pretrained"}
     autoencoder = [(key, path) for key, path in model_paths(config) if key in named]
     if any([*model_path_problems(config, *at), *_hub_problems(config, *at)] for at in autoencoder):
         factor = _USUAL_FACTOR

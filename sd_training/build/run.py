@@ -207,6 +207,8 @@ def _banner(plan: Plan, start: Start, data: TrainingData, title: str, step: int)
     """
     average = f"with decay {plan.config.ema.decay:g}, is exported" if plan.config.model.use_ema else "none"
     done = f"resuming after optimizer step {step:,} of {plan.batch.num_steps:,}" if step else "a new run"
+    if start.origin:
+        done = f"a new run from {start.origin}, at optimizer step {step:,} of {plan.batch.num_steps:,}"
     device = f" ({torch.cuda.get_device_name()})" if plan.launch.accelerator == "cuda" else ""
     rows = {
         "run folder": f"{plan.run_dir}, {done}",
@@ -406,12 +408,13 @@ def _begin_wandb(plan: Plan, mode: str) -> LogWriter:
     # A key of the configuration goes to W&B alone: the environment would pass it to every process started from here.
     if plan.config.wandb.api_key is not None:
         settings["api_key"] = plan.config.wandb.api_key
+    options = plan.config.experiment
     run = wandb.init(
         name=plan.config.experiment.name,
         project=plan.config.experiment.project,
         entity=plan.config.wandb.entity,
         dir=plan.run_dir,
-        id=_wandb_id(plan.run_dir),
+        id=_wandb_id(plan.run_dir, None if "wandb" in options.reset else options.start_from),
         resume="allow",
         config=to_plain(plan.config),
         settings=wandb.Settings(**settings),
@@ -427,12 +430,13 @@ def _begin_wandb(plan: Plan, mode: str) -> LogWriter:
     )
 
 
-def _wandb_id(run_dir: Path) -> str:
+def _wandb_id(run_dir: Path, source: str | None = None) -> str:
     """The W&B id of the run, kept in its folder so that a resumed run continues the same curves; on a full disk it is
-    not kept."""
+    not kept. A run that begins with the checkpoint of `source` continues the curves of that run."""
     path, identifier = run_dir / "wandb_id", os.urandom(8).hex()
+    begun = [] if source is None else [Path(source), Path(source).absolute().parents[1]]  # RUN, RUN/checkpoints/step=N
     with suppress(OSError):
-        if path.exists() and (known := path.read_text(encoding="utf-8").strip()):
-            return known
+        kept = (p.read_text(encoding="utf-8").strip() for p in (path, *(b / path.name for b in begun)) if p.exists())
+        identifier = next(filter(None, kept), identifier)
         replace_text(path, f"{identifier}\n")
     return identifier

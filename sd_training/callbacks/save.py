@@ -30,12 +30,20 @@ from sd_training.checkpoint.folder import (
     replace_text,
     rotate,
     sealed_checkpoints,
+    source_checkpoint,
     step_of,
 )
 from sd_training.checkpoint.mirror import Mirror
-from sd_training.checkpoint.save import load_checkpoint, open_checkpoint, restore_training_state, save_checkpoint
+from sd_training.checkpoint.save import (
+    StoredCheckpoint,
+    load_checkpoint,
+    open_checkpoint,
+    restore_training_state,
+    save_checkpoint,
+)
 from sd_training.config.plan import counted
 from sd_training.config.schema import Config
+from sd_training.data.datamodule import TrainingData
 from sd_training.errors import CheckpointError, ConfigError, OutageError, SaveError
 from sd_training.export.pipeline import CURRENT, WrittenPart, export_pipeline, frozen_parts, keep_export
 from sd_training.log import get_logger, is_main_process, write_incident
@@ -91,14 +99,17 @@ class Save(OptimizerStepCallback):
         return self.run_dir / "checkpoints"
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Collective: continue from the newest checkpoint, the same on all ranks. A process that was killed between a
-        checkpoint and its export left an older pipeline, and perhaps old checkpoints: both are handled now.
+        """Collective: continue from the newest checkpoint, the same on all ranks, or begin with that of another run. A
+        process that was killed between a checkpoint and its export left an older pipeline, and perhaps old checkpoints:
+        both are handled now.
 
         Raises:
             CheckpointError: none verifies, or it is of another run.
         """
         group = strategy_of(trainer).cpu_group  # made by all ranks together; at an exception they may not be together
         if not self.is_resumed:
+            if self.config.experiment.start_from is not None:
+                self._begin_from(trainer, pl_module, Path(self.config.experiment.start_from))
             return
 
         def newest_step() -> int:
@@ -108,15 +119,9 @@ class Save(OptimizerStepCallback):
             return step_of(newest)
 
         stored = open_checkpoint(self._root / folder_name(group.on_rank0(newest_step)))
-        averages, step = stored.averages(), int(stored.state["global_step"])
+        step = int(stored.state["global_step"])
         self._write_step_file(step)  # also for the start after one that was killed
-        pl_module.on_load_checkpoint(stored.state)
-        load_checkpoint(stored, trainer)
-        restore_training_state(trainer, stored.state)
-        if (self.ema is None) == (EMA_PART in averages):
-            log.warning(f"model.use_ema: the checkpoint's average {'is dropped' if averages else 'begins only now'}")
-        if self.ema is not None:
-            self.ema.load_averages(trainer, pl_module, averages)
+        self._continue_from(stored, trainer, pl_module)
 
         def exported_step() -> int:
             path = self.run_dir / _EXPORTED_STEP_FILE
@@ -126,6 +131,31 @@ class Save(OptimizerStepCallback):
         if group.on_rank0(exported_step) < step:
             with self._failures_counted(step, is_last=step >= trainer.max_steps):
                 self._collect_export(trainer, pl_module, step)()
+
+    def _begin_from(self, trainer: pl.Trainer, module: TrainedModule, source: Path) -> None:
+        """Collective: `experiment.start_from`."""
+        options = self.config.experiment
+        folder = Path(strategy_of(trainer).cpu_group.on_rank0(lambda: str(source_checkpoint(source))))
+        average = EMA_PART if options.start_from_average else None
+        try:
+            stored = open_checkpoint(folder).for_new_run(options.reset, TrainingData.__name__, average)
+            self._continue_from(stored, trainer, module)
+        except CheckpointError as error:
+            raise CheckpointError(f"experiment.start_from: {folder}: {error}") from error
+        log.info(f"began with {folder}; experiment.reset: {options.reset}")
+
+    def _continue_from(self, stored: StoredCheckpoint, trainer: pl.Trainer, module: TrainedModule) -> None:
+        """Collective: weights, optimizer, averages and position of a checkpoint. One of another run that is at the
+        beginning of the data has no position."""
+        averages = stored.averages()
+        module.on_load_checkpoint(stored.state)
+        load_checkpoint(stored, trainer)
+        if stored.state["global_step"]:
+            restore_training_state(trainer, stored.state)
+        if self.is_resumed and (self.ema is None) == (EMA_PART in averages):
+            log.warning(f"model.use_ema: the checkpoint's average {'is dropped' if averages else 'begins only now'}")
+        if self.ema is not None and (averages or self.is_resumed):
+            self.ema.load_averages(trainer, module, averages)
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Save when due; every rank takes part. A failed save counts as done; the next one runs at its regular step."""

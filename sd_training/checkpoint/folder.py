@@ -345,6 +345,29 @@ def newest_verified(root: Path, *, contents: bool = True) -> Path | None:
     raise DamagedCheckpointsError("\n".join(lines))
 
 
+def source_checkpoint(path: Path, *, contents: bool = True) -> Path:
+    """The checkpoint that a new run of another name begins with. Nothing is renamed: the folder may be another user's.
+
+    Args:
+        path: `step=N`, or a run folder: its newest that verifies.
+        contents: as in `verify_checkpoint`.
+
+    Raises:
+        ConfigError: there is none, or none verifies.
+    """
+    try:
+        folders = [path] if _SEALED_NAME.fullmatch(path.name) else sealed_checkpoints(path / "checkpoints")[::-1]
+    except OSError as error:
+        raise ConfigError(f"experiment.start_from: {path} cannot be read: {error}") from error
+    problems = list[str]()
+    for folder in folders:
+        if not (found := verify_checkpoint(folder, contents=contents)):
+            return folder
+        problems.append(f"{folder} cannot be used: {'; '.join(found)}")
+    wanted = f"{path} is neither a checkpoint (RUN/checkpoints/step=N) nor a run folder that has one"
+    raise ConfigError([f"experiment.start_from: {problem}" for problem in problems or [wanted]])
+
+
 def remove_leftovers(root: Path) -> list[Path]:
     """Removes partially written and partially deleted folders of killed processes; returns the names. Call it
     once at start."""

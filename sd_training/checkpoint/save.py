@@ -20,11 +20,11 @@ state continues from there.
 import errno
 import json
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections import ChainMap, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +154,39 @@ class StoredCheckpoint:
 
     state: dict[str, Any]
     """Everything that is not a tensor of a part."""
-    parts: dict[str, "StoredTensors"]
+    parts: dict[str, Mapping[str, Tensor]]
 
-    def averages(self) -> dict[str, "StoredTensors"]:
+    def averages(self) -> dict[str, Mapping[str, Tensor]]:
         """Part → full tensors by parameter."""
         return {part: tensors for part, tensors in self.parts.items() if part not in (WEIGHTS, OPTIMIZER)}
+
+    def for_new_run(self, reset: Collection[str], data: str, average: str | None) -> "StoredCheckpoint":
+        """What a run of another name begins with (`experiment.reset`): without the parts that begin anew, and with
+        their step and requirements.
+
+        Args:
+            reset: of optimizer, ema, data.
+            data: the data's entry of the state.
+            average: part that is taken as weights; None: the raw ones.
+
+        Raises:
+            CheckpointError: there is no such average.
+        """
+        state, parts = dict(self.state), dict(self.parts)
+        if average is not None:
+            if average not in parts:
+                raise CheckpointError("experiment.start_from_average: the checkpoint has no average; leave it out")
+            # Buffers have no average.
+            parts[WEIGHTS] = ChainMap(parts[average], parts[WEIGHTS])  # type: ignore[arg-type]  # it is only read
+        if "ema" in reset:
+            parts = {part: tensors for part, tensors in parts.items() if part in (WEIGHTS, OPTIMIZER)}
+        if "optimizer" in reset:
+            del state[OPTIMIZER]
+            required = state["trained_as"].items()
+            state["trained_as"] = {key: value for key, value in required if not key.startswith("optimizer.")}
+        if "data" in reset:
+            state |= {"global_step": 0, data: {}}
+        return replace(self, state=state, parts=parts)
 
 
 def open_checkpoint(folder: Path) -> StoredCheckpoint:
@@ -176,7 +204,7 @@ def open_checkpoint(folder: Path) -> StoredCheckpoint:
         for name in sealed.read_manifest(folder).files:
             if found := _TENSOR_FILE.fullmatch(name):
                 paths.setdefault(found[1], []).append(folder / name)
-        parts = {part: StoredTensors(files) for part, files in paths.items()}
+        parts: dict[str, Mapping[str, Tensor]] = {part: StoredTensors(files) for part, files in paths.items()}
         state: dict[str, Any] = join_tensors(document["checkpoint"], dict(parts.pop("state", {})))
     except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {folder} is of another format: {error}") from error
@@ -205,6 +233,8 @@ def load_checkpoint(stored: StoredCheckpoint, trainer: pl.Trainer) -> None:
             sharding.load(trained[name], full.to(trained[name].device))
         elif not isinstance(value, DTensor):  # sharded frozen weights are what they were at the start
             value.detach().copy_(full)
+    if OPTIMIZER not in stored.state:  # it begins anew
+        return
     names = {id(parameter): name for name, parameter in trained.items()}
     optimizer = stored.state[OPTIMIZER]
     tensors: Mapping[str, Tensor] = stored.parts.get(OPTIMIZER, {})

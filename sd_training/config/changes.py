@@ -37,9 +37,9 @@ def chosen_options(config: Config) -> dict[str, Any]:
 
 
 _PARTS = (
-    "bf16_weights family noise_scheduler_inference noise_scheduler_training pretrained revision text_encoder "
-    "text_encoder_2 text_encoder_3 text_encoders tokenizer tokenizer_2 tokenizer_3 train transformer unet use_ema vae "
-    "vae_scaling_factor"
+    "bf16_weights family from_scratch noise_scheduler_inference noise_scheduler_training pretrained revision "
+    "single_file_config text_encoder text_encoder_2 text_encoder_3 text_encoders tokenizer tokenizer_2 tokenizer_3 "
+    "train transformer unet use_ema vae vae_scaling_factor"
 )
 _OTHERS = ("conditioning.null_text", "objective.shift", "objective.sigma_data")
 EXPORTED = (*(f"model.{name}" for name in _PARTS.split()), *_OTHERS)

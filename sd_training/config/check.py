@@ -12,6 +12,7 @@ from sd_training.config.data_schema import DatasetConfig, MixEntry, read_class_p
 from sd_training.config.fields import either, is_below, options, shown, value_of
 from sd_training.config.filters import parse_filters
 from sd_training.config.schema import (
+    DENOISERS,
     FAMILY_PARTS,
     OPTIONAL_PARTS,
     SECTIONS,
@@ -117,8 +118,12 @@ def _unused_parts(model: ModelConfig) -> Iterator[str]:
     for part in PARTS:
         own: PartConfig = getattr(model, part)
         # A noise scheduler's params, and the class of the inference sampler, still override what was stored.
-        if is_set(own) and not (part.startswith("noise_scheduler") and own.pretrained is None):
-            yield f"model.{part}: its own settings are not used, because model.pretrained is set"
+        is_read, remedy = part.startswith("noise_scheduler") and own.pretrained is None, ""
+        if part in DENOISERS:
+            is_read = model.from_scratch or (own.pretrained is not None and not own.params)
+            remedy = "; model.from_scratch=true begins with random weights"
+        if is_set(own) and not is_read:
+            yield f"model.{part}: its own settings are not used, because model.pretrained is set{remedy}"
 
 
 def objective_problems(objective: ObjectiveConfig) -> list[str]:
@@ -188,6 +193,9 @@ def _schedule(config: Config) -> Iterator[str]:
 def _paths(config: Config) -> Iterator[str]:
     for key, path in model_paths(config):
         yield from model_path_problems(config, key, path)
+    file, folder = config.model.pretrained or "", config.model.single_file_config
+    if folder is not None and not (file.endswith(".safetensors") and Path(file).is_file()):
+        yield f"model.pretrained: {file!r} is no *.safetensors file, which model.single_file_config is for"
     folders = (
         "dataset.params.remote.cache_dir",
         "dataset.params.index_dir",
@@ -203,8 +211,10 @@ def _paths(config: Config) -> Iterator[str]:
 def model_paths(config: Config) -> Iterator[tuple[str, str]]:
     """Dotted option and value of every folder or hub id that is read."""
     model, keys = config.model, ["model.pretrained", "ema.path"]
+    if model.single_file_config is not None:
+        keys[0] = "model.single_file_config"
+    keys += [f"model.{part}.pretrained" for part in (PARTS if model.pretrained is None else DENOISERS)]
     if model.pretrained is None:
-        keys += [f"model.{part}.pretrained" for part in PARTS]
         for number, entry in enumerate(model.text_encoders):
             named = {"pretrained": entry.pretrained, "tokenizer": entry.tokenizer}
             yield from ((f"model.text_encoders.{number}.{name}", path) for name, path in named.items() if path)
@@ -219,7 +229,7 @@ def model_path_problems(config: Config, key: str, text: str) -> Iterator[str]:
         if text.startswith(("/", "./", "../", "~")):
             yield f"{key}: {text!r} does not exist{' (~ is not expanded)' if text.startswith('~') else ''}"
         return
-    is_pipeline = key == "model.pretrained" and config.model.train == "denoiser"
+    is_pipeline = key in ("model.pretrained", "model.single_file_config") and config.model.train == "denoiser"
     wanted = _MODEL_FILES[:1] if is_pipeline else _MODEL_FILES
 
     def is_model(folder: Path) -> bool:
@@ -230,6 +240,8 @@ def model_path_problems(config: Config, key: str, text: str) -> Iterator[str]:
     has_parts = not is_pipeline and not (path / "current_pipeline").exists() and any(map(is_model, path.glob("*")))
     if not (is_model(path) or has_parts):
         remedy = f"write {key}={near}" if near else "docs/models.md says how to convert a file"
+        if text.endswith(".safetensors") and is_pipeline:
+            remedy = "of a file in the original layout, give model.single_file_config as well"
         kind = "pipeline" if is_pipeline else "model"
         yield f"{key}: {text!r} is no {kind} that diffusers saved: it has no {' or '.join(wanted[:2])}; {remedy}"
 
@@ -291,6 +303,11 @@ def _saves(config: Config) -> Iterator[str]:
     elif checkpoint.keep_best and config.experiment.save_every % validation.every:
         every = f"{validation.every:,} does not divide experiment.save_every={config.experiment.save_every:,}"
         yield f"validation.every: {every}; checkpoint.keep_best compares losses measured at each save"
+    options, ema = config.experiment, config.ema
+    is_average_kept = config.model.use_ema and options.start_from is not None and "ema" not in options.reset
+    if is_average_kept and "data" in options.reset and (ema.warmup or ema.sigma_rels):
+        forgets = "steps are counted from 0, so the warm-up of the average would forget what it has"
+        yield f"experiment.reset: data without ema: {forgets}; add ema, or set ema.warmup=false and no ema.sigma_rels"
     for key in config.experiment.allow_changed:
         if not is_below(key, EXPORTED):
             needing = ", ".join(EXPORTED)

@@ -38,6 +38,7 @@ FAMILY_PARTS: Mapping[str, tuple[str, ...]] = {
     "mmdit_rope": ("vae", "transformer"),
 }
 """Parts that a family cannot do without."""
+DENOISERS = ("unet", "transformer")
 OPTIONAL_PARTS: Mapping[str, tuple[str, ...]] = {"sd3": ("text_encoder_3", "tokenizer_3")}
 DENOISER_CLASSES: Mapping[str, FamilyName] = {
     "SD3Transformer2DModel": "sd3",
@@ -106,9 +107,16 @@ class ModelConfig(OptionGroup):
     """The pipeline's parts and how the trained one is run."""
 
     pretrained: str | None = None
-    """Pipeline folder or hub id for every part at once; wins over the parts' own settings, as in sd-training."""
+    """Pipeline folder or hub id for every part at once; wins over the parts' own settings, as in sd-training, but for
+    `model.unet.pretrained` and `model.transformer.pretrained`, which replace that part only."""
     revision: Annotated[str | None, read_with("pretrained")] = None
     """Hub branch, tag or commit of `model.pretrained`."""
+    single_file_config: Annotated[str | None, read_with("pretrained"), DENOISER] = None
+    """Where `pretrained` is one `*.safetensors` file of stable_diffusion or sdxl in the original layout: a local
+    pipeline folder of the same architecture, with its settings, tokenizers and scheduler; its weights are not read."""
+    from_scratch: Annotated[bool, read_with("pretrained"), DENOISER] = False
+    """Beside `pretrained`: begin the denoiser alone with random weights, in its stored architecture with the `params`
+    of `model.unet` or `model.transformer` on top."""
     family: Annotated[FamilyName | None, DENOISER] = None
     """Kind of pipeline; null: that of `pretrained`, or inferred from the given parts."""
     train: Literal["denoiser", "vae"] = "denoiser"
@@ -569,6 +577,16 @@ class ExperimentConfig(OptionGroup):
     requeue: bool = True
     """The same command again resumes from the newest checkpoint that verifies. False: an existing run folder is an
     error."""
+    start_from: str | None = None
+    """Begin a new run with the weights and the state of another run's checkpoint: its folder
+    `RUN/checkpoints/step=N`, or `RUN` for the newest that verifies. Only read; once this run has a checkpoint of its
+    own, it resumes from that (docs/checkpoints.md)."""
+    start_from_average: Annotated[bool, read_with("start_from")] = False
+    """Begin with the average of `start_from` as weights, instead of the raw ones."""
+    reset: Annotated[list[Literal["optimizer", "ema", "data", "wandb"]], read_with("start_from")] = Field(default=[])
+    """What begins anew instead of continuing from `start_from`. `optimizer`: its state and the loss scale. `ema`: the
+    averages, at the weights. `data`: the order of the samples, and with it the count of optimizer steps and the
+    learning-rate schedule. `wandb`: the W&B run."""
     allow_changed: list[str] = Field(default=[])
     """Options that a resumed run may change although they decide what it exports, such as `[model.use_ema]`; any other
     change of such an option is refused (docs/checkpoints.md)."""
@@ -692,11 +710,15 @@ class ConditioningConfig(OptionGroup):
 
     dropout_prob: Probability = 0.1
     """Share of samples trained with the null text in all text encoders at once, so that guidance works."""
-    encoder_dropout_prob: Probability = 0.0
-    """Probability of each text encoder to get the null text, independently of the others and of `dropout_prob`."""
+    encoder_dropout_prob: Probability | dict[str, Probability] = Field(
+        default=0.0, json_schema_extra={"allowed": "a number of at least 0 and at most 1, or one by text encoder"}
+    )
+    """Probability of each text encoder to get the null text, independently of the others and of `dropout_prob`; or of
+    named ones, such as `{text_encoder: 0.1, text_encoder_3: 0.3}`, and 0 of the others."""
     null_text: Literal["empty", "zeros"] | None = None
     """The null text: encoded empty caption, or zeros; written into the exported pipeline. null: as the pretrained
-    pipeline says, or empty. Only sdxl knows zeros."""
+    pipeline says, or empty. Only sdxl and mmdit_rope know zeros."""
+
     size_dropout_prob: Probability = 0.0
     """sdxl: share of samples trained without conditioning on the image's original size."""
     crop_dropout_prob: Probability = 0.0

@@ -31,6 +31,9 @@ from sd_training.models.load import effective_part
 from sd_training.models.schedulers import Schedulers
 from sd_training.types import Conditioning, LatentGrid, NoisedBatch, PixelBatch, TextOutput
 
+NULL_IS_ZEROS = "force_zeros_for_empty_prompt"
+"""Argument of the pipelines that know zeros as text: whether a dropped caption is zeros instead of the encoded empty
+caption."""
 TEXT_PARTS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2", "text_encoder_3": "tokenizer_3"}
 """Text encoder → its tokenizer; parts may also lack the later ones."""
 SIZE_NUMBERS = 6
@@ -78,7 +81,11 @@ class Family(ABC):
     has_lowercase_text: ClassVar[bool] = False
     """Whether the pipeline writes captions in small letters."""
     has_size_numbers: ClassVar[bool] = False
-    """Whether the denoiser gets original size and crop of the picture, and dropped captions may be zeros (SDXL)."""
+    """Whether the denoiser gets original size and crop of the picture (SDXL)."""
+    has_zero_text: ClassVar[bool] = False
+    """Whether dropped captions may be zeros."""
+    free_text: ClassVar[tuple[str, ...]] = ()
+    """Text encoders of which the pipeline reads sequences of states alone, so that any class will do."""
     tensor_attention: ClassVar[tuple[str, ...]] = ()
     """Attention layers of a block, by diffusers' class, that tensor parallelism shards by heads."""
     head_axis: ClassVar[int] = 1
@@ -94,17 +101,23 @@ class Family(ABC):
         """Part → the option that says from where it is loaded, and how it is loaded or made."""
         optional = OPTIONAL_PARTS.get(cls.name, ())
         has = [part for part in optional if (is_stored(index.get(part)) if index else is_set(getattr(model, part)))]
-        found = {}
+        found, other = {}, set()  # tokenizers of text encoders of another class than the usual one
         for part in (*FAMILY_PARTS[cls.name], *has):
-            config = effective_part(model, part)
-            target = config.target or cls.classes.get(part)
+            config, usual = effective_part(model, part), cls.classes.get(part)
+            stored = index[part][1] if part in TEXT_PARTS and is_stored(index.get(part)) else None
+            target = config.target or stored or ("AutoTokenizer" if part in other else usual)
+            if part in cls.free_text and str(target).rpartition(".")[2] != usual:
+                other.add(TEXT_PARTS[part])
             found[part] = f"model.{part}.pretrained", config.replace(target=target)
         return found
 
     @classmethod
     def settings_of(cls, model: ModelConfig, conditioning: ConditioningConfig, index: Index) -> dict[str, Any]:
         """Arguments of the pipeline that are no parts and follow from the options or the stored pipeline."""
-        return {}
+        if not cls.has_zero_text:
+            return {}
+        given = conditioning.null_text
+        return {NULL_IS_ZEROS: bool(index.get(NULL_IS_ZEROS, False)) if given is None else given == "zeros"}
 
     @property
     def text_settings(self) -> Any:
@@ -266,7 +279,10 @@ class Family(ABC):
             if self.parts.get(TEXT_PARTS[name]) is None:
                 problems.append(f"model.{TEXT_PARTS[name]}: is required with model.{name}")
             wanted = self.classes.get(name, type(encoder).__name__)
-            if type(encoder).__name__ != wanted:
+            if name in self.free_text:
+                if type(encoder).__name__ == "CLIPTextModelWithProjection":
+                    problems.append(f"model.{name}: is a {type(encoder).__name__}, but {self.name} reads states alone")
+            elif type(encoder).__name__ != wanted:
                 problems.append(f"model.{name}: is a {type(encoder).__name__}, but {self.name} needs a {wanted}")
         if problems:
             return problems

@@ -17,12 +17,14 @@ from typing import Any
 import diffusers
 import torch
 import transformers
+from diffusers.loaders.single_file_utils import create_diffusers_clip_model_from_ldm
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from sd_training.config.check import PARTS
 from sd_training.config.fields import suggest
-from sd_training.config.schema import ModelConfig, PartConfig
+from sd_training.config.schema import DENOISERS, ModelConfig, PartConfig
 from sd_training.errors import ConfigError
 from sd_training.hub import hub_problem
 from sd_training.models.mmdit_rope import MMDiTRope
@@ -49,6 +51,8 @@ _CLASSES: Mapping[str, str] = {
     ),
 }
 """Kind of part → its classes, the usual one first."""
+_NETWORKS = ("vae", "unet", "text_encoder", "text_encoder_2")
+"""Parts of a file in the original layout."""
 _USUAL_SAMPLER = "DDIMScheduler"
 ALLOWED: Mapping[str, Sequence[str]] = {
     part: next(names.split() for kind, names in _CLASSES.items() if part.startswith(kind)) for part in PARTS
@@ -82,15 +86,43 @@ def class_of(part: str, target: str | None, option: str | None = None) -> Any:
     return getattr(transformers if part.startswith(("text_encoder", "tokenizer")) else diffusers, bare)
 
 
+class SingleFilePart(PartConfig):
+    """A network whose settings are in the folder `pretrained`, and whose weights are in a file."""
+
+    file: str
+
+
 def effective_part(model: ModelConfig, part: str) -> PartConfig:
-    """The part's settings, with `model.pretrained` winning over its own, as in sd-training."""
+    """The part's settings, with `model.pretrained` winning over its own, as in sd-training, unless a denoiser is asked
+    for by itself.
+
+    Raises:
+        ConfigError: there is no stored architecture of a denoiser that begins with random weights.
+    """
     config: PartConfig = getattr(model, part)
-    if model.pretrained is None:
+    if part in DENOISERS and model.from_scratch:
+        place = model.single_file_config or model.pretrained
+        own = config if config.pretrained else config.replace(pretrained=place, revision=model.revision)
+        return _from_scratch(part, own)
+    if model.pretrained is None or (part in DENOISERS and config.pretrained is not None):
         return config
+    if model.single_file_config is not None and part in _NETWORKS:
+        return SingleFilePart(pretrained=model.single_file_config, file=model.pretrained or "")
     # A noise scheduler keeps its `params`: they override single stored settings (e.g. prediction_type).
     params = config.params if part.startswith("noise_scheduler") else {}
     target = config.target if part == "noise_scheduler_inference" else None
-    return PartConfig(pretrained=model.pretrained, revision=model.revision, params=params, target=target)
+    place = model.single_file_config or model.pretrained
+    return PartConfig(pretrained=place, revision=model.revision, params=params, target=target)
+
+
+def _from_scratch(part: str, config: PartConfig) -> PartConfig:
+    """The stored class with its stored settings, overridden by `params`, and without weights."""
+    cls, option = class_of(part, None), "model.from_scratch"
+    with _failing_as(option, cls, config):
+        stored = cls.load_config(config.pretrained, **_checked_place(part, cls, config, option))
+        accepted = inspect.signature(class_of(part, stored["_class_name"], option)).parameters
+    params = {name: value for name, value in stored.items() if name in accepted}
+    return PartConfig(target=stored["_class_name"], params=params | config.params)
 
 
 def load_part(part: str, config: PartConfig, *, seed: int, meta: bool = False, option: str | None = None) -> Any:
@@ -117,17 +149,37 @@ def load_part(part: str, config: PartConfig, *, seed: int, meta: bool = False, o
         place = _checked_place(part, cls, config, option)
         if part.startswith("tokenizer"):
             # Without the option, AutoTokenizer would prompt at the terminal, where one process of many waits forever.
-            return cls.from_pretrained(config.pretrained, **place, trust_remote_code=False)
+            # Padded as in training: pipelines pad with the tokenizer's own preference.
+            tokenizer = cls.from_pretrained(config.pretrained, **place, trust_remote_code=False, padding_side="right")
+            if tokenizer.pad_token is None:
+                tokenizer.pad_token = tokenizer.eos_token
+            return tokenizer
         if meta:
             with device:
                 if issubclass(cls, PreTrainedModel):
                     return cls(cls.config_class.from_pretrained(config.pretrained, **place))
                 return cls.from_config(cls.load_config(config.pretrained, **place))
+        if isinstance(config, SingleFilePart):
+            return _from_single_file(cls, config, place, option)
         options = {**place, **loaded_as(cls, torch.float32), "use_safetensors": True, "output_loading_info": True}
         network, info = cls.from_pretrained(config.pretrained, **options)
         if missing := sorted(info["missing_keys"]):  # they would silently start from random numbers
             raise ConfigError(f"{option}: {config.pretrained!r} lacks {len(missing)} tensors, e.g. {missing[0]}")
         return network
+
+
+def _from_single_file(cls: Any, config: SingleFilePart, place: Mapping[str, Any], option: str) -> Any:
+    """By diffusers' conversion, without a network; of a text encoder by its part that takes tensors."""
+    options = {"config": config.pretrained, "subfolder": place.get("subfolder", ""), "local_files_only": True}
+    try:
+        if issubclass(cls, PreTrainedModel):
+            network: Any = create_diffusers_clip_model_from_ldm(cls, load_file(config.file), **options)
+        else:
+            network = cls.from_single_file(config.file, **options)
+        return network.to("cpu", torch.float32)
+    except NotImplementedError as error:  # torch's, of a tensor without values
+        settings = f"a {cls.__name__} with the settings of {config.pretrained!r}"
+        raise ConfigError(f"{option}: {config.file!r} lacks tensors of {settings}") from error
 
 
 def load_noise_scheduler(model: ModelConfig, part: str) -> Any:
@@ -161,7 +213,8 @@ def _failing_as(option: str, cls: type, config: PartConfig) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        what = f"{option}: {config.pretrained!r} cannot be loaded as {cls.__name__}"
+        place = config.file if isinstance(config, SingleFilePart) else config.pretrained
+        what = f"{option}: {place!r} cannot be loaded as {cls.__name__}"
         if config.pretrained is None:
             what = f"{_beside(option, 'params')}: {cls.__name__} cannot be made from them"
         raise ConfigError(f"{what}: {first_line(error)}") from error

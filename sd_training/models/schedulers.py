@@ -101,7 +101,7 @@ def prediction_warning(model: ModelConfig, denoiser: str, prediction: Prediction
         return None
     if before == prediction:
         return None
-    option = "model.pretrained" if model.pretrained is not None else f"model.{denoiser}.pretrained"
+    option = "model.pretrained" if part.pretrained == model.pretrained else f"model.{denoiser}.pretrained"
     return (
         f"objective.prediction_type: the run trains {prediction}, but the weights of {option} answer {before}, as the "
         "scheduler stored with them says; they have to be trained anew for it. If that is not meant, remove what sets "

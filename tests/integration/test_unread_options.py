@@ -39,6 +39,8 @@ OF_OTHER_CHOICES = {
     "trainer.activation_budget": "a compiled run; an error without",
     "distributed.offload_parameters": "fsdp, deepspeed_3; an error without",
     "distributed.dist_backend": "several processes",
+    "experiment.start_from_average": "experiment.start_from; an error without",
+    "experiment.reset": "experiment.start_from; an error without",
     "optimizer.params": "some optimizers; an error with others",
     "lr_scheduler.params": "some schedules; an error with others",
     "numerics.max_skipped_in_a_row": "a step that is not finite",

@@ -62,8 +62,9 @@ def draw_dropout(rules: ConditioningConfig, seed: int, position: int, encoders: 
     def is_dropped(prob: float, purpose: str) -> bool:
         return prob > 0 and bool(generator(seed, purpose, position).random() < prob)
 
-    joint = is_dropped(rules.dropout_prob, "conditioning_dropout")
-    dropped = {e: joint or is_dropped(rules.encoder_dropout_prob, f"conditioning_dropout:{e}") for e in encoders}
+    joint, given = is_dropped(rules.dropout_prob, "conditioning_dropout"), rules.encoder_dropout_prob
+    rates = given if isinstance(given, dict) else dict.fromkeys(encoders, given)
+    dropped = {e: joint or is_dropped(rates.get(e, 0.0), f"conditioning_dropout:{e}") for e in encoders}
     dropped["size"] = is_dropped(rules.size_dropout_prob, "conditioning_dropout:size")
     dropped["crop"] = is_dropped(rules.crop_dropout_prob, "conditioning_dropout:crop")
     return dropped

@@ -49,9 +49,16 @@ def load_family(
     problems = []
     if model.train_text_encoder and not is_unet:
         problems.append(f"model.train_text_encoder: is only known for stable_diffusion and sdxl, not for {cls.name}")
+    other = "transformer" if is_unet else "unet"
+    if model.pretrained is not None and getattr(model, other).pretrained is not None:
+        problems.append(f"model.{other}: {cls.name} has none; its denoiser is model.{cls.denoiser_part}")
+    if model.single_file_config is not None and not is_unet:
+        problems.append(f"model.single_file_config: is only known for stable_diffusion and sdxl, not for {cls.name}")
     for name, unread in (("null_text", (None, "empty")), ("size_dropout_prob", (0,)), ("crop_dropout_prob", (0,))):
-        if not cls.has_size_numbers and (value := getattr(conditioning, name)) not in unread:
-            problems.append(f"conditioning.{name}: {value} is only read by sdxl, not by {cls.name}; remove it")
+        is_read = cls.has_zero_text if name == "null_text" else cls.has_size_numbers
+        if not is_read and (value := getattr(conditioning, name)) not in unread:
+            readers = "sdxl and mmdit_rope" if name == "null_text" else "sdxl"
+            problems.append(f"conditioning.{name}: {value} is only read by {readers}, not by {cls.name}; remove it")
     if problems:
         checks.errors.append(ConfigError(problems))
     parts = {}
@@ -63,7 +70,15 @@ def load_family(
     checks.finish()
     assert schedulers is not None, "no check has failed"
     family = cls(parts, schedulers, cls.settings_of(model, conditioning, index))
-    if problems := family.fit_problems():
+    problems, encoders = family.fit_problems(), family.text_encoders()
+    for name, encoder in encoders.items() if model.train_text_encoder else ():
+        if not type(encoder).__name__.startswith("CLIP"):  # others have parameters that nothing is read from
+            problems.append(
+                f"model.train_text_encoder: only CLIP is trained; model.{name} is a {type(encoder).__name__}"
+            )
+    if isinstance(rates := conditioning.encoder_dropout_prob, dict) and (unknown := sorted({*rates} - {*encoders})):
+        problems.append(f"conditioning.encoder_dropout_prob: has no {unknown[0]}; there are {', '.join(encoders)}")
+    if problems:
         raise ConfigError(problems)
     return family
 
@@ -72,12 +87,14 @@ def _model_index(model: ModelConfig) -> Mapping[str, Any]:
     """`model_index.json` of `model.pretrained`; empty without one."""
     if model.pretrained is None:
         return {}
-    if problem := hub_problem(model.pretrained, model.revision, "model.pretrained"):
+    option = "model.pretrained" if model.single_file_config is None else "model.single_file_config"
+    place = model.single_file_config or model.pretrained
+    if problem := hub_problem(place, model.revision, option):
         raise ConfigError(problem)
     try:
-        return DiffusionPipeline.load_config(model.pretrained, revision=model.revision)
+        return DiffusionPipeline.load_config(place, revision=model.revision)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.pretrained: {model.pretrained!r} is no pipeline: {first_line(error)}") from error
+        raise ConfigError(f"{option}: {place!r} is no pipeline: {first_line(error)}") from error
 
 
 def _family_name(model: ModelConfig, index: Mapping[str, Any]) -> FamilyName:

@@ -41,6 +41,7 @@ class StableDiffusion3(Family):
         "text_encoder_3": "T5EncoderModel",
         "tokenizer_3": "T5TokenizerFast",
     }
+    free_text = ("text_encoder_3",)
 
     def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
         """As `StableDiffusion3Pipeline.encode_prompt`."""
@@ -67,7 +68,7 @@ class StableDiffusion3(Family):
     def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
         """As `Family.text_shapes`. Both CLIPs are padded to the width of T5, or without it to the denoiser's."""
         clips, t5 = [self.parts[name].config for name in _CLIPS], self.parts.get("text_encoder_3")
-        width = self.denoiser.config.joint_attention_dim if t5 is None else t5.config.d_model
+        width = self.denoiser.config.joint_attention_dim if t5 is None else t5.config.hidden_size
         length = clips[0].max_position_embeddings + self.text_lengths["text_encoder_3"]
         return [(length, max(width, sum(c.hidden_size for c in clips)))], sum(c.projection_dim for c in clips)
 
@@ -89,6 +90,7 @@ class PixArtSigma(Family):
         "tokenizer": "T5TokenizerFast",
         "transformer": "PixArtTransformer2DModel",
     }
+    free_text = ("text_encoder",)
 
     def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
         """As `PixArtSigmaPipeline.encode_prompt`."""
@@ -109,7 +111,7 @@ class PixArtSigma(Family):
 
     def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
         """As `Family.text_shapes`."""
-        return [(self.text_lengths["text_encoder"], self.parts["text_encoder"].config.d_model)], 0
+        return [(self.text_lengths["text_encoder"], self.parts["text_encoder"].config.hidden_size)], 0
 
     def has_masks(self) -> list[bool]:
         """As `Family.has_masks`."""
@@ -140,6 +142,7 @@ class Flux(Family):
         "tokenizer_2": "T5TokenizerFast",
         "transformer": "FluxTransformer2DModel",
     }
+    free_text = ("text_encoder_2",)
 
     def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
         """As `FluxPipeline.encode_prompt`: no mask."""
@@ -174,7 +177,7 @@ class Flux(Family):
     def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
         """As `Family.text_shapes`."""
         clip, t5 = (encoder.config for encoder in self.text_encoders().values())
-        return [(self.text_lengths["text_encoder_2"], t5.d_model)], clip.hidden_size
+        return [(self.text_lengths["text_encoder_2"], t5.hidden_size)], clip.hidden_size
 
     def needed_settings(self) -> dict[str, Any]:
         """As `Family.needed_settings`; every axis of the positions has its part of a head."""

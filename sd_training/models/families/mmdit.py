@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sd_training.config.schema import ConditioningConfig, ModelConfig, PartConfig, TextOptions, drop_final_norm
 from sd_training.data.samples.captions import Tokenizer
 from sd_training.errors import ConfigError
-from sd_training.models.family import TEXT_PARTS, Family, Index, is_stored
+from sd_training.models.family import NULL_IS_ZEROS, TEXT_PARTS, Family, Index, is_stored
 from sd_training.models.load import effective_part
 from sd_training.models.mmdit_rope import MMDiTRope
 from sd_training.types import Conditioning, PixelBatch, TextOutput
@@ -35,7 +35,11 @@ Tensors: TypeAlias = Mapping[str, Tensor]
 
 
 def encode_texts(
-    encoders: Mapping[str, Any], tokens: Tensors, masks: Tensors, options: Mapping[str, TextOptions]
+    encoders: Mapping[str, Any],
+    tokens: Tensors,
+    masks: Tensors,
+    options: Mapping[str, TextOptions],
+    zeroed: Tensors | None = None,
 ) -> Conditioning:
     """Hidden states and pooled vectors of every encoder that has options, in the encoder's mode and precision.
 
@@ -46,9 +50,10 @@ def encode_texts(
             states of masked tokens are 0.
         options: layer (-1 is the last one with its norm, -N-1 the embeddings of an encoder of N layers) and pooling of
             the last layer.
+        zeroed: as in `side_by_side`.
     """
     texts = {name: encode_text(encoders[name], tokens[name], masks[name], own) for name, own in options.items()}
-    return side_by_side(texts, masks, options)
+    return side_by_side(texts, masks, options, zeroed)
 
 
 def encode_text(encoder: Any, tokens: Tensor, mask: Tensor, option: TextOptions) -> TextOutput:
@@ -69,8 +74,21 @@ def encode_text(encoder: Any, tokens: Tensor, mask: Tensor, option: TextOptions)
     return result
 
 
-def side_by_side(texts: Mapping[str, TextOutput], masks: Tensors, options: Mapping[str, TextOptions]) -> Conditioning:
-    """Hidden states of every encoder with its mask, and pooled vectors in one row."""
+def side_by_side(
+    texts: Mapping[str, TextOutput], masks: Tensors, options: Mapping[str, TextOptions], zeroed: Tensors | None = None
+) -> Conditioning:
+    """Hidden states of every encoder with its mask, and pooled vectors in one row.
+
+    Args:
+        zeroed: [B] bool of every encoder: captions whose states and pooled vector are zeros; None: no caption's.
+    """
+    for name, rows in (zeroed or {}).items():
+        text = texts[name]
+        if len(text.states):
+            text = text._replace(states=text.states.masked_fill(rows[:, None, None], 0.0))
+        if len(text.pooled):
+            text = text._replace(pooled=text.pooled.masked_fill(rows[:, None], 0.0))
+        texts = {**texts, name: text}
     read = [name for name, option in options.items() if option.layer is not None]
     pooled = [texts[name].pooled for name, option in options.items() if option.pooling != "none"]
     return Conditioning(
@@ -118,6 +136,7 @@ class MMDiTRopePipeline(DiffusionPipeline):
         text_encoder, text_encoder_2, text_encoder_3: any text encoder or decoder of transformers.
         tokenizer, tokenizer_2, tokenizer_3: theirs.
         text_options: for each text encoder that there is, the fields of `TextOptions` that differ from its defaults.
+        force_zeros_for_empty_prompt: an empty prompt is zeros, instead of the encoded empty text.
 
     Raises:
         ConfigError: an option is unknown or has a wrong value.
@@ -138,6 +157,7 @@ class MMDiTRopePipeline(DiffusionPipeline):
         text_encoder_3: PreTrainedModel | None = None,
         tokenizer_3: PreTrainedTokenizerBase | None = None,
         text_options: dict[str, Any] | None = None,
+        force_zeros_for_empty_prompt: bool = False,
     ) -> None:
         super().__init__()
         parts = {"vae": vae, "transformer": transformer, "scheduler": scheduler}
@@ -146,7 +166,8 @@ class MMDiTRopePipeline(DiffusionPipeline):
         self.register_modules(**parts)
         self.options = read_text_options(text_options or {}, [name for name in TEXT_PARTS if parts[name] is not None])
         # A mapping, as diffusers takes every list in model_index.json for a part of the pipeline.
-        self.register_to_config(text_options={name: option.model_dump() for name, option in self.options.items()})
+        stored = {name: option.model_dump() for name, option in self.options.items()}
+        self.register_to_config(text_options=stored, force_zeros_for_empty_prompt=force_zeros_for_empty_prompt)
         self.image_processor = VaeImageProcessor(vae_scale_factor=2 ** (len(vae.config.block_out_channels) - 1))
 
     @torch.no_grad()
@@ -220,7 +241,9 @@ class MMDiTRopePipeline(DiffusionPipeline):
             encode = Tokenizer(getattr(self, TEXT_PARTS[name]), option.max_tokens).encode
             columns = (torch.from_numpy(np.stack(column)) for column in zip(*map(encode, prompts), strict=True))
             tokens[name], masks[name] = (column.to(self._execution_device) for column in columns)
-        return encode_texts(self.components, tokens, masks, self.options)
+        empty = torch.tensor([not prompt for prompt in prompts], device=self._execution_device)
+        zeroed = dict.fromkeys(self.options, empty) if self.config.force_zeros_for_empty_prompt else None
+        return encode_texts(self.components, tokens, masks, self.options, zeroed)
 
 
 # `DiffusionPipeline.from_pretrained` looks the class that model_index.json names up in diffusers' own namespace. Its
@@ -234,6 +257,7 @@ class MMDiT(Family):
     name = "mmdit_rope"
     pipeline_class = MMDiTRopePipeline
     block_classes = ("JointBlock",)
+    has_zero_text = True
     # Attention is replicated: keys and values are one matrix.
     tensor_mlps = tuple(((f"{own}.mlp.gate", f"{own}.mlp.up"), f"{own}.mlp.down") for own in ("image", "text"))
     classes: ClassVar[Mapping[str, str]] = {"transformer": "MMDiTRope"}
@@ -267,7 +291,8 @@ class MMDiT(Family):
             name: {field: getattr(entry, field) for field in TextOptions.model_fields}
             for name, entry in zip(TEXT_PARTS, model.text_encoders, strict=False)
         }
-        return {"text_options": index.get("text_options", {}) if index else listed}
+        own = {"text_options": index.get("text_options", {}) if index else listed}
+        return {**super().settings_of(model, conditioning, index), **own}
 
     @property
     def text_settings(self) -> Any:
@@ -288,7 +313,8 @@ class MMDiT(Family):
 
     def condition(self, texts: Mapping[str, TextOutput], batch: PixelBatch) -> Conditioning:
         """As `Family.condition`."""
-        return side_by_side(texts, batch.token_masks, self.options)
+        zeroed = {name: batch.dropped[name] for name in texts} if self.settings[NULL_IS_ZEROS] else None
+        return side_by_side(texts, batch.token_masks, self.options, zeroed)
 
     def inputs(self, conditioning: Conditioning) -> dict[str, Any]:
         """As `Family.inputs`, and the states of all text encoders."""

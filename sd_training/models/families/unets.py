@@ -9,16 +9,15 @@ import torch
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from torch import Tensor
 
-from sd_training.config.schema import ConditioningConfig, FamilyName, ModelConfig
-from sd_training.models.family import SIZE_NUMBERS, Family, Index
+from sd_training.config.schema import FamilyName
+from sd_training.models.family import NULL_IS_ZEROS, SIZE_NUMBERS, Family
 from sd_training.types import Conditioning, PixelBatch, TextOutput
 
 _NO_CHECKER = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-_NULL_IS_ZEROS = "force_zeros_for_empty_prompt"
 
 
 class StableDiffusion(Family):
-    """Cross-attention to the last hidden states of CLIP."""
+    """Cross-attention to the last hidden states of CLIP, or of another text encoder."""
 
     name: ClassVar[FamilyName] = "stable_diffusion"
     pipeline_class = StableDiffusionPipeline
@@ -30,10 +29,13 @@ class StableDiffusion(Family):
     absent_settings: ClassVar[tuple[str, ...]] = ("addition_embed_type", "class_embed_type", "num_class_embeds")
     """Settings for conditioning that the family has not."""
     classes: ClassVar[Mapping[str, str]] = {"text_encoder": "CLIPTextModel"}
+    free_text: ClassVar[tuple[str, ...]] = ("text_encoder",)
 
     def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
         """Last hidden states, as `StableDiffusionPipeline` uses them."""
-        return TextOutput(self.parts[name](tokens).last_hidden_state)
+        encoder = self.parts[name]
+        is_masked = encoder.config.to_dict().get("use_attention_mask")  # a setting that only this pipeline reads
+        return TextOutput(encoder(tokens, attention_mask=mask.long() if is_masked else None).last_hidden_state)
 
     def condition(self, texts: Mapping[str, TextOutput], batch: PixelBatch) -> Conditioning:
         """As `Family.condition`."""
@@ -41,8 +43,7 @@ class StableDiffusion(Family):
 
     def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
         """As `Family.text_shapes`."""
-        config = self.parts["text_encoder"].config
-        return [(config.max_position_embeddings, config.hidden_size)], 0
+        return [(self.tokenizers()["text_encoder"].length, self.parts["text_encoder"].config.hidden_size)], 0
 
     def fit_problems(self) -> list[str]:
         """As `Family.fit_problems`."""
@@ -59,7 +60,7 @@ class StableDiffusionXL(StableDiffusion):
     name = "sdxl"
     pipeline_class = StableDiffusionXLPipeline
     pipeline_options: ClassVar[Mapping[str, Any]] = {"add_watermarker": False}
-    has_size_numbers = True
+    has_size_numbers = has_zero_text = True
     absent_settings = StableDiffusion.absent_settings[1:]
     classes: ClassVar[Mapping[str, str]] = {**StableDiffusion.classes, "text_encoder_2": "CLIPTextModelWithProjection"}
 
@@ -70,12 +71,6 @@ class StableDiffusionXL(StableDiffusion):
         if getattr(self.denoiser, "add_time_proj", None) is not None:  # missing in a UNet that does not fit
             self.denoiser.add_time_proj.register_forward_hook(lambda _, __, embedded: embedded.nan_to_num(0.0))
 
-    @classmethod
-    def settings_of(cls, model: ModelConfig, conditioning: ConditioningConfig, index: Index) -> dict[str, Any]:
-        """Whether a dropped caption is zeros instead of the encoded empty caption."""
-        given = conditioning.null_text
-        return {_NULL_IS_ZEROS: bool(index.get(_NULL_IS_ZEROS, False)) if given is None else given == "zeros"}
-
     def encode_text(self, name: str, tokens: Tensor, mask: Tensor) -> TextOutput:
         """As `StableDiffusionXLPipeline.encode_prompt`."""
         output = self.parts[name](tokens, output_hidden_states=True)
@@ -84,7 +79,7 @@ class StableDiffusionXL(StableDiffusion):
 
     def condition(self, texts: Mapping[str, TextOutput], batch: PixelBatch) -> Conditioning:
         """As `Family.condition`."""
-        states, is_zero = [], bool(self.settings.get(_NULL_IS_ZEROS))
+        states, is_zero = [], bool(self.settings.get(NULL_IS_ZEROS))
         for name, text in texts.items():
             zeroed = batch.dropped[name] & is_zero
             states.append(text.states.masked_fill(zeroed[:, None, None], 0.0))
@@ -114,7 +109,16 @@ class StableDiffusionXL(StableDiffusion):
     def text_shapes(self) -> tuple[list[tuple[int, int]], int]:
         """As `Family.text_shapes`."""
         first, second = (encoder.config for encoder in self.text_encoders().values())
-        return [(first.max_position_embeddings, first.hidden_size + second.hidden_size)], second.projection_dim
+        length = self.tokenizers()["text_encoder_2"].length
+        return [(length, first.hidden_size + second.hidden_size)], second.projection_dim
+
+    def fit_problems(self) -> list[str]:
+        """As `Family.fit_problems`; the states of both text encoders are side by side."""
+        if problems := super().fit_problems():
+            return problems
+        first, second = (own.length for own in self.tokenizers().values())
+        other = f"model.tokenizer: {first} tokens per caption (model_max_length), but text_encoder_2 has {second}"
+        return [] if first == second else [other]
 
     def needed_settings(self) -> dict[str, Any]:
         """As `Family.needed_settings`."""

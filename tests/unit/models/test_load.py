@@ -319,3 +319,48 @@ def test_usual_settings_pass(settings: dict[str, object]) -> None:
 )
 def test_kernels_are_found_wherever_they_stand(settings: dict[str, object]) -> None:
     assert len(list(refused_settings(settings, "x"))) == 1
+
+
+def one_part(folder: Path, part: str = "unet", *, from_scratch: bool = False, **own: Any) -> ModelConfig:
+    return ModelConfig(pretrained=str(folder), from_scratch=from_scratch, **{part: PartConfig(**own)})  # type: ignore[arg-type]
+
+
+def test_one_part_comes_from_elsewhere(tmp_path: Path, pipeline_dir: Path) -> None:
+    other = makers.save_tiny_pipeline(tmp_path / "other", seed=7, unet=makers.SMALLER_UNET)
+    both = (ModelConfig(pretrained=str(folder)) for folder in (pipeline_dir, other))
+    whole, theirs = (load_stable_diffusion(model, ObjectiveConfig(), seed=0).parts for model in both)
+    for own in (other, other / "unet"):
+        mixed = load_stable_diffusion(one_part(pipeline_dir, pretrained=str(own)), ObjectiveConfig(), seed=0).parts
+        assert same_weights(mixed["unet"], theirs["unet"]) and not same_weights(mixed["unet"], whole["unet"])
+        assert same_weights(mixed["vae"], whole["vae"]) and same_weights(mixed["text_encoder"], whole["text_encoder"])
+
+
+def same_weights(left: Any, right: Any) -> bool:
+    pairs = zip(left.parameters(), right.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_one_part_begins_from_scratch_in_its_stored_architecture(pipeline_dir: Path) -> None:
+    stored = load_network(ModelConfig(pretrained=str(pipeline_dir)), "unet", seed=0)
+    random, again, other = (load_network(one_part(pipeline_dir, from_scratch=True), "unet", seed=s) for s in (0, 0, 1))
+    settings = [{k: v for k, v in network.config.items() if k[0] != "_"} for network in (random, stored)]
+    assert settings[0] == settings[1]
+    assert same_weights(random, again) and not same_weights(random, other) and not same_weights(random, stored)
+    changed = one_part(pipeline_dir, from_scratch=True, params={"layers_per_block": 2})
+    deeper = load_stable_diffusion(changed, ObjectiveConfig(), seed=0, meta=True).denoiser
+    assert deeper.config.layers_per_block == 2 and len(deeper.down_blocks[0].resnets) == 2
+    assert prediction_warning(changed, "unet", "edm") is None
+
+
+@pytest.mark.parametrize(
+    ("part", "own", "message"),
+    [
+        ("unet", {"from_scratch": True, "params": {"in_chanels": 4}}, r"model\.unet\.params\.in_chanels: .* did you"),
+        ("unet", {"from_scratch": True, "params": {"cross_attention_dim": 24}}, r"cross_attention_dim: is 24, but the"),
+        ("unet", {"pretrained": "/nowhere/x"}, r"model\.unet\.pretrained: '/nowhere/x' is no folder here"),
+        ("transformer", {"pretrained": "x/y"}, r"model\.transformer: stable_diffusion has none; its denoiser is model"),
+    ],
+)
+def test_mistakes_of_one_part_name_it(part: str, own: dict[str, Any], message: str, pipeline_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_stable_diffusion(one_part(pipeline_dir, part, **own), ObjectiveConfig(), seed=0, meta=True)

@@ -85,7 +85,8 @@ def tokenize(tokenizer: Any, captions: list[str], max_tokens: int) -> tuple[Tens
     """What the pipeline gives to a text encoder."""
     options, name = {"text_encoder": TextOptions(max_tokens=max_tokens)}, "text_encoder"
     pipeline: Any = SimpleNamespace(options=options, tokenizer=tokenizer, components={}, _execution_device="cpu")
-    with mock.patch.object(mmdit, "encode_texts", lambda _, tokens, masks, __: (tokens[name], masks[name])):
+    pipeline.config = SimpleNamespace(force_zeros_for_empty_prompt=False)
+    with mock.patch.object(mmdit, "encode_texts", lambda _, tokens, masks, *__: (tokens[name], masks[name])):
         read: Any = MMDiTRopePipeline.encode_prompts(pipeline, captions)
     return read
 
