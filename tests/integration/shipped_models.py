@@ -15,6 +15,8 @@ FROM_SCRATCH = {"imagenet": "sd15", "sd2_base_stage1": "sd2_base", "sd3_stage1":
 """Template → the model that it trains from random weights."""
 CONTINUED = ("sd2_base_stage2", "sd3_stage2", "sd3_stage3", "sdxl_multi_aspect")
 """Templates that go on from a pipeline."""
+AUTOENCODERS = ("vae_kl_f8", "vae_decoder")
+"""Templates that train an autoencoder; tried in test_autoencoder.py."""
 
 
 def path_of(name: str) -> Path:
