@@ -229,6 +229,10 @@ class TrainedModule(pl.LightningModule):
         is logged or recorded."""
         raise NotImplementedError
 
+    def reconstructions(self, batch: PixelBatch) -> Tensor | None:
+        """[B, 3, H, 2W] uint8: pictures, each with its reconstruction on the right; None where there are none."""
+        return None
+
     def configure_model(self) -> None:
         """Strategies that shard weights do so here, before the optimizer is made."""
         strategy_of(self.trainer).shard_network()
@@ -503,6 +507,12 @@ class AutoencoderModule(TrainedModule):
                 values.append(self.perceptual(*pair))
         return torch.stack([value.expand(len(quantiles), -1) for value in values])
 
+    def reconstructions(self, batch: PixelBatch) -> Tensor:
+        """As `TrainedModule.reconstructions`."""
+        pixels, reconstruction, *_ = self._reconstruct(batch)
+        pairs = torch.cat((pixels, reconstruction.clamp(-1.0, 1.0)), dim=3)
+        return ((pairs + 1.0) * 127.5).round().byte()
+
     def _reconstruct(self, batch: PixelBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Pixels and their reconstruction [B, 3, H, W], [B] KL per pixel value, and the latents; all fp32. In fp16 the
         sum of the KL, and the exponential in it, would overflow."""
@@ -549,7 +559,7 @@ class AutoencoderModule(TrainedModule):
         fake = discriminator(seen)
         adversarial = -fake.mean()
         (against,) = torch.autograd.grad(adversarial, seen, retain_graph=True)
-        weight = losses.new_tensor(config.weight)
+        weight = losses.new_full((), config.weight)
         if config.adaptive:
             weight = weight * self._adaptive_weight(gradient, against)
         discriminating = hinge_loss(discriminator(pixels), fake)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from PIL import Image
 from torch import Tensor, distributed
 
 from sd_training.callbacks.base import OptimizerStepCallback
@@ -21,6 +22,7 @@ from sd_training.callbacks.preemption import Preemption
 from sd_training.config.plan import counted
 from sd_training.config.schema import Config
 from sd_training.data.datamodule import HeldOutData
+from sd_training.export.draw import picture_grid
 from sd_training.log import get_logger
 from sd_training.models.family import autocast
 from sd_training.parallel.strategies import CpuGroup, strategy_of
@@ -32,6 +34,7 @@ COLUMNS = ("optimizer_step", "weights", "quantile", "timestep", "loss", "samples
 TRAINED, AVERAGE = "trained", "average"
 ALL = "all"
 """In the column of the quantile: the mean over all of them."""
+_NUM_PAIRS, _PAIRS_PER_ROW = 16, 4
 
 
 @dataclass(eq=False)
@@ -50,6 +53,8 @@ class Validation(OptimizerStepCallback):
     """The average, if there is one."""
     preemption: Preemption
     """Interrupts a validation when a stop is requested. Its `RunState` gets the loss of the exported weights."""
+    _pairs: Tensor | None = field(default=None, init=False)
+    """The first pictures of this rank and their reconstructions, of the newest measurement."""
     _group: CpuGroup | None = field(default=None, init=False)
     """A separate group: a save in the background may be using the strategy's."""
 
@@ -103,6 +108,7 @@ class Validation(OptimizerStepCallback):
                 if isinstance(measured, int):
                     log.info(f"{after}: interrupted, the run is to stop")
                     return measured
+                self._draw_pairs(trainer, step, weights)
                 *sums, count = measured
                 levels = {name: total / count for name, total in zip(module.held_out, sums, strict=True)}
                 means = {name: float(level.mean()) for name, level in levels.items() if name != "timestep"}
@@ -121,6 +127,22 @@ class Validation(OptimizerStepCallback):
                 logger.log_metrics(measures, step)
             log.info(f"{after}: {', '.join(f'{loss:.6g} ({weights} weights)' for weights, loss in losses.items())}")
         return 0
+
+    def _draw_pairs(self, trainer: pl.Trainer, step: int, weights: str) -> None:
+        """Rank 0: one picture of the first pairs. One that cannot be written is lost, and the run continues."""
+        if self._pairs is None or not trainer.is_global_zero:
+            return
+        images = [Image.fromarray(pair.permute(1, 2, 0).numpy()) for pair in self._pairs[:_NUM_PAIRS].cpu()]
+        grid, name = picture_grid(images, _PAIRS_PER_ROW), f"reconstructions_{weights}"
+        path = self.rows.path.parent / "samples" / f"step_{step}" / f"{name}.png"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            grid.save(path)
+        except OSError as error:
+            log.error(f"{path} could not be written: {error}")
+        loggers: Any = trainer.loggers  # each a `RunLogger` (build/run.py)
+        for logger in loggers:
+            logger.log_picture(name, grid, step)
 
     @torch.no_grad()
     def _measure(self, trainer: pl.Trainer, module: TrainedModule, ema: Ema | None) -> Tensor | int:
@@ -150,6 +172,8 @@ class Validation(OptimizerStepCallback):
                 self._group.raise_first(failure)  # all ranks fail when one does, so that they can save
                 if batch is not None:
                     values = module.held_out_measures(batch.to(device), self.quantiles)
+                    if round_ == 0:
+                        self._pairs = module.reconstructions(batch.to(device))
                     if round_ < len(numbers):
                         sums += torch.cat((values, torch.ones_like(values[:1]))).double().cpu().sum(2)
         if trainer.world_size > 1:

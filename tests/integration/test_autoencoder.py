@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderKL
+from PIL import Image
 
 from sd_training.errors import CheckpointError, ConfigError
 from tests import makers
@@ -70,6 +71,11 @@ def measured(run_dir: Path, steps: int) -> dict[str, float]:
     return {name: float(row[name]) for name in ("psnr", "ssim", "perceptual")}
 
 
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Of metrics.jsonl, which has all scalars."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
 def assert_resumes_to_the_bit(run_dir: Path, steps: int, start: Callable[[], object]) -> None:
     """Again from the checkpoint before the last one."""
     expected = checkpoint_tensors(run_dir, steps)
@@ -92,7 +98,7 @@ def test_perceptual_and_adversarial_terms(photographs: dict[str, Path], tmp_path
     without, found = measured(tmp_path / "plain", 60), measured(whole, 60)
     assert found["perceptual"] < 0.95 * without["perceptual"]
     assert found["psnr"] > without["psnr"] - 2.0 > 20.0
-    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(whole)
     assert [row["adversarial_weight"] > 0 for row in rows] == [row["optimizer_step"] > 8 for row in rows]
     assert all(None not in row.values() for row in rows)  # null: not finite
     tensors = checkpoint_tensors(whole, 60)
@@ -100,6 +106,8 @@ def test_perceptual_and_adversarial_terms(photographs: dict[str, Path], tmp_path
     assert {name.split(".")[0] for name in tensors} == {*kept, "weights:latent_moments"}
     exported = AutoencoderKL.from_pretrained(whole / "current_pipeline", local_files_only=True)
     assert all(torch.equal(tensors[f"ema:network.{name}"], p) for name, p in exported.named_parameters())
+    drawn = Image.open(whole / "samples/step_60/reconstructions_average.png")
+    assert drawn.size == (4 * 2 * 16, 2 * 16)  # a batch of 8 pairs
     assert_resumes_to_the_bit(whole, 60, lambda: train(argv))
     for key, value in {"objective__adversarial__weight": 0, "model__vae_trained": "decoder"}.items():
         others = {name: own for name, own in AGAINST.items() if value or "adversarial" not in name}
@@ -109,7 +117,8 @@ def test_perceptual_and_adversarial_terms(photographs: dict[str, Path], tmp_path
 
 
 def test_one_process_and_two(photographs: dict[str, Path], tmp_path: Path) -> None:
-    """DDP and FSDP2 give the losses and weights of one process, and DDP resumes to the bit."""
+    """DDP and FSDP2 give the losses and weights of one process, and DDP resumes to the bit. The discriminator is
+    compared by its loss: Adam moves weights whose gradients are rounding noise as far as any other."""
     common = AGAINST | {"optimizer__params__learning_rate": 1e-3}
     train(argv_of(tmp_path / "single", photographs, 16, **common))
     single = checkpoint_tensors(tmp_path / "single", 16)
@@ -125,10 +134,14 @@ def test_one_process_and_two(photographs: dict[str, Path], tmp_path: Path) -> No
         train_in_processes(argv, 2)
         assert losses(run_dir) == pytest.approx(losses(tmp_path / "single"), rel=1e-2)
         found = checkpoint_tensors(run_dir, 16)
-        for part in ("network", "discriminator"):
-            names = [name for name in single if name.startswith(f"weights:{part}")]
-            own, other = (torch.cat([tensors[name].flatten() for name in names]) for tensors in (found, single))
-            assert (own - other).norm() < 1e-2 * other.norm(), (strategy, part)
+        names = [name for name in single if name.startswith("weights:network.")]
+        own, other = (torch.cat([tensors[name].flatten() for name in names]) for tensors in (found, single))
+        assert (own - other).norm() < 1e-2 * other.norm(), strategy
+        logged = [
+            [row["discriminator"] for row in rows_of(folder) if row["optimizer_step"] > 8]
+            for folder in (run_dir, tmp_path / "single")
+        ]
+        assert logged[0] == pytest.approx(logged[1], rel=1e-2)
         AutoencoderKL.from_pretrained(run_dir / "current_pipeline", local_files_only=True)
         if strategy == "ddp":
             assert_resumes_to_the_bit(run_dir, 16, lambda argv=argv: train_in_processes(argv, 2))  # type: ignore[misc]
@@ -163,7 +176,6 @@ def test_templates_take_two_steps(name: str, photographs: dict[str, Path], tmp_p
         "model.vae.params.norm_num_groups": 4,
         "dataset.params.path": write_shards(tmp_path / "shards"),
         "dataset.params.resolution": 32,
-        "validation.path": photographs["validation__path"],
         "objective.reconstruction.perceptual_path": photographs[FEATURES],
         "logging.every": 1,
     }

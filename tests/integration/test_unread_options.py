@@ -38,6 +38,8 @@ OF_OTHER_CHOICES = {
     "trainer.activation_budget": "a compiled run; an error without",
     "distributed.offload_parameters": "fsdp, deepspeed_3; an error without",
     "distributed.dist_backend": "several processes",
+    "objective.reconstruction.perceptual_weight": "objective.reconstruction.perceptual_path; an error without",
+    "objective.adversarial": "objective.adversarial.weight; an error without",
     "optimizer.params": "some optimizers; an error with others",
     "lr_scheduler.params": "some schedules; an error with others",
     "numerics.max_skipped_in_a_row": "a step that is not finite",

@@ -17,7 +17,8 @@ from sd_training.config.schema import (
     ReconstructionConfig,
 )
 from sd_training.models.reconstruction import PatchDiscriminator, load_perceptual
-from sd_training.optim import Optimization, lr_schedule
+from sd_training.optim import Optimization, gradient_norm, lr_schedule
+from sd_training.parallel.strategies import SingleProcessStrategy
 from sd_training.training import AutoencoderModule, scaled_pixels
 from sd_training.types import PixelBatch
 from tests import makers
@@ -37,13 +38,14 @@ def pixel_batch(count: int) -> PixelBatch:
 def module_of(objective: ObjectiveConfig, step: int = 0, **settings: object) -> AutoencoderModule:
     """After so many optimizer steps of a trainer."""
     schedule = lr_schedule(LRScheduleConfig(), num_steps=10, global_batch=2)
-    optimization = Optimization(OptimizerConfig(), 1e-4, schedule)
+    optimization = Optimization(OptimizerConfig(max_grad_norm=0.1), 1e-4, schedule)
     discriminator = PatchDiscriminator(objective.adversarial, seed=1) if objective.adversarial.weight else None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         vae = makers.tiny_vae()
     module = AutoencoderModule(vae, objective, optimization, discriminator=discriminator, **settings)  # type: ignore[arg-type]
-    module.trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    strategy = SingleProcessStrategy(device="cpu")
+    module.trainer = pl.Trainer(strategy=strategy, logger=False, enable_checkpointing=False, enable_progress_bar=False)
     module.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
     assert module.trainer.global_step == step
     return module
@@ -83,6 +85,22 @@ def test_one_backward_pass_gives_both_gradients(tmp_path: Path) -> None:
         assert torch.allclose(found[name], gradient, rtol=1e-3, atol=1e-6 * float(gradient.norm() + 1)), name
     assert float(logged["adversarial_weight"]) == pytest.approx(float(weight), rel=1e-4)
     assert float(losses.mean()) == pytest.approx(float(compared + 1e-3 * logged["kl"]), rel=1e-5)
+
+
+def test_each_network_is_clipped_alone_and_a_bad_gradient_of_one_skips_both() -> None:
+    module = module_of(ObjectiveConfig(adversarial=ADVERSARIAL))
+    optimizer, before = module.configure_optimizers(), {name: p.clone() for name, p in module.named_parameters()}
+    module.sample_losses(pixel_batch(2))[0].mean().backward()
+    norms = {name: gradient_norm(getattr(module, name).parameters()) for name in ("network", "discriminator")}
+    module.configure_gradient_clipping(optimizer)
+    assert module.grad_norm == pytest.approx(sum(norm**2 for norm in norms.values()) ** 0.5)
+    for name, norm in norms.items():
+        clipped = gradient_norm(getattr(module, name).parameters())
+        assert float(clipped) == pytest.approx(min(0.1, float(norm)), rel=1e-4), name
+    next(module.discriminator.parameters()).grad[0] = float("nan")
+    module.configure_gradient_clipping(optimizer)
+    optimizer.step()
+    assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
 
 
 def test_before_its_start_nothing_is_different() -> None:
@@ -137,6 +155,9 @@ def test_held_out_measures(tmp_path: Path) -> None:
     batch = pixel_batch(3)
     values = dict(zip(module.held_out, module.held_out_measures(batch, [0.5]), strict=True))
     pixels = scaled_pixels(batch.pixels)
+    pairs = module.reconstructions(batch)
+    assert torch.equal(pairs[..., :16], batch.pixels)
+    assert (pairs[..., 16:] == 128).all()
     squares = pixels.square().mean((1, 2, 3))
     assert torch.allclose(values["psnr"], 10 * torch.log10(4 / squares)[None], atol=1e-4)
     assert values["ssim"].abs().max() < 0.1
