@@ -497,14 +497,12 @@ class AutoencoderModule(TrainedModule):
             losses, _ = self._distances(reconstruction, pixels)
             if not self.is_decoder_only:
                 losses = losses + self.objective.kl_weight * kl
-            pair: Any = (reconstruction.clamp(-1.0, 1.0), pixels)
-            values = [
-                losses,
-                peak_signal_noise_ratio(*pair, data_range=2.0, reduction="none", dim=(1, 2, 3)),
-                structural_similarity_index_measure(*pair, data_range=2.0, reduction="none"),
-            ]
+            shown = reconstruction.clamp(-1.0, 1.0)
+            psnr = peak_signal_noise_ratio(shown, pixels, data_range=2.0, reduction="none", dim=(1, 2, 3))
+            ssim: Any = structural_similarity_index_measure(shown, pixels, data_range=2.0, reduction="none")
+            values = [losses, psnr, ssim]
             if self.perceptual is not None:
-                values.append(self.perceptual(*pair))
+                values.append(self.perceptual(shown, pixels))
         return torch.stack([value.expand(len(quantiles), -1) for value in values])
 
     def reconstructions(self, batch: PixelBatch) -> Tensor:
@@ -528,7 +526,7 @@ class AutoencoderModule(TrainedModule):
         config, difference = self.objective.reconstruction, reconstruction - pixels
         own = difference.abs() if config.loss == "l1" else difference.square()
         losses = own.mean(dim=(1, 2, 3))
-        logged = {config.loss: losses.mean()}
+        logged: dict[str, Tensor] = {config.loss: losses.mean()}
         if self.perceptual is not None:
             perceptual = self.perceptual(reconstruction, pixels)
             logged["perceptual"] = perceptual.mean()

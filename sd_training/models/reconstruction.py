@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.grad import conv2d_weight
 
 from sd_training.config.schema import AdversarialConfig
 from sd_training.errors import ConfigError
@@ -68,7 +69,6 @@ class Perceptual:
         """[B, positions, C] of each depth, of unit length at each position."""
         features = self.network((pixels - self._mean) / self._std)
         flat = [each.flatten(2).transpose(1, 2) if each.ndim == 4 else each for each in features]
-        # Where all channels are 0, as they often are after a ReLU, the derivative of x / (|x| + ε) would be NaN.
         return [functional.normalize(each, dim=-1, eps=1e-10) for each in flat]
 
 
@@ -187,8 +187,8 @@ def last_layer_gradients(features: Tensor, kernel: torch.Size, gradients: Sequen
         kernel: shape of its weights; the sides of the picture stay as they are.
         gradients: [B, 3, H, W] of each loss by its output.
     """
-    of_weights, features, padding = torch.nn.grad.conv2d_weight, features.float(), kernel[-1] // 2
-    return torch.stack([of_weights(features, list(kernel), each, padding=padding) for each in gradients])
+    features, padding = features.float(), kernel[-1] // 2
+    return torch.stack([conv2d_weight(features, list(kernel), each, padding=padding) for each in gradients])
 
 
 def adaptive_weight(gradients: Tensor) -> Tensor:
