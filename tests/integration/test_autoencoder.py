@@ -134,16 +134,16 @@ def test_one_process_and_two(photographs: dict[str, Path], tmp_path: Path) -> No
             **common,
         )
         train_in_processes(argv, 2)
-        assert losses(run_dir) == pytest.approx(losses(tmp_path / "single"), rel=1e-2)
+        assert losses(run_dir) == pytest.approx(losses(tmp_path / "single"), rel=1e-3)
         found = checkpoint_tensors(run_dir, 16)
         names = [name for name in single if name.startswith("weights:network.")]
         own, other = (torch.cat([tensors[name].flatten() for name in names]) for tensors in (found, single))
-        assert (own - other).norm() < 1e-2 * other.norm(), strategy
+        assert (own - other).norm() < 1e-3 * other.norm(), strategy
         logged = [
             [row["discriminator"] for row in rows_of(folder) if row["optimizer_step"] > 8]
             for folder in (run_dir, tmp_path / "single")
         ]
-        assert logged[0] == pytest.approx(logged[1], rel=1e-2)
+        assert logged[0] == pytest.approx(logged[1], rel=1e-3)
         AutoencoderKL.from_pretrained(run_dir / "current_pipeline", local_files_only=True)
         if strategy == "ddp":
             assert_resumes_to_the_bit(run_dir, 16, lambda argv=argv: train_in_processes(argv, 2))  # type: ignore[misc]
