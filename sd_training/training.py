@@ -13,12 +13,23 @@ from typing import Any, Literal, NamedTuple, get_args
 import pytorch_lightning as pl
 import torch
 from diffusers import AutoencoderKL
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
 
 from sd_training.config.changes import Change
+from sd_training.config.schema import ObjectiveConfig
 from sd_training.diffusion import Objective
 from sd_training.errors import CheckpointError
 from sd_training.models.family import Family, autocast
+from sd_training.models.reconstruction import (
+    PatchDiscriminator,
+    Perceptual,
+    adaptive_weight,
+    hinge_loss,
+    last_layer_gradients,
+)
 from sd_training.optim import Optimization, clip_gradients, make_optimizer
 from sd_training.parallel.strategies import strategy_of
 from sd_training.types import Conditioning, PixelBatch
@@ -39,6 +50,8 @@ class MicroBatchRecord(NamedTuple):
 
 PART = "denoiser"
 """The trained network's name in `optimizer.rates_by_part`."""
+DISCRIMINATOR = "discriminator"
+"""That of what is trained against it."""
 
 Section = Literal[
     "data_wait", "upload", "encode", "forward", "backward", "optimizer",
@@ -119,12 +132,16 @@ def changed_requirements(before: Mapping[str, Any], now: Mapping[str, Any]) -> s
 
 
 class TrainedModule(pl.LightningModule):
-    """A LightningModule that trains exactly one network, `self.network`; everything else it uses is not a child module.
+    """A LightningModule that trains exactly one network, `self.network`; everything else it uses is not a child module,
+    except for a discriminator, which is trained and checkpointed, but neither averaged nor exported.
 
     Args:
         network: the trained network; the only thing wrapped, averaged and checkpointed.
         optimization: optimizer, peak learning rate and schedule.
     """
+
+    held_out: tuple[str, ...] = ("loss",)
+    """What `held_out_measures` gives."""
 
     def __init__(self, network: nn.Module, optimization: Optimization) -> None:
         super().__init__()
@@ -133,8 +150,9 @@ class TrainedModule(pl.LightningModule):
         self.optimization = optimization
         self.reset_logged()
         self.was_step_skipped: Tensor | None = None
-        self._trained: list[nn.Parameter] = []
-        """What the optimizer updates; to walk through the network at every step takes milliseconds."""
+        self._trained: list[list[nn.Parameter]] = []
+        """What the optimizer updates, by what is clipped together; to walk through the network at every step takes
+        milliseconds."""
         self.last_micro_batch: MicroBatchRecord | None = None
         """The latest micro-batch."""
         self.ledger = Ledger()
@@ -194,6 +212,10 @@ class TrainedModule(pl.LightningModule):
             strategy = strategy_of(self.trainer)
             torch.manual_seed(batch_index * strategy.data_ranks + strategy.data_rank)
 
+    def on_fit_start(self) -> None:
+        """The module's own device is the CPU where FSDP2 offloads weights."""
+        self.move_frozen_to(self.trainer.strategy.root_device)
+
     def move_frozen_to(self, device: torch.device) -> None:
         """Move what the training step uses, but is no child module, to `device`."""
 
@@ -202,10 +224,14 @@ class TrainedModule(pl.LightningModule):
         further scalars to log."""
         raise NotImplementedError
 
-    def held_out_losses(self, batch: PixelBatch, quantiles: Sequence[float]) -> tuple[Tensor, Tensor | None]:
-        """[K, B] loss of each sample at K quantiles of the timestep density, and [K, B] the denoiser's timestep input;
-        None without a denoiser. Nothing is logged or recorded."""
+    def held_out_measures(self, batch: PixelBatch, quantiles: Sequence[float]) -> Tensor:
+        """[N, K, B] the N values that `held_out` names, of each sample at K quantiles of the timestep density. Nothing
+        is logged or recorded."""
         raise NotImplementedError
+
+    def reconstructions(self, batch: PixelBatch) -> Tensor | None:
+        """[B, 3, H, 2W] uint8: pictures, each with its reconstruction on the right; None where there are none."""
+        return None
 
     def configure_model(self) -> None:
         """Strategies that shard weights do so here, before the optimizer is made."""
@@ -214,7 +240,8 @@ class TrainedModule(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer over the network's trainable parameters; the learning rate is set before each step."""
         trained = [(name, p) for name, p in self.named_trained() if p.requires_grad]
-        self._trained = [parameter for _, parameter in trained]
+        apart = [p for name, p in trained if name.startswith(f"{DISCRIMINATOR}.")]
+        self._trained = [[p for name, p in trained if not name.startswith(f"{DISCRIMINATOR}.")], apart]
         return make_optimizer(self.optimization, trained)
 
     def named_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -259,7 +286,10 @@ class TrainedModule(pl.LightningModule):
         """
         if strategy_of(self.trainer).clips_gradients:
             return
-        self.grad_norm = clip_gradients(self._trained, self.optimization.config.max_grad_norm)
+        most = self.optimization.config.max_grad_norm
+        # A discriminator has no gradients before its first step, and most runs have no discriminator.
+        norms = [clip_gradients(own, most) for own in self._trained if any(p.grad is not None for p in own)]
+        self.grad_norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
         if not self.optimization.has_gradient_scaler:
             self.was_step_skipped = (~torch.isfinite(self.grad_norm)).float()
             optimizer.found_inf = self.was_step_skipped
@@ -280,6 +310,8 @@ class DiffusionModule(TrainedModule):
         idle: frozen networks by part name that never run, because a cache delivers what they give.
         prior_weight: λ of DreamBooth's class images, which are the samples at odd positions; null: there are none.
     """
+
+    held_out = ("loss", "timestep")
 
     def __init__(
         self,
@@ -319,10 +351,6 @@ class DiffusionModule(TrainedModule):
             "model.train_text_encoder": self.is_text_trained,
         }
 
-    def on_fit_start(self) -> None:
-        """The module's own device is the CPU where FSDP2 offloads weights."""
-        self.move_frozen_to(self.trainer.strategy.root_device)
-
     def move_frozen_to(self, device: torch.device) -> None:
         """Encoders but idle ones, and the tables of the objective."""
         for name, network in {"vae": self.family.vae, **self.family.text_encoders()}.items():
@@ -345,8 +373,8 @@ class DiffusionModule(TrainedModule):
         weighted = 2 * losses * (1 + (self.prior_weight - 1) * is_prior)
         return weighted, noised.timesteps, {"prior_loss": 2 * (losses * is_prior).mean()}
 
-    def held_out_losses(self, batch: PixelBatch, quantiles: Sequence[float]) -> tuple[Tensor, Tensor]:
-        """As `TrainedModule.held_out_losses`. Images and captions are encoded once, and the noise of a sample is the
+    def held_out_measures(self, batch: PixelBatch, quantiles: Sequence[float]) -> Tensor:
+        """As `TrainedModule.held_out_measures`. Images and captions are encoded once, and the noise of a sample is the
         same at all levels. Input perturbation belongs to training and is disabled."""
         latents, conditioning = self._encoded(batch)
         objective = replace(self.objective, config=self.objective.config.replace(input_perturbation=0.0))
@@ -357,7 +385,7 @@ class DiffusionModule(TrainedModule):
             prediction = self.family.predict(self.family.denoiser, noised, conditioning)
             losses.append(objective.loss(prediction, noised))
             timesteps.append(noised.timesteps.float())
-        return torch.stack(losses), torch.stack(timesteps)
+        return torch.stack((torch.stack(losses), torch.stack(timesteps)))
 
     def _encoded(self, batch: PixelBatch) -> tuple[Tensor, Conditioning]:
         moments = batch.moments.float()
@@ -373,21 +401,75 @@ _STATISTICS_DECAY = 0.99
 
 
 class AutoencoderModule(TrainedModule):
-    """Trains an AutoencoderKL and measures the spread of its latents.
+    """Trains an AutoencoderKL, if requested against a discriminator, and measures the spread of its latents.
+
+    One optimizer object updates both: every tensor by its own gradient and state, so that is the same as two. The
+    discriminator is a part with a learning rate of its own (`optimizer.rates_by_part`), and is clipped alone. One
+    backward pass gives both gradients (`_against_discriminator`), so skipped steps, accumulation and the fp16 loss
+    scale are those of any run; what is computed in fp32 cannot overflow by that scale.
 
     Args:
         vae: the autoencoder.
-        kl_weight: weight of the KL term; both terms are means per pixel value.
+        objective: weights of the terms; all terms are means per pixel value.
+        is_decoder_only: the encoder stays as it is, so there is no KL term.
+        perceptual: the perceptual distance; None: that term is 0.
+        discriminator: trained from `objective.adversarial.start` on.
     """
 
     latent_moments: Tensor
     """[3] running mean, running mean square and weight of the latents."""
 
-    def __init__(self, vae: AutoencoderKL, kl_weight: float, optimization: Optimization) -> None:
+    def __init__(
+        self,
+        vae: AutoencoderKL,
+        objective: ObjectiveConfig,
+        optimization: Optimization,
+        *,
+        is_decoder_only: bool = False,
+        perceptual: Perceptual | None = None,
+        discriminator: PatchDiscriminator | None = None,
+    ) -> None:
+        frozen = [vae.encoder, vae.quant_conv] if is_decoder_only else []
+        for network in filter(None, frozen):
+            network.requires_grad_(False)
         super().__init__(vae, optimization)
         self.network: AutoencoderKL = self.network
-        self.kl_weight = kl_weight
+        self.discriminator = discriminator
+        self.objective, self.is_decoder_only, self.perceptual = objective, is_decoder_only, perceptual
+        self.held_out = ("loss", "psnr", "ssim", *(["perceptual"] if perceptual else []))
+        self._last_features: Tensor | None = None
+        """[B, C, H, W] what the decoder's last convolution was given; only with an adaptive weight."""
+        if discriminator is not None and objective.adversarial.adaptive:
+            vae.decoder.conv_out.register_forward_pre_hook(self._keep_features)
         self.register_buffer("latent_moments", torch.zeros(3))
+
+    def _keep_features(self, layer: nn.Module, inputs: tuple[Tensor]) -> None:
+        self._last_features = inputs[0].detach() if layer.training else None
+
+    def named_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `TrainedModule.named_trained`; the discriminator is a separate part."""
+        yield from super().named_trained()
+        for name, parameter in self.discriminator.named_parameters() if self.discriminator is not None else ():
+            yield f"{DISCRIMINATOR}.{name}", parameter
+
+    def resume_requirements(self) -> dict[str, Any]:
+        """As `TrainedModule.resume_requirements`, with what is trained."""
+        return super().resume_requirements() | {
+            "model.vae_trained=decoder": self.is_decoder_only,
+            "objective.adversarial.weight>0": self.discriminator is not None,
+        }
+
+    def move_frozen_to(self, device: torch.device) -> None:
+        """The perceptual network."""
+        if self.perceptual is not None:
+            self.perceptual.to(device)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """As `TrainedModule.on_before_optimizer_step`. Without a gradient, a parameter and its state do not change."""
+        super().on_before_optimizer_step(optimizer)
+        if self.discriminator is not None and self.trainer.global_step < self.objective.adversarial.start:
+            for parameter in self.discriminator.parameters():
+                parameter.grad = None
 
     def _measure(self, latents: Tensor) -> None:
         """Mean and mean square of the latents, as they change with the weights. A batch whose latents are not finite is
@@ -396,26 +478,110 @@ class AutoencoderModule(TrainedModule):
         self.latent_moments.lerp_(torch.where(now.isfinite().all(), now, self.latent_moments), 1.0 - _STATISTICS_DECAY)
 
     def sample_losses(self, batch: PixelBatch) -> tuple[Tensor, None, dict[str, Tensor]]:
-        """As `TrainedModule.sample_losses`."""
+        """As `TrainedModule.sample_losses`. The loss is that of the autoencoder without the adversarial term, so it can
+        be compared over the whole run; its gradient has that term and the discriminator's."""
         self.ledger.enter("forward")
-        l1, kl, latents = self._errors(batch)
-        self._measure(latents.detach().float())
-        return l1 + self.kl_weight * kl, None, {"l1": l1.mean(), "kl": kl.mean()}
+        pixels, reconstruction, kl, latents = self._reconstruct(batch)
+        self._measure(latents.detach())
+        with autocast(pixels.device, "fp32"):
+            if self.discriminator is None:
+                losses, logged = self._distances(reconstruction, pixels)
+            else:
+                losses, logged = self._against_discriminator(self.discriminator, reconstruction, pixels)
+        self._last_features = None
+        logged["kl"] = kl.mean()
+        if self.is_decoder_only:
+            return losses, None, logged
+        weight, warmup = self.objective.kl_weight, self.objective.kl_warmup
+        if warmup:
+            weight *= min(1.0, (self.trainer.global_step + 1) / warmup)
+        return losses + weight * kl, None, logged
 
-    def held_out_losses(self, batch: PixelBatch, quantiles: Sequence[float]) -> tuple[Tensor, None]:
-        """As `TrainedModule.held_out_losses`; there are no noise levels, so all quantiles have the same loss."""
-        l1, kl, _ = self._errors(batch)
-        return (l1 + self.kl_weight * kl).expand(len(quantiles), -1), None
+    def held_out_measures(self, batch: PixelBatch, quantiles: Sequence[float]) -> Tensor:
+        """As `TrainedModule.held_out_measures`; there are no noise levels, so all quantiles have the same values. The
+        loss has the full KL weight."""
+        pixels, reconstruction, kl, _ = self._reconstruct(batch)
+        with autocast(pixels.device, "fp32"):
+            losses, _ = self._distances(reconstruction, pixels)
+            if not self.is_decoder_only:
+                losses = losses + self.objective.kl_weight * kl
+            shown = reconstruction.clamp(-1.0, 1.0)
+            psnr = peak_signal_noise_ratio(shown, pixels, data_range=2.0, reduction="none", dim=(1, 2, 3))
+            ssim: Any = structural_similarity_index_measure(shown, pixels, data_range=2.0, reduction="none")
+            values = [losses, psnr, ssim]
+            if self.perceptual is not None:
+                values.append(self.perceptual(shown, pixels))
+        return torch.stack([value.expand(len(quantiles), -1) for value in values])
 
-    def _errors(self, batch: PixelBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """[B] L1, [B] KL per pixel value, and the latents."""
+    def reconstructions(self, batch: PixelBatch) -> Tensor:
+        """As `TrainedModule.reconstructions`."""
+        pixels, reconstruction, *_ = self._reconstruct(batch)
+        pairs = torch.cat((pixels, reconstruction.clamp(-1.0, 1.0)), dim=3)
+        return ((pairs + 1.0) * 127.5).round().byte()
+
+    def _reconstruct(self, batch: PixelBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Pixels and their reconstruction [B, 3, H, W], [B] KL per pixel value, and the latents; all fp32. In fp16 the
+        sum of the KL, and the exponential in it, would overflow."""
         pixels = scaled_pixels(batch.pixels)
-        posterior = self.network.encode(pixels).latent_dist
+        posterior = DiagonalGaussianDistribution(self.network.encode(pixels).latent_dist.parameters.float())
         latents = posterior.mean + posterior.std * batch.posterior_noise
-        reconstruction = self.network.decode(latents).sample
-        l1 = (reconstruction.float() - pixels).abs().mean(dim=(1, 2, 3))
+        reconstruction = self.network.decode(latents).sample.float()
         # kl() sums over a sample's latents; per pixel value it keeps its meaning at any resolution.
-        return l1, posterior.kl().float() / pixels[0].numel(), latents
+        return pixels, reconstruction, posterior.kl() / pixels[0].numel(), latents
+
+    def _distances(self, reconstruction: Tensor, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """[B] weighted sum of the terms that compare a picture with its own, and [] their means."""
+        config, difference = self.objective.reconstruction, reconstruction - pixels
+        own = difference.abs() if config.loss == "l1" else difference.square()
+        losses = own.mean(dim=(1, 2, 3))
+        logged: dict[str, Tensor] = {config.loss: losses.mean()}
+        if self.perceptual is not None:
+            perceptual = self.perceptual(reconstruction, pixels)
+            logged["perceptual"] = perceptual.mean()
+            losses = losses + config.perceptual_weight * perceptual
+        return losses, logged
+
+    def _against_discriminator(
+        self, discriminator: PatchDiscriminator, reconstruction: Tensor, pixels: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """[B] as `_distances`, with another gradient; and [] scalars to log.
+
+        The losses are computed on a copy of the reconstruction that is cut from the autoencoder's graph. Their
+        gradients by it, weighted, are the autoencoder's gradient at its output: the scalar product with the output has
+        that gradient. None of them reaches the discriminator, and the discriminator's loss does not reach the
+        autoencoder. A value that is not finite makes the loss so.
+        """
+        config = self.objective.adversarial
+        if self.trainer.global_step < config.start:
+            losses, logged = self._distances(reconstruction, pixels)
+            zero = losses.new_zeros(())
+            logged |= dict.fromkeys(("adversarial", "adversarial_weight", "discriminator"), zero)
+            # DDP waits for a gradient of every parameter; FSDP2 does not.
+            whole = (p.sum() for p in discriminator.parameters() if not isinstance(p, DTensor))
+            return losses + 0.0 * sum(whole), logged
+        seen = reconstruction.detach().requires_grad_()
+        losses, logged = self._distances(seen, pixels)
+        (gradient,) = torch.autograd.grad(losses.mean(), seen)
+        fake = discriminator(seen)
+        adversarial = -fake.mean()
+        (against,) = torch.autograd.grad(adversarial, seen, retain_graph=True)
+        weight = losses.new_full((), config.weight)
+        if config.adaptive:
+            weight = weight * self._adaptive_weight(gradient, against)
+        discriminating = hinge_loss(discriminator(pixels), fake)
+        logged |= {"adversarial": adversarial, "adversarial_weight": weight, "discriminator": discriminating}
+        minimised = (reconstruction * (gradient + weight * against)).sum() + discriminating
+        return losses.detach() + (minimised - minimised.detach()), logged
+
+    def _adaptive_weight(self, *gradients: Tensor) -> Tensor:
+        """[] of the gradients by the output, averaged over all processes as those of the weights are."""
+        assert self._last_features is not None
+        kernel = self.network.decoder.conv_out.weight.shape
+        last = last_layer_gradients(self._last_features, kernel, gradients)
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(last)
+            last /= self.trainer.world_size
+        return adaptive_weight(last)
 
     @torch.no_grad()
     def latent_statistics(self) -> tuple[float, float] | None:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import webdataset
 from PIL import Image
+from safetensors.torch import save_file
 from sklearn.datasets import load_sample_images
 
 from tests.tiny_parts import (
@@ -84,4 +86,20 @@ def caption_shards(folder: Path, shards: int = 2, per_shard: int = 16) -> Path:
     """A folder with `shards` numbered shards; returns the folder."""
     for i in range(shards):
         write_shard(folder / f"{i:03d}.tar", caption_samples(per_shard, first=i * per_shard))
+    return folder
+
+
+def perceptual_folder(folder: Path, width: int = 8) -> Path:
+    """A narrow VGG16 of random weights and LPIPS's heads for it, under the names of the published files."""
+    generator, before, features, heads = torch.Generator().manual_seed(0), 3, {}, {}
+    for stage, numbers in enumerate(((0, 2), (5, 7), (10, 12, 14), (17, 19, 21), (24, 26, 28))):
+        for number in numbers:
+            weight = torch.randn(width, before, 3, 3, generator=generator)
+            features[f"features.{number}.weight"] = weight * (2 / (9 * before)) ** 0.5
+            features[f"features.{number}.bias"] = torch.zeros(width)
+            before = width
+        heads[f"lin{stage}.model.1.weight"] = torch.rand(1, width, 1, 1, generator=generator)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(features, folder / "vgg16.safetensors")
+    save_file(heads, folder / "lpips.safetensors")
     return folder

@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from sd_training.models.execution import (
 from sd_training.models.families import load_family
 from sd_training.models.family import AUTOCAST_DTYPE, TEXT_PARTS, Family, latent_grid
 from sd_training.models.load import effective_part, load_part
+from sd_training.models.reconstruction import PatchDiscriminator, load_perceptual, smallest_side
 from sd_training.models.schedulers import prediction_warning
 from sd_training.optim import Optimization, lr_schedule
 from sd_training.parallel.strategies import ShardingSpec
@@ -150,7 +152,8 @@ def prediction_warnings(model: ModelConfig, family: Family) -> list[str]:
 
 
 def fit_problems(config: Config, family: Family | None, grid: LatentGrid) -> list[str]:
-    """What this model cannot do: sizes, xformers, more preview steps than its noise schedule has.
+    """What this model cannot do: sizes, xformers, more preview steps than its noise schedule has; and whether the
+    perceptual network is missing.
 
     Args:
         family: None for autoencoder training.
@@ -158,7 +161,15 @@ def fit_problems(config: Config, family: Family | None, grid: LatentGrid) -> lis
     """
     sizes = training_sizes(config.dataset.params).sizes
     if family is None:
-        return size_problems(grid.downscale, sizes)
+        adversarial, side = config.objective.adversarial, min(map(min, sizes))
+        problems, features = size_problems(grid.downscale, sizes), config.objective.reconstruction.perceptual_path
+        if features is not None and not Path(features).is_dir():
+            remedy = "docs/autoencoder.md says how to make it"
+            problems.append(f"objective.reconstruction.perceptual_path: {features!r} is no local folder; {remedy}")
+        if adversarial.weight and side < (least := smallest_side(adversarial)):
+            too_deep = f"{adversarial.layers} need pictures of at least {least} pixels, but a side is {side}"
+            problems.append(f"objective.adversarial.layers: {too_deep}; use fewer layers")
+        return problems
     problems = family.size_problems(sizes)
     if config.model.attention == "xformers":
         problems += xformers_problems(family.denoiser, "model.attention: xformers")
@@ -301,15 +312,29 @@ def _autoencoder(plan: Plan) -> Trained:
         raise ConfigError(problems)
     if config.model.gradient_checkpointing:
         vae.enable_gradient_checkpointing()
-    if wants_channels_last(config.trainer.channels_last, plan.launch.accelerator):
+    is_contiguous = plan.layout.strategy not in ("single", "ddp")
+    if wants_channels_last(config.trainer.channels_last, plan.launch.accelerator) and not is_contiguous:
         vae.to(memory_format=torch.channels_last)
-    module = AutoencoderModule(vae, config.objective.kl_weight, optimization(plan))
+    objective, perceptual, discriminator = config.objective, config.objective.reconstruction.perceptual_path, None
+    if objective.adversarial.weight:
+        discriminator = PatchDiscriminator(objective.adversarial, config.experiment.seed)
+    module = AutoencoderModule(
+        vae,
+        objective,
+        optimization(plan),
+        is_decoder_only=config.model.vae_trained == "decoder",
+        perceptual=None if perceptual is None else load_perceptual(Path(perceptual)),
+        discriminator=discriminator,
+    )
 
     def exported(weights: Mapping[str, Tensor] | None) -> Any:
         _set_scale(vae, module.latent_statistics(), is_measured=is_measured)
         return vae if weights is None else copy_with_weights(vae, weights)
 
-    return Trained(module, latent_grid(vae), None, exported, ShardingSpec([vae]))
+    # `encode` and `decode` are called, not `forward`.
+    called = [part for part in (vae.encoder, vae.quant_conv, vae.post_quant_conv, vae.decoder) if part is not None]
+    sharding = ShardingSpec([vae], called, fp32_roots=[] if discriminator is None else [discriminator])
+    return Trained(module, latent_grid(vae), None, exported, sharding)
 
 
 def _set_scale(vae: Any, statistics: tuple[float, float] | None, *, is_measured: bool) -> None:

@@ -164,7 +164,7 @@ def _callbacks(
             "data_fingerprint": data.fingerprint(),
         }
 
-    networks = trained.sharding.roots
+    networks = [*trained.sharding.roots, *trained.sharding.fp32_roots]
     num_parameters = sum(parameter.numel() for network in networks for parameter in network.parameters())
     title = f"training {', '.join(type(network).__name__ for network in networks)} of {num_parameters:,} parameters"
     names = {"metrics.csv": MetricRows, "metrics.jsonl": JsonRows}
@@ -178,7 +178,8 @@ def _callbacks(
     encoder_times = None if data.encoders is None else data.encoders.times
     validation = None
     if data.held_out is not None:
-        validation_rows = MetricRows(run_dir / "validation.csv", COLUMNS, run_lock)
+        columns = dict.fromkeys((*COLUMNS, *trained.module.held_out))
+        validation_rows = MetricRows(run_dir / "validation.csv", [*columns], run_lock)
         validation = Validation(data.held_out, config, validation_rows, plan.precision, ema, preemption)
     saves = Save(run_dir, config, trained.exported, ema, run_state, run_lock, bool(start.source), mirror)
     callbacks: list[pl.Callback | None] = [

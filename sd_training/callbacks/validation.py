@@ -5,7 +5,6 @@ Rows go to `validation.csv`, the mean to every logger. All ranks take part, and 
 number except for rounding.
 """
 
-import math
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from PIL import Image
 from torch import Tensor, distributed
 
 from sd_training.callbacks.base import OptimizerStepCallback
@@ -22,6 +22,7 @@ from sd_training.callbacks.preemption import Preemption
 from sd_training.config.plan import counted
 from sd_training.config.schema import Config
 from sd_training.data.datamodule import HeldOutData
+from sd_training.export.draw import picture_grid
 from sd_training.log import get_logger
 from sd_training.models.family import autocast
 from sd_training.parallel.strategies import CpuGroup, strategy_of
@@ -33,6 +34,7 @@ COLUMNS = ("optimizer_step", "weights", "quantile", "timestep", "loss", "samples
 TRAINED, AVERAGE = "trained", "average"
 ALL = "all"
 """In the column of the quantile: the mean over all of them."""
+_NUM_PAIRS, _PAIRS_PER_ROW = 16, 4
 
 
 @dataclass(eq=False)
@@ -51,6 +53,8 @@ class Validation(OptimizerStepCallback):
     """The average, if there is one."""
     preemption: Preemption
     """Interrupts a validation when a stop is requested. Its `RunState` gets the loss of the exported weights."""
+    _pairs: Tensor | None = field(default=None, init=False)
+    """The first pictures of this rank and their reconstructions, of the newest measurement."""
     _group: CpuGroup | None = field(default=None, init=False)
     """A separate group: a save in the background may be using the strategy's."""
 
@@ -96,7 +100,7 @@ class Validation(OptimizerStepCallback):
     def _measure_all(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> int:
         """Returns 0, or the exit status that all ranks agreed on after a stop request; then nothing is recorded."""
         rows: list[dict[str, str]] = []
-        losses: dict[str, float] = {}
+        losses, measures = dict[str, float](), dict[str, float]()
         began_s, after = time.monotonic(), f"validation loss after {counted(step, 'optimizer step')}"
         with self.preemption.state.watched("validate"):
             for weights, ema in ((TRAINED, None), *([(AVERAGE, self.ema)] if self.ema else [])):
@@ -104,27 +108,46 @@ class Validation(OptimizerStepCallback):
                 if isinstance(measured, int):
                     log.info(f"{after}: interrupted, the run is to stop")
                     return measured
-                total, times, count = measured.unbind(1)
-                losses[weights] = float((total / count).mean())
-                levels = zip(map(str, self.quantiles), (times / count).tolist(), (total / count).tolist(), strict=True)
-                known = [level for level in levels if math.isfinite(level[1])]
-                for quantile, timestep, loss in [(ALL, math.nan, losses[weights]), *known]:
-                    row = {"optimizer_step": str(step), "weights": weights, "quantile": quantile}
-                    row["timestep"] = f"{timestep:.9g}" if math.isfinite(timestep) else ""
-                    rows.append(row | {"loss": f"{loss:.9g}", "samples": str(round(float(count[0])))})
+                self._draw_pairs(trainer, step, weights)
+                *sums, count = measured
+                levels = {name: total / count for name, total in zip(module.held_out, sums, strict=True)}
+                means = {name: float(level.mean()) for name, level in levels.items() if name != "timestep"}
+                measures |= {f"validation_{name}_{weights}": mean for name, mean in means.items()}
+                losses[weights] = means["loss"]
+                row = {"optimizer_step": str(step), "weights": weights, "samples": str(round(float(count[0])))}
+                rows.append(row | {"quantile": ALL, "timestep": ""} | {n: f"{mean:.9g}" for n, mean in means.items()})
+                for number, quantile in enumerate(self.quantiles) if "timestep" in levels else ():
+                    own = {name: f"{float(level[number]):.9g}" for name, level in levels.items()}
+                    rows.append(row | {"quantile": str(quantile)} | own)
         self.preemption.exclude_from_step(time.monotonic() - began_s)
         self.preemption.state.validation_loss = (step, losses[TRAINED if self.ema is None else AVERAGE])
         if trainer.is_global_zero:
             self.rows.add(*rows)
             for logger in trainer.loggers:
-                logger.log_metrics({f"validation_loss_{weights}": loss for weights, loss in losses.items()}, step)
+                logger.log_metrics(measures, step)
             log.info(f"{after}: {', '.join(f'{loss:.6g} ({weights} weights)' for weights, loss in losses.items())}")
         return 0
 
+    def _draw_pairs(self, trainer: pl.Trainer, step: int, weights: str) -> None:
+        """Rank 0: one picture of the first pairs. One that cannot be written is lost, and the run continues."""
+        if self._pairs is None or not trainer.is_global_zero:
+            return
+        images = [Image.fromarray(pair.permute(1, 2, 0).numpy()) for pair in self._pairs[:_NUM_PAIRS].cpu()]
+        grid, name = picture_grid(images, _PAIRS_PER_ROW), f"reconstructions_{weights}"
+        path = self.rows.path.parent / "samples" / f"step_{step}" / f"{name}.png"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            grid.save(path)
+        except OSError as error:
+            log.error(f"{path} could not be written: {error}")
+        loggers: Any = trainer.loggers  # each a `RunLogger` (build/run.py)
+        for logger in loggers:
+            logger.log_picture(name, grid, step)
+
     @torch.no_grad()
     def _measure(self, trainer: pl.Trainer, module: TrainedModule, ema: Ema | None) -> Tensor | int:
-        """Collective: [K, 3] sums over the samples of losses, of the denoiser's timestep inputs (NaN where there is no
-        denoiser), and of ones; an exit status after a stop request to any rank.
+        """Collective: [N + 1, K] sums over the samples of the N values of `held_out`, and of ones; an exit status after
+        a stop request to any rank.
 
         Raises:
             DataError: the held-out data cannot be read, on some rank; whatever else its reading raises.
@@ -135,7 +158,7 @@ class Validation(OptimizerStepCallback):
         # collective, computes a loss that is discarded.
         numbers, missing = strategy.split_over_ranks(len(self.data))
         batches = self.data.batches(numbers + [0] * missing if strategy.has_collective_forward else numbers)
-        sums = torch.zeros(len(self.quantiles), 3, dtype=torch.float64)
+        sums = torch.zeros(len(module.held_out) + 1, len(self.quantiles), dtype=torch.float64)
         # Compiled modules run as they were written: other batch sizes and shapes make no graphs.
         with export_weights(module, ema), autocast(device, self.precision), torch.compiler.set_stance("force_eager"):
             for round_ in range(len(numbers) + missing):
@@ -148,11 +171,11 @@ class Validation(OptimizerStepCallback):
                     failure = error
                 self._group.raise_first(failure)  # all ranks fail when one does, so that they can save
                 if batch is not None:
-                    losses, timesteps = module.held_out_losses(batch.to(device), self.quantiles)
+                    values = module.held_out_measures(batch.to(device), self.quantiles)
+                    if round_ == 0:
+                        self._pairs = module.reconstructions(batch.to(device))
                     if round_ < len(numbers):
-                        times = torch.full_like(losses, math.nan) if timesteps is None else timesteps
-                        columns = [each.double().cpu().sum(1) for each in (losses, times, torch.ones_like(losses))]
-                        sums += torch.stack(columns, dim=1)
+                        sums += torch.cat((values, torch.ones_like(values[:1]))).double().cpu().sum(2)
         if trainer.world_size > 1:
             sums = sums.to(device)
             distributed.all_reduce(sums)

@@ -166,6 +166,8 @@ def _optimizer(config: Config) -> Iterator[str]:
     own = schedule.params.learning_rate
     where = "optimizer.params.learning_rate" if own is None else "lr_scheduler.params.learning_rate"
     peak = optimizer.params.learning_rate if own is None else own
+    if config.objective.adversarial.weight and optimizer.name == "prodigy":
+        yield "optimizer.name: prodigy estimates one learning rate, but a discriminator needs its own; use adamw"
     if optimizer.rates_by_part and optimizer.name == "prodigy":
         yield "optimizer.rates_by_part: prodigy estimates one learning rate for all parts; remove it"
     elif optimizer.rates_by_part and peak == 0:
@@ -366,9 +368,10 @@ def _sharding(config: Config) -> Iterator[str]:
         yield f"optimizer.name: {optimizer} needs whole tensors, which {name} shards; {remedy}"
     if model.bf16_weights:
         yield f"model.bf16_weights: {name} keeps sharded fp32 weights already; set it to false"
-    if model.train == "vae":
-        yield f"model.train: vae is small and is trained with single or ddp, not with {name}"
-    elif trainer.channels_last is True:
+    if model.train == "vae" and (deepspeed or mesh.tensor != 1):
+        other = name if deepspeed else "distributed.mesh.tensor"
+        yield f"model.train: vae is trained with single, ddp, fsdp or hsdp, not with {other}"
+    if trainer.channels_last is True:
         yield f"trainer.channels_last: true, but {name} shards contiguous weights only; use auto or false"
     if trainer.compile_mode == "reduce-overhead":
         yield f"trainer.compile_mode: CUDA graphs need weights that stay in place, which {name} moves; use default"

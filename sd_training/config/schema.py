@@ -169,6 +169,9 @@ class ModelConfig(OptionGroup):
     """Encode one picture at a time: less memory for the autoencoder."""
     vae_tiling: Annotated[bool, DENOISER] = False
     """Encode large pictures in overlapping tiles: less memory still; the latents differ slightly at the seams."""
+    vae_trained: Annotated[Literal["all", "decoder"], read_with("train", "vae")] = "all"
+    """`model.train=vae`: the whole autoencoder, or the decoder alone: latents stay what they are, so that existing
+    denoisers fit."""
     vae_scaling_factor: Annotated[Literal["auto", "keep", "measure"], read_with("train", "vae")] = "auto"
     """`model.train=vae`: the `scaling_factor` of the exported autoencoder. `keep`: the one it started with. `measure`:
     1 / standard deviation of this run's latents, and their mean as `shift_factor` where it has one. `auto`: `keep` for
@@ -282,6 +285,41 @@ class LossConfig(OptionGroup):
     """`huber`: δ constant, (1 − δ) / (1 + σ/α)² + δ, or δ^t over the noise levels t (arXiv:2403.16728)."""
 
 
+_TRAINED_VAE = read_with("model.train", "vae")
+_TRAINED_ENCODER = read_with("model.vae_trained", "all")
+_PERCEPTUAL = read_with("perceptual_path")
+_ADVERSARIAL = read_with("weight")
+
+
+class ReconstructionConfig(OptionGroup):
+    """Autoencoder training: how far a reconstruction is from its picture (docs/autoencoder.md)."""
+
+    loss: Literal["l1", "l2"] = "l1"
+    """Absolute or squared error, mean per pixel value; pixels are in [-1, 1]."""
+    perceptual_path: str | None = None
+    """Local folder of a frozen network whose features are compared as well: `*.safetensors` of VGG16 and of LPIPS's
+    heads, or a ResNet, ConvNeXt or DINOv2 of transformers. null: no perceptual term."""
+    perceptual_weight: Annotated[NonNegative, _PERCEPTUAL] = 1.0
+    """Weight of the perceptual term beside `loss`."""
+
+
+class AdversarialConfig(OptionGroup):
+    """Autoencoder training: a discriminator of patches that is trained against the autoencoder (docs/autoencoder.md).
+    It is a part of its own in `optimizer.rates_by_part`."""
+
+    weight: NonNegative = 0.0
+    """Weight of the adversarial term; 0: no discriminator."""
+    start: Annotated[Count, _ADVERSARIAL] = 0
+    """Train the discriminator, and add the adversarial term, after so many optimizer steps [count]."""
+    adaptive: Annotated[bool, _ADVERSARIAL] = True
+    """Multiply the weight by the ratio of the norms of the gradients of reconstruction and adversarial term at the
+    decoder's last layer (Esser et al. 2021, arXiv:2012.09841, eq. 7)."""
+    channels: Annotated[PositiveInt, _ADVERSARIAL] = 64
+    """Channels of the discriminator's first layer; the next ones double them, up to 8 times as many [count]."""
+    layers: Annotated[PositiveInt, _ADVERSARIAL] = 3
+    """Layers that halve the sides: 3 make patches of 70 × 70 pixels (Isola et al. 2017, arXiv:1611.07004) [count]."""
+
+
 class ObjectiveConfig(OptionGroup):
     """What the denoiser is asked to predict, and how errors are weighted."""
 
@@ -313,8 +351,14 @@ class ObjectiveConfig(OptionGroup):
     images count fully). What is transparent is trained as white, with no weight."""
     sigma_data: Annotated[Positive | None, read_with("prediction_type", None, "edm")] = None
     """EDM: standard deviation of the latents; null: the training noise scheduler's, or 1, which scaled latents have."""
-    kl_weight: Annotated[NonNegative, read_with("model.train", "vae")] = 1e-6
+    kl_weight: Annotated[NonNegative, _TRAINED_VAE, _TRAINED_ENCODER] = 1e-6
     """Autoencoder training: weight of the KL term beside the L1 term, both averaged per pixel value."""
+    kl_warmup: Annotated[Count, _TRAINED_VAE, _TRAINED_ENCODER] = 0
+    """Autoencoder training: let `kl_weight` grow linearly from 0 [optimizer steps]; 0: at once."""
+    reconstruction: Annotated[ReconstructionConfig, _TRAINED_VAE] = ReconstructionConfig()
+    """Reconstruction loss."""
+    adversarial: Annotated[AdversarialConfig, _TRAINED_VAE] = AdversarialConfig()
+    """Adversarial loss."""
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -399,10 +399,13 @@ class ShardingSpec:
     roots: Sequence[nn.Module]
     """Networks that are called as a whole: together they have every trained parameter."""
     blocks: Sequence[nn.Module] = ()
-    """Repeated blocks inside them, sharded one by one so that only one is gathered at a time."""
+    """Repeated blocks inside them, sharded one by one so that only one is gathered at a time; or all that is called,
+    where a root's own `forward` is not."""
     tensor_plan: Callable[[nn.Module, int], dict[str, ParallelStyle]] | None = None
     """(block, ranks) → the parallel styles of its layers, where the family can split it; also sets the number of heads
     that the block has on this rank."""
+    fp32_roots: Sequence[nn.Module] = ()
+    """Further networks that are called as a whole, and compute in fp32 whatever the precision of the run."""
 
 
 class SingleProcessStrategy(TrainingStrategy, SingleDeviceStrategy):
@@ -464,10 +467,11 @@ class FSDP2Strategy(TrainingStrategy, ModelParallelStrategy):
                 if plan:
                     parallelize_module(block, mesh["tensor"], plan)
         sharded = mesh["data", "fsdp"] if self.mesh.data > 1 else mesh["fsdp"]
-        for module in [*self.spec.blocks, *self.spec.roots]:
+        for module in [*self.spec.blocks, *self.spec.roots, *self.spec.fp32_roots]:
             # transformers looks up by class which states a text encoder can return, and FSDP2 changes the class.
             recorded = getattr(module, "_can_record_outputs", None)
-            fully_shard(module, mesh=sharded, **self.fsdp_options)
+            in_fp32 = {"mp_policy": MixedPrecisionPolicy()} if module in self.spec.fp32_roots else {}
+            fully_shard(module, mesh=sharded, **(self.fsdp_options | in_fp32))
             if recorded is not None:
                 output_capturing._CAN_RECORD_REGISTRY[module] = recorded
 

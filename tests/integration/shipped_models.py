@@ -17,6 +17,8 @@ CONTINUED = ("sd2_base_stage2", "sd3_stage2", "sd3_stage3", "sdxl_multi_aspect")
 """Templates that go on from a pipeline."""
 FINETUNED = ("dreambooth_full",)
 """Templates with data of their own kind; they have tests of their own."""
+AUTOENCODERS = ("vae_kl_f8", "vae_decoder")
+"""Templates that train an autoencoder; tried in test_autoencoder.py."""
 
 
 def path_of(name: str) -> Path:

@@ -22,6 +22,7 @@ from sd_training.models.flops import encoding_share, forward_flops
 from tests import makers
 from tests.family_makers import t5_tokenizer
 from tests.integration.shipped_models import (
+    AUTOENCODERS,
     CONTINUED,
     FINETUNED,
     FROM_SCRATCH,
@@ -107,7 +108,8 @@ def test_shipped_files_warn_of_nothing(path: Path, tmp_path: Path) -> None:
 
 def test_every_model_and_template_is_tried_here() -> None:
     assert {path.stem for path in (ROOT / "configs" / "models").glob("*")} == {*MODELS}
-    assert {path.stem for path in (ROOT / "configs" / "templates").glob("*")} == {*FROM_SCRATCH, *CONTINUED, *FINETUNED}
+    templates = {path.stem for path in (ROOT / "configs" / "templates").glob("*")}
+    assert templates == {*FROM_SCRATCH, *CONTINUED, *FINETUNED, *AUTOENCODERS}
 
 
 def test_full_size_models_have_the_published_parameters(whole: tuple[str, Family]) -> None:
@@ -212,7 +214,7 @@ def test_headers_give_the_memory_that_a_dry_run_estimates(
     assert f"Memory: {figure} per process without activations (estimate of --dry-run, not measured)" in header
 
 
-@pytest.mark.parametrize("name", [*MODELS, *FROM_SCRATCH, *CONTINUED])
+@pytest.mark.parametrize("name", [*MODELS, *FROM_SCRATCH, *CONTINUED, *AUTOENCODERS])
 def test_headers_say_what_was_not_measured(name: str) -> None:
     header = path_of(name).read_text(encoding="utf-8").partition("\nsystem:")[0]
     assert "images/s: not measured" in " ".join(line.lstrip("# ") for line in header.split("\n"))

@@ -41,6 +41,8 @@ OF_OTHER_CHOICES = {
     "distributed.dist_backend": "several processes",
     "experiment.start_from_average": "experiment.start_from; an error without",
     "experiment.reset": "experiment.start_from; an error without",
+    "objective.reconstruction.perceptual_weight": "objective.reconstruction.perceptual_path; an error without",
+    "objective.adversarial": "objective.adversarial.weight; an error without",
     "optimizer.params": "some optimizers; an error with others",
     "lr_scheduler.params": "some schedules; an error with others",
     "numerics.max_skipped_in_a_row": "a step that is not finite",

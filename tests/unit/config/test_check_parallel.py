@@ -14,6 +14,9 @@ BASE = [
 ]
 
 
+_TRAINED_VAE = "model.train: vae is trained with single, ddp, fsdp or hsdp, not with"
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -56,7 +59,12 @@ def test_what_works_together(words: list[str]) -> None:
             ["distributed.strategy=fsdp", "model.bf16_weights=true", "optimizer.stochastic_rounding=true"],
             "model.bf16_weights: fsdp keeps sharded fp32",
         ),
-        (["distributed.strategy=deepspeed_1", "model.train=vae"], "model.train: vae is small"),
+        (["distributed.strategy=deepspeed_1", "model.train=vae"], f"{_TRAINED_VAE} deepspeed_1"),
+        (["distributed.mesh.tensor=2", "model.train=vae"], f"{_TRAINED_VAE} distributed.mesh.tensor"),
+        (
+            ["optimizer.name=prodigy", "model.train=vae", "objective.adversarial.weight=1"],
+            "optimizer.name: prodigy estimates one learning rate, but a discriminator",
+        ),
         (
             ["trainer.compile_mode=max-autotune"],
             'trainer.compile_mode: is "max-autotune", but is only read with trainer.co',

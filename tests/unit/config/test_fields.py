@@ -46,6 +46,6 @@ def test_what_decides_whether_an_option_is_read_is_an_option_with_these_words() 
         for key, option in table.items():
             for decider, rule in option.readers.items():
                 assert set(rule.values) - {None} <= set(table[decider].words), (key, decider)
-    readers = options()["objective.kl_weight"].readers
+    readers = options()["objective.adversarial.weight"].readers
     assert [(key, rule.values) for key, rule in readers.items()] == [("model.train", ("vae",))]  # not the group's rule
     assert set(options(MixEntry)["params.image_column"].readers) == {"type"}
