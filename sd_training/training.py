@@ -16,6 +16,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
 from sd_training.config.changes import Change
+from sd_training.config.schema import LoraConfig
 from sd_training.diffusion import Objective
 from sd_training.errors import CheckpointError
 from sd_training.models.family import Family, autocast
@@ -125,6 +126,9 @@ class TrainedModule(pl.LightningModule):
         network: the trained network; the only thing wrapped, averaged and checkpointed.
         optimization: optimizer, peak learning rate and schedule.
     """
+
+    has_adapters = False
+    """Whether what is trained are adapters, and the network's own weights are frozen."""
 
     def __init__(self, network: nn.Module, optimization: Optimization) -> None:
         super().__init__()
@@ -278,6 +282,7 @@ class DiffusionModule(TrainedModule):
         is_text_trained: whether the text encoders are trained; the autoencoder is always frozen here.
         vae_batch: pictures that the autoencoder encodes together; 0: a whole micro-batch.
         idle: frozen networks by part name that never run, because a cache delivers what they give.
+        lora: of the adapters that the networks have; rank 0: they have none.
     """
 
     def __init__(
@@ -291,6 +296,7 @@ class DiffusionModule(TrainedModule):
         is_text_trained: bool = False,
         vae_batch: int = 0,
         idle: Collection[str] = (),
+        lora: LoraConfig = LoraConfig(),  # noqa: B008 - is not changed
     ) -> None:
         text_encoders = family.text_encoders()
         for network in [family.vae, *([] if is_text_trained else text_encoders.values())]:
@@ -301,7 +307,7 @@ class DiffusionModule(TrainedModule):
         super().__init__(nn.ModuleDict({PART: network, **text_encoders}) if is_text_trained else network, optimization)
         self.family, self.objective, self.is_text_trained = family, objective, is_text_trained
         self.vae_precision, self.text_precision, self.vae_batch = vae_precision, text_precision, vae_batch
-        self.idle = frozenset(idle)
+        self.idle, self.lora, self.has_adapters = frozenset(idle), lora, lora.rank > 0
 
     def named_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """As `TrainedModule.named_trained`; a trained text encoder is a separate part."""
@@ -314,7 +320,8 @@ class DiffusionModule(TrainedModule):
             "objective.rescale_betas_zero_snr": bool(self.objective.config.rescale_betas_zero_snr),
             # Of earlier versions: the optimizer state of such a checkpoint has one more part.
             "objective.loss_weighting.name=learned_uncertainty": False,
-            "model.train_text_encoder": self.is_text_trained,
+            "model.train_text_encoder": self.is_text_trained and not self.lora.text_encoder,
+            **{f"model.lora.{name}": getattr(self.lora, name) for name in ("rank", "alpha", "targets", "text_encoder")},
         }
 
     def on_fit_start(self) -> None:

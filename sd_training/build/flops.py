@@ -71,7 +71,8 @@ class PictureFlops:
         if family is None:
             return 3 * flops(partial(meta_twin(self._trained.module.network), pixels))
         encoding = 0 if "vae" in self._cached else flops(partial(family.vae.encode, pixels))
-        return 3 * forward_flops(family, height, width) + encoding + self._text
+        passes = 2 if self._trained.module.has_adapters else 3  # frozen weights have no gradient
+        return passes * forward_flops(family, height, width) + encoding + self._text
 
 
 def forward_flops(family: Family, height: int, width: int) -> int:

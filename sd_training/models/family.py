@@ -79,6 +79,8 @@ class Family(ABC):
     """Whether the pipeline writes captions in small letters."""
     has_size_numbers: ClassVar[bool] = False
     """Whether the denoiser gets original size and crop of the picture, and dropped captions may be zeros (SDXL)."""
+    lora_targets: ClassVar[tuple[str, ...]] = (*_ATTENTION_IN, *_ATTENTION_OUT)
+    """Names of the denoiser's attention matrices, where it has them: what `model.lora` adapts by default."""
     tensor_attention: ClassVar[tuple[str, ...]] = ()
     """Attention layers of a block, by diffusers' class, that tensor parallelism shards by heads."""
     head_axis: ClassVar[int] = 1

@@ -47,8 +47,8 @@ def load_family(
     is_unet = cls.denoiser_part == "unet"
     schedulers = checks.run(lambda: load_schedulers(model, objective, has_unet=is_unet, allowed=cls.predictions))
     problems = []
-    if model.train_text_encoder and not is_unet:
-        problems.append(f"model.train_text_encoder: is only known for stable_diffusion and sdxl, not for {cls.name}")
+    if model.trains_text and not is_unet:
+        problems.append(f"{model.text_option}: is only known for stable_diffusion and sdxl, not for {cls.name}")
     for name, unread in (("null_text", (None, "empty")), ("size_dropout_prob", (0,)), ("crop_dropout_prob", (0,))):
         if not cls.has_size_numbers and (value := getattr(conditioning, name)) not in unread:
             problems.append(f"conditioning.{name}: {value} is only read by sdxl, not by {cls.name}; remove it")
