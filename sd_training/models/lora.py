@@ -41,27 +41,41 @@ def attach_adapters(family: Family, config: LoraConfig, *, seed: int) -> None:
         ConfigError: a target is no linear layer or convolution of the denoiser.
     """
     for part, network in family.trained_networks(config.text_encoder).items():
-        layers = [name for name, module in network.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
-        known = {name.split(".", first)[-1] for name in layers for first in range(name.count(".") + 1)}
         targets: Sequence[str] = TEXT_TARGETS
         if part == family.denoiser_part:
-            targets = config.targets or [name for name in family.lora_targets if name in known]
-        for name in (name for name in targets if name not in known):
-            near = suggest(name, sorted({layer.rpartition(".")[2] for layer in layers}))
-            hint = f"; did you mean {near!r}?" if near else ", such as to_q, or a longer end of its dotted name"
+            targets = config.targets or [name for name in family.lora_targets if _adaptable(network, name)]
+        adapt(network, part, targets, config, seed=seed)
+
+
+def adapt(network: nn.Module, part: str, targets: Sequence[str], config: LoraConfig, *, seed: int) -> None:
+    """As `attach_adapters`, of one network.
+
+    Args:
+        part: its name in the pipeline.
+        targets: ends of the dotted names of layers.
+    """
+    for name in targets:
+        if not _adaptable(network, name):
+            near = suggest(name, sorted({layer.rpartition(".")[2] for layer in _adaptable(network)}))
+            hint = f"; did you mean {near!r}?" if near else ""
             raise ConfigError(f"model.lora.targets: {part} has no linear layer or convolution named {name!r}{hint}")
-        ends = tuple(f".{name}" for name in targets)
-        settings = peft.LoraConfig(
-            r=config.rank,
-            lora_alpha=config.rank * scale_of(config),  # type: ignore[arg-type]  # peft only divides it
-            lora_dropout=config.dropout,
-            target_modules=[name for name in layers if f".{name}".endswith(ends)],
-            init_lora_weights=True if config.init == "kaiming" else "gaussian",
-        )
-        digest = hashlib.sha256(f"{seed}:lora {part}".encode()).digest()
-        with torch.random.fork_rng(devices=[]), next(network.parameters()).device:
-            torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            peft.inject_adapter_in_model(settings, network)
+    settings = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.rank * scale_of(config),  # type: ignore[arg-type]  # peft only divides it
+        lora_dropout=config.dropout,
+        target_modules=[layer for name in targets for layer in _adaptable(network, name)],
+        init_lora_weights=True if config.init == "kaiming" else "gaussian",
+    )
+    digest = hashlib.sha256(f"{seed}:lora {part}".encode()).digest()
+    with torch.random.fork_rng(devices=[]), next(network.parameters()).device:
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        peft.inject_adapter_in_model(settings, network)
+
+
+def _adaptable(network: nn.Module, end: str = "") -> list[str]:
+    """Linear layers and convolutions whose dotted name is, or ends with, a name."""
+    layers = (name for name, module in network.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d)))
+    return [name for name in layers if not end or f".{name}".endswith(f".{end}")]
 
 
 def narrow_base(network: nn.Module, dtype: torch.dtype | None) -> None:
