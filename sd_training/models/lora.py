@@ -61,7 +61,7 @@ def adapt(network: nn.Module, part: str, targets: Sequence[str], config: LoraCon
             raise ConfigError(f"model.lora.targets: {part} has no linear layer or convolution named {name!r}{hint}")
     settings = peft.LoraConfig(
         r=config.rank,
-        lora_alpha=config.rank * scale_of(config),  # type: ignore[arg-type]  # peft only divides it
+        lora_alpha=config.rank * scale_of(config),
         lora_dropout=config.dropout,
         target_modules=[layer for name in targets for layer in _adaptable(network, name)],
         init_lora_weights=True if config.init == "kaiming" else "gaussian",
@@ -121,7 +121,7 @@ def file_tensors(part: str, adapters: Mapping[str, Tensor], scale: float) -> dic
         part: the network's name in the pipeline.
         adapters, scale: as in `merge`.
     """
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for layer, down, up in _pairs(adapters, scale):
         root = _TEXT_ROOT if part.startswith("text_encoder") and not layer.startswith(_TEXT_ROOT) else ""
         tensors |= {f"{part}.{root}{layer}.lora_A.weight": down, f"{part}.{root}{layer}.lora_B.weight": up.contiguous()}
