@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
 
 from sd_training.config.changes import Change
-from sd_training.config.schema import ObjectiveConfig
+from sd_training.config.schema import LoraConfig, ObjectiveConfig
 from sd_training.diffusion import Objective
 from sd_training.errors import CheckpointError
 from sd_training.models.family import Family, autocast
@@ -142,6 +142,8 @@ class TrainedModule(pl.LightningModule):
 
     held_out: tuple[str, ...] = ("loss",)
     """What `held_out_measures` gives."""
+    has_adapters = False
+    """Whether what is trained are adapters, and the network's own weights are frozen."""
 
     def __init__(self, network: nn.Module, optimization: Optimization) -> None:
         super().__init__()
@@ -309,6 +311,7 @@ class DiffusionModule(TrainedModule):
         vae_batch: pictures that the autoencoder encodes together; 0: a whole micro-batch.
         idle: frozen networks by part name that never run, because a cache delivers what they give.
         prior_weight: λ of DreamBooth's class images, which are the samples at odd positions; null: there are none.
+        lora: of the adapters that the networks have; rank 0: they have none.
     """
 
     held_out = ("loss", "timestep")
@@ -325,6 +328,7 @@ class DiffusionModule(TrainedModule):
         vae_batch: int = 0,
         idle: Collection[str] = (),
         prior_weight: float | None = None,
+        lora: LoraConfig = LoraConfig(),  # noqa: B008 - is not changed
     ) -> None:
         text_encoders = family.text_encoders()
         for network in [family.vae, *([] if is_text_trained else text_encoders.values())]:
@@ -336,6 +340,7 @@ class DiffusionModule(TrainedModule):
         self.family, self.objective, self.is_text_trained = family, objective, is_text_trained
         self.vae_precision, self.text_precision, self.vae_batch = vae_precision, text_precision, vae_batch
         self.idle, self.prior_weight = frozenset(idle), prior_weight
+        self.lora, self.has_adapters = lora, lora.rank > 0
 
     def named_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """As `TrainedModule.named_trained`; a trained text encoder is a separate part."""
@@ -348,7 +353,8 @@ class DiffusionModule(TrainedModule):
             "objective.rescale_betas_zero_snr": bool(self.objective.config.rescale_betas_zero_snr),
             # Of earlier versions: the optimizer state of such a checkpoint has one more part.
             "objective.loss_weighting.name=learned_uncertainty": False,
-            "model.train_text_encoder": self.is_text_trained,
+            "model.train_text_encoder": self.is_text_trained and not self.lora.text_encoder,
+            **{f"model.lora.{name}": getattr(self.lora, name) for name in ("rank", "alpha", "targets", "text_encoder")},
         }
 
     def move_frozen_to(self, device: torch.device) -> None:

@@ -100,10 +100,9 @@ def uncached_needs(config: Config, *, has_text: bool) -> list[str]:
     problems = []
     if config.objective.masked_loss != "none":
         problems.append("objective.masked_loss: a cache holds no alpha of the images; use none, or train without cache")
-    if has_text and config.model.train_text_encoder:
-        problems.append(
-            "model.train_text_encoder: the states of a trained encoder change; make the cache with text=none"
-        )
+    if has_text and config.model.trains_text:
+        option = config.model.text_option
+        problems.append(f"{option}: the states of a trained encoder change; make the cache with text=none")
     return problems
 
 

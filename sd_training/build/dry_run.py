@@ -42,8 +42,9 @@ from sd_training.data.order.buckets import training_sizes
 from sd_training.errors import Checks, ConfigError
 from sd_training.models.execution import autocast_weights
 from sd_training.models.families import load_family
-from sd_training.models.family import Family, blank_batch, latent_grid
+from sd_training.models.family import AUTOCAST_DTYPE, Family, blank_batch, latent_grid
 from sd_training.models.load import effective_part, load_part
+from sd_training.models.lora import attach_adapters
 
 FP32_BYTES = 4
 STATE_BYTES = {"adafactor": 1, "adamw_8bit": 2, "lion": 4, "adamw": 8, "muon": 8, "prodigy": 16}
@@ -141,6 +142,8 @@ def _summary(
     part = effective_part(config.model, family.denoiser_part if family else "vae")
     sizes = training_sizes(config.dataset.params).sizes
     texts = {name: f"{name} ({count:,} parameters)" for name, count in counts.items()}
+    if config.model.lora.rank:
+        texts |= {name: f"adapters of {name} ({_num_trained(networks[name]):,} parameters)" for name in trained}
     own, last = optimization(plan), plan.batch.num_steps - 1
     top = max(0, min(warmup_length(config.lr_scheduler.params, plan.batch.global_batch) - 1, last))
     first, peak, end = (own.learning_rate * own.schedule(step) for step in (0, top, last))
@@ -180,6 +183,8 @@ def meta_networks(config: Config) -> tuple[dict[str, Any], Family | None]:
     if config.model.train == "vae":
         return {"vae": load_part("vae", effective_part(config.model, "vae"), seed=0, meta=True)}, None
     family = load_family(config.model, config.objective, config.conditioning, seed=0, meta=True)
+    if config.model.lora.rank:
+        attach_adapters(family, config.model.lora, seed=0)
     return family.networks(), family
 
 
@@ -188,9 +193,14 @@ def parameter_counts(networks: Mapping[str, nn.Module]) -> dict[str, int]:
     return {name: sum(p.numel() for p in network.parameters()) for name, network in networks.items()}
 
 
+def _num_trained(network: nn.Module) -> int:
+    """Parameters that are not frozen beside adapters."""
+    return sum(p.numel() for p in network.parameters() if p.requires_grad)
+
+
 def trained_names(config: Config, family: Family | None) -> set[str]:
     """Names of the networks that are trained."""
-    return set(family.trained_networks(config.model.train_text_encoder)) if family else {"vae"}
+    return set(family.trained_networks(config.model.trains_text)) if family else {"vae"}
 
 
 def largest_picture(config: Config) -> tuple[int, int]:
@@ -215,8 +225,9 @@ def run_memory(plan: Plan, networks: Mapping[str, Any], family: Family | None) -
     standing = sum(count for name, count in memory.items() if not name.startswith("CPU"))
     activations = encoding = 0
     if family is not None:  # the activations of an autoencoder that is trained are not estimated
-        # FSDP2 and DeepSpeed pass 2-byte weights to autocast, which then makes no copies of them.
-        is_narrow = model.bf16_weights or (layout.strategy not in ("single", "ddp") and precision != "no")
+        # FSDP2, DeepSpeed and LoRA pass 2-byte weights to autocast, which then makes no copies of them.
+        has_narrow = layout.strategy not in ("single", "ddp") or model.lora.rank > 0
+        is_narrow = model.bf16_weights or (has_narrow and precision != "no")
         activations = activation_bytes(family, model, picture, samples, precision, is_narrow)
         # Tiles are encoded one by one.
         side = int(family.vae.tile_sample_min_size) if model.vae_tiling else max(picture)
@@ -268,19 +279,23 @@ def model_size(config: Config, networks: Mapping[str, Any], family: Family | Non
     """Counts of the networks of a run."""
     counts, trained = parameter_counts(networks), trained_names(config, family)
     all_blocks = family.blocks() if family else []
-    blocks = [sum(p.numel() for p in block.parameters()) for block in all_blocks]
+    blocks = [_num_trained(block) for block in all_blocks]
+    own = {name: _num_trained(networks[name]) for name in trained}
+    bases = {name: networks[name] for name in trained if own[name] < counts[name]}
     layers: list[nn.Module] = []
     with suppress(ConfigError):  # a family without a plan; 1 changes nothing in the blocks
         layers = [block.get_submodule(n) for block in all_blocks if family for n in family.tensor_plan(block, 1)]
     copied = autocast_parts(config.model, precision, family) if family else []
     narrow = {name: sum(p.numel() for p in autocast_weights(networks[name])) for name in copied}
+    if AUTOCAST_DTYPE[precision] is not None:
+        narrow |= {n: sum(p.numel() for p in autocast_weights(b) if not p.requires_grad) for n, b in bases.items()}
     idle = [name for name in idle_parts(config) if name in counts and name not in trained] if family else []
     return ModelSize(
-        trained=sum(counts[name] for name in trained),
+        trained=sum(own.values()),
         in_blocks=sum(blocks),
         block_matrices=sum(p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.ndim == 2),
         largest_block=max(blocks, default=0),
-        frozen=sum(count for name, count in counts.items() if name not in trained and name not in idle),
+        frozen=sum(count - own.get(name, 0) for name, count in counts.items() if name not in idle),
         weight_bytes=2 if config.model.bf16_weights else 4,
         compute_bytes=4 if precision == "no" else 2,
         state_bytes=STATE_BYTES[config.optimizer.name],
@@ -358,11 +373,11 @@ def activation_bytes(
         is_narrow: the trained weights have 2 bytes.
     """
     with FakeTensorMode(), cuda_autocast(precision):
-        trained = {n: fake_copy(net).train() for n, net in family.trained_networks(model.train_text_encoder).items()}
+        trained = {n: fake_copy(net).train() for n, net in family.trained_networks(model.trains_text).items()}
         for parameter in (p for network in trained.values() for p in network.parameters() if is_narrow):
             parameter.data = parameter.data.to(torch.bfloat16)
         fake = family.with_parts(trained)
-        forward = partial(run_family, fake, size, samples, model.train_text_encoder)
+        forward = partial(run_family, fake, size, samples, model.trains_text)
         copy_bytes = 0 if is_narrow or precision == "no" else 2
         recomputed = fake.blocks() if model.gradient_checkpointing else []
         return peak_activations([*trained.values()], recomputed, forward, copy_bytes)

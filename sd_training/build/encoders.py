@@ -117,7 +117,7 @@ class EncoderServer:
         self.family = frozen_family(plan)
         if plan.config.trainer.compile != "off":
             compile_networks(plan, self.family, has_denoiser=False)
-        is_text_trained = plan.config.model.train_text_encoder
+        is_text_trained = plan.config.model.trains_text
         for network in (self.family.vae, *(() if is_text_trained else self.family.text_encoders().values())):
             network.to(self.device)
 
@@ -152,7 +152,7 @@ class EncoderServer:
         own, family = batch.to(self.device), self.family
         moments = family.moments(scaled_pixels(own.pixels), vae_precision(model, precision), model.vae_batch)
         texts = {}
-        if not model.train_text_encoder:
+        if not model.trains_text:
             with autocast(self.device, text_precision(model, precision)):
                 texts = {name: family.encode_text(name, own.tokens[name], own.token_masks[name]) for name in own.tokens}
         return replace(

@@ -63,7 +63,8 @@ class PictureFlops:
             pixels = torch.zeros(1, 3, height, width, device=META)
             return 3 * flops(partial(meta_twin(self._trained.module.network), pixels))
         encoding = 0 if "vae" in self._cached else autoencoder_flops(family, height, width)
-        return 3 * forward_flops(family, height, width) + encoding + self._text
+        passes = 2 if self._trained.module.has_adapters else 3  # frozen weights have no gradient
+        return passes * forward_flops(family, height, width) + encoding + self._text
 
 
 PEAK_TFLOPS: Mapping[str, tuple[float, float, float]] = {

@@ -1,5 +1,6 @@
 """The trained module of a run, with what the callbacks and the data need to know of its model family."""
 
+import errno
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from sd_training.data.order.buckets import size_problems, training_sizes
 from sd_training.data.samples.cache import LatentCache
 from sd_training.diffusion import Objective
 from sd_training.errors import ConfigError
+from sd_training.export.pipeline import LoraExport
 from sd_training.log import get_logger, is_main_process
 from sd_training.models.attention import choose_attention, set_attention, use_fast_attention, xformers_problems
 from sd_training.models.execution import (
@@ -29,6 +31,7 @@ from sd_training.models.execution import (
 from sd_training.models.families import load_family
 from sd_training.models.family import AUTOCAST_DTYPE, TEXT_PARTS, Family, latent_grid
 from sd_training.models.load import effective_part, load_part
+from sd_training.models.lora import attach_adapters, file_tensors, merge, narrow_base, scale_of
 from sd_training.models.reconstruction import PatchDiscriminator, load_perceptual, smallest_side
 from sd_training.models.schedulers import prediction_warning
 from sd_training.optim import Optimization, lr_schedule
@@ -72,10 +75,14 @@ def _diffusion(plan: Plan) -> Trained:
         raise ConfigError(problems)
     for warning in prediction_warnings(model, family):
         log.warning(warning)
+    if model.lora.rank:
+        attach_adapters(family, model.lora, seed=config.experiment.seed)
+        for network in family.trained_networks(model.trains_text).values():
+            narrow_base(network, AUTOCAST_DTYPE[plan.precision])
     blocks, accelerator = family.blocks(), plan.launch.accelerator
     family.set_default_size(config.dataset.params.resolution)
     if model.bf16_weights:
-        for network in family.trained_networks(model.train_text_encoder).values():
+        for network in family.trained_networks(model.trains_text).values():
             for parameter in network.parameters():  # tables of positions are buffers, and stay fp32
                 parameter.data = parameter.data.to(torch.bfloat16)
     sizes, device = training_sizes(config.dataset.params).sizes, torch.device(accelerator)  # of a GPU the current one
@@ -97,17 +104,20 @@ def _diffusion(plan: Plan) -> Trained:
         optimization(plan),
         vae_precision=vae_precision(model, plan.precision),
         text_precision=text_precision(model, plan.precision),
-        is_text_trained=model.train_text_encoder,
+        is_text_trained=model.trains_text,
         vae_batch=model.vae_batch,
         idle=idle_parts(config),
         prior_weight=None if config.dataset.prior.path is None else config.dataset.prior.weight,
+        lora=model.lora,
     )
 
     def exported(weights: Mapping[str, Tensor] | None) -> Any:
         whole = family.with_parts(originals)
+        if model.lora.rank and weights is not None:
+            return _lora_export(plan, whole, module, weights)
         return whole.pipeline() if weights is None else _with_weights(whole, module, weights).pipeline()
 
-    roots = list(family.trained_networks(model.train_text_encoder).values())
+    roots = list(family.trained_networks(model.trains_text).values())
     sharding = ShardingSpec(roots, blocks, family.tensor_plan)
     return Trained(module, latent_grid(family.vae), family, exported, sharding)
 
@@ -195,7 +205,7 @@ def autocast_parts(model: ModelConfig, precision: str, family: Family) -> list[s
     """Frozen networks that run under the autocast of a run of this precision wherever they run, in training and in
     previews: copies in its type take their place, and their own weights stay in CPU memory for exports."""
     own = {"vae": vae_precision(model, precision)}
-    if not model.train_text_encoder:
+    if not model.trains_text:
         own |= dict.fromkeys(family.text_encoders(), text_precision(model, precision))
     return [name for name, given in own.items() if given == precision and AUTOCAST_DTYPE[precision] is not None]
 
@@ -207,7 +217,7 @@ def parts_encoded_elsewhere(config: Config) -> list[str]:
         ConfigError: there is no cache where `dataset.cache.path` says.
     """
     if config.distributed.encoders:
-        return ["vae", *(() if config.model.train_text_encoder else TEXT_PARTS)]
+        return ["vae", *(() if config.model.trains_text else TEXT_PARTS)]
     path = config.dataset.cache.path
     return [] if path is None else ["vae", *LatentCache(output_path(path)).storage.text_shapes]
 
@@ -225,7 +235,7 @@ def with_frozen_ready(family: Family, plan: Plan) -> tuple[Family, dict[str, Any
     copies of `autocast_parts`; and the originals of these by name, on rank 0, which alone exports: the other ranks drop
     them."""
     config, precision = plan.config, plan.precision
-    for network in [family.vae, *([] if config.model.train_text_encoder else family.text_encoders().values())]:
+    for network in [family.vae, *([] if config.model.trains_text else family.text_encoders().values())]:
         network.requires_grad_(False).eval()
     if wants_channels_last(config.trainer.channels_last, plan.launch.accelerator):
         family.vae.to(memory_format=torch.channels_last)
@@ -258,14 +268,43 @@ def objective_of(family: Family) -> Objective:
 
 def _with_weights(family: Family, module: DiffusionModule, weights: Mapping[str, Tensor]) -> Family:
     """The family around copies of what was trained."""
+    own = _by_part(family, module, weights)
+    return family.with_parts({part: copy_with_weights(family.parts[part], own[part]) for part in own})
+
+
+def _by_part(family: Family, module: DiffusionModule, weights: Mapping[str, Tensor]) -> dict[str, Mapping[str, Tensor]]:
+    """Part → its weights by their names in it."""
     if not module.is_text_trained:
-        return family.with_parts({family.denoiser_part: copy_with_weights(family.denoiser, weights)})
-    copies = {}
-    for part, network in family.trained_networks(True).items():
+        return {family.denoiser_part: weights}
+    found: dict[str, Mapping[str, Tensor]] = {}
+    for part in family.trained_networks(True):
         prefix = f"{PART if part == family.denoiser_part else part}."
-        own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-        copies[part] = copy_with_weights(network, own)
-    return family.with_parts(copies)
+        found[part] = {n.removeprefix(prefix): value for n, value in weights.items() if n.startswith(prefix)}
+    return found
+
+
+def _lora_export(plan: Plan, family: Family, module: DiffusionModule, adapters: Mapping[str, Tensor]) -> LoraExport:
+    """The file of the adapters and, where asked, a pipeline of merged weights. These are made of the ones that the run
+    began with, read again: in training they may be rounded, and lie in pieces."""
+    config, model = plan.config, plan.config.model
+    own, scale = _by_part(family, module, adapters), scale_of(model.lora)
+
+    def merged() -> Any:
+        try:
+            parts = {}
+            for part in own:
+                source = effective_part(model, part)
+                source = source.replace(target=source.target or family.classes.get(part))
+                parts[part] = load_part(part, source, seed=config.experiment.seed)
+                merge(parts[part], own[part], scale)
+        except ConfigError as error:  # a save may fail and the run goes on
+            raise OSError(errno.EIO, str(error)) from error
+        whole = family.with_parts(parts)
+        whole.set_default_size(config.dataset.params.resolution)
+        return whole.pipeline()
+
+    tensors = {name: t for part in own for name, t in file_tensors(part, own[part], scale).items()}
+    return LoraExport(tensors, merged if model.lora.merge else None)
 
 
 def copy_with_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:

@@ -165,8 +165,10 @@ def _callbacks(
         }
 
     networks = [*trained.sharding.roots, *trained.sharding.fp32_roots]
-    num_parameters = sum(parameter.numel() for network in networks for parameter in network.parameters())
+    num_parameters = sum(p.numel() for network in networks for p in network.parameters() if p.requires_grad)
     title = f"training {', '.join(type(network).__name__ for network in networks)} of {num_parameters:,} parameters"
+    if trained.module.has_adapters:
+        title = title.replace("training", "training adapters in", 1)
     names = {"metrics.csv": MetricRows, "metrics.jsonl": JsonRows}
     rows = [kind(run_dir / name, METRICS, run_lock) for name, kind in names.items()]
     every, profiled = config.logging.every, config.logging.profile_steps

@@ -311,7 +311,7 @@ def export_weights(module: TrainedModule, ema: Ema | None) -> Iterator[None]:
 
 def full_export_weights(module: TrainedModule, ema: Ema | None) -> dict[str, Tensor]:
     """Collective: the same weights as full tensors in the CPU memory of rank 0, by name in the network; empty on the
-    other ranks."""
+    other ranks. Of a network with adapters these alone."""
     sharding = strategy_of(module.trainer).sharding
     if ema is not None:
         ema.finish_update()
@@ -321,7 +321,8 @@ def full_export_weights(module: TrainedModule, ema: Ema | None) -> dict[str, Ten
             return sharding.full_tensor(parameter)
         return sharding.gather(parameter, shard).to(sharding.local_shard(parameter).dtype)
 
-    full_tensors = ((name, full(name, parameter)) for name, parameter in module.network.named_parameters())
+    own = (o for o in module.network.named_parameters() if o[1].requires_grad or not module.has_adapters)
+    full_tensors = ((name, full(name, parameter)) for name, parameter in own)
     return _copies(full_tensors, is_kept=module.trainer.is_global_zero)
 
 

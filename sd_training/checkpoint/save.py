@@ -129,7 +129,7 @@ def _full_tensors(
         for name, value in nn.Module.state_dict(module, keep_vars=True).items():
             if name in trained:
                 yield name, sharding.full_tensor(trained[name])
-            else:
+            elif not isinstance(value, nn.Parameter):  # frozen weights are what they were at the start
                 yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
     def optimizer_tensors() -> Iterator[tuple[str, Tensor]]:
@@ -220,9 +220,10 @@ def load_checkpoint(stored: StoredCheckpoint, trainer: pl.Trainer) -> None:
     """
     module, sharding = trainer.lightning_module, strategy_of(trainer).sharding
     weights: Mapping[str, Tensor] = stored.parts.get(WEIGHTS, {})
-    own = nn.Module.state_dict(module, keep_vars=True)
     trained, problem = _trained(module), "the checkpoint belongs to another network: "
-    if odd := sorted(set(own) ^ set(weights)):
+    state = nn.Module.state_dict(module, keep_vars=True)
+    own = {n: value for n, value in state.items() if n in trained or not isinstance(value, nn.Parameter)}
+    if odd := sorted((set(own) ^ set(weights)) - (set(state) - set(own))):  # older versions stored frozen weights, too
         raise CheckpointError(f"{problem}{len(odd)} names of weights differ, e.g. {odd[0]}")
     for name, value in own.items():
         full = weights[name]
@@ -231,7 +232,7 @@ def load_checkpoint(stored: StoredCheckpoint, trainer: pl.Trainer) -> None:
             if full.shape != shape:
                 raise CheckpointError(f"{problem}{name} is {tuple(full.shape)}, now {tuple(shape)}")
             sharding.load(trained[name], full.to(trained[name].device))
-        elif not isinstance(value, DTensor):  # sharded frozen weights are what they were at the start
+        else:
             value.detach().copy_(full)
     if OPTIMIZER not in stored.state:  # it begins anew
         return

@@ -287,12 +287,31 @@ def _model(config: Config) -> Iterator[str]:
         yield f"model.xformers: true means model.attention=xformers, but that is {model.attention}; keep one"
     if model.train_text_encoder and ema.path is not None:
         yield "ema.path: holds one network, but model.train_text_encoder trains several; remove one of them"
+    yield from _lora(config)
     if ema.sigma_rels and ema.snapshot_every % ema.update_every:
         yield f"ema.snapshot_every: {ema.snapshot_every} is no multiple of ema.update_every={ema.update_every}"
     if ema.device == "cuda" and config.distributed.offload_parameters:
         yield "ema.device: cuda, but distributed.offload_parameters keeps the weights in CPU memory; use auto or cpu"
     if model.train == "denoiser" and sampling.every > 0 and not sampling.prompts:
         yield f"sampling.prompts: is empty, but sampling.every={sampling.every} asks for previews; give one"
+
+
+def _lora(config: Config) -> Iterator[str]:
+    """What does not go with adapters."""
+    model, ema = config.model, config.ema
+    if not model.lora.rank:
+        return
+    if model.pretrained is None and not (model.unet.pretrained or model.transformer.pretrained):
+        yield "model.lora.rank: adapters belong to trained weights, and these would be random; give model.pretrained"
+    if model.train_text_encoder:
+        yield "model.train_text_encoder: model.lora.rank trains adapters only; use model.lora.text_encoder"
+    if model.bf16_weights:
+        yield "model.bf16_weights: model.lora.rank keeps frozen weights in the type of mixed_precision; set it to false"
+    if ema.path is not None or ema.sigma_rels:
+        key = "ema.sigma_rels" if ema.path is None else "ema.path"
+        yield f"{key}: is of whole networks, and model.lora.rank averages adapters; remove it"
+    if config.distributed.mesh.tensor > 1:
+        yield "distributed.mesh.tensor: cannot split adapted layers (model.lora.rank); use distributed.mesh.fsdp"
 
 
 def _saves(config: Config) -> Iterator[str]:
@@ -381,7 +400,7 @@ def _sharding(config: Config) -> Iterator[str]:
         yield f"trainer.compile: is not known to work with {name}"
     if fsdp and model.mixed_precision == "fp16":
         yield f"model.mixed_precision: fp16 needs a loss scale that {name} does not share; use bf16, or deepspeed_2"
-    if deepspeed and model.train_text_encoder:
-        yield f"model.train_text_encoder: {name} trains the denoiser only; use ddp or fsdp"
+    if deepspeed and model.trains_text:
+        yield f"{model.text_option}: {name} trains the denoiser only; use ddp or fsdp"
     if distributed.offload_optimizer and optimizer != "adamw":
         yield f"optimizer.name: {optimizer} cannot be offloaded; use adamw"

@@ -99,6 +99,32 @@ class TextEncoderEntry(TextOptions, PartConfig):
     """Folder or hub id of the tokenizer; null: as `pretrained`."""
 
 
+_ADAPTED = read_with("rank")
+
+
+class LoraConfig(OptionGroup):
+    """Low-rank adapters (LoRA, arXiv:2106.09685) beside frozen weights: only they are trained, averaged and
+    checkpointed. They are exported as `pytorch_lora_weights.safetensors`."""
+
+    rank: Count = 0
+    """r: an adapted layer of `in` inputs and `out` outputs gets r · (in + out) weights; 0: no LoRA, all weights are
+    trained [count]."""
+    alpha: Annotated[Positive | None, _ADAPTED] = None
+    """What the adapters add is multiplied by alpha / r; null: r, which is a factor of 1."""
+    dropout: Annotated[BelowOne, _ADAPTED] = 0.0
+    """Share of an adapter's inputs that is set to 0 in training."""
+    targets: Annotated[list[str], _ADAPTED] = Field(default=[], json_schema_extra={"allowed": "a list of names"})
+    """Layers that are adapted, by the ends of their dotted names in the denoiser, such as `to_q` or `ff.net.2`: linear
+    layers and convolutions. Empty: all matrices of its attention."""
+    text_encoder: Annotated[bool, _ADAPTED] = False
+    """stable_diffusion, sdxl: adapt the attention of the text encoders as well."""
+    init: Annotated[Literal["kaiming", "gaussian"], _ADAPTED] = "kaiming"
+    """Initial A: uniform as in torch's linear layers, or normal with standard deviation 1 / r. B starts at 0."""
+    merge: Annotated[bool, _ADAPTED] = True
+    """Export a whole pipeline with the adapters added to the weights in fp32, beside the file of the adapters; false:
+    that file alone."""
+
+
 _DenoiserPart = Annotated[PartConfig, DENOISER]
 _FrozenPrecision = Annotated[Literal["fp32", "bf16", "fp16"] | None, DENOISER]
 
@@ -152,6 +178,8 @@ class ModelConfig(OptionGroup):
     train_text_encoder: Annotated[bool, DENOISER] = False
     """stable_diffusion, sdxl: train the text encoders as well; `optimizer.rates_by_part: {text_encoder: …}` gives them
     a learning rate of their own."""
+    lora: Annotated[LoraConfig, DENOISER] = LoraConfig()
+    """Train adapters instead of the weights of `pretrained`."""
     use_ema: bool = False
     """Keep an exponential moving average of the trained weights; previews and exports use it."""
     mixed_precision: Annotated[Literal["no", "bf16", "fp16"], BeforeValidator(_yaml_no)] = "bf16"
@@ -187,6 +215,16 @@ class ModelConfig(OptionGroup):
     """sd-training's name of `model.attention=xformers`, for files that are shared between machines: without CUDA or
     xformers it is torch's choice, as a log line says. An error for networks that have no attention xformers could run,
     such as `MMDiTRope`."""
+
+    @property
+    def trains_text(self) -> bool:
+        """Whether text encoders, or adapters in them, are trained."""
+        return self.train_text_encoder or self.lora.text_encoder
+
+    @property
+    def text_option(self) -> str:
+        """The option that says so."""
+        return "model.lora.text_encoder" if self.lora.text_encoder else "model.train_text_encoder"
 
 
 def is_set(part: PartConfig) -> bool:

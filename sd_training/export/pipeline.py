@@ -11,14 +11,17 @@ and compared once per start of a run; later exports get hard links to the same f
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
+from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE, LoraBaseMixin
 from diffusers.utils import logging as diffusers_logging
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -45,6 +48,21 @@ KEPT = "pipelines"
 
 class ExportError(OSError):
     """The exported folder does not give back what was in memory. The export before it is still in place."""
+
+
+@dataclass(frozen=True)
+class LoraExport:
+    """What a run that trains adapters exports: a file of them and, where asked, a pipeline that needs no such file."""
+
+    tensors: Mapping[str, Tensor]
+    """Of the file, on the CPU."""
+    make_pipeline: Callable[[], DiffusionPipeline] | None
+    """With the adapters added to the weights; read from disk, so not called before it is written."""
+
+    @cached_property
+    def pipeline(self) -> DiffusionPipeline | None:
+        """What `make_pipeline` makes."""
+        return None if self.make_pipeline is None else self.make_pipeline()
 
 
 @dataclass(frozen=True)
@@ -78,6 +96,7 @@ class WrittenPart:
 
 def frozen_parts(pipeline: Any, folder: Path) -> dict[str, WrittenPart]:
     """The parts of an export that have no trained parameter, by name; none of a single model."""
+    pipeline = pipeline.pipeline if isinstance(pipeline, LoraExport) else pipeline
     parts = pipeline.components if isinstance(pipeline, DiffusionPipeline) else {}
     modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
     frozen = [name for name, part in modules.items() if not any(p.requires_grad for p in part.parameters())]
@@ -85,7 +104,7 @@ def frozen_parts(pipeline: Any, folder: Path) -> dict[str, WrittenPart]:
 
 
 def export_pipeline(
-    pipeline: DiffusionPipeline | ModelMixin,
+    pipeline: DiffusionPipeline | ModelMixin | LoraExport,
     destination: Path,
     run_lock: RunLock = NO_LOCK,
     written: Mapping[str, WrittenPart] | None = None,
@@ -93,8 +112,8 @@ def export_pipeline(
     """Replaces `destination` by `pipeline` in diffusers' layout, once the new folder was reloaded and compared.
 
     Args:
-        pipeline: a whole pipeline, or one model such as an autoencoder; on any device. A part is copied to the CPU
-            for the comparison, one part at a time.
+        pipeline: a whole pipeline, adapters, or one model such as an autoencoder; on any device. A part is
+            copied to the CPU for the comparison, one part at a time.
         destination: folder to replace; a link there is replaced, not followed.
         run_lock: of this start of the run.
         written: parts that an earlier export of this process holds (`frozen_parts`); they are linked, not written.
@@ -129,6 +148,9 @@ def export_pipeline(
 
 def _write(pipeline: Any, folder: Path, written: Mapping[str, WrittenPart]) -> set[str]:
     """Writes the pipeline, or links parts of it; returns the names of those."""
+    if isinstance(pipeline, LoraExport):
+        LoraBaseMixin.write_lora_layers(dict(pipeline.tensors), str(folder), True, None, None, True)
+        return set() if pipeline.pipeline is None else _write(pipeline.pipeline, folder, written)
     linked = {name for name, part in written.items() if part.link_to(folder / name)}
     if not linked:
         pipeline.save_pretrained(folder, safe_serialization=True)
@@ -142,7 +164,7 @@ def _write(pipeline: Any, folder: Path, written: Mapping[str, WrittenPart]) -> s
 
 
 def keep_export(
-    pipeline: DiffusionPipeline | ModelMixin,
+    pipeline: DiffusionPipeline | ModelMixin | LoraExport,
     run_dir: Path,
     step: int,
     run_lock: RunLock = NO_LOCK,
@@ -208,7 +230,9 @@ def _replace(destination: Path, new: Path) -> None:
         recover_export(destination)
 
 
-def differences(pipeline: DiffusionPipeline | ModelMixin, folder: Path, linked: Collection[str] = ()) -> list[str]:
+def differences(
+    pipeline: DiffusionPipeline | ModelMixin | LoraExport, folder: Path, linked: Collection[str] = ()
+) -> list[str]:
     """What the folder gives back differently, one sentence each; empty when it is the same. Parts that are linked to
     files compared before are not read again.
 
@@ -217,6 +241,10 @@ def differences(pipeline: DiffusionPipeline | ModelMixin, folder: Path, linked: 
     """
     with torch.random.fork_rng(devices=[]):  # a module that is built draws initial weights
         try:
+            if isinstance(pipeline, LoraExport):
+                problems = bit_differences(dict(pipeline.tensors), load_file(folder / LORA_WEIGHT_NAME_SAFE))
+                whole = pipeline.pipeline
+                return problems + (differences(whole, folder, linked) if whole is not None else [])
             if isinstance(pipeline, DiffusionPipeline):
                 return list(_pipeline_differences(pipeline, folder, linked))
             return list(_module_differences("model", pipeline, folder))

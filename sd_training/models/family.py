@@ -86,6 +86,8 @@ class Family(ABC):
     """Whether dropped captions may be zeros."""
     free_text: ClassVar[tuple[str, ...]] = ()
     """Text encoders of which the pipeline reads sequences of states alone, so that any class will do."""
+    lora_targets: ClassVar[tuple[str, ...]] = (*_ATTENTION_IN, *_ATTENTION_OUT)
+    """Names of the denoiser's attention matrices, where it has them: what `model.lora` adapts by default."""
     tensor_attention: ClassVar[tuple[str, ...]] = ()
     """Attention layers of a block, by diffusers' class, that tensor parallelism shards by heads."""
     head_axis: ClassVar[int] = 1

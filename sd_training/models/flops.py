@@ -56,9 +56,10 @@ def encoding_share(config: Config) -> float:
     family = load_family(config.model, config.objective, config.conditioning, seed=0, meta=True)
     height, width = max(training_sizes(config.dataset.params).sizes, key=lambda size: size[0] * size[1])
     texts = text_flops(family, family.tokenizers())
-    encoding, training = autoencoder_flops(family, height, width), 3 * forward_flops(family, height, width)
-    if config.model.train_text_encoder:
-        training += 3 * texts
+    passes = 2 if config.model.lora.rank else 3  # frozen weights have no gradient
+    encoding, training = autoencoder_flops(family, height, width), passes * forward_flops(family, height, width)
+    if config.model.trains_text:
+        training += passes * texts
     else:
         encoding += texts
     return encoding / (encoding + training)

@@ -64,6 +64,9 @@ _REFUSED = {
     "custom_pipelines": "code of a repository is never run",
 }
 _KERNELS = ("attn_implementation", "kernel_config")
+_ADAPTER = "adapter_config.json"
+"""Beside a text encoder's files it makes transformers load adapters and, from a hub, the model that it names, whose
+settings nobody has checked."""
 
 
 def class_of(part: str, target: str | None, option: str | None = None) -> Any:
@@ -275,6 +278,8 @@ def _checked_place(part: str, cls: Any, config: PartConfig, option: str) -> dict
     elif issubclass(cls, PreTrainedModel):
         settings, _ = cls.config_class.get_config_dict(config.pretrained, **place)
         problems = list(refused_settings(settings, f"{config.pretrained}/{subfolder}"))
+        if cached_file(config.pretrained, _ADAPTER, **{**asked, **place}) is not None:
+            problems.append(f"{config.pretrained!r} has {_ADAPTER}; merge the adapters first")
     if problems:
         raise ConfigError([f"{option}: {problem}" for problem in problems])
     return place
@@ -283,7 +288,7 @@ def _checked_place(part: str, cls: Any, config: PartConfig, option: str) -> dict
 def folder_settings_problems(folder: Path) -> list[str]:
     """Refused content of the JSON files of a part's folder: settings, and shards that an index names, which must be
     files of the same folder in the format that holds no code."""
-    problems: list[str] = []
+    problems = [f"{path}: adapters are not loaded with a model; merge them first" for path in folder.glob(_ADAPTER)]
     for path in sorted([*folder.glob("*config.json"), *folder.glob("*.safetensors.index.json")]):
         try:
             value = json.loads(path.read_text(encoding="utf-8"))

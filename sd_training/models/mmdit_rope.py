@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
+from diffusers.loaders import PeftAdapterMixin
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -211,7 +212,7 @@ def from_patches(tokens: Tensor, rows: int, size: int) -> Tensor:
 # `ModelMixin` must stay a name of this module: diffusers looks it up here to learn how the class is loaded.
 
 
-class MMDiTRope(ModelMixin, ConfigMixin):
+class MMDiTRope(ModelMixin, ConfigMixin, PeftAdapterMixin):
     """Velocity of a rectified flow, from noised latents, a time and text conditioning.
 
     Args:

@@ -24,6 +24,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"optimizer__no_decay_on_norms_and_biases": True}, "no_decay_on_norms_and_biases was false, now true"),
     ({"objective__prediction_type": "v_prediction"}, 'objective.prediction_type was "epsilon", now "v_prediction"'),
     ({"model__train_text_encoder": True}, "model.train_text_encoder was false, now true"),
+    ({"model__lora__rank": 4}, "model.lora.rank was 0, now 4"),
     ({"dataset__params__resolution": 32}, "dataset.params.resolution was 16, now 32"),
 ]
 REFUSED: list[tuple[list[str], str]] = [

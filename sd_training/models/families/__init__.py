@@ -47,8 +47,8 @@ def load_family(
     is_unet = cls.denoiser_part == "unet"
     schedulers = checks.run(lambda: load_schedulers(model, objective, has_unet=is_unet, allowed=cls.predictions))
     problems = []
-    if model.train_text_encoder and not is_unet:
-        problems.append(f"model.train_text_encoder: is only known for stable_diffusion and sdxl, not for {cls.name}")
+    if model.trains_text and not is_unet:
+        problems.append(f"{model.text_option}: is only known for stable_diffusion and sdxl, not for {cls.name}")
     other = "transformer" if is_unet else "unet"
     if model.pretrained is not None and getattr(model, other).pretrained is not None:
         problems.append(f"model.{other}: {cls.name} has none; its denoiser is model.{cls.denoiser_part}")
@@ -71,10 +71,10 @@ def load_family(
     assert schedulers is not None, "no check has failed"
     family = cls(parts, schedulers, cls.settings_of(model, conditioning, index))
     problems, encoders = family.fit_problems(), family.text_encoders()
-    for name, encoder in encoders.items() if model.train_text_encoder else ():
+    for name, encoder in encoders.items() if model.trains_text else ():
         if not type(encoder).__name__.startswith("CLIP"):  # others have parameters that nothing is read from
             problems.append(
-                f"model.train_text_encoder: only CLIP is trained; model.{name} is a {type(encoder).__name__}"
+                f"{model.text_option}: only CLIP is trained; model.{name} is a {type(encoder).__name__}"
             )
     if isinstance(rates := conditioning.encoder_dropout_prob, dict) and (unknown := sorted({*rates} - {*encoders})):
         problems.append(f"conditioning.encoder_dropout_prob: has no {unknown[0]}; there are {', '.join(encoders)}")

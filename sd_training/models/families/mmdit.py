@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
 from diffusers.image_processor import VaeImageProcessor
+from diffusers.loaders import SanaLoraLoaderMixin
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline, ImagePipelineOutput
 from diffusers.utils.torch_utils import randn_tensor
@@ -126,7 +127,7 @@ def read_text_options(stored: Mapping[str, Any], encoders: Sequence[str]) -> dic
     return found
 
 
-class MMDiTRopePipeline(DiffusionPipeline):
+class MMDiTRopePipeline(SanaLoraLoaderMixin, DiffusionPipeline):  # whose LoRA is of a transformer and nothing else
     """Text to image with a rectified flow.
 
     Args:
@@ -258,6 +259,7 @@ class MMDiT(Family):
     pipeline_class = MMDiTRopePipeline
     block_classes = ("JointBlock",)
     has_zero_text = True
+    lora_targets = ("query", "key_value", "out")
     # Attention is replicated: keys and values are one matrix.
     tensor_mlps = tuple(((f"{own}.mlp.gate", f"{own}.mlp.up"), f"{own}.mlp.down") for own in ("image", "text"))
     classes: ClassVar[Mapping[str, str]] = {"transformer": "MMDiTRope"}

@@ -55,6 +55,10 @@ def test_good_configurations_pass_without_a_word(base: dict[str, str]) -> None:
         ({"dataset__params__num_examples_to_see": "7"}, "dataset.params.num_examples_to_see"),
         ({"dataset__params__filters__a": "open('x')"}, "dataset.params.filters.a"),
         ({"sampling__every": "10"}, "sampling.prompts: is empty"),
+        ({"model__lora__alpha": "2"}, "model.lora.alpha: is 2.0, but is only read with model.lora.rank, which is 0"),
+        ({"model__lora__rank": "2", "model__train_text_encoder": "true"}, "model.train_text_encoder: model.lora.rank"),
+        ({"model__lora__rank": "2", "ema__path": "someone/x", "model__use_ema": "true"}, "ema.path: is of whole"),
+        ({"model__lora__rank": "2", "distributed__mesh__tensor": "2"}, "distributed.mesh.tensor: cannot split adapted"),
         (
             {"distributed__dist_url": "tcp://host:80"},
             'distributed.dist_url: is "tcp://host:80", but this option is gone',
@@ -243,3 +247,8 @@ def test_warnings(changes: dict[str, str], start: str) -> None:
 
 def test_overrides_of_the_stored_noise_scheduler_are_used() -> None:
     assert warnings(load(BASE, model__noise_scheduler_training__params__beta_end="0.02")) == []
+
+
+def test_adapters_of_random_weights_are_refused() -> None:
+    base = {key: value for key, value in FROM_PARTS.items() if key != "model.unet.pretrained"}
+    assert report(base, model__lora__rank="2")[0].startswith("model.lora.rank: adapters belong to trained weights")

@@ -222,6 +222,9 @@ def test_a_repository_of_the_hub_is_a_pipeline_or_the_part_itself(
         (cache / "refs").mkdir()
         (cache / "refs" / "main").write_text("abc")
         load_part("text_encoder", PartConfig(pretrained=f"owner/{name}"), seed=0)
+    (cache / "snapshots" / "abc" / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/else"}')
+    with pytest.raises(ConfigError, match=r"'owner/part' has adapter_config.json"):
+        load_part("text_encoder", PartConfig(pretrained="owner/part"), seed=0)
 
 
 def edit(path: Path, **changes: object) -> None:
@@ -244,6 +247,11 @@ HOSTILE: dict[str, tuple[str, Callable[[Path], None], str]] = {
         "text_encoder",
         lambda p: edit(p / "text_encoder/config.json", _attn_implementation="someone/kernel"),
         "kernels from elsewhere are never",
+    ),
+    "adapter": (
+        "text_encoder",
+        lambda p: rewrite(p / "text_encoder/adapter_config.json", '{"base_model_name_or_path": "someone/else"}'),
+        "adapters are not loaded with a model",
     ),
     "quantizer": (
         "text_encoder",

@@ -1,0 +1,188 @@
+"""Adapters: what they add, what they compute merged, in diffusers, and with narrow frozen weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from sd_training.config.schema import ConditioningConfig, LoraConfig, ModelConfig, ObjectiveConfig
+from sd_training.errors import ConfigError
+from sd_training.export.pipeline import LoraExport, differences, export_pipeline
+from sd_training.models.families import load_family
+from sd_training.models.family import Family, blank_batch
+from sd_training.models.lora import adapt, attach_adapters, file_tensors, merge, narrow_base, scale_of
+from tests.family_makers import PIPELINES
+
+Adapted = tuple[Path, Family, LoraConfig]
+CPU = torch.device("cpu")
+LORA = LoraConfig(rank=3, alpha=6.0, text_encoder=False)
+CASES: list[tuple[str, LoraConfig]] = [
+    ("stable_diffusion", LORA.replace(text_encoder=True)),
+    # Kernels of 1 × 1 and 3 × 3, and the layers after attention.
+    ("stable_diffusion", LORA.replace(targets=["to_k", "proj_in", "conv1", "ff.net.0.proj", "ff.net.2"])),
+    ("sdxl", LORA.replace(text_encoder=True, init="gaussian")),
+    ("sd3", LORA),
+    ("sd3", LORA.replace(targets=["ff.net.2", "to_v", "proj_out"])),
+    ("pixart", LORA),
+    ("flux", LORA),
+    ("mmdit_rope", LORA),
+]
+
+
+def save(name: str, folder: Path) -> Path:
+    """The pipeline without a weight that is 0, so that all of them take part in the result."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipeline: Any = PIPELINES[name]()
+        denoiser = pipeline.unet if hasattr(pipeline, "unet") else pipeline.transformer
+        for parameter in denoiser.parameters():
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path) -> Family:
+    model = ModelConfig(pretrained=str(folder))
+    family = load_family(model, ObjectiveConfig(), ConditioningConfig(), seed=0)
+    for network in family.networks().values():
+        network.eval()
+    return family
+
+
+def results(family: Family) -> dict[str, Tensor]:
+    """What the denoiser and the text encoders give."""
+    generator, found = torch.Generator().manual_seed(1), {}
+    noised, conditioning = blank_batch(family, 24, 16, 2, CPU)
+    for tensor in (noised.noised_latents, *conditioning.states, conditioning.pooled):
+        if tensor is not None:
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    noised.timesteps.fill_(7.0)
+    with torch.no_grad():
+        found["denoiser"] = family.predict(family.denoiser, noised, conditioning)
+        for name, encoder in family.text_encoders().items():
+            found[name] = encoder(torch.arange(16)[None])[0]
+    return found
+
+
+def trained(network: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1].targets or 'attention'}")
+def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    """The folder of a pipeline, and what was loaded from it with adapters that are not 0 any more."""
+    name, config = request.param
+    folder = save(name, tmp_path_factory.mktemp(name) / "pipeline")
+    family = load(folder)
+    before = results(family)
+    attach_adapters(family, config, seed=0)
+    assert all(torch.equal(value, before[key]) for key, value in results(family).items())
+    generator = torch.Generator().manual_seed(2)
+    for network in family.trained_networks(config.text_encoder).values():
+        for parameter in (p for n, p in network.named_parameters() if "lora_B" in n):
+            parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return folder, family, config
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for key, value in expected.items():
+        assert (found[key] - value).abs().max() <= 1e-6 * max(1.0, float(value.abs().max())), key
+
+
+def test_an_adapted_layer_gets_r_times_in_plus_out(adapted: Adapted) -> None:
+    folder, family, config = adapted
+    for part, network in family.trained_networks(config.text_encoder).items():
+        base: dict[str, Any] = dict(load(folder).parts[part].named_modules())
+        layers = {name.partition(".lora_A")[0] for name in trained(network) if "lora_A" in name}
+        wanted = 0
+        for layer in (base[name] for name in layers):
+            of_kernel = layer.weight[0, 0].numel() if isinstance(layer, nn.Conv2d) else 1
+            wanted += config.rank * (layer.weight.shape[1] * of_kernel + layer.weight.shape[0])
+        assert layers and sum(p.numel() for p in trained(network).values()) == wanted
+        if part == family.denoiser_part and config.targets:
+            assert {t for t in config.targets for name in layers if f".{name}".endswith(f".{t}")} == {*config.targets}
+
+
+def test_merged_weights_compute_what_the_adapters_compute(adapted: Adapted) -> None:
+    folder, family, config = adapted
+    merged = load(folder)
+    unmerged = results(merged)
+    for part, network in family.trained_networks(config.text_encoder).items():
+        merge(merged.parts[part], trained(network), scale_of(config))
+    expected = results(family)
+    assert (expected["denoiser"] - unmerged["denoiser"]).abs().max() > 1e-2
+    assert_close(results(merged), expected)
+
+
+def test_diffusers_loads_the_file(adapted: Adapted, tmp_path: Path) -> None:
+    folder, family, config = adapted
+    parts = family.trained_networks(config.text_encoder).items()
+    tensors = {n: t for part, net in parts for n, t in file_tensors(part, trained(net), scale_of(config)).items()}
+    export = LoraExport(tensors, None)
+    export_pipeline(export, tmp_path / "lora")
+    assert [path.name for path in (tmp_path / "lora").iterdir()] == [LORA_WEIGHT_NAME_SAFE]
+    assert load_file(tmp_path / "lora" / LORA_WEIGHT_NAME_SAFE).keys() == tensors.keys()
+    name = next(iter(tensors))
+    assert differences(LoraExport({**tensors, name: tensors[name] + 1}, None), tmp_path / "lora") == [f"{name} differs"]
+    if family.name == "pixart":  # has no such loader
+        return
+    theirs = load(folder)
+    theirs.pipeline().load_lora_weights(tmp_path / "lora", local_files_only=True)
+    assert_close(results(theirs), results(family))
+
+
+def test_narrow_frozen_weights_give_the_same_bits_under_autocast(adapted: Adapted) -> None:
+    _, family, config = adapted
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = results(family)
+        for network in family.trained_networks(config.text_encoder).values():
+            narrow_base(network, torch.bfloat16)
+        found = results(family)
+    assert all(torch.equal(value, expected[key]) for key, value in found.items())
+    kinds = {p.dtype for p in trained(family.denoiser).values()}
+    assert kinds == {torch.float32} and family.denoiser.dtype == torch.float32
+    assert any(p.dtype == torch.bfloat16 for p in family.denoiser.parameters())
+
+
+def test_a_target_that_is_not_there_is_named() -> None:
+    network = nn.ModuleDict({"to_q": nn.Linear(2, 2), "norm": nn.LayerNorm(2)})
+    for target, said in (("to_qq", "did you mean 'to_q'"), ("norm", "unet has no linear layer or convolution")):
+        with pytest.raises(ConfigError, match=rf"model\.lora\.targets: .*{said}"):
+            adapt(network, "unet", [target], LoraConfig(rank=1), seed=0)
+
+
+def test_full_rank_reaches_the_loss_of_all_weights() -> None:
+    """Least squares of a linear layer, whose smallest loss is known; rank 1 stays above it."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, outputs = torch.randn(64, 6, generator=generator), torch.randn(64, 4, generator=generator)
+    best = torch.linalg.lstsq(inputs, outputs).solution
+    smallest = (inputs @ best - outputs).square().mean()
+    ratios = []
+    for rank in (4, 1):
+        network = nn.Sequential(nn.Linear(6, 4, bias=False))
+        adapt(network, "unet", ["0"], LoraConfig(rank=rank), seed=0)
+        optimizer = torch.optim.LBFGS([p for p in network.parameters() if p.requires_grad], max_iter=500)
+
+        def loss(network: nn.Module = network, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            error = (network(inputs) - outputs).square().mean()
+            error.backward()
+            return error
+
+        optimizer.step(loss)  # type: ignore[arg-type]
+        ratios.append(float(loss().detach() / smallest))
+    assert ratios[0] == pytest.approx(1, abs=1e-4) and ratios[1] > 1.01, ratios
+
+
+def test_the_first_adapters_follow_from_the_seed(tmp_path: Path) -> None:
+    folder, found = save("stable_diffusion", tmp_path / "pipeline"), []
+    for seed in (0, 0, 1):
+        family = load(folder)
+        attach_adapters(family, LORA, seed=seed)
+        found.append(trained(family.denoiser))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert not any(torch.equal(found[0][name], found[2][name]) for name in found[0] if "lora_A" in name)
