@@ -73,9 +73,7 @@ def load_family(
     problems, encoders = family.fit_problems(), family.text_encoders()
     for name, encoder in encoders.items() if model.trains_text else ():
         if not type(encoder).__name__.startswith("CLIP"):  # others have parameters that nothing is read from
-            problems.append(
-                f"{model.text_option}: only CLIP is trained; model.{name} is a {type(encoder).__name__}"
-            )
+            problems.append(f"{model.text_option}: only CLIP is trained; model.{name} is a {type(encoder).__name__}")
     if isinstance(rates := conditioning.encoder_dropout_prob, dict) and (unknown := sorted({*rates} - {*encoders})):
         problems.append(f"conditioning.encoder_dropout_prob: has no {unknown[0]}; there are {', '.join(encoders)}")
     if problems:
