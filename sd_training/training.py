@@ -309,7 +309,7 @@ class DiffusionModule(TrainedModule):
         vae_precision, text_precision: of autoencoder and text encoders.
         is_text_trained: whether the text encoders are trained; the autoencoder is always frozen here.
         vae_batch: pictures that the autoencoder encodes together; 0: a whole micro-batch.
-        idle: frozen networks by part name that never run, because a cache delivers what they give.
+        idle: frozen networks by part name that never run, because a cache or encoder processes deliver what they give.
         prior_weight: λ of DreamBooth's class images, which are the samples at odd positions; null: there are none.
         lora: of the adapters that the networks have; rank 0: they have none.
     """

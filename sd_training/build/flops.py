@@ -28,7 +28,7 @@ class PictureFlops:
 
     Args:
         trained: what is trained.
-        cached: encoders that do not run, because a cache delivers what they give.
+        cached: encoders that do not run, because a cache or encoder processes deliver what they give.
     """
 
     def __init__(self, trained: Trained, cached: Collection[str] = ()) -> None:

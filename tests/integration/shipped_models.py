@@ -15,7 +15,7 @@ FROM_SCRATCH = {"imagenet": "sd15", "sd2_base_stage1": "sd2_base", "sd3_stage1":
 """Template → the model that it trains from random weights."""
 CONTINUED = ("sd2_base_stage2", "sd3_stage2", "sd3_stage3", "sdxl_multi_aspect")
 """Templates that go on from a pipeline."""
-FINETUNED = ("dreambooth_full",)
+FINETUNED = ("dreambooth_full", "dreambooth_lora", "lora_flux", "lora_sdxl")
 """Templates with data of their own kind; they have tests of their own."""
 AUTOENCODERS = ("vae_kl_f8", "vae_decoder")
 """Templates that train an autoencoder; tried in test_autoencoder.py."""

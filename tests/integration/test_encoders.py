@@ -28,7 +28,7 @@ def home_of(family: str, folder: Path) -> Home:
     return Home(folder, save_pipeline(family, folder / "pipeline"), write_shards(folder / "shards"))
 
 
-@pytest.mark.parametrize(("strategy", "encoders"), [("ddp", 3), ("fsdp", 1)])
+@pytest.mark.parametrize(("strategy", "encoders"), [("ddp", 2), ("fsdp", 1)])
 def test_two_training_processes(strategy: str, encoders: int, tmp_path: Path) -> None:
     home = home_of("stable_diffusion", tmp_path)
     changes = {"distributed__strategy": strategy, "system__batch_size": 2, "system__gradient_accumulation": 2}

@@ -79,7 +79,10 @@ def test_what_works_together(words: list[str]) -> None:
         ),
         (["distributed.encoders=1", "model.train=vae"], "distributed.encoders: the autoencoder is trained"),
         (["distributed.encoders=1", "dataset.cache.path=x"], "distributed.encoders: the cache holds what they would"),
-        (["distributed.encoders=2", "distributed.encoder_devices=[3]"], "distributed.encoder_devices: has 1 for"),
+        (
+            ["distributed.encoders=2", "distributed.encoder_devices=[3]"],
+            "distributed.encoder_devices: has 1; set distributed.encoders=1",
+        ),
         (["trainer.activation_budget=0"], "trainer.activation_budget: is 0.0, but is only read with trainer.compile"),
         (["model.xformers=true", "model.attention=math"], "model.xformers: true means model.attention=xformers, but"),
         (["distributed.strategy=fsdp", "trainer.compile=full"], "trainer.compile: full does not work with fsdp"),
