@@ -34,7 +34,7 @@ $(STAMP): requirements.txt
 	$(BIN)/python -m pip install --quiet --no-compile -r requirements.txt
 	cp requirements.txt $@
 
-# A worker more than there are cores, because tests also wait: for clocks, for SLURM, for limits of time.
+# More workers than cores, because tests also wait: for clocks, for SLURM, for limits of time.
 WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 2 ? 3 : 4)))
 
 # Types are checked beside the tests that wait, which come first.
