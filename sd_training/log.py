@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -60,11 +60,15 @@ def note_secret(text: str | None) -> None:
         _noted.add(text)
 
 
-def redacted(text: str) -> str:
-    """`text` without secrets."""
+def _known_secrets() -> list[str]:
+    """The longest first, because one may be part of another."""
     named = (value for name, value in os.environ.items() if is_secret_name(name))
-    secrets = {*_noted, *(value for value in named if len(value) >= _MIN_CHARACTERS)}
-    for secret in sorted(secrets, key=len, reverse=True):  # one may be part of another
+    return sorted({*_noted, *(value for value in named if len(value) >= _MIN_CHARACTERS)}, key=len, reverse=True)
+
+
+def redacted(text: str, secrets: Sequence[str] | None = None) -> str:
+    """`text` without secrets, those of the environment and of `note_secret` if none are given."""
+    for secret in _known_secrets() if secrets is None else secrets:
         text = text.replace(secret, HIDDEN)
     return _AUTHORIZATION.sub(rf"\1{HIDDEN}", _URL.sub(_without_credentials, text))
 
@@ -74,13 +78,14 @@ def _without_credentials(url: re.Match[str]) -> str:
     return f"{scheme}{rest}{f'?{HIDDEN}' if query and not scheme.lower().startswith(_WITHOUT_QUERY) else query}"
 
 
-def redacted_values(value: Any) -> Any:
+def redacted_values(value: Any, secrets: Sequence[str] | None = None) -> Any:
     """Containers with `redacted` keys and texts. JSON is redacted before it is encoded: encoding escapes characters."""
+    secrets = _known_secrets() if secrets is None else secrets
     if isinstance(value, dict):
-        return {redacted_values(key): redacted_values(item) for key, item in value.items()}
+        return {redacted_values(key, secrets): redacted_values(item, secrets) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [redacted_values(item) for item in value]
-    return redacted(value) if isinstance(value, str) else value
+        return [redacted_values(item, secrets) for item in value]
+    return redacted(value, secrets) if isinstance(value, str) else value
 
 
 def for_terminal(text: str) -> str:
