@@ -43,7 +43,7 @@ test: env slurm
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy & types=$$!; \
 	SLURM_TEST_LOGS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder && wait $$types
-	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n $(WORKERS) -q $(NUMERICAL)
+	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n 2 -q $(NUMERICAL)
 
 slurm:
 	@if command -v slurmctld >/dev/null || [ -x /usr/sbin/slurmctld ]; then :; \
