@@ -244,9 +244,9 @@ class EncoderProcesses:
                     received.put(delivery := _receive(streams[encoder]))
                     if isinstance(delivery, Exception):
                         return
-            except (OSError, EOFError, pickle.UnpicklingError) as error:
+            except (OSError, EOFError, pickle.UnpicklingError):
                 if not is_over.is_set():
-                    received.put(self._lost(encoder, error))
+                    received.put(self._lost(encoder))
             except Exception as error:
                 received.put(error)
 
@@ -274,9 +274,9 @@ class EncoderProcesses:
             try:
                 connection.connect(address_of(self.code, encoder))
                 break
-            except OSError as error:
-                if bool(self.processes) and self.processes[encoder].poll() is not None:
-                    raise self._lost(encoder, error) from None
+            except OSError:
+                if self.processes and self.processes[encoder].poll() is not None:
+                    raise self._lost(encoder) from None
                 if time.monotonic() > end_s:
                     late = f"encoder process {encoder} of this machine does not listen after {_CONNECT_S:g} s"
                     raise EncoderError(f"distributed.encoders: {late}") from None
@@ -286,12 +286,12 @@ class EncoderProcesses:
         connection.sendall(pickle.dumps((self.global_rank, first, os.sched_getaffinity(0))))
         return connection
 
-    def _lost(self, encoder: int, error: Exception) -> EncoderError | ConnectionError:
+    def _lost(self, encoder: int) -> EncoderError | ConnectionError:
         """An encoder process that has said nothing before its end. The process that has started it knows why; in others
         it is a lost connection, which may as well be due to another training process."""
         if not self.processes:
             return ConnectionError(f"connection closed by encoder process {encoder}")
-        how, end_s = f"has ended ({error})", time.monotonic() + _EXIT_STATUS_S
+        how, end_s = "has closed its connection", time.monotonic() + _EXIT_STATUS_S
         while time.monotonic() < end_s:
             if (status := self.processes[encoder].poll()) is not None:
                 how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
