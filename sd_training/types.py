@@ -43,6 +43,12 @@ class Form(NamedTuple):
         """Size [bytes]."""
         return prod(self.shape) * self.dtype.itemsize
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Form":
+        """What this tensor is like; contiguous, or in the order of channels-last."""
+        is_channels_last = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+        return cls(tuple(tensor.shape), tensor.dtype, is_channels_last and not tensor.is_contiguous())
+
     def inside(self, memory: Tensor) -> Tensor:
         """The tensor at the beginning of a block of bytes."""
         own = memory[: self.nbytes].view(self.dtype)
@@ -140,6 +146,14 @@ class PixelBatch(Draws):
         starts, block = accumulate(sizes, initial=0), memory(sum(sizes))
         each = partial(each_leaf, lambda form: form.inside(block[next(starts) :]))
         return cls(**{name: each(value) for name, value in forms.items()})
+
+    def packed(self) -> tuple[dict[str, Any], Tensor]:
+        """The forms of `allocate`, and the block of bytes that it fills with these tensors."""
+        forms = {name: each_leaf(Form.of, value) for name, value in vars(self).items()}
+        copy = PixelBatch.allocate(forms, private_memory)
+        for own, given in zip(copy.tensors(), self.tensors(), strict=True):
+            own.copy_(given)
+        return forms, _bytes_of(copy.positions.untyped_storage())
 
     def tensors(self) -> list[Tensor]:
         """All of them, in the order of `allocate`."""

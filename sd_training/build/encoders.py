@@ -5,9 +5,9 @@ the process group, know nothing of steps, and serve the training processes of th
 micro-batches (`data/encoded.py`). The kernel kills them with the process that has started them.
 """
 
-import ctypes
 import json
 import os
+import pickle
 import secrets
 import signal
 import socket
@@ -15,8 +15,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from io import BufferedRWPair
 from typing import Any
 
 import torch
@@ -28,12 +30,11 @@ from sd_training.config.schema import Config
 from sd_training.data.encoded import (
     EncoderProcesses,
     EncoderShares,
+    EncoderTimes,
     TrainerGone,
     address_of,
     is_same_user,
-    receive_header,
     send_end,
-    send_failure,
     send_result,
 )
 from sd_training.data.loader import TrainingLoader, import_path, signals_blocked, start_worker
@@ -47,14 +48,15 @@ from sd_training.training import scaled_pixels
 from sd_training.types import PixelBatch
 
 _PROGRAM = (
+    f"import ctypes; ctypes.CDLL(None).prctl(1, {signal.SIGKILL:d}); "  # PR_SET_PDEATHSIG, before what takes seconds
     "from sd_training.log import quiet_libraries; quiet_libraries(); "
     "from sd_training.build.encoders import main; main()"
 )
-_PR_SET_PDEATHSIG = 1
+"""SIGKILL by the kernel at the end of the parent ends a stopped process as well."""
 
 
 def shares_of(plan: Plan) -> EncoderShares:
-    """The shares on this machine."""
+    """What the encoder processes of this machine share."""
     per_machine, sharing = plan.launch.devices, plan.batch.sharing
     first = global_rank() // per_machine * per_machine
     ranks = range(first // sharing, (first + per_machine - 1) // sharing + 1)
@@ -65,8 +67,10 @@ def start_encoders(plan: Plan) -> EncoderProcesses | None:
     """Starts the encoder processes of this machine, in its first training process. None where there are none."""
     if not plan.encoders:
         return None
+    shares = shares_of(plan)
+    own = EncoderProcesses(shares, EncoderTimes(shares), global_rank())
     if local_rank(plan.launch) > 0:
-        return EncoderProcesses(shares_of(plan))
+        return own
     code, processes = secrets.randbits(62), []
     environment = {**os.environ, "PYTHONPATH": import_path()}
     for number in range(plan.encoders):
@@ -78,7 +82,7 @@ def start_encoders(plan: Plan) -> EncoderProcesses | None:
         with suppress(BrokenPipeError), process.stdin as stream:  # its end is reported where its batches are missing
             stream.write(json.dumps(start).encode())
         processes.append(process)
-    return EncoderProcesses(shares_of(plan), code, processes)
+    return replace(own, code=code, processes=processes)
 
 
 @dataclass
@@ -174,31 +178,25 @@ def _device(plan: Plan, number: int) -> torch.device:
     return torch.device("cuda", given[number] if given else first + number)
 
 
-def _die_with(parent: int) -> None:
-    """SIGKILL by the kernel at the end of the parent, also to a stopped process."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _accept(listener: socket.socket, count: int) -> tuple[dict[int, socket.socket], int]:
+def _accept(listener: socket.socket, count: int) -> tuple[dict[int, BufferedRWPair], int]:
     """Waits until so many training processes have connected; by global rank, and the micro-batch they begin with. This
     process and its loader processes may run on the cores of all of them: srun binds each to its own."""
-    connections, first, cores = dict[int, socket.socket](), 0, os.sched_getaffinity(0)
-    while len(connections) < count:
+    streams, first, cores = dict[int, BufferedRWPair](), 0, os.sched_getaffinity(0)
+    while len(streams) < count:
         connection, _ = listener.accept()
         if is_same_user(connection):
-            hello = receive_header(connection)
-            connections[hello["rank"]], first = connection, hello["first"]
-            cores |= {*hello["cores"]}
+            stream = connection.makefile("rwb")
+            rank, first, more_cores = pickle.load(stream)
+            streams[rank], cores = stream, cores | more_cores
     os.sched_setaffinity(0, cores)
-    return connections, first
+    return streams, first
 
 
 def main() -> None:
     """Until all is sent, or a training process has gone. A failure goes to the training processes, which report it."""
     start: dict[str, Any] = json.load(sys.stdin)
-    _die_with(start["parent"])
+    if os.getppid() != start["parent"]:  # it had ended before the kernel was asked
+        os._exit(1)
     hide_in_tracebacks()
     note_secret(start["config"]["wandb"]["api_key"])
     get_logger("sd_training").setLevel("WARNING")
@@ -212,17 +210,19 @@ def main() -> None:
         server: EncoderServer | Exception = EncoderServer(make_plan(Config.model_validate(start["config"])), number)
     except Exception as error:
         server = error
-    connections, first = _accept(listener, start["processes"])
+    streams, first = _accept(listener, start["processes"])
     where = f"distributed.encoders: encoder process {number}"
     try:
         if isinstance(server, Exception):
             raise server
         where = f"{where} on {server.device}"
-        for ranks, result, encode_s in server.results(first):
-            send_result([connections[rank] for rank in ranks], result, encode_s)
-    except TrainerGone:
-        send_end([*connections.values()])
+        with ThreadPoolExecutor(1, "send") as sender:  # while the next micro-batch is encoded
+            sent: Future[None] | None = None
+            for ranks, result, encode_s in server.results(first):
+                if sent is not None:
+                    sent.result()
+                sent = sender.submit(send_result, [streams[rank] for rank in ranks], result, encode_s)
     except Exception as error:
-        if not isinstance(error, UserError):
+        if not isinstance(error, (UserError, TrainerGone)):
             sys.excepthook(type(error), error, error.__traceback__)  # the training processes report one line
-        send_failure([*connections.values()], error, where)
+        send_end([*streams.values()], error, where)

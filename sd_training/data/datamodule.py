@@ -25,7 +25,7 @@ from sd_training.config.plan import BatchPlan, counted
 from sd_training.config.schema import ValidationConfig
 from sd_training.config.value_types import output_path
 from sd_training.data.dataset import OpenDataset, open_dataset
-from sd_training.data.encoded import EncodedBatches, EncoderProcesses
+from sd_training.data.encoded import EncoderProcesses
 from sd_training.data.index.report import DatasetReport
 from sd_training.data.loader import BadSampleLog, TrainingLoader
 from sd_training.data.order.buckets import training_sizes
@@ -230,7 +230,7 @@ class TrainingData(pl.LightningDataModule):
         loader = self.loader(trainer.global_rank // self.plan.sharing, lambda: trainer.global_step)
         if self.encoders is None:
             return loader
-        shares, machine = self.encoders.shares, zlib.crc32(platform.node().encode())
+        machine = zlib.crc32(platform.node().encode())
         # Collective: the first process of a machine has chosen the addresses.
         own = torch.tensor([machine, self.encoders.code], device=trainer.strategy.root_device)
         machines, codes = trainer.strategy.all_gather(own).reshape(-1, 2).T.tolist()
@@ -239,9 +239,7 @@ class TrainingData(pl.LightningDataModule):
             raise ConfigError(
                 "distributed.encoders: the ranks of a machine must be neighbours; srun --distribution=block"
             )
-        processes, times = self.encoders.processes, self.encoders.times
-        encoded = EncodedBatches(shares, trainer.global_rank, codes[first], processes, times)
-        return replace(loader, encoded=encoded)
+        return replace(loader, encoded=replace(self.encoders, code=codes[first]))
 
     def loader(self, rank: int, first_step: Callable[[], int]) -> TrainingLoader:
         """The micro-batches from optimizer step `first_step()` on; usable without a trainer.

@@ -2,13 +2,14 @@
 
 Each training process connects to all encoder processes of its machine. Which of them makes a micro-batch follows from
 its number, so the order and every draw are those of a run without them. Addresses are in Linux's abstract namespace,
-which leaves no file behind, and hold a random number; both ends check that the other one belongs to the same user. A
-micro-batch is a header in JSON and one block of bytes, which is received into page-locked memory for CUDA.
+which leaves no file behind, and hold a random number; both ends check that the other one belongs to the same user, so
+what comes may be unpickled. A micro-batch is a `Delivery` and one block of bytes, which is received into page-locked
+memory for CUDA.
 """
 
-import json
 import math
 import os
+import pickle
 import queue
 import signal
 import socket
@@ -19,23 +20,21 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from io import BufferedRWPair
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sd_training.data.samples.sample import WorkerResult
-from sd_training.data.sources.base import SkippedSample
-from sd_training.errors import BadSamplesError, ConfigError, DataError, EncoderError, OutageError, UserError
+from sd_training.errors import EncoderError, UserError
 from sd_training.log import get_logger
-from sd_training.types import Form, PixelBatch, each_leaf, private_memory
+from sd_training.types import PixelBatch
 
 log = get_logger(__name__)
 
 AHEAD = 2
 """Micro-batches that a training process holds beside the one it trains on: one waits, one is being received."""
-_LENGTH = struct.Struct("!Q")
 _CONNECT_S = 600.0
 """An encoder process listens once it has imported its libraries; it loads its networks after that."""
 _EXIT_STATUS_S = 2.0
@@ -44,8 +43,6 @@ _COMPARED = 100
 """Optimizer steps over which encoding and training are compared, after the first row of the metrics."""
 _MUCH = 0.05
 """Share of the time that training may wait without a reason to change anything."""
-_ERRORS = {error.__name__: error for error in (ConfigError, DataError, BadSamplesError, OutageError, EncoderError)}
-_DTYPES = {str(d): d for d in (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int64, torch.bool)}
 
 
 class TrainerGone(Exception):
@@ -116,8 +113,8 @@ class EncoderTimes:
         steps, train_s, wait_s, encode_s = (sum(values) for values in zip(*self._rows[1:], strict=True))
         ranks, encoders, train_s = len(self._shares.ranks), self._shares.num_encoders, max(train_s, 1e-9)
         waiting, wanted = wait_s / (train_s + wait_s), math.ceil(ranks * encode_s / train_s)
-        devices = ranks + encoders
-        share = devices * encode_s / (encode_s + train_s)
+        devices = ranks * self._shares.sharing + encoders
+        share = devices * encode_s / (encode_s + train_s * self._shares.sharing)
         advice = f"it would not with {wanted} encoder processes, or with {share:.1f} of {devices} devices for encoding"
         if wanted <= encoders and waiting > _MUCH:
             advice = "encoding keeps up and reading does not: raise system.workers"
@@ -126,22 +123,6 @@ class EncoderTimes:
             f"{encode_s / steps:.3g} s to encode; {encoders} for {ranks} training; training waits {waiting:.0%} of the "
             f"time; {advice}"
         )
-
-
-@dataclass(frozen=True)
-class EncoderProcesses:
-    """Those of this machine."""
-
-    shares: EncoderShares
-    code: int = 0
-    """Of `address_of`, in the training process that has started them."""
-    processes: Sequence["subprocess.Popen[bytes]"] = ()
-    """In that process."""
-
-    @cached_property
-    def times(self) -> EncoderTimes:
-        """Of this training process."""
-        return EncoderTimes(self.shares)
 
 
 def address_of(code: int, encoder: int) -> str:
@@ -160,24 +141,19 @@ def is_same_user(connection: socket.socket) -> bool:
     return bool(user == os.getuid())
 
 
-def send_header(connection: socket.socket, header: Mapping[str, Any]) -> None:
-    """A header alone."""
-    text = json.dumps(header).encode()
-    connection.sendall(_LENGTH.pack(len(text)) + text)
+class Delivery(NamedTuple):
+    """What goes before the tensors of a micro-batch; a connection ends with an exception in its place."""
+
+    result: WorkerResult
+    """Without its batch."""
+    forms: Mapping[str, Any] | None
+    """Of `PixelBatch.allocate`; None where there is no batch."""
+    encode_s: float
+    """How long it took to encode [s]."""
 
 
-def receive_header(connection: socket.socket) -> dict[str, Any]:
-    """The inverse. Raises ConnectionError at the end of the connection."""
-    length = bytearray(_LENGTH.size)
-    _receive_into(connection, memoryview(length))
-    text = bytearray(_LENGTH.unpack(length)[0])
-    _receive_into(connection, memoryview(text))
-    header: dict[str, Any] = json.loads(text)
-    return header
-
-
-def send_result(connections: Sequence[socket.socket], result: WorkerResult, encode_s: float) -> None:
-    """A micro-batch, as it came from the loader or encoded.
+def send_result(streams: Sequence[BufferedRWPair], result: WorkerResult, encode_s: float) -> None:
+    """A micro-batch, as it came from the loader or encoded, to the training processes that get it.
 
     Args:
         encode_s: how long it took to encode [s].
@@ -185,121 +161,71 @@ def send_result(connections: Sequence[socket.socket], result: WorkerResult, enco
     Raises:
         TrainerGone: nobody receives it.
     """
-    error = result.error and _written_error(result.error)
-    header: dict[str, Any] = {"skipped": result.skipped, "error": error, "forms": None, "encode_s": encode_s}
-    block = private_memory(0)
-    if result.batch is not None:
-        forms = {name: each_leaf(_form_of, value) for name, value in vars(result.batch).items()}
-
-        def keep(num_bytes: int) -> Tensor:
-            nonlocal block
-            block = private_memory(num_bytes)
-            return block
-
-        packed = PixelBatch.allocate(forms, keep)
-        for own, given in zip(packed.tensors(), result.batch.tensors(), strict=True):
-            own.copy_(given)
-        header["forms"] = {name: each_leaf(_written, form) for name, form in forms.items()}
+    forms, block = (None, None) if result.batch is None else result.batch.packed()
     try:
-        for connection in connections:
-            send_header(connection, header)
-            connection.sendall(block.numpy().data)
+        for stream in streams:
+            pickle.dump(Delivery(WorkerResult(None, result.skipped, result.error), forms, encode_s), stream)
+            if block is not None:
+                stream.write(block.numpy().data)
+            stream.flush()
     except OSError as lost:
         raise TrainerGone from lost
 
 
-def send_failure(connections: Sequence[socket.socket], error: Exception, where: str) -> None:
+def send_end(streams: Sequence[BufferedRWPair], cause: Exception, where: str) -> None:
     """Why no more micro-batches come; a user's mistake or an outage keeps its exit status."""
-    name, text = _written_error(error)
-    _send_last(connections, {"failed": [name, f"{where}: {text}"]})
-
-
-def send_end(connections: Sequence[socket.socket]) -> None:
-    """A training process has gone, so the run ends."""
-    _send_last(connections, {"gone": True})
-
-
-def _send_last(connections: Sequence[socket.socket], header: Mapping[str, Any]) -> None:
-    for connection in connections:
+    end: Exception
+    match cause:
+        case TrainerGone():
+            end = ConnectionError("connection closed by an encoder process: another process of the run has ended")
+        case UserError():
+            end = type(cause)(f"{where}: {cause}")
+        case torch.OutOfMemoryError():
+            end = EncoderError(f"{where}: out of memory; set model.vae_batch, or lower system.batch_size ({cause})")
+        case _:
+            end = EncoderError(f"{where}: {type(cause).__name__}: {cause}")
+    for stream in streams:
         with suppress(OSError):
-            send_header(connection, header)
+            pickle.dump(end, stream)
+            stream.flush()
 
 
-def _written_error(error: Exception) -> list[str]:
-    """The nearest class that the other end knows, and the text."""
-    known = (base.__name__ for base in type(error).__mro__ if base.__name__ in _ERRORS)
-    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    if isinstance(error, torch.OutOfMemoryError):
-        text = f"out of memory; set model.vae_batch, or lower system.batch_size ({text})"
-    return [next(known, EncoderError.__name__), text]
-
-
-def _receive_result(connection: socket.socket) -> tuple[WorkerResult, float]:
-    """The micro-batch, and how long it took.
+def _receive(stream: BufferedRWPair) -> Delivery | Exception:
+    """The other end of `send_result` and `send_end`; `result` has its batch.
 
     Raises:
-        OSError: the encoder process has ended.
-        UserError: it cannot go on; its message.
-        EOFError: it has ended because another training process has.
+        OSError, EOFError: the encoder process has ended.
     """
-    header = receive_header(connection)
-    if "failed" in header:
-        name, text = header["failed"]
-        raise _ERRORS[name](text)
-    if "gone" in header:
-        raise EOFError("connection closed by an encoder process: another process of the run has ended")
+    delivery: Delivery | Exception = pickle.load(stream)
+    if isinstance(delivery, Exception) or delivery.forms is None:
+        return delivery
 
     def filled(num_bytes: int) -> Tensor:
         block = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        _receive_into(connection, block.numpy().data)
+        if stream.readinto(block.numpy().data) < num_bytes:
+            raise EOFError
         return block
 
-    batch, error = None, header["error"]
-    if header["forms"] is not None:
-        forms = {name: each_leaf(_read, form) for name, form in header["forms"].items()}
-        batch = PixelBatch.allocate(forms, filled)
-    skipped = [SkippedSample(*values) for values in header["skipped"]]
-    failed: Any = error and _ERRORS[error[0]](error[1])
-    return WorkerResult(batch, skipped, failed), header["encode_s"]
+    delivery.result.batch = PixelBatch.allocate(delivery.forms, filled)
+    return delivery
 
 
-def _form_of(tensor: Tensor) -> Form:
-    is_channels_last = tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    is_channels_last = is_channels_last and not tensor.is_contiguous()
-    return Form(tuple(tensor.shape), tensor.dtype, is_channels_last)
-
-
-def _written(form: Form) -> list[Any]:
-    return [form.shape, str(form.dtype), form.is_channels_last]
-
-
-def _read(values: Sequence[Any]) -> Form:
-    return Form(tuple(values[0]), _DTYPES[values[1]], values[2])
-
-
-def _receive_into(connection: socket.socket, memory: memoryview) -> None:
-    while memory:
-        count = connection.recv_into(memory, len(memory), socket.MSG_WAITALL)
-        if not count:
-            raise ConnectionError("connection closed by an encoder process")
-        memory = memory[count:]
-
-
-@dataclass(eq=False)
-class EncodedBatches:
-    """The micro-batches of a training process, from the encoder processes of its machine."""
+@dataclass(frozen=True, eq=False)
+class EncoderProcesses:
+    """Those of this machine, as one training process sees them."""
 
     shares: EncoderShares
-    global_rank: int
-    code: int
-    """Of `address_of`."""
-    processes: Sequence["subprocess.Popen[bytes]"]
-    """As of `EncoderProcesses`."""
     times: EncoderTimes
     """Is told how long each micro-batch took to encode."""
+    global_rank: int
+    """Of this training process."""
+    code: int = 0
+    """Of `address_of`: before training starts only the training process that has started them knows it."""
+    processes: Sequence["subprocess.Popen[bytes]"] = ()
+    """In that process."""
 
     def results(self, first: int, end: int) -> Iterator[WorkerResult]:
-        """Micro-batches `first` to `end`; a thread receives `AHEAD` of them.
+        """Micro-batches `first` to `end` of this training process; a thread receives `AHEAD` of them.
 
         Raises:
             UserError: an encoder process cannot go on, or was killed.
@@ -307,32 +233,33 @@ class EncodedBatches:
         """
         rank = self.global_rank // self.shares.sharing
         connections = [self._connect(number, first) for number in range(self.shares.num_encoders)]
-        received = queue.Queue[Any](AHEAD - 1)
+        received, is_over = queue.Queue[Any](AHEAD - 1), threading.Event()
 
         def receive() -> None:
-            """In a thread; an error is the last that it delivers."""
-            encoder = 0
+            """In a thread; an exception is the last that it delivers."""
+            streams, encoder, delivery = [own.makefile("rwb") for own in connections], 0, None
             try:
                 for number in range(first, end):
                     encoder = self.shares.encoder_of(number, rank)
-                    received.put(_receive_result(connections[encoder]))
-            except OSError as error:
-                received.put(self._lost(encoder, error))
+                    received.put(delivery := _receive(streams[encoder]))
+                    if isinstance(delivery, Exception):
+                        return
+            except (OSError, EOFError, pickle.UnpicklingError):
+                if not is_over.is_set():
+                    received.put(self._lost(encoder))
             except Exception as error:
                 received.put(error)
 
         threading.Thread(target=receive, daemon=True, name="encoded batches").start()
         try:
             for _ in range(first, end):
-                item = received.get()
-                if isinstance(item, EOFError):
-                    raise ConnectionError(str(item))
-                if isinstance(item, Exception):
-                    raise item
-                result, encode_s = item
-                self.times.add(encode_s)
-                yield result
+                delivery = received.get()
+                if isinstance(delivery, Exception):
+                    raise delivery
+                self.times.add(delivery.encode_s)
+                yield delivery.result
         finally:
+            is_over.set()
             for connection in connections:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -347,26 +274,25 @@ class EncodedBatches:
             try:
                 connection.connect(address_of(self.code, encoder))
                 break
-            except OSError as error:
-                if bool(self.processes) and self.processes[encoder].poll() is not None:
-                    raise self._lost(encoder, error) from None
+            except OSError:
+                if self.processes and self.processes[encoder].poll() is not None:
+                    raise self._lost(encoder) from None
                 if time.monotonic() > end_s:
                     late = f"encoder process {encoder} of this machine does not listen after {_CONNECT_S:g} s"
                     raise EncoderError(f"distributed.encoders: {late}") from None
                 time.sleep(0.05)
         if not is_same_user(connection):
             raise EncoderError("distributed.encoders: another user listens where an encoder process should")
-        cores = sorted(os.sched_getaffinity(0))
-        send_header(connection, {"rank": self.global_rank, "first": first, "cores": cores})
+        connection.sendall(pickle.dumps((self.global_rank, first, os.sched_getaffinity(0))))
         return connection
 
-    def _lost(self, encoder: int, error: OSError) -> EncoderError | ConnectionError:
+    def _lost(self, encoder: int) -> EncoderError | ConnectionError:
         """An encoder process that has said nothing before its end. The process that has started it knows why; in others
         it is a lost connection, which may as well be due to another training process."""
         if not self.processes:
             return ConnectionError(f"connection closed by encoder process {encoder}")
-        how, end_s = f"has ended ({error})", time.monotonic() + _EXIT_STATUS_S
-        while self.processes and time.monotonic() < end_s:
+        how, end_s = "has closed its connection", time.monotonic() + _EXIT_STATUS_S
+        while time.monotonic() < end_s:
             if (status := self.processes[encoder].poll()) is not None:
                 how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
                 how += "; SIGKILL often means that the machine ran out of memory" if status == -signal.SIGKILL else ""

@@ -33,7 +33,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from sd_training.config.plan import BatchPlan
-from sd_training.data.encoded import EncodedBatches
+from sd_training.data.encoded import EncoderProcesses
 from sd_training.data.order.order import RunOrder
 from sd_training.data.samples.sample import BLOCKS, PREFETCHED, SampleRequest, TrainingSamples, WorkerResult
 from sd_training.data.sources.base import Problems, SkippedSample, printable
@@ -67,7 +67,7 @@ class TrainingLoader:
     bad_samples: "BadSampleLog"
     reuse_batch: bool = False
     """Whether every micro-batch is the first one of the run, the same tensors each time: `dataset.reuse_batch`."""
-    encoded: EncodedBatches | None = None
+    encoded: EncoderProcesses | None = None
     """Delivers the micro-batches, instead of loader processes of this process."""
     _deaths: list[int] = field(default_factory=list, init=False)
     """Optimizer steps at which a loader process has died."""

@@ -129,26 +129,42 @@ def skipped(run_dir: Path) -> list[tuple[str, str, int]]:
     return [(row["key"], row["reason"], row["position"]) for row in rows]
 
 
+def validation_losses(run_dir: Path) -> list[str]:
+    return [line for line in (run_dir / "validation.csv").read_text().splitlines() if line]
+
+
+def pictures(run_dir: Path) -> dict[Path, bytes]:
+    """What was drawn."""
+    return {path.relative_to(run_dir): path.read_bytes() for path in run_dir.rglob("*.png")}
+
+
 def test_cached_or_with_encoder_processes_a_run_has_the_same_bits(home: Home) -> None:
-    """Buckets, two captions, dropped captions, a bad picture."""
+    """Buckets, two captions, dropped captions, a bad picture; validation and previews beside encoder processes."""
     cache = home.make("cache", "dtype=fp32")
     assert len(bad_rows(cache)) == 1
-    train(home.argv("online"))
+    held_out = makers.write_shard(home.folder / "held_out" / "000.tar", makers.caption_samples(4)).parent
+    shown = {"validation__path": held_out, "validation__every": 6, "validation__num_levels": 1}
+    shown |= {"sampling__every": 6, "sampling__prompts": "[a]", "sampling__num_inference_steps": 1}
+    train(home.argv("online", **shown))
     run = train(home.argv("cached", dataset__cache__path=cache))
     assert_equal(home.folder / "online", home.folder / "cached")
     batch = next(iter(run.data.loader(0, lambda: 0)))
     assert batch.moments.shape[0] == 8 and batch.pixels.shape == (8, 0) and batch.tokens == {}
     assert skipped(home.folder / "cached") == skipped(home.folder / "online") != []
     for number in (1, 2):
-        words = home.argv(f"encoders_{number}", distributed__encoders=number, system__workers=2 - number)
+        changes = {"distributed__encoders": number, "system__workers": 2 - number, **(shown if number == 2 else {})}
+        words = home.argv(f"encoders_{number}", **changes)
         run = train(words)
         assert_equal(home.folder / "online", home.folder / f"encoders_{number}")
         assert skipped(home.folder / f"encoders_{number}") == skipped(home.folder / "online")
-        assert {"vae", "text_encoder"} <= run.module.idle
+        assert ({"vae", "text_encoder"} <= {*run.module.idle}) == (number == 1)
         described = describe(make_plan(load_config(words), is_described=True))
-        assert f"1 process and {number} encoder process" in described and "CPU: frozen, idle" in described
+        assert f"1 process and {number} encoder process" in described
+        assert ("CPU: frozen, idle" in described) == (number == 1)
         metrics = (home.folder / f"encoders_{number}" / "metrics.jsonl").read_text().splitlines()
         assert all(json.loads(row)["encoders_s"] > 0 for row in metrics)
+    seen = [(validation_losses(own), pictures(own)) for own in (home.folder / "online", home.folder / "encoders_2")]
+    assert seen[0] == seen[1] and all(seen[0])
     counted = make_plan(load_config(home.argv("auto", distributed__encoders="auto"))).encoders
     share = encoding_share(load_config(words))
     assert counted == math.ceil(share / (1 - share)) > 0
@@ -201,10 +217,6 @@ def write_tag_folder(folder: Path) -> Path:
         record = {"path": f"pictures/{number}.jpg", "tags": tags, "score": score}
         (folder / "metadata" / f"{number}.json").write_text(json.dumps(record))
     return folder
-
-
-def validation_losses(run_dir: Path) -> list[str]:
-    return [line for line in (run_dir / "validation.csv").read_text().splitlines() if line]
 
 
 def test_mixtures_tags_filters_and_validation(sd2: Home) -> None:

@@ -3,6 +3,8 @@ behind."""
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from sd_training.build.encoders import _PROGRAM
 from sd_training.errors import EXIT_HANG, EXIT_STOPPED, EXIT_UNEXPECTED
 from tests.family_makers import save_pipeline
 from tests.faults.fork_server import Child, shared_server
@@ -37,7 +40,7 @@ def test_two_training_processes(strategy: str, encoders: int, tmp_path: Path) ->
     assert_equal(tmp_path / "inline", tmp_path / "encoded")
 
 
-def encoders_of(process: Child) -> list[int]:
+def encoders_of(process: "Child | subprocess.Popen[bytes]") -> list[int]:
     """Process ids of the encoder processes that a training process has started."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
@@ -53,6 +56,21 @@ def encoders_of(process: Child) -> list[int]:
 def rows(run_dir: Path) -> int:
     path = run_dir / "metrics.csv"
     return path.read_text().count("\n") if path.exists() else 0
+
+
+def test_one_that_is_stopped_while_it_starts_ends_with_its_parent() -> None:
+    program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {_PROGRAM!r}], stdin=-1); input()"
+    parent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
+    end_s = time.monotonic() + LIMIT_S
+    while not (found := encoders_of(parent)) or b"torch" not in Path(f"/proc/{found[0]}/maps").read_bytes():
+        assert parent.poll() is None and time.monotonic() < end_s
+        time.sleep(0.01)
+    os.kill(found[0], signal.SIGSTOP)
+    parent.kill()
+    parent.communicate()
+    while Path(f"/proc/{found[0]}/maps").exists() and Path(f"/proc/{found[0]}/maps").read_bytes():  # none of a zombie
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("killed", ["encoder", "first trainer"])
