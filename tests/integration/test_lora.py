@@ -15,13 +15,12 @@ from tests import makers
 from tests.family_makers import save_pipeline
 from tests.faults.fork_server import shared_server
 from tests.integration.training import (
-    CrashAfter,
-    Interrupted,
     checkpoint_tensors,
     losses,
     options,
     train,
     train_in_processes,
+    train_until_killed,
 )
 from tests.offline import refuse_connections
 
@@ -74,11 +73,10 @@ def test_checkpoints_hold_adapters_alone(whole: Path) -> None:
     assert trained < 0.1 * sum(tensor.numel() for tensor in base.values())
 
 
-def test_an_interrupted_run_continues_to_the_bit(whole: Path, pipeline: Path, shards_dir: Path, tmp_path: Path) -> None:
+def test_a_killed_run_continues_to_the_bit(whole: Path, pipeline: Path, shards_dir: Path, tmp_path: Path) -> None:
     """Merging or not changes nothing else; another rank is refused."""
     argv = options(tmp_path / "cut", pipeline, shards_dir, **LORA, model__lora__merge=False)
-    with pytest.raises(Interrupted):
-        train(argv, CrashAfter(3))
+    train_until_killed(argv, 1, step=3)
     train(argv)
     assert_equal(checkpoint_tensors(tmp_path / "cut", 6), checkpoint_tensors(whole, 6))
     assert [path.name for path in (tmp_path / "cut" / "current_pipeline").iterdir()] == [FILE]
@@ -93,7 +91,7 @@ def test_two_processes_that_are_killed_continue_to_the_bit(
     changes = {**LORA, "system__batch_size": 4, "model__lora__dropout": 0.0}
     one, two, cut = (options(tmp_path / run, pipeline, shards_dir, **changes) for run in ("one", "two", "cut"))
     train_in_processes(two, 2)
-    train_in_processes(["0,1", "exit", *cut], 2, "tests.integration.dying_run", status=1)
+    train_until_killed(cut, 2, step=5)
     assert sorted(path.name for path in (tmp_path / "cut" / "checkpoints").iterdir()) == ["step=2", "step=4"]
     train_in_processes(cut, 2)
     assert_equal(checkpoint_tensors(tmp_path / "cut", 6), checkpoint_tensors(tmp_path / "two", 6))

@@ -73,7 +73,7 @@ def test_the_tokenizer_knows_each_word_of_the_captions_as_one_token(text_dir: Pa
 def test_words_outweigh_positions_in_the_text_states(text_dir: Path) -> None:
     tokenizer = CLIPTokenizer.from_pretrained(text_dir / "tokenizer")
     encoder = CLIPTextModel.from_pretrained(text_dir / "text_encoder")
-    prompts = [make_digits.digit_prompt(digit) for digit in range(10)]
+    prompts = [make_digits.WORDINGS[0].format(word) for word in make_digits.DIGIT_WORDS]
     ids = tokenizer(prompts, padding="max_length", return_tensors="pt").input_ids
     with torch.no_grad():
         states = encoder(ids).last_hidden_state
@@ -208,7 +208,7 @@ def test_the_configs_alone_mean_the_default_folder(project: Path) -> None:
 
 def test_previews_ask_as_the_score_does(project: Path) -> None:
     config = load_config(["config=configs/quickstart_unet.yaml"])
-    assert config.sampling.prompts == [make_digits.digit_prompt(digit) for digit in range(10)]
+    assert config.sampling.prompts == [make_digits.WORDINGS[0].format(word) for word in make_digits.DIGIT_WORDS]
     assert config.sampling.guidance_scale == quickstart.GUIDANCE_SCALE
     assert config.model.unet.params["cross_attention_dim"] == make_digits.TEXT_WIDTH
 
