@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from scripts import cache_latents
 from sd_training.errors import ConfigError
 from tests import makers
 from tests.family_makers import save_pipeline
@@ -117,6 +118,17 @@ def test_sharded_runs_train_the_same_adapters(strategy: str, shards_dir: Path, t
     base, merged = load_file(folder / file), load_file(tmp_path / "two" / "current_pipeline" / file)
     changed = {name.split(".attn")[-1][2:] for name in base if not torch.equal(base[name], merged[name])}
     assert changed == {"to_q.weight", "to_k.weight", "to_v.weight", "to_out.0.weight"}
+
+
+def test_a_cache_gives_the_same_adapters(shards_dir: Path, tmp_path: Path) -> None:
+    folder = makers.save_tiny_pipeline(tmp_path / "pipeline", unet=makers.SMALLER_UNET)
+    changes = {"model__lora__rank": 2, "experiment__num_examples_to_see": 16, "dataset__params__crop": "center"}
+    argv = [options(tmp_path / name, folder, shards_dir, **changes) for name in ("online", "cached")]
+    cache_latents.main([*argv[0], f"out={tmp_path / 'cache'}", "dtype=fp32"])
+    train(argv[0])
+    train([*argv[1], f"dataset.cache.path={tmp_path / 'cache'}"])
+    assert losses(tmp_path / "cached") == losses(tmp_path / "online")
+    assert_equal(export(tmp_path / "cached"), export(tmp_path / "online"))
 
 
 def draw(words: list[str]) -> None:

@@ -213,6 +213,19 @@ def test_previews_ask_as_the_score_does(project: Path) -> None:
     assert config.model.unet.params["cross_attention_dim"] == make_digits.TEXT_WIDTH
 
 
+def test_variants_are_valid_and_begin_with_the_quickstarts_model(project: Path) -> None:
+    folder, loaded = quickstart.pipeline_dir(quickstart.DEFAULT_FOLDER), {}
+    folder.mkdir(parents=True)
+    (folder / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    (quickstart.DEFAULT_FOLDER / "cross").mkdir()
+    for name in ("lora", "dreambooth"):
+        config = loaded[name] = load_config([f"config=configs/quickstart_{name}.yaml"])
+        assert config.model.pretrained == str(folder) and config.sampling.guidance_scale == quickstart.GUIDANCE_SCALE
+    captions, label = loaded["lora"].dataset.params.captions, next(iter(loaded["lora"].dataset.params.captions.fields))
+    assert label in json.loads(next(make_digits.digit_samples(make_digits.real_digits(1)))["json"])
+    assert loaded["lora"].sampling.prompts == [f"{captions.prefix}{digit}" for digit in range(10)]
+
+
 def test_a_folder_of_someone_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match="did not write"):
