@@ -28,7 +28,7 @@ from sd_training.log import quiet_libraries
 
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 WORDINGS = (
-    "a handwritten {}",
+    "a handwritten {}",  # samples are drawn with
     "a handwritten digit {}",
     "the digit {} written by hand",
     "a picture of a handwritten {}",
@@ -58,11 +58,6 @@ def real_digits(limit: int | None = None) -> Digits:
 
     data = load_digits()
     return Digits((data.images[:limit] / 16).astype(np.float32), data.target[:limit].astype(np.int64))
-
-
-def digit_prompt(digit: int) -> str:
-    """The caption that samples are drawn with."""
-    return WORDINGS[0].format(DIGIT_WORDS[digit])
 
 
 def digit_picture(ink: NDArray[np.float32]) -> Image.Image:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from scripts.make_digits import DIGIT_WORDS, PICTURE_SIZE, digit_picture, digit_prompt, real_digits
+from scripts.make_digits import DIGIT_WORDS, PICTURE_SIZE, WORDINGS, digit_picture, real_digits
 from sd_training.cli import run_cli
 from sd_training.config.value_types import path_argument
 from sd_training.errors import ConfigError
@@ -115,7 +115,7 @@ def draw(pipeline: Any, guidance_scale: float, options: argparse.Namespace) -> t
     asked = np.arange(options.per_digit * CLASSES, dtype=np.int64) % CLASSES
     images = draw_images(
         pipeline,
-        [digit_prompt(digit) for digit in asked.tolist()],
+        [options.prompt.replace("{word}", DIGIT_WORDS[d]).replace("{number}", str(d)) for d in asked.tolist()],
         list(range(len(asked))),
         height=PICTURE_SIZE,
         width=PICTURE_SIZE,
@@ -173,6 +173,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--pipeline", type=Path, required=True, help="pipeline folder that draws digits")
     parser.add_argument("--out", type=path_argument, required=True, help="folder of the pictures and of score.json")
+    parser.add_argument("--prompt", default=WORDINGS[0].format("{word}"), help="with {word} or {number} of the digit")
     parser.add_argument("--per-digit", type=int, default=50, help="pictures of each digit, all of them scored")
     parser.add_argument("--guidance-scale", type=float, default=2.0, help="of the guided pictures (default 2)")
     parser.add_argument("--steps", type=int, default=25, help="denoising steps (default 25)")

@@ -3,10 +3,12 @@
 python -m tests.integration.dying_run RANKS HOW OPTION=VALUE …
 
 RANKS: those that end, such as 0,1. HOW: `raise` raises an exception in a callback, `exit` calls `os._exit(3)` there,
-`backward` raises inside the backward pass, `taken` raises when another start has the run folder.
+`backward` raises inside the backward pass, `taken` raises when another start has the run folder; `kill@3` is the end
+by SIGKILL, after step 3.
 """
 
 import os
+import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -32,11 +34,15 @@ class Defect(pl.Callback):
 
     def __init__(self, ranks: str, how: str, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self.is_mine, self.how = os.environ["RANK"] in ranks.split(","), how
+        self.is_mine = os.environ.get("RANK", "0") in ranks.split(",")
+        self.how, _, step = how.partition("@")
+        self.step = int(step or 5)
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        if not self.is_mine or trainer.global_step != 5:
+        if not self.is_mine or trainer.global_step != self.step:
             return
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.how == "exit":
             os._exit(3)
         if self.how == "taken":

@@ -3,7 +3,6 @@
 import csv
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,15 @@ from PIL import Image
 from sd_training.errors import CheckpointError, ConfigError
 from tests import makers
 from tests.integration.shipped_models import AUTOENCODERS, path_of, write_shards
-from tests.integration.training import checkpoint_tensors, losses, options, prepare, train, train_in_processes
+from tests.integration.training import (
+    checkpoint_tensors,
+    losses,
+    options,
+    prepare,
+    train,
+    train_in_processes,
+    train_until_killed,
+)
 
 FEATURES = "objective__reconstruction__perceptual_path"
 OPTIONS: dict[str, Any] = {
@@ -77,11 +84,12 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def assert_resumes_to_the_bit(run_dir: Path, steps: int, start: Callable[[], object]) -> None:
-    """Again from the checkpoint before the last one."""
+def assert_resumes_to_the_bit(run_dir: Path, steps: int, argv: list[str], processes: int) -> None:
+    """Again from the checkpoint before the last one, twice: the first time it is killed on the way."""
     expected = checkpoint_tensors(run_dir, steps)
     shutil.rmtree(run_dir / "checkpoints" / f"step={steps}")
-    start()
+    train_until_killed(argv, processes, step=steps // 2 + 2)
+    train_in_processes(argv, processes)
     found = checkpoint_tensors(run_dir, steps)
     assert found.keys() == expected.keys()
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
@@ -109,7 +117,7 @@ def test_perceptual_and_adversarial_terms(photographs: dict[str, Path], tmp_path
     assert all(torch.equal(tensors[f"ema:network.{name}"], p) for name, p in exported.named_parameters())
     drawn = Image.open(whole / "samples/step_60/reconstructions_average.png")
     assert drawn.size == (4 * 2 * 16, 2 * 16)  # a batch of 8 pairs
-    assert_resumes_to_the_bit(whole, 60, lambda: train(argv))
+    assert_resumes_to_the_bit(whole, 60, argv, processes=1)
     for key, value in {"objective__adversarial__weight": 0, "model__vae_trained": "decoder"}.items():
         others = {name: own for name, own in AGAINST.items() if value or "adversarial" not in name}
         others |= {} if value else {"optimizer__rates_by_part": "{}"}
@@ -146,7 +154,7 @@ def test_one_process_and_two(photographs: dict[str, Path], tmp_path: Path) -> No
         assert logged[0] == pytest.approx(logged[1], rel=1e-3)
         AutoencoderKL.from_pretrained(run_dir / "current_pipeline", local_files_only=True)
         if strategy == "ddp":
-            assert_resumes_to_the_bit(run_dir, 16, lambda argv=argv: train_in_processes(argv, 2))  # type: ignore[misc]
+            assert_resumes_to_the_bit(run_dir, 16, argv, processes=2)
 
 
 @pytest.mark.parametrize(

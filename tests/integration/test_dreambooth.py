@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,16 +15,16 @@ from sd_training.build.prior import missing_class_images
 from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
 from tests import makers
+from tests.faults.fork_server import shared_server
 from tests.integration.test_cache import assert_equal
 from tests.integration.training import (
     ROOT,
-    CrashAfter,
-    Interrupted,
     losses,
     options,
     prepare,
     train,
     train_in_processes,
+    train_until_killed,
 )
 
 SUBJECT, CLASS = "a photo of sks dog", "a photo of a dog"
@@ -45,7 +46,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def argv(home: Path, run: str, prior: str, **changes: Any) -> list[str]:
+def argv(home: Path, run: str, prior: str, template: str = "dreambooth_full", **changes: Any) -> list[str]:
     values = {
         "experiment__num_examples_to_see": 48,
         "experiment__save_every": 3,
@@ -61,7 +62,7 @@ def argv(home: Path, run: str, prior: str, **changes: Any) -> list[str]:
         "sampling__batch_size": 4,
     }
     words = options(home / run, home / "pipeline", home / "subject", **{**values, **changes})
-    return [f"config={ROOT}/configs/templates/dreambooth_full.yaml", *words]
+    return [f"config={ROOT}/configs/templates/{template}.yaml", *words]
 
 
 def pictures(folder: Path) -> dict[str, bytes]:
@@ -69,7 +70,7 @@ def pictures(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_run_with_a_prior(home: Path) -> None:
-    """It draws what is missing, on any number of processes, and goes on after a crash to the bit."""
+    """It draws what is missing, on any number of processes, and goes on after SIGKILL to the bit."""
     words = argv(home, "whole", "class")
     assert f"{NUM_IMAGES} class images are drawn first" in describe(make_plan(load_config(words), is_described=True))
     train(words)
@@ -80,11 +81,35 @@ def test_a_run_with_a_prior(home: Path) -> None:
     assert pictures(home / "class_of_two") == drawn
     assert losses(home / "two") == pytest.approx(losses(home / "whole"), rel=1e-5)
     (home / "class_of_two" / "class_000002.png").unlink()
-    with pytest.raises(Interrupted):
-        train(argv(home, "broken", "class_of_two"), CrashAfter(4))
+    train_until_killed(argv(home, "broken", "class_of_two"), 1, step=4)
     assert pictures(home / "class_of_two") == drawn
     train(argv(home, "broken", "class_of_two"))
     assert_equal(home / "whole", home / "broken")
+    assert_draws(home / "broken" / "current_pipeline")
+
+
+def assert_draws(folder: Path) -> None:
+    """diffusers does, in a process without network."""
+    picture = folder.with_name("picture.npy")
+    words = [str(folder), str(picture), "stable_diffusion"]
+    shared_server().call("tests.integration.test_families:load_and_draw", words, folder.with_name("log"))
+    assert np.load(picture).shape == (24, 16, 3)
+
+
+@pytest.mark.parametrize(
+    ("template", "own"),
+    [("dreambooth_lora", {"model__lora__merge": True}), ("dreambooth_full", {"model__train_text_encoder": True})],
+)
+def test_two_processes_that_are_killed_continue_to_the_bit(template: str, own: dict[str, Any], home: Path) -> None:
+    """Adapters of the denoiser, and all weights of denoiser and text encoder. No class image has to be drawn."""
+    own = {**own, "dataset__prior__num_images": 3, "system__batch_size": 4}
+    whole, cut = (argv(home, f"{template}_{run}", "subject", template, **own) for run in ("whole", "cut"))
+    train_in_processes(whole, 2)
+    train_until_killed(cut, 2, step=4)
+    assert [path.name for path in (home / f"{template}_cut" / "checkpoints").iterdir()] == ["step=3"]
+    train_in_processes(cut, 2)
+    assert_equal(home / f"{template}_whole", home / f"{template}_cut")
+    assert_draws(home / f"{template}_cut" / "current_pipeline")
 
 
 def test_every_second_sample_is_a_class_image(home: Path) -> None:

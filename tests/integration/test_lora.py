@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from scripts import cache_latents
 from sd_training.errors import ConfigError
 from tests import makers
 from tests.family_makers import save_pipeline
 from tests.faults.fork_server import shared_server
 from tests.integration.training import (
-    CrashAfter,
-    Interrupted,
     checkpoint_tensors,
     losses,
     options,
     train,
     train_in_processes,
+    train_until_killed,
 )
 from tests.offline import refuse_connections
 
@@ -74,11 +74,10 @@ def test_checkpoints_hold_adapters_alone(whole: Path) -> None:
     assert trained < 0.1 * sum(tensor.numel() for tensor in base.values())
 
 
-def test_an_interrupted_run_continues_to_the_bit(whole: Path, pipeline: Path, shards_dir: Path, tmp_path: Path) -> None:
+def test_a_killed_run_continues_to_the_bit(whole: Path, pipeline: Path, shards_dir: Path, tmp_path: Path) -> None:
     """Merging or not changes nothing else; another rank is refused."""
     argv = options(tmp_path / "cut", pipeline, shards_dir, **LORA, model__lora__merge=False)
-    with pytest.raises(Interrupted):
-        train(argv, CrashAfter(3))
+    train_until_killed(argv, 1, step=3)
     train(argv)
     assert_equal(checkpoint_tensors(tmp_path / "cut", 6), checkpoint_tensors(whole, 6))
     assert [path.name for path in (tmp_path / "cut" / "current_pipeline").iterdir()] == [FILE]
@@ -93,7 +92,7 @@ def test_two_processes_that_are_killed_continue_to_the_bit(
     changes = {**LORA, "system__batch_size": 4, "model__lora__dropout": 0.0}
     one, two, cut = (options(tmp_path / run, pipeline, shards_dir, **changes) for run in ("one", "two", "cut"))
     train_in_processes(two, 2)
-    train_in_processes(["0,1", "exit", *cut], 2, "tests.integration.dying_run", status=1)
+    train_until_killed(cut, 2, step=5)
     assert sorted(path.name for path in (tmp_path / "cut" / "checkpoints").iterdir()) == ["step=2", "step=4"]
     train_in_processes(cut, 2)
     assert_equal(checkpoint_tensors(tmp_path / "cut", 6), checkpoint_tensors(tmp_path / "two", 6))
@@ -119,6 +118,17 @@ def test_sharded_runs_train_the_same_adapters(strategy: str, shards_dir: Path, t
     base, merged = load_file(folder / file), load_file(tmp_path / "two" / "current_pipeline" / file)
     changed = {name.split(".attn")[-1][2:] for name in base if not torch.equal(base[name], merged[name])}
     assert changed == {"to_q.weight", "to_k.weight", "to_v.weight", "to_out.0.weight"}
+
+
+def test_a_cache_gives_the_same_adapters(shards_dir: Path, tmp_path: Path) -> None:
+    folder = makers.save_tiny_pipeline(tmp_path / "pipeline", unet=makers.SMALLER_UNET)
+    changes = {"model__lora__rank": 2, "experiment__num_examples_to_see": 16, "dataset__params__crop": "center"}
+    argv = [options(tmp_path / name, folder, shards_dir, **changes) for name in ("online", "cached")]
+    cache_latents.main([*argv[0], f"out={tmp_path / 'cache'}", "dtype=fp32"])
+    train(argv[0])
+    train([*argv[1], f"dataset.cache.path={tmp_path / 'cache'}"])
+    assert losses(tmp_path / "cached") == losses(tmp_path / "online")
+    assert_equal(export(tmp_path / "cached"), export(tmp_path / "online"))
 
 
 def draw(words: list[str]) -> None:

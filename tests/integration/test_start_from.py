@@ -24,6 +24,7 @@ from tests.integration.training import (
     options,
     train,
     train_in_processes,
+    train_until_killed,
 )
 
 ALL = "experiment.reset=[optimizer,ema,data,wandb]"
@@ -97,8 +98,7 @@ def test_what_is_not_reset_continues_to_the_bit_and_so_does_a_resume(
     words: WORDS, source: Path, tmp_path: Path
 ) -> None:
     before = content(source)
-    with pytest.raises(Interrupted):
-        train(words(), CrashAfter(1))
+    train_until_killed(words(), 1, step=3)
     assert [path.name for path in (tmp_path / "new" / "checkpoints").iterdir()] == ["step=3"]
     shutil.move(source, tmp_path / "away")  # its own checkpoint is what it resumes from
     try:
@@ -218,7 +218,11 @@ def test_the_curves_of_wandb_continue_unless_they_are_reset(tmp_path: Path) -> N
 
 
 def test_two_processes_begin_alike(words: WORDS, source: Path, tmp_path: Path) -> None:
-    train_in_processes([*words(), "system.batch_size=4"], 2)
+    """Also when they are killed on the way, and begin again where they were."""
+    argv = [*words(), "system.batch_size=4"]
+    train_until_killed(argv, 2, step=3)
+    assert [path.name for path in (tmp_path / "new" / "checkpoints").iterdir()] == ["step=3"]
+    train_in_processes(argv, 2)
     ours, theirs = checkpoint_tensors(tmp_path / "new", 4), checkpoint_tensors(source, 4)
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -100,6 +101,14 @@ def train_in_processes(argv: list[str], processes: int, module: str = "train", s
     log.unlink()
     assert int(any(statuses)) == status, f"{statuses}\n{output}"
     return output
+
+
+def train_until_killed(argv: list[str], processes: int, step: int) -> None:
+    """The same; all of them end by SIGKILL after so many optimizer steps."""
+    words = [",".join(map(str, range(processes))), f"kill@{step}", *argv]
+    with tempfile.NamedTemporaryFile("r", suffix=".log", encoding="utf-8", errors="replace") as log:
+        statuses = run_as_torchrun(["tests.integration.dying_run", *words], Path(log.name), processes)
+        assert -signal.SIGKILL in statuses, f"{statuses}\n{log.read()}"
 
 
 def torchrun(argv: list[str], processes: int, module: str = "train", status: int = 0) -> str:

@@ -73,7 +73,7 @@ def test_the_tokenizer_knows_each_word_of_the_captions_as_one_token(text_dir: Pa
 def test_words_outweigh_positions_in_the_text_states(text_dir: Path) -> None:
     tokenizer = CLIPTokenizer.from_pretrained(text_dir / "tokenizer")
     encoder = CLIPTextModel.from_pretrained(text_dir / "text_encoder")
-    prompts = [make_digits.digit_prompt(digit) for digit in range(10)]
+    prompts = [make_digits.WORDINGS[0].format(word) for word in make_digits.DIGIT_WORDS]
     ids = tokenizer(prompts, padding="max_length", return_tensors="pt").input_ids
     with torch.no_grad():
         states = encoder(ids).last_hidden_state
@@ -208,9 +208,22 @@ def test_the_configs_alone_mean_the_default_folder(project: Path) -> None:
 
 def test_previews_ask_as_the_score_does(project: Path) -> None:
     config = load_config(["config=configs/quickstart_unet.yaml"])
-    assert config.sampling.prompts == [make_digits.digit_prompt(digit) for digit in range(10)]
+    assert config.sampling.prompts == [make_digits.WORDINGS[0].format(word) for word in make_digits.DIGIT_WORDS]
     assert config.sampling.guidance_scale == quickstart.GUIDANCE_SCALE
     assert config.model.unet.params["cross_attention_dim"] == make_digits.TEXT_WIDTH
+
+
+def test_variants_are_valid_and_begin_with_the_quickstarts_model(project: Path) -> None:
+    folder, loaded = quickstart.pipeline_dir(quickstart.DEFAULT_FOLDER), {}
+    folder.mkdir(parents=True)
+    (folder / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    (quickstart.DEFAULT_FOLDER / "cross").mkdir()
+    for name in ("lora", "dreambooth"):
+        config = loaded[name] = load_config([f"config=configs/quickstart_{name}.yaml"])
+        assert config.model.pretrained == str(folder) and config.sampling.guidance_scale == quickstart.GUIDANCE_SCALE
+    captions, label = loaded["lora"].dataset.params.captions, next(iter(loaded["lora"].dataset.params.captions.fields))
+    assert label in json.loads(next(make_digits.digit_samples(make_digits.real_digits(1)))["json"])
+    assert loaded["lora"].sampling.prompts == [f"{captions.prefix}{digit}" for digit in range(10)]
 
 
 def test_a_folder_of_someone_else_is_left_alone(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ from sd_training.export.single_file import original_layout, renamed, write_singl
 from sd_training.models.families import load_family
 from tests import makers, published_models
 from tests.family_makers import discrete, save_pipeline
-from tests.integration.training import options, train
+from tests.faults.fork_server import shared_server
+from tests.integration.training import checkpoint_tensors, options, train, train_in_processes, train_until_killed
 from tests.tiny_parts import tiny_text_encoder, tiny_tokenizer, tiny_vae
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -272,6 +273,21 @@ def test_a_run_begins_with_a_file_and_its_export_becomes_one(shards_dir: Path, t
         convert_checkpoint.main()
     assert f"{ours}: 349 tensors" in capsys.readouterr().out
     assert bit_differences(load_file(file), load_file(ours)) == []
+
+
+def test_two_processes_that_are_killed_train_from_a_file_as_from_the_folder(shards_dir: Path, tmp_path: Path) -> None:
+    folder = makers.save_tiny_pipeline(tmp_path / "pipeline", unet=makers.SMALLER_UNET)
+    write_single_file(folder, file := tmp_path / "in.safetensors")
+    changes = {"experiment__num_examples_to_see": 32, "experiment__save_every": 2, "system__batch_size": 4}
+    train_in_processes(options(tmp_path / "folder", folder, shards_dir, **changes), 2)
+    argv = options(tmp_path / "file", file, shards_dir, **changes, model__single_file_config=folder)
+    train_until_killed(argv, 2, step=3)
+    train_in_processes(argv, 2)
+    found, expected = (checkpoint_tensors(tmp_path / name, 4) for name in ("file", "folder"))
+    assert bit_differences(expected, found) == []
+    words = [str(tmp_path / "file" / "current_pipeline"), str(tmp_path / "picture.npy"), "stable_diffusion"]
+    shared_server().call("tests.integration.test_families:load_and_draw", words, tmp_path / "log")
+    assert (tmp_path / "picture.npy").is_file()
 
 
 def test_mistakes_name_option_or_file(case: tuple[str, Path, Path, Path], tmp_path: Path) -> None:
