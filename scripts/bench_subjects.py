@@ -3,6 +3,7 @@
 import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -53,23 +54,8 @@ def make_subject(model: str, batch: int, resolution: int, precision: str) -> Sub
     else:
         unet = UNet2DConditionModel(**SD2_UNET)
         text_width, tokens, levels = 1024, 77, 4
-    vae = AutoencoderKL(
-        block_out_channels=(16,) * levels,
-        down_block_types=("DownEncoderBlock2D",) * levels,
-        up_block_types=("UpDecoderBlock2D",) * levels,
-        latent_channels=4,
-        norm_num_groups=8,
-    )
-    text_encoder = CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=100,
-            hidden_size=text_width,
-            intermediate_size=2 * text_width,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=tokens,
-        )
-    )
+    vae = autoencoder((16,) * levels, 1, 8)
+    text_encoder = clip(100, text_width, 2 * text_width, layers=2, tokens=tokens)
     noise = ModelConfig(noise_scheduler_training=PartConfig(target="DDPMScheduler", params=SCHEDULE))
     schedulers = load_schedulers(noise, ObjectiveConfig(), has_unet=True)
     family = StableDiffusion({"unet": unet, "vae": vae, "text_encoder": text_encoder}, schedulers)
@@ -82,8 +68,25 @@ def make_subject(model: str, batch: int, resolution: int, precision: str) -> Sub
     return Subject(unet, family, batches, precision, device)
 
 
+def autoencoder(widths: tuple[int, ...], depth: int, groups: int) -> AutoencoderKL:
+    """Downscales by 2 between levels."""
+    down, up = ("DownEncoderBlock2D",) * len(widths), ("UpDecoderBlock2D",) * len(widths)
+    sizes = {"block_out_channels": widths, "layers_per_block": depth, "norm_num_groups": groups}
+    return AutoencoderKL(down_block_types=down, up_block_types=up, **sizes)
+
+
+def clip(vocabulary: int, width: int, inner: int, *, layers: int, tokens: int, heads: int = 4) -> CLIPTextModel:
+    """A text encoder."""
+    sizes = {"hidden_size": width, "intermediate_size": inner, "max_position_embeddings": tokens}
+    depth = {"num_hidden_layers": layers, "num_attention_heads": heads}
+    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    return CLIPTextModel(CLIPTextConfig(vocab_size=vocabulary, **sizes, **depth, **ends))
+
+
 def random_batch(batch: int, resolution: int, side: int, tokens: int) -> PixelBatch:
     """A batch as the loader delivers it."""
+    unused: dict[str, Any] = dict.fromkeys(("offset_noise", "input_noise", "mask"), torch.empty(batch, 0))
+    sizes = dict.fromkeys(("original_size", "crop_top_left", "target_size"), torch.zeros(batch, 2, dtype=torch.int64))
     return PixelBatch(
         pixels=torch.randint(0, 256, (batch, 3, resolution, resolution), dtype=torch.uint8),
         tokens={"text_encoder": torch.randint(0, 100, (batch, tokens))},
@@ -92,12 +95,7 @@ def random_batch(batch: int, resolution: int, side: int, tokens: int) -> PixelBa
         posterior_noise=torch.randn(batch, 4, side, side),
         noise=torch.randn(batch, 4, side, side),
         timestep_draw=torch.rand(batch),
-        offset_noise=torch.empty(batch, 0),
-        input_noise=torch.empty(batch, 0),
-        mask=torch.empty(batch, 0),
-        original_size=torch.zeros(batch, 2, dtype=torch.int64),
-        crop_top_left=torch.zeros(batch, 2, dtype=torch.int64),
-        target_size=torch.zeros(batch, 2, dtype=torch.int64),
+        **{**unused, **sizes},
         positions=torch.arange(batch),
         sample_ids=torch.arange(batch),
     )
@@ -140,23 +138,10 @@ def save_pipeline(folder: Path, size: str) -> Path:
         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
         "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
     }
-    text = CLIPTextConfig(
-        vocab_size=len(words),
-        **{"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers},
-        **{"num_attention_heads": heads, "max_position_embeddings": 77},
-        **{"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1},
-    )
-    vae = AutoencoderKL(
-        block_out_channels=widths,
-        layers_per_block=depth,
-        norm_num_groups=groups,
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-    )
     StableDiffusionPipeline(
-        vae=vae,
+        vae=autoencoder(widths, depth, groups),
         unet=UNet2DConditionModel(**(tiny_unet if is_tiny else SD2_UNET)),
-        text_encoder=CLIPTextModel(text),
+        text_encoder=clip(len(words), width, 4 * width, layers=layers, tokens=77, heads=heads),
         tokenizer=tokenizer,
         scheduler=DDPMScheduler(**SCHEDULE),
         safety_checker=None,

@@ -13,98 +13,21 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from diffusers import DiffusionPipeline
 from huggingface_hub import HfApi, errors, hf_hub_download, snapshot_download
 
-import sd_training.models.families.mmdit  # noqa: F401 - makes its class known to diffusers
 from sd_training.cli import run_cli
 from sd_training.config.value_types import path_argument
 from sd_training.errors import ConfigError, DataError
-from sd_training.models.load import folder_settings_problems
+from sd_training.export.pipeline import folder_problems, load_pipeline, part_names, read_index
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _SUFFIXES = {".json", ".txt", ".model", ".safetensors"}
 _OTHER_FORMATS = (".bin.index", "flax_model", "tf_model", "openvino", "non_ema", "onnx")
-_LIBRARIES = ("diffusers", "transformers", "stable_diffusion", "sd_training.models.mmdit_rope")
-"""Where parts may come from; "stable_diffusion" is diffusers' own module of the safety checker."""
-
-
-def read_index(folder: Path) -> dict[str, Any]:
-    """The content of `model_index.json`.
-
-    Raises:
-        DataError: no such folder, or it is not a diffusers pipeline.
-    """
-    if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; a pipeline folder is needed (see scripts/download_diffusers.py)")
-    try:
-        index: dict[str, Any] = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-        if not isinstance(index["_class_name"], str):
-            raise TypeError("`_class_name` must name a pipeline class of diffusers")
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise DataError(f"{folder}: is not a diffusers pipeline; model_index.json: {error}") from None
-    return index
-
-
-def part_names(index: dict[str, Any]) -> dict[str, str]:
-    """The parts that have a folder of their own, with the library each comes from."""
-    pairs = {name: value for name, value in index.items() if isinstance(value, list) and len(value) == 2}
-    return {name: str(value[0]) for name, value in pairs.items() if not name.startswith("_") and value[0] is not None}
-
-
-def folder_problems(folder: Path) -> list[str]:
-    """Everything that keeps a pipeline folder from being loaded safely; empty when there is nothing. Weights are found
-    damaged or missing when they are loaded; other formats than safetensors can hold code and are not loaded.
-
-    Raises:
-        DataError: there is no pipeline to check.
-    """
-    problems = [f"{path}: python code in a pipeline folder is never run; remove it" for path in folder.rglob("*.py")]
-    for part, library in part_names(read_index(folder)).items():
-        problems += folder_settings_problems(folder / part)
-        if library not in _LIBRARIES:
-            problems.append(
-                f"{folder / part}: comes from {library!r}; only parts of {', '.join(_LIBRARIES)} are loaded"
-            )
-        elif not (folder / part).is_dir():
-            problems.append(f"{folder / part}: is missing although model_index.json lists it")
-        elif not any((folder / part).glob("*.json")):
-            problems.append(f"{folder / part}: has no configuration (*.json)")
-    return problems
-
-
-def load_pipeline(folder: Path, dtype: torch.dtype | None = None) -> DiffusionPipeline:
-    """Loads a whole pipeline on the CPU: from this folder only, safetensors only, no code from outside.
-
-    Args:
-        folder: diffusers layout.
-        dtype: type of the weights; None keeps float32.
-
-    Raises:
-        DataError: `folder_problems` found something, or diffusers refuses the folder.
-    """
-    if problems := folder_problems(folder):
-        raise DataError("\n".join(problems))
-    # diffusers requires the names of parts that were left out, such as the T5 of Stable Diffusion 3.
-    options: dict[str, Any] = {name: None for name, entry in read_index(folder).items() if entry == [None, None]}
-    if dtype is not None:
-        options["torch_dtype"] = dtype
-    if find_spec("accelerate") is None:
-        options["low_cpu_mem_usage"] = False  # diffusers would ask for the package at every load
-    try:
-        pipeline: DiffusionPipeline = DiffusionPipeline.from_pretrained(
-            str(folder), local_files_only=True, use_safetensors=True, **options
-        )
-        return pipeline
-    except Exception as error:  # hostile and damaged files make diffusers raise many kinds
-        raise DataError(f"{folder}: diffusers cannot load it ({' '.join(str(error).split())})") from error
 
 
 def choose_files(files: Sequence[str], parts: Sequence[str], half: bool) -> list[str]:

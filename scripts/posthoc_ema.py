@@ -30,13 +30,12 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from scripts.download_diffusers import load_pipeline
 from sd_training.callbacks.ema import MAX_SIGMA_REL, SNAPSHOTS, STEP, WIDTH, gamma_of, width_name
 from sd_training.cli import run_cli
 from sd_training.config.schema import PartConfig
 from sd_training.config.value_types import path_argument
 from sd_training.errors import ConfigError, DataError
-from sd_training.export.pipeline import CURRENT, export_pipeline
+from sd_training.export.pipeline import CURRENT, export_pipeline, load_pipeline
 from sd_training.models.load import load_part
 
 LARGE_RESIDUAL = 0.02

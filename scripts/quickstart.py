@@ -98,24 +98,16 @@ def train_command(config: str, machine: Machine, overrides: Sequence[str]) -> li
 
 def data_overrides(folder: Path) -> list[str]:
     """Where shards and runs lie; nothing where the configs say so already."""
-    if folder == DEFAULT_FOLDER:
-        return []
-    return [
-        f"experiment.log_dir={folder / 'runs'}",
-        f"dataset.params.path={folder / 'data'}",
-        f"dataset.params.index_dir={folder / 'index'}",
-    ]
+    runs, params = f"experiment.log_dir={folder / 'runs'}", "dataset.params"
+    own = [runs, f"{params}.path={folder / 'data'}", f"{params}.index_dir={folder / 'index'}"]
+    return [] if folder == DEFAULT_FOLDER else own
 
 
 def part_overrides(folder: Path) -> list[str]:
     """Where the frozen parts lie; nothing where the config says so already."""
-    if folder == DEFAULT_FOLDER:
-        return []
-    return [
-        f"model.vae.pretrained={folder / 'runs' / 'autoencoder' / 'current_pipeline'}",
-        f"model.text_encoder.pretrained={folder / 'text'}",
-        f"model.tokenizer.pretrained={folder / 'text'}",
-    ]
+    text, vae = folder / "text", folder / "runs" / "autoencoder" / "current_pipeline"
+    places = {"vae": vae, "text_encoder": text, "tokenizer": text}
+    return [f"model.{part}.pretrained={p}" for part, p in places.items() if folder != DEFAULT_FOLDER]
 
 
 def quick_overrides() -> list[str]:

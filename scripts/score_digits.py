@@ -102,7 +102,7 @@ def load_on_device(folder: Path) -> Any:
     """The pipeline from its folder alone, on a GPU where there is one."""
     import torch
 
-    from scripts.download_diffusers import load_pipeline
+    from sd_training.export.pipeline import load_pipeline
 
     pipeline = load_pipeline(folder)
     return pipeline.to("cuda") if torch.cuda.is_available() else pipeline

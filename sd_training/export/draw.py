@@ -1,18 +1,46 @@
 """Pictures from a pipeline, each a function of its prompt and seed alone; caption tables, and grids of pictures."""
 
 import csv
+import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 from PIL import Image
 
-from sd_training.errors import DataError
+from sd_training.data.samples.image import decode, image_size
+from sd_training.errors import BadSample, DataError
 
 _SAFE_IN_NAMES = " !#$&'()+,;=@[]^{}"
 _MAX_NAME_BYTES = 200
+_MAX_PIXELS = 2**28
+"""Of an image to draw from."""
+_SIDE = 16
+"""Pixels along one side of a token: pictures are multiples of it, unless a size is given."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a picture is drawn from besides its prompt and seed. All pictures of a call have the same kinds of them."""
+
+    negative_prompt: str | None = None
+    """What guidance leads away from."""
+    init_image: Path | None = None
+    """A picture to begin with, of an image-to-image pipeline."""
+    control_images: Sequence[Path] = ()
+    """One per ControlNet of the pipeline."""
+
+    def size(self, height: int | None, width: int | None) -> tuple[int | None, int | None]:
+        """Height and width of the picture: a side that is not given is that of its first image, rounded down."""
+        for path in filter(None, (self.init_image, *self.control_images)):
+            with path.open("rb") as stream:
+                own = [max(side // _SIDE, 1) * _SIDE for side in image_size(stream)]
+            return height or own[1], width or own[0]
+        return height, width
 
 
 def draw_images(
@@ -25,49 +53,109 @@ def draw_images(
     num_inference_steps: int,
     guidance_scale: float,
     batch_size: int,
+    conditions: Sequence[Conditions] = (),
+    on_step: Callable[[int, list[Image.Image]], None] | None = None,
+    **options: Any,
 ) -> Iterator[Image.Image]:
-    """Draws one picture per prompt, in order, `batch_size` at a time.
+    """Draws one picture per prompt, in order, at most `batch_size` at a time.
 
     All noise comes from one CPU generator per picture, so a picture depends on its seed and not on its neighbours,
     the batch size, the device's own generator or the process; the global generators are left as they are. The
     pipeline's progress bar is disabled.
 
     Args:
-        pipeline: any text-to-image pipeline of diffusers, on its device and in evaluation mode: dropout would draw from
-            the global generator. (Typed as Any: the names that diffusers exports are placeholders to a type checker.)
+        pipeline: any text-to-image or image-to-image pipeline of diffusers, on its device and in evaluation mode:
+            dropout would draw from the global generator. (Typed as Any: the names that diffusers exports are
+            placeholders to a type checker.)
         prompts: one per picture.
         seeds: one per picture.
-        height: [pixels]; None is the pipeline's own size.
-        width: [pixels]; None is the pipeline's own size.
+        height: [pixels]; None is the size of a picture's image where it has one, and else the pipeline's own.
+        width: as `height`.
         num_inference_steps: denoising steps.
         guidance_scale: classifier-free guidance, 1 is off.
-        batch_size: pictures per call of the pipeline.
+        batch_size: pictures per call of the pipeline; they have one size.
+        conditions: one per picture, or none.
+        on_step: gets the number of the first picture of a call, and what the latents of all of them decode to after a
+            step.
+        options: further arguments of the pipeline, such as `strength`.
     """
     import torch  # here: captions are checked without it (build/preflight.py)
 
     pipeline.set_progress_bar_config(disable=True)
-    for start in range(0, len(prompts), batch_size):
-        generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds[start : start + batch_size]]
-        result = pipeline(
-            prompt=list(prompts[start : start + batch_size]),
-            generator=generators,
-            height=height,
-            width=width,
-            num_inference_steps=num_inference_steps,
-            **_guidance(pipeline, guidance_scale),
-        )
-        yield from result.images
+    takes = inspect.signature(pipeline.__call__).parameters
+    conditions = conditions or [Conditions()] * len(prompts)
+    sizes = [own.size(height, width) for own in conditions]
+    start = 0
+    while start < len(prompts):
+        size, end = sizes[start], start + 1
+        while end < min(start + batch_size, len(prompts)) and sizes[end] == size:
+            end += 1
+        part, kinds = conditions[start:end], conditions[start]
+        call = {"num_inference_steps": num_inference_steps, **_guidance(pipeline, guidance_scale, kinds), **options}
+        call["prompt"] = list(prompts[start:end])
+        call["generator"] = [torch.Generator("cpu").manual_seed(seed) for seed in seeds[start:end]]
+        if "height" in takes:  # some image-to-image pipelines take the size of the image
+            call |= {"height": size[0], "width": size[1]}
+        if kinds.negative_prompt is not None:
+            call["negative_prompt"] = [own.negative_prompt for own in part]
+        if kinds.init_image is not None:
+            call["image"] = _images([own.init_image for own in part], size)
+        if kinds.control_images:
+            stacks = [_images(column, size) for column in zip(*(own.control_images for own in part), strict=True)]
+            call["control_image" if "control_image" in takes else "image"] = stacks if len(stacks) > 1 else stacks[0]
+        if on_step is not None:
+
+            def show(_pipeline: Any, _step: int, _time: Any, state: Any, start: int = start, size: Any = size) -> Any:
+                on_step(start, _decoded(pipeline, state["latents"], *size))
+                return state
+
+            call["callback_on_step_end"] = show
+        yield from pipeline(**call).images
+        start = end
 
 
-def _guidance(pipeline: Any, scale: float) -> dict[str, Any]:
+def _images(paths: Sequence[Any], size: Any) -> Any:
+    """[B, 3, height, width] in [0, 1]: all pipelines take a tensor for a batch."""
+    import torch
+
+    images = []
+    for path in paths:
+        try:
+            image = Image.fromarray(decode(path.read_bytes(), _MAX_PIXELS).pixels)
+        except (BadSample, OSError) as error:
+            raise DataError(f"{path}: cannot be read as an image ({error})") from error
+        images.append(np.asarray(image.resize(size[::-1], Image.Resampling.LANCZOS)))
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255
+
+
+def _decoded(pipeline: Any, latents: Any, height: int | None, width: int | None) -> list[Image.Image]:
+    """What the latents of one step look like; `height` and `width` are arguments of the pipeline."""
+    import torch
+
+    vae, dtype = pipeline.vae, pipeline.vae.dtype
+    if latents.ndim == 3:  # FLUX keeps the tokens of its transformer
+        factor = pipeline.vae_scale_factor
+        usual = pipeline.default_sample_size * factor
+        latents = pipeline._unpack_latents(latents, height or usual, width or usual, factor)
+    if dtype == torch.float16:  # in which some decoders overflow; pipelines have ways of their own around it
+        vae.float()
+    latents = latents.to(vae.dtype) / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+    pixels = vae.decode(latents, return_dict=False)[0].float()
+    if dtype == torch.float16:
+        vae.to(dtype)
+    return list(pipeline.image_processor.postprocess(pixels, output_type="pil"))
+
+
+def _guidance(pipeline: Any, scale: float, kinds: Conditions) -> dict[str, Any]:
     """Arguments of the pipeline for classifier-free guidance and for the requested sizes."""
-    match type(pipeline).__name__:
-        case "FluxPipeline" if not pipeline.transformer.config.guidance_embeds:
-            return {"true_cfg_scale": scale, "negative_prompt": "" if scale > 1 else None}
-        case "PixArtSigmaPipeline":
-            return {"guidance_scale": scale, "use_resolution_binning": False, "clean_caption": False}
-        case _:  # a guidance-distilled FLUX takes it as an input of the transformer
-            return {"guidance_scale": scale}
+    name = type(pipeline).__name__
+    if name.startswith("Flux") and (
+        kinds.negative_prompt is not None or not pipeline.transformer.config.guidance_embeds
+    ):
+        return {"true_cfg_scale": scale, "negative_prompt": "" if scale > 1 else None}
+    if name == "PixArtSigmaPipeline":
+        return {"guidance_scale": scale, "use_resolution_binning": False, "clean_caption": False}
+    return {"guidance_scale": scale}  # a guidance-distilled FLUX takes it as an input of the transformer
 
 
 def picture_grid(images: Sequence[Image.Image], columns: int) -> Image.Image:
@@ -85,15 +173,20 @@ def picture_grid(images: Sequence[Image.Image], columns: int) -> Image.Image:
     return grid
 
 
-def read_captions(
+def read_captions(path: Path) -> list[tuple[str, str]]:
+    """(File stem, caption) pairs of a CSV file with the columns `uid` and `caption`, as `read_rows` reads it."""
+    return [(stem, row["caption"]) for stem, row in read_rows(path).items()]
+
+
+def read_rows(
     path: Path, *, caption_columns: Sequence[str] = ("caption",), needs_uid: bool = True
-) -> list[tuple[str, str]]:
-    """Reads a CSV file with a header into (file stem, caption) pairs, in the order of the file.
+) -> dict[str, dict[str, str]]:
+    """Reads a CSV file with a header: file stem → the row's cells by column, in the order of the file.
 
     Args:
-        path: UTF-8, comma-separated; column names in any case, further columns are ignored. The column `uid` names the
-            files: "a/b" becomes "a%2Fb", and different uids stay different.
-        caption_columns: names of the caption column, the first one present is used.
+        path: UTF-8, comma-separated; column names in any case. The column `uid` names the files: "a/b" becomes "a%2Fb",
+            and different uids stay different.
+        caption_columns: names of the caption column, the first one present is used; rows call it `caption`.
         needs_uid: False numbers the rows 000000, 000001, ... where there is no column `uid`.
 
     Raises:
@@ -110,20 +203,20 @@ def read_captions(
     if caption is None or (needs_uid and "uid" not in header):
         wanted = " and ".join((["uid"] if needs_uid else []) + [" or ".join(caption_columns)])
         raise DataError(f"{path}: the first line must name the columns {wanted}; it has {', '.join(header) or 'none'}")
-    pairs: dict[str, str] = {}
+    named: dict[str, dict[str, str]] = {}
     for where, cells in rows:
         if len(cells) != len(header):
             raise DataError(
                 f"{where}: {len(cells)} cells where the header has {len(header)}; put text with commas in double quotes"
             )
         row = dict(zip(header, cells, strict=True))
-        uid = row.get("uid", f"{len(pairs):06d}")
+        uid = row.get("uid", f"{len(named):06d}")
         stem = re.sub(r"^\.", "%2E", quote(uid, safe=_SAFE_IN_NAMES))
         if not stem.strip() or len(stem) > _MAX_NAME_BYTES:
             raise DataError(
                 f"{where}: uid {uid[:60]!r} cannot be a file name: use 1 to {_MAX_NAME_BYTES} letters or digits"
             )
-        if stem in pairs:
+        if stem in named:
             raise DataError(f"{where}: uid {uid!r} appears twice; uids name files")
-        pairs[stem] = row[caption]
-    return list(pairs.items())
+        named[stem] = {**row, "caption": row[caption]}
+    return named

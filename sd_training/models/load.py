@@ -44,10 +44,11 @@ _CLASSES: Mapping[str, str] = {
         "T5EncoderModel XLMRobertaModel"
     ),
     "tokenizer": "CLIPTokenizer AutoTokenizer CLIPTokenizerFast T5Tokenizer T5TokenizerFast",
+    "controlnet": "ControlNetModel FluxControlNetModel SD3ControlNetModel",
     "noise_scheduler": (
         "DDPMScheduler DDIMScheduler DPMSolverMultistepScheduler EDMDPMSolverMultistepScheduler EDMEulerScheduler "
         "EulerAncestralDiscreteScheduler EulerDiscreteScheduler FlowMatchEulerDiscreteScheduler HeunDiscreteScheduler "
-        "LMSDiscreteScheduler PNDMScheduler UniPCMultistepScheduler"
+        "FlowMatchHeunDiscreteScheduler LMSDiscreteScheduler PNDMScheduler UniPCMultistepScheduler"
     ),
 }
 """Kind of part → its classes, the usual one first."""
@@ -55,9 +56,11 @@ _NETWORKS = ("vae", "unet", "text_encoder", "text_encoder_2")
 """Parts of a file in the original layout."""
 _USUAL_SAMPLER = "DDIMScheduler"
 ALLOWED: Mapping[str, Sequence[str]] = {
-    part: next(names.split() for kind, names in _CLASSES.items() if part.startswith(kind)) for part in PARTS
+    part: next(names.split() for kind, names in _CLASSES.items() if part.startswith(kind))
+    for part in (*PARTS, "controlnet")
 }
-"""Part → the classes that a config may name. Nothing else is ever constructed or loaded."""
+"""Part → the classes that a config may name; a ControlNet is drawn with only. Nothing else is ever constructed or
+loaded."""
 _REFUSED = {
     "quantization_config": "quantized weights are not trained or drawn with",
     "custom_pipeline": "code of a repository is never run",
@@ -198,7 +201,7 @@ def load_noise_scheduler(model: ModelConfig, part: str) -> Any:
         stored = cls.load_config(config.pretrained, **_checked_place(part, cls, config, option))
         if config.target is None:
             cls = class_of(part, stored.get("_class_name"), option)
-        _check_params(option, cls, config.params)
+        check_params(option, cls, config.params)
         return cls.from_config(stored, **config.params)
 
 
@@ -236,13 +239,17 @@ def first_line(error: Exception) -> str:
 def _construct(option: str, cls: Any, params: Mapping[str, Any]) -> Any:
     """`cls(**params)`; a transformers model is made from its config class."""
     constructor = cls.config_class if issubclass(cls, PreTrainedModel) else cls
-    _check_params(option, constructor, params)
+    check_params(option, constructor, params)
     made = constructor(**params)
     return made if constructor is cls else cls(made)
 
 
-def _check_params(option: str, constructor: Any, params: Mapping[str, Any]) -> None:
-    """Configs of transformers would take any name."""
+def check_params(option: str, constructor: Any, params: Mapping[str, Any]) -> None:
+    """Configs of transformers would take any name.
+
+    Raises:
+        ConfigError: names the parameters that `constructor` does not have, as `params` beside the option.
+    """
     accepted = [name for name in inspect.signature(constructor).parameters if name not in {"self", "kwargs"}]
     problems = []
     for name in (name for name in params if name not in accepted):

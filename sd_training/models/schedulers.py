@@ -164,7 +164,7 @@ def _sampler(model: ModelConfig, objective: Objective, config: Mapping[str, Any]
         # Their word for EDM's own c_out is epsilon.
         settings: dict[str, Any] = {"sigma_data": objective.sigma_data, "prediction_type": "epsilon"}
     elif prediction == "flow_prediction":
-        if "use_flow_sigmas" not in sampler.config and (has_unet or name != FLOW_SAMPLER):
+        if "use_flow_sigmas" not in sampler.config and (has_unet or not name.startswith("FlowMatch")):
             sampler = usual(UNET_FLOW_SAMPLER if has_unet else FLOW_SAMPLER)
         settings = _flow_settings(sampler, objective, config)
     else:
@@ -204,4 +204,6 @@ def _flow_settings(sampler: Any, objective: Objective, config: Mapping[str, Any]
         raise ConfigError(
             f"objective.shift.mode: tokens needs {FLOW_SAMPLER} and a transformer; use static with this pipeline"
         )
+    if "use_flow_sigmas" not in sampler.config:  # Heun's
+        return settings | {"shift": factor}
     return settings | {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": factor}

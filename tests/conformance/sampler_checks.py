@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-from scripts.generate_examples import make_sampler, samplers_for
 from sd_training.build.models import objective_of
 from sd_training.config.schema import ObjectiveConfig, ShiftConfig
 from sd_training.diffusion import Objective
+from sd_training.export.additions import make_sampler, samplers_for
 from tests.conformance.cases import Parts, draws_of, numbers, options_of, schedulers_for, tensor
 from tests.conformance.gaussian import MEAN, STD, exact, levels_at, sample, scaled
 from tests.conformance.reference import DISCRETE, Array, Setting
@@ -25,6 +25,7 @@ NUM_STEPS = 50
 TOKENS = 1024
 _SHAPE = (3, 2, 2, 2)
 _X0, _EPS = numbers(31, *_SHAPE), numbers(32, *_SHAPE)
+_SDE = {"algorithm_type": "sde-dpmsolver++"}
 _FLOW, _EDM = Setting(prediction="flow_prediction", schedule="flow"), Setting(prediction="edm", schedule="edm")
 
 
@@ -119,6 +120,13 @@ def _flow_exports() -> list[Export]:
         Export(_FLOW, "UniPCMultistepScheduler", 0.005, has_unet=False),
         Export(_FLOW, "DPMSolverMultistepScheduler", 0.01),
         Export(_FLOW, "DPMSolverMultistepScheduler", 0.01, shift=static),
+        Export(_FLOW, "FlowMatchHeunDiscreteScheduler", 0.01, has_unet=False),
+        Export(_FLOW, "FlowMatchHeunDiscreteScheduler", 0.01, has_unet=False, shift=static),
+        # Stochastic: 4000 samples know the deviation to 1 %. `stochastic_sampling` of diffusers' flow Euler is for
+        # distilled models: with an ideal denoiser the deviation comes out as 0.68 of the right one in 50 steps and 0.69
+        # in 100. Euler steps with σ(t) z √dt added, without the drift that belongs to that noise, give 1.23 and 1.25.
+        Export(_FLOW, "DPMSolverMultistepScheduler", 0.04, 0.03, has_unet=False, params=_SDE),
+        Export(_FLOW, "DPMSolverMultistepScheduler", 0.04, 0.03, has_unet=False, shift=static, params=_SDE),
     ]
 
 
@@ -195,7 +203,10 @@ def check_one_step(export: Export, index: int) -> None:
     bound = 2e-3 if alpha == 0 else max(2e-4, 1e-6 / alpha)
     if getattr(stepped, "pred_original_sample", None) is not None:
         torch.testing.assert_close(stepped.pred_original_sample, tensor(_X0), rtol=0, atol=bound)
-    if export.sampler not in ("DDPMScheduler", "EulerAncestralDiscreteScheduler"):
+    if (
+        export.sampler not in ("DDPMScheduler", "EulerAncestralDiscreteScheduler")
+        and "algorithm_type" not in export.params
+    ):
         wanted = _next_latents(sampler, setting, index, divides=scale != 1.0)
         torch.testing.assert_close(stepped.prev_sample, tensor(wanted), rtol=0, atol=bound * max(1.0, 1 / scale))
 
@@ -221,7 +232,11 @@ def one_steps() -> list[tuple[Export, int]]:
         if export.setting.prediction in DISCRETE:  # others than integer timesteps are never trained
             params["timestep_spacing"] = "trailing"
         # Heun visits levels twice, and LMS in the middle wants the answers before.
-        first_only = export.sampler in ("HeunDiscreteScheduler", "LMSDiscreteScheduler")
+        first_only = export.sampler in (
+            "HeunDiscreteScheduler",
+            "FlowMatchHeunDiscreteScheduler",
+            "LMSDiscreteScheduler",
+        )
         chosen += [(replace(export, params=params), index) for index in ((0,) if first_only else (0, 5, 9))]
     return chosen
 
@@ -252,7 +267,8 @@ def check_levels_of_flow_samplers() -> None:
     instead of 0.0030, whatever n is: equal steps from 1 to 0.0030, then shifted. The samplers with `use_flow_sigmas`
     step down from 1 (UniPC) or 0.999 (DPMSolver).
     """
-    for export in (export for export in EXPORTS if export.setting.prediction == "flow_prediction"):
+    flows = [export for export in EXPORTS if export.setting.prediction == "flow_prediction"]
+    for export in (export for export in flows if "Heun" not in (export.sampler or "")):  # it visits levels twice
         parts: Any = export.parts()
         sampler, objective = parts.schedulers.sampler, objective_of(parts)
         mu = export.mu(sampler)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from scripts.download_diffusers import load_pipeline
 from sd_training.build.run import Run
 from sd_training.callbacks.save import STEP_FILE_VARIABLE
 from sd_training.checkpoint.folder import newest_verified, verify_checkpoint
 from sd_training.errors import SaveError
+from sd_training.export.pipeline import load_pipeline
 from tests.integration.failing_saves import FullDisk
 from tests.integration.training import metrics, options, prepare, train_in_processes
 

@@ -11,7 +11,7 @@ from diffusers import EDMEulerScheduler, FlowMatchEulerDiscreteScheduler, UniPCM
 from PIL import Image
 
 from scripts import generate_examples
-from scripts.generate_examples import samplers_for
+from sd_training.export.additions import samplers_for
 from tests import makers
 from tests.family_makers import save_pipeline
 from tests.faults.fork_server import shared_server
@@ -158,7 +158,7 @@ def test_generate_under_torchrun_draws_the_same(pipeline_dir: Path, tmp_path: Pa
         (["--prompts", "grid.csv"], "'grid' is taken"),
         (["--prompt", "a", "--scheduler", "Best"], "scheduler Best: is none of those that can follow this model: DDIM"),
         (["--prompt", "a", "--steps", "2000"], "more than the 1000 timesteps"),
-        (["--prompt", "a", "--height", "20"], "--height: 20 is not a multiple of 8"),
+        (["--prompt", "a", "--height", "20"], "--height: 20 must be a multiple of 8"),
         (
             ["--prompt", "a", "--guidance-scale", "0.5", "--batch-size", "0"],
             "--batch-size: 0 must be 1 or more\n--guid",

@@ -11,10 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from scripts import posthoc_ema
-from scripts.download_diffusers import load_pipeline
 from sd_training.callbacks.ema import gamma_of, snapshot_path, track_decay, write_snapshot
 from sd_training.errors import UserError
-from sd_training.export.pipeline import export_pipeline
+from sd_training.export.pipeline import export_pipeline, load_pipeline
 from tests import makers
 from tests.family_makers import save_pipeline
 from tests.integration.commands import ROOT, forked

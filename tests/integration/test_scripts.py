@@ -73,7 +73,7 @@ def test_download_copies_a_local_pipeline(
 
 
 def test_download_converts_the_weights(pipeline_dir: Path, tmp_path: Path) -> None:
-    from scripts.download_diffusers import load_pipeline
+    from sd_training.export.pipeline import load_pipeline
 
     download_diffusers.main(["-m", str(pipeline_dir), "-o", str(tmp_path / "half"), "--dtype", "float16"])
     size = {

@@ -7,7 +7,7 @@ loads by `MMDiTRopePipeline.from_pretrained(folder)`, and once this module has b
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, TypeAlias
 
@@ -175,7 +175,7 @@ class MMDiTRopePipeline(SanaLoraLoaderMixin, DiffusionPipeline):  # whose LoRA i
     def __call__(
         self,
         prompt: str | Sequence[str],
-        negative_prompt: str = "",
+        negative_prompt: str | Sequence[str] = "",
         height: int | None = None,
         width: int | None = None,
         num_inference_steps: int = 28,
@@ -183,18 +183,21 @@ class MMDiTRopePipeline(SanaLoraLoaderMixin, DiffusionPipeline):  # whose LoRA i
         generator: torch.Generator | list[torch.Generator] | None = None,
         latents: Tensor | None = None,
         output_type: str = "pil",
+        callback_on_step_end: Callable[[Any, int, Tensor, dict[str, Tensor]], dict[str, Tensor]] | None = None,
     ) -> ImagePipelineOutput:
         """Draws one picture per prompt.
 
         Args:
             prompt: one or several.
-            negative_prompt: one for all; only read when guidance is on.
+            negative_prompt: one for all, or one for each prompt; only read when guidance is on.
             height, width: [pixels], multiples of the size of a token; None is the size of the transformer's base grid.
             num_inference_steps: calls of the scheduler.
             guidance_scale: s in v = v_null + s (v_cond - v_null) (Ho & Salimans 2022); 1 is off.
             generator: one, or one for each prompt.
             latents: [B, C, h, w] initial noise; None draws it.
             output_type: 'pil', 'np' ([B, H, W, 3] in [0, 1]), 'pt' ([B, 3, H, W] in [0, 1]) or 'latent'.
+            callback_on_step_end: gets the pipeline, the number of the step, its timestep and `latents`, and returns
+                those to go on with.
 
         Raises:
             ValueError: sizes that do not fit.
@@ -210,7 +213,8 @@ class MMDiTRopePipeline(SanaLoraLoaderMixin, DiffusionPipeline):  # whose LoRA i
         if latents is None:
             latents = randn_tensor(shape, generator=generator, device=device, dtype=torch.float32)
         latents = latents.to(device, torch.float32)
-        text = self.encode_prompts([negative_prompt] * len(prompts) + prompts if guided else prompts)
+        negatives = [negative_prompt] * len(prompts) if isinstance(negative_prompt, str) else list(negative_prompt)
+        text = self.encode_prompts(negatives + prompts if guided else prompts)
         conditioning = denoiser_inputs(text, dtype)
         config, shift = self.scheduler.config, {}
         if config.use_dynamic_shifting:
@@ -219,7 +223,7 @@ class MMDiTRopePipeline(SanaLoraLoaderMixin, DiffusionPipeline):  # whose LoRA i
         self.scheduler.set_timesteps(num_inference_steps, device=device, **shift)
         is_random = "generator" in inspect.signature(self.scheduler.step).parameters
         chance: dict[str, Any] = {"generator": generator} if is_random else {}
-        for timestep in self.progress_bar(self.scheduler.timesteps):
+        for step, timestep in enumerate(self.progress_bar(self.scheduler.timesteps)):
             inputs = torch.cat([latents, latents]) if guided else latents
             times = timestep.expand(len(inputs))
             velocity = self.transformer(inputs.to(dtype), times, return_dict=False, **conditioning)[0].float()
@@ -227,6 +231,8 @@ class MMDiTRopePipeline(SanaLoraLoaderMixin, DiffusionPipeline):  # whose LoRA i
                 null, conditioned = velocity.chunk(2)
                 velocity = null + guidance_scale * (conditioned - null)
             latents = self.scheduler.step(velocity, timestep, latents, return_dict=False, **chance)[0]
+            if callback_on_step_end is not None:
+                latents = callback_on_step_end(self, step, timestep, {"latents": latents})["latents"]
         images: Any = latents
         if output_type != "latent":
             unscaled = latents / self.vae.config.scaling_factor + (self.vae.config.shift_factor or 0.0)

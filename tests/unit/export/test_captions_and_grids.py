@@ -4,7 +4,7 @@ import pytest
 from PIL import Image
 
 from sd_training.errors import DataError
-from sd_training.export.draw import picture_grid, read_captions
+from sd_training.export.draw import picture_grid, read_captions, read_rows
 
 
 def write(folder: Path, text: str | bytes) -> Path:
@@ -46,10 +46,8 @@ def test_plain_names_stay_as_they_are(tmp_path: Path) -> None:
 
 def test_numbered_when_uids_are_optional(tmp_path: Path) -> None:
     path = write(tmp_path, "prompt\na\nb\n")
-    assert read_captions(path, caption_columns=("caption", "prompt"), needs_uid=False) == [
-        ("000000", "a"),
-        ("000001", "b"),
-    ]
+    rows = read_rows(path, caption_columns=("caption", "prompt"), needs_uid=False)
+    assert [(stem, row["caption"]) for stem, row in rows.items()] == [("000000", "a"), ("000001", "b")]
 
 
 @pytest.mark.parametrize(

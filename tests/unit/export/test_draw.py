@@ -11,8 +11,8 @@ import torch
 from diffusers import StableDiffusionPipeline
 from numpy.typing import NDArray
 
-from scripts.generate_examples import SAMPLERS, make_sampler, samplers_for
 from sd_training.errors import ConfigError
+from sd_training.export.additions import SAMPLERS, make_sampler, samplers_for
 from sd_training.export.draw import draw_images
 from tests import makers
 

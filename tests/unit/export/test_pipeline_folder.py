@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scripts.download_diffusers import folder_problems, load_pipeline
 from scripts.generate_examples import fingerprint
 from sd_training.errors import DataError
+from sd_training.export.pipeline import folder_problems, load_pipeline
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 

@@ -171,6 +171,17 @@ def test_shifts_are_sampled_as_they_are_trained(folders: dict[str, Path]) -> Non
     )
     sampler = load(model).schedulers.sampler
     assert not sampler.config.use_dynamic_shifting and sampler.config.shift == 3.0
+    heun = PartConfig(target="FlowMatchHeunDiscreteScheduler")
+    sampler = load(model.replace(noise_scheduler_inference=heun)).schedulers.sampler
+    assert type(sampler).__name__ == heun.target and sampler.config.shift == 3.0
+    with pytest.raises(
+        ConfigError, match=r"inference\.target: FlowMatchHeunDiscreteScheduler cannot sample FLUX; use "
+    ):
+        load(ModelConfig(pretrained=str(folders["flux"]), noise_scheduler_inference=heun))
+    with pytest.raises(
+        ConfigError, match=r"inference\.target: FlowMatchHeunDiscreteScheduler cannot sample prediction"
+    ):
+        load(ModelConfig(pretrained=str(folders["sdxl"]), noise_scheduler_inference=heun), preset="sd3")
 
 
 def test_an_exported_shift_is_taken_up_again(tmp_path: Path, folders: dict[str, Path]) -> None:

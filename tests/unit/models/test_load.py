@@ -10,10 +10,10 @@ import huggingface_hub
 import pytest
 import torch
 
-from scripts.download_diffusers import load_pipeline
 from sd_training.config.schema import ConditioningConfig, ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.data.order.buckets import size_problems
 from sd_training.errors import ConfigError, DataError
+from sd_training.export.pipeline import load_pipeline
 from sd_training.models.families import load_family
 from sd_training.models.family import Family, latent_grid
 from sd_training.models.load import (
