@@ -24,6 +24,7 @@ from sd_training.models.execution import (
     autocast_copy,
     compile_blocks,
     keep_compiled_code,
+    narrow_norms,
     recompute_activations,
     require_compiler,
     require_float8,
@@ -90,6 +91,8 @@ def _diffusion(plan: Plan) -> Trained:
     sizes, device = training_sizes(config.dataset.params).sizes, torch.device(accelerator)  # of a GPU the current one
     if not (model.xformers and model.attention == "auto" and use_fast_attention(family.denoiser, device)):
         choose_attention(family, model.attention, sizes, plan.precision, device)
+    if model.bf16_norms:
+        narrow_norms(family.denoiser)
     if model.float8 is not None:
         require_float8(accelerator)
         log.info(f"model.float8: {use_float8(blocks, model.float8)}")

@@ -287,6 +287,8 @@ def _model(config: Config) -> Iterator[str]:
         yield f"model.xformers: true means model.attention=xformers, but that is {model.attention}; keep one"
     if model.train_text_encoder and ema.path is not None:
         yield "ema.path: holds one network, but model.train_text_encoder trains several; remove one of them"
+    if model.bf16_norms and model.mixed_precision != "bf16":
+        yield f"model.bf16_norms: true needs model.mixed_precision=bf16, not {model.mixed_precision}"
     yield from _lora(config)
     yield from _float8(config)
     if ema.sigma_rels and ema.snapshot_every % ema.update_every:

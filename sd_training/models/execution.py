@@ -187,6 +187,28 @@ def use_float8(blocks: Sequence[nn.Module], recipe: str, *, is_emulated: bool = 
     return f"{len(chosen)} of {len(layers)} linear layers in the blocks compute in float8 ({recipe})"
 
 
+def narrow_norms(network: nn.Module) -> None:
+    """Makes layer norms under autocast take and give activations in its type, where they get such. On CUDA autocast
+    widens the input of a norm to fp32, and what follows works on a result of fp32. Torch's kernels compute mean and
+    deviation in fp32; group norms stay as they are, because torch keeps their statistics in the type of the input.
+
+    Args:
+        network: changed in place; to be called before its blocks are compiled or sharded.
+    """
+    for module in network.modules():
+        if type(module) is nn.LayerNorm:  # classes of their own know the type they want
+            module.forward = MethodType(_narrow_norm, module)
+
+
+def _narrow_norm(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype != torch.get_autocast_dtype(kind):
+        return nn.LayerNorm.forward(norm, x)
+    weight, bias = (own if own is None else own.to(x.dtype) for own in (norm.weight, norm.bias))
+    with torch.autocast(kind, enabled=False):
+        return nn.functional.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
+
+
 def autocast_weights(network: nn.Module) -> list[nn.Parameter]:
     """Parameters that autocast casts in every forward pass, and nothing else reads: those of linear layers and
     convolutions. Without the network's first one, by which diffusers and transformers tell the type of a network."""
