@@ -275,6 +275,8 @@ _ERRORS_ONLY = (
     "pytorch_lightning.trainer.connectors.checkpoint_connector",
     "xformers",  # a block of advice when its extension was built for another PyTorch, used or not
     "bitsandbytes.backends.cpu.ops",  # "pip install kernels", for 4-bit weights, which nothing here uses
+    "torchao",  # extensions that were built for another PyTorch, used or not
+    "torch.utils._pytree",  # how torchao registers its enumerations
 )
 _ADVICE = (
     # DDP copies such a gradient, as it did before it had views: 1×1 convolutions in channels_last on some CPUs.

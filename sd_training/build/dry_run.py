@@ -40,7 +40,7 @@ from sd_training.config.schema import Config, DistributedConfig, ModelConfig, wa
 from sd_training.data.index.report import DatasetReport, cut_captions, report_text
 from sd_training.data.order.buckets import training_sizes
 from sd_training.errors import Checks, ConfigError
-from sd_training.models.execution import autocast_weights
+from sd_training.models.execution import autocast_weights, narrow_norms
 from sd_training.models.families import load_family
 from sd_training.models.family import AUTOCAST_DTYPE, Family, blank_batch, latent_grid
 from sd_training.models.load import effective_part, load_part
@@ -377,6 +377,8 @@ def activation_bytes(
         for parameter in (p for network in trained.values() for p in network.parameters() if is_narrow):
             parameter.data = parameter.data.to(torch.bfloat16)
         fake = family.with_parts(trained)
+        if model.bf16_norms:
+            narrow_norms(fake.denoiser)
         forward = partial(run_family, fake, size, samples, model.trains_text)
         copy_bytes = 0 if is_narrow or precision == "no" else 2
         recomputed = fake.blocks() if model.gradient_checkpointing else []
@@ -456,7 +458,7 @@ class _CudaAutocast(TorchFunctionMode):
     """Casts the inputs of `FP32_ON_CUDA`; otherwise a UNet's norms would be counted at half their size."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__.strip("_") in FP32_ON_CUDA:
+        if func.__name__.strip("_") in FP32_ON_CUDA and torch.is_autocast_enabled(DEVICE.type):
             args, kwargs = tree_map(_widened, (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 

@@ -24,8 +24,11 @@ from sd_training.models.execution import (
     autocast_copy,
     compile_blocks,
     keep_compiled_code,
+    narrow_norms,
     recompute_activations,
     require_compiler,
+    require_float8,
+    use_float8,
     wants_channels_last,
 )
 from sd_training.models.families import load_family
@@ -88,6 +91,11 @@ def _diffusion(plan: Plan) -> Trained:
     sizes, device = training_sizes(config.dataset.params).sizes, torch.device(accelerator)  # of a GPU the current one
     if not (model.xformers and model.attention == "auto" and use_fast_attention(family.denoiser, device)):
         choose_attention(family, model.attention, sizes, plan.precision, device)
+    if model.bf16_norms:
+        narrow_norms(family.denoiser)
+    if model.float8 is not None:
+        require_float8(accelerator)
+        log.info(f"model.float8: {use_float8(blocks, model.float8)}")
     # Memory format, recomputation, copies and compilation, before anything wraps or shards the networks.
     # Transformers have few convolutions; FSDP2 and DeepSpeed take contiguous weights only.
     is_contiguous = family.denoiser_part != "unet" or plan.layout.strategy not in ("single", "ddp")
@@ -162,8 +170,8 @@ def prediction_warnings(model: ModelConfig, family: Family) -> list[str]:
 
 
 def fit_problems(config: Config, family: Family | None, grid: LatentGrid) -> list[str]:
-    """What this model cannot do: sizes, xformers, more preview steps than its noise schedule has; and whether the
-    perceptual network is missing.
+    """What this model cannot do: sizes, xformers, float8, more preview steps than its noise schedule has; and whether
+    the perceptual network is missing.
 
     Args:
         family: None for autoencoder training.
@@ -185,6 +193,8 @@ def fit_problems(config: Config, family: Family | None, grid: LatentGrid) -> lis
         problems += xformers_problems(family.denoiser, "model.attention: xformers")
     elif config.model.xformers:
         problems += xformers_problems(family.denoiser)
+    if config.model.float8 is not None and family.denoiser_part == "unet":
+        problems.append(f"model.float8: is for the blocks of a transformer, and {family.name} has a UNet; remove it")
     wanted, most = config.sampling.num_inference_steps, family.schedulers.objective.schedule.num_timesteps
     if wanted > most:
         problems.append(f"sampling.num_inference_steps: {wanted}, but the noise schedule has {most} steps")

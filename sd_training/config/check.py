@@ -287,7 +287,10 @@ def _model(config: Config) -> Iterator[str]:
         yield f"model.xformers: true means model.attention=xformers, but that is {model.attention}; keep one"
     if model.train_text_encoder and ema.path is not None:
         yield "ema.path: holds one network, but model.train_text_encoder trains several; remove one of them"
+    if model.bf16_norms and model.mixed_precision != "bf16":
+        yield f"model.bf16_norms: true needs model.mixed_precision=bf16, not {model.mixed_precision}"
     yield from _lora(config)
+    yield from _float8(config)
     if ema.sigma_rels and ema.snapshot_every % ema.update_every:
         yield f"ema.snapshot_every: {ema.snapshot_every} is no multiple of ema.update_every={ema.update_every}"
     if ema.device == "cuda" and config.distributed.offload_parameters:
@@ -312,6 +315,21 @@ def _lora(config: Config) -> Iterator[str]:
         yield f"{key}: is of whole networks, and model.lora.rank averages adapters; remove it"
     if config.distributed.mesh.tensor > 1:
         yield "distributed.mesh.tensor: cannot split adapted layers (model.lora.rank); use distributed.mesh.fsdp"
+
+
+def _float8(config: Config) -> Iterator[str]:
+    """What does not go with float8."""
+    model, distributed = config.model, config.distributed
+    if model.float8 is None:
+        return
+    if model.mixed_precision != "bf16":
+        yield f"model.float8: needs model.mixed_precision=bf16 for all the rest, and that is {model.mixed_precision}"
+    if model.lora.rank:
+        yield "model.float8: is for weights that are trained, and model.lora.rank freezes them; remove it"
+    if distributed.strategy.startswith("deepspeed"):
+        yield f"model.float8: is not known to work with {distributed.strategy}; use ddp or fsdp"
+    if distributed.mesh.tensor != 1:
+        yield "distributed.mesh.tensor: cannot split layers that compute in float8; use distributed.mesh.fsdp"
 
 
 def _saves(config: Config) -> Iterator[str]:

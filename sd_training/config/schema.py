@@ -187,6 +187,14 @@ class ModelConfig(OptionGroup):
     bf16_weights: Annotated[bool, DENOISER] = False
     """Keep the trained weights themselves in bf16, without fp32 ones: half the memory. Needs `mixed_precision: bf16`
     and `optimizer.stochastic_rounding`, or small updates would be rounded away; an EMA stays fp32."""
+    float8: Annotated[Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None, DENOISER] = None
+    """Compute the linear layers in the blocks of a transformer in float8: which recipe of torchao, all with scales that
+    follow every tensor, or every row of it. Weights, checkpoints and exports stay as they are. Needs the package
+    torchao, a GPU of compute capability 8.9 or more and `mixed_precision: bf16`; is meant for `trainer.compile`."""
+    bf16_norms: Annotated[bool, DENOISER] = False
+    """Keep activations around the denoiser's layer norms in bf16 on CUDA, where autocast makes them fp32; mean and
+    deviation stay fp32. Saves memory and traffic without `trainer.compile`, which fuses the conversions away. Group
+    norms stay as they are."""
     vae_precision: _FrozenPrecision = None
     """Autocast type of the frozen autoencoder; null: bf16 under bf16, otherwise fp32, because some overflow in fp16."""
     text_encoder_precision: _FrozenPrecision = None

@@ -1,4 +1,4 @@
-"""How networks are executed: torch.compile, memory format, recomputed activations, and weights in autocast's type.
+"""How networks are executed: torch.compile, memory format, recomputed activations, float8, weights in autocast's type.
 
 Everything but `autocast_copy` changes the network in place and keeps the names of modules, weights and exports. Blocks
 of the same class and shapes share compiled graphs, so block by block starts sooner than the whole network; shapes are
@@ -8,9 +8,11 @@ a block, so later wrapping or compilation sees an ordinary block.
 
 import copy
 import os
+import re
 import shutil
 import sysconfig
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
@@ -29,6 +31,8 @@ _COMPILERS = {"cpu": ("CXX", "g++", "clang++", "c++"), "cuda": ("CC", "gcc", "cl
 _SPARE_GRAPHS = 16
 _CODE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 """Environment variable in which torch.compile looks for the folder of generated code."""
+_ONCE_PER_SAMPLE = re.compile(r"(^|\.)(norm|condition$|modulation$)")
+"""Names of layers that see one row per sample: they compute scales and shifts of adaptive norms."""
 
 
 def compile_blocks(
@@ -135,6 +139,74 @@ def _checkpointed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(block, *args, **kwargs)
     return checkpoint(forward, block, *args, use_reentrant=False, **kwargs)
+
+
+def require_float8(accelerator: str) -> None:
+    """Checks for what `model.float8` needs of the machine.
+
+    Raises:
+        ConfigError: no GPU with float8, or no torchao.
+    """
+    if accelerator != "cuda":
+        raise ConfigError(f"model.float8: needs a CUDA GPU, and this run is on {accelerator}; remove it")
+    if (version := torch.cuda.get_device_capability()) < (8, 9):
+        own = f"{torch.cuda.get_device_name()} has {version[0]}.{version[1]}"
+        raise ConfigError(f"model.float8: needs compute capability 8.9 or more, but {own}; remove it")
+    if find_spec("torchao") is None:
+        raise ConfigError("model.float8: needs the package torchao; pip install torchao, or remove it")
+
+
+def use_float8(blocks: Sequence[nn.Module], recipe: str, *, is_emulated: bool = False) -> str:
+    """Makes the linear layers of blocks compute in float8, and returns a sentence about how many do. They keep their
+    parameters, so whatever reads weights sees an ordinary network.
+
+    Tensor cores want sizes that are multiples of 16; the number of tokens, which the gradient of a weight sums over, is
+    filled up with zeros. Layers that see one row per sample cost next to nothing, and stay.
+
+    Args:
+        blocks: changed in place; to be called before they are recomputed, compiled or sharded.
+        recipe: of torchao.
+        is_emulated: computes with float8 numbers in fp32, on any device.
+
+    Raises:
+        ConfigError: no layer has such sizes.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # optional, and takes seconds
+
+    layers = [own for block in blocks for own in block.named_modules() if isinstance(own[1], nn.Linear)]
+    chosen = {
+        layer
+        for name, layer in layers
+        if layer.in_features % 16 == layer.out_features % 16 == 0 and not _ONCE_PER_SAMPLE.search(name)
+    }
+    if not chosen:
+        raise ConfigError("model.float8: no linear layer of the blocks has sizes that are multiples of 16; remove it")
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=is_emulated, pad_inner_dim=True)
+    for block in blocks:
+        convert_to_float8_training(block, config=config, module_filter_fn=lambda layer, _: layer in chosen)
+    return f"{len(chosen)} of {len(layers)} linear layers in the blocks compute in float8 ({recipe})"
+
+
+def narrow_norms(network: nn.Module) -> None:
+    """Makes layer norms under autocast take and give activations in its type, where they get such. On CUDA autocast
+    widens the input of a norm to fp32, and what follows works on a result of fp32. Torch's kernels compute mean and
+    deviation in fp32; group norms stay as they are, because torch keeps their statistics in the type of the input.
+
+    Args:
+        network: changed in place; to be called before its blocks are compiled or sharded.
+    """
+    for module in network.modules():
+        if type(module) is nn.LayerNorm:  # classes of their own know the type they want
+            module.forward = MethodType(_narrow_norm, module)
+
+
+def _narrow_norm(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype != torch.get_autocast_dtype(kind):
+        return nn.LayerNorm.forward(norm, x)
+    weight, bias = (own if own is None else own.to(x.dtype) for own in (norm.weight, norm.bias))
+    with torch.autocast(kind, enabled=False):
+        return nn.functional.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
 
 
 def autocast_weights(network: nn.Module) -> list[nn.Parameter]:

@@ -66,14 +66,14 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
 
 
-def modulate(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+def modulate(normed: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """AdaLN(x) = LN(x)·(1 + scale) + shift, LN without weights (Peebles & Xie 2023, section 3.2).
 
     Args:
-        x: [B, tokens, W].
+        normed: [B, tokens, W] LN(x).
         scale, shift: [B, 1, W].
     """
-    return F.layer_norm(x, x.shape[-1:], eps=NORM_EPS) * (1 + scale) + shift
+    return normed * (1 + scale) + shift
 
 
 class RMSNorm(nn.RMSNorm):
@@ -136,6 +136,7 @@ class Stream(nn.Module):
     def __init__(self, width: int, head_dim: int, hidden: int, has_output: bool = True) -> None:
         super().__init__()
         self.head_dim, self.has_output = head_dim, has_output
+        self.norm = nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=False)
         self.modulation = nn.Linear(width, width * (6 if has_output else 2))
         self.key_value = nn.Linear(width, 2 * width, bias=False)
         self.key_norm = RMSNorm(head_dim, eps=NORM_EPS)
@@ -149,7 +150,7 @@ class Stream(nn.Module):
         """Query (of no token without output), key and value, [B, N, tokens, E] each, queries and keys normed per head;
         and the modulations of `gate_residual`."""
         scale, shift, *rest = self.modulation(condition).chunk(6 if self.has_output else 2, dim=-1)
-        x = modulate(x, scale, shift)
+        x = modulate(self.norm(x), scale, shift)
         key, value = (self._heads(part) for part in self.key_value(x).chunk(2, dim=-1))
         query = self.query_norm(self._heads(self.query(x))) if self.has_output else key[:, :, :0]
         return query, self.key_norm(key), value, rest
@@ -162,7 +163,7 @@ class Stream(nn.Module):
         """x + g1·Attn, then x + g2·MLP(AdaLN(x)): both skips start at the stream, not at the normed input."""
         gate, mlp_scale, mlp_shift, mlp_gate = modulations
         x = x + gate * self.out(attended)
-        return x + mlp_gate * self.mlp(modulate(x, mlp_scale, mlp_shift))
+        return x + mlp_gate * self.mlp(modulate(self.norm(x), mlp_scale, mlp_shift))
 
 
 class JointBlock(nn.Module):
@@ -268,6 +269,7 @@ class MMDiTRope(ModelMixin, ConfigMixin, PeftAdapterMixin):
             JointBlock(width, attention_head_dim, int(mlp_ratio * width), text_has_output=layer < num_layers - 1)
             for layer in range(num_layers)
         )
+        self.final_norm = nn.LayerNorm(width, eps=NORM_EPS, elementwise_affine=False)
         self.final_modulation = nn.Linear(width, 2 * width)
         self.unpatchify = nn.Linear(width, in_channels * patch_size**2)
         self._initialise(zero_init)
@@ -319,7 +321,7 @@ class MMDiTRope(ModelMixin, ConfigMixin, PeftAdapterMixin):
         for block in self.blocks:
             image, text = block(image, text, condition, angles, mask)
         scale, shift = self.final_modulation(F.silu(condition))[:, None].chunk(2, dim=-1)
-        sample = from_patches(self.unpatchify(modulate(image, scale, shift)), rows, patch)
+        sample = from_patches(self.unpatchify(modulate(self.final_norm(image), scale, shift)), rows, patch)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
     def _text(

@@ -46,6 +46,18 @@ def test_xformers_is_refused_where_it_cannot_run(mmdit_dir: Path, shards_dir: Pa
             start(make_plan(load_config(argv)))
 
 
+def test_float8_is_refused_where_it_cannot_run(
+    mmdit_dir: Path, pipeline_dir: Path, shards_dir: Path, tmp_path: Path
+) -> None:
+    changes = {"model__float8": "rowwise", "model__mixed_precision": "bf16"}
+    argv = options(tmp_path / "unet", pipeline_dir, shards_dir, **changes)
+    with pytest.raises(ConfigError, match=r"model.float8: is for the blocks of a transformer, and stable_diff"):
+        describe(make_plan(load_config(argv)))
+    argv = options(tmp_path / "cpu", mmdit_dir, shards_dir, **changes)
+    with pytest.raises(ConfigError, match=r"model.float8: needs a CUDA GPU, and this run is on cpu"):
+        prepare(argv)
+
+
 def test_kernels_and_chunks_change_nothing_but_rounding(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     train(options(tmp_path / "plain", pipeline_dir, shards_dir))
     changes = {"model__attention": "math", "model__vae_batch": 3, "trainer__matmul_precision": "high"}

@@ -59,6 +59,13 @@ def test_good_configurations_pass_without_a_word(base: dict[str, str]) -> None:
         ({"model__lora__rank": "2", "model__train_text_encoder": "true"}, "model.train_text_encoder: model.lora.rank"),
         ({"model__lora__rank": "2", "ema__path": "someone/x", "model__use_ema": "true"}, "ema.path: is of whole"),
         ({"model__lora__rank": "2", "distributed__mesh__tensor": "2"}, "distributed.mesh.tensor: cannot split adapted"),
+        ({"model__bf16_norms": "true", "model__mixed_precision": "fp16"}, "model.bf16_norms: true needs model.mixed"),
+        ({"model__float8": "rowwise", "model__lora__rank": "2"}, "model.float8: is for weights that are trained"),
+        ({"model__float8": "rowwise", "model__mixed_precision": "no"}, "model.float8: needs model.mixed_precision=b"),
+        (
+            {"model__float8": "rowwise", "model__train": "vae"},
+            'model.float8: is "rowwise", but is only read with model',
+        ),
         (
             {"distributed__dist_url": "tcp://host:80"},
             'distributed.dist_url: is "tcp://host:80", but this option is gone',

@@ -12,6 +12,7 @@ from torch import Tensor
 from sd_training.models.mmdit_rope import (
     JointBlock,
     MMDiTRope,
+    Stream,
     SwiGLU,
     TextProjection,
     TimestepEmbedding,
@@ -104,9 +105,10 @@ def test_text_projection() -> None:
 
 
 def test_modulation() -> None:
-    x, scale, shift = torch.randn(2, 5, 6), torch.randn(2, 1, 6), torch.randn(2, 1, 6)
+    x, scale, shift = torch.randn(2, 5, 8), torch.randn(2, 1, 8), torch.randn(2, 1, 8)
     expected = layer_norm(x.double()) * (1 + scale.double()) + shift.double()
-    assert torch.allclose(modulate(x, scale, shift).double(), expected, atol=1e-5)
+    norm = Stream(8, head_dim=4, hidden=8).norm
+    assert torch.allclose(modulate(norm(x), scale, shift).double(), expected, atol=1e-5)
 
 
 def reference_block(block: JointBlock, image: Tensor, text: Tensor, condition: Tensor, kept: Tensor, grid: int) -> Any:
