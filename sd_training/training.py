@@ -161,6 +161,14 @@ class TrainedModule(pl.LightningModule):
         """Module and callbacks enter their sections."""
         self._has_dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in network.modules())
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Lightning sets the name of the hook that it is in forty times per step; torch compares whatever is set with
+        parameters, modules and buffers, which takes a microsecond."""
+        if name == "_current_fx_name":
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def reset_logged(self) -> None:
         """Start a new logging window."""
         self.logged_sums: dict[str, Tensor] = {}

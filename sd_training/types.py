@@ -117,8 +117,9 @@ class PixelBatch(Draws):
     """Text encoder → [B, P] pooled vectors, likewise."""
 
     def to(self, device: torch.device) -> "PixelBatch":
-        """The same batch on `device`; copies from pinned memory do not wait for the host. Lightning calls this
-        before the training step."""
+        """The same batch on `device`; copies from pinned memory do not wait for the host."""
+        if self.positions.device == device:
+            return self
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def copied(self, *, is_pinned: bool) -> "PixelBatch":

@@ -2,8 +2,9 @@
 
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 from PIL import Image
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from pytorch_lightning.profilers import PassThroughProfiler
 from pytorch_lightning.strategies import Strategy
 from torch.utils.tensorboard import SummaryWriter
 
@@ -53,6 +55,7 @@ from sd_training.parallel.launch import process_group_backend, use_one_worker_pe
 from sd_training.parallel.strategies import FSDP2Strategy, ReplicatedStrategy, ShardingSpec, SingleProcessStrategy
 from sd_training.signals import StopSignals
 from sd_training.training import TrainedModule
+from sd_training.types import PixelBatch
 from sd_training.watchdog import HangWatch
 
 log = get_logger(__name__)
@@ -280,6 +283,21 @@ def _strategy(plan: Plan, sharding: ShardingSpec) -> Strategy:
             return DeepSpeedZeroStrategy(int(name[-1]), plan.config, plan.precision, **options)
 
 
+class _NoProfiler(PassThroughProfiler):
+    """Lightning enters the context of a profiler around every hook, some forty times per step."""
+
+    _nothing = nullcontext("")
+
+    def profile(self, action_name: str) -> AbstractContextManager[str]:  # type: ignore[override]
+        """One context for all; the one of the base class makes a generator each time."""
+        return self._nothing
+
+
+def training_step_arguments(_: Any, batch: PixelBatch, batch_index: int) -> OrderedDict[str, Any]:
+    """Of a micro-batch, in their order."""
+    return OrderedDict(batch=batch, batch_index=batch_index)
+
+
 def _trainer(plan: Plan, callbacks: list[pl.Callback], strategy: Strategy) -> pl.Trainer:
     plugins: list[Any] = []
     is_deepspeed = plan.layout.strategy.startswith("deepspeed")
@@ -301,6 +319,7 @@ def _trainer(plan: Plan, callbacks: list[pl.Callback], strategy: Strategy) -> pl
         callbacks=callbacks,
         logger=_loggers(plan) if is_main_process() else [],
         plugins=plugins,
+        profiler=_NoProfiler(),
         log_every_n_steps=plan.config.logging.every,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -314,6 +333,8 @@ def _trainer(plan: Plan, callbacks: list[pl.Callback], strategy: Strategy) -> pl
     # a flag and reads it on the host, which waits for all the work in flight. It has no option for either.
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    # Lightning looks up the parameters of `training_step` at every micro-batch, which takes longer than a kernel.
+    trainer.fit_loop.epoch_loop._build_kwargs = training_step_arguments  # type: ignore[method-assign]
     return trainer
 
 

@@ -36,6 +36,10 @@ class OptimizerStepCallback(pl.Callback):
     """What its time is booked as."""
     _last_step: int = 0
 
+    # Lightning calls every hook of every callback, also those that do nothing; what is None it passes over.
+    on_train_batch_start = on_before_optimizer_step = None  # type: ignore[assignment]
+    on_before_zero_grad = on_before_backward = on_after_backward = None  # type: ignore[assignment]
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """A resumed run starts counting where it stopped."""
         pl_module.ledger.enter(self.section)
@@ -43,11 +47,11 @@ class OptimizerStepCallback(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Lightning's hook, once per micro-batch."""
-        if trainer.global_step == self._last_step:
+        if (step := trainer.global_step) == self._last_step:
             return
-        self._last_step = trainer.global_step
+        self._last_step = step
         pl_module.ledger.enter(self.section)
-        self.on_optimizer_step(trainer, pl_module, trainer.global_step)
+        self.on_optimizer_step(trainer, pl_module, step)
 
     def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
         """Once per optimizer step, after it.

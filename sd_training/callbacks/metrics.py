@@ -308,9 +308,8 @@ class ProgressBar(OptimizerStepCallback):
         if not trainer.is_global_zero:
             return
         done, now_s = step * self.global_batch, time.monotonic()
-        newest = _newest(self.state.metrics) if self.state.metrics else ""
         if self._bar is not None:
-            self._bar.set_postfix_str(f"step {step}{newest}", refresh=False)
+            self._bar.set_postfix_str(f"step {step}{_newest(self.state.metrics)}", refresh=False)
             self._bar.update(done - self._bar.n)
         if now_s >= self._line[0] + _LINE_EVERY_S or step == self.num_steps:
             # Of the time since the last line: saves and pictures slow down the line they belong to only.
@@ -319,7 +318,8 @@ class ProgressBar(OptimizerStepCallback):
             s_per_image = (now_s - self._started[0]) / max(done - self._started[1], 1)
             left = timedelta(seconds=round(s_per_image * (self.num_steps * self.global_batch - done)))
             progress = f"step {step:,} of {self.num_steps:,}: {counted(done, 'image')}, {per_s:.1f} images/s"
-            log.info(f"{progress}, {left} left{newest}", extra=None if self._bar is None else FOR_FILE)
+            text = f"{progress}, {left} left{_newest(self.state.metrics)}"
+            log.info(text, extra=None if self._bar is None else FOR_FILE)
 
     def on_exception(self, *_: object) -> None:
         """The error is printed below the bar."""
@@ -338,7 +338,9 @@ class ProgressBar(OptimizerStepCallback):
 
 def _newest(metrics: Mapping[str, float]) -> str:
     """Loss, duration of a step, share of it that is waiting for data, and utilisation of the device where its peak is
-    known."""
+    known; nothing before the first row."""
+    if not metrics:
+        return ""
     step_s, waiting_s = metrics["step_s"], metrics["data_wait_s"]
     text = f", loss {metrics['loss']:.4f}, {step_s:.3g} s/step, {waiting_s / step_s:.0%} waiting for data"
     return f"{text}, {metrics['mfu']:.1%} MFU" if "mfu" in metrics else text

@@ -346,6 +346,7 @@ class TrainingStrategy:
 
     global_rank: int
     world_size: int
+    root_device: torch.device
     lightning_module: pl.LightningModule
     optimizers: list[torch.optim.Optimizer]
 
@@ -363,6 +364,24 @@ class TrainingStrategy:
 
     def shard_network(self) -> None:
         """Called from `configure_model`, before the optimizer is made."""
+
+    @cached_property
+    def _upload_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.root_device)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """A `PixelBatch` where it is trained on. On CUDA a stream of its own copies it from page-locked memory: the
+        host is here while the device still works on the micro-batch before, and the copy does not wait for that."""
+        device = device or self.root_device
+        if device.type != "cuda":
+            return batch.to(device)
+        with torch.cuda.stream(self._upload_stream):
+            uploaded = batch.to(device)
+        training = torch.cuda.current_stream(device)
+        training.wait_stream(self._upload_stream)
+        for tensor in uploaded.tensors():  # else the next copy could take their memory while they are still being read
+            tensor.record_stream(training)
+        return uploaded
 
     @cached_property
     def cpu_group(self) -> CpuGroup:

@@ -5,6 +5,7 @@ import ast
 import importlib
 import inspect
 import textwrap
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,27 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loops.loop import _Loop
+from pytorch_lightning.loops.optimization.automatic import _AutomaticOptimization
 from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.plugins.precision import DeepSpeedPrecision
 from pytorch_lightning.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
 from pytorch_lightning.strategies.parallel import ParallelStrategy
+from pytorch_lightning.trainer.call import _call_callback_hooks, _call_lightning_module_hook, _call_strategy_hook
 from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from pytorch_lightning.trainer.connectors.signal_connector import _SignalConnector
 
 from sd_training import log
+from sd_training.build.run import training_step_arguments
+from sd_training.config.schema import OptimizerConfig
+from sd_training.optim import Optimization
+from sd_training.training import TrainedModule
 
 PACKAGE = Path(log.__file__).parent
 
 PRIVATE = {
     "_signal_connector": "lightning: build/run.py",
     "_broadcast_sigterm_tensor": "lightning: build/run.py",
+    "_build_kwargs": "lightning: build/run.py",
     "_setup_distributed": "lightning: parallel/strategies.py",
     "_device_mesh": "lightning: parallel/strategies.py",
     "_init_deepspeed_distributed": "lightning: parallel/deepspeed.py",
@@ -225,6 +233,34 @@ def test_the_flag_of_sigterm_is_sent_by_the_method_that_is_replaced() -> None:
     rest = inspect.getsource(inspect.getmodule(_TrainingEpochLoop)).replace(method, "")  # type: ignore[arg-type]
     assert "torch.distributed.broadcast" not in rest and "torch.distributed.barrier" not in rest
     assert list(inspect.signature(_TrainingEpochLoop._broadcast_sigterm_tensor).parameters) == ["self"]
+
+
+def test_a_training_step_gets_what_lightning_would_give_it() -> None:
+    trainer = make_trainer()
+    trainer.strategy.connect(TrainedModule.__new__(TrainedModule))
+    given = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), "a batch", 3)
+    assert [*given.values()] == [*training_step_arguments(OrderedDict(), "a batch", 3).values()] == ["a batch", 3]
+    assert 'call._call_strategy_hook(trainer, "training_step", *kwargs.values())' in inspect.getsource(
+        _AutomaticOptimization._training_step
+    )
+
+
+# --- callbacks/base.py ---
+
+
+def test_a_hook_that_is_none_is_passed_over() -> None:
+    assert "fn = getattr(callback, hook_name)\n        if callable(fn):" in inspect.getsource(_call_callback_hooks)
+
+
+# --- training.py ---
+
+
+def test_the_name_of_the_hook_is_what_is_set_around_every_call() -> None:
+    for call in (_call_callback_hooks, _call_lightning_module_hook, _call_strategy_hook):
+        assert inspect.getsource(call).count("pl_module._current_fx_name = ") == 2
+    module = TrainedModule(torch.nn.Linear(1, 1), Optimization(OptimizerConfig(), 1.0, lambda step: 1.0))
+    module._current_fx_name = "a hook"
+    assert module._current_fx_name == "a hook" and [*module._modules] == ["network"]
 
 
 # --- parallel/strategies.py ---
