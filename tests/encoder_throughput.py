@@ -29,7 +29,7 @@ from sd_training.models.flops import flops
 ROOT = Path(__file__).resolve().parents[1]
 SIDE = 64
 """Of a picture [pixels]."""
-SIZES = [(32, second, third, 32) for second, third in itertools.product(range(16, 81, 16), range(16, 145, 16))]
+SIZES = [(32, *rest) for rest in itertools.product(range(32, 81, 16), range(16, 145, 16), range(16, 97, 16))]
 """Widths of autoencoders. Multiples of 16: a convolution takes as long with 17 channels as with 32 (oneDNN)."""
 EVERY = 5
 """Optimizer steps of a row."""
