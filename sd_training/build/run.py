@@ -55,7 +55,6 @@ from sd_training.parallel.launch import process_group_backend, use_one_worker_pe
 from sd_training.parallel.strategies import FSDP2Strategy, ReplicatedStrategy, ShardingSpec, SingleProcessStrategy
 from sd_training.signals import StopSignals
 from sd_training.training import TrainedModule
-from sd_training.types import PixelBatch
 from sd_training.watchdog import HangWatch
 
 log = get_logger(__name__)
@@ -293,9 +292,9 @@ class _NoProfiler(PassThroughProfiler):
         return self._nothing
 
 
-def training_step_arguments(_: Any, batch: PixelBatch, batch_index: int) -> OrderedDict[str, Any]:
+def training_step_arguments(kwargs: OrderedDict[str, Any], batch: Any, batch_idx: int) -> OrderedDict[str, Any]:
     """Of a micro-batch, in their order."""
-    return OrderedDict(batch=batch, batch_index=batch_index)
+    return OrderedDict(batch=batch, batch_idx=batch_idx)
 
 
 def _trainer(plan: Plan, callbacks: list[pl.Callback], strategy: Strategy) -> pl.Trainer:

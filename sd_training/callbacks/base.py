@@ -37,8 +37,11 @@ class OptimizerStepCallback(pl.Callback):
     _last_step: int = 0
 
     # Lightning calls every hook of every callback, also those that do nothing; what is None it passes over.
-    on_train_batch_start = on_before_optimizer_step = None  # type: ignore[assignment]
-    on_before_zero_grad = on_before_backward = on_after_backward = None  # type: ignore[assignment]
+    on_train_batch_start: Any = None
+    on_before_zero_grad: Any = None
+    on_before_backward: Any = None
+    on_after_backward: Any = None
+    on_before_optimizer_step: Any = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """A resumed run starts counting where it stopped."""

@@ -195,9 +195,10 @@ def narrow_norms(network: nn.Module) -> None:
     Args:
         network: changed in place; to be called before its blocks are compiled or sharded.
     """
-    for module in network.modules():
-        if type(module) is nn.LayerNorm:  # classes of their own know the type they want
-            module.forward = MethodType(_narrow_norm, module)
+    # Classes of their own know the type they want.
+    norms: list[nn.Module] = [module for module in network.modules() if type(module) is nn.LayerNorm]
+    for norm in norms:
+        norm.forward = MethodType(_narrow_norm, norm)
 
 
 def _narrow_norm(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:

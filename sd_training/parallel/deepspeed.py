@@ -62,7 +62,7 @@ class DeepSpeedZeroStrategy(TrainingStrategy, DeepSpeedStrategy):
         self.has_collective_forward = self.zero_stage_3
 
     @property
-    def root_device(self) -> torch.device:
+    def root_device(self) -> torch.device:  # type: ignore[override]
         """DeepSpeed requires a device index for CPUs as well."""
         device = super().root_device
         return torch.device("cpu", self.local_rank) if device.type == "cpu" else device

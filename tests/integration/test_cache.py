@@ -2,6 +2,7 @@
 cache is refused; a builder killed at any moment leaves no wrong row."""
 
 import json
+import logging
 import math
 import os
 import random
@@ -385,6 +386,13 @@ def test_a_full_disk_is_found_before_the_start(sd2: Home, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match="GiB are needed"):
         sd2.make("full")
     assert not (sd2.folder / "full").exists()
+
+
+def test_a_dry_run_says_what_is_needed_and_writes_nothing(sd2: Home, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, cache_latents.log.name):
+        sd2.make("dry", "--dry-run")
+    assert any("chunks, 0 of them done: 0.00 GiB are needed" in message for message in caplog.messages), caplog.messages
+    assert not (sd2.folder / "dry").exists()
 
 
 def contents(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from sd_training.build.dry_run import activation_bytes, cuda_autocast
 from sd_training.config.schema import ModelConfig
 from sd_training.models.execution import narrow_norms
 from sd_training.models.family import Family
+from tests.unit.models.census import CAST, per_picture
 from tests.unit.models.denoiser_steps import load_tiny, loss_and_gradients
 
 EPS = torch.finfo(torch.bfloat16).eps
@@ -63,3 +64,12 @@ def test_statistics_are_fp32() -> None:
     # Why group norms stay: this is also torch's function on CUDA.
     picture, ones = x.view(4, 64, 1, 1), torch.ones(64, dtype=x.dtype)
     assert torch.native_group_norm(picture, ones, ones, 4, 64, 1, 8, 1e-5)[1].dtype == torch.bfloat16
+
+
+def test_fewer_bytes_are_moved_and_kept() -> None:
+    """Of two blocks of the published width; docs/memory.md has the whole networks."""
+    (wide, wide_kept), (narrow, narrow_kept) = (
+        per_picture("sd3", is_narrow=is_narrow, num_layers=2) for is_narrow in (False, True)
+    )
+    assert sum(narrow.values()) < 0.75 * sum(wide.values()) and narrow_kept < 0.9 * wide_kept
+    assert narrow[CAST] < 0.8 * wide[CAST]
