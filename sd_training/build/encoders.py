@@ -7,7 +7,6 @@ micro-batches (`data/encoded.py`). The kernel kills them with the process that h
 
 import json
 import os
-import pickle
 import secrets
 import signal
 import socket
@@ -18,7 +17,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from io import BufferedRWPair
 from typing import Any
 
 import torch
@@ -31,6 +29,7 @@ from sd_training.data.encoded import (
     EncoderProcesses,
     EncoderShares,
     EncoderTimes,
+    Link,
     TrainerGone,
     address_of,
     is_same_user,
@@ -178,18 +177,18 @@ def _device(plan: Plan, number: int) -> torch.device:
     return torch.device("cuda", given[number] if given else first + number)
 
 
-def _accept(listener: socket.socket, count: int) -> tuple[dict[int, BufferedRWPair], int]:
+def _accept(listener: socket.socket, count: int) -> tuple[dict[int, Link], int]:
     """Waits until so many training processes have connected; by global rank, and the micro-batch they begin with. This
     process and its loader processes may run on the cores of all of them: srun binds each to its own."""
-    streams, first, cores = dict[int, BufferedRWPair](), 0, os.sched_getaffinity(0)
-    while len(streams) < count:
+    links, first, cores = dict[int, Link](), 0, os.sched_getaffinity(0)
+    while len(links) < count:
         connection, _ = listener.accept()
         if is_same_user(connection):
-            stream = connection.makefile("rwb")
-            rank, first, more_cores = pickle.load(stream)
-            streams[rank], cores = stream, cores | more_cores
+            link = Link(connection)
+            rank, first, more_cores = link.receive()
+            links[rank], cores = link, cores | more_cores
     os.sched_setaffinity(0, cores)
-    return streams, first
+    return links, first
 
 
 def main() -> None:
@@ -210,7 +209,7 @@ def main() -> None:
         server: EncoderServer | Exception = EncoderServer(make_plan(Config.model_validate(start["config"])), number)
     except Exception as error:
         server = error
-    streams, first = _accept(listener, start["processes"])
+    links, first = _accept(listener, start["processes"])
     where = f"distributed.encoders: encoder process {number}"
     try:
         if isinstance(server, Exception):
@@ -221,8 +220,8 @@ def main() -> None:
             for ranks, result, encode_s in server.results(first):
                 if sent is not None:
                     sent.result()
-                sent = sender.submit(send_result, [streams[rank] for rank in ranks], result, encode_s)
+                sent = sender.submit(send_result, [links[rank] for rank in ranks], result, encode_s)
     except Exception as error:
         if not isinstance(error, (UserError, TrainerGone)):
             sys.excepthook(type(error), error, error.__traceback__)  # the training processes report one line
-        send_end([*streams.values()], error, where)
+        send_end([*links.values()], error, where)

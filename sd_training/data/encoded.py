@@ -2,14 +2,13 @@
 
 Each training process connects to all encoder processes of its machine. Which of them makes a micro-batch follows from
 its number, so the order and every draw are those of a run without them. Addresses are in Linux's abstract namespace,
-which leaves no file behind, and hold a random number; both ends check that the other one belongs to the same user, so
-what comes may be unpickled. A micro-batch is a `Delivery` and one block of bytes, which is received into page-locked
-memory for CUDA.
+which leaves no file behind, and hold a random number; both ends check that the other one belongs to the same user. A
+micro-batch is a `Delivery`, which travels as objects do between loader processes, and one block of bytes, which is
+received into page-locked memory for CUDA.
 """
 
 import math
 import os
-import pickle
 import queue
 import signal
 import socket
@@ -20,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from io import BufferedRWPair
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
@@ -141,6 +140,35 @@ def is_same_user(connection: socket.socket) -> bool:
     return bool(user == os.getuid())
 
 
+class Link:
+    """One end of a connection between two processes of a run and of one user.
+
+    Args:
+        own: blocking, and open as long as the link is used.
+    """
+
+    def __init__(self, own: socket.socket) -> None:
+        self._socket, self._objects = own, Connection(os.dup(own.fileno()))
+
+    def send(self, value: object, block: Tensor | None = None) -> None:
+        """An object, and [N] uint8 after it. Raises OSError at the end of the connection."""
+        self._objects.send(value)
+        if block is not None:
+            self._socket.sendall(block.numpy().data)
+
+    def receive(self) -> Any:
+        """The next object. Raises EOFError or OSError at the end of the connection."""
+        return self._objects.recv()
+
+    def fill(self, block: Tensor) -> None:
+        """Receives [N] uint8; raises as `receive`."""
+        memory = block.numpy().data
+        while memory:
+            if not (count := self._socket.recv_into(memory, len(memory), socket.MSG_WAITALL)):
+                raise EOFError
+            memory = memory[count:]
+
+
 class Delivery(NamedTuple):
     """What goes before the tensors of a micro-batch; a connection ends with an exception in its place."""
 
@@ -152,7 +180,7 @@ class Delivery(NamedTuple):
     """How long it took to encode [s]."""
 
 
-def send_result(streams: Sequence[BufferedRWPair], result: WorkerResult, encode_s: float) -> None:
+def send_result(links: Sequence[Link], result: WorkerResult, encode_s: float) -> None:
     """A micro-batch, as it came from the loader or encoded, to the training processes that get it.
 
     Args:
@@ -163,16 +191,13 @@ def send_result(streams: Sequence[BufferedRWPair], result: WorkerResult, encode_
     """
     forms, block = (None, None) if result.batch is None else result.batch.packed()
     try:
-        for stream in streams:
-            pickle.dump(Delivery(WorkerResult(None, result.skipped, result.error), forms, encode_s), stream)
-            if block is not None:
-                stream.write(block.numpy().data)
-            stream.flush()
+        for link in links:
+            link.send(Delivery(WorkerResult(None, result.skipped, result.error), forms, encode_s), block)
     except OSError as lost:
         raise TrainerGone from lost
 
 
-def send_end(streams: Sequence[BufferedRWPair], cause: Exception, where: str) -> None:
+def send_end(links: Sequence[Link], cause: Exception, where: str) -> None:
     """Why no more micro-batches come; a user's mistake or an outage keeps its exit status."""
     end: Exception
     match cause:
@@ -184,26 +209,24 @@ def send_end(streams: Sequence[BufferedRWPair], cause: Exception, where: str) ->
             end = EncoderError(f"{where}: out of memory; set model.vae_batch, or lower system.batch_size ({cause})")
         case _:
             end = EncoderError(f"{where}: {type(cause).__name__}: {cause}")
-    for stream in streams:
+    for link in links:
         with suppress(OSError):
-            pickle.dump(end, stream)
-            stream.flush()
+            link.send(end)
 
 
-def _receive(stream: BufferedRWPair) -> Delivery | Exception:
+def _receive(link: Link) -> Delivery | Exception:
     """The other end of `send_result` and `send_end`; `result` has its batch.
 
     Raises:
         OSError, EOFError: the encoder process has ended.
     """
-    delivery: Delivery | Exception = pickle.load(stream)
+    delivery: Delivery | Exception = link.receive()
     if isinstance(delivery, Exception) or delivery.forms is None:
         return delivery
 
     def filled(num_bytes: int) -> Tensor:
         block = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        if stream.readinto(block.numpy().data) < num_bytes:
-            raise EOFError
+        link.fill(block)
         return block
 
     delivery.result.batch = PixelBatch.allocate(delivery.forms, filled)
@@ -237,14 +260,14 @@ class EncoderProcesses:
 
         def receive() -> None:
             """In a thread; an exception is the last that it delivers."""
-            streams, encoder, delivery = [own.makefile("rwb") for own in connections], 0, None
+            links, encoder, delivery = [Link(own) for own in connections], 0, None
             try:
                 for number in range(first, end):
                     encoder = self.shares.encoder_of(number, rank)
-                    received.put(delivery := _receive(streams[encoder]))
+                    received.put(delivery := _receive(links[encoder]))
                     if isinstance(delivery, Exception):
                         return
-            except (OSError, EOFError, pickle.UnpicklingError):
+            except (OSError, EOFError):
                 if not is_over.is_set():
                     received.put(self._lost(encoder))
             except Exception as error:
@@ -283,7 +306,7 @@ class EncoderProcesses:
                 time.sleep(0.05)
         if not is_same_user(connection):
             raise EncoderError("distributed.encoders: another user listens where an encoder process should")
-        connection.sendall(pickle.dumps((self.global_rank, first, os.sched_getaffinity(0))))
+        Link(connection).send((self.global_rank, first, os.sched_getaffinity(0)))
         return connection
 
     def _lost(self, encoder: int) -> EncoderError | ConnectionError:

@@ -2,13 +2,11 @@
 
 import logging
 import os
-import pickle
 import socket
 import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from io import BufferedRWPair
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from sd_training.data.encoded import (
     EncoderProcesses,
     EncoderShares,
     EncoderTimes,
+    Link,
     TrainerGone,
     _receive,
     address_of,
@@ -40,10 +39,11 @@ def test_every_micro_batch_has_one_encoder() -> None:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[BufferedRWPair, BufferedRWPair]]:
+def ends() -> Iterator[tuple[Link, Link]]:
     """Of a connection: the encoder process', and the training process'."""
     here, there = socket.socketpair()
-    with here, there, here.makefile("rwb") as encoder, there.makefile("rwb") as trainer:
+    encoder, trainer = Link(here), Link(there)
+    with here, there:
         yield encoder, trainer
 
 
@@ -68,7 +68,7 @@ def random_batch(seed: int) -> PixelBatch:
     return batch
 
 
-def test_micro_batches_arrive_as_they_were_sent(ends: tuple[BufferedRWPair, BufferedRWPair]) -> None:
+def test_micro_batches_arrive_as_they_were_sent(ends: tuple[Link, Link]) -> None:
     """Also one that could not be read, between two others."""
     encoder, trainer = ends
     skipped = [SkippedSample("000.tar", "7", "image cannot be decoded", 3)]
@@ -102,9 +102,10 @@ def test_training_that_ends_blames_no_encoder_process(caplog: pytest.LogCaptureF
         with ThreadPoolExecutor(1) as training:
             first = training.submit(next, results)
             connection, _ = listener.accept()
-            with connection, connection.makefile("rwb") as stream:
-                assert pickle.load(stream)[:2] == (0, 3)
-                send_result([stream], WorkerResult(None, []), 0.5)
+            with connection:
+                link = Link(connection)
+                assert link.receive()[:2] == (0, 3)
+                send_result([link], WorkerResult(None, []), 0.5)
                 assert first.result().batch is None
                 results.close()
                 for thread in (own for own in threading.enumerate() if own.name == "encoded batches"):
@@ -125,7 +126,7 @@ def test_training_that_ends_blames_no_encoder_process(caplog: pytest.LogCaptureF
     ],
 )
 def test_the_end_has_its_cause_and_status(
-    cause: Exception, kind: type, status: int | None, text: str, ends: tuple[BufferedRWPair, BufferedRWPair]
+    cause: Exception, kind: type, status: int | None, text: str, ends: tuple[Link, Link]
 ) -> None:
     encoder, trainer = ends
     send_end([encoder], cause, "encoder process 0")
