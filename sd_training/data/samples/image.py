@@ -4,6 +4,7 @@ JPEGs are decoded no larger than needed.
 """
 
 import io
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -38,7 +39,12 @@ _PROBE = np.indices((17, 17, 17), dtype=np.uint8).reshape(3, 17, -1).transpose(1
 _WHITE = (255, 255, 255, 255)
 _MARGIN = 1.2
 """A JPEG is decoded at least so much larger than needed; with less, aliasing of the reduced picture is seen (34 dB
-instead of 40 dB against decoding in full, on a photograph of 640 × 427 for 256)."""
+instead of 40 dB against decoding in full, on a photograph of 640 × 427 for 256). Scale 4 / 8 is a mean of 2 × 2 pixels:
+a zone plate is 20.9 dB away from its ideal low pass, and 24.7 dB when it is decoded in full and resized."""
+_COARSE_CHROMA = 0.6
+"""A picture that is reduced so far or further has its chroma repeated instead of interpolated, which saves 6 % of
+decoding. The result is as near to the picture before compression: over twelve parts of photographs reduced by 2, it is
+0.9 dB nearer for JPEGs of quality 95, equally near for 90, and 0.2 dB less near for 75."""
 LeastScale = Callable[[int, int], float]
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom of a cut [pixels]."""
@@ -49,6 +55,10 @@ MAX_SCANS = 100
 BYTES_PER_PIXEL = 25
 """Most memory that decoding takes per pixel of the file [bytes], measured over all kinds of images; WebP needs it."""
 _JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"
+_SEGMENT, _FRAME = struct.Struct(">2sH"), struct.Struct(">HHB")
+"""Marker and length of a segment of a JPEG; height, width and number of components of its frame."""
+_SEQUENTIAL, _TABLES = (b"\xff\xc0", b"\xff\xc1"), (b"\xff\xc4", b"\xff\xdb", b"\xff\xdd", b"\xff\xe0", b"\xff\xfe")
+"""Markers of a frame that is not progressive; of tables, restart interval, JFIF, comment."""
 _EIGHTHS = (1, 2, 4, 8)
 """libjpeg-turbo scales by n / 8 while it decodes. It has vector code for these; the others take longer than 8 / 8."""
 
@@ -96,6 +106,11 @@ def decode(
     Raises:
         BadSample: it is none of these formats, is larger than `max_pixels` (known before decoding), or is damaged.
     """
+    plain = _plain_size(data) if least_scale is not None else None
+    if least_scale is not None and plain is not None and plain[0] * plain[1] <= max_pixels:
+        reduced = _decode_reduced(data, plain, least_scale(*plain), "RGB")
+        if reduced is not None:
+            return reduced
     image = _open(data, max_pixels)
     try:
         orientation = _orientation(image)
@@ -123,12 +138,32 @@ def decode(
         raise BadSample(f"image cannot be decoded: {type(error).__name__}: {error}") from error
 
 
+def _plain_size(data: bytes) -> tuple[int, int] | None:
+    """Height and width of a JPEG that may be decoded as it is: upright, without a colour profile, in one scan. None of
+    all other files: their header is read by Pillow, which takes a tenth of the time of a picture of 512 × 512."""
+    place, height, width, components = len(_JPEG), 0, 0, 0
+    try:
+        while data.startswith(_JPEG):
+            marker, length = _SEGMENT.unpack_from(data, place)
+            if marker in _SEQUENTIAL:
+                height, width, components = _FRAME.unpack_from(data, place + 5)
+            elif marker == _SCAN:  # libjpeg refuses another scan after one of all components
+                return (height, width) if data[place + 4] == components in (1, 3) else None
+            elif marker not in _TABLES:
+                return None
+            place += 2 + length
+    except (struct.error, IndexError):
+        pass
+    return None
+
+
 def _decode_reduced(data: bytes, size: tuple[int, int], scale: float, colours: str) -> DecodedImage | None:
     """None for a file that libjpeg-turbo refuses: Pillow decides whether it can be read."""
     eighths = next((n for n in _EIGHTHS if n >= scale * _MARGIN * 8), 8)
     height, width = (-(-side * eighths // 8) for side in size)
     try:
-        pixels = simplejpeg.decode_jpeg(data, colours, min_height=height, min_width=width, min_factor=1)
+        is_coarse, least = scale <= _COARSE_CHROMA, {"min_height": height, "min_width": width, "min_factor": 1}
+        pixels = simplejpeg.decode_jpeg(data, colours, fastupsample=is_coarse, **least)
     except ValueError:
         return None
     # Of tiny pictures a smaller scale may have the same size.

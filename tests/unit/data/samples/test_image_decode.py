@@ -206,6 +206,41 @@ def test_what_libjpeg_turbo_is_not_trusted_with_goes_pillows_way(options: dict[s
     assert result.pixels.shape[:2] == result.original_size
 
 
+def test_plain_jpegs_need_no_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow's header takes a tenth of the time of a picture; it is read where it may say more."""
+    picture, exif = makers.picture(2, 64, 48), Image.Exif()
+    exif[0x0112] = 6
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    plain = [encode(image, "JPEG", comment=b"a") for image in (picture, picture.convert("L"))]
+    others = [{"exif": exif}, {"icc_profile": profile}, {"progressive": True}]
+    further = [*(encode(picture, "JPEG", **options) for options in others), encode(picture.convert("CMYK"), "JPEG")]
+    # A second scan of the same components: libjpeg refuses it, so no file takes the time of many.
+    scan = plain[0][plain[0].rindex(b"\xff\xda") : -2]
+    further.append(plain[0][:-2] + scan * 1000 + plain[0][-2:])
+    monkeypatch.setattr(Image, "open", lambda *_, **__: 1 / 0)
+    for data in plain:
+        assert decode(data, MANY, lambda height, width: 1.0).pixels.shape == (48, 64, 3)
+    for data in [*further, plain[0][:300], claimed_png(64, 48)]:
+        with pytest.raises(BadSample, match="not a readable"):
+            decode(data, MANY, lambda height, width: 1.0)
+    with pytest.raises(BadSample, match="not a readable"):
+        decode(plain[0], 64 * 48 - 1, lambda height, width: 1.0)
+
+
+def test_repeated_chroma_is_as_near_to_the_picture_before_compression() -> None:
+    """Reduced by 2, against a reduction without JPEG."""
+    photo = makers.photograph(400, 400)
+    data = encode(photo, "JPEG", quality=90)
+    expected = np.asarray(photo.resize((200, 200), Image.Resampling.BICUBIC), dtype=float)
+
+    def error(pixels: NDArray[np.uint8]) -> float:
+        return float(((np.asarray(Image.fromarray(pixels).resize((200, 200))) - expected) ** 2).mean())
+
+    repeated, whole = decode(data, MANY, lambda height, width: 0.5).pixels, decode(data, MANY).pixels
+    assert not np.array_equal(repeated, whole)
+    assert error(repeated) < error(whole) * 1.05
+
+
 def test_both_ways_give_the_same_picture() -> None:
     data = encode(makers.photograph(320, 200), "JPEG", quality=90)
     pillow = decode(data, MANY).pixels.astype(int)
