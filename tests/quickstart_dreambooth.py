@@ -7,6 +7,7 @@ The commands of the trainer are printed before they run; they use one process an
 """
 
 import os
+import shutil
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -49,9 +50,11 @@ def cross(seed: int) -> Image.Image:
     return Image.fromarray(np.rint(255 * ink).astype(np.uint8))
 
 
-def train(title: str, *overrides: str) -> None:
-    """One run."""
-    command = [sys.executable, "train.py", f"config={CONFIG}", "trainer.accelerator=cpu", *overrides]
+def train(title: str, name: str, *overrides: str) -> None:
+    """One run, from scratch: an earlier one of that name is removed, or it would be what is scored."""
+    shutil.rmtree(FOLDER / "runs" / name, ignore_errors=True)
+    command = [sys.executable, "train.py", f"config={CONFIG}", "trainer.accelerator=cpu", f"experiment.name={name}"]
+    command += overrides
     run_step(title, command, child_environment(os.environ, Machine("cpu", 1)))
 
 
@@ -79,10 +82,10 @@ def dreambooth(count: int) -> None:
     (FOLDER / "cross").mkdir(exist_ok=True)
     for seed in range(5):
         cross(seed).save(FOLDER / "cross" / f"{seed}.png")
-    train("with class images", "experiment.name=with_prior")
+    train("with class images", "with_prior")
     alone = ["dataset.prior.path=null", "dataset.prior.prompt=null", "dataset.prior.weight=1"]
     halved = [f"system.batch_size={BATCH // 2}", f"experiment.num_examples_to_see={IMAGES // 2}"]
-    train("without, and as many crosses", "experiment.name=without_prior", *alone, *halved)
+    train("without, and as many crosses", "without_prior", *alone, *halved)
     prompts = [f"a handwritten {word}" for word in DIGIT_WORDS]
     for name in ("digits", "with_prior", "without_prior"):
         pipeline = FOLDER / "runs" / name / "current_pipeline"
