@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 from sklearn.svm import SVC
 
-from scripts.make_digits import DIGIT_WORDS, PICTURE_SIZE
+from scripts.make_digits import DIGIT_WORDS, PICTURE_SIZE, WORDINGS
 from scripts.quickstart import Machine, child_environment, run_step
 from scripts.score_digits import features, grey, load_on_device, real_pictures
 from sd_training.export.draw import draw_images
@@ -58,7 +58,7 @@ def train(title: str, name: str, *overrides: str) -> None:
     run_step(title, command, child_environment(os.environ, Machine("cpu", 1)))
 
 
-def reader() -> Any:
+def make_reader() -> Any:
     """A classifier of real digits and of crosses other than the five."""
     pictures, labels = real_pictures()
     crosses = grey([cross(seed) for seed in range(1000, 1180)])
@@ -66,14 +66,14 @@ def reader() -> Any:
     return SVC(gamma=0.001, C=10).fit(known, np.concatenate([labels, np.full(len(crosses), CROSS)]))
 
 
-def read(pipeline: Path, prompts: Sequence[str], asked: Sequence[int], count: int) -> list[int]:
+def read(pipeline: Path, reader: Any, prompts: Sequence[str], asked: Sequence[int], count: int) -> list[int]:
     """How many of `count` pictures of each prompt are read as the label that was asked for; guidance is 2."""
     size = {"height": PICTURE_SIZE, "width": PICTURE_SIZE}
     drawn = draw_images(
         load_on_device(pipeline), [prompt for prompt in prompts for _ in range(count)],
         list(range(count * len(prompts))), **size, num_inference_steps=25, guidance_scale=2.0, batch_size=100,
     )  # fmt: skip
-    found = reader().predict(features(grey(list(drawn)))).reshape(len(prompts), count)
+    found = reader.predict(features(grey(list(drawn)))).reshape(len(prompts), count)
     return [int((row == label).sum()) for row, label in zip(found, asked, strict=True)]
 
 
@@ -86,10 +86,10 @@ def dreambooth(count: int) -> None:
     alone = ["dataset.prior.path=null", "dataset.prior.prompt=null", "dataset.prior.weight=1"]
     halved = [f"system.batch_size={BATCH // 2}", f"experiment.num_examples_to_see={IMAGES // 2}"]
     train("without, and as many crosses", "without_prior", *alone, *halved)
-    prompts = [f"a handwritten {word}" for word in DIGIT_WORDS]
+    prompts, reader = [WORDINGS[0].format(word) for word in DIGIT_WORDS], make_reader()
     for name in ("digits", "with_prior", "without_prior"):
         pipeline = FOLDER / "runs" / name / "current_pipeline"
-        *digits, crosses = read(pipeline, [*prompts, SUBJECT], range(CROSS + 1), count)
+        *digits, crosses = read(pipeline, reader, [*prompts, SUBJECT], range(CROSS + 1), count)
         print(f"{name}: digits {sum(digits)}/{count * CROSS} {digits}, crosses {crosses}/{count}", flush=True)
 
 

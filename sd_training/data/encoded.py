@@ -144,7 +144,7 @@ class Link:
     """One end of a connection between two processes of a run and of one user.
 
     Args:
-        own: blocking, and open as long as the link is used.
+        own: blocking; the link closes it.
     """
 
     def __init__(self, own: socket.socket) -> None:
@@ -167,6 +167,12 @@ class Link:
             if not (count := self._socket.recv_into(memory, len(memory), socket.MSG_WAITALL)):
                 raise EOFError
             memory = memory[count:]
+
+    def close(self) -> None:
+        """Wakes whoever waits at either end."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
 
 
 class Delivery(NamedTuple):
@@ -255,12 +261,12 @@ class EncoderProcesses:
             ConnectionError: another process of the run has ended.
         """
         rank = self.global_rank // self.shares.sharing
-        connections = [self._connect(number, first) for number in range(self.shares.num_encoders)]
+        links = [self._connect(number, first) for number in range(self.shares.num_encoders)]
         received, is_over = queue.Queue[Any](AHEAD - 1), threading.Event()
 
         def receive() -> None:
             """In a thread; an exception is the last that it delivers."""
-            links, encoder, delivery = [Link(own) for own in connections], 0, None
+            encoder = 0
             try:
                 for number in range(first, end):
                     encoder = self.shares.encoder_of(number, rank)
@@ -283,15 +289,13 @@ class EncoderProcesses:
                 yield delivery.result
         finally:
             is_over.set()
-            for connection in connections:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)  # wakes the thread
-                connection.close()
+            for link in links:
+                link.close()
             with suppress(queue.Empty):
                 while True:
                     received.get_nowait()
 
-    def _connect(self, encoder: int, first: int) -> socket.socket:
+    def _connect(self, encoder: int, first: int) -> Link:
         connection, end_s = socket.socket(socket.AF_UNIX), time.monotonic() + _CONNECT_S
         while True:
             try:
@@ -306,8 +310,9 @@ class EncoderProcesses:
                 time.sleep(0.05)
         if not is_same_user(connection):
             raise EncoderError("distributed.encoders: another user listens where an encoder process should")
-        Link(connection).send((self.global_rank, first, os.sched_getaffinity(0)))
-        return connection
+        link = Link(connection)
+        link.send((self.global_rank, first, os.sched_getaffinity(0)))
+        return link
 
     def _lost(self, encoder: int) -> EncoderError | ConnectionError:
         """An encoder process that has said nothing before its end. The process that has started it knows why; in others

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from sd_training.config.schema import PartConfig
 from sd_training.errors import ConfigError
 from sd_training.models.load import check_params, load_part
+from sd_training.models.schedulers import FLOW_SAMPLER, UNET_FLOW_SAMPLER
 
 _CONTROLNETS = {"StableDiffusion3": "SD3ControlNetModel", "Flux": "FluxControlNetModel"}
 """Begins the pipeline's name → class; others have a UNet."""
@@ -100,11 +101,11 @@ def _misfit(option: str, path: Path, owner: Any, error: Exception) -> ConfigErro
     return ConfigError(f"{option}: {path} does not fit {type(owner).__name__} ({' '.join(str(error).split())[:300]})")
 
 
-_FLOW_SIGMAS = ("DPMSolverMultistepScheduler", "UniPCMultistepScheduler")
+_FLOW_SIGMAS = ("DPMSolverMultistepScheduler", UNET_FLOW_SAMPLER)
 """Samplers of discrete schedules that can sample flow models as well."""
 _NAMES = "DDIM DDPM EulerAncestralDiscrete EulerDiscrete HeunDiscrete LMSDiscrete PNDM"
 _DISCRETE = (*(f"{name}Scheduler" for name in _NAMES.split()), *_FLOW_SIGMAS)
-_FLOW = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler", *_FLOW_SIGMAS)
+_FLOW = (FLOW_SAMPLER, "FlowMatchHeunDiscreteScheduler", *_FLOW_SIGMAS)
 _EDM = ("EDMDPMSolverMultistepScheduler", "EDMEulerScheduler")
 _FEW_STEPS = ("LCMScheduler",)
 """Samplers that only draw with what was distilled for them (Luo et al. 2023, arXiv:2310.04378): they take every answer
@@ -125,9 +126,9 @@ def samplers_for(config: Mapping[str, Any], pipeline: str = "") -> tuple[str, ..
     if not _is_flow(config):
         return _EDM if "sigma_data" in config else (*_DISCRETE, *_FEW_STEPS)
     if config.get("use_dynamic_shifting"):  # a shift by tokens
-        return _FLOW[:1]
+        return (FLOW_SAMPLER,)
     if pipeline == "FluxPipeline":  # it chooses the noise levels itself
-        return (_FLOW[0], "UniPCMultistepScheduler")
+        return (FLOW_SAMPLER, UNET_FLOW_SAMPLER)
     return _FLOW_SIGMAS if pipeline in _SCALING else _FLOW
 
 

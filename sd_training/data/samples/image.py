@@ -106,8 +106,7 @@ def decode(
     Raises:
         BadSample: it is none of these formats, is larger than `max_pixels` (known before decoding), or is damaged.
     """
-    plain = _plain_size(data) if least_scale is not None else None
-    if least_scale is not None and plain is not None and plain[0] * plain[1] <= max_pixels:
+    if least_scale is not None and (plain := _plain_size(data)) is not None and plain[0] * plain[1] <= max_pixels:
         reduced = _decode_reduced(data, plain, least_scale(*plain), "RGB")
         if reduced is not None:
             return reduced
