@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from sd_training import __version__
-from sd_training.cli import run_cli, set_passive_wait, share_cores
+from sd_training.cli import prepare_cpu, run_cli, set_passive_wait
 from sd_training.config.fields import Option, groups, is_below, options, suggest_option
 from sd_training.config.plan import counted
 from sd_training.errors import EXIT_HANG, ConfigError
@@ -74,7 +74,7 @@ def _start(argv: list[str], signals: StopSignals, run_log: RunLog) -> None:
             print(describe(plan))
         return
     if plan.launch.accelerator == "cpu":
-        share_cores(plan.launch.devices)  # encoder processes have as many threads, and so the same bits
+        prepare_cpu(plan.launch.devices)  # encoder processes have as many threads, and so the same bits
     if config.system.workers and not plan.encoders:
         worker_context()  # the server imports its libraries while the model is loaded
     train(plan, signals, run_log)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sd_training.cli import run_cli, share_cores
+from sd_training.cli import prepare_cpu, run_cli
 from sd_training.config.load import load_config
 from sd_training.config.plan import counted
 from sd_training.config.schema import Config
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         plan = replace(plan, batch=replace(plan.batch, processes=int(given["processes"]), sharing=1))
     world, rank = (plan.launch.processes, global_rank()) if is_launched else (1, 0)
     if plan.launch.accelerator == "cpu":
-        share_cores(plan.launch.devices if is_launched else 1)
+        prepare_cpu(plan.launch.devices if is_launched else 1)
     builder = make_builder(given, plan)
     stored = sum(len(dataset.selected) for dataset in builder.data.datasets)
     missing = builder.missing(rank, world)

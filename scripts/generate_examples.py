@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sd_training.cli import set_passive_wait, share_cores
+from sd_training.cli import prepare_cpu, set_passive_wait
 from sd_training.log import quiet_libraries
 
 set_passive_wait()
@@ -442,7 +442,7 @@ def run(args: argparse.Namespace, pictures: list[Picture], additions: Additions)
         device, mine = choose_device(args.device), pictures[rank::world]
         missing = sum(not is_done(args, picture) for picture in mine)
         if device == "cpu":
-            share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+            prepare_cpu(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         with tqdm(total=missing, unit="images", desc="drawing", disable=rank > 0) as bar:
             draw_share(args, mine, additions, device, bar.update)
 

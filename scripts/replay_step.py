@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from sd_training.cli import set_passive_wait, share_cores
+from sd_training.cli import prepare_cpu, set_passive_wait
 from sd_training.log import quiet_libraries
 
 quiet_libraries()
@@ -257,7 +257,7 @@ def main() -> None:
     incident = read_incident(given.incident)
     plan = plan_of(incident, given.device, given.changes)
     if plan.launch.accelerator == "cpu":
-        share_cores(1)
+        prepare_cpu(1)
     trained = build_model(plan)
     cache = open_cache(plan, trained.family) if trained.family else None
     data = make_data(plan, trained.family, trained.latent_grid, cache)

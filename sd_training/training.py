@@ -117,7 +117,8 @@ class Ledger:
 
 def scaled_pixels(pixels: Tensor) -> Tensor:
     """[B, 3, H, W] float32 in [-1, 1] from the loader's bytes."""
-    return pixels.float().div_(127.5).sub_(1.0)
+    contiguous = pixels.to(torch.float32, memory_format=torch.contiguous_format)
+    return contiguous.div_(127.5).sub_(1.0)
 
 
 def changed_requirements(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -12,13 +12,13 @@ from sd_training import cli as cpu_threads
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN = """
 import multiprocessing, os, sys
-from sd_training.cli import set_passive_wait, share_cores
+from sd_training.cli import set_passive_wait, prepare_cpu
 set_passive_wait()
 import torch
 from sd_training.data.loader import worker_context
 
 if __name__ == "__main__":
-    share_cores(int(sys.argv[1]))
+    prepare_cpu(int(sys.argv[1]))
     here = f"{torch.get_num_threads()} {os.environ['OMP_NUM_THREADS']} {os.environ['OMP_WAIT_POLICY']}"
     code = "import os, torch; print(torch.get_num_threads(), os.environ['OMP_WAIT_POLICY'])"
     pool = worker_context().Pool(1)

@@ -165,7 +165,9 @@ class TrainingSamples(Dataset[WorkerResult]):
             return Form((count, *shape) if is_there else (count, 0), dtype)
 
         return {
-            "pixels": form((3, *size), torch.uint8, is_there=stored is None),
+            "pixels": form((3, *size), torch.uint8)._replace(is_channels_last=True)
+            if stored is None
+            else form((0,), torch.uint8),
             "moments": form(moments, dtype)._replace(is_channels_last=stored.is_channels_last)
             if stored is not None
             else form((0,)),
