@@ -32,6 +32,8 @@ $(STAMP): requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if (3, 10) <= sys.version_info < (3, 13) else "Python 3.10 to 3.12 is needed (make PYTHON=python3.12)")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile -r requirements.txt
+	# What a run imports gets its bytecode here, instead of at the first start or by all workers of the tests at once.
+	$(BIN)/python -c 'from sd_training.log import quiet_libraries; quiet_libraries(); import sd_training.build.run'
 	cp requirements.txt $@
 
 # More workers than cores, because tests also wait: for clocks, for SLURM, for limits of time.

@@ -262,7 +262,6 @@ class CacheBuilder:
             text=text,
             text_shapes=shapes,
             batch_size=plan.batch.micro_batch,
-            is_channels_last=self._has_channels_last(),
             rows_of_chunk=[max(1, _CHUNK_BYTES // size) for size in row_bytes],
             texts_of_chunk=max(1, _CHUNK_BYTES // max(1, text_bytes)),
         )
@@ -324,12 +323,6 @@ class CacheBuilder:
             samples, index = self._samples_of(job), self.data.datasets[job.dataset].index
             bad |= {index.name(int(samples[row])): reason for row, reason in reasons.items()}
         return bad
-
-    def _has_channels_last(self) -> bool:
-        """Whether kernels of this machine give moments so; found by encoding pictures of the smallest size."""
-        size = min(self.data.table.sizes, key=lambda size: size[0] * size[1])
-        moments = self._encode_pixels(torch.zeros(1, 3, *size, dtype=torch.uint8))
-        return moments.is_contiguous(memory_format=torch.channels_last) and not moments.is_contiguous()
 
     def _moment_jobs(self, row_bytes: Sequence[int]) -> Iterator[_Job]:
         for number, dataset in enumerate(self.data.datasets):

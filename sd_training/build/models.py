@@ -247,7 +247,7 @@ def with_frozen_ready(family: Family, plan: Plan) -> tuple[Family, dict[str, Any
     config, precision = plan.config, plan.precision
     for network in [family.vae, *([] if config.model.trains_text else family.text_encoders().values())]:
         network.requires_grad_(False).eval()
-    if wants_channels_last(config.trainer.channels_last, plan.launch.accelerator):
+    if wants_channels_last(config.trainer.channels_last, plan.launch.accelerator, is_frozen=True):
         family.vae.to(memory_format=torch.channels_last)
     if config.model.vae_slicing:
         family.vae.enable_slicing()

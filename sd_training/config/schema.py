@@ -525,7 +525,8 @@ class TrainerConfig(OptionGroup):
     """Let cuDNN time its convolution algorithms at the first step of each shape and take the fastest; the choice, and
     so the rounding, may then differ from start to start. Only for CUDA."""
     channels_last: Literal["auto"] | bool = "auto"
-    """Lay out convolutional denoisers and the autoencoder with channels last; `auto`: on CUDA."""
+    """Lay out convolutional denoisers and the autoencoder with channels last; `auto`: on CUDA, and a frozen autoencoder
+    on a CPU."""
 
 
 _BUCKET = text(r"^((s3|gs)://[^/@]+(/.*)?|file:///.*)$", "a URL of s3://, gs:// or file:/// without user or key")

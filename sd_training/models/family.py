@@ -175,7 +175,8 @@ class Family(ABC):
     @torch.no_grad()
     def moments(self, pixels: Tensor, precision: str, at_once: int = 0) -> Tensor:
         """[B, 2C, h, w] mean and standard deviation of the autoencoder's posterior in fp32: what a cache keeps of a
-        picture, because every visit draws its own latents from them.
+        picture, because every visit draws its own latents from them. Contiguous, because a denoiser's kernels are
+        chosen by the layout of its input.
 
         Args:
             pixels: [B, 3, H, W] in [-1, 1].
@@ -188,7 +189,7 @@ class Family(ABC):
                 posterior = self.vae.encode(part).latent_dist
                 # Copied at once: the next call of an encoder in a CUDA graph overwrites what this one gave.
                 parts.append(torch.cat((posterior.mean.float(), posterior.std.float()), dim=1))
-        return torch.cat(parts)
+        return torch.cat(parts).contiguous()
 
     def draw_latents(self, moments: Tensor, posterior_noise: Tensor) -> Tensor:
         """Scaled latents [B, C, h, w], one draw from the posterior.

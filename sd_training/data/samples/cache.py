@@ -37,7 +37,7 @@ from sd_training.errors import BadSample, ConfigError, DataError
 from sd_training.types import as_array
 
 CACHE_FILE, ROWS_FILE = "cache.json", "rows.safetensors"
-FORMAT = 1
+FORMAT = 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MAX_MAPPED = 4096
 """Chunks that a process keeps mapped: Linux allows a process 65,530 mappings by default (`vm.max_map_count`)."""
@@ -60,8 +60,6 @@ class Storage:
     """Text encoder → shapes of states and pooled vector of a caption; [0] where the family does not read it."""
     batch_size: int
     """Rows that were encoded at once: with other numbers kernels may round in another way."""
-    is_channels_last: bool
-    """Whether the encoder's moments have their channels last in memory: the denoiser's kernels are chosen by it."""
     rows_of_chunk: list[int]
     """Rows of a chunk of each bucket."""
     texts_of_chunk: int

@@ -168,9 +168,7 @@ class TrainingSamples(Dataset[WorkerResult]):
             "pixels": form((3, *size), torch.uint8)._replace(is_channels_last=True)
             if stored is None
             else form((0,), torch.uint8),
-            "moments": form(moments, dtype)._replace(is_channels_last=stored.is_channels_last)
-            if stored is not None
-            else form((0,)),
+            "moments": form(moments, dtype, is_there=stored is not None),
             "mask": form((1, *size), torch.uint8, is_there=draws.has_mask),
             "tokens": {name: form((own,), torch.int64) for name, own in lengths.items() if name not in texts},
             "token_masks": {name: form((own,), torch.bool) for name, own in lengths.items()},

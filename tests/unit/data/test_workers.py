@@ -62,7 +62,7 @@ def test_nothing_is_lost_or_seen_twice(shards_dir: Path, caplog: pytest.LogCaptu
 
 
 def test_tensors_of_a_block(shards_dir: Path) -> None:
-    """Also of those that have their channels last in memory, as moments of a cache may: each begins a cache line, none
+    """Also of those that have their channels last in memory, as pixels have: each begins a cache line, none
     touches another."""
     samples = training_data(shards_dir, PLAN, workers=0).samples()
     forms = samples._forms(2, 0) | {"moments": Form((2, 8, 3, 5), torch.bfloat16, is_channels_last=True)}

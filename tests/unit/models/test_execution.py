@@ -303,6 +303,8 @@ def is_channels_last(tensor: Tensor) -> bool:
 def test_auto_is_cuda_only() -> None:
     assert wants_channels_last("auto", "cuda") and wants_channels_last(True, "cpu")
     assert not wants_channels_last("auto", "cpu") and not wants_channels_last(False, "cuda")
+    assert wants_channels_last("auto", "cpu", is_frozen=True)
+    assert not wants_channels_last(False, "cpu", is_frozen=True)
 
 
 def test_convolutions_of_a_unet_work_in_channels_last(tmp_path: Path) -> None:
