@@ -90,7 +90,7 @@ def random_batch(batch: int, resolution: int, side: int, tokens: int) -> PixelBa
     return PixelBatch(
         pixels=torch.randint(0, 256, (batch, 3, resolution, resolution), dtype=torch.uint8),
         tokens={"text_encoder": torch.randint(0, 100, (batch, tokens))},
-        token_masks={},
+        token_masks={"text_encoder": torch.ones(batch, tokens, dtype=torch.bool)},
         dropped={},
         posterior_noise=torch.randn(batch, 4, side, side),
         noise=torch.randn(batch, 4, side, side),

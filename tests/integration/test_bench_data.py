@@ -1,4 +1,5 @@
-"""The benchmark runs, on good and on damaged data; how fast it finds things is not looked at."""
+"""The benchmarks of data and of the step run, data also where it is damaged; how fast they find things is not looked
+at."""
 
 from pathlib import Path
 
@@ -21,6 +22,12 @@ def test_damaged_samples_are_left_out_by_both(tmp_path: Path) -> None:
     done = forked("scripts/bench_data.py", *options, *sizes, "dataset.params.max_bad_fraction=1", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "ratio to webdataset" in done.stdout
+
+
+def test_a_step_is_compared_with_a_loop_by_hand() -> None:
+    done = forked("scripts/bench_step.py", "--batch", "1", "--steps", "1", "--turns", "1", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "speed ratio to the hand-written loop" in done.stdout.splitlines()[-1]
 
 
 def test_captions_are_read(tmp_path: Path) -> None:
