@@ -305,7 +305,8 @@ def _cut(decoded: DecodedImage, box: Box, wanted: CropRequest) -> NDArray[np.uin
     height, width = decoded.pixels.shape[:2]
     left, right = _edges(box[0] * decoded.scale, box[2] * decoded.scale, width)
     top, bottom = _edges(box[1] * decoded.scale, box[3] * decoded.scale, height)
-    cut = torch.from_numpy(decoded.pixels[top:bottom, left:right]).permute(2, 0, 1)[None]
+    # The axis of the batch comes first: its stride tells that the channels are last, and they stay so, which is faster.
+    cut = torch.from_numpy(decoded.pixels[top:bottom, left:right])[None].permute(0, 3, 1, 2)
     size = (wanted.height, wanted.width)
     if cut.shape[2:] != size:
         cut = F.interpolate(cut, size=size, mode="bicubic", antialias=True)
