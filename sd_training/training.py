@@ -143,6 +143,8 @@ class TrainedModule(pl.LightningModule):
 
     held_out: tuple[str, ...] = ("loss",)
     """What `held_out_measures` gives."""
+    perceptual: Perceptual | None = None
+    """What pictures and their reconstructions are compared by."""
     has_adapters = False
     """Whether what is trained are adapters, and the network's own weights are frozen."""
 

@@ -105,12 +105,14 @@ def _draw(plan: Plan, trained: Trained, folder: Path, names: Sequence[str], watc
     config, device, module = plan.config, use_own_device(plan.launch), trained.module
     assert trained.family is not None
     pipeline, was_training = trained.family.pipeline(), module.network.training
+    prompts = config.dataset.prior.prompts
+    captions = [prompts[int(name[6:12]) % len(prompts)] for name in names]
     pipeline.to(device)
     module.network.eval()  # dropout would draw from the global generator
     with torch.no_grad(), autocast(device, plan.precision), torch.compiler.set_stance("force_eager"):
         images = draw_images(
             pipeline,
-            [str(config.dataset.prior.prompt)] * len(names),
+            captions,
             [config.sampling.seed + int(name[6:12]) for name in names],
             height=config.dataset.params.resolution,
             width=config.dataset.params.resolution,
@@ -118,8 +120,10 @@ def _draw(plan: Plan, trained: Trained, folder: Path, names: Sequence[str], watc
             guidance_scale=config.sampling.guidance_scale,
             batch_size=config.sampling.batch_size,
         )
-        shown = tqdm(zip(names, images, strict=True), "class images", len(names), disable=not is_main_process())
-        for name, image in shown:
+        drawn = zip(names, captions, images, strict=True)
+        for name, caption, image in tqdm(drawn, "class images", len(names), disable=not is_main_process()):
+            if len(prompts) > 1:
+                (folder / name).with_suffix(".txt").write_text(caption, encoding="utf-8")
             image.save(folder / f".{name}.partial", format="PNG")
             os.replace(folder / f".{name}.partial", folder / name)
             watch.enter("start", 0)  # each picture has the time of a start

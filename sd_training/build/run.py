@@ -40,7 +40,7 @@ from sd_training.callbacks.profiling import Profile
 from sd_training.callbacks.run_record import RunRecord
 from sd_training.callbacks.runtime import Runtime
 from sd_training.callbacks.save import MIRROR_AFTER_STOP_S, Save
-from sd_training.callbacks.validation import COLUMNS, Validation
+from sd_training.callbacks.validation import COLUMNS, RFD, Validation
 from sd_training.checkpoint.folder import RunLock, replace_text
 from sd_training.checkpoint.mirror import Mirror
 from sd_training.config.changes import resolved_yaml, to_plain
@@ -51,6 +51,7 @@ from sd_training.export.draw import read_captions
 from sd_training.log import RunLog, get_logger, is_main_process, redacted
 from sd_training.models.family import AUTOCAST_DTYPE
 from sd_training.models.load import load_part
+from sd_training.models.reconstruction import frechet_distance
 from sd_training.parallel.launch import process_group_backend, use_one_worker_per_gloo_group, use_own_device
 from sd_training.parallel.strategies import FSDP2Strategy, ReplicatedStrategy, ShardingSpec, SingleProcessStrategy
 from sd_training.signals import StopSignals
@@ -182,9 +183,11 @@ def _callbacks(
     encoder_times = None if data.encoders is None else data.encoders.times
     validation = None
     if data.held_out is not None:
-        columns = dict.fromkeys((*COLUMNS, *trained.module.held_out))
+        perceptual = trained.module.perceptual
+        frechet = None if perceptual is None else frechet_distance(perceptual)
+        columns = dict.fromkeys((*COLUMNS, *trained.module.held_out, *([] if frechet is None else [RFD])))
         validation_rows = MetricRows(run_dir / "validation.csv", [*columns], run_lock)
-        validation = Validation(data.held_out, config, validation_rows, plan.precision, ema, preemption)
+        validation = Validation(data.held_out, config, validation_rows, plan.precision, ema, preemption, frechet)
     saves = Save(run_dir, config, trained.exported, ema, run_state, run_lock, bool(start.source), mirror)
     callbacks: list[pl.Callback | None] = [
         preemption,

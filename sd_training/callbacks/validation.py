@@ -14,6 +14,7 @@ import pytorch_lightning as pl
 import torch
 from PIL import Image
 from torch import Tensor, distributed
+from torchmetrics.image.fid import FrechetInceptionDistance
 
 from sd_training.callbacks.base import OptimizerStepCallback
 from sd_training.callbacks.ema import Ema, export_weights
@@ -26,7 +27,7 @@ from sd_training.export.draw import picture_grid
 from sd_training.log import get_logger
 from sd_training.models.family import autocast
 from sd_training.parallel.strategies import CpuGroup, strategy_of
-from sd_training.training import TrainedModule
+from sd_training.training import TrainedModule, scaled_pixels
 
 log = get_logger(__name__)
 
@@ -34,6 +35,8 @@ COLUMNS = ("optimizer_step", "weights", "quantile", "timestep", "loss", "samples
 TRAINED, AVERAGE = "trained", "average"
 ALL = "all"
 """In the column of the quantile: the mean over all of them."""
+RFD = "rfd"
+"""Column of `Validation.frechet`."""
 _NUM_PAIRS, _PAIRS_PER_ROW = 16, 4
 
 
@@ -53,6 +56,8 @@ class Validation(OptimizerStepCallback):
     """The average, if there is one."""
     preemption: Preemption
     """Interrupts a validation when a stop is requested. Its `RunState` gets the loss of the exported weights."""
+    frechet: FrechetInceptionDistance | None = None
+    """Between pictures and their reconstructions."""
     _pairs: Tensor | None = field(default=None, init=False)
     """The first pictures of this rank and their reconstructions, of the newest measurement."""
     _group: CpuGroup | None = field(default=None, init=False)
@@ -112,6 +117,8 @@ class Validation(OptimizerStepCallback):
                 *sums, count = measured
                 levels = {name: total / count for name, total in zip(module.held_out, sums, strict=True)}
                 means = {name: float(level.mean()) for name, level in levels.items() if name != "timestep"}
+                if self.frechet is not None and count[0] > 1:
+                    means[RFD] = float(self.frechet.compute())
                 measures |= {f"validation_{name}_{weights}": mean for name, mean in means.items()}
                 losses[weights] = means["loss"]
                 row = {"optimizer_step": str(step), "weights": weights, "samples": str(round(float(count[0])))}
@@ -127,6 +134,13 @@ class Validation(OptimizerStepCallback):
                 logger.log_metrics(measures, step)
             log.info(f"{after}: {', '.join(f'{loss:.6g} ({weights} weights)' for weights, loss in losses.items())}")
         return 0
+
+    def _add_to_frechet(self, pairs: Tensor | None) -> None:
+        """[B, 3, H, 2W] uint8 pictures with their reconstructions."""
+        if self.frechet is not None and pairs is not None:
+            with autocast(pairs.device, "fp32"):
+                for pixels, is_real in zip(pairs.chunk(2, dim=3), (True, False), strict=True):
+                    self.frechet.update(scaled_pixels(pixels), real=is_real)
 
     def _draw_pairs(self, trainer: pl.Trainer, step: int, weights: str) -> None:
         """Rank 0: one picture of the first pairs. One that cannot be written is lost, and the run continues."""
@@ -159,6 +173,9 @@ class Validation(OptimizerStepCallback):
         numbers, missing = strategy.split_over_ranks(len(self.data))
         batches = self.data.batches(numbers + [0] * missing if strategy.has_collective_forward else numbers)
         sums = torch.zeros(len(module.held_out) + 1, len(self.quantiles), dtype=torch.float64)
+        if self.frechet is not None:
+            self.frechet.to(device)
+            self.frechet.reset()
         # Compiled modules run as they were written: other batch sizes and shapes make no graphs.
         with export_weights(module, ema), autocast(device, self.precision), torch.compiler.set_stance("force_eager"):
             for round_ in range(len(numbers) + missing):
@@ -172,10 +189,13 @@ class Validation(OptimizerStepCallback):
                 self._group.raise_first(failure)  # all ranks fail when one does, so that they can save
                 if batch is not None:
                     values = module.held_out_measures(batch.to(device), self.quantiles)
-                    if round_ == 0:
-                        self._pairs = module.reconstructions(batch.to(device))
+                    pairs = None
+                    if round_ == 0 or self.frechet is not None:
+                        pairs = module.reconstructions(batch.to(device))
+                    self._pairs = pairs if round_ == 0 else self._pairs
                     if round_ < len(numbers):
                         sums += torch.cat((values, torch.ones_like(values[:1]))).double().cpu().sum(2)
+                        self._add_to_frechet(pairs)
         if trainer.world_size > 1:
             sums = sums.to(device)
             distributed.all_reduce(sums)

@@ -271,7 +271,7 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _prior(config: Config) -> Iterator[str]:
-    if not config.dataset.prior.prompt:
+    if not all(config.dataset.prior.prompts or [""]):
         yield "dataset.prior.prompt: is required with dataset.prior.path: the caption of the class images"
     if config.system.batch_size % 2:
         yield f"system.batch_size: is {config.system.batch_size}; half of it are class images, so give an even number"

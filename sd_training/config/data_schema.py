@@ -225,12 +225,17 @@ class PriorConfig(OptionGroup):
     path: str | None = None
     """Folder of class images. Before training, the model that the run begins with draws those that are missing; null:
     no prior."""
-    prompt: Annotated[str | None, _PRIOR] = None
-    """Their caption, such as `a photo of a dog`."""
+    prompt: Annotated[str | list[str] | None, _PRIOR] = None
+    """Their caption, such as `a photo of a dog`; or several, which they have in turn."""
     num_images: Annotated[PositiveInt, _PRIOR] = 200
     """How many there are at least [count]."""
     weight: Annotated[Positive, _PRIOR] = 1.0
     """λ: the loss is the mean over the subject's images plus λ times the mean over the class images."""
+
+    @property
+    def prompts(self) -> list[str]:
+        """All of `prompt`."""
+        return [self.prompt] if isinstance(self.prompt, str) else self.prompt or []
 
 
 class CacheConfig(OptionGroup):

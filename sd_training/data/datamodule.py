@@ -192,7 +192,8 @@ class TrainingData(pl.LightningDataModule):
         self.entries: list[DatasetConfig | MixEntry] = [dataset, *dataset.mix]
         self.is_paired = dataset.prior.path is not None
         if dataset.prior.path is not None:
-            captions = CaptionConfig(text=dataset.prior.prompt)
+            prompts = dataset.prior.prompts  # several: every class image has its own beside it
+            captions = CaptionConfig(text=prompts[0] if len(prompts) == 1 else None)
             params = SourceParams(path=str(output_path(dataset.prior.path)), captions=captions)
             self.entries.append(MixEntry(type="ImageFolder", params=params))
         self.table = training_sizes(dataset.params)

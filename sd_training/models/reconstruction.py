@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.grad import conv2d_weight
+from torchmetrics.image.fid import FrechetInceptionDistance
 
 from sd_training.config.schema import AdversarialConfig
 from sd_training.errors import ConfigError
@@ -65,11 +66,31 @@ class Perceptual:
             total = total + weighted.sum(-1).mean(1)
         return total
 
+    def pooled(self, pixels: Tensor) -> Tensor:
+        """[B, C] the deepest features, averaged over the positions."""
+        deepest = self.network((pixels - self._mean) / self._std)[-1]
+        return deepest.mean((2, 3) if deepest.ndim == 4 else 1)
+
     def _features(self, pixels: Tensor) -> list[Tensor]:
         """[B, positions, C] of each depth, of unit length at each position."""
         features = self.network((pixels - self._mean) / self._std)
         flat = [each.flatten(2).transpose(1, 2) if each.ndim == 4 else each for each in features]
         return [functional.normalize(each, dim=-1, eps=1e-10) for each in flat]
+
+
+class _Pooled(nn.Module):
+    def __init__(self, perceptual: Perceptual) -> None:
+        super().__init__()
+        self.num_features, self.perceptual = len(perceptual.pooled(torch.zeros(1, 3, 64, 64))[0]), perceptual
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.perceptual.pooled(pixels)
+
+
+def frechet_distance(perceptual: Perceptual) -> FrechetInceptionDistance:
+    """The distance of two sets of pictures, by the normal distributions of their features (Heusel et al. 2017,
+    arXiv:1706.08500, eq. 6); rFID where they are Inception's. Processes add up their sums. To be made on the CPU."""
+    return FrechetInceptionDistance(feature=_Pooled(perceptual))
 
 
 class _Vgg16(nn.Module):

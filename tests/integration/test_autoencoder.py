@@ -76,7 +76,7 @@ def measured(run_dir: Path, steps: int) -> dict[str, float]:
     with (run_dir / "validation.csv").open(newline="") as stream:
         *_, row = csv.DictReader(stream)
     assert (row["weights"], row["optimizer_step"]) == ("average", str(steps))
-    return {name: float(row[name]) for name in ("psnr", "ssim", "perceptual")}
+    return {name: float(row[name]) for name in ("psnr", "ssim", "perceptual", "rfd")}
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -107,6 +107,7 @@ def test_perceptual_and_adversarial_terms(photographs: dict[str, Path], tmp_path
     without, found = measured(tmp_path / "plain", 60), measured(whole, 60)
     assert found["perceptual"] < 0.95 * without["perceptual"]
     assert found["psnr"] > without["psnr"] - 2.0 > 20.0
+    assert 0 < found["rfd"] < 1
     rows = rows_of(whole)
     assert [row["adversarial_weight"] > 0 for row in rows] == [row["optimizer_step"] > 8 for row in rows]
     assert all(None not in row.values() for row in rows)  # null: not finite
@@ -143,6 +144,7 @@ def test_one_process_and_two(photographs: dict[str, Path], tmp_path: Path) -> No
         )
         train_in_processes(argv, 2)
         assert losses(run_dir) == pytest.approx(losses(tmp_path / "single"), rel=1e-3)
+        assert measured(run_dir, 16) == pytest.approx(measured(tmp_path / "single", 16), rel=1e-2)
         found = checkpoint_tensors(run_dir, 16)
         names = [name for name in single if name.startswith("weights:network.")]
         own, other = (torch.cat([tensors[name].flatten() for name in names]) for tensors in (found, single))

@@ -132,6 +132,26 @@ def test_every_second_sample_is_a_class_image(home: Path) -> None:
     torch.testing.assert_close(logged["prior_loss"], each[1::2].mean(), rtol=1e-6, atol=0)
 
 
+def test_class_images_of_several_prompts_have_their_own(home: Path) -> None:
+    prompts = [CLASS, "a photo of a wolf"]
+    words = [word for word in argv(home, "several", "class_of_several") if "prior.prompt" not in word]
+    run = prepare([*words, f"dataset.prior.prompt={prompts}", "sampling.prompts=[a dog]"])
+    folder = home / "class_of_several"
+    assert {path.stem: path.read_text() for path in folder.glob("*.txt")} == {
+        f"class_{number:06d}": prompts[number % 2] for number in range(NUM_IMAGES)
+    }
+    assert len(pictures(folder)) == NUM_IMAGES
+    tokenizer, seen = run.data.tokenizers["text_encoder"], set()
+    of = {tuple(tokenizer.encode(text).tokens.tolist()): text for text in prompts}
+    for batch in run.data.loader(0, lambda: 0):
+        for row in range(1, 8, 2):
+            if not batch.dropped["text_encoder"][row]:
+                sample = int(batch.sample_ids[row]) - 3
+                seen.add(sample)
+                assert of[tuple(batch.tokens["text_encoder"][row].tolist())] == prompts[sample % 2]
+    assert len(seen) > 3
+
+
 def test_class_images_of_the_user_count(home: Path, tmp_path: Path) -> None:
     shutil.copytree(home / "subject", tmp_path / "class")
     config = load_config(argv(home, "own", str(tmp_path / "class")))
@@ -145,6 +165,7 @@ def test_class_images_of_the_user_count(home: Path, tmp_path: Path) -> None:
     ("word", "said"),
     [
         ("dataset.prior.prompt=null", r"dataset\.prior\.prompt: is required"),
+        ("dataset.prior.prompt=[a photo, '']", r"dataset\.prior\.prompt: is required"),
         ("system.batch_size=3", r"system\.batch_size: is 3; half of it"),
         ("dataset.params.buckets.mode=ladder", r"dataset\.params\.buckets\.mode: class images are squares"),
         ("dataset.mix=[{params: {path: x}}]", r"dataset\.mix: every sample"),

@@ -4,7 +4,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import scipy.linalg
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from sd_training.errors import ConfigError
 from sd_training.models.reconstruction import (
     PatchDiscriminator,
     adaptive_weight,
+    frechet_distance,
     hinge_loss,
     last_layer_gradients,
     load_perceptual,
@@ -56,6 +59,24 @@ def test_lpips_is_that_of_its_package(tmp_path: Path) -> None:
     perceptual, one, two = load_perceptual(folder), pictures(3, 32), pictures(3, 32, seed=1)
     assert torch.allclose(perceptual(one, two).double(), lpips(folder, one, two), rtol=1e-5)
     assert perceptual(one, one).abs().max() == 0.0
+
+
+def test_the_frechet_distance_is_that_of_its_formula(tmp_path: Path) -> None:
+    """Against a matrix square root in float64, in two batches; of a picture's features as the network gives them."""
+    perceptual = load_perceptual(makers.perceptual_folder(tmp_path / "perceptual"))
+    sets = [pictures(40, 32), 0.5 * pictures(40, 32, seed=1)]
+    metric, moments = frechet_distance(perceptual), []
+    with torch.no_grad():
+        for number, own in enumerate(sets):
+            for batch in own.split(25):
+                metric.update(batch, real=number == 0)
+            features = perceptual.pooled(own).double().numpy()
+            assert features.shape == (40, 8)
+            moments.append((features.mean(0), np.cov(features, rowvar=False)))
+    (mean, covariance), (other, its) = moments
+    root = scipy.linalg.sqrtm(covariance @ its).real
+    expected = ((mean - other) ** 2).sum() + np.trace(covariance + its - 2 * root)
+    assert float(metric.compute()) == pytest.approx(expected, rel=1e-6)
 
 
 def test_backbones_of_transformers(tmp_path: Path) -> None:
