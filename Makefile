@@ -37,20 +37,15 @@ $(STAMP): requirements.txt
 	cp requirements.txt $@
 
 # More workers than cores, because tests also wait: for clocks, for SLURM, for limits of time.
-WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 2 ? 3 : 5)))
+WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 2 ? 3 : 4)))
 
-# Types, and the numerical tests with the kernels of another CPU, are checked beside the tests that wait, which come
-# first.
+# Types are checked beside the tests that wait, which come first.
 test: env slurm
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy & types=$$!; \
-	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n 1 -q -p no:cacheprovider $(NUMERICAL) \
-		>$(VENV)/other_cpu.txt 2>&1 & other=$$!; \
-	SLURM_TEST_LOGS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder; status=$$?; \
-	wait $$types || status=1; \
-	wait $$other && tail -n 1 $(VENV)/other_cpu.txt || { cat $(VENV)/other_cpu.txt; status=1; }; \
-	exit $$status
+	SLURM_TEST_LOGS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder && wait $$types
+	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n 2 -q $(NUMERICAL)
 
 slurm:
 	@if command -v slurmctld >/dev/null || [ -x /usr/sbin/slurmctld ]; then :; \

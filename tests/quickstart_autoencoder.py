@@ -4,8 +4,8 @@ the digits of the quickstart and on crops of photographs, with perceptual networ
     python -m tests.quickstart_autoencoder                  # one thread
     python -m tests.quickstart_autoencoder --precision bf16 --steps 2000
 
-Both runs train `configs/quickstart_vae.yaml`. The network that judges is another one than the one in the loss, of
-another kind and with other initial weights, and the pictures are held out.
+Both runs train `configs/quickstart_vae.yaml`. Held-out pictures are compared by the network in the loss, and by a
+judge: another one, of another kind and with other initial weights.
 """
 
 import json
@@ -116,14 +116,14 @@ def resnet() -> ResNetModel:
     return ResNetModel(ResNetConfig(**shape))
 
 
-def distances(run: Path, held_out: NDArray[np.uint8], judge: Path) -> dict[str, float]:
+def distances(run: Path, held_out: NDArray[np.uint8], networks: Mapping[str, Path]) -> dict[str, float]:
     """Means over held-out pictures of the exported autoencoder's reconstructions, from the means of its posteriors."""
     vae = AutoencoderKL.from_pretrained(run / "current_pipeline", local_files_only=True).eval()
     pixels = as_pixels(held_out)
     with torch.no_grad():
         shown = vae.decode(vae.encode(pixels).latent_dist.mean).sample.clamp(-1, 1)
-        l1, judged = (shown - pixels).abs().mean(), load_perceptual(judge)(shown, pixels).mean()
-    return {"l1": float(l1), "judge": float(judged)}
+        found = {name: float(load_perceptual(path)(shown, pixels).mean()) for name, path in networks.items()}
+    return {"l1": float((shown - pixels).abs().mean()), **found}
 
 
 def compare(name: str, make: Callable[[], Labelled], precision: str, steps: int) -> None:
@@ -156,8 +156,9 @@ def compare(name: str, make: Callable[[], Labelled], precision: str, steps: int)
         run_step(f"{name}, {run}", [sys.executable, "train.py", *words], environment)
         rows = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
         finite = sum(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in rows)
-        found = "  ".join(f"{key} {v:.4f}" for key, v in distances(folder / run, held_out, folder / "judge").items())
-        print(f"{name} {run}: {found}  finite steps {finite}/{steps}", flush=True)
+        networks = {kind: folder / kind for kind in ("perceptual", "judge")}
+        found = [f"{key} {value:.4f}" for key, value in distances(folder / run, held_out, networks).items()]
+        print(f"{name} {run}: {', '.join(found)}; finite steps {finite}/{steps}", flush=True)
 
 
 def main() -> None:
