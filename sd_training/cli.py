@@ -1,5 +1,5 @@
 """Shared by all command lines: a user's mistake ends in a message on stderr and a status, never in a traceback; and
-the number of CPU threads of a process."""
+threads and memory of a process that computes on the CPU."""
 
 import ctypes
 import json
@@ -105,10 +105,7 @@ def prepare_cpu(processes: int) -> None:
     Args:
         processes: that compute on this machine.
     """
-    with suppress(OSError, AttributeError):  # not glibc
-        libc = ctypes.CDLL(None)
-        for option, num_bytes in _KEPT_BYTES.items():
-            libc.mallopt(option, num_bytes)
+    keep_freed_memory()
     if "OMP_NUM_THREADS" in os.environ:
         return
     import torch  # train.py reports mistakes before it is imported
@@ -119,6 +116,14 @@ def prepare_cpu(processes: int) -> None:
     torch.set_num_threads(threads)
     shared = f"cores: {cores}, processes: {processes}"
     log.info(f"threads per process: {threads} ({shared}); OMP_NUM_THREADS chooses another")
+
+
+def keep_freed_memory() -> None:
+    """Lets this process keep what tensors on the CPU have freed, for the next ones."""
+    with suppress(OSError, AttributeError):  # not glibc
+        libc = ctypes.CDLL(None)
+        for option, num_bytes in _KEPT_BYTES.items():
+            libc.mallopt(option, num_bytes)
 
 
 def _usable_cores() -> int:

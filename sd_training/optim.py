@@ -51,8 +51,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     for gradient in gradients:
         key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else gradient.device
         groups.setdefault(key, []).append(gradient)
-    # `get_total_norm` sorts them once more, by device and type, and moves every norm to where it is.
-    norms = [torch.linalg.vector_norm(torch.stack(torch._foreach_norm(group))) for group in groups.values()]
+    norms = [torch.nn.utils.get_total_norm(group) for group in groups.values()]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
 

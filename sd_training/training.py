@@ -116,9 +116,8 @@ class Ledger:
 
 
 def scaled_pixels(pixels: Tensor) -> Tensor:
-    """[B, 3, H, W] float32 in [-1, 1] from the loader's bytes."""
-    contiguous = pixels.to(torch.float32, memory_format=torch.contiguous_format)
-    return contiguous.div_(127.5).sub_(1.0)
+    """[B, 3, H, W] float32 in [-1, 1], contiguous, from the loader's bytes, whose channels are last."""
+    return pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(127.5).sub_(1.0)
 
 
 def changed_requirements(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -237,14 +236,11 @@ class TrainedModule(pl.LightningModule):
         further scalars to log."""
         raise NotImplementedError
 
-    def held_out_measures(self, batch: PixelBatch, quantiles: Sequence[float]) -> Tensor:
-        """[N, K, B] the N values that `held_out` names, of each sample at K quantiles of the timestep density. Nothing
-        is logged or recorded."""
+    def held_out_measures(self, batch: PixelBatch, quantiles: Sequence[float]) -> tuple[Tensor, Tensor | None]:
+        """[N, K, B] the N values that `held_out` names, of each sample at K quantiles of the timestep density; and
+        [B, 3, H, 2W] uint8: pictures, each with its reconstruction on the right, None where there are none. Nothing is
+        logged or recorded."""
         raise NotImplementedError
-
-    def reconstructions(self, batch: PixelBatch) -> Tensor | None:
-        """[B, 3, H, 2W] uint8: pictures, each with its reconstruction on the right; None where there are none."""
-        return None
 
     def configure_model(self) -> None:
         """Strategies that shard weights do so here, before the optimizer is made."""
@@ -390,7 +386,7 @@ class DiffusionModule(TrainedModule):
         weighted = 2 * losses * (1 + (self.prior_weight - 1) * is_prior)
         return weighted, noised.timesteps, {"prior_loss": 2 * (losses * is_prior).mean()}
 
-    def held_out_measures(self, batch: PixelBatch, quantiles: Sequence[float]) -> Tensor:
+    def held_out_measures(self, batch: PixelBatch, quantiles: Sequence[float]) -> tuple[Tensor, None]:
         """As `TrainedModule.held_out_measures`. Images and captions are encoded once, and the noise of a sample is the
         same at all levels. Input perturbation belongs to training and is disabled."""
         latents, conditioning = self._encoded(batch)
@@ -402,7 +398,7 @@ class DiffusionModule(TrainedModule):
             prediction = self.family.predict(self.family.denoiser, noised, conditioning)
             losses.append(objective.loss(prediction, noised))
             timesteps.append(noised.timesteps.float())
-        return torch.stack((torch.stack(losses), torch.stack(timesteps)))
+        return torch.stack((torch.stack(losses), torch.stack(timesteps))), None
 
     def _encoded(self, batch: PixelBatch) -> tuple[Tensor, Conditioning]:
         moments = batch.moments.float()
@@ -514,7 +510,7 @@ class AutoencoderModule(TrainedModule):
             weight *= min(1.0, (self.trainer.global_step + 1) / warmup)
         return losses + weight * kl, None, logged
 
-    def held_out_measures(self, batch: PixelBatch, quantiles: Sequence[float]) -> Tensor:
+    def held_out_measures(self, batch: PixelBatch, quantiles: Sequence[float]) -> tuple[Tensor, Tensor]:
         """As `TrainedModule.held_out_measures`; there are no noise levels, so all quantiles have the same values. The
         loss has the full KL weight."""
         pixels, reconstruction, kl, _ = self._reconstruct(batch)
@@ -528,13 +524,8 @@ class AutoencoderModule(TrainedModule):
             values = [losses, psnr, ssim]
             if self.perceptual is not None:
                 values.append(self.perceptual(shown, pixels))
-        return torch.stack([value.expand(len(quantiles), -1) for value in values])
-
-    def reconstructions(self, batch: PixelBatch) -> Tensor:
-        """As `TrainedModule.reconstructions`."""
-        pixels, reconstruction, *_ = self._reconstruct(batch)
-        pairs = torch.cat((pixels, reconstruction.clamp(-1.0, 1.0)), dim=3)
-        return ((pairs + 1.0) * 127.5).round().byte()
+        pairs = ((torch.cat((pixels, shown), dim=3) + 1.0) * 127.5).round().byte()
+        return torch.stack([value.expand(len(quantiles), -1) for value in values]), pairs
 
     def _reconstruct(self, batch: PixelBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Pixels and their reconstruction [B, 3, H, W], [B] KL per pixel value, and the latents; all fp32. In fp16 the

@@ -24,7 +24,6 @@ quiet_libraries()
 
 import numpy as np
 import torch
-import webdataset
 from diffusers import AutoencoderKL
 from numpy.typing import NDArray
 from PIL import Image
@@ -35,6 +34,8 @@ from transformers import ConvNextConfig, ConvNextModel, ResNetConfig, ResNetMode
 from scripts.make_digits import digit_picture, real_digits
 from scripts.quickstart import Machine, child_environment, run_step
 from sd_training.models.reconstruction import load_perceptual
+from sd_training.training import scaled_pixels
+from tests import makers
 
 FOLDER = Path("build/quickstart_autoencoder")
 BATCH, HELD_OUT, NUM_CROPS, GRID = 64, 256, 4096, 4
@@ -75,19 +76,11 @@ def crops() -> Labelled:
 
 def as_pixels(pictures: NDArray[np.uint8]) -> Tensor:
     """[N, 3, H, W] in [-1, 1]."""
-    return torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
+    return scaled_pixels(torch.from_numpy(pictures).permute(0, 3, 1, 2))
 
 
-def write_shard(path: Path, pictures: NDArray[np.uint8]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with webdataset.TarWriter(str(path)) as sink:
-        for number, picture in enumerate(pictures):
-            sink.write({"__key__": f"{number:06d}", "png": Image.fromarray(picture), "txt": "a picture"})
-
-
-def train_classifier(backbone: Any, data: Labelled, folder: Path, seed: int) -> None:
+def train_classifier(backbone: Any, data: Labelled, folder: Path) -> None:
     """Learns what pictures show, so that its features tell what matters in them; saves the backbone alone."""
-    torch.manual_seed(seed)
     pixels, labels = as_pixels(data[0]), torch.from_numpy(data[1])
     width = int(backbone.config.hidden_sizes[-1])
     head = nn.Linear(width, int(labels.max()) + 1)
@@ -105,13 +98,11 @@ def train_classifier(backbone: Any, data: Labelled, folder: Path, seed: int) -> 
 
 def convnext() -> ConvNextModel:
     """In the loss."""
-    torch.manual_seed(1)
     return ConvNextModel(ConvNextConfig(num_stages=2, patch_size=2, hidden_sizes=[24, 48], depths=[2, 2]))
 
 
 def resnet() -> ResNetModel:
     """The judge."""
-    torch.manual_seed(2)
     shape = {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "layer_type": "basic"}
     return ResNetModel(ResNetConfig(**shape))
 
@@ -132,9 +123,12 @@ def compare(name: str, make: Callable[[], Labelled], precision: str, steps: int)
     shutil.rmtree(folder, ignore_errors=True)
     pictures, labels = make()
     known, held_out = (pictures[:-HELD_OUT], labels[:-HELD_OUT]), pictures[-HELD_OUT:]
-    write_shard(folder / "data" / "0.tar", known[0])
-    train_classifier(convnext(), known, folder / "perceptual", 1)
-    train_classifier(resnet(), known, folder / "judge", 2)
+    samples = ({"__key__": f"{i:06d}", "png": Image.fromarray(picture)} for i, picture in enumerate(known[0]))
+    makers.write_shard(folder / "data" / "0.tar", samples)
+    networks = {"perceptual": convnext, "judge": resnet}
+    for seed, (kind, make_network) in enumerate(networks.items(), start=1):
+        torch.manual_seed(seed)
+        train_classifier(make_network(), known, folder / kind)
     for run, own in RUNS.items():
         words = [
             "config=configs/quickstart_vae.yaml",
@@ -156,8 +150,8 @@ def compare(name: str, make: Callable[[], Labelled], precision: str, steps: int)
         run_step(f"{name}, {run}", [sys.executable, "train.py", *words], environment)
         rows = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
         finite = sum(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in rows)
-        networks = {kind: folder / kind for kind in ("perceptual", "judge")}
-        found = [f"{key} {value:.4f}" for key, value in distances(folder / run, held_out, networks).items()]
+        judges = {kind: folder / kind for kind in networks}
+        found = [f"{key} {value:.4f}" for key, value in distances(folder / run, held_out, judges).items()]
         print(f"{name} {run}: {', '.join(found)}; finite steps {finite}/{steps}", flush=True)
 
 

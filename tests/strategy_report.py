@@ -62,8 +62,6 @@ ENGINES = (
     Engine("deepspeed_3 ×2", 2, ("distributed.strategy=deepspeed_3",)),
     Engine("hsdp 2 × 2", 4, ("distributed.mesh.data=2", "distributed.mesh.fsdp=2")),
 )
-QUICK_ENGINES = tuple(engine for engine in ENGINES if engine.name != "deepspeed_1 ×2")
-"""Of the quick form: DeepSpeed's stages 1 and 2 are one class, here and there."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,7 @@ def engine_jobs(folder: Path, engine: Engine, steps: int, is_quick: bool) -> lis
         jobs.append({"argv": arguments(folder, f"{name}_accumulated", engine, steps, accumulation=2)})
     jobs.append(_going_on(folder, f"{name}_resumed", name, engine, steps, usual))
     if is_quick and engine.processes > 1:
-        before = QUICK_ENGINES[QUICK_ENGINES.index(engine) - 1]
+        before = ENGINES[ENGINES.index(engine) - 1]
         jobs.append(_going_on(folder, f"{name}_from_other", slug(before), engine, steps, usual))
     elif not is_quick:
         jobs.append(_going_on(folder, f"{name}_from_other", "single", engine, steps, usual))
@@ -257,9 +255,8 @@ def report(folder: Path, steps: int, is_quick: bool = False) -> list[Row]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     make_models(folder)
-    engines = QUICK_ENGINES if is_quick else ENGINES
-    make_runs(folder, engines, steps, is_quick)
-    return [compare(folder, engine, steps) for engine in engines]
+    make_runs(folder, ENGINES, steps, is_quick)
+    return [compare(folder, engine, steps) for engine in ENGINES]
 
 
 def main() -> None:

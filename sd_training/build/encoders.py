@@ -24,6 +24,7 @@ import torch
 from sd_training.build.data import make_data
 from sd_training.build.models import compile_networks, frozen_family, text_precision, vae_precision
 from sd_training.build.plan import Plan, make_plan
+from sd_training.cli import keep_freed_memory
 from sd_training.config.schema import Config
 from sd_training.data.encoded import (
     EncoderProcesses,
@@ -215,6 +216,8 @@ def main() -> None:
         if isinstance(server, Exception):
             raise server
         where = f"{where} on {server.device}"
+        if server.device.type == "cpu":
+            keep_freed_memory()
         with ThreadPoolExecutor(1, "send") as sender:  # while the next micro-batch is encoded
             sent: Future[None] | None = None
             for ranks, result, encode_s in server.results(first):

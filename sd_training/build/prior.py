@@ -105,15 +105,15 @@ def _draw(plan: Plan, trained: Trained, folder: Path, names: Sequence[str], watc
     config, device, module = plan.config, use_own_device(plan.launch), trained.module
     assert trained.family is not None
     pipeline, was_training = trained.family.pipeline(), module.network.training
-    prompts = config.dataset.prior.prompts
-    captions = [prompts[int(name[6:12]) % len(prompts)] for name in names]
+    prompts, numbers = config.dataset.prior.prompts, [int(name[6:12]) for name in names]
+    captions = [prompts[number % len(prompts)] for number in numbers]
     pipeline.to(device)
     module.network.eval()  # dropout would draw from the global generator
     with torch.no_grad(), autocast(device, plan.precision), torch.compiler.set_stance("force_eager"):
         images = draw_images(
             pipeline,
             captions,
-            [config.sampling.seed + int(name[6:12]) for name in names],
+            [config.sampling.seed + number for number in numbers],
             height=config.dataset.params.resolution,
             width=config.dataset.params.resolution,
             num_inference_steps=config.sampling.num_inference_steps,

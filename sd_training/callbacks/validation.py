@@ -188,10 +188,7 @@ class Validation(OptimizerStepCallback):
                     failure = error
                 self._group.raise_first(failure)  # all ranks fail when one does, so that they can save
                 if batch is not None:
-                    values = module.held_out_measures(batch.to(device), self.quantiles)
-                    pairs = None
-                    if round_ == 0 or self.frechet is not None:
-                        pairs = module.reconstructions(batch.to(device))
+                    values, pairs = module.held_out_measures(batch.to(device), self.quantiles)
                     self._pairs = pairs if round_ == 0 else self._pairs
                     if round_ < len(numbers):
                         sums += torch.cat((values, torch.ones_like(values[:1]))).double().cpu().sum(2)

@@ -120,7 +120,9 @@ def wants_channels_last(option: Literal["auto"] | bool, accelerator: str, *, is_
     A convolution whose kernel has its channels last returns the same layout for any input, so inputs need no
     conversion. Values, shapes and exports stay the same.
     """
-    return accelerator == "cuda" or (accelerator == "cpu" and is_frozen) if option == "auto" else option
+    if option != "auto":
+        return option
+    return accelerator == "cuda" or (accelerator == "cpu" and is_frozen)
 
 
 def recompute_activations(blocks: Sequence[nn.Module]) -> None:

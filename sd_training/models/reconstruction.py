@@ -68,14 +68,17 @@ class Perceptual:
 
     def pooled(self, pixels: Tensor) -> Tensor:
         """[B, C] the deepest features, averaged over the positions."""
-        deepest = self.network((pixels - self._mean) / self._std)[-1]
+        deepest = self._states(pixels)[-1]
         return deepest.mean((2, 3) if deepest.ndim == 4 else 1)
 
     def _features(self, pixels: Tensor) -> list[Tensor]:
         """[B, positions, C] of each depth, of unit length at each position."""
-        features = self.network((pixels - self._mean) / self._std)
-        flat = [each.flatten(2).transpose(1, 2) if each.ndim == 4 else each for each in features]
+        flat = [each.flatten(2).transpose(1, 2) if each.ndim == 4 else each for each in self._states(pixels)]
         return [functional.normalize(each, dim=-1, eps=1e-10) for each in flat]
+
+    def _states(self, pixels: Tensor) -> Sequence[Tensor]:
+        states: Sequence[Tensor] = self.network((pixels - self._mean) / self._std)
+        return states
 
 
 class _Pooled(nn.Module):

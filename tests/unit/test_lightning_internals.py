@@ -49,7 +49,6 @@ PRIVATE = {
     "_dynamo": "torch: models/execution.py",
     "_fields": "Python: data/samples/cache.py",  # of a NamedTuple; documented
     "_foreach_lerp_": "torch: callbacks/ema.py",
-    "_foreach_norm": "torch: optim.py",
     "_foreach_mul_": "torch: optim.py",
     "_functorch": "torch: models/execution.py",  # the memory budget: test_execution.py compares with and without
     "_fused_sdp_choice": "torch: models/attention.py",  # which kernel: test_attention.py asks torch in other ways, too

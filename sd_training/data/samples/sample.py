@@ -159,16 +159,14 @@ class TrainingSamples(Dataset[WorkerResult]):
         latents, lengths = draws.grid.shape(*size), {name: own.length for name, own in self.tokenizers.items()}
         stored = cache.storage if cache is not None else None
         texts, dtype = (stored.text_shapes, DTYPES[stored.dtype]) if stored is not None else ({}, torch.float32)
-        moments = (2 * latents[0], *latents[1:])
+        moments, has_pixels = (2 * latents[0], *latents[1:]), cache is None
 
         def form(shape: Sequence[int], dtype: torch.dtype = torch.float32, *, is_there: bool = True) -> Form:
             return Form((count, *shape) if is_there else (count, 0), dtype)
 
         return {
-            "pixels": form((3, *size), torch.uint8)._replace(is_channels_last=True)
-            if stored is None
-            else form((0,), torch.uint8),
-            "moments": form(moments, dtype, is_there=stored is not None),
+            "pixels": form((3, *size), torch.uint8, is_there=has_pixels)._replace(is_channels_last=has_pixels),
+            "moments": form(moments, dtype, is_there=not has_pixels),
             "mask": form((1, *size), torch.uint8, is_there=draws.has_mask),
             "tokens": {name: form((own,), torch.int64) for name, own in lengths.items() if name not in texts},
             "token_masks": {name: form((own,), torch.bool) for name, own in lengths.items()},

@@ -300,7 +300,7 @@ def is_channels_last(tensor: Tensor) -> bool:
     return tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_auto_is_cuda_only() -> None:
+def test_auto_is_cuda_and_on_a_cpu_what_is_frozen() -> None:
     assert wants_channels_last("auto", "cuda") and wants_channels_last(True, "cpu")
     assert not wants_channels_last("auto", "cpu") and not wants_channels_last(False, "cuda")
     assert wants_channels_last("auto", "cpu", is_frozen=True)
