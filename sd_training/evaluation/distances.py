@@ -78,17 +78,20 @@ def cmmd(drawn: Tensor, real: Tensor) -> Estimate:
     return _centred_interval(_CMMD_SCALE * _squared_mmd(drawn, real, _resamples(drawn), kernel))
 
 
-def precision_recall(drawn: Tensor, real: Tensor) -> tuple[Estimate, Estimate]:
-    """Share of the drawn pictures that lie in the balls around real ones which reach to their third neighbour, and the
-    reverse (Kynkäänniemi et al. 2019, arXiv:1904.06991, eq. 1 and 2). Intervals are of the shares, given the balls.
+def precision(drawn: Tensor, real: Tensor) -> Estimate:
+    """Share of the drawn pictures that lie in one of the balls around real ones, each as large as the distance to the
+    third neighbour (Kynkäänniemi et al. 2019, arXiv:1904.06991, eq. 1). The interval is that of a share, given the
+    balls.
 
     Raises:
-        ValueError: a set has too few pictures.
+        ValueError: there are too few real pictures.
     """
-    if min(len(drawn), len(real)) <= _NEIGHBOURS:
-        raise ValueError(f"{len(drawn)} drawn and {len(real)} real pictures, each must be {_NEIGHBOURS + 1} or more")
-    drawn, real = drawn.double(), real.double()
-    return _mean(_in_balls(drawn, real)), _mean(_in_balls(real, drawn))
+    return _mean(_in_balls(drawn.double(), real.double()))
+
+
+def recall(drawn: Tensor, real: Tensor) -> Estimate:
+    """Share of the real pictures that lie in balls around drawn ones (the same, eq. 2)."""
+    return precision(real, drawn)
 
 
 def clip_score(images: Tensor, texts: Tensor) -> Estimate:
@@ -162,6 +165,8 @@ def _mean_of_pairs(features: Tensor, counts: Tensor, kernel: Kernel) -> Tensor:
 
 def _in_balls(points: Tensor, centres: Tensor) -> Tensor:
     """[P] whether each point lies in some ball around a centre that reaches to the centre's third neighbour."""
+    if len(centres) <= _NEIGHBOURS:
+        raise ValueError(f"{len(centres)} pictures have no third neighbour; give {_NEIGHBOURS + 1} or more")
     rows = [torch.cdist(centres[s : s + _ROWS], centres) for s in _starts(centres)]
     radii = torch.cat([distances.kthvalue(_NEIGHBOURS + 1).values for distances in rows])  # the nearest is itself
     return torch.cat([(torch.cdist(points[s : s + _ROWS], centres) <= radii).any(1) for s in _starts(points)])

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sd_training.evaluation import distances
-from sd_training.evaluation.distances import Estimate, cmmd, fid, fid_infinity, kid, precision_recall
+from sd_training.evaluation.distances import Estimate, cmmd, fid, fid_infinity, kid, precision, recall
 
 AGREEMENT = 1e-6
 """Relative."""
@@ -114,14 +114,13 @@ def test_precision_and_recall(monkeypatch: pytest.MonkeyPatch) -> None:
         return inside / len(points)
 
     x, y = arrays(drawn, real)
-    precision, recall = precision_recall(drawn, real)
     assert 0 < share(x, y) < 1 and 0 < share(y, x) < 1 and share(x, y) != share(y, x)
-    assert (precision.value, recall.value) == (share(x, y), share(y, x))
+    assert (precision(drawn, real).value, recall(drawn, real).value) == (share(x, y), share(y, x))
 
 
 def test_too_few_pictures_for_neighbours() -> None:
-    with pytest.raises(ValueError, match="3 drawn and 5 real"):
-        precision_recall(torch.randn(3, 2), torch.randn(5, 2))
+    with pytest.raises(ValueError, match="3 pictures"):
+        recall(torch.randn(3, 2), torch.randn(5, 2))
 
 
 def test_clip_score() -> None:

@@ -1,0 +1,173 @@
+"""Draws pictures with a run's newest export and measures them: FID, KID, CMMD, CLIP score … (docs/evaluation.md).
+
+    python scripts/evaluate.py RUN evaluation.inception=pt_inception-2015-12-05-6726825d.pth
+    torchrun --nproc_per_node 8 scripts/evaluate.py RUN evaluation.clip=openai/clip-vit-large-patch14-336
+    python scripts/evaluate.py PIPELINE --out FOLDER config=configs/x.yaml evaluation.dinov2=facebook/dinov2-large
+
+Prompts are captions of the held-out data unless `evaluation.prompts` names a file. The averaged weights are evaluated
+and, where the run has a checkpoint of that step, the raw ones. Rows go to `evaluation.csv` in the folder of the run;
+pictures and features of real pictures are kept in its `evaluation/` and used again.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from sd_training.cli import prepare_cpu, set_passive_wait
+from sd_training.log import quiet_libraries
+
+set_passive_wait()
+quiet_libraries()
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from scripts.generate_examples import choose_device, launched_group
+from sd_training.build.data import ANY_GRID
+from sd_training.callbacks.run_record import CONFIG
+from sd_training.cli import run_cli
+from sd_training.config.load import load_config
+from sd_training.config.plan import BatchPlan
+from sd_training.config.schema import Config, ValidationConfig
+from sd_training.config.value_types import path_argument
+from sd_training.data.datamodule import HeldOutData, TrainingData
+from sd_training.data.samples.sample import DrawSettings
+from sd_training.errors import ConfigError, DataError
+from sd_training.evaluation.measure import RealPictures, Row, measure, write_rows
+from sd_training.evaluation.networks import load_networks
+from sd_training.evaluation.pictures import DrawnSet, Weights, weights_of_pipeline, weights_of_run
+from sd_training.export.draw import read_rows
+
+_BATCH = 32
+"""Real pictures read at once."""
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        ConfigError: a folder is missing.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", type=Path, metavar="RUN|PIPELINE", help="folder of a run, or of a pipeline")
+    parser.add_argument("--step", type=int, help="of the run's kept pipelines (default: the newest)")
+    parser.add_argument("--out", type=path_argument, help="folder of rows and pictures (default: that of the run)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, mps, cuda:1")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be drawn and measured")
+    parser.add_argument("changes", nargs="*", metavar="a.b.c=value", help="options of the run, or config=FILE")
+    args = parser.parse_intermixed_args(argv)
+    if not args.target.is_dir():
+        raise ConfigError(f"{args.target}: is no folder; give that of a run or of a pipeline")
+    args.is_run = (args.target / CONFIG).is_file()
+    if not args.is_run and (args.out is None or not any(word.startswith("config=") for word in args.changes)):
+        raise ConfigError(f"{args.target}: is of no run; give --out FOLDER, and config=FILE for data and sampling")
+    args.out = args.out or args.target
+    return args
+
+
+def read_config(args: argparse.Namespace) -> Config:
+    """Of the run, with changes.
+
+    Raises:
+        ConfigError: it cannot be used, or names no network.
+    """
+    config = load_config([*([f"config={args.target / CONFIG}"] if args.is_run else []), *args.changes])
+    if config.model.train == "vae":
+        raise ConfigError("model.train: an autoencoder draws nothing; see validation.csv for its reconstructions")
+    if not load_networks(config.evaluation):
+        raise ConfigError(
+            "evaluation: names no network; give evaluation.inception, evaluation.dinov2 or evaluation.clip"
+        )
+    return config
+
+
+def real_pictures(config: Config) -> RealPictures:
+    """Opens them.
+
+    Raises:
+        UserError: there are none.
+    """
+    path = config.evaluation.path or config.validation.path
+    if path is None:
+        raise ConfigError("evaluation.path: there are no real pictures to compare with; name some, or validation.path")
+    data = TrainingData(
+        dataset=config.dataset,
+        plan=BatchPlan(micro_batch=_BATCH, accumulation=1, processes=1, num_examples=_BATCH),
+        workers=0,
+        tokenizers={},
+        draws=DrawSettings(0, ANY_GRID, has_noise=False),
+        captions_needed=config.evaluation.prompts is None,
+        run_dir=None,
+    )
+    return RealPictures(HeldOutData(data, ValidationConfig(path=path, num_samples=config.evaluation.num_real)))
+
+
+def read_prompts(config: Config) -> list[str]:
+    """One per picture.
+
+    Raises:
+        UserError: there are none.
+    """
+    count, name = config.evaluation.num_images, config.evaluation.prompts
+    if name is None:
+        prompts = real_pictures(config).captions(count)
+    elif name.endswith(".csv"):
+        prompts = [row["caption"] for row in read_rows(Path(name), needs_uid=False).values()]
+    else:
+        try:
+            prompts = [line for line in Path(name).read_text(encoding="utf-8").splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"evaluation.prompts: {name} cannot be read as text ({error})") from error
+    if not prompts:
+        raise DataError(f"evaluation.prompts: {name} has no prompts")
+    return [prompts[i % len(prompts)] for i in range(count)]
+
+
+def publish(out: Path, weights: Weights, rows: Sequence[Row]) -> None:
+    """Rows, and TensorBoard where the run has it."""
+    write_rows(out / "evaluation.csv", rows)
+    if (out / "tensorboard").is_dir():  # a folder beside the run's own: a file has one writer
+        with SummaryWriter(str(out / "tensorboard" / "evaluation")) as writer:
+            for row in rows:
+                if "value" in row:
+                    writer.add_scalar(f"{row['metric']}_{weights.name}", float(row["value"]), weights.step)
+    for row in rows:
+        interval = f" [{row['low']}, {row['high']}]" if "low" in row else ""
+        print(f"{row['metric']:<20}{row.get('value') or 'failed: ' + row['reason']}{interval}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draw on all processes, measure on the first."""
+    args = parse_arguments(argv)
+    config = read_config(args)
+    all_weights = [weights_of_pipeline(args.target)]
+    if args.is_run:
+        all_weights = list(weights_of_run(args.target, args.step, config.model))
+    prompts, cache, device = read_prompts(config), args.out / "evaluation", torch.device(choose_device(args.device))
+    cache.mkdir(parents=True, exist_ok=True)
+    with launched_group() as (rank, world):
+        if device.type == "cpu":
+            prepare_cpu(world)
+        for weights in all_weights:
+            drawn = DrawnSet(weights, prompts, config, cache)
+            files = drawn.files
+            missing = sum(not path.is_file() for path in files)
+            if rank == 0:
+                print(f"step {weights.step}, {weights.name} weights: {len(files)} pictures, {missing} to be drawn")
+            if args.dry_run:
+                continue
+            drawn.draw(device, rank, world)
+            if world > 1:
+                torch.distributed.barrier()
+            if rank == 0:
+                networks = load_networks(config.evaluation)
+                rows = measure(networks, files, prompts, lambda: real_pictures(config), cache, device)
+                named = {"step": str(weights.step), "weights": weights.name}
+                publish(args.out, weights, [named | row for row in rows])
+
+
+if __name__ == "__main__":
+    run_cli(main)
