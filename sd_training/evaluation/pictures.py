@@ -107,9 +107,10 @@ def weights_of_run(run_dir: Path, step: int | None, model: ModelConfig) -> Itera
 
 
 def weights_of_pipeline(folder: Path) -> Weights:
-    """Of a pipeline of no run, or of one that a run keeps."""
+    """Of a folder by itself; the step is known where it lies in that of a run."""
     step = folder.name.removeprefix("step_")
-    return Weights(int(step) if step.isdigit() else 0, _TRAINED, folder)
+    newest = max(exported_step(folder.parent), 0) if folder.name == CURRENT else 0
+    return Weights(int(step) if step.isdigit() else newest, _TRAINED, folder)
 
 
 @dataclass(frozen=True)
