@@ -1,6 +1,6 @@
 """Draws pictures with a run's newest export and measures them: FID, KID, CMMD, CLIP score … (docs/evaluation.md).
 
-    python scripts/evaluate.py RUN evaluation.inception=pt_inception-2015-12-05-6726825d.pth
+    python scripts/evaluate.py RUN evaluation.inception=inception.safetensors
     torchrun --nproc_per_node 8 scripts/evaluate.py RUN evaluation.clip=openai/clip-vit-large-patch14-336
     python scripts/evaluate.py PIPELINE --out FOLDER config=configs/x.yaml evaluation.dinov2=facebook/dinov2-large
 

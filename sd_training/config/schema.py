@@ -838,8 +838,8 @@ class EvaluationConfig(OptionGroup):
     settings of `sampling`."""
 
     inception: str | None = None
-    """File of the Inception-v3 of FID, `pt_inception-2015-12-05-6726825d.pth`: `fid`, `fid_infinity`, `kid`,
-    `precision`, `recall`. null: none of them."""
+    """The Inception-v3 of FID, a .safetensors file of the tensors of `pt_inception-2015-12-05-6726825d.pth`: `fid`,
+    `fid_infinity`, `kid`, `precision`, `recall`. null: none of them."""
     dinov2: str | None = None
     """Folder or hub id of a Dinov2Model: `fd_dinov2`, `fd_dinov2_infinity`. null: neither."""
     clip: str | None = None

@@ -14,7 +14,6 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,6 +116,7 @@ _MIXED = {
 layers with a comma between them have one input. `max/2` has no padding; the other poolings keep the size, and the mean
 leaves the padding out. Where the published network takes a maximum in 7c, Szegedy et al. 2015 (arXiv:1512.00567) have a
 mean; distances are computed with the maximum."""
+_PUBLISHED = "pt_inception-2015-12-05-6726825d.pth of pytorch-fid"
 _INCEPTION_SIDE = 299
 _EPSILON = 1e-3
 """Of its batch norms."""
@@ -127,7 +127,7 @@ class Inception(nn.Module):
     the convolutions.
 
     Args:
-        tensors: the published state dict (`pt_inception-2015-12-05-6726825d.pth` of pytorch-fid and torch-fidelity).
+        tensors: the published state dict, `_PUBLISHED`.
     """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -170,20 +170,17 @@ class Inception(nn.Module):
 
 
 def load_inception(place: str) -> FeatureNetwork:
-    """The published .pth, or the same tensors as .safetensors.
+    """The published tensors as .safetensors, which `scripts/convert_checkpoint.py` makes of the .pth.
 
     Raises:
         ConfigError: the file cannot be read, or lacks layers.
     """
-    path, option = Path(place), "evaluation.inception"
     try:
-        is_safe = path.suffix == ".safetensors"
-        tensors = load_file(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
-        model = Inception(tensors).eval()
+        model = Inception(load_file(place)).eval()
         model(torch.zeros(1, 3, _INCEPTION_SIDE, _INCEPTION_SIDE))
     except Exception as error:  # damaged files make the libraries raise many kinds of errors
-        published = "pt_inception-2015-12-05-6726825d.pth of pytorch-fid"
-        raise ConfigError(f"{option}: {place} cannot be loaded as {published}: {first_line(error)}") from error
+        remedy = f"give {_PUBLISHED}, converted by scripts/convert_checkpoint.py"
+        raise ConfigError(f"evaluation.inception: {place} cannot be loaded ({first_line(error)}); {remedy}") from error
     return FeatureNetwork(model, _prepared_for_inception, model)
 
 

@@ -39,20 +39,21 @@ def test_inception_gives_the_features_of_torch_fidelity(tmp_path: Path) -> None:
     """Recorded from torch-fidelity 0.4.0, with the same random weights; rounding is that of 94 convolutions in fp32."""
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
     weights = inception_weights(golden["layers"])
-    torch.save({**weights, "fc.weight": torch.zeros(2, 2)}, tmp_path / "published.pth")
-    features = load_inception(str(tmp_path / "published.pth"))([Image.fromarray(INPUT)])
+    save_file({**weights, "fc.weight": torch.zeros(2, 2)}, tmp_path / "inception.safetensors")
+    features = load_inception(str(tmp_path / "inception.safetensors"))([Image.fromarray(INPUT)])
     assert features.shape == (1, 2048)
     found = {number: float(features[0, int(number)]) for number in golden["features"]}
     scale = max(map(abs, golden["features"].values()))
     assert found == pytest.approx(golden["features"], abs=2e-6 * scale)
 
 
-def test_inception_needs_all_layers_and_runs_no_code(tmp_path: Path) -> None:
+def test_inception_needs_all_layers_and_opens_no_pickle(tmp_path: Path) -> None:
     layers = json.loads(GOLDEN.read_text(encoding="utf-8"))["layers"]
-    save_file(inception_weights(dict(list(layers.items())[:3])), tmp_path / "few.safetensors")
-    torch.save({"Conv2d_1a_3x3.conv.weight": Path("/")}, tmp_path / "code.pth")
-    for name in ("few.safetensors", "code.pth", "none.pth"):
-        with pytest.raises(ConfigError, match=rf"evaluation.inception: .*{name} cannot be loaded"):
+    few = inception_weights(dict(list(layers.items())[:3]))
+    save_file(few, tmp_path / "few.safetensors")
+    torch.save(few, tmp_path / "published.pth")
+    for name in ("few.safetensors", "published.pth", "none.safetensors"):
+        with pytest.raises(ConfigError, match=rf"evaluation.inception: .*{name} cannot be loaded .*convert_checkpoint"):
             load_inception(str(tmp_path / name))
 
 
