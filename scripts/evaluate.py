@@ -3,6 +3,7 @@
     python scripts/evaluate.py RUN evaluation.inception=inception.safetensors
     torchrun --nproc_per_node 8 scripts/evaluate.py RUN evaluation.clip=openai/clip-vit-large-patch14-336
     python scripts/evaluate.py PIPELINE --out FOLDER config=configs/x.yaml evaluation.dinov2=facebook/dinov2-large
+    python scripts/evaluate.py RUN --watch          # every newest export, until the run has ended
 
 Prompts are captions of the held-out data unless `evaluation.prompts` names a file. The averaged weights are evaluated
 and, where the run has a checkpoint of that step, the raw ones. Rows go to `evaluation.csv` in the folder of the run;
@@ -10,8 +11,12 @@ pictures and features of real pictures are kept in its `evaluation/` and used ag
 """
 
 import argparse
+import fcntl
+import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -27,22 +32,26 @@ from torch.utils.tensorboard import SummaryWriter
 
 from scripts.generate_examples import choose_device, launched_group
 from sd_training.build.data import ANY_GRID
-from sd_training.callbacks.run_record import CONFIG
-from sd_training.cli import run_cli
+from sd_training.callbacks.run_record import CONFIG, RECORD, read_starts
+from sd_training.cli import print_error, run_cli
 from sd_training.config.load import load_config
 from sd_training.config.plan import BatchPlan
 from sd_training.config.schema import Config, ValidationConfig
 from sd_training.config.value_types import path_argument
 from sd_training.data.datamodule import HeldOutData, TrainingData
 from sd_training.data.samples.sample import DrawSettings
-from sd_training.errors import ConfigError, DataError
-from sd_training.evaluation.measure import RealPictures, Row, measure, write_rows
+from sd_training.errors import ConfigError, DataError, UserError
+from sd_training.evaluation.measure import RealPictures, Row, measure, read_rows, write_rows
 from sd_training.evaluation.networks import load_networks
 from sd_training.evaluation.pictures import DrawnSet, Weights, weights_of_pipeline, weights_of_run
-from sd_training.export.draw import read_rows
+from sd_training.export.draw import read_rows as read_captions
+from sd_training.export.pipeline import exported_step
 
+ROWS = "evaluation.csv"
 _BATCH = 32
 """Real pictures read at once."""
+_POLL_S = 5.0
+"""Between two looks at the run."""
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -54,6 +63,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", type=Path, metavar="RUN|PIPELINE", help="folder of a run, or of a pipeline")
     parser.add_argument("--step", type=int, help="of the run's kept pipelines (default: the newest)")
+    parser.add_argument("--watch", action="store_true", help="evaluate every newest export until the run has ended")
+    parser.add_argument("--beside", type=int, metavar="PID", help="the parent, whose end is that of the run as well")
     parser.add_argument("--out", type=path_argument, help="folder of rows and pictures (default: that of the run)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, mps, cuda:1")
     parser.add_argument("--dry-run", action="store_true", help="print what would be drawn and measured")
@@ -64,6 +75,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args.is_run = (args.target / CONFIG).is_file()
     if not args.is_run and (args.out is None or not any(word.startswith("config=") for word in args.changes)):
         raise ConfigError(f"{args.target}: is of no run; give --out FOLDER, and config=FILE for data and sampling")
+    if args.watch and not args.is_run:
+        raise ConfigError(f"--watch: {args.target} is the folder of no run")
     args.out = args.out or args.target
     return args
 
@@ -115,7 +128,7 @@ def read_prompts(config: Config) -> list[str]:
     if name is None:
         prompts = real_pictures(config).captions(count)
     elif name.endswith(".csv"):
-        prompts = [row["caption"] for row in read_rows(Path(name), needs_uid=False).values()]
+        prompts = [row["caption"] for row in read_captions(Path(name), needs_uid=False).values()]
     else:
         try:
             prompts = [line for line in Path(name).read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -128,7 +141,7 @@ def read_prompts(config: Config) -> list[str]:
 
 def publish(out: Path, weights: Weights, rows: Sequence[Row]) -> None:
     """Rows, and TensorBoard where the run has it."""
-    write_rows(out / "evaluation.csv", rows)
+    write_rows(out / ROWS, rows)
     if (out / "tensorboard").is_dir():  # a folder beside the run's own: a file has one writer
         with SummaryWriter(str(out / "tensorboard" / "evaluation")) as writer:
             for row in rows:
@@ -136,37 +149,97 @@ def publish(out: Path, weights: Weights, rows: Sequence[Row]) -> None:
                     writer.add_scalar(f"{row['metric']}_{weights.name}", float(row["value"]), weights.step)
     for row in rows:
         interval = f" [{row['low']}, {row['high']}]" if "low" in row else ""
-        print(f"{row['metric']:<20}{row.get('value') or 'failed: ' + row['reason']}{interval}")
+        print(f"{row['metric']:<20}{row.get('value') or 'failed: ' + row['reason']}{interval}", flush=True)
+
+
+def newest_exports(args: argparse.Namespace, every: int) -> Iterator[int]:
+    """Waits for optimizer steps that are exported and not evaluated; those that come meanwhile are passed over, but for
+    the last one. One process at a time: another one, of an earlier start, ends when it has evaluated its last."""
+    lock = (args.out / "evaluation" / "watch.lock").open("w")
+    with suppress(OSError):  # some file systems have no locks
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    done = {int(row["step"]) for row in read_rows(args.out / ROWS)}
+    with lock:
+        while True:
+            has_ended = args.beside is not None and os.getppid() != args.beside
+            step = exported_step(args.target)
+            plans = [start["batch_plan"] for start in read_starts(args.target / RECORD) if "batch_plan" in start]
+            is_last = has_ended or (bool(plans) and step >= BatchPlan(**plans[-1]).num_steps)
+            if step >= 0 and step not in done and (is_last or step % (every or 1) == 0):
+                done.add(step)
+                yield step
+            elif is_last:
+                return
+            else:
+                time.sleep(_POLL_S)
+
+
+def steps_to_evaluate(args: argparse.Namespace, every: int, rank: int, world: int) -> Iterator[int | None]:
+    """Collective: the one that is asked for, or those of `--watch`, which the first process finds."""
+    if not args.watch:
+        yield args.step
+        return
+    found = newest_exports(args, every) if rank == 0 else iter(())
+    while True:
+        step = torch.tensor(next(found, -1))
+        if world > 1:
+            torch.distributed.broadcast(step, 0)
+        if step < 0:
+            return
+        yield int(step)
+
+
+def evaluate(drawn: DrawnSet, args: argparse.Namespace, device: torch.device, rank: int, world: int) -> None:
+    """Collective: all draw, the first one measures.
+
+    Raises:
+        UserError: on every process, when some cannot draw.
+    """
+    failure, config, weights = None, drawn.config, drawn.weights
+    try:
+        drawn.draw(device, rank, world)
+    except UserError as error:
+        failure = error
+    if world > 1:
+        has_failed = torch.tensor(int(failure is not None))
+        torch.distributed.all_reduce(has_failed)
+        failure = failure or (DataError("another process cannot draw") if has_failed else None)
+    if failure is not None:
+        raise failure
+    if rank == 0:
+        networks = load_networks(config.evaluation)
+        rows = measure(networks, drawn.files, drawn.prompts, lambda: real_pictures(config), drawn.root, device)
+        publish(args.out, weights, [{"step": str(weights.step), "weights": weights.name} | row for row in rows])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Draw on all processes, measure on the first."""
+    """Runs the command."""
     args = parse_arguments(argv)
     config = read_config(args)
-    all_weights = [weights_of_pipeline(args.target)]
-    if args.is_run:
-        all_weights = list(weights_of_run(args.target, args.step, config.model))
-    prompts, cache, device = read_prompts(config), args.out / "evaluation", torch.device(choose_device(args.device))
-    cache.mkdir(parents=True, exist_ok=True)
+    prompts, device = read_prompts(config), torch.device(choose_device(args.device))
+    (args.out / "evaluation").mkdir(parents=True, exist_ok=True)
     with launched_group() as (rank, world):
         if device.type == "cpu":
             prepare_cpu(world)
-        for weights in all_weights:
-            drawn = DrawnSet(weights, prompts, config, cache)
-            files = drawn.files
-            missing = sum(not path.is_file() for path in files)
-            if rank == 0:
-                print(f"step {weights.step}, {weights.name} weights: {len(files)} pictures, {missing} to be drawn")
-            if args.dry_run:
-                continue
-            drawn.draw(device, rank, world)
-            if world > 1:
-                torch.distributed.barrier()
-            if rank == 0:
-                networks = load_networks(config.evaluation)
-                rows = measure(networks, files, prompts, lambda: real_pictures(config), cache, device)
-                named = {"step": str(weights.step), "weights": weights.name}
-                publish(args.out, weights, [named | row for row in rows])
+        for step in steps_to_evaluate(args, config.evaluation.every, rank, world):
+            try:
+                found = (
+                    weights_of_run(args.target, step, config.model)
+                    if args.is_run
+                    else [weights_of_pipeline(args.target)]
+                )
+                for weights in found:
+                    drawn = DrawnSet(weights, prompts, config, args.out / "evaluation")
+                    missing = sum(not path.is_file() for path in drawn.files)
+                    if rank == 0:
+                        count = f"{len(prompts)} pictures, {missing} to be drawn"
+                        print(f"step {weights.step}, {weights.name} weights: {count}", flush=True)
+                    if not args.dry_run:
+                        evaluate(drawn, args, device, rank, world)
+            except UserError as error:
+                if not args.watch:
+                    raise
+                print_error(error)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from sd_training.build.preflight import wandb_mode
 from sd_training.build.prior import draw_class_images
 from sd_training.callbacks.base import RunState
 from sd_training.callbacks.ema import Ema
+from sd_training.callbacks.evaluation import Evaluation
 from sd_training.callbacks.metrics import COLUMNS as METRICS
 from sd_training.callbacks.metrics import GradientNorms, JsonRows, MetricRows, Metrics, ProgressBar
 from sd_training.callbacks.numerics import NumericGuard
@@ -199,6 +200,7 @@ def _callbacks(
         validation,
         *_pictures(plan, trained, ema, run_state),
         saves,
+        Evaluation(run_dir, config.evaluation.device) if config.evaluation.every else None,
         ProgressBar(run_state, batch.global_batch, batch.num_steps) if config.logging.progress_bar else None,
         Profile(run_dir, *profiled) if profiled else None,
         Runtime(watch, run_lock),

@@ -852,6 +852,12 @@ class EvaluationConfig(OptionGroup):
     """Text file with a prompt in each line, or CSV with a column `caption`; null: the captions of real pictures."""
     num_images: PositiveInt = 1000
     """Pictures drawn; prompts begin again where there are fewer of them [count]."""
+    every: Count = 0
+    """Beside the run, a process of its own evaluates the newest export whose optimizer step is a multiple of this, and
+    the last one; 0: none."""
+    device: Annotated[str, used_with("every")] = "cpu"
+    """Where that process computes: `cpu`, with the lowest priority, or GPUs that do not train, as CUDA_VISIBLE_DEVICES
+    takes them, such as `7`."""
 
 
 _Range = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from sd_training.checkpoint.folder import MANIFEST_NAME, folder_name
 from sd_training.checkpoint.save import WEIGHTS, open_checkpoint
 from sd_training.config.schema import Config, ModelConfig
-from sd_training.errors import DataError
+from sd_training.errors import ConfigError, DataError
 from sd_training.export.draw import draw_images
 from sd_training.export.pipeline import CURRENT, KEPT, exported_step, load_pipeline
 from sd_training.models.family import autocast
@@ -137,15 +137,13 @@ class DrawnSet:
         """Draws what is missing of this process's share.
 
         Raises:
-            DataError: as `Weights.load`.
-            OSError: they cannot be written.
+            UserError: as `Weights.load`; they cannot be written; the device has too little memory.
         """
         files, sampling, side = self.files, self.config.sampling, self.config.dataset.params.resolution
         numbers = [i for i in range(rank, len(files), world) if not files[i].is_file()]
         if not numbers:
             return
         pipeline = self.weights.load().to(device)
-        files[0].parent.mkdir(parents=True, exist_ok=True)
         precision = self.config.model.mixed_precision if device.type == "cuda" else "no"
         with torch.no_grad(), autocast(device, precision):
             images = draw_images(
@@ -159,7 +157,15 @@ class DrawnSet:
                 batch_size=sampling.batch_size,
             )
             title = f"step {self.weights.step}, {self.weights.name} weights"
-            for i, image in zip(numbers, tqdm(images, title, len(numbers), disable=rank > 0), strict=True):
-                partial = files[i].with_suffix(".partial")
-                image.save(partial, format="PNG")
-                os.replace(partial, files[i])
+            shown = tqdm(images, title, len(numbers), unit="images", disable=rank > 0)
+            try:
+                files[0].parent.mkdir(parents=True, exist_ok=True)
+                for i, image in zip(numbers, shown, strict=True):
+                    partial = files[i].with_suffix(".partial")
+                    image.save(partial, format="PNG")
+                    os.replace(partial, files[i])
+            except torch.OutOfMemoryError:
+                count = f"{sampling.batch_size} pictures at once"
+                raise ConfigError(f"sampling.batch_size: {count} do not fit into {device}; give fewer") from None
+            except OSError as error:
+                raise DataError(f"{files[0].parent}: cannot be written: {error.strerror}") from error

@@ -1,5 +1,12 @@
-"""scripts/evaluate.py on a run: averaged and raw weights, pictures used again, and what it refuses."""
+"""scripts/evaluate.py on a run and beside it: averaged and raw weights, pictures used again, and what it refuses."""
 
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +16,16 @@ from safetensors.torch import load_file
 from transformers import Dinov2Config, Dinov2Model
 
 from scripts import evaluate
+from sd_training.build.plan import make_plan
+from sd_training.build.run import build_run
+from sd_training.config.load import load_config
 from sd_training.config.schema import ModelConfig
 from sd_training.errors import ConfigError, DataError
 from sd_training.evaluation.measure import read_rows
 from sd_training.evaluation.pictures import weights_of_run
-from tests.integration.training import checkpoint_tensors, options, train
+from sd_training.export.pipeline import exported_step
+from sd_training.log import RunLog
+from tests.integration.training import AtStep, checkpoint_tensors, options, train
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +104,63 @@ def test_what_cannot_be_evaluated(pipeline_dir: Path, shards_dir: Path, tmp_path
     (tmp_path / "blank.txt").write_text("\n")
     with pytest.raises(DataError, match=r"evaluation\.prompts: .*blank.txt has no prompts"):
         evaluate.main([*words, "evaluation.clip=x", f"evaluation.prompts={tmp_path / 'blank.txt'}"])
+
+
+def wait_until(is_true: Callable[[], bool], process: subprocess.Popen[bytes] | None = None) -> None:
+    """A minute would do; the machine may be busy."""
+    end_s = time.monotonic() + 600
+    while not is_true():
+        assert time.monotonic() < end_s and (process is None or process.poll() is None)
+        time.sleep(0.1)
+
+
+def watchers(run_dir: Path) -> list[int]:
+    """Processes that evaluate this run, as the run has logged them."""
+    pattern = re.compile(r"evaluation: process (\d+) on cpu")
+    return [int(number) for number in pattern.findall((run_dir / "train.log").read_text(encoding="utf-8"))]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_kill_9_of_either_harms_the_other_not(
+    pipeline_dir: Path, shards_dir: Path, dinov2: Path, tmp_path: Path
+) -> None:
+    """The run is killed, and its newest export is still evaluated; it goes on, its evaluation is killed, and it ends
+    as it should."""
+    run_dir = tmp_path / "run"
+    changes = {"experiment__num_examples_to_see": 8 * 100_000, "experiment__save_every": 10, "model__use_ema": False}
+    changes |= {"evaluation__path": shards_dir, "evaluation__dinov2": dinov2, "evaluation__num_images": 2}
+    changes |= {"sampling__num_inference_steps": 1, "sampling__guidance_scale": 1, "evaluation__every": 10}
+    command = [sys.executable, "-m", "train", *options(run_dir, pipeline_dir, shards_dir, **changes)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+        wait_until((run_dir / "exported_step").exists, run)
+        (watcher,) = watchers(run_dir)
+        assert is_running(watcher)
+        run.kill()
+    newest = exported_step(run_dir)
+    wait_until(lambda: not is_running(watcher))
+    rows = read_rows(run_dir / "evaluation.csv")
+    assert int(rows[-1]["step"]) == newest and all(row["value"] and not row["reason"] for row in rows)
+
+    changes["experiment__num_examples_to_see"] = 8 * (newest + 30)
+    killed = []
+
+    def kill() -> None:
+        (*_, own) = watchers(run_dir)
+        assert own != watcher and is_running(own)
+        os.kill(own, signal.SIGKILL)
+        killed.append(own)
+
+    with RunLog().kept() as run_log:
+        plan = make_plan(load_config(options(run_dir, pipeline_dir, shards_dir, **changes)))
+        resumed = build_run(plan, run_log=run_log)
+        resumed.trainer.callbacks.append(AtStep(newest + 15, kill))  # type: ignore[attr-defined]
+        resumed.trainer.fit(resumed.module, datamodule=resumed.data)
+    assert len(killed) == 1 and exported_step(run_dir) == newest + 30 and resumed.exit_status == 0
+    assert int(read_rows(run_dir / "evaluation.csv")[-1]["step"]) == newest
