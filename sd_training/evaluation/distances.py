@@ -128,21 +128,19 @@ def _frechet(drawn: Tensor, real: Tensor, counts: Tensor) -> Tensor:
     def significant(eigenvalues: Tensor) -> Tensor:
         return eigenvalues > eigenvalues.max() * len(eigenvalues) * torch.finfo(torch.float64).eps
 
-    covariance = torch.atleast_2d(real.T.cov())
+    drawn, covariance = drawn - real.mean(0), torch.atleast_2d(real.T.cov())
     eigenvalues, vectors = torch.linalg.eigh(covariance)
     kept = significant(eigenvalues)
-    root = vectors[:, kept] * eigenvalues[kept].sqrt()
+    products = drawn @ (vectors[:, kept] * eigenvalues[kept].sqrt())  # of X R: squares come later, for less rounding
     distances = []
     for weights in counts:
-        total = weights.sum()
+        total, scale = weights.sum(), weights.sqrt()[:, None]
         mean = weights @ drawn / total
-        centred = (drawn - mean) * weights.sqrt()[:, None]
-        # Of X R, since rounding is smaller before squares are taken.
-        products = centred @ root
-        shared = torch.linalg.eigvalsh(products.T @ products / (total - 1))
+        own = ((drawn - mean) * scale).square().sum() / (total - 1)
+        part = (products - weights @ products / total) * scale
+        shared = torch.linalg.eigvalsh(part.T @ part / (total - 1))
         cross = shared[significant(shared)].sqrt().sum()
-        own = centred.square().sum() / (total - 1)
-        distances.append((mean - real.mean(0)).square().sum() + own + covariance.trace() - 2 * cross)
+        distances.append(mean.square().sum() + own + covariance.trace() - 2 * cross)
     return torch.stack(distances)
 
 
