@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     (args.out / "evaluation").mkdir(parents=True, exist_ok=True)
     with launched_group() as (rank, world):
         if device.type == "cpu":
-            prepare_cpu(world)
+            prepare_cpu(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         for step in steps_to_evaluate(args, config.evaluation.every, rank, world):
             try:
                 found = (

@@ -7,8 +7,10 @@ of a resample without computing the rest again.
 A resample is a row of `counts` [R, N]: how often each drawn picture occurs in it. Row 0 is the set itself.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 import torch
@@ -80,24 +82,29 @@ def cmmd(drawn: Tensor, real: Tensor) -> Estimate:
 
 def precision(drawn: Tensor, real: Tensor) -> Estimate:
     """Share of the drawn pictures that lie in one of the balls around real ones, each as large as the distance to the
-    third neighbour (Kynkäänniemi et al. 2019, arXiv:1904.06991, eq. 1). The interval is that of a share, given the
-    balls.
+    third neighbour (Kynkäänniemi et al. 2019, arXiv:1904.06991, eq. 1). The interval is that of a share (Wilson 1927,
+    eq. 4), given the balls.
 
     Raises:
         ValueError: there are too few real pictures.
     """
-    return _mean(_in_balls(drawn.double(), real.double()))
+    inside = _in_balls(drawn.double(), real.double())
+    share, z, count = float(inside.double().mean()), NormalDist().inv_cdf((1 + _COVERAGE) / 2), len(inside)
+    centre, half = share + z**2 / (2 * count), z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    return Estimate(share, *((centre + side * half) / (1 + z**2 / count) for side in (-1, 1)))
 
 
 def recall(drawn: Tensor, real: Tensor) -> Estimate:
-    """Share of the real pictures that lie in balls around drawn ones (the same, eq. 2)."""
+    """Share of the real pictures that lie in balls around drawn ones (the same, eq. 2); the interval is over real
+    pictures."""
     return precision(real, drawn)
 
 
 def clip_score(images: Tensor, texts: Tensor) -> Estimate:
     """100 · max(cosine, 0) of each picture's CLIP embedding and its prompt's, averaged (Hessel et al. 2021,
     arXiv:2104.08718, eq. 1, with 100 instead of 2.5)."""
-    return _mean(100 * torch.nn.functional.cosine_similarity(images.double(), texts.double()).clamp(min=0))
+    scores = 100 * torch.nn.functional.cosine_similarity(images.double(), texts.double()).clamp(min=0)
+    return _centred_interval(_resamples(scores) @ scores / len(scores))
 
 
 def _resamples(features: Tensor) -> Tensor:
@@ -114,11 +121,6 @@ def _centred_interval(values: Tensor) -> Estimate:
     edges = spread.new_tensor([(1 - _COVERAGE) / 2, (1 + _COVERAGE) / 2])
     low, high = (value + torch.quantile(spread, edges)).tolist()
     return Estimate(float(value), low, high)
-
-
-def _mean(values: Tensor) -> Estimate:
-    """Of one value per picture."""
-    return _centred_interval(_resamples(values) @ values.double() / len(values))
 
 
 def _frechet(drawn: Tensor, real: Tensor, counts: Tensor) -> Tensor:

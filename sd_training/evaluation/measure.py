@@ -109,6 +109,7 @@ def measure(
         real: opens the real ones.
         cache: folder that keeps their features.
     """
+    float64_device = torch.device("cpu") if device.type == "mps" else device
     for name, load in networks.items():
         inputs, reason = dict[str, Tensor](), ""
         try:
@@ -125,7 +126,7 @@ def measure(
             try:
                 if other not in inputs:
                     raise DataError(reason)
-                estimate = distance(drawn.to(device), inputs[other].to(device))
+                estimate = distance(drawn.to(float64_device), inputs[other].to(float64_device))
                 if not math.isfinite(estimate.value):
                     raise DataError(f"is {estimate.value}")
             except Exception as error:

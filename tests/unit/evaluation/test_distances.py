@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import scipy.linalg
+import scipy.stats
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -116,6 +117,16 @@ def test_precision_and_recall(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = arrays(drawn, real)
     assert 0 < share(x, y) < 1 and 0 < share(y, x) < 1 and share(x, y) != share(y, x)
     assert (precision(drawn, real).value, recall(drawn, real).value) == (share(x, y), share(y, x))
+
+
+def test_the_interval_of_a_share() -> None:
+    """Where the share is p, the binomial's mean is z standard deviations away from both ends (Wilson's equation)."""
+    drawn, real = feature_sets(drawn=40, real=50, width=3)
+    found = precision(drawn, real)
+    for end in edges(found):
+        assert abs(found.value - end) == pytest.approx(scipy.stats.norm.ppf(0.975) * math.sqrt(end * (1 - end) / 40))
+    high, low = edges(precision(drawn, drawn))
+    assert high == pytest.approx(1) and 0.9 < low < 1
 
 
 def test_too_few_pictures_for_neighbours() -> None:
