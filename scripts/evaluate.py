@@ -140,16 +140,20 @@ def read_prompts(config: Config) -> list[str]:
 
 
 def publish(out: Path, weights: Weights, rows: Sequence[Row]) -> None:
-    """Rows, and TensorBoard where the run has it."""
+    """Output, rows, and TensorBoard where the run has it.
+
+    Raises:
+        OSError: the files cannot be written.
+    """
+    for row in rows:
+        interval = f" [{row['low']}, {row['high']}]" if "low" in row else ""
+        print(f"{row['metric']:<20}{row.get('value') or 'failed: ' + row['reason']}{interval}", flush=True)
     write_rows(out / ROWS, rows)
     if (out / "tensorboard").is_dir():  # a folder beside the run's own: a file has one writer
         with SummaryWriter(str(out / "tensorboard" / "evaluation")) as writer:
             for row in rows:
                 if "value" in row:
                     writer.add_scalar(f"{row['metric']}_{weights.name}", float(row["value"]), weights.step)
-    for row in rows:
-        interval = f" [{row['low']}, {row['high']}]" if "low" in row else ""
-        print(f"{row['metric']:<20}{row.get('value') or 'failed: ' + row['reason']}{interval}", flush=True)
 
 
 def newest_exports(args: argparse.Namespace, every: int) -> Iterator[int]:
@@ -209,7 +213,13 @@ def evaluate(drawn: DrawnSet, args: argparse.Namespace, device: torch.device, ra
     if rank == 0:
         networks = load_networks(config.evaluation)
         rows = measure(networks, drawn.files, drawn.prompts, lambda: real_pictures(config), drawn.root, device)
-        publish(args.out, weights, [{"step": str(weights.step), "weights": weights.name} | row for row in rows])
+        try:
+            publish(args.out, weights, [{"step": str(weights.step), "weights": weights.name} | row for row in rows])
+        except OSError as error:
+            lost = DataError(f"{args.out}: the rows cannot be written: {error.strerror}")
+            if not args.watch:
+                raise lost from error
+            print_error(lost)  # the other processes draw on
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -217,18 +227,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     config = read_config(args)
     prompts, device = read_prompts(config), torch.device(choose_device(args.device))
-    (args.out / "evaluation").mkdir(parents=True, exist_ok=True)
+    try:
+        (args.out / "evaluation").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: {args.out / 'evaluation'} cannot be made ({error.strerror})") from error
     with launched_group() as (rank, world):
         if device.type == "cpu":
             prepare_cpu(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         for step in steps_to_evaluate(args, config.evaluation.every, rank, world):
             try:
-                found = (
-                    weights_of_run(args.target, step, config.model)
-                    if args.is_run
-                    else [weights_of_pipeline(args.target)]
-                )
-                for weights in found:
+                of_run = weights_of_run(args.target, step, config.model)
+                for weights in of_run if args.is_run else [weights_of_pipeline(args.target)]:
                     drawn = DrawnSet(weights, prompts, config, args.out / "evaluation")
                     missing = sum(not path.is_file() for path in drawn.files)
                     if rank == 0:
