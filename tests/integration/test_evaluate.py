@@ -101,7 +101,7 @@ def test_what_cannot_be_evaluated(pipeline_dir: Path, shards_dir: Path, tmp_path
         evaluate.main(words)
     with pytest.raises(ConfigError, match=r"evaluation\.path: there are no real pictures"):
         evaluate.main([*words, "evaluation.clip=x"])
-    with pytest.raises(ConfigError, match="--watch: .* is the folder of no run"):
+    with pytest.raises(ConfigError, match=r"--watch: .* is the folder of no run"):
         evaluate.main([*words, "--watch"])
     (tmp_path / "blank.txt").write_text("\n")
     with pytest.raises(DataError, match=r"evaluation\.prompts: .*blank.txt has no prompts"):
