@@ -192,7 +192,7 @@ def print_rows(rows: Sequence[dict[str, Any]], count: int) -> None:
         interval, needed = f"[{row['low']:+.3g}, {row['high']:+.3g}]", row["images_needed"] or math.inf
         to_decide = "" if row["is_different"] else f"{needed:,}" if needed <= MANY else f"above {MANY:,}"
         numbers = f"{row['loss_a']:10.5g}  {row['loss_b']:10.5g}  {row['difference']:+10.3g}  {interval:>22}"
-        print(f"{place:>8}  {numbers}  {row['p']:9.2g} {row['p_holm']:9.2g}  {to_decide:>16}")
+        print(f"{place:>8}  {numbers}  {row['p']:9.2g} {row['p_holm']:9.2g}  {to_decide:>16}".rstrip())
     corrected = f", Holm's correction for {len(rows)} tests" if len(rows) > 1 else ""
     print(f"verdict: {verdict_of(rows)} ({count:,} images, paired t tests{corrected}, level {ALPHA:g})")
 
