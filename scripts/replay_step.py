@@ -39,7 +39,7 @@ from sd_training.build.models import Trained, build_model
 from sd_training.build.plan import Plan, make_plan
 from sd_training.callbacks.run_record import CONFIG, RECORD, read_starts
 from sd_training.checkpoint.folder import sealed_checkpoints, step_of, verify_checkpoint
-from sd_training.checkpoint.save import open_checkpoint
+from sd_training.checkpoint.save import WEIGHTS, load_into, open_checkpoint
 from sd_training.cli import run_cli
 from sd_training.config.load import load_config
 from sd_training.config.plan import BatchPlan
@@ -160,11 +160,7 @@ def load_weights(incident: Incident, trained: Trained) -> bool:
     if folder is None:
         print(f"weights: those that the run began with; the step was after {incident.step:,} optimizer steps")
         return incident.step == 0
-    try:
-        trained.module.load_state_dict(dict(open_checkpoint(folder).parts["weights"]))
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{folder}: its weights do not fit the model of these options: {reason}") from error
+    load_into(trained.module, open_checkpoint(folder).parts[WEIGHTS], str(folder))
     behind = incident.step - step_of(folder)
     print(f"weights: {folder}" + (f", {behind:,} optimizer steps older than the step's own" if behind else ""))
     return behind == 0
