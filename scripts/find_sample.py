@@ -11,6 +11,7 @@ Steps count from 1, as in metrics.csv: the checkpoint step=N has seen the sample
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -80,11 +81,6 @@ class Visit(NamedTuple):
     """Height and width [pixels]."""
     caption: str
 
-    @property
-    def name(self) -> str:
-        """`SHARD/KEY`."""
-        return "/".join(self.data.datasets[self.request.dataset].index.name(self.request.sample))
-
 
 def open_run(run_dir: Path, changes: Sequence[str]) -> list[Stretch]:
     """The optimizer steps of a run, to the last that is planned. What a start did beyond the step that a later one
@@ -116,6 +112,11 @@ def open_run(run_dir: Path, changes: Sequence[str]) -> list[Stretch]:
         bad = find_named(data, read_bad_samples(run_dir / BAD_SAMPLES_FILE)) if is_same else []
         stretches.append(Stretch(first, end, data, is_same, bad))
     return stretches
+
+
+def spelled(shard: str, key: str) -> str:
+    """`SHARD/KEY`, relative to the current folder where it is inside."""
+    return f"{shard}/{key}".removeprefix(f"{os.getcwd()}/")
 
 
 def find_named(data: TrainingData, names: Collection[tuple[str, str]]) -> list[tuple[int, int]]:
@@ -169,8 +170,9 @@ def visits_of_key(stretches: Sequence[Stretch], key: str) -> list[Visit]:
     for stretch in stretches:
         datasets = stretch.data.datasets
         shards = {shown(shard.location) for dataset in datasets for shard in dataset.index.shards}
-        for number, sample in find_named(stretch.data, {(s, key.removeprefix(f"{s}/")) for s in shards}):
-            names.add("/".join(datasets[number].index.name(sample)))
+        keys = (key, os.path.abspath(key))  # a shard may be given as a relative path
+        for number, sample in find_named(stretch.data, {(s, k.removeprefix(f"{s}/")) for s in shards for k in keys}):
+            names.add(spelled(*datasets[number].index.name(sample)))
             if not stretch.is_same:
                 said = "unknown, because the data have changed since"
             elif why := datasets[number].exclusion(sample, stretch.data.table):
@@ -192,14 +194,11 @@ def visits_of_step(stretches: Sequence[Stretch], number: int) -> list[Visit]:
     Raises:
         ConfigError: it is not one of the run's, or the data have changed since.
     """
-    for stretch in stretches:
-        if stretch.first < number <= stretch.end and stretch.is_same:
-            return [read_visit(stretch.data, number - 1, slot) for slot in range(stretch.data.plan.global_batch)]
-    known = ", ".join(f"{stretch.first + 1:,} to {stretch.end:,}" for stretch in stretches if stretch.is_same)
-    raise ConfigError(
-        f"--step: is {number:,}, but the optimizer steps of this run on data that have not changed since are "
-        f"{known or 'none'}"
-    )
+    for first, end, data, is_same, _ in stretches:
+        if first < number <= end and is_same:
+            return [read_visit(data, number - 1, slot) for slot in range(data.plan.global_batch)]
+    known = ", ".join(f"{first + 1:,} to {end:,}" for first, end, _, is_same, _ in stretches if is_same) or "none"
+    raise ConfigError(f"--step: is {number:,}, but the steps of this run on data that have not changed are {known}")
 
 
 def table(visits: Sequence[Visit], done: int) -> list[str]:
@@ -208,14 +207,17 @@ def table(visits: Sequence[Visit], done: int) -> list[str]:
     Args:
         done: optimizer steps that are saved.
     """
-    rows: list[tuple[str, ...]] = [("step", "position", "", "size", "left,top-right,bottom", "of", "", "sample", "caption")]
+    rows: list[tuple[str, ...]] = [
+        ("step", "position", "", "size", "left,top-right,bottom", "of", "", "sample", "caption")
+    ]
     for visit in visits:
         crop, _ = visit.data.samples().crop(visit.request)
         height, width = visit.original_size
         left, top, right, bottom = (f"{edge:.0f}" for edge in place(height, width, crop)[0])
         size, box, whole = f"{crop.height}×{crop.width}", f"{left},{top}-{right},{bottom}", f"{height}×{width}"
-        instead = "".join(f" instead of {bad.shard}/{bad.key} ({bad.reason})" for bad in visit.skipped)
-        name, when, flip = visit.name + instead, "seen" if visit.step < done else "to come", "flipped" * crop.flip
+        name = spelled(*visit.data.datasets[visit.request.dataset].index.name(visit.request.sample))
+        name += "".join(f" instead of {spelled(bad.shard, bad.key)} ({bad.reason})" for bad in visit.skipped)
+        when, flip = "seen" if visit.step < done else "to come", "flipped" * crop.flip
         cells = (visit.step + 1, visit.request.position, when, size, box, whole, flip, name, visit.caption)
         rows.append(tuple(printable(str(cell), 1000) for cell in cells))
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
@@ -253,11 +255,11 @@ def main() -> None:
         raise ConfigError("KEY: give the key of one sample, or --step N instead")
     stretches = open_run(given.run, [word for word in given.words if is_option(word)])
     visits = visits_of_key(stretches, *keys) if keys else visits_of_step(stretches, given.step)
+    if given.sheet is not None and visits:
+        write_sheet(given.sheet, visits)
     saved = last_saved_step(given.run) or ""
     if visits:
         print("\n".join(table(visits, int(saved) if saved.isdigit() else 0)))
-    if given.sheet is not None and visits:
-        write_sheet(given.sheet, visits)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -100,7 +101,6 @@ def test_every_sample_is_found_where_it_was_seen_and_nowhere_else(run_dir: Path)
                 own = [visit for visit in visits if visit.request.sample == sample]
                 found += [(visit.step, visit.request.position, first_id + sample) for visit in own]
                 num_replaced += sum(bool(visit.skipped) for visit in own)
-                assert bool(visits) or sample != CORRUPT
                 assert not (visits and dataset.exclusion(sample, stretch.data.table))
             first_id += len(dataset.index)
         assert sorted(entry for entry in found if entry[0] in known) == expected
@@ -126,3 +126,69 @@ def printed(
         return capsys.readouterr().out.splitlines()
 
     return run
+
+
+def test_a_sample_is_named_by_its_shard_where_its_key_is_not_enough(run_dir: Path, printed: Any) -> None:
+    with pytest.raises(UserError, match=r"2 samples .* '000003'; give one as SHARD/KEY: \S+first/0.tar/000003, "):
+        printed("000003")
+    name = f"{run_dir.parent}/data/second/0.tar/000003"
+    said, *counts, blank, heading = (lines := printed(name))[:6]
+    assert said == name and blank == "" and heading.split()[:2] == ["step", "position"]
+    assert all(re.fullmatch(r"steps \d+ to \d+, data set 2: \d visits?", line) for line in counts)
+    for row, batch in ((lines[6], 4), (lines[-1], 6)):
+        step, position = map(int, row.split()[:2])
+        assert position // batch == step - 1
+        assert row.split() in map(str.split, printed("--step", str(step)))
+
+
+def test_what_is_left_out_is_told_with_its_reason(run_dir: Path, printed: Any) -> None:
+    first = f"{run_dir.parent}/data/first"
+    said = printed(f"{first}/2.tar/{FILTERED:06d}")
+    assert said[1:3] == [f"steps {steps}, data set 1: left out: filter keep == 1" for steps in ("1 to 10", "11 to 20")]
+    assert re.fullmatch(r"steps 21 to 40, data set 1: \d visits", said[3])
+    small = printed(f"{first}/1.tar/{SMALL:06d}")
+    assert len(small) == 5 and small[3].endswith("1: left out: no bucket for 4 × 4 pixels (0 is unknown)")
+    corrupt = printed(f"{first}/2.tar/{CORRUPT:06d}")[6:]
+    assert all(f"instead of {first}/2.tar/{CORRUPT:06d} (image cannot be decoded: " in line for line in corrupt)
+    assert {" seen " in line for line in corrupt} == {True, False} == {" to come " in line for line in corrupt}
+
+
+def test_what_is_shown_of_a_visit_is_what_the_loader_delivers(run_dir: Path, printed: Any, tmp_path: Path) -> None:
+    listed = printed("--step", "25", "--sheet", str(tmp_path / "sheet.png"))
+    stretches = find_sample.open_run(run_dir, ())
+    data = stretches[-1].data
+    batch = data.samples()[data.loader(0, lambda: 24).request(24, 0)].batch
+    assert batch is not None
+    sheet = np.asarray(Image.open(tmp_path / "sheet.png")).transpose(2, 0, 1)
+    assert np.array_equal(sheet, np.concatenate(list(batch.pixels.numpy()), axis=2))
+    for row, visit in enumerate(find_sample.visits_of_step(stretches, 25)):
+        height, width = batch.original_size[row].tolist()
+        (top, left), (size_y, size_x) = batch.crop_top_left[row].tolist(), batch.target_size[row].tolist()
+        cells = listed[row + 1].split()
+        shown = [int(edge) for corner in cells[4].split("-") for edge in corner.split(",")]
+        assert cells[3] == f"{size_y}×{size_x}" and cells[5] == f"{height}×{width}"
+        if "flipped" in cells:  # `crop_top_left` is that of the mirrored picture
+            shown[0], shown[2] = width - shown[2], width - shown[0]
+        scale = max(size_y / height, size_x / width)
+        wanted = np.array([left, top, left + size_x, top + size_y]) / scale
+        # Half a pixel of the print, and half a pixel of the picture resized as a whole, along its longer side.
+        assert np.abs(shown - wanted).max() <= 0.5 + 0.5 / scale
+        is_dropped = bool(batch.dropped["text_encoder"][row])
+        assert (visit.caption == "(dropped)") == is_dropped and visit.caption in listed[row + 1]
+        tokens = data.tokenizers["text_encoder"].encode("" if is_dropped else visit.caption).tokens
+        assert np.array_equal(tokens, batch.tokens["text_encoder"][row].numpy())
+    with pytest.raises(UserError, match=r"--step: is 41, but .* are 1 to 10, 11 to 20, 21 to 40"):
+        printed("--step", "41")
+
+
+def test_of_data_that_have_changed_nothing_is_told(run_dir: Path, printed: Any, tmp_path: Path) -> None:
+    other, name = "dataset.mix=[]", f"{run_dir.parent}/data/first/0.tar/000003"
+    assert all(line.endswith("1: unknown, because the data have changed since") for line in printed(name, other)[1:4])
+    with pytest.raises(UserError, match="on data that have not changed are none"):
+        printed("--step", "1", other)
+    with pytest.raises(UserError, match="give the key of one sample, or --step N"):
+        printed()
+    with pytest.raises(UserError, match="0 samples of this run's data have the key 'nowhere'"):
+        printed("nowhere")
+    with pytest.raises(UserError, match=r"run\.json: does not say how a run was started"):
+        printed(name, run_dir=tmp_path)
