@@ -49,6 +49,7 @@ from sd_training.errors import BadSample, ConfigError, DataError, UserError
 from sd_training.export.draw import picture_grid
 from sd_training.models.family import latent_grid
 
+FINGERPRINT = "data_fingerprint"
 LISTED = 10
 """Samples of an ambiguous key that are named."""
 SHEET_COLUMNS = 8
@@ -90,7 +91,7 @@ def open_run(run_dir: Path, changes: Sequence[str]) -> list[Stretch]:
         UserError: the run has no record, or its model or data cannot be opened.
     """
     starts, stretches, before = read_starts(run_dir / RECORD), list[Stretch](), None
-    if not starts or any("batch_plan" not in start for start in starts):
+    if not starts or not all(start.keys() >= {"batch_plan", "first_optimizer_step", FINGERPRINT} for start in starts):
         raise UserError(f"{run_dir / RECORD}: does not say how a run was started; give the folder of a run")
     for number, start in enumerate(starts):
         batch, first = BatchPlan(**start["batch_plan"]), start["first_optimizer_step"]
@@ -98,7 +99,7 @@ def open_run(run_dir: Path, changes: Sequence[str]) -> list[Stretch]:
         if end <= first:
             continue
         configs = [earlier["config"] for earlier in starts[: number + 1] if "config" in earlier]
-        options = (configs[-1:], batch, start["data_fingerprint"])
+        options = (configs[-1:], batch, start[FINGERPRINT])
         if options == before:
             stretches[-1] = stretches[-1]._replace(end=end)
             continue
@@ -108,7 +109,7 @@ def open_run(run_dir: Path, changes: Sequence[str]) -> list[Stretch]:
         (networks, family), cached = meta_networks(plan.config), plan.config.dataset.cache.path
         cache = None if cached is None else LatentCache(output_path(cached))
         data = make_data(plan, family, latent_grid(networks["vae"]), cache)
-        is_same = data.fingerprint() == start["data_fingerprint"]
+        is_same = data.fingerprint() == start[FINGERPRINT]
         bad = find_named(data, read_bad_samples(run_dir / BAD_SAMPLES_FILE)) if is_same else []
         stretches.append(Stretch(first, end, data, is_same, bad))
     return stretches

@@ -58,7 +58,7 @@ class OpenDataset:
         width, height = (index.numbers(side)[sample : sample + 1] for side in ("width", "height"))
         size = f"{width.item()} × {height.item()} pixels"
         if sample not in selection.selected:
-            return f"no caption, a class without a prompt, or more than max_image_pixels ({size})"
+            return f"no caption, a class without a prompt, or too large ({size})"
         bucket = int(table.assign(width, height).item())
         if bucket == NO_BUCKET:
             return f"no bucket for {size} (0 is unknown)"
