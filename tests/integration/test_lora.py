@@ -1,5 +1,6 @@
 """Runs that train adapters: what they save, that they continue to the bit, and that diffusers draws with the result."""
 
+import csv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from scripts import cache_latents
+from scripts import cache_latents, compare_checkpoints
 from sd_training.errors import ConfigError
 from tests import makers
 from tests.family_makers import save_pipeline
@@ -72,6 +73,16 @@ def test_checkpoints_hold_adapters_alone(whole: Path) -> None:
     trained = sum(t.numel() for name, t in tensors.items() if name.startswith("weights:"))
     base = load_file(whole / "current_pipeline" / "unet" / "diffusion_pytorch_model.safetensors")
     assert trained < 0.1 * sum(tensor.numel() for tensor in base.values())
+
+
+def test_adapters_are_compared(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The frozen weights, which a checkpoint does not hold, are those that the run began with."""
+    compare_checkpoints.main([str(whole / "checkpoints" / "step=6" / name) for name in ("weights", "ema")])
+    with (whole / "validation.csv").open(newline="") as stream:
+        means = [float(row["loss"]) for row in csv.DictReader(stream) if row["quantile"] == "all"]
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (mean,) = [words for words in printed if words[0] == "all"]
+    assert [float(number) for number in mean[1:3]] == pytest.approx(means[-2:], rel=1e-4)
 
 
 def test_a_killed_run_continues_to_the_bit(whole: Path, pipeline: Path, shards_dir: Path, tmp_path: Path) -> None:
