@@ -200,7 +200,7 @@ def _callbacks(
         validation,
         *_pictures(plan, trained, ema, run_state),
         saves,
-        Evaluation(run_dir, config.evaluation.device) if config.evaluation.every else None,
+        Evaluation(run_dir, config.evaluation.device) if trained.family and config.evaluation.every else None,
         ProgressBar(run_state, batch.global_batch, batch.num_steps) if config.logging.progress_bar else None,
         Profile(run_dir, *profiled) if profiled else None,
         Runtime(watch, run_lock),
