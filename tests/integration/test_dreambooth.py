@@ -135,7 +135,12 @@ def test_every_second_sample_is_a_class_image(home: Path) -> None:
 def test_class_images_of_several_prompts_have_their_own(home: Path) -> None:
     prompts = [CLASS, "a photo of a wolf"]
     words = [word for word in argv(home, "several", "class_of_several") if "prior.prompt" not in word]
-    run = prepare([*words, f"dataset.prior.prompt={prompts}", "sampling.prompts=[a dog]"])
+    run = prepare([*words, f"dataset.prior.prompt={prompts}"])
+    own = [SUBJECT, f"{SUBJECT} in a forest"]  # of the template, which names the class's prompts as well
+    assert load_config([*words, f"dataset.prior.prompt={prompts}"]).sampling.prompts == [*own, *prompts]
+    without = [word for word in words if "dataset.prior" not in word]
+    without += ["dataset.prior.path=null", "dataset.prior.prompt=null"]
+    assert load_config(without).sampling.prompts == own
     folder = home / "class_of_several"
     assert {path.stem: path.read_text() for path in folder.glob("*.txt")} == {
         f"class_{number:06d}": prompts[number % 2] for number in range(NUM_IMAGES)
