@@ -128,6 +128,9 @@ class LoraConfig(OptionGroup):
     """stable_diffusion, sdxl: adapt the attention of the text encoders as well."""
     init: Annotated[Literal["kaiming", "gaussian"], _ADAPTED] = "kaiming"
     """Initial A: uniform as in torch's linear layers, or normal with standard deviation 1 / r. B starts at 0."""
+    base: Annotated[Literal["auto", "int8"], _ADAPTED] = "auto"
+    """Type of the frozen weights: `auto`: that of `mixed_precision`; `int8`: those of the linear layers in the
+    denoiser's blocks have 8 bits, which rounds them. One process or `ddp`."""
     merge: Annotated[bool, _ADAPTED] = True
     """Export a whole pipeline with the adapters added to the weights in fp32, beside the file of the adapters; false:
     that file alone."""
