@@ -98,10 +98,13 @@ def assert_draws(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("template", "own"),
-    [("dreambooth_lora", {"model__lora__merge": True}), ("dreambooth_full", {"model__train_text_encoder": True})],
+    [
+        ("dreambooth_lora", {"model__lora__merge": True, "model__lora__text_encoder": True}),
+        ("dreambooth_full", {"model__train_text_encoder": True}),
+    ],
 )
 def test_two_processes_that_are_killed_continue_to_the_bit(template: str, own: dict[str, Any], home: Path) -> None:
-    """Adapters of the denoiser, and all weights of denoiser and text encoder. No class image has to be drawn."""
+    """Adapters, and all weights, of denoiser and text encoder. No class image has to be drawn."""
     own = {**own, "dataset__prior__num_images": 3, "system__batch_size": 4}
     whole, cut = (argv(home, f"{template}_{run}", "subject", template, **own) for run in ("whole", "cut"))
     train_in_processes(whole, 2)

@@ -147,6 +147,16 @@ def test_diffusers_loads_the_file(adapted: Adapted, tmp_path: Path) -> None:
     export_pipeline(export, tmp_path / "lora")
     assert [path.name for path in (tmp_path / "lora").iterdir()] == [LORA_WEIGHT_NAME_SAFE]
     assert load_file(tmp_path / "lora" / LORA_WEIGHT_NAME_SAFE).keys() == tensors.keys()
+    if family.denoiser_part == "unet":  # the names that ComfyUI asks for (comfy/lora.py)
+        layers = {(part, n.partition(".lora_A")[0]) for part, net in parts for n in trained(net) if "lora_A" in n}
+        begins = {
+            "unet": "lora_unet_",
+            "text_encoder": "lora_te1_text_model_",
+            "text_encoder_2": "lora_te2_text_model_",
+        }
+        wanted = {f"{begins[part]}{layer.removeprefix('text_model.').replace('.', '_')}" for part, layer in layers}
+        ends = ("alpha", "lora_down.weight", "lora_up.weight")
+        assert tensors.keys() == {f"{layer}.{end}" for layer in wanted for end in ends}
     name = next(iter(tensors))
     assert differences(LoraExport({**tensors, name: tensors[name] + 1}, None), tmp_path / "lora") == [f"{name} differs"]
     if family.name == "pixart":  # has no such loader
