@@ -140,7 +140,8 @@ def test_sharded_runs_train_the_same_adapters(
 
 
 def test_a_cache_gives_the_same_adapters(shards_dir: Path, tmp_path: Path) -> None:
-    folder = makers.save_tiny_pipeline(tmp_path / "pipeline", unet=makers.SMALLER_UNET)
+    """Of a transformer."""
+    folder = save_pipeline("sd3", tmp_path / "pipeline")
     changes = {"model__lora__rank": 2, "experiment__num_examples_to_see": 16, "dataset__params__crop": "center"}
     argv = [options(tmp_path / name, folder, shards_dir, **changes) for name in ("online", "cached")]
     cache_latents.main([*argv[0], f"out={tmp_path / 'cache'}", "dtype=fp32"])
