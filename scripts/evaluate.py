@@ -199,11 +199,20 @@ def evaluate(drawn: DrawnSet, args: argparse.Namespace, device: torch.device, ra
     Raises:
         UserError: on every process, when some cannot draw.
     """
-    failure, config, weights = None, drawn.config, drawn.weights
+    failure: UserError | None = None
+    config, weights = drawn.config, drawn.weights
     try:
+        missing = sum(not path.is_file() for path in drawn.files)
+        if rank == 0:
+            count = f"{len(drawn.prompts)} pictures, {missing} to be drawn"
+            print(f"step {weights.step}, {weights.name} weights: {count}", flush=True)
+        if args.dry_run:
+            return
         drawn.draw(device, rank, world)
     except UserError as error:
         failure = error
+    except OSError as error:
+        failure = DataError(f"{error}; the run may have replaced it meanwhile")
     if world > 1:
         has_failed = torch.tensor(int(failure is not None))
         torch.distributed.all_reduce(has_failed)
@@ -239,12 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 of_run = weights_of_run(args.target, step, config.model)
                 for weights in of_run if args.is_run else [weights_of_pipeline(args.target)]:
                     drawn = DrawnSet(weights, prompts, config, args.out / "evaluation")
-                    missing = sum(not path.is_file() for path in drawn.files)
-                    if rank == 0:
-                        count = f"{len(prompts)} pictures, {missing} to be drawn"
-                        print(f"step {weights.step}, {weights.name} weights: {count}", flush=True)
-                    if not args.dry_run:
-                        evaluate(drawn, args, device, rank, world)
+                    evaluate(drawn, args, device, rank, world)
             except UserError as error:
                 if not args.watch:
                     raise

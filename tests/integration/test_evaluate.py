@@ -86,6 +86,19 @@ def test_average_and_raw_weights_of_a_run(
     assert (row["step"], row["weights"], row["images"], row["reason"]) == ("2", "trained", "4", "")
 
 
+def test_raw_weights_with_trained_text_encoders(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
+    changes = {"experiment__num_examples_to_see": 16, "experiment__save_every": 2, "ema__decay": 0.5}
+    train(options(tmp_path / "run", pipeline_dir, shards_dir, **changes, model__train_text_encoder=True))
+    average, raw = weights_of_run(tmp_path / "run", 2, ModelConfig(use_ema=True))
+    stored, exported, pipeline = checkpoint_tensors(tmp_path / "run", 2), average.load(), raw.load()
+    for prefix, part in (("denoiser", "unet"), ("text_encoder", "text_encoder")):
+        own, of_export = (getattr(each, part).state_dict() for each in (pipeline, exported))
+        assert any(not torch.equal(own[name], of_export[name]) for name in own)
+        trained = {name: stored.get(f"weights:network.{prefix}.{name}") for name in own}
+        assert all(tensor is None or torch.equal(own[name], tensor) for name, tensor in trained.items())
+        assert sum(tensor is not None for tensor in trained.values()) > 5
+
+
 def test_what_cannot_be_evaluated(pipeline_dir: Path, shards_dir: Path, tmp_path: Path) -> None:
     words = options(tmp_path / "run", pipeline_dir, shards_dir)
     for wrong, problem in (
