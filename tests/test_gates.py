@@ -6,6 +6,7 @@ Everything is read with `ast`; each rule is also shown snippets that break it. d
 import ast
 import re
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -294,3 +295,10 @@ def test_the_converter_may_open_a_pickle_without_rights_only() -> None:
     assert problems("torch.load(path, weights_only=True)", CONVERTER) == []
     assert problems("torch.load(path, weights_only=flag)", CONVERTER)
     assert problems("torch.load(path)", CONVERTER)
+
+
+def test_no_folder_of_tests_is_passed_over(pytestconfig: pytest.Config) -> None:
+    """pytest does not look into folders of some names unless it is told to: `build` is one."""
+    skipped = pytestconfig.getini("norecursedirs")
+    parts = {part for path in (ROOT / "tests").rglob("test_*.py") for part in path.relative_to(ROOT).parts[:-1]}
+    assert [part for part in parts if any(fnmatch(part, pattern) for pattern in skipped)] == []

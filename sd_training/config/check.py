@@ -241,8 +241,10 @@ def model_path_problems(config: Config, key: str, text: str) -> Iterator[str]:
     near = next(filter(is_model, (*(run / "current_pipeline" for run in runs), *runs[1:])), None)
     has_parts = not is_pipeline and not (path / "current_pipeline").exists() and any(map(is_model, path.glob("*")))
     if not (is_model(path) or has_parts):
-        remedy = f"write {key}={near}" if near else "docs/models.md says how to convert a file"
-        if text.endswith(".safetensors") and is_pipeline:
+        remedy = "docs/models.md says how to convert a file"
+        if near:
+            remedy = f"write {key}={near}"
+        elif text.endswith(".safetensors") and is_pipeline:
             remedy = "of a file in the original layout, give model.single_file_config as well"
         kind = "pipeline" if is_pipeline else "model"
         yield f"{key}: {text!r} is no {kind} that diffusers saved: it has no {' or '.join(wanted[:2])}; {remedy}"
