@@ -24,6 +24,7 @@ LAYERS = {
     "checkpoint": 2,
     "models": 2,
     **dict.fromkeys(("training", "export"), 3),
+    "evaluation": 3.5,
     "callbacks": 4,
     "build": 5,
     "train": 6,

@@ -1,6 +1,7 @@
 """Every object of a run, from its plan: folder, model, data, callbacks, strategy, trainer."""
 
 import os
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -46,6 +47,7 @@ from sd_training.checkpoint.mirror import Mirror
 from sd_training.config.changes import resolved_yaml, to_plain
 from sd_training.config.schema import PartConfig
 from sd_training.data.datamodule import TrainingData
+from sd_training.data.index.report import report_text
 from sd_training.errors import Checks
 from sd_training.export.draw import read_captions
 from sd_training.log import RunLog, get_logger, is_main_process, redacted
@@ -172,6 +174,15 @@ def _callbacks(
     title = f"training {', '.join(type(network).__name__ for network in networks)} of {num_parameters:,} parameters"
     if trained.module.has_adapters:
         title = title.replace("training", "training adapters in", 1)
+
+    def record() -> dict[str, Any]:
+        return run_metadata() | {
+            "model": title,
+            "devices": plan.device_sentence(),
+            "device": _device_name(plan),
+            "data": report_text(data.report()).splitlines(),
+        }
+
     names = {"metrics.csv": MetricRows, "metrics.jsonl": JsonRows}
     rows = [kind(run_dir / name, METRICS, run_lock) for name, kind in names.items()]
     every, profiled = config.logging.every, config.logging.profile_steps
@@ -191,7 +202,7 @@ def _callbacks(
     saves = Save(run_dir, config, trained.exported, ema, run_state, run_lock, bool(start.source), mirror)
     callbacks: list[pl.Callback | None] = [
         preemption,
-        RunRecord(run_dir, resolved_yaml(config), run_metadata, lambda step: _banner(plan, start, data, title, step)),
+        RunRecord(run_dir, resolved_yaml(config), record, lambda step: _banner(plan, start, data, title, step)),
         ema,
         NumericGuard(saves, data.name_of, run_metadata),
         gradient_norms,
@@ -226,6 +237,15 @@ def _banner(plan: Plan, start: Start, data: TrainingData, title: str, step: int)
         "length": plan.batch.sentence(),
     }
     return titled(title, [*(f"{name:<12}{value}" for name, value in rows.items()), *start.changes().splitlines()])
+
+
+def _device_name(plan: Plan) -> str:
+    """Of the GPU or the processor; empty where the system does not know it."""
+    if plan.launch.accelerator == "cuda":
+        return torch.cuda.get_device_name()
+    with suppress(OSError):
+        return "".join(re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())[:1])
+    return ""
 
 
 def _ema(plan: Plan, trained: Trained) -> Ema:

@@ -1,0 +1,1 @@
+"""How good drawn pictures and held-out losses are, with intervals."""
