@@ -162,6 +162,7 @@ class Run:
             done = f"{steps:,} of {plan.num_steps:,} optimizer steps, {counted(steps * plan.global_batch, 'image')}"
         losses, speeds = (own[np.isfinite(own)] for own in (self.column("loss"), self.column("images_per_s")))
         means = [row for row in self.validation if row.get("quantile") == "all"]
+        measured = [row for row in self.evaluation if math.isfinite(_number(row.get("value")))]
         data, bad = start.get("data"), len(_rows(self.path / "bad_samples.jsonl"))
         facts = {
             "run folder": str(self.path),
@@ -173,7 +174,7 @@ class Run:
             "speed, median": f"{np.median(speeds):,.4g} images/s" if len(speeds) else "",
             # Of each of these the newest stays.
             **{f"validation loss, {_weights(row)}": _measurement(row, "loss") for row in means},
-            **{f"{row.get('metric')}, {_weights(row)}": _measurement(row, "value") for row in self.evaluation},
+            **{f"{row.get('metric')}, {_weights(row)}": _measurement(row, "value") for row in measured},
             "data": "\n".join(map(str, data)) if isinstance(data, list) else "",
             "data fingerprint": str(start.get("data_fingerprint", ""))[:16],
             "bad samples": f"{bad:,} lines in bad_samples.jsonl" if bad else "",
@@ -346,7 +347,7 @@ def _validation_charts(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
 def _chart(part: str, title: str, curves: Iterable[dict[str, Any]], **more: Any) -> dict[str, Any]:
     """What `page.js` draws. `more`: `unit`; `x`, the name of its axis where that is not the optimizer step; and whether
     it is `stacked`, `smooth` or `log`arithmic."""
-    return {"part": part, "title": title, "series": [own for own in curves if own["x"]], **more}
+    return {"part": part, "title": title, "series": [c for c in curves if any(y is not None for y in c["y"])], **more}
 
 
 def _curve(run: Run, name: str, label: str, colour: str, factor: float = 1.0) -> dict[str, Any]:

@@ -102,6 +102,8 @@ def test_it_shows_what_a_run_wrote(tmp_path: Path) -> None:
     assert "experiment.save_every" in text and "experiment.save_every: 2000 -> 5" in text
     assert "9.5 [9, 10] after step 10" in text and "no weights" in text and '"ranks": [3]' in text
     assert "2 [1.5, 2.5] after step 10" in text
+    assert "nan" not in text.split("uPlot=")[0]
+    assert [chart["title"] for chart in page.data()["charts"] if chart["part"] == "evaluation"] == ["fid"]
     (shown,) = page.data()["runs"]
     assert (shown["resumes"], shown["incidents"], shown["images_per_step"]) == ([10], [12], 8)
     (loss,) = page.chart("Training loss")
