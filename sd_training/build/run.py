@@ -36,7 +36,7 @@ from sd_training.callbacks.metrics import COLUMNS as METRICS
 from sd_training.callbacks.metrics import GradientNorms, JsonRows, MetricRows, Metrics, ProgressBar
 from sd_training.callbacks.numerics import NumericGuard
 from sd_training.callbacks.preemption import Preemption, deadline_s
-from sd_training.callbacks.previews import Pictures
+from sd_training.callbacks.previews import BatchPictures, Pictures
 from sd_training.callbacks.profiling import Profile
 from sd_training.callbacks.run_record import RunRecord
 from sd_training.callbacks.runtime import Runtime
@@ -209,6 +209,7 @@ def _callbacks(
         Metrics(rows, every, batch.global_batch, ema, run_state, gradient_norms, flops, peak, encoder_times),
         validation,
         *_pictures(plan, trained, ema, run_state),
+        BatchPictures(run_dir, config.logging.batch_every, data.tokenizers) if config.logging.batch_every else None,
         saves,
         ProgressBar(run_state, batch.global_batch, batch.num_steps) if config.logging.progress_bar else None,
         Profile(run_dir, *profiled) if profiled else None,
@@ -264,10 +265,14 @@ def _pictures(plan: Plan, trained: Trained, ema: Ema | None, state: RunState) ->
     config, pictures = plan.config, []
     if trained.family is None:
         return []
-    own = (plan.run_dir, config, trained.family.pipeline, plan.precision, ema, state)
+    parts = (plan.run_dir, config, trained.family.pipeline, plan.precision)
+    own = (*parts, ema, state)
     if config.sampling.every and config.sampling.prompts:
         prompts = [(f"{i:03d}", prompt) for i, prompt in enumerate(config.sampling.prompts)]
         pictures.append(Pictures(*own, "previews", config.sampling.every, prompts, at_start=True))
+        if config.sampling.raw and ema is not None:
+            raw = Pictures(*parts, None, state, "previews_trained", config.sampling.every, prompts, at_start=True)
+            pictures.append(raw)
     path, count = config.experiment.eval_caption_file, config.experiment.num_eval_images
     if path is not None:
         if captions := read_captions(Path(path))[:count]:

@@ -408,7 +408,8 @@ def _pictures(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
                 whole = path.stem.removesuffix("_grid")
                 name, _, weights = whole.rpartition("_")
                 if weights not in _WEIGHTS:
-                    name, weights = whole, "average" if run.config.get("model.use_ema") else ""
+                    is_average = run.config.get("model.use_ema") and whole in ("previews", "eval")
+                    name, weights = whole, "average" if is_average else ""
                 found.setdefault(name, {}).setdefault((run.number, weights), {})[int(step)] = path
     count = sum(map(len, found.values()))
     return {
@@ -416,28 +417,30 @@ def _pictures(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
             {"run": runs[number].label, "weights": _WEIGHTS.get(weights, ""), **_strip(paths, count)}
             for (number, weights), paths in sorted(strips.items())
         ]
-        for name, strips in sorted(found.items())
+        for name, strips in sorted(found.items(), key=lambda item: (item[0] == "batch", item[0]))
     }
 
 
 def _strip(paths: Mapping[int, Path], num_strips: int) -> dict[str, Any]:
     """As many steps as a share of the limits allows, at equal distances, with the first and the last one. The newest
     picture tells how many there is room for."""
-    steps, left, pictures, is_small = sorted(paths), _MAX_PICTURE_BYTES // num_strips, dict[int, str](), False
-    newest, num_pixels, _ = _picture(paths[steps[-1]])
+    steps, left, pictures, captions = sorted(paths), _MAX_PICTURE_BYTES // num_strips, {}, {}
+    newest, num_pixels, is_small = _picture(paths[steps[-1]])
     room = min(_MAX_READ_PIXELS // num_strips // num_pixels, left // len(newest)) if newest else len(steps)
     places = np.linspace(0, len(steps) - 1, max(2, min(room, len(steps)))).round().astype(int)
-    for step in sorted({steps[place] for place in places}, reverse=True):
-        uri, _, is_small = _picture(paths[step])
+    for step in sorted({steps[place] for place in places}, key=lambda step: (step != steps[0], -step)):
+        uri, _, _ = _picture(paths[step])
         if 0 < len(uri) <= left:
             pictures[step], left = uri, left - len(uri)
-    return {"pictures": pictures, "num_found": len(steps), "is_small": is_small}
+            with suppress(OSError):
+                captions[step] = paths[step].with_suffix(".txt").read_text(encoding="utf-8", errors="replace")
+    return {"pictures": pictures, "captions": captions, "num_found": len(steps), "is_small": is_small}
 
 
 def _picture(path: Path) -> tuple[str, int, bool]:
     """Data URI, pixels of the file, and whether it is small; an empty URI for a file that cannot be read."""
     try:
-        with Image.open(path) as file:
+        with Image.open(path, formats=["PNG"]) as file:
             image = file.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return "", 1, False

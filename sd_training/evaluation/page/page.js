@@ -130,6 +130,8 @@
         const images = [...strip.querySelectorAll("img")];
         const newest = images.filter((image) => image.dataset.step <= steps[slider.value]).pop() ?? images[0];
         images.forEach((image) => { image.hidden = image !== newest; });
+        const lines = (newest?.dataset.captions ?? "").trimEnd().split("\n");
+        strip.querySelector(".captions")?.replaceChildren(...lines.map((line) => Object.assign(document.createElement("li"), { textContent: line })));
         strip.querySelector("figcaption small").textContent = newest ? `step ${(+newest.dataset.step).toLocaleString("en")}` : "";
       }
     };

@@ -16,7 +16,6 @@ from PIL import Image
 
 from sd_training.callbacks.metrics import COLUMNS, JsonRows, MetricRows
 from sd_training.callbacks.run_record import RunRecord
-from sd_training.callbacks.validation import COLUMNS as VALIDATION
 from sd_training.config.changes import resolved_yaml
 from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
@@ -26,6 +25,7 @@ from sd_training.log import write_incident
 from sd_training.training import SECTIONS
 from tests.unit.config.loading import BASE
 
+VALIDATION = ("optimizer_step", "weights", "quantile", "timestep", "loss", "samples")
 EVIL = "</script><script>alert('x')</script><img src=x onerror=alert(1)>"
 
 
@@ -229,8 +229,12 @@ def test_pictures_fit_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for step in range(0, 300, 10):
         folder = run / "samples" / f"step_{step}"
         folder.mkdir(parents=True)
-        Image.fromarray(chance.integers(0, 255, (48, 64, 3), np.uint8)).save(folder / "previews_grid.png")
+        pixels = chance.integers(0, 255, (48, 64, 3), np.uint8)
+        pixels[: 40 * step // 300] = 0  # later ones take fewer bytes, so that there is less room than for the newest
+        Image.fromarray(pixels).save(folder / "previews_grid.png")
         Image.new("RGB", (8, 8)).save(folder / "reconstructions_trained.png")
+    (run / "samples/step_290/batch.txt").write_text(f"a cat\n{EVIL}\n")
+    Image.new("RGB", (8, 8)).save(run / "samples/step_290/batch.png")
     (run / "samples/step_140/reconstructions_trained.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     without = len((run.parent / PAGE).read_bytes()) if page_of(write_run(tmp_path / "bare")) else 0
     monkeypatch.setattr(report, "_MAX_PICTURE_BYTES", 200_000)
@@ -240,8 +244,10 @@ def test_pictures_fit_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert f"{len(steps)} of 30 steps are on this page" in " ".join(page.texts)
     reconstructions = [image for image in page.of("img") if str(image["alt"]).startswith("reconstructions")]
     assert len(reconstructions) == 29
+    (captions,) = (image["data-captions"] for image in page.of("img") if "data-captions" in image)
+    assert captions == f"a cat\n{EVIL}\n"
     assert len((run.parent / PAGE).read_bytes()) < without + 210_000 < 400_000
-    monkeypatch.setattr(report, "_MAX_READ_PIXELS", 64 * 48 * 8)  # of two strips
+    monkeypatch.setattr(report, "_MAX_READ_PIXELS", 64 * 48 * 12)  # of three strips
     steps = [
         int(str(image["data-step"])) for image in page_of(run).of("img") if str(image["alt"]).startswith("previews")
     ]
