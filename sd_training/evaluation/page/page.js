@@ -4,8 +4,19 @@
   const controls = document.querySelector(".controls");
   const plots = new Map();
 
-  const shown = (value) => (value == null ? "–" : Math.abs(value) >= 1e5 ? (+value.toPrecision(6)).toLocaleString("en") : String(+value.toPrecision(4)));
-  const tick = (value) => (value == null ? "" : value === 0 ? "0" : Math.abs(value) >= 1e6 ? `${+(value / 1e6).toPrecision(4)}M` : Math.abs(value) >= 1e4 ? `${+(value / 1e3).toPrecision(4)}k` : Math.abs(value) < 1e-3 ? value.toExponential().replace("e-", "e−") : String(+value.toPrecision(4)));
+  const digits = (value) => String(+value.toPrecision(4));
+  const isHuge = (value) => Math.abs(value) >= 1e9;
+  const shown = (value) => {
+    if (value == null) return "–";
+    if (isHuge(value)) return value.toExponential(3);
+    return Math.abs(value) >= 1e5 ? (+value.toPrecision(6)).toLocaleString("en") : digits(value);
+  };
+  const tick = (value) => {
+    const size = Math.abs(value ?? 0);
+    if (value == null || size === 0) return value == null ? "" : "0";
+    if (isHuge(value) || size < 1e-3) return (+value.toPrecision(3)).toExponential();
+    return size >= 1e6 ? `${digits(value / 1e6)}M` : size >= 1e4 ? `${digits(value / 1e3)}k` : digits(value);
+  };
   const translucent = (colour, alpha) => `color-mix(in srgb, ${colour} ${100 * alpha}%, transparent)`;
 
   // Exponential average whose first values are not drawn towards zero.
