@@ -40,6 +40,11 @@ from sd_training.errors import ConfigError, DataError
 _PACKAGES = ("accelerate", "datasets", "torchvision")
 _FOR_EVER = 10**7
 """Optimizer steps: both programs are ended."""
+SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "num_train_timesteps": 1000}
+SD2_UNET = {
+    **{"sample_size": 64, "cross_attention_dim": 1024, "attention_head_dim": (5, 10, 20, 20)},
+    "use_linear_projection": True,
+}
 
 
 def run_program(words: Sequence[str], log: Path, steps: int, turns: Connection) -> None:
@@ -182,6 +187,61 @@ def compete(
     return {contestant.name: contestant.seconds[1:] for contestant in contestants}
 
 
+def save_pipeline(folder: Path, size: str) -> Path:
+    """A Stable Diffusion pipeline of random weights, whose tokenizer knows single characters.
+
+    Args:
+        folder: to write.
+        size: "sd2", Stable Diffusion 2's networks; or "tiny", some 3 M parameters.
+    """
+    import torch
+    from diffusers import DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+    from transformers import CLIPTokenizer
+
+    torch.manual_seed(0)
+    is_tiny = size == "tiny"
+    widths, depth, groups = ((16, 16, 32, 32), 1, 8) if is_tiny else ((128, 256, 512, 512), 2, 32)
+    width, layers, heads = (64, 2, 4) if is_tiny else (1024, 23, 16)
+    characters = [chr(code) for code in range(33, 127)]
+    words = ["<|startoftext|>", "<|endoftext|>", *characters, *(f"{c}</w>" for c in characters)]
+    tokenizer = CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[], model_max_length=77)
+    tiny_unet = {
+        **{"sample_size": 8, "cross_attention_dim": width, "attention_head_dim": 4, "block_out_channels": (32, 64)},
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    }
+    StableDiffusionPipeline(
+        vae=autoencoder(widths, depth, groups),
+        unet=UNet2DConditionModel(**(tiny_unet if is_tiny else SD2_UNET)),
+        text_encoder=clip(len(words), width, 4 * width, layers=layers, tokens=77, heads=heads),
+        tokenizer=tokenizer,
+        scheduler=DDPMScheduler(**SCHEDULE),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    ).save_pretrained(folder)
+    return folder
+
+
+def autoencoder(widths: tuple[int, ...], depth: int, groups: int) -> Any:
+    """An AutoencoderKL that downscales by 2 between levels."""
+    from diffusers import AutoencoderKL
+
+    down, up = ("DownEncoderBlock2D",) * len(widths), ("UpDecoderBlock2D",) * len(widths)
+    sizes = {"block_out_channels": widths, "layers_per_block": depth, "norm_num_groups": groups}
+    return AutoencoderKL(down_block_types=down, up_block_types=up, **sizes)
+
+
+def clip(vocabulary: int, width: int, inner: int, *, layers: int, tokens: int, heads: int = 4) -> Any:
+    """A CLIPTextModel."""
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    sizes = {"hidden_size": width, "intermediate_size": inner, "max_position_embeddings": tokens}
+    depth = {"num_hidden_layers": layers, "num_attention_heads": heads}
+    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    return CLIPTextModel(CLIPTextConfig(vocab_size=vocabulary, **sizes, **depth, **ends))
+
+
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line.
 
@@ -218,8 +278,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, pipeline = Path(name), arguments.pretrained
         if pipeline is None:
-            from scripts.bench_subjects import save_pipeline
-
             pipeline = save_pipeline(folder / "pipeline", "tiny")
         # As many as are trained on: their loader starts its processes anew for every epoch.
         count = arguments.batch * arguments.steps * (arguments.turns + 3)

@@ -204,7 +204,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--width", type=int, help="[pixels], as --height")
     add("--seed", type=int, default=0, help="picture i is drawn from seed + i (default 0)")
     add("--images-per-prompt", type=int, default=1, help="default 1")
-    add("--gif", action="store_true", help="write the denoising of each picture as well, as an animation")
+    add("--gif", action="store_true", help="write what each step takes for the finished picture, as an animation")
     add("--batch-size", type=int, default=8, help="pictures drawn at once per process (default 8)")
     add("--dtype", choices=DTYPES, default="float32", help="of the weights (default float32)")
     add("--device", default="auto", help="auto (a GPU, else MPS, else CPU), cpu, cuda, mps, cuda:1")

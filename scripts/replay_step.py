@@ -16,10 +16,11 @@ import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -38,7 +39,7 @@ from sd_training.build.data import make_data
 from sd_training.build.models import Trained, build_model
 from sd_training.build.plan import Plan, make_plan
 from sd_training.checkpoint.folder import sealed_checkpoints, step_of, verify_checkpoint
-from sd_training.checkpoint.save import open_checkpoint
+from sd_training.checkpoint.save import WEIGHTS, load_into, open_checkpoint
 from sd_training.cli import run_cli
 from sd_training.config.changes import CONFIG, RECORD, read_starts
 from sd_training.config.load import load_config
@@ -116,19 +117,32 @@ def read_incident(path: Path) -> Incident:
 def plan_of(incident: Incident, device: str, changes: Sequence[str] = ()) -> Plan:
     """The config of the run's start in which it happened, with changes, on one device, with the run's batch
     arithmetic."""
-    config = incident.run_dir / CONFIG
-    if not config.is_file():
-        raise UserError(f"{config}: is missing; the incident must lie in the incidents/ folder of its run")
     starts = [start for start in read_starts(incident.run_dir / RECORD) if "config" in start]  # oldest first
-    begun = [start["config"] for start in starts if float(start["started_unix_s"]) <= incident.time_unix_s]
+    begun = [start for start in starts if float(start["started_unix_s"]) <= incident.time_unix_s]
+    return plan_of_start(incident.run_dir, begun, incident.batch, device, changes)
+
+
+def plan_of_start(
+    run_dir: Path, starts: Sequence[Mapping[str, Any]], batch: BatchPlan, device: str, changes: Sequence[str]
+) -> Plan:
+    """The config of the last of these starts of a run, with changes, on one device, with this batch arithmetic; that of
+    the run folder where they have none.
+
+    Args:
+        starts: entries of `run.json`, oldest first.
+    """
+    config = run_dir / CONFIG
+    if not config.is_file():
+        raise UserError(f"{config}: is missing; its folder must be that of a run")
+    begun = [start["config"] for start in starts if "config" in start]
     with TemporaryDirectory() as folder:
         if begun and isinstance(begun[-1], list):
             config = Path(folder) / CONFIG
             config.write_text("\n".join(begun[-1]), encoding="utf-8")
-        elif begun and (incident.run_dir / begun[-1]).is_file():  # of an earlier version, which kept a hundred of them
-            config = incident.run_dir / begun[-1]
+        elif begun and (run_dir / begun[-1]).is_file():  # of an earlier version, which kept a hundred of them
+            config = run_dir / begun[-1]
         loaded = load_config([f"config={config}", *changes, *ON_ONE_DEVICE, f"trainer.accelerator={device}"])
-    return replace(make_plan(loaded), batch=incident.batch, run_dir=incident.run_dir)
+    return replace(make_plan(loaded), batch=batch, run_dir=run_dir)
 
 
 def checkpoint_before(incident: Incident) -> Path | None:
@@ -160,11 +174,7 @@ def load_weights(incident: Incident, trained: Trained) -> bool:
     if folder is None:
         print(f"weights: those that the run began with; the step was after {incident.step:,} optimizer steps")
         return incident.step == 0
-    try:
-        trained.module.load_state_dict(dict(open_checkpoint(folder).parts["weights"]))
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{folder}: its weights do not fit the model of these options: {reason}") from error
+    load_into(trained.module, open_checkpoint(folder).parts[WEIGHTS], str(folder))
     behind = incident.step - step_of(folder)
     print(f"weights: {folder}" + (f", {behind:,} optimizer steps older than the step's own" if behind else ""))
     return behind == 0

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL
 
-from scripts.bench_peers import make_pictures
-from scripts.bench_subjects import save_pipeline
+from scripts.bench_peers import make_pictures, save_pipeline
 from sd_training.models.flops import flops
 
 ROOT = Path(__file__).resolve().parents[1]

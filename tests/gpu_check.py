@@ -44,7 +44,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from scripts.bench_subjects import save_pipeline
+from scripts.bench_peers import save_pipeline
 from sd_training.cli import run_cli
 from sd_training.errors import UserError
 from sd_training.log import quiet_libraries

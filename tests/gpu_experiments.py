@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import train
-from scripts.bench_subjects import SD2_UNET
+from scripts.bench_peers import SD2_UNET
 from sd_training.build.dry_run import AT_MOST, meta_networks, run_memory
 from sd_training.build.plan import make_plan
 from sd_training.config.load import load_config

@@ -214,7 +214,9 @@ def compare(folder: Path, engine: Engine, steps: int) -> Row:
     return Row(
         engine=engine.name,
         loss=difference(own, single, "loss"),
-        validation=max(difference(own, single, column, "validation.csv") for column in ("loss", "samples")),
+        validation=max(
+            difference(own, single, column, "validation.csv") for column in ("loss", "loss_low", "loss_high", "samples")
+        ),
         weights=distance(tensors(own, steps, "weights"), tensors(single, steps, "weights")),
         ema=distance(tensors(own, steps, "ema"), tensors(single, steps, "ema")),
         accumulation=max(

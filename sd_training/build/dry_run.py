@@ -44,7 +44,7 @@ from sd_training.models.execution import autocast_weights, narrow_norms
 from sd_training.models.families import load_family
 from sd_training.models.family import AUTOCAST_DTYPE, Family, blank_batch, latent_grid
 from sd_training.models.load import effective_part, load_part
-from sd_training.models.lora import attach_adapters
+from sd_training.models.lora import attach_adapters, frozen_linear
 
 FP32_BYTES = 4
 STATE_BYTES = {"adafactor": 1, "adamw_8bit": 2, "lion": 4, "adamw": 8, "muon": 8, "prodigy": 16}
@@ -269,6 +269,8 @@ class ModelSize:
     """Not with `ema.device=auto`, which asks the device."""
     frozen_narrow: int = 0
     """Of the frozen parameters, those of 2 bytes."""
+    frozen_int8: int = 0
+    """And those of 1 byte."""
     frozen_originals: int = 0
     """Of all frozen parameters, those that rank 0 keeps in CPU memory in fp32 as well."""
     idle_bytes: int = 0
@@ -289,6 +291,10 @@ def model_size(config: Config, networks: Mapping[str, Any], family: Family | Non
     narrow = {name: sum(p.numel() for p in autocast_weights(networks[name])) for name in copied}
     if AUTOCAST_DTYPE[precision] is not None:
         narrow |= {n: sum(p.numel() for p in autocast_weights(b) if not p.requires_grad) for n, b in bases.items()}
+    int8 = 0
+    if family and config.model.lora.base == "int8":
+        int8 = sum(layer.weight.numel() for *_, layer in frozen_linear(all_blocks))
+        narrow = {name: count - int8 * (name == family.denoiser_part) for name, count in narrow.items()}
     idle = [name for name in idle_parts(config) if name in counts and name not in trained] if family else []
     return ModelSize(
         trained=sum(own.values()),
@@ -302,6 +308,7 @@ def model_size(config: Config, networks: Mapping[str, Any], family: Family | Non
         ema_bytes=FP32_BYTES * (1 + len(config.ema.sigma_rels)) * config.model.use_ema,
         is_ema_on_device=config.ema.device == "cuda",
         frozen_narrow=sum(count for name, count in narrow.items() if name not in idle),
+        frozen_int8=int8,
         frozen_originals=sum(counts[name] for name in copied),
         idle_bytes=sum(FP32_BYTES * counts[name] - 2 * narrow.get(name, 0) for name in idle),
     )
@@ -339,7 +346,7 @@ def standing_memory(size: ModelSize, layout: Layout, options: DistributedConfig)
         "weights": stored * (shard if stage == 3 else local),
         "gradients": stored * (shard if stage >= 2 else local),
         "optimizer": state * (shard if stage else local),  # with DeepSpeed's fp32 weights
-        "frozen": FP32_BYTES * size.frozen - 2 * size.frozen_narrow,
+        "frozen": FP32_BYTES * size.frozen - 2 * size.frozen_narrow - 3 * size.frozen_int8,
         "buffers": buffers if stage else 0,  # that a sharded run gathers temporarily
         "EMA" if size.is_ema_on_device else "CPU: EMA": size.ema_bytes * shard,
         "CPU: frozen, of rank 0": FP32_BYTES * size.frozen_originals,

@@ -34,7 +34,7 @@ from sd_training.models.execution import (
 from sd_training.models.families import load_family
 from sd_training.models.family import AUTOCAST_DTYPE, TEXT_PARTS, Family, latent_grid
 from sd_training.models.load import effective_part, load_part
-from sd_training.models.lora import attach_adapters, file_tensors, merge, narrow_base, scale_of
+from sd_training.models.lora import attach_adapters, file_tensors, merge, narrow_base, round_base, scale_of
 from sd_training.models.reconstruction import PatchDiscriminator, load_perceptual, smallest_side
 from sd_training.models.schedulers import prediction_warning
 from sd_training.optim import Optimization, lr_schedule
@@ -80,6 +80,8 @@ def _diffusion(plan: Plan) -> Trained:
         log.warning(warning)
     if model.lora.rank:
         attach_adapters(family, model.lora, seed=config.experiment.seed)
+        if model.lora.base == "int8":
+            round_base(family.blocks())
         for network in family.trained_networks(model.trains_text).values():
             narrow_base(network, AUTOCAST_DTYPE[plan.precision])
     blocks, accelerator = family.blocks(), plan.launch.accelerator

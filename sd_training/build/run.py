@@ -41,7 +41,7 @@ from sd_training.callbacks.profiling import Profile
 from sd_training.callbacks.run_record import RunRecord
 from sd_training.callbacks.runtime import Runtime
 from sd_training.callbacks.save import MIRROR_AFTER_STOP_S, Save
-from sd_training.callbacks.validation import COLUMNS, RFD, Validation
+from sd_training.callbacks.validation import Validation, column_names
 from sd_training.checkpoint.folder import RunLock, replace_text
 from sd_training.checkpoint.mirror import Mirror
 from sd_training.config.changes import resolved_yaml, to_plain
@@ -196,8 +196,8 @@ def _callbacks(
     if data.held_out is not None:
         perceptual = trained.module.perceptual
         frechet = None if perceptual is None else frechet_distance(perceptual)
-        columns = dict.fromkeys((*COLUMNS, *trained.module.held_out, *([] if frechet is None else [RFD])))
-        validation_rows = MetricRows(run_dir / "validation.csv", [*columns], run_lock)
+        columns = column_names(trained.module.held_out, has_frechet=frechet is not None)
+        validation_rows = MetricRows(run_dir / "validation.csv", columns, run_lock)
         validation = Validation(data.held_out, config, validation_rows, plan.precision, ema, preemption, frechet)
     saves = Save(run_dir, config, trained.exported, ema, run_state, run_lock, bool(start.source), mirror)
     callbacks: list[pl.Callback | None] = [

@@ -1,15 +1,17 @@
 """The loss on held-out data: the same (picture, noise, noise level) triples each time, so that two measurements, of one
 run or of two, differ by the weights alone.
 
-Rows go to `validation.csv`, the mean to every logger. All ranks take part, and the result does not depend on their
-number except for rounding.
+Rows go to `validation.csv`, the same numbers to every logger, all with a 95 % interval over the samples. All ranks take
+part, and the result does not depend on their number except for rounding.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from PIL import Image
@@ -23,6 +25,7 @@ from sd_training.callbacks.preemption import Preemption
 from sd_training.config.plan import counted
 from sd_training.config.schema import Config
 from sd_training.data.datamodule import HeldOutData
+from sd_training.evaluation.paired import Vector, half_width
 from sd_training.export.draw import picture_grid
 from sd_training.log import get_logger
 from sd_training.models.family import autocast
@@ -31,13 +34,32 @@ from sd_training.training import TrainedModule, scaled_pixels
 
 log = get_logger(__name__)
 
-COLUMNS = ("optimizer_step", "weights", "quantile", "timestep", "loss", "samples")
 TRAINED, AVERAGE = "trained", "average"
 ALL = "all"
 """In the column of the quantile: the mean over all of them."""
 RFD = "rfd"
 """Column of `Validation.frechet`."""
+_TIMESTEP = "timestep"
+"""Of `held_out`: what a level is, not a measure."""
 _NUM_PAIRS, _PAIRS_PER_ROW = 16, 4
+
+
+def column_names(held_out: Sequence[str], *, has_frechet: bool) -> list[str]:
+    """Of `validation.csv`.
+
+    Args:
+        held_out: of the module.
+    """
+    measures = [f"{name}{bound}" for name in held_out if name != _TIMESTEP for bound in ("", "_low", "_high")]
+    measures += [RFD] if has_frechet else []
+    return ["optimizer_step", "weights", "quantile", _TIMESTEP, "samples", *measures]
+
+
+def noise_levels(config: Config) -> list[float]:
+    """[K] quantiles of the timestep density: the middles of equally likely parts. An autoencoder has no noise levels: a
+    single one, which is not read."""
+    count = 1 if config.model.train == "vae" else config.validation.num_levels
+    return [(number + 0.5) / count for number in range(count)]
 
 
 @dataclass(eq=False)
@@ -64,10 +86,7 @@ class Validation(OptimizerStepCallback):
     """A separate group: a save in the background may be using the strategy's."""
 
     def __post_init__(self) -> None:
-        self.every = self.config.validation.every
-        count = 1 if self.config.model.train == "vae" else self.config.validation.num_levels  # no noise levels
-        self.quantiles = [(number + 0.5) / count for number in range(count)]
-        """[K] of the timestep density."""
+        self.every, self.quantiles = self.config.validation.every, noise_levels(self.config)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Collective. Drop rows after the checkpoint that a run resumes from. A new run is validated before its
@@ -114,18 +133,19 @@ class Validation(OptimizerStepCallback):
                     log.info(f"{after}: interrupted, the run is to stop")
                     return measured
                 self._draw_pairs(trainer, step, weights)
-                *sums, count = measured
-                levels = {name: total / count for name, total in zip(module.held_out, sums, strict=True)}
-                means = {name: float(level.mean()) for name, level in levels.items() if name != "timestep"}
-                if self.frechet is not None and count[0] > 1:
+                found, count = _statistics(module.held_out, measured)
+                times = {name: found.pop(name) for name in (_TIMESTEP,) if name in found}
+                means = {name: float(own[-1]) for name, own in found.items()}
+                if self.frechet is not None and count > 1:
                     means[RFD] = float(self.frechet.compute())
-                measures |= {f"validation_{name}_{weights}": mean for name, mean in means.items()}
                 losses[weights] = means["loss"]
-                row = {"optimizer_step": str(step), "weights": weights, "samples": str(round(float(count[0])))}
-                rows.append(row | {"quantile": ALL, "timestep": ""} | {n: f"{mean:.9g}" for n, mean in means.items()})
-                for number, quantile in enumerate(self.quantiles) if "timestep" in levels else ():
-                    own = {name: f"{float(level[number]):.9g}" for name, level in levels.items()}
+                row = {"optimizer_step": str(step), "weights": weights, "samples": str(count)}
+                rows.append(row | {"quantile": ALL} | {name: f"{mean:.9g}" for name, mean in means.items()})
+                measures |= {f"validation_{name}_{weights}": mean for name, mean in means.items()}
+                for level, quantile in enumerate(self.quantiles) if times else ():
+                    own = {name: f"{values[level]:.9g}" for name, values in {**times, **found}.items()}
                     rows.append(row | {"quantile": str(quantile)} | own)
+                    measures |= {f"validation_{n}_{weights}/level_{level}": float(v[level]) for n, v in found.items()}
         self.preemption.exclude_from_step(time.monotonic() - began_s)
         self.preemption.state.validation_loss = (step, losses[TRAINED if self.ema is None else AVERAGE])
         if trainer.is_global_zero:
@@ -164,8 +184,8 @@ class Validation(OptimizerStepCallback):
 
     @torch.no_grad()
     def _measure(self, trainer: pl.Trainer, module: TrainedModule, ema: Ema | None) -> Tensor | int:
-        """Collective: [N + 1, K] sums over the samples of the N values of `held_out`, and of ones; an exit status after
-        a stop request to any rank.
+        """Collective: [2 N + 1, K + 1] sums over the samples of the N values of `held_out`, of their squares, and of
+        ones, at K levels and of the mean over them; an exit status after a stop request to any rank.
 
         Raises:
             DataError: the held-out data cannot be read, on some rank; whatever else its reading raises.
@@ -176,7 +196,7 @@ class Validation(OptimizerStepCallback):
         # collective, computes a loss that is discarded.
         numbers, missing = strategy.split_over_ranks(len(self.data))
         batches = self.data.batches(numbers + [0] * missing if strategy.has_collective_forward else numbers)
-        sums = torch.zeros(len(module.held_out) + 1, len(self.quantiles), dtype=torch.float64)
+        sums = torch.zeros(2 * len(module.held_out) + 1, len(self.quantiles) + 1, dtype=torch.float64)
         if self.frechet is not None:
             self.frechet.to(device)
             self.frechet.reset()
@@ -195,9 +215,31 @@ class Validation(OptimizerStepCallback):
                     values, pairs = module.held_out_measures(batch.to(device), self.quantiles)
                     self._pairs = pairs if round_ == 0 else self._pairs
                     if round_ < len(numbers):
-                        sums += torch.cat((values, torch.ones_like(values[:1]))).double().cpu().sum(2)
+                        values = values.cpu().double()
+                        # A sample's losses at several levels are not independent: the unit is their mean.
+                        values = torch.cat((values, values.mean(1, keepdim=True)), dim=1)
+                        sums += torch.cat((values, values.square(), torch.ones_like(values[:1]))).sum(2)
                         self._add_to_frechet(pairs)
         if trainer.world_size > 1:
             sums = sums.to(device)
             distributed.all_reduce(sums)
         return sums.cpu() / strategy.tensor_parallel_size  # ranks that share samples have measured the same
+
+
+def _statistics(names: Sequence[str], sums: Tensor) -> tuple[dict[str, Vector], int]:
+    """Name → [K + 1] means over the samples at K levels and over all; of all but the timestep also `NAME_low` and
+    `NAME_high`, a 95 % interval, where there are 2 samples or more. And the number of samples.
+
+    Args:
+        names: of the N values.
+        sums: as `Validation._measure` gives them.
+    """
+    count, found = round(float(sums[-1, 0])), dict[str, Vector]()
+    means, squares = (sums[:-1] / count).numpy().reshape(2, len(names), -1)
+    for name, mean, square in zip(names, means, squares, strict=True):
+        found[name] = mean
+        if name != _TIMESTEP and count > 1:
+            with np.errstate(invalid="ignore"):  # of an infinite loss
+                std = np.sqrt(np.maximum(square - mean**2, 0.0) * count / (count - 1))
+                found |= {f"{name}_low": mean - half_width(std, count), f"{name}_high": mean + half_width(std, count)}
+    return found, count

@@ -250,6 +250,26 @@ def load_checkpoint(stored: StoredCheckpoint, trainer: pl.Trainer) -> None:
         precision.load_state_dict(own_state)
 
 
+def load_into(module: nn.Module, weights: Mapping[str, Tensor], name: str) -> None:
+    """Into a module without a trainer, on one device. Frozen weights are what they were at the start: a checkpoint does
+    not hold them.
+
+    Args:
+        name: of the checkpoint, for the error.
+
+    Raises:
+        CheckpointError: it belongs to another network.
+    """
+    frozen = {own for own, parameter in module.named_parameters() if not parameter.requires_grad}
+    try:
+        missing, unexpected = module.load_state_dict(dict(weights), strict=False)
+        if odd := sorted({*unexpected, *missing} - frozen):
+            raise RuntimeError(f"{len(odd)} names of weights differ, e.g. {odd[0]}")
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{name}: its weights do not fit the model of these options: {reason}") from error
+
+
 @contextmanager
 def _failure_named(folder: Path) -> Iterator[None]:
     """Errors of the disk name the checkpoint, its folder and the free space."""

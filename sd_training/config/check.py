@@ -315,6 +315,10 @@ def _lora(config: Config) -> Iterator[str]:
         yield f"{key}: is of whole networks, and model.lora.rank averages adapters; remove it"
     if config.distributed.mesh.tensor > 1:
         yield "distributed.mesh.tensor: cannot split adapted layers (model.lora.rank); use distributed.mesh.fsdp"
+    elif model.lora.base == "int8" and (
+        config.distributed.strategy not in ("auto", "ddp") or config.distributed.mesh.fsdp != 1
+    ):
+        yield "model.lora.base: int8 weights are not sharded; use distributed.strategy=ddp, or model.lora.base=auto"
 
 
 def _float8(config: Config) -> Iterator[str]:

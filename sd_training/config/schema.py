@@ -54,6 +54,14 @@ def _yaml_no(value: Any) -> Any:
     return "no" if value is False or value is None else value
 
 
+def _spliced(value: Any) -> Any:
+    """A list in which another option stands as `${…}` that is one text, several, or null."""
+    if not isinstance(value, list):
+        return value
+    entries = (entry if isinstance(entry, list) else [entry] for entry in value if entry is not None)
+    return [text for texts in entries for text in texts]
+
+
 class PartConfig(OptionGroup):
     """One part of the pipeline: loaded from `pretrained`, or made by `target` and `params` with random weights."""
 
@@ -120,6 +128,9 @@ class LoraConfig(OptionGroup):
     """stable_diffusion, sdxl: adapt the attention of the text encoders as well."""
     init: Annotated[Literal["kaiming", "gaussian"], _ADAPTED] = "kaiming"
     """Initial A: uniform as in torch's linear layers, or normal with standard deviation 1 / r. B starts at 0."""
+    base: Annotated[Literal["auto", "int8"], _ADAPTED] = "auto"
+    """Type of the frozen weights: `auto`: that of `mixed_precision`; `int8`: those of the linear layers in the
+    denoiser's blocks have 8 bits, which rounds them. One process or `ddp`."""
     merge: Annotated[bool, _ADAPTED] = True
     """Export a whole pipeline with the adapters added to the weights in fp32, beside the file of the adapters; false:
     that file alone."""
@@ -821,7 +832,7 @@ class SamplingConfig(OptionGroup):
 
     every: Count = 0
     """Draw previews before the first optimizer step of a run, and every so many steps; 0: none."""
-    prompts: Annotated[list[str], used_with("every")] = Field(default=[])
+    prompts: Annotated[list[str], BeforeValidator(_spliced), used_with("every")] = Field(default=[])
     """One preview image per prompt."""
     raw: Annotated[bool, used_with("every"), used_with("model.use_ema")] = False
     """Draw the previews with the trained weights, too, beside those drawn with the average."""

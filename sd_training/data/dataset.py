@@ -11,7 +11,7 @@ from sd_training.config.data_schema import DatasetParams, SourceParams, SourceTy
 from sd_training.config.filters import parse_filters
 from sd_training.config.plan import counted
 from sd_training.config.value_types import output_path
-from sd_training.data.index.selection import Selection, exclusion_lines, select
+from sd_training.data.index.selection import Selection, evaluate, exclusion_lines, select
 from sd_training.data.index.store import load_index
 from sd_training.data.order.buckets import NO_BUCKET, BucketTable, Merge, merge_small
 from sd_training.data.samples import captions
@@ -42,6 +42,31 @@ class OpenDataset:
     captioner: captions.Captioner
     all_captions: Callable[[int], list[str]]
     """Sample → every caption that `captioner` may draw."""
+
+    def exclusion(self, sample: int, table: BucketTable) -> str:
+        """Why a sample of the index is not trained on; empty where it is.
+
+        Args:
+            table: the sizes that the data set was opened with.
+        """
+        index, selection = self.index, self.selection
+        if sample in self.selected:
+            return ""
+        row = index.columns.slice(sample, 1)
+        if failed := [f"filter {rule}" for rule, _ in selection.rules if not evaluate(rule, row, 1).item()]:
+            return ", ".join(failed)
+        width, height = (index.numbers(side)[sample : sample + 1] for side in ("width", "height"))
+        size = f"{width.item()} × {height.item()} pixels"
+        if sample not in selection.selected:
+            return f"no caption, a class without a prompt, or too large ({size})"
+        bucket = int(table.assign(width, height).item())
+        if bucket == NO_BUCKET:
+            return f"no bucket for {size} (0 is unknown)"
+        left_out = {merge.source for merge in self.merges if merge.target == NO_BUCKET}
+        joined = {merge.source: merge.target for merge in self.merges}
+        while bucket in joined and bucket not in left_out:
+            bucket = joined[bucket]
+        return f"too few samples in the bucket for {size}" if bucket in left_out else "tags.limit_images"
 
 
 def open_dataset(

@@ -239,7 +239,8 @@ class BadSampleLog:
         try:
             if self._named is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._named = _named_in(self.path)
+                _end_last_line(self.path)
+                self._named = read_bad_samples(self.path)
             if sample not in self._named:
                 self._named.add(sample)
                 with self.path.open("ab", buffering=0) as file:  # one write, because other processes append too
@@ -249,18 +250,22 @@ class BadSampleLog:
             self.path = None
 
 
-def _named_in(path: Path) -> set[tuple[str, str]]:
-    """The samples that the file names. A last line that a crash cut off gets its end: what follows is whole."""
+def read_bad_samples(path: Path) -> set[tuple[str, str]]:
+    """Shard and key of the samples that a `bad_samples.jsonl` names; none where there is no such file."""
     named = set[tuple[str, str]]()
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for line in text.splitlines():
         with suppress(ValueError, KeyError, TypeError):  # of a line that was cut off
             entry = json.loads(line)
             named.add((str(entry["shard"]), str(entry["key"])))
-    if text and not text.endswith("\n"):
+    return named
+
+
+def _end_last_line(path: Path) -> None:
+    """A last line that a crash cut off gets its end: what follows is whole."""
+    if path.exists() and not (b"\n" + path.read_bytes()).endswith(b"\n"):
         with path.open("ab") as file:
             file.write(b"\n")
-    return named
 
 
 MAX_DEATHS = 3

@@ -162,7 +162,7 @@ def make_sampler(
     if dropped:
         raise ConfigError(f"scheduler {name}: cannot follow this model's {', '.join(dropped)}; choose another one")
     try:
-        sampler = kind.from_config(settings)
+        sampler = kind.from_config(settings, **params)  # of a dict alone it leaves out what its owner had by default
         if not settings.get("use_dynamic_shifting"):  # which asks for the size of a picture
             sampler.set_timesteps(num_steps)
         return sampler

@@ -4,7 +4,9 @@ import csv
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -75,8 +77,8 @@ def draw_images(
         guidance_scale: classifier-free guidance, 1 is off.
         batch_size: pictures per call of the pipeline; they have one size.
         conditions: one per picture, or none.
-        on_step: gets the number of the first picture of a call, and what the latents of all of them decode to after a
-            step.
+        on_step: gets the number of the first picture of a call, and of all of them what a step takes for the finished
+            picture, x̂₀.
         options: further arguments of the pipeline, such as `strength`.
     """
     import torch  # here: captions are checked without it (build/preflight.py)
@@ -103,15 +105,53 @@ def draw_images(
         if kinds.control_images:
             stacks = [_images(column, size) for column in zip(*(own.control_images for own in part), strict=True)]
             call["control_image" if "control_image" in takes else "image"] = stacks if len(stacks) > 1 else stacks[0]
-        if on_step is not None:
+        if on_step is None:
+            yield from pipeline(**call).images
+        else:
+            with _clean_latents(pipeline.scheduler) as clean:
 
-            def show(_pipeline: Any, _step: int, _time: Any, state: Any, start: int = start, size: Any = size) -> Any:
-                on_step(start, _decoded(pipeline, state["latents"], *size))
-                return state
+                def show(_: Any, _step: int, _time: Any, state: Any, start: int = start, size: Any = size) -> Any:
+                    on_step(start, _decoded(pipeline, clean[-1], *size))
+                    return state
 
-            call["callback_on_step_end"] = show
-        yield from pipeline(**call).images
+                images = pipeline(**call, callback_on_step_end=show).images
+            yield from images
         start = end
+
+
+@contextmanager
+def _clean_latents(scheduler: Any) -> Iterator[list[Any]]:
+    """A list whose last entry is what the scheduler took for the finished latents in its last step, x̂₀. Pipelines keep
+    to themselves what they ask the scheduler for."""
+    step, clean = scheduler.step, list[Any]()
+
+    @wraps(step)  # pipelines look at its arguments
+    def kept(output: Any, timestep: Any, sample: Any, *args: Any, return_dict: bool = True, **options: Any) -> Any:
+        result = step(output, timestep, sample, *args, return_dict=True, **options)
+        clean[:] = [_finished(scheduler, result, output, timestep, sample)]
+        return result if return_dict else (result.prev_sample,)
+
+    scheduler.step = kept
+    try:
+        yield clean
+    finally:
+        del scheduler.step
+
+
+def _finished(scheduler: Any, result: Any, output: Any, timestep: Any, sample: Any) -> Any:
+    """x̂₀ of a step, which gave `result`."""
+    config = scheduler.config
+    for name in ("pred_original_sample", "denoised"):
+        if name in result:
+            return result[name]
+    if type(scheduler).__name__.startswith("FlowMatch"):
+        return sample - timestep / config.num_train_timesteps * output  # the timestep of a flow is its σ
+    if config.get("predict_x0") or "++" in config.get("algorithm_type", ""):
+        return scheduler.model_outputs[-1]
+    kept = scheduler.alphas_cumprod[int(timestep)]  # ᾱ
+    signal, noise = kept.sqrt(), (1 - kept).sqrt()
+    is_velocity = config.prediction_type == "v_prediction"
+    return signal * sample - noise * output if is_velocity else (sample - noise * output) / signal
 
 
 def _images(paths: Sequence[Any], size: Any) -> Any:
@@ -129,7 +169,7 @@ def _images(paths: Sequence[Any], size: Any) -> Any:
 
 
 def _decoded(pipeline: Any, latents: Any, height: int | None, width: int | None) -> list[Image.Image]:
-    """What the latents of one step look like; `height` and `width` are arguments of the pipeline."""
+    """What latents look like; `height` and `width` are arguments of the pipeline."""
     import torch
 
     vae, dtype = pipeline.vae, pipeline.vae.dtype

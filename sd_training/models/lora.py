@@ -7,7 +7,8 @@ a file that other programs load, or added to the weights of the network that the
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import peft
 import torch
@@ -83,6 +84,58 @@ def narrow_base(network: nn.Module, dtype: torch.dtype | None) -> None:
     for parameter in autocast_weights(network):
         if dtype is not None and not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+
+
+class Int8Linear(nn.Module):
+    """A frozen linear layer with weights of 8 bits: integers, and a factor for each output (the rows of LLM.int8,
+    Dettmers et al. 2022, arXiv:2208.07339, section 2.1). Only the weights are rounded: they are multiplied out to the
+    type of the activations in the forward pass and once more in the backward pass, which keeps none of it."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        own = layer.weight.detach().float()
+        scale = (own.abs().amax(1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        # No buffers, which DDP sends around in every step.
+        self.scale = nn.Parameter(scale, requires_grad=False)
+        self.weight = nn.Parameter((own / scale).round().to(torch.int8), requires_grad=False)
+        self.bias = layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] → [..., out], in the type that an ordinary layer computes in."""
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        product: Tensor = _Int8Product.apply(x.to(dtype), self.weight, self.scale, bias)
+        return product
+
+
+class _Int8Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight, scale)
+        return nn.functional.linear(x, (weight * scale).to(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,), (weight, scale) = gradients, ctx.saved_tensors
+        return gradient @ (weight * scale).to(gradient.dtype), None, None, None
+
+
+def frozen_linear(blocks: Iterable[nn.Module]) -> list[tuple[nn.Module, str, nn.Linear]]:
+    """The linear layers without a gradient, each after its parent and its name in that."""
+    return [
+        (parent, name, layer)
+        for block in blocks
+        for parent in block.modules()
+        for name, layer in parent.named_children()
+        if isinstance(layer, nn.Linear) and not layer.weight.requires_grad
+    ]
+
+
+def round_base(blocks: Iterable[nn.Module]) -> None:
+    """Rounds the frozen weights of linear layers to 8 bits (`Int8Linear`)."""
+    for parent, name, layer in frozen_linear(blocks):
+        setattr(parent, name, Int8Linear(layer))
 
 
 def scale_of(config: LoraConfig) -> float:

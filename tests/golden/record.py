@@ -20,7 +20,7 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +164,11 @@ STREAMS: Mapping[str, Sequence[str]] = {
 """Options on top of the data of this name, or of the tar shards."""
 OWN_DATA = ("corrupt", "masked", "shuffled_tags")
 """Streams with data of their own."""
+SHAPES_THE_BATCH_ONLY = (
+    *(f"source_{name}" for name in TYPES if name != "tar"),
+    *(f"stream_{name}" for name in ("ladder", "table", "captions", "lanes", "resampled", "corrupt", "seed")),
+)
+"""Cases whose losses follow from their batches, which are equal to the bit, by the step that the other cases take."""
 
 
 def written_samples() -> list[Any]:
@@ -353,8 +358,13 @@ def run_cases(home: Path) -> Iterator[tuple[str, list[str], bool]]:
     yield "autoencoder", case("autoencoder", sd, tar, *vae), False
 
 
-def runs(home: Path) -> dict[str, Record]:
-    """`data`, `losses` and `schedulers`."""
+def runs(home: Path, without_losses: Collection[str]) -> dict[str, Record]:
+    """`data`, `losses` and `schedulers`.
+
+    Args:
+        home: to write in.
+        without_losses: cases of which the data alone is computed.
+    """
     found: dict[str, Record] = {"data": {}, "losses": {}, "schedulers": {}}
     images = hashlib.sha256(b"".join(sample.image for sample in written_samples())).hexdigest()[:16]
     found["data"]["encoded images"] = images
@@ -362,6 +372,8 @@ def runs(home: Path) -> dict[str, Record]:
         run = build(words)
         if has_stream:
             found["data"][name] = stream_of(run)
+        if name in without_losses:
+            continue
         fit(run)
         found["losses"][name] = losses_of(home / "runs" / name)
         scheduler = scheduler_of(home / "runs" / name) if name != "autoencoder" else None
@@ -484,9 +496,9 @@ def filters(home: Path) -> Record:
     return {"rows": [None if row is None else row.decode() for row in rows], "results": results}
 
 
-def compute(home: Path) -> dict[str, Record]:
-    """The whole record, as the project computes it now."""
-    return {**runs(home), "configs": configs(home), "filters": filters(home)}
+def compute(home: Path, without_losses: Collection[str] = ()) -> dict[str, Record]:
+    """The record as the project computes it now."""
+    return {**runs(home, without_losses), "configs": configs(home), "filters": filters(home)}
 
 
 # --- Comparison ---

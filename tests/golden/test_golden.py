@@ -8,8 +8,10 @@ from tests.golden import record
 
 
 def test_nothing_differs_from_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for some losses, which `python -m tests.golden.record` compares."""
     monkeypatch.chdir(record.ROOT)
-    assert record.all_differences(record.compute(tmp_path)) == []
+    found = record.all_differences(record.compute(tmp_path, record.SHAPES_THE_BATCH_ONLY))
+    assert sorted(found) == sorted(f"losses.json/{name}: only in the record" for name in record.SHAPES_THE_BATCH_ONLY)
 
 
 def test_a_difference_is_found() -> None:

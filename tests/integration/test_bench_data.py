@@ -25,7 +25,7 @@ def test_damaged_samples_are_left_out_by_both(tmp_path: Path) -> None:
 
 
 def test_a_step_is_compared_with_a_loop_by_hand() -> None:
-    done = forked("scripts/bench_step.py", "--batch", "1", "--steps", "1", "--turns", "1", cwd=ROOT)
+    done = forked("tests/bench_step.py", "--batch", "1", "--steps", "1", "--turns", "1", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "speed ratio to the hand-written loop" in done.stdout.splitlines()[-1]
 

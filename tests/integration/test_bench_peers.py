@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import bench_peers, bench_subjects
+from scripts import bench_peers
 from sd_training.config.load import load_config
 from sd_training.errors import ConfigError, DataError
 from tests.integration.training import prepare
@@ -46,7 +46,7 @@ def test_a_program_that_fails_is_shown(tmp_path: Path, peer: str) -> None:
 
 
 def test_this_trainer_reads_the_pictures(tmp_path: Path) -> None:
-    pipeline = bench_subjects.save_pipeline(tmp_path / "pipeline", "tiny")
+    pipeline = bench_peers.save_pipeline(tmp_path / "pipeline", "tiny")
     bench_peers.make_pictures(tmp_path / "pictures", 16, 8)
     arguments = argparse.Namespace(
         **{"resolution": 16, "batch": 4, "workers": 1, "precision": "no"},

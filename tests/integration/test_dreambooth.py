@@ -98,10 +98,13 @@ def assert_draws(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("template", "own"),
-    [("dreambooth_lora", {"model__lora__merge": True}), ("dreambooth_full", {"model__train_text_encoder": True})],
+    [
+        ("dreambooth_lora", {"model__lora__merge": True, "model__lora__text_encoder": True}),
+        ("dreambooth_full", {"model__train_text_encoder": True}),
+    ],
 )
 def test_two_processes_that_are_killed_continue_to_the_bit(template: str, own: dict[str, Any], home: Path) -> None:
-    """Adapters of the denoiser, and all weights of denoiser and text encoder. No class image has to be drawn."""
+    """Adapters, and all weights, of denoiser and text encoder. No class image has to be drawn."""
     own = {**own, "dataset__prior__num_images": 3, "system__batch_size": 4}
     whole, cut = (argv(home, f"{template}_{run}", "subject", template, **own) for run in ("whole", "cut"))
     train_in_processes(whole, 2)
@@ -135,7 +138,12 @@ def test_every_second_sample_is_a_class_image(home: Path) -> None:
 def test_class_images_of_several_prompts_have_their_own(home: Path) -> None:
     prompts = [CLASS, "a photo of a wolf"]
     words = [word for word in argv(home, "several", "class_of_several") if "prior.prompt" not in word]
-    run = prepare([*words, f"dataset.prior.prompt={prompts}", "sampling.prompts=[a dog]"])
+    run = prepare([*words, f"dataset.prior.prompt={prompts}"])
+    own = [SUBJECT, f"{SUBJECT} in a forest"]  # of the template, which names the class's prompts as well
+    assert load_config([*words, f"dataset.prior.prompt={prompts}"]).sampling.prompts == [*own, *prompts]
+    without = [word for word in words if "dataset.prior" not in word]
+    without += ["dataset.prior.path=null", "dataset.prior.prompt=null"]
+    assert load_config(without).sampling.prompts == own
     folder = home / "class_of_several"
     assert {path.stem: path.read_text() for path in folder.glob("*.txt")} == {
         f"class_{number:06d}": prompts[number % 2] for number in range(NUM_IMAGES)

@@ -1,5 +1,6 @@
 """Runs that train adapters: what they save, that they continue to the bit, and that diffusers draws with the result."""
 
+import csv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from scripts import cache_latents
+from scripts import cache_latents, compare_checkpoints
 from sd_training.errors import ConfigError
 from tests import makers
 from tests.family_makers import save_pipeline
@@ -74,6 +75,16 @@ def test_checkpoints_hold_adapters_alone(whole: Path) -> None:
     assert trained < 0.1 * sum(tensor.numel() for tensor in base.values())
 
 
+def test_adapters_are_compared(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The frozen weights, which a checkpoint does not hold, are those that the run began with."""
+    compare_checkpoints.main([str(whole / "checkpoints" / "step=6" / name) for name in ("weights", "ema")])
+    with (whole / "validation.csv").open(newline="") as stream:
+        means = [float(row["loss"]) for row in csv.DictReader(stream) if row["quantile"] == "all"]
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (mean,) = [words for words in printed if words[0] == "all"]
+    assert [float(number) for number in mean[1:3]] == pytest.approx(means[-2:], rel=1e-4)
+
+
 def test_a_killed_run_continues_to_the_bit(whole: Path, pipeline: Path, shards_dir: Path, tmp_path: Path) -> None:
     """Merging or not changes nothing else; another rank is refused."""
     argv = options(tmp_path / "cut", pipeline, shards_dir, **LORA, model__lora__merge=False)
@@ -89,7 +100,8 @@ def test_a_killed_run_continues_to_the_bit(whole: Path, pipeline: Path, shards_d
 def test_two_processes_that_are_killed_continue_to_the_bit(
     whole: Path, pipeline: Path, shards_dir: Path, tmp_path: Path
 ) -> None:
-    changes = {**LORA, "system__batch_size": 4, "model__lora__dropout": 0.0}
+    """With frozen weights of 8 bits."""
+    changes = {**LORA, "system__batch_size": 4, "model__lora__dropout": 0.0, "model__lora__base": "int8"}
     one, two, cut = (options(tmp_path / run, pipeline, shards_dir, **changes) for run in ("one", "two", "cut"))
     train_in_processes(two, 2)
     train_until_killed(cut, 2, step=5)
@@ -97,31 +109,49 @@ def test_two_processes_that_are_killed_continue_to_the_bit(
     train_in_processes(cut, 2)
     assert_equal(checkpoint_tensors(tmp_path / "cut", 6), checkpoint_tensors(tmp_path / "two", 6))
     assert_equal(export(tmp_path / "cut"), export(tmp_path / "two"))
-    train([*one, "system.batch_size=8"])
+    run = train([*one, "system.batch_size=8"])
+    assert {p.dtype for p in run.module.network.parameters()} == {torch.float32, torch.int8}
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_2"])
-def test_sharded_runs_train_the_same_adapters(strategy: str, shards_dir: Path, tmp_path: Path) -> None:
-    """Frozen weights lie in pieces, or have another type than the adapters; the export begins from the stored ones."""
-    folder = save_pipeline("stable_diffusion", tmp_path / "pipeline")
+@pytest.fixture(scope="module")
+def narrow(shards_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Any]]:
+    """A pipeline, and a run of one process on it whose frozen weights are bf16; with its options."""
+    home = tmp_path_factory.mktemp("narrow")
+    folder = save_pipeline("stable_diffusion", home / "pipeline")
     changes: dict[str, Any] = {"model__lora__rank": 2, "experiment__num_examples_to_see": 32}
     changes |= {"model__mixed_precision": "bf16", "model__gradient_checkpointing": True}
-    train(options(tmp_path / "one", folder, shards_dir, **changes))
-    sharded = {**changes, "system__batch_size": 4, "distributed__strategy": strategy}
-    sharded |= {"distributed__encoders": 1} if strategy == "fsdp" else {}
-    train_in_processes(options(tmp_path / "two", folder, shards_dir, **sharded), 2)
-    one, two = export(tmp_path / "one"), export(tmp_path / "two")
+    train(options(home / "one", folder, shards_dir, **changes))
+    return folder, home / "one", changes
+
+
+@pytest.mark.parametrize(
+    ("processes", "own"),
+    [
+        (4, {"distributed__mesh__data": 2, "distributed__mesh__fsdp": 2, "distributed__encoders": 1}),
+        (2, {"distributed__strategy": "deepspeed_2"}),
+    ],
+    ids=["hsdp", "deepspeed_2"],
+)
+def test_sharded_runs_train_the_same_adapters(
+    processes: int, own: dict[str, Any], narrow: tuple[Path, Path, dict[str, Any]], shards_dir: Path, tmp_path: Path
+) -> None:
+    """Frozen weights lie in pieces, or have another type than the adapters; the export begins from the stored ones."""
+    folder, whole, changes = narrow
+    own = {**changes, **own, "system__batch_size": 8 // processes}
+    train_in_processes(options(tmp_path / "run", folder, shards_dir, **own), processes)
+    one, many = export(whole), export(tmp_path / "run")
     for name in one:
-        torch.testing.assert_close(two[name], one[name], rtol=0, atol=4e-3)  # as Adam's steps of 1e-3 and bf16 allow
+        torch.testing.assert_close(many[name], one[name], rtol=0, atol=4e-3)  # as Adam's steps of 1e-3 and bf16 allow
     file = Path("unet", "diffusion_pytorch_model.safetensors")
-    base, merged = load_file(folder / file), load_file(tmp_path / "two" / "current_pipeline" / file)
+    base, merged = load_file(folder / file), load_file(tmp_path / "run" / "current_pipeline" / file)
     changed = {name.split(".attn")[-1][2:] for name in base if not torch.equal(base[name], merged[name])}
     assert changed == {"to_q.weight", "to_k.weight", "to_v.weight", "to_out.0.weight"}
 
 
 def test_a_cache_gives_the_same_adapters(shards_dir: Path, tmp_path: Path) -> None:
-    folder = makers.save_tiny_pipeline(tmp_path / "pipeline", unet=makers.SMALLER_UNET)
+    """Of a transformer."""
+    folder = save_pipeline("sd3", tmp_path / "pipeline")
     changes = {"model__lora__rank": 2, "experiment__num_examples_to_see": 16, "dataset__params__crop": "center"}
     argv = [options(tmp_path / name, folder, shards_dir, **changes) for name in ("online", "cached")]
     cache_latents.main([*argv[0], f"out={tmp_path / 'cache'}", "dtype=fp32"])

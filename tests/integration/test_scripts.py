@@ -23,16 +23,20 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("script", ["generate_examples", "index_dataset", "make_webdataset", "report"])
+MISTAKES = {
+    "compare_checkpoints": ["nowhere", "nowhere"],
+    "find_sample": ["nowhere", "key"],
+    "generate_examples": ["--pipeline", "nowhere", "--prompt", "a", "--out", "out"],
+    "index_dataset": ["none.tar"],
+    "make_webdataset": ["nowhere", "--out", "out"],
+    "report": ["nowhere", "--out", "out"],
+}
+
+
+@pytest.mark.parametrize("script", MISTAKES)
 def test_a_mistake_is_one_sentence_and_status_2(script: str, tmp_path: Path) -> None:
-    arguments = {
-        "generate_examples": ["--pipeline", "nowhere", "--prompt", "a", "--out", "out"],
-        "index_dataset": ["none.tar"],
-        "make_webdataset": ["nowhere", "--out", "out"],
-        "report": ["nowhere", "--out", "out"],
-    }
-    command = [str(ROOT / "scripts" / f"{script}.py"), *arguments[script]]
-    if script in ("index_dataset", "report"):
+    command = [str(ROOT / "scripts" / f"{script}.py"), *MISTAKES[script]]
+    if script not in ("generate_examples", "make_webdataset"):
         ended = forked(*command, cwd=tmp_path)
     else:  # in a new interpreter, which has to find the project
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

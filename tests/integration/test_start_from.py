@@ -218,12 +218,14 @@ def test_the_curves_of_wandb_continue_unless_they_are_reset(tmp_path: Path) -> N
 
 
 def test_two_processes_begin_alike(words: WORDS, source: Path, tmp_path: Path) -> None:
-    """Also when they are killed on the way, and begin again where they were."""
+    """Also when they are killed on the way, and begin again where they were, to the bit."""
     argv = [*words(), "system.batch_size=4"]
     train_until_killed(argv, 2, step=3)
     assert [path.name for path in (tmp_path / "new" / "checkpoints").iterdir()] == ["step=3"]
     train_in_processes(argv, 2)
-    ours, theirs = checkpoint_tensors(tmp_path / "new", 4), checkpoint_tensors(source, 4)
+    train_in_processes([*argv, "experiment.name=whole"], 2)
+    ours, whole, theirs = (checkpoint_tensors(run, 4) for run in (tmp_path / "new", tmp_path / "whole", source))
+    assert equal(ours, whole)
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert torch.allclose(ours[name].float(), value.float(), rtol=1e-4, atol=1e-5), name

@@ -14,11 +14,13 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerBase, Qwen2Co
 from sd_training.config.schema import ConditioningConfig, ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.data.samples.sample import NO_DROPOUT, draw_dropout
 from sd_training.errors import ConfigError
+from sd_training.export.pipeline import bit_differences
 from sd_training.models.families import load_family
 from sd_training.training import DiffusionModule
 from tests import family_makers, makers
+from tests.faults.fork_server import shared_server
 from tests.integration import test_families
-from tests.integration.training import options, train
+from tests.integration.training import checkpoint_tensors, options, train, train_in_processes, train_until_killed
 from tests.tiny_parts import T5_WIDTH, WIDTH, clip, t5, t5_tokenizer, tiny_tokenizer
 
 
@@ -107,12 +109,25 @@ def test_training_gives_the_denoiser_what_the_pipeline_gives_it(
     test_families.test_training_gives_the_denoiser_what_the_pipeline_gives_it(pipeline, shards_dir, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["t5", "pixart_qwen"])
-def test_trains_saves_resumes_loads_and_draws(name: str, shards_dir: Path, tmp_path: Path) -> None:
-    family, make = PIPELINES[name]
+def test_trains_saves_resumes_loads_and_draws(shards_dir: Path, tmp_path: Path) -> None:
+    family, make = PIPELINES["pixart_qwen"]
     make().save_pretrained(tmp_path / "pipeline")
     case = (family, tmp_path / "pipeline")
     test_families.test_trains_saves_resumes_loads_and_draws(case, shards_dir, tmp_path)
+
+
+def test_two_processes_that_are_killed_continue_to_the_bit_and_draw(shards_dir: Path, tmp_path: Path) -> None:
+    family, make = PIPELINES["t5"]
+    make().save_pretrained(tmp_path / "pipeline")
+    changes = {"experiment__num_examples_to_see": 32, "experiment__save_every": 2, "system__batch_size": 4}
+    whole, cut = (options(tmp_path / run, tmp_path / "pipeline", shards_dir, **changes) for run in ("whole", "cut"))
+    train_in_processes(whole, 2)
+    train_until_killed(cut, 2, step=3)
+    train_in_processes(cut, 2)
+    assert bit_differences(*(checkpoint_tensors(tmp_path / run, 4) for run in ("whole", "cut"))) == []
+    words = [str(tmp_path / "cut" / "current_pipeline"), str(tmp_path / "picture.npy"), family]
+    shared_server().call("tests.integration.test_families:load_and_draw", words, tmp_path / "log")
+    assert np.load(tmp_path / "picture.npy").shape == (24, 16, 3)
 
 
 def family_of(folder: Path, conditioning: ConditioningConfig | None = None, **model: Any) -> Any:

@@ -111,6 +111,19 @@ class RunOrder:
         bucket, places, _ = self.orders[dataset].at(self.steps_before(step, dataset))
         return StepSamples(bucket, self.selected[dataset][places], np.full(len(places), dataset))
 
+    def visits(self, dataset: int, sample: int) -> list[tuple[int, int]]:
+        """Step and slot of every visit of a sample of a data set's index, ascending: the inverse of `at`. None where it
+        is not selected."""
+        place = int(np.searchsorted(self.selected[dataset], sample))
+        if self.selected[dataset][place : place + 1].tolist() != [sample]:
+            return []
+        if self.is_paired:
+            return [(step, 2 * slot + dataset) for step, slot in self.orders[dataset].visits(place, self.num_steps)]
+        own = self.orders[dataset].visits(place, self.steps_before(self.num_steps, dataset))
+        if self.dataset_of is None:
+            return own
+        return [(int(self._steps_of[dataset][step]), slot) for step, slot in own]
+
     def steps_before(self, step: int, dataset: int) -> int:
         """How many steps before `step` draw from a data set."""
         return step if self.dataset_of is None else int(np.searchsorted(self._steps_of[dataset], step))
@@ -177,6 +190,36 @@ class SampleOrder:
             start, wanted = start + len(parts[-1]), wanted - len(parts[-1])
         samples = np.concatenate(parts)
         return StepSamples(int(self.buckets[bucket]), samples, np.zeros_like(samples))
+
+    def visits(self, place: int, num_steps: int) -> list[tuple[int, int]]:
+        """Step and slot of every visit of a sample before step `num_steps`, ascending; the inverse of `at`.
+
+        Of each epoch only the window is shuffled in which the sample's block comes: the place where it then stands is a
+        place in the stream of its bucket, which says the batch.
+        """
+        batch_size, found = self.global_batch, list[tuple[int, int]]()
+        bucket = int(np.searchsorted(self.buckets, self.bucket_of[place]))
+        block = int(np.searchsorted(self._starts, place, side="right")) - 1
+        epoch = 0
+        while int((epoch * self.sizes // batch_size).sum()) < num_steps:  # the batches that end in the epochs before
+            blocks, before = self._epoch(epoch)
+            window = int(np.flatnonzero(blocks == block)[0]) // self.window
+            # With replacement a sample may come several times in an epoch, or not at all.
+            offsets = np.flatnonzero(self._window_samples(epoch, window, bucket) == place)
+            start = epoch * int(self.sizes[bucket]) + int(before[window, bucket])
+            for offset in offsets.tolist():
+                batch, slot = divmod(start + offset, batch_size)
+                found.append((self._step_of(bucket, batch), slot))
+            epoch += 1
+        return [(step, slot) for step, slot in found if step < num_steps]
+
+    def _step_of(self, bucket: int, batch: int) -> int:
+        """The step that takes a batch of a bucket: the inverse of what `at` begins with."""
+        epoch, offset = divmod((batch + 1) * self.global_batch - 1, int(self.sizes[bucket]))
+        before = self._epoch(epoch).before
+        window = int(np.searchsorted(before[:, bucket], offset, side="right")) - 1
+        earlier = int(((epoch * self.sizes + before[window]) // self.global_batch).sum())
+        return earlier + int(np.flatnonzero((self._batches(epoch, window) == (bucket, batch)).all(axis=1))[0])
 
     def _make_epoch(self, epoch: int) -> _Epoch:
         blocks = generator(self.seed, "order of blocks", epoch).permutation(len(self._counts))

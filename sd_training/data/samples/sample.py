@@ -22,7 +22,7 @@ from sd_training.data.dataset import OpenDataset
 from sd_training.data.order.buckets import BucketTable
 from sd_training.data.order.order import generator
 from sd_training.data.samples.cache import DTYPES, LatentCache, cached_crop
-from sd_training.data.samples.captions import Generators, Tokenizer
+from sd_training.data.samples.captions import Tokenizer
 from sd_training.data.samples.image import CropRequest, place
 from sd_training.data.sources.base import SkippedSample, printable
 from sd_training.errors import BadSample, BadSamplesError, DataError
@@ -203,41 +203,59 @@ class TrainingSamples(Dataset[WorkerResult]):
         raise BadSamplesError(f"{MAX_BAD_IN_ROW} samples in a row could not be used; the last: {last}")
 
     def _read(self, fields: Mapping[str, Any], row: int, request: SampleRequest) -> None:
-        draws, position = self.draws, request.position
-        rng = partial(generator, draws.seed, position=position)
-        self._read_picture(fields, row, request, rng)
-        dropped = draw_dropout(draws.dropout, draws.seed, position, list(self.tokenizers))
-        is_read = any(not dropped[name] for name in self.tokenizers)
-        caption = self.datasets[request.dataset].captioner(request.sample, rng) if is_read else ""
+        position = request.position
+        self._read_picture(fields, row, request)
+        caption, dropped = self.caption(request)
         for name in self.tokenizers:
             self._read_text(fields, row, name, "" if dropped[name] else caption)
         for name, is_dropped in dropped.items():
             fields["dropped"][name][row] = is_dropped
         for purpose in ("posterior_noise", "noise", "offset_noise", "input_noise"):
             if (own := fields[purpose][row]).size:
-                rng(purpose).standard_normal(dtype=np.float32, out=own)
+                generator(self.draws.seed, purpose, position).standard_normal(dtype=np.float32, out=own)
         fields["timestep_draw"][row] = self._timestep_draw(position)
         fields["target_size"][row] = self.table.sizes[request.bucket]
         fields["positions"][row] = position
         fields["sample_ids"][row] = self.first_ids[request.dataset] + request.sample
 
-    def _read_picture(self, fields: Mapping[str, Any], row: int, request: SampleRequest, rng: Generators) -> None:
-        """Writes what is in the picture: pixels, or their moments from the cache."""
-        params, dataset, size = self.params, self.datasets[request.dataset], self.table.sizes[request.bucket]
+    def caption(self, request: SampleRequest) -> tuple[str, dict[str, bool]]:
+        """The caption of a request, and what of its conditioning is dropped (see `draw_dropout`). No caption is drawn
+        where all text encoders get the null text.
+
+        Raises:
+            BadSample, DataError: there is none, or it cannot be read.
+        """
+        draws, position = self.draws, request.position
+        dropped = draw_dropout(draws.dropout, draws.seed, position, list(self.tokenizers))
+        if all(dropped[name] for name in self.tokenizers):
+            return "", dropped
+        rng = partial(generator, draws.seed, position=position)
+        return self.datasets[request.dataset].captioner(request.sample, rng), dropped
+
+    def crop(self, request: SampleRequest) -> tuple[CropRequest, int]:
+        """The crop of a request's picture, and the number of that variant in the cache."""
+        params, size = self.params, self.table.sizes[request.bucket]
+        rng = partial(generator, self.draws.seed, position=request.position)
         top, left = rng("crop").random(2).tolist() if params.crop == "random" else (None, None)
         flip = params.flip_prob > 0 and bool(rng("flip").random() < params.flip_prob)
         if self.cache is None:
-            picture, wanted = dataset.reader.picture, CropRequest(*size, top, left, flip)
+            return CropRequest(*size, top, left, flip), 0
+        storage = self.cache.storage
+        crop = int(top * storage.num_crops) if top is not None and storage.num_crops is not None else 0
+        return CropRequest(*size, *cached_crop(storage, request.sample, crop), flip), storage.variant(crop, flip)
+
+    def _read_picture(self, fields: Mapping[str, Any], row: int, request: SampleRequest) -> None:
+        """Writes what is in the picture: pixels, or their moments from the cache."""
+        params, dataset, (wanted, variant) = self.params, self.datasets[request.dataset], self.crop(request)
+        if self.cache is None:
+            picture = dataset.reader.picture
             image = picture(request.sample, wanted, params.max_image_pixels, keeps_alpha=self.draws.has_mask)
             fields["pixels"][row], original_size, crop_top_left = image.pixels, *image[1:3]
             if image.alpha is not None:
                 fields["mask"][row] = image.alpha
         else:
-            storage = self.cache.storage
-            crop = int(top * storage.num_crops) if top is not None and storage.num_crops is not None else 0
-            variant = storage.variant(crop, flip)
+            size = self.table.sizes[request.bucket]
             fields["moments"][row] = self.cache.moments(request.dataset, request.sample, request.bucket, size, variant)
-            wanted = CropRequest(*size, *cached_crop(storage, request.sample, crop), flip)
             heights, widths = (dataset.index.numbers(side) for side in ("height", "width"))
             original_size = int(heights[request.sample]), int(widths[request.sample])
             _, crop_top_left = place(*original_size, wanted)

@@ -32,10 +32,18 @@ from sd_training.build.dry_run import (
 from sd_training.build.plan import make_plan
 from sd_training.config.load import load_config
 from sd_training.config.plan import find_layout
-from sd_training.config.schema import ConditioningConfig, DistributedConfig, MeshConfig, ModelConfig, ObjectiveConfig
+from sd_training.config.schema import (
+    ConditioningConfig,
+    DistributedConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    ObjectiveConfig,
+)
 from sd_training.models.execution import autocast_weights
 from sd_training.models.families import load_family
 from sd_training.models.family import Family
+from sd_training.models.lora import Int8Linear, attach_adapters, narrow_base, round_base
 from tests import makers
 from tests.family_makers import PIPELINES, save_pipeline
 
@@ -74,6 +82,30 @@ def test_counts_of_a_model(tmp_path: Path) -> None:
     assert memory[AT_MOST] == standing + max(memory["activations"], memory["or, before them, encoding"])
 
 
+def test_frozen_weights_beside_adapters(tmp_path: Path) -> None:
+    """Are those that a run has, but for the factors of the weights of 8 bits, and biases that are fp32 beside them."""
+    model = ModelConfig(
+        pretrained=str(save_pipeline("stable_diffusion", tmp_path / "pipeline")),
+        lora=LoraConfig(rank=2, base="int8", text_encoder=True),
+    )
+    words = ["experiment.log_dir=runs", "experiment.name=x", "experiment.num_examples_to_see=100_000"]
+    words += ["dataset.type=WebDataset", "dataset.params.path=nowhere", "dataset.params.resolution=16"]
+    config = load_config([*words, f"model.pretrained={model.pretrained}"]).replace(model=model)
+    size = model_size(config, *meta_networks(config), "bf16")
+    family = load_family(model, ObjectiveConfig(), ConditioningConfig(), seed=0)
+    vae = 4 * sum(p.numel() for p in family.vae.parameters()) - 2 * sum(p.numel() for p in autocast_weights(family.vae))
+    attach_adapters(family, model.lora, seed=0)
+    round_base(family.blocks())
+    found = 0
+    for network in family.trained_networks(True).values():
+        narrow_base(network, torch.bfloat16)
+        frozen = [p for name, p in network.named_parameters() if not p.requires_grad and not name.endswith(".scale")]
+        found += sum(p.nbytes for p in frozen)
+    layers = [layer for layer in family.denoiser.modules() if isinstance(layer, Int8Linear)]
+    biases = sum(layer.bias.numel() for layer in layers if layer.bias is not None)
+    assert 4 * size.frozen - 2 * size.frozen_narrow - 3 * size.frozen_int8 == vae + found - 2 * biases
+
+
 # --- Weights, gradients and state ---
 
 # 1,000 parameters, 800 of them in blocks of 200, of which 600 are in matrices; 50 frozen; AdamW.
@@ -102,9 +134,10 @@ def parts(found: dict[str, int]) -> dict[str, int]:
 
 
 def test_averages_and_frozen_copies_on_the_device() -> None:
-    found = memory("ddp", 2, replace(SIZE, is_ema_on_device=True, frozen_narrow=40, frozen_originals=45))
+    own = replace(SIZE, is_ema_on_device=True, frozen_narrow=40, frozen_int8=5, frozen_originals=45)
+    found = memory("ddp", 2, own)
     assert (found["EMA"], "CPU: EMA" in found) == (2000, False)
-    assert (found["frozen"], found["CPU: frozen, of rank 0"]) == (200 - 2 * 40, 4 * 45)
+    assert (found["frozen"], found["CPU: frozen, of rank 0"]) == (200 - 2 * 40 - 3 * 5, 4 * 45)
 
 
 def test_one_process_and_copies() -> None:

@@ -58,6 +58,14 @@ def test_good_configurations_pass_without_a_word(base: dict[str, str]) -> None:
         ({"model__lora__alpha": "2"}, "model.lora.alpha: is 2.0, but is only read with model.lora.rank, which is 0"),
         ({"model__lora__rank": "2", "model__train_text_encoder": "true"}, "model.train_text_encoder: model.lora.rank"),
         ({"model__lora__rank": "2", "ema__path": "someone/x", "model__use_ema": "true"}, "ema.path: is of whole"),
+        (
+            {"model__lora__rank": "2", "model__lora__base": "int8", "distributed__strategy": "fsdp"},
+            "model.lora.base: int",
+        ),
+        (
+            {"model__lora__rank": "2", "model__lora__base": "int8", "distributed__mesh__fsdp": "2"},
+            "model.lora.base: int",
+        ),
         ({"model__lora__rank": "2", "distributed__mesh__tensor": "2"}, "distributed.mesh.tensor: cannot split adapted"),
         ({"model__bf16_norms": "true", "model__mixed_precision": "fp16"}, "model.bf16_norms: true needs model.mixed"),
         ({"model__float8": "rowwise", "model__lora__rank": "2"}, "model.float8: is for weights that are trained"),

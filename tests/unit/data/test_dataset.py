@@ -32,6 +32,8 @@ def test_nothing_is_enlarged_to_fill_a_bucket(tmp_path: Path) -> None:
     assert "19 samples" in text and "40×40 has 1 sample," in text and "left out" in text
     assert "without a bucket" in text and ": 1 sample\n" in text
     assert min(int(batch.original_size.min()) for batch in stream(data)) == 64
+    reasons = [data.datasets[0].exclusion(sample, data.table) for sample in range(20)]
+    assert reasons == [""] * 19 + ["too few samples in the bucket for 40 × 40 pixels"]
 
 
 def test_too_few_samples_say_what_became_of_the_others(tmp_path: Path) -> None:
@@ -90,6 +92,8 @@ def test_an_empty_cell_is_named_once(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(f"path,caption,long\n{rows}")
     data = training_data(tmp_path / "t.csv", kind="Table")
     assert data.datasets[0].selection.problems.counts == {"caption missing": 1}
+    reasons = [data.datasets[0].exclusion(sample, data.table) for sample in range(6)]
+    assert "".join(reasons) == reasons[3] == "no caption, a class without a prompt, or too large (40 × 32 pixels)"
     other = training_data(tmp_path / "t.csv", kind="Table", captions=CaptionConfig(fields={"long": 1}))
     assert other.datasets[0].selection.problems.counts == {} and len(other.datasets[0].selected) == 6
 
@@ -100,6 +104,8 @@ def test_limited_tag_folders_say_so(tmp_path: Path) -> None:
         makers.picture(number).save(tmp_path / f"{number}.png")
         record = {"path": f"{number}.png", "score": 90, "tags": ["cat"]}
         (tmp_path / "metadata" / f"{number}.json").write_text(json.dumps(record))
-    text = report_text(training_data(tmp_path, kind="TagFolder", tags=TagConfig(limit_images=4)).report())
+    data = training_data(tmp_path, kind="TagFolder", tags=TagConfig(limit_images=4))
+    text = report_text(data.report())
     assert "left out by dataset.params.tags.limit_images: 4 samples" in text
     assert "left: 4 samples" in text
+    assert sorted(data.datasets[0].exclusion(n, data.table) for n in range(8)) == [""] * 4 + ["tags.limit_images"] * 4

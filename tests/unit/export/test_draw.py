@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from sd_training.errors import ConfigError
 from sd_training.export.additions import SAMPLERS, make_sampler, samplers_for
-from sd_training.export.draw import draw_images
+from sd_training.export.draw import _clean_latents, draw_images
 from tests import makers
 
 PROMPTS = ["a red square", "a blue circle", "a big digit"]
@@ -127,3 +127,41 @@ def test_flux_chooses_its_own_levels() -> None:
     assert make_sampler(config, "UniPCMultistepScheduler", "FluxPipeline").config.use_flow_sigmas
     with pytest.raises(ConfigError, match=r"is none of those .*: FlowMatchEuler.*, UniPC"):
         make_sampler(config, "FlowMatchHeunDiscreteScheduler", "FluxPipeline")
+
+
+SPACED = {"timestep_spacing": "leading"}
+
+
+@pytest.mark.parametrize("spacing", ["leading", "trailing"])
+def test_parameters_win_over_what_the_pipelines_own_sampler_had_by_default(spacing: str) -> None:
+    own = diffusers.DDIMScheduler.from_config({"beta_end": 0.012}).config  # a file of an early version
+    sampler = make_sampler(own, "EulerDiscreteScheduler", params={"timestep_spacing": spacing})
+    assert (sampler.config.timestep_spacing, sampler.config.beta_end) == (spacing, 0.012)
+    assert make_sampler(own, "EulerDiscreteScheduler").config.timestep_spacing == "linspace"  # its own default
+
+
+FILMED = [(name, "epsilon") for name in samplers_for({}) if name != "LCMScheduler"]  # which mixes it with the sample
+FILMED += [("PNDMScheduler", "v_prediction"), *((name, "flow_prediction") for name in samplers_for({"shift": 3.0}))]
+
+
+@pytest.mark.parametrize(("name", "kind"), FILMED)
+def test_a_film_shows_what_each_step_takes_for_the_finished_picture(name: str, kind: str) -> None:
+    """The answers are those of a model that knows the picture, by the noise schedule's own formula."""
+    own = {"shift": 3.0} if kind == "flow_prediction" else {**config(prediction_type=kind), "clip_sample": False}
+    scheduler: Any = make_sampler(own, name, params={} if kind == "flow_prediction" else SPACED)
+    kept = (1 - torch.linspace(0.00085**0.5, 0.012**0.5, 1000).square()).cumprod(0)
+    clean, sample = torch.randn(2, 2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    scheduler.set_timesteps(5)
+    with _clean_latents(scheduler) as found:
+        for step, timestep in enumerate(scheduler.timesteps):
+            if kind == "flow_prediction":
+                answer = (sample - clean) / scheduler.sigmas[step]
+            else:
+                signal, noise = kept[int(timestep)].sqrt(), (1 - kept[int(timestep)]).sqrt()
+                scaled = scheduler.scale_model_input(sample, timestep)
+                answer = (scaled - signal * clean) / noise
+                answer = answer if kind == "epsilon" else (signal * scaled - clean) / noise
+            sample = scheduler.step(answer, timestep, sample, return_dict=False)[0]
+            # Eight roundings, of values as large as σ ≤ 14.6 times the noise, which is below 4.
+            torch.testing.assert_close(found[-1], clean, rtol=0, atol=8 * 14.6 * 4 * 2**-24)
+    assert "step" not in vars(scheduler)

@@ -12,9 +12,20 @@ from torch import Tensor, nn
 from sd_training.config.schema import ConditioningConfig, LoraConfig, ModelConfig, ObjectiveConfig
 from sd_training.errors import ConfigError
 from sd_training.export.pipeline import LoraExport, differences, export_pipeline
+from sd_training.models.execution import compile_blocks, recompute_activations
 from sd_training.models.families import load_family
 from sd_training.models.family import Family, blank_batch
-from sd_training.models.lora import adapt, attach_adapters, file_tensors, merge, narrow_base, scale_of
+from sd_training.models.lora import (
+    Int8Linear,
+    adapt,
+    attach_adapters,
+    file_tensors,
+    frozen_linear,
+    merge,
+    narrow_base,
+    round_base,
+    scale_of,
+)
 from tests.family_makers import PIPELINES
 
 Adapted = tuple[Path, Family, LoraConfig]
@@ -53,7 +64,7 @@ def load(folder: Path) -> Family:
     return family
 
 
-def results(family: Family) -> dict[str, Tensor]:
+def results(family: Family, *, has_gradients: bool = False) -> dict[str, Tensor]:
     """What the denoiser and the text encoders give."""
     generator, found = torch.Generator().manual_seed(1), {}
     noised, conditioning = blank_batch(family, 24, 16, 2, CPU)
@@ -61,11 +72,21 @@ def results(family: Family) -> dict[str, Tensor]:
         if tensor is not None:
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
     noised.timesteps.fill_(7.0)
-    with torch.no_grad():
+    with torch.set_grad_enabled(has_gradients):
         found["denoiser"] = family.predict(family.denoiser, noised, conditioning)
         for name, encoder in family.text_encoders().items():
             found[name] = encoder(torch.arange(16)[None])[0]
     return found
+
+
+def gradients(family: Family) -> dict[str, Tensor]:
+    """Of the denoiser's adapters in training, under autocast, and what they follow from."""
+    family.denoiser.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        prediction = results(family, has_gradients=True)["denoiser"].float()
+    prediction.square().mean().backward()
+    own = {name: p.grad for name, p in family.denoiser.named_parameters() if p.grad is not None}
+    return {"denoiser": prediction.detach(), **own}
 
 
 def trained(network: nn.Module) -> dict[str, Tensor]:
@@ -126,6 +147,16 @@ def test_diffusers_loads_the_file(adapted: Adapted, tmp_path: Path) -> None:
     export_pipeline(export, tmp_path / "lora")
     assert [path.name for path in (tmp_path / "lora").iterdir()] == [LORA_WEIGHT_NAME_SAFE]
     assert load_file(tmp_path / "lora" / LORA_WEIGHT_NAME_SAFE).keys() == tensors.keys()
+    if family.denoiser_part == "unet":  # the names that ComfyUI asks for (comfy/lora.py)
+        layers = {(part, n.partition(".lora_A")[0]) for part, net in parts for n in trained(net) if "lora_A" in n}
+        begins = {
+            "unet": "lora_unet_",
+            "text_encoder": "lora_te1_text_model_",
+            "text_encoder_2": "lora_te2_text_model_",
+        }
+        wanted = {f"{begins[part]}{layer.removeprefix('text_model.').replace('.', '_')}" for part, layer in layers}
+        ends = ("alpha", "lora_down.weight", "lora_up.weight")
+        assert tensors.keys() == {f"{layer}.{end}" for layer in wanted for end in ends}
     name = next(iter(tensors))
     assert differences(LoraExport({**tensors, name: tensors[name] + 1}, None), tmp_path / "lora") == [f"{name} differs"]
     if family.name == "pixart":  # has no such loader
@@ -146,6 +177,59 @@ def test_narrow_frozen_weights_give_the_same_bits_under_autocast(adapted: Adapte
     kinds = {p.dtype for p in trained(family.denoiser).values()}
     assert kinds == {torch.float32} and family.denoiser.dtype == torch.float32
     assert any(p.dtype == torch.bfloat16 for p in family.denoiser.parameters())
+
+
+def test_weights_of_8_bits_compute_what_their_rounded_values_compute(adapted: Adapted) -> None:
+    _, family, _ = adapted
+    places = frozen_linear(family.blocks())
+    round_base(family.blocks())
+    found = gradients(family)
+    assert places and not frozen_linear(family.blocks())
+    for parent, name, layer in places:
+        rounded = getattr(parent, name)
+        assert isinstance(rounded, Int8Linear)
+        value, step = rounded.weight * rounded.scale, layer.weight.abs().amax(1, keepdim=True).float() / 127
+        # Half a step; and a quotient of up to 127, its factor and the product are rounded to float32.
+        assert ((value - layer.weight).abs() <= step * (0.5 + 127 * 2**-22)).all()
+        layer.weight = nn.Parameter(value, requires_grad=False)
+        setattr(parent, name, layer)
+    expected = gradients(family)
+    assert found.keys() == expected.keys() and len(found) == 1 + len(trained(family.denoiser))
+    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
+
+
+def test_weights_of_8_bits_are_not_kept_multiplied_out() -> None:
+    """Nor are rows of zeros divided by zero."""
+    layer, kept = nn.Linear(8, 6).requires_grad_(False), list[Tensor]()
+    layer.weight[2] = 0
+    network = Int8Linear(layer)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        network(torch.ones(3, 8, requires_grad=True))
+    assert {t.dtype: t.numel() for t in kept} == {torch.int8: 48, torch.float32: 6}
+    assert (network.weight[2] == 0).all() and network(torch.ones(8)).isfinite().all()
+
+
+def test_a_compiled_block_gives_adapters_the_same_gradients() -> None:
+    """Beside weights of 8 bits, and recomputed. C++ is not generated, which takes minutes."""
+    network = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 6))
+    adapt(network, "unet", ["0", "2"], LoraConfig(rank=2, init="gaussian"), seed=0)
+    for parameter in (p for name, p in network.named_parameters() if "lora_B" in name):
+        nn.init.constant_(parameter, 0.3)
+    round_base([network])
+    recompute_activations([network])
+    inputs, found = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)), []
+    for is_compiled in (False, True):
+        if is_compiled:
+            torch._dynamo.reset()
+            compile_blocks([network], num_sizes=1, backend="aot_eager")
+        network.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = network(inputs).float()
+        (output - 1).square().mean().backward()
+        found.append([output, *(p.grad for p in network.parameters() if p.requires_grad)])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    for value, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, value, rtol=0, atol=2**-8 * float(value.abs().max()))
 
 
 def test_a_target_that_is_not_there_is_named() -> None:

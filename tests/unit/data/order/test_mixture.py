@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from sd_training.config.data_schema import MixEntry, SourceParams
-from sd_training.data.order.order import RunOrder
+from sd_training.config.data_schema import DatasetParams, MixEntry, SourceParams
+from sd_training.data.order.order import RunOrder, SampleOrder
 from sd_training.errors import ConfigError
 
 
@@ -70,3 +70,24 @@ def test_a_longer_run_begins_like_a_shorter_one() -> None:
 def test_a_step_without_data_is_refused() -> None:
     with pytest.raises(ConfigError, match="at step 20"):
         mixture_of([share(1.0, end_step=20), share(1.0, start_step=21)], seed=0, num_steps=100)
+
+
+@pytest.mark.parametrize("is_paired", [False, True])
+def test_the_visits_of_a_sample_are_the_inverse_of_the_order(is_paired: bool) -> None:
+    """Of every sample of two data sets, of which one in three is not selected."""
+    params, steps, orders = DatasetParams(path="."), 50, list[SampleOrder]()
+    selected = [np.flatnonzero(np.arange(size) % 3) for size in (30, 45)]
+    for number, own in enumerate(selected):
+        zeros = np.zeros(len(own), dtype=np.int32)
+        orders.append(SampleOrder(params, number, 4, zeros, zeros))
+    shares = [share(1.0)] if is_paired else [share(2.0, end_step=40), share(1.0, start_step=10)]
+    order = RunOrder(shares, 0, steps, orders, selected, is_paired=is_paired)
+    planned: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for step in range(steps):
+        _, samples, datasets = order.at(step)
+        for slot, name in enumerate(zip(datasets.tolist(), samples.tolist(), strict=True)):
+            planned.setdefault(name, []).append((step, slot))
+    for dataset, size in enumerate((30, 45)):
+        for sample in range(size):
+            assert order.visits(dataset, sample) == planned.get((dataset, sample), [])
+            assert bool(order.visits(dataset, sample)) == bool(sample % 3)

@@ -162,3 +162,16 @@ def test_default_lanes_and_window() -> None:
     orders = [make_order(global_batch=batch, resampled=True) for batch in (1, 12, 96, 2048)]
     assert [order.num_streams for order in orders] == [1, 4, 32, 64]
     assert make_order(per_block=10, blocks=6).window >= 6
+
+
+@pytest.mark.parametrize("case", [*CASES, {"resampled": True, "buckets": 2}, {"per_block": 3, "blocks": 4, "lanes": 4}])
+def test_the_visits_of_a_sample_are_the_inverse_of_the_order(case: dict[str, int]) -> None:
+    """Of 40 steps: five epochs, with batches that span windows and epochs."""
+    order, steps = make_order(**case), 40
+    planned: dict[int, list[tuple[int, int]]] = {}
+    for step, batch in enumerate(sequence(order, steps)):
+        for slot, sample in enumerate(batch.samples.tolist()):
+            planned.setdefault(sample, []).append((step, slot))
+    for sample in range(len(order.bucket_of)):
+        assert order.visits(sample, steps) == planned.get(sample, [])
+    assert make_order(**case).visits(5, 400)[: len(planned[5])] == planned[5]

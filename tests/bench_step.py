@@ -1,8 +1,8 @@
 """Speed of a training step: this trainer, bare Lightning and a hand-written loop, alternating in one process.
 
-    python scripts/bench_step.py                      # quickstart UNet, batch 64
-    python scripts/bench_step.py --model sd2 --batch 32 --resolution 512 --precision bf16
-    python scripts/bench_step.py --variants compiled channels_last recompute   # against it without
+    python -m tests.bench_step                      # quickstart UNet, batch 64
+    python -m tests.bench_step --model sd2 --batch 32 --resolution 512 --precision bf16
+    python -m tests.bench_step --variants compiled channels_last recompute   # against it without
 
 All train the same network from the same weights on the same batches in memory, with AdamW; the loop and this
 trainer also keep an EMA on the CPU. They take turns of a few steps, and a ratio is that of neighbouring turns, so that
@@ -12,7 +12,6 @@ a busy machine slows all of them alike.
 import argparse
 import copy
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -20,8 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from sd_training.log import quiet_libraries
 
@@ -32,7 +29,6 @@ import torch
 from pytorch_lightning.strategies import Strategy
 from torch import nn
 
-from scripts.bench_subjects import VARIANTS, Subject, make_subject, plain_objective, variant_of
 from sd_training.callbacks.base import RunState
 from sd_training.callbacks.ema import Ema
 from sd_training.callbacks.metrics import COLUMNS, MetricRows, Metrics
@@ -53,6 +49,7 @@ from sd_training.optim import Optimization, lr_schedule
 from sd_training.parallel.strategies import SingleProcessStrategy
 from sd_training.training import DiffusionModule
 from sd_training.types import PixelBatch
+from tests.bench_subjects import VARIANTS, Subject, make_subject, plain_objective, variant_of
 
 LEARNING_RATE = 1e-4
 EMA_DECAY = 0.999

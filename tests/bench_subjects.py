@@ -1,4 +1,4 @@
-"""What benchmarks train: networks of random weights, batches in memory, pipeline folders."""
+"""What `bench_step.py` trains: networks of random weights, and batches in memory."""
 
 import copy
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import yaml
-from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import UNet2DConditionModel
 from torch import nn
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
+from scripts.bench_peers import SCHEDULE, SD2_UNET, autoencoder, clip
 from sd_training.config.schema import ModelConfig, ObjectiveConfig, PartConfig
 from sd_training.diffusion import Objective
 from sd_training.models.execution import compile_blocks, recompute_activations
@@ -18,11 +18,6 @@ from sd_training.models.families.unets import StableDiffusion
 from sd_training.models.schedulers import load_schedulers
 from sd_training.types import PixelBatch
 
-SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "num_train_timesteps": 1000}
-SD2_UNET = {
-    **{"sample_size": 64, "cross_attention_dim": 1024, "attention_head_dim": (5, 10, 20, 20)},
-    "use_linear_projection": True,
-}
 VARIANTS = ("compiled", "compiled_full", "channels_last", "recompute")
 """Ways to run the denoiser that can be compared."""
 
@@ -68,21 +63,6 @@ def make_subject(model: str, batch: int, resolution: int, precision: str) -> Sub
     return Subject(unet, family, batches, precision, device)
 
 
-def autoencoder(widths: tuple[int, ...], depth: int, groups: int) -> AutoencoderKL:
-    """Downscales by 2 between levels."""
-    down, up = ("DownEncoderBlock2D",) * len(widths), ("UpDecoderBlock2D",) * len(widths)
-    sizes = {"block_out_channels": widths, "layers_per_block": depth, "norm_num_groups": groups}
-    return AutoencoderKL(down_block_types=down, up_block_types=up, **sizes)
-
-
-def clip(vocabulary: int, width: int, inner: int, *, layers: int, tokens: int, heads: int = 4) -> CLIPTextModel:
-    """A text encoder."""
-    sizes = {"hidden_size": width, "intermediate_size": inner, "max_position_embeddings": tokens}
-    depth = {"num_hidden_layers": layers, "num_attention_heads": heads}
-    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    return CLIPTextModel(CLIPTextConfig(vocab_size=vocabulary, **sizes, **depth, **ends))
-
-
 def random_batch(batch: int, resolution: int, side: int, tokens: int) -> PixelBatch:
     """A batch as the loader delivers it."""
     unused: dict[str, Any] = dict.fromkeys(("offset_noise", "input_noise", "mask"), torch.empty(batch, 0))
@@ -117,35 +97,3 @@ def variant_of(subject: Subject, variant: str) -> StableDiffusion:
     if "compiled_full" in wanted:
         compile_blocks([own.denoiser], num_sizes=1)
     return own
-
-
-def save_pipeline(folder: Path, size: str) -> Path:
-    """A Stable Diffusion pipeline of random weights, whose tokenizer knows single characters.
-
-    Args:
-        folder: to write.
-        size: "sd2", Stable Diffusion 2's networks; or "tiny", some 3 M parameters.
-    """
-    torch.manual_seed(0)
-    is_tiny = size == "tiny"
-    widths, depth, groups = ((16, 16, 32, 32), 1, 8) if is_tiny else ((128, 256, 512, 512), 2, 32)
-    width, layers, heads = (64, 2, 4) if is_tiny else (1024, 23, 16)
-    characters = [chr(code) for code in range(33, 127)]
-    words = ["<|startoftext|>", "<|endoftext|>", *characters, *(f"{c}</w>" for c in characters)]
-    tokenizer = CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[], model_max_length=77)
-    tiny_unet = {
-        **{"sample_size": 8, "cross_attention_dim": width, "attention_head_dim": 4, "block_out_channels": (32, 64)},
-        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    }
-    StableDiffusionPipeline(
-        vae=autoencoder(widths, depth, groups),
-        unet=UNet2DConditionModel(**(tiny_unet if is_tiny else SD2_UNET)),
-        text_encoder=clip(len(words), width, 4 * width, layers=layers, tokens=77, heads=heads),
-        tokenizer=tokenizer,
-        scheduler=DDPMScheduler(**SCHEDULE),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    ).save_pretrained(folder)
-    return folder
