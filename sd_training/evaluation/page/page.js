@@ -36,7 +36,7 @@
     const positive = (values) => (isLog ? values.map((value) => (value > 0 ? value : null)) : values);
     const add = (own, values, options) => {
       tables.push([own.x.map((x) => x * scale(own.run)), positive(values)]);
-      series.push({ spanGaps: false, points: { show: chart.part !== "training" && own.x.length < 40, size: 5 }, value: (_, value) => shown(value), ...options });
+      series.push({ spanGaps: false, points: { show: chart.part !== "training" && own.x.length < 40, size: 5, fill: own.dashed ? "#fff" : own.colour }, value: (_, value) => shown(value), ...options });
     };
     if (chart.stacked) {
       const sums = chart.series[0].x.map(() => 0);
@@ -83,6 +83,26 @@
     ctx.restore();
   };
 
+  // The interval of each measurement, also of a single one, which has no band.
+  const whiskers = (chart, scale) => (plot) => {
+    const { ctx } = plot;
+    ctx.save();
+    ctx.lineWidth = devicePixelRatio;
+    for (const own of chart.series.filter((one) => one.high && one.x.length < 40)) {
+      ctx.strokeStyle = own.colour;
+      ctx.setLineDash(own.dashed ? [3 * devicePixelRatio, 2 * devicePixelRatio] : []);
+      own.x.forEach((x, i) => {
+        if (own.low[i] == null || own.high[i] == null) return;
+        const left = plot.valToPos(x * scale(own.run), "x", true);
+        if (left < plot.bbox.left - 1 || left > plot.bbox.left + plot.bbox.width + 1) return;
+        ctx.beginPath();
+        for (const end of ["low", "high"]) ctx[end === "low" ? "moveTo" : "lineTo"](left, plot.valToPos(own[end][i], "y", true));
+        ctx.stroke();
+      });
+    }
+    ctx.restore();
+  };
+
   // Of a logarithmic axis, to one digit: uPlot's own goes to whole decades.
   const range = (_, low, high) => {
     const digit = (value) => 10 ** Math.floor(Math.log10(value));
@@ -110,7 +130,7 @@
         { ...axis, size: 58, values: (_, ticks) => ticks.map(tick) },
       ],
       cursor: { sync: { key: chart.x ?? "step", scales: ["x", null] }, points: { size: 7 } },
-      hooks: { draw: [marks(chart, scale)] },
+      hooks: { draw: [marks(chart, scale), whiskers(chart, scale)] },
     }, uPlot.join(tables), figure);
     plot.root.querySelectorAll(".u-series").forEach((row, i) => { row.hidden = i > 0 && !series[i].label; });
     plot.resize = () => plot.setSize(size());
