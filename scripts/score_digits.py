@@ -4,7 +4,8 @@
 
 Every picture that is drawn is scored. Beside the share that is read correctly, with and without guidance, the variety
 of each digit is measured: the mean distance between two drawn ones, divided by that between two real ones. A model
-that draws the same seven every time has variety 0.
+that draws the same seven every time has variety 0. The FID is the Fréchet distance to the real digits in the features
+that the classifier reads, not in those of Inception; as many real digits against the others show how low it can be.
 """
 
 import argparse
@@ -47,6 +48,8 @@ class Score:
     recognised_per_digit: list[int]
     variety_per_digit: list[float]
     """1 is the variety of the real digits."""
+    fid: tuple[float, float, float]
+    """Value, and the ends of its 95 % interval."""
     drawing_s: float
 
     @property
@@ -98,6 +101,25 @@ def variety(drawn: Pictures, asked: Labels, real: Pictures, real_labels: Labels)
     return [mean_distance(drawn[asked == d]) / mean_distance(real[real_labels == d]) for d in range(CLASSES)]
 
 
+def digits_fid(drawn: Pictures, real: Pictures) -> tuple[float, float, float]:
+    """Value, and the ends of its 95 % interval."""
+    import torch
+
+    from sd_training.evaluation.distances import fid
+
+    found = fid(*(torch.from_numpy(features(pictures)) for pictures in (drawn, real)))
+    assert found.low is not None and found.high is not None
+    return round(found.value, 2), round(found.low, 2), round(found.high, 2)
+
+
+def real_digits_fid(pictures: Pictures, labels: Labels, count: int) -> tuple[float, float, float]:
+    """That of `count` real digits, at most half of them, against the others."""
+    from sklearn.model_selection import train_test_split
+
+    some, others = train_test_split(pictures, train_size=min(count, len(labels) // 2), stratify=labels, random_state=0)
+    return digits_fid(some, others)
+
+
 def load_on_device(folder: Path) -> Any:
     """The pipeline from its folder alone, on a GPU where there is one."""
     import torch
@@ -142,14 +164,15 @@ def score(pipeline: Any, guidance_scale: float, classifier: Any, options: argpar
     images, asked = draw(pipeline, guidance_scale, options)
     elapsed = time.monotonic() - started
     write_picture(images, asked, picture)
-    drawn = grey(images)
+    drawn, real = grey(images), real_pictures()
     is_right = classifier.predict(features(drawn)) == asked
     return Score(
         guidance_scale=guidance_scale,
         drawn=len(images),
         recognised=int(is_right.sum()),
         recognised_per_digit=[int(is_right[asked == digit].sum()) for digit in range(CLASSES)],
-        variety_per_digit=[round(v, 3) for v in variety(drawn, asked, *real_pictures())],
+        variety_per_digit=[round(v, 3) for v in variety(drawn, asked, *real)],
+        fid=digits_fid(drawn, real[0]),
         drawing_s=round(elapsed, 1),
     )
 
@@ -201,7 +224,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     unguided = score(pipeline, 1.0, classifier, options, options.out / "digits_without_guidance.png")
     for name, found in (("digits recognised", guided), ("without guidance", unguided)):
         print(f"{name}: {found.recognised}/{found.drawn}, variety {found.variety:.2f} (that of the real ones is 1)")
+        print("    FID {:.1f}, 95 % interval {:.1f} to {:.1f}".format(*found.fid))
+    real_fid = real_digits_fid(*real_pictures(), count=guided.drawn)
+    print("FID of as many real digits against the others: {:.1f}, {:.1f} to {:.1f}".format(*real_fid))
     report = {"classifier_accuracy": round(accuracy, 4), "guided": asdict(guided), "unguided": asdict(unguided)}
+    report["real_fid"] = real_fid
     (options.out / "score.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     missed = shortfalls(guided, unguided, options)
     for sentence in missed:

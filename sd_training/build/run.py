@@ -32,6 +32,7 @@ from sd_training.build.preflight import wandb_mode
 from sd_training.build.prior import draw_class_images
 from sd_training.callbacks.base import RunState
 from sd_training.callbacks.ema import Ema
+from sd_training.callbacks.evaluation import Evaluation
 from sd_training.callbacks.metrics import COLUMNS as METRICS
 from sd_training.callbacks.metrics import GradientNorms, JsonRows, MetricRows, Metrics, ProgressBar
 from sd_training.callbacks.numerics import NumericGuard
@@ -211,6 +212,7 @@ def _callbacks(
         *_pictures(plan, trained, ema, run_state),
         BatchPictures(run_dir, config.logging.batch_every, data.tokenizers) if config.logging.batch_every else None,
         saves,
+        Evaluation(run_dir, config.evaluation.device) if trained.family and config.evaluation.every else None,
         ProgressBar(run_state, batch.global_batch, batch.num_steps) if config.logging.progress_bar else None,
         Profile(run_dir, *profiled) if profiled else None,
         Runtime(watch, run_lock),

@@ -45,7 +45,15 @@ from sd_training.config.plan import counted
 from sd_training.config.schema import Config
 from sd_training.data.datamodule import TrainingData
 from sd_training.errors import CheckpointError, ConfigError, OutageError, SaveError
-from sd_training.export.pipeline import CURRENT, WrittenPart, export_pipeline, frozen_parts, keep_export
+from sd_training.export.pipeline import (
+    CURRENT,
+    EXPORTED_STEP,
+    WrittenPart,
+    export_pipeline,
+    exported_step,
+    frozen_parts,
+    keep_export,
+)
 from sd_training.log import get_logger, is_main_process, write_incident
 from sd_training.parallel.strategies import strategy_of
 from sd_training.training import TrainedModule
@@ -59,8 +67,6 @@ STEP_FILE_VARIABLE = "SD_TRAINING_STEP_FILE"
 """Environment variable of a file that gets the newest sealed step, for a launcher that checks for progress."""
 _PENDING_AT_EXCEPTION_S = 600.0
 """At an exception, the longest wait for a save in the background."""
-_EXPORTED_STEP_FILE = "exported_step"
-"""File in the run folder: the optimizer step that `current_pipeline` is of."""
 
 
 @dataclass(eq=False)
@@ -123,12 +129,7 @@ class Save(OptimizerStepCallback):
         self._write_step_file(step)  # also for the start after one that was killed
         self._continue_from(stored, trainer, pl_module)
 
-        def exported_step() -> int:
-            path = self.run_dir / _EXPORTED_STEP_FILE
-            text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
-            return int(text) if text.isdigit() else -1
-
-        if group.on_rank0(exported_step) < step:
+        if group.on_rank0(lambda: exported_step(self.run_dir)) < step:
             with self._failures_counted(step, is_last=step >= trainer.max_steps):
                 self._collect_export(trainer, pl_module, step)()
 
@@ -291,7 +292,7 @@ class Save(OptimizerStepCallback):
                 keep_export(exported, self.run_dir, step, self.run_lock, self._written)
             self._written = frozen_parts(exported, current.resolve())
             self.run_lock.check()
-            replace_text(self.run_dir / _EXPORTED_STEP_FILE, f"{step}\n")
+            replace_text(self.run_dir / EXPORTED_STEP, f"{step}\n")
             log.info(f"saved step {step}: {newest} and {current}")
 
         return lambda: group.on_rank0(rotate_and_export)

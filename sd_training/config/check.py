@@ -337,8 +337,15 @@ def _float8(config: Config) -> Iterator[str]:
 
 
 def _saves(config: Config) -> Iterator[str]:
-    """Held-out data, the best checkpoints and time limits."""
+    """Held-out data, the best checkpoints, evaluation and time limits."""
     validation, checkpoint, watch = config.validation, config.checkpoint, config.watch
+    evaluation, save_every = config.evaluation, config.experiment.save_every
+    if evaluation.every % save_every:
+        yield f"evaluation.every: {evaluation.every:,} is no multiple of experiment.save_every={save_every:,}"
+    if evaluation.every and not (evaluation.inception or evaluation.dinov2 or evaluation.clip):
+        yield "evaluation.every: needs a network: evaluation.inception, evaluation.dinov2 or evaluation.clip"
+    if evaluation.every and evaluation.path is None and validation.path is None:
+        yield "evaluation.every: needs real pictures, evaluation.path or validation.path"
     if validation.path == config.dataset.params.path:
         yield "validation.path: is the data that is trained on; keep some shards out of dataset.params.path"
     if checkpoint.keep_best and validation.path is None:

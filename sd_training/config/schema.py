@@ -846,6 +846,33 @@ class SamplingConfig(OptionGroup):
     """Images drawn at once per process."""
 
 
+class EvaluationConfig(OptionGroup):
+    """Metrics of drawn pictures, measured by `scripts/evaluate.py` (docs/evaluation.md); pictures are drawn with the
+    settings of `sampling`."""
+
+    inception: str | None = None
+    """The Inception-v3 of FID, a .safetensors file of the tensors of `pt_inception-2015-12-05-6726825d.pth`: `fid`,
+    `fid_infinity`, `kid`, `precision`, `recall`. null: none of them."""
+    dinov2: str | None = None
+    """Folder or hub id of a Dinov2Model: `fd_dinov2`, `fd_dinov2_infinity`. null: neither."""
+    clip: str | None = None
+    """Folder or hub id of a CLIPModel with its tokenizer: `cmmd`, `clip_score`. null: neither."""
+    path: str | list[str] | None = None
+    """Real pictures, read as `validation.path` is; null: those of `validation.path`."""
+    num_real: PositiveInt = 10_000
+    """Real pictures, spread evenly; all of them where there are fewer [count]."""
+    prompts: str | None = None
+    """Text file with a prompt in each line, or CSV with a column `caption`; null: the captions of real pictures."""
+    num_images: PositiveInt = 1000
+    """Pictures drawn; prompts begin again where there are fewer of them [count]."""
+    every: Count = 0
+    """Beside the run, a process of its own evaluates the newest export whose optimizer step is a multiple of this, and
+    the last one; 0: none."""
+    device: Annotated[str, used_with("every")] = "cpu"
+    """Where that process computes: `cpu`, with the lowest priority, or GPUs that do not train, as CUDA_VISIBLE_DEVICES
+    takes them, such as `7`."""
+
+
 _Range = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 
 
@@ -905,6 +932,8 @@ class Config(OptionGroup):
     """Loss on held-out data."""
     sampling: Annotated[SamplingConfig, DENOISER] = SamplingConfig()
     """Preview pictures."""
+    evaluation: Annotated[EvaluationConfig, DENOISER] = EvaluationConfig()
+    """Metrics of drawn pictures."""
     logging: LoggingConfig = LoggingConfig()
     """Metrics."""
     watch: WatchConfig = WatchConfig()

@@ -47,6 +47,8 @@ CURRENT = "current_pipeline"
 """Name of the newest export in a run folder."""
 KEPT = "pipelines"
 """Folder of the exports that are kept, `step_N`, in a run folder."""
+EXPORTED_STEP = "exported_step"
+"""File in the run folder: the optimizer step that `current_pipeline` is of."""
 _LIBRARIES = ("diffusers", "transformers", "stable_diffusion", "sd_training.models.mmdit_rope")
 """Where parts may come from; "stable_diffusion" is diffusers' own module of the safety checker."""
 
@@ -325,6 +327,13 @@ def _settings(config: Any) -> dict[str, Any]:
     kept = {k: v for k, v in plain.items() if not k.startswith("_") and k not in NOT_SETTINGS}
     text = json.dumps(kept, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
     return json.loads(text)
+
+
+def exported_step(run_dir: Path) -> int:
+    """The optimizer step that `current_pipeline` of a run is of; -1: there is none."""
+    path = run_dir / EXPORTED_STEP
+    text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+    return int(text) if text.isdigit() else -1
 
 
 def read_index(folder: Path) -> dict[str, Any]:

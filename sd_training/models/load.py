@@ -45,6 +45,8 @@ _CLASSES: Mapping[str, str] = {
     ),
     "tokenizer": "CLIPTokenizer AutoTokenizer CLIPTokenizerFast T5Tokenizer T5TokenizerFast",
     "controlnet": "ControlNetModel FluxControlNetModel SD3ControlNetModel",
+    "clip": "CLIPModel",
+    "dinov2": "Dinov2Model",
     "noise_scheduler": (
         "DDPMScheduler DDIMScheduler DPMSolverMultistepScheduler EDMDPMSolverMultistepScheduler EDMEulerScheduler "
         "EulerAncestralDiscreteScheduler EulerDiscreteScheduler FlowMatchEulerDiscreteScheduler HeunDiscreteScheduler "
@@ -52,12 +54,14 @@ _CLASSES: Mapping[str, str] = {
     ),
 }
 """Kind of part → its classes, the usual one first."""
+EVALUATORS = ("clip", "dinov2")
+"""Networks that drawn pictures are compared in."""
 _NETWORKS = ("vae", "unet", "text_encoder", "text_encoder_2")
 """Parts of a file in the original layout."""
 _USUAL_SAMPLER = "DDIMScheduler"
 ALLOWED: Mapping[str, Sequence[str]] = {
     part: next(names.split() for kind, names in _CLASSES.items() if part.startswith(kind))
-    for part in (*PARTS, "controlnet")
+    for part in (*PARTS, "controlnet", *EVALUATORS)
 }
 """Part → the classes that a config may name; a ControlNet is drawn with only. Nothing else is ever constructed or
 loaded."""
@@ -89,7 +93,7 @@ def class_of(part: str, target: str | None, option: str | None = None) -> Any:
         raise ConfigError(f"{option}: {name!r} is not allowed; use one of {', '.join(sorted(allowed))}")
     if bare == MMDiTRope.__name__:
         return MMDiTRope
-    return getattr(transformers if part.startswith(("text_encoder", "tokenizer")) else diffusers, bare)
+    return getattr(transformers if part.startswith(("text_encoder", "tokenizer", *EVALUATORS)) else diffusers, bare)
 
 
 class SingleFilePart(PartConfig):

@@ -15,7 +15,7 @@ from sd_training.config.load import load_config
 from sd_training.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-BATCH_FILES = sorted((ROOT / "batch_files").glob("*.sbatch"))
+BATCH_FILES = sorted((ROOT / "batch_files").glob("multinode-*.sbatch"))
 TEMPLATE = ROOT / "batch_files/multinode-template.sbatch"
 CONFIG = ["config=configs/finetune_config.yaml", "model.pretrained=m", "experiment.num_examples_to_see=6400"]
 CONFIG += ["dataset.params.path=d"]
@@ -104,6 +104,16 @@ def test_every_file_works_alone(batch: Path, job: Job) -> None:
     assert job.variable("MASTER_ADDR") == "127.0.0.2" and job.variable("OMP_NUM_THREADS") == "1"
     if "efa" in batch.name:
         assert job.variable("FI_PROVIDER") == "efa"
+
+
+def test_the_job_beside_a_run(job: Job) -> None:
+    """`scripts/evaluate.py --watch` on all GPUs of the job; without a run the job says what is missing."""
+    batch = ROOT / "batch_files/evaluate.sbatch"
+    assert "RUN_DIR: the folder of the run" in job.start(batch) and job.status == 1
+    job.start(batch, status=3, RUN_DIR="/runs/a b", SLURM_GPUS_ON_NODE="4", RUN_PYTHON="python")
+    assert job.status == 3
+    words = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
+    assert job.srun() == [*words, "scripts/evaluate.py", "/runs/a b", "--watch"]
 
 
 def test_a_stopped_job_goes_back_into_the_queue_while_it_makes_progress(job: Job) -> None:

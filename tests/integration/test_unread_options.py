@@ -56,6 +56,7 @@ OF_OTHER_CHOICES = {
 OF_OTHER_DENOISERS = {
     "model": "parts and families are loaded by name, and checked by tests/unit/models/test_load.py",
     "objective": "choices of the objective; an error without",
+    "evaluation": "scripts/evaluate.py",
     "sampling": "pictures; sampling.prompts without them is a warning",
 }
 READ_IN_VAIN = {

@@ -119,8 +119,15 @@ def test_the_classifier_reads_real_digits_and_not_noise() -> None:
     assert (classifier.predict(score_digits.features(noise)) == asked).mean() < 0.3
 
 
+def test_the_fid_of_real_digits_is_far_below_that_of_noise() -> None:
+    real, labels = score_digits.real_pictures()
+    floor = score_digits.real_digits_fid(real, labels, 500)
+    noise = np.random.default_rng(0).random((500, 16, 16), dtype=np.float32)
+    assert floor[1] < floor[0] < floor[2] < 15 < 50 * floor[0] < score_digits.digits_fid(noise, real)[1]
+
+
 def _score(recognised: int, variety: float) -> score_digits.Score:
-    return score_digits.Score(2.0, 500, recognised, [recognised // 10] * 10, [variety] * 10, 1.0)
+    return score_digits.Score(2.0, 500, recognised, [recognised // 10] * 10, [variety] * 10, (9.0, 8.0, 10.0), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +145,8 @@ def test_scoring_draws_reads_and_says_what_is_missed(
 ) -> None:
     argv = ["--pipeline", str(pipeline_dir), "--out", str(tmp_path), "--per-digit", "2", "--steps", "1"]
     score_digits.main(argv)
-    assert "digits recognised: " in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "digits recognised: " in output and "FID of as many real digits against the others: " in output
     report = json.loads((tmp_path / "score.json").read_text())
     assert report["guided"]["drawn"] == report["unguided"]["drawn"] == 20
     assert Image.open(tmp_path / "digits.png").size == (2 * 16 * 4, 10 * 16 * 4)

@@ -32,6 +32,12 @@ BEST = ["checkpoint.keep_best=1", "validation.path=b.tar"]
             BEST,
             "validation.every: 1,000 does not divide experiment.save_every=100",
         ),
+        (
+            ["evaluation.every=150", "evaluation.clip=c", "evaluation.path=b.tar"],
+            "evaluation.every: 150 is no multiple of experiment.save_every=100",
+        ),
+        (["evaluation.every=200", "evaluation.path=b.tar"], "evaluation.every: needs a network"),
+        (["evaluation.every=200", "evaluation.clip=c"], "evaluation.every: needs real pictures"),
     ],
 )
 def test_refused(words: list[str], told: str) -> None:
