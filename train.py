@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sd_training import __version__
@@ -154,7 +155,20 @@ def train(plan: "Plan", signals: StopSignals, run_log: RunLog) -> None:
             "the same command resumes the run"
         )
         signals.leave(run.exit_status)
-    log.info(f"done: {plan.run_dir / 'current_pipeline'}")
+    log.info(f"done: {plan.run_dir / 'current_pipeline'}{_written_page(plan.run_dir) if is_main_process() else ''}")
+
+
+def _written_page(run_dir: Path) -> str:
+    """Writes the page of the run; returns where it is, in words. The run is done, so whatever goes wrong here is a
+    warning."""
+    try:
+        from sd_training.evaluation.report import PAGE, write_report
+
+        write_report([run_dir], run_dir / PAGE)
+    except Exception as error:
+        log.warning(f"the page of the run could not be written ({type(error).__name__}: {error})")
+        return ""
+    return f", and a page about the run: {run_dir / PAGE}"
 
 
 if __name__ == "__main__":

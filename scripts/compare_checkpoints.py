@@ -35,12 +35,12 @@ from sd_training.build.data import make_data
 from sd_training.build.models import build_model
 from sd_training.build.plan import Plan, make_plan
 from sd_training.callbacks.ema import EMA_PART
-from sd_training.callbacks.run_record import CONFIG, RunRecord
+from sd_training.callbacks.run_record import RunRecord
 from sd_training.callbacks.validation import noise_levels
 from sd_training.checkpoint.folder import replace_text, source_checkpoint
 from sd_training.checkpoint.save import OPTIMIZER, WEIGHTS, StoredCheckpoint, load_into, open_checkpoint
 from sd_training.cli import run_cli
-from sd_training.config.changes import changed_options
+from sd_training.config.changes import CONFIG, changed_options
 from sd_training.config.fields import is_below
 from sd_training.config.load import load_config
 from sd_training.config.value_types import path_argument

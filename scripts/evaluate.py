@@ -32,8 +32,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from scripts.generate_examples import choose_device, launched_group
 from sd_training.build.data import ANY_GRID
-from sd_training.callbacks.run_record import CONFIG, RECORD, read_starts
 from sd_training.cli import print_error, run_cli
+from sd_training.config.changes import CONFIG, RECORD, read_starts
 from sd_training.config.load import load_config
 from sd_training.config.plan import BatchPlan
 from sd_training.config.schema import Config, ValidationConfig

@@ -33,9 +33,9 @@ from scripts.index_dataset import is_option
 from scripts.replay_step import plan_of_start
 from sd_training.build.data import make_data
 from sd_training.build.dry_run import meta_networks
-from sd_training.callbacks.run_record import RECORD, read_starts
 from sd_training.checkpoint.folder import last_saved_step
 from sd_training.cli import run_cli
+from sd_training.config.changes import RECORD, read_starts
 from sd_training.config.plan import BatchPlan, counted
 from sd_training.config.value_types import output_path, path_argument
 from sd_training.data.datamodule import TrainingData

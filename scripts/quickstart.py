@@ -223,6 +223,7 @@ def summary(folder: Path, machine: Machine) -> str:
 pictures      {folder / "digits.png"} (one digit per row), digits_without_guidance.png beside it
 score         {folder / "score.json"}
 pipeline      {pipeline_dir(folder)}
+run page      {digits / "report.html"}: curves, pictures and options of the training run, in a browser
 training run  {digits}: config.yaml, metrics.csv, samples/, tensorboard/, checkpoints/
 shards        {folder / "data"}
 

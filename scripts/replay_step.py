@@ -38,10 +38,10 @@ from sd_training.build.cache import open_cache
 from sd_training.build.data import make_data
 from sd_training.build.models import Trained, build_model
 from sd_training.build.plan import Plan, make_plan
-from sd_training.callbacks.run_record import CONFIG, RECORD, read_starts
 from sd_training.checkpoint.folder import sealed_checkpoints, step_of, verify_checkpoint
 from sd_training.checkpoint.save import WEIGHTS, load_into, open_checkpoint
 from sd_training.cli import run_cli
+from sd_training.config.changes import CONFIG, RECORD, read_starts
 from sd_training.config.load import load_config
 from sd_training.config.plan import BatchPlan
 from sd_training.data.datamodule import TrainingData

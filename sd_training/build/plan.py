@@ -14,7 +14,7 @@ import torch
 
 import sd_training.models  # noqa: F401 - it must be what imports diffusers first
 from sd_training.callbacks.ema import EMA_PART
-from sd_training.callbacks.run_record import CONFIG, RunRecord
+from sd_training.callbacks.run_record import RunRecord
 from sd_training.checkpoint.folder import (
     NO_LOCK,
     RunLock,
@@ -29,7 +29,7 @@ from sd_training.checkpoint.folder import (
 )
 from sd_training.checkpoint.mirror import Mirror
 from sd_training.checkpoint.save import open_checkpoint
-from sd_training.config.changes import Change, changed_options, refused_changes
+from sd_training.config.changes import CONFIG, Change, changed_options, refused_changes
 from sd_training.config.fields import options, value_of
 from sd_training.config.plan import BatchPlan, Layout, counted, find_layout
 from sd_training.config.schema import Config, ExperimentConfig

@@ -1,6 +1,7 @@
 """Every object of a run, from its plan: folder, model, data, callbacks, strategy, trainer."""
 
 import os
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -36,7 +37,7 @@ from sd_training.callbacks.metrics import COLUMNS as METRICS
 from sd_training.callbacks.metrics import GradientNorms, JsonRows, MetricRows, Metrics, ProgressBar
 from sd_training.callbacks.numerics import NumericGuard
 from sd_training.callbacks.preemption import Preemption, deadline_s
-from sd_training.callbacks.previews import Pictures
+from sd_training.callbacks.previews import BatchPictures, Pictures
 from sd_training.callbacks.profiling import Profile
 from sd_training.callbacks.run_record import RunRecord
 from sd_training.callbacks.runtime import Runtime
@@ -47,6 +48,7 @@ from sd_training.checkpoint.mirror import Mirror
 from sd_training.config.changes import resolved_yaml, to_plain
 from sd_training.config.schema import PartConfig
 from sd_training.data.datamodule import TrainingData
+from sd_training.data.index.report import report_text
 from sd_training.errors import Checks
 from sd_training.export.draw import read_captions
 from sd_training.log import RunLog, get_logger, is_main_process, redacted
@@ -173,6 +175,15 @@ def _callbacks(
     title = f"training {', '.join(type(network).__name__ for network in networks)} of {num_parameters:,} parameters"
     if trained.module.has_adapters:
         title = title.replace("training", "training adapters in", 1)
+
+    def record() -> dict[str, Any]:
+        return run_metadata() | {
+            "model": title,
+            "devices": plan.device_sentence(),
+            "device": _device_name(plan),
+            "data": report_text(data.report()).splitlines(),
+        }
+
     names = {"metrics.csv": MetricRows, "metrics.jsonl": JsonRows}
     rows = [kind(run_dir / name, METRICS, run_lock) for name, kind in names.items()]
     every, profiled = config.logging.every, config.logging.profile_steps
@@ -192,13 +203,14 @@ def _callbacks(
     saves = Save(run_dir, config, trained.exported, ema, run_state, run_lock, bool(start.source), mirror)
     callbacks: list[pl.Callback | None] = [
         preemption,
-        RunRecord(run_dir, resolved_yaml(config), run_metadata, lambda step: _banner(plan, start, data, title, step)),
+        RunRecord(run_dir, resolved_yaml(config), record, lambda step: _banner(plan, start, data, title, step)),
         ema,
         NumericGuard(saves, data.name_of, run_metadata),
         gradient_norms,
         Metrics(rows, every, batch.global_batch, ema, run_state, gradient_norms, flops, peak, encoder_times),
         validation,
         *_pictures(plan, trained, ema, run_state),
+        BatchPictures(run_dir, config.logging.batch_every, data.tokenizers) if config.logging.batch_every else None,
         saves,
         Evaluation(run_dir, config.evaluation.device) if trained.family and config.evaluation.every else None,
         ProgressBar(run_state, batch.global_batch, batch.num_steps) if config.logging.progress_bar else None,
@@ -230,6 +242,15 @@ def _banner(plan: Plan, start: Start, data: TrainingData, title: str, step: int)
     return titled(title, [*(f"{name:<12}{value}" for name, value in rows.items()), *start.changes().splitlines()])
 
 
+def _device_name(plan: Plan) -> str:
+    """Of the GPU or the processor; empty where the system does not know it."""
+    if plan.launch.accelerator == "cuda":
+        return torch.cuda.get_device_name()
+    with suppress(OSError):
+        return "".join(re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())[:1])
+    return ""
+
+
 def _ema(plan: Plan, trained: Trained) -> Ema:
     """The average, started from `ema.path` where it is given."""
     config, family, weights = plan.config.ema, trained.family, None
@@ -246,10 +267,14 @@ def _pictures(plan: Plan, trained: Trained, ema: Ema | None, state: RunState) ->
     config, pictures = plan.config, []
     if trained.family is None:
         return []
-    own = (plan.run_dir, config, trained.family.pipeline, plan.precision, ema, state)
+    parts = (plan.run_dir, config, trained.family.pipeline, plan.precision)
+    own = (*parts, ema, state)
     if config.sampling.every and config.sampling.prompts:
         prompts = [(f"{i:03d}", prompt) for i, prompt in enumerate(config.sampling.prompts)]
         pictures.append(Pictures(*own, "previews", config.sampling.every, prompts, at_start=True))
+        if config.sampling.raw and ema is not None:
+            raw = Pictures(*parts, None, state, "previews_trained", config.sampling.every, prompts, at_start=True)
+            pictures.append(raw)
     path, count = config.experiment.eval_caption_file, config.experiment.num_eval_images
     if path is not None:
         if captions := read_captions(Path(path))[:count]:

@@ -1,11 +1,12 @@
-"""Pictures while training: previews from fixed prompts, and evaluation images from a caption file at each save.
+"""Pictures while training: previews from fixed prompts, evaluation images from a caption file at each save, and what
+the network is trained on.
 
-Both are split over the ranks and drawn with the weights that are exported. They use generators of their own, so
-training is the same with and without them.
+Drawn pictures are split over the ranks. They use generators of their own, so training is the same with and without
+them.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from PIL import Image
 from sd_training.callbacks.base import OptimizerStepCallback, RunState
 from sd_training.callbacks.ema import Ema, export_weights
 from sd_training.config.schema import Config
+from sd_training.data.samples.captions import Tokenizer
 from sd_training.export.draw import draw_images, picture_grid
 from sd_training.log import get_logger
 from sd_training.models.family import autocast
 from sd_training.parallel.strategies import strategy_of
 from sd_training.training import TrainedModule
+from sd_training.types import PixelBatch
 
 log = get_logger(__name__)
 
@@ -127,3 +130,53 @@ class Pictures(OptimizerStepCallback):
         loggers: Any = trainer.loggers  # each a `RunLogger` (build/run.py)
         for logger in loggers:
             logger.log_picture(self.name, grid, step)
+
+
+@dataclass(eq=False)
+class BatchPictures(OptimizerStepCallback):
+    """Keeps the first pictures and captions of a step's last micro-batch, on rank 0. Pictures are those of the loader;
+    where a cache or encoder processes deliver latents, there are captions alone."""
+
+    section = "drawing"
+
+    run_dir: Path
+    """The run folder, with `samples/`."""
+    every: int
+    """Optimizer steps between batches."""
+    tokenizers: Mapping[str, Tokenizer]
+    """Text encoder → what has made its tokens. The first one's are read: a caption that was dropped for it is empty."""
+    _batch: PixelBatch | None = field(default=None, init=False)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """The batch is held no longer than this call."""
+        self._batch = batch
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._batch = None
+
+    def on_optimizer_step(self, trainer: pl.Trainer, module: TrainedModule, step: int) -> None:
+        """What cannot be written is lost, and the run continues."""
+        if self._batch is None or not trainer.is_global_zero or not self.is_due(trainer, step, self.every):
+            return
+        path = self.run_dir / "samples" / f"step_{step}" / "batch.png"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if captions := self._captions(self._batch):
+                path.with_suffix(".txt").write_text("".join(f"{line}\n" for line in captions), encoding="utf-8")
+            if self._batch.pixels.numel():
+                pixels = self._batch.pixels[:_GRID_PICTURES].permute(0, 2, 3, 1).cpu().numpy()
+                grid = picture_grid([Image.fromarray(one) for one in pixels], _GRID_COLUMNS)
+                grid.save(path)
+                loggers: Any = trainer.loggers  # each a `RunLogger` (build/run.py)
+                for logger in loggers:
+                    logger.log_picture("batch", grid, step)
+        except OSError as error:
+            log.error(f"the batch of step {step:,} could not be written: {error}")
+
+    def _captions(self, batch: PixelBatch) -> list[str]:
+        """One line each, as the tokenizer reads its tokens back; none where no tokens are delivered."""
+        name = next((name for name in self.tokenizers if name in batch.tokens), None)
+        if name is None:
+            return []
+        decode, masks = self.tokenizers[name].tokenizer.decode, batch.token_masks[name][:_GRID_PICTURES].cpu()
+        rows = zip(batch.tokens[name].cpu(), masks, strict=False)
+        return [" ".join(decode(tokens[mask], skip_special_tokens=True).split()) for tokens, mask in rows]

@@ -15,15 +15,11 @@ from typing import Any
 import pytorch_lightning as pl
 
 from sd_training.checkpoint.folder import replace_text
+from sd_training.config.changes import CONFIG, RECORD, read_starts
 from sd_training.log import get_logger, redacted
 
 log = get_logger(__name__)
 
-CONFIG = "config.yaml"
-"""Resolved configuration of the last start that trained, in the run folder."""
-RECORD = "run.json"
-"""An entry for every start, in the run folder; with the lines of its configuration where the start before had another
-one."""
 _PACKAGES = (
     "torch", "pytorch-lightning", "diffusers", "transformers", "xformers", "webdataset", "omegaconf", "wandb",
     "deepspeed", "pydantic", "pyarrow", "pillow", "numpy", "safetensors", "tokenizers",
@@ -90,12 +86,3 @@ def _git_revision(folder: Path) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def read_starts(path: Path) -> list[dict[str, Any]]:
-    """Entries of earlier starts; a file that a crash cut short counts as none."""
-    try:
-        starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []

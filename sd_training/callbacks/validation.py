@@ -163,10 +163,14 @@ class Validation(OptimizerStepCallback):
                     self.frechet.update(scaled_pixels(pixels), real=is_real)
 
     def _draw_pairs(self, trainer: pl.Trainer, step: int, weights: str) -> None:
-        """Rank 0: one picture of the first pairs. One that cannot be written is lost, and the run continues."""
+        """Rank 0: one picture of the first pairs, each with its absolute difference on the right. One that cannot be
+        written is lost, and the run continues."""
         if self._pairs is None or not trainer.is_global_zero:
             return
-        images = [Image.fromarray(pair.permute(1, 2, 0).numpy()) for pair in self._pairs[:_NUM_PAIRS].cpu()]
+        pairs = self._pairs[:_NUM_PAIRS].cpu()
+        originals, reconstructions = pairs.short().chunk(2, dim=3)
+        triples = torch.cat((pairs, (reconstructions - originals).abs().byte()), dim=3)
+        images = [Image.fromarray(triple.permute(1, 2, 0).numpy()) for triple in triples]
         grid, name = picture_grid(images, _PAIRS_PER_ROW), f"reconstructions_{weights}"
         path = self.rows.path.parent / "samples" / f"step_{step}" / f"{name}.png"
         try:

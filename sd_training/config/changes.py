@@ -1,5 +1,7 @@
-"""What is kept of a configuration: its text without secrets, and what a start changes against the start before it."""
+"""What is kept of a configuration: its text without secrets, the record of starts, and what a start changes against the
+start before it."""
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +14,11 @@ from sd_training.config.fields import OLD_WORDS, RETIRED, is_below, option_of, o
 from sd_training.config.schema import Config
 from sd_training.log import note_secret, redacted_values
 
+CONFIG = "config.yaml"
+"""Resolved configuration of the last start that trained, in the run folder."""
+RECORD = "run.json"
+"""An entry for every start, in the run folder; with the lines of its configuration where the start before had another
+one."""
 PERMISSION = "allow_pipe"
 """Name of the option that a file cannot set to true, and that is not written to one."""
 _PERMISSION_KEY = f"dataset.params.{PERMISSION}"
@@ -102,6 +109,15 @@ def changed_options(previous: str, config: Config) -> list[Change]:
             group[name] = words.get(group[name], group[name])
     keys = [*RETIRED, *(key for key in options() if key != "experiment.allow_changed")]
     return [change for key in keys for change in differences(key, _value(before, key), _value(now, key))]
+
+
+def read_starts(path: Path) -> list[dict[str, Any]]:
+    """Entries of earlier starts; a file that a crash cut short counts as none."""
+    try:
+        starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
 
 
 def refused_changes(changes: Sequence[Change], allowed: Sequence[str], run_dir: Path) -> list[str]:

@@ -834,6 +834,8 @@ class SamplingConfig(OptionGroup):
     """Draw previews before the first optimizer step of a run, and every so many steps; 0: none."""
     prompts: Annotated[list[str], BeforeValidator(_spliced), used_with("every")] = Field(default=[])
     """One preview image per prompt."""
+    raw: Annotated[bool, used_with("every"), used_with("model.use_ema")] = False
+    """Draw the previews with the trained weights, too, beside those drawn with the average."""
     num_inference_steps: PositiveInt = 50
     """Denoiser evaluations per image [count]."""
     guidance_scale: Annotated[Number, Field(ge=1)] = 7.5
@@ -892,6 +894,9 @@ class LoggingConfig(OptionGroup):
     gradient_norms: bool = False
     """Norm of the gradient of each layer group at the logged steps, in `metrics.jsonl`, TensorBoard and W&B; not with
     DeepSpeed, which keeps the gradients."""
+    batch_every: Count = 0
+    """Every so many optimizer steps, keep the first pictures of rank 0's micro-batch as the network gets them, cropped
+    and flipped, and their captions: `samples/step_N/batch.png` and `batch.txt`, pictures in the loggers; 0: never."""
 
 
 class Config(OptionGroup):

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL
@@ -117,7 +118,9 @@ def test_perceptual_and_adversarial_terms(photographs: dict[str, Path], tmp_path
     exported = AutoencoderKL.from_pretrained(whole / "current_pipeline", local_files_only=True)
     assert all(torch.equal(tensors[f"ema:network.{name}"], p) for name, p in exported.named_parameters())
     drawn = Image.open(whole / "samples/step_60/reconstructions_average.png")
-    assert drawn.size == (4 * 2 * 16, 2 * 16)  # a batch of 8 pairs
+    assert drawn.size == (4 * 3 * 16, 2 * 16)  # a batch of 8: picture, reconstruction, difference
+    picture, reconstruction, difference = np.array(drawn, int)[:16, :48].reshape(16, 3, 16, 3).transpose(1, 0, 2, 3)
+    assert (abs(reconstruction - picture) == difference).all() and difference.any()
     assert_resumes_to_the_bit(whole, 60, argv, processes=1)
     for key, value in {"objective__adversarial__weight": 0, "model__vae_trained": "decoder"}.items():
         others = {name: own for name, own in AGAINST.items() if value or "adversarial" not in name}

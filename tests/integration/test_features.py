@@ -135,25 +135,29 @@ def test_previews_and_evaluation_images(tmp_path: Path, pipeline_dir: Path, shar
         experiment__num_eval_images=1000,
         sampling__every=3,
         sampling__num_inference_steps=2,
+        sampling__raw=True,
+        logging__batch_every=8,
     )
     argv.append("sampling.prompts=[a red picture,a blue one]")
     train(argv)
     steps = sorted(path.name for path in (run_dir / "samples").iterdir())
     assert steps == ["step_0", "step_3", "step_4", "step_6", "step_8"]
     at_start = sorted(str(p.relative_to(run_dir / "samples")) for p in (run_dir / "samples/step_0").rglob("*.png"))
-    assert at_start == ["step_0/previews/000.png", "step_0/previews/001.png", "step_0/previews_grid.png"]
+    drawn = ["previews/000.png", "previews/001.png", "previews_grid.png"]
+    drawn += ["previews_trained/000.png", "previews_trained/001.png", "previews_trained_grid.png"]
+    assert at_start == [f"step_0/{name}" for name in drawn]
     step_8 = sorted(
         str(p.relative_to(run_dir / "samples" / "step_8")) for p in (run_dir / "samples/step_8").rglob("*.png")
     )
-    assert step_8 == [
-        "eval/x1.png",
-        "eval/x2.png",
-        "eval/x3.png",
-        "eval_grid.png",
-        "previews/000.png",
-        "previews/001.png",
-        "previews_grid.png",
-    ]
+    assert step_8 == ["batch.png", "eval/x1.png", "eval/x2.png", "eval/x3.png", "eval_grid.png", *drawn]
+    average, raw = (
+        (run_dir / f"samples/step_8/{name}_grid.png").read_bytes() for name in ("previews", "previews_trained")
+    )
+    assert average != raw  # but the weights before the first step are their own average
+    assert (run_dir / "samples/step_0" / drawn[2]).read_bytes() == (run_dir / "samples/step_0" / drawn[5]).read_bytes()
+    assert Image.open(run_dir / "samples/step_8/batch.png").size == (8 * 16, 16)
+    captions = (run_dir / "samples/step_8/batch.txt").read_text().splitlines()
+    assert len(captions) == 8 and set(captions) <= {"a red picture", "a green picture", "a blue picture", ""}
     assert Image.open(run_dir / "samples/step_8/eval_grid.png").size == (48, 16)
     shutil.rmtree(run_dir / "samples" / "step_0")
     train([*argv, "experiment.num_examples_to_see=72"])

@@ -66,6 +66,8 @@ def test_a_run_says_what_it_does_and_nothing_else(pipeline_dir: Path, shards_dir
     assert re.search(progress, one, re.MULTILINE)
     kept = (tmp_path / "run/train.log").read_text()
     assert kept == one
+    assert f", and a page about the run: {tmp_path / 'run/report.html'}\n" in one
+    assert "4 of 4 optimizer steps, 32 images" in (tmp_path / "run/report.html").read_text()
     described = forked("train.py", *argv, "--dry-run", cwd=ROOT)
     assert described.returncode == 0 and described.stdout.startswith("this run\n"), described.stderr
     assert len(lines(described.stderr)) == 1

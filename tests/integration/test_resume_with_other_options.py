@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from sd_training.build.data import make_data
 from sd_training.build.plan import check_data, find_start, make_plan
-from sd_training.callbacks.run_record import read_starts
 from sd_training.checkpoint.folder import MANIFEST_NAME, seal_partial
+from sd_training.config.changes import read_starts
 from sd_training.config.load import load_config
 from sd_training.errors import CheckpointError, ConfigError
 from sd_training.types import LatentGrid

@@ -29,6 +29,7 @@ MISTAKES = {
     "generate_examples": ["--pipeline", "nowhere", "--prompt", "a", "--out", "out"],
     "index_dataset": ["none.tar"],
     "make_webdataset": ["nowhere", "--out", "out"],
+    "report": ["nowhere", "--out", "out"],
 }
 
 
